@@ -1,0 +1,26 @@
+"""Number formats, rounding, the policy that assigns formats to roles, safe numerics, strict promotion."""
+
+from mantissa.precision.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, NumberFormat, format_named
+from mantissa.precision.policy import PRESETS, PrecisionPolicy, ResolvedPrecision, ResolvedRole, resolve
+from mantissa.precision.rounding import is_on_grid, round_by_arithmetic, round_to_format
+from mantissa.precision.strict import StrictPromotion
+
+__all__ = [
+    "BF16",
+    "E4M3",
+    "E5M2",
+    "FORMATS",
+    "FP16",
+    "FP32",
+    "PRESETS",
+    "NumberFormat",
+    "PrecisionPolicy",
+    "ResolvedPrecision",
+    "ResolvedRole",
+    "StrictPromotion",
+    "format_named",
+    "is_on_grid",
+    "resolve",
+    "round_by_arithmetic",
+    "round_to_format",
+]

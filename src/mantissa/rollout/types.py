@@ -1,0 +1,90 @@
+"""What goes into a rollout engine and what comes out: the contract that every engine keeps.
+
+Legend: T response tokens. Log-probs are fp32 and under the distribution actually sampled from, that is after
+temperature, top-k and top-p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from mantissa.errors import MantissaError
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. ``temperature=0`` is greedy. ``top_k=0`` and ``top_p=1`` switch those filters off.
+
+    Order: logits / temperature, then top-k, then top-p (the smallest set of tokens, most probable first, whose mass
+    reaches ``top_p``), then renormalisation over what is kept. A completion ends with a stop token (kept as its last
+    token), with a stop string (the tokens up to the one that completes it are kept), or at ``max_tokens``.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.max_tokens >= 1, f"max_tokens={self.max_tokens}: expected at least 1"),
+            (self.temperature >= 0, f"temperature={self.temperature}: expected 0 (greedy) or more"),
+            (self.top_k >= 0, f"top_k={self.top_k}: expected 0 (off) or more"),
+            (0 < self.top_p <= 1, f"top_p={self.top_p}: expected more than 0 and at most 1"),
+            (all(self.stop), "stop: an empty string would stop every completion at once; leave it out"),
+        )
+        for good, message in checks:
+            if not good:
+                raise MantissaError(message)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, to be sampled ``samples`` times. Sample i draws from its own generator, keyed by (seed, i)."""
+
+    prompt_tokens: tuple[int, ...]
+    seed: int
+    samples: int = 1
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response.
+
+    ``tokens``: the response's token ids, a stop token included. ``logp_T``: fp32, CPU, under the distribution sampled
+    from. ``policy_version``: the weights that sampled it. ``finish_reason``: ``stop`` or ``length`` (truncated).
+    """
+
+    tokens: tuple[int, ...]
+    logp_T: Tensor
+    finish_reason: FinishReason
+    policy_version: int
+
+
+class RolloutEngine(Protocol):
+    """Anything that can sample: our native engine, or another behind the same contract."""
+
+    @property
+    def version(self) -> int:
+        """The policy version of the weights now loaded; -1 before the first ``sync``."""
+        ...
+
+    def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Load the learner's master weights, rounded once to the rollout's format, and stamp them ``version``.
+
+        Fails closed: the destination is filled with NaN first and checked after; a missing, unknown, misshapen or
+        non-finite tensor is an error that names it, and the engine then refuses to generate.
+        """
+        ...
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:
+        """Sample every request; result[i][j] is sample j of request i. ``version`` must be the one loaded."""
+        ...

@@ -1,0 +1,41 @@
+"""Every test runs in strict-promotion mode, with warnings as errors (pyproject), on two threads and a fixed seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mantissa.precision.strict import StrictPromotion
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion() -> Iterator[None]:
+    torch.manual_seed(0)
+    with StrictPromotion():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)  # libgomp spins: more threads than cores make small products a hundred times slower
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """The real math sets, which live beside the checkout and are not part of the project."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"needs the real math sets in {SHARED_DATA}, which this machine does not have")
+    return SHARED_DATA
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
