@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -66,13 +65,3 @@ def gradients_of(model: nn.Module, work: Callable[[], None]) -> dict[str, Tensor
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return gradients
-
-
-def adamw(
-    model: nn.Module, *, betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
-    """AdamW over a model's parameters; weight decay on matrices only (norms and biases are left alone)."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
