@@ -13,8 +13,8 @@ rloo       r_i - mean of others = (r_i - m) n/(n-1)  arXiv 2402.14740
 
 A group whose rewards are all equal (a group of one included) carries no gradient. Its advantages are exactly 0, decided
 by comparing its largest and smallest reward: the float64 mean of three rewards of 0.1 is not 0.1, and a rounding error
-divided by 1e-6 is a gradient. Sums are float64, so the order of the batch does not show in an fp32 result beyond its last bit.
-A reward that is not finite makes its own group's advantages non-finite and no other's; nothing is hidden here.
+divided by 1e-6 is a gradient. Sums are float64, so that the order of the batch does not show in an fp32 result beyond
+its last bit. A reward that is not finite makes its own group's advantages non-finite and no other's; nothing is hidden.
 """
 
 from __future__ import annotations
