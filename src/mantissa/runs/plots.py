@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Rows = Sequence[dict[str, Any]]
 BLUE, ORANGE, GREEN, PURPLE, TEAL, PINK, BROWN, GREY = SERIES
 _FEW = 12  # points up to which a line also shows its markers
+_MANY = 250  # points from which a line is thin, so that noise does not turn into a band
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Plot:
 
 
 def _line(axes: Axes, x: Array, y: Array, colour: str, **style: Any) -> None:
-    axes.plot(x, y, color=colour, marker="o" if x.size <= _FEW else "", markersize=3.5, **style)
+    width = 0.8 if x.size > _MANY else 1.6
+    axes.plot(x, y, **{"color": colour, "marker": "o" if x.size <= _FEW else "", "markersize": 3.5} | style, lw=width)
 
 
 def learning(rows: Rows, warm_start: Rows) -> Plot:
@@ -60,16 +62,9 @@ def learning(rows: Rows, warm_start: Rows) -> Plot:
         main = axes[-1]
         _line(main, *accuracy, BLUE)
         if not same:
-            _line(main, *reward, ORANGE, linewidth=1.2)
+            _line(main, *reward, ORANGE)
             legend.append(("mean reward", ORANGE))
-        for name, label, face in (
-            ("eval/greedy_accuracy", "held out, greedy", GREEN),
-            ("eval/avg_at_k", "held out, mean of k", "none"),
-        ):
-            x, y = series(rows, name)
-            if x.size:
-                main.plot(x, y, linestyle="", marker="D", markersize=5, color=GREEN, markerfacecolor=face)
-                legend.append((label + (" (filled)" if face == GREEN else " (open)"), GREEN))
+        legend += _evaluations(main, rows)
         if warm[0].size:
             _line(axes[0], *warm, PURPLE)
             axes[0].set_title("warm start")
@@ -87,6 +82,21 @@ def learning(rows: Rows, warm_start: Rows) -> Plot:
     if warm[0].size:
         note += f" The warm start ended at update {warm[0][-1]:.0f} with {warm[1][-1]:.2f}."
     return Plot(title, note, svg, tuple(legend))
+
+
+def _evaluations(axes: Axes, rows: Rows) -> list[tuple[str, str]]:
+    """Held-out accuracies as diamonds, joined by a line; their legend."""
+    legend = []
+    for name, label, colour in (
+        ("eval/greedy_accuracy", "held out, greedy", GREEN),
+        ("eval/avg_at_k", "held out, mean of k", BROWN),
+    ):
+        x, y = series(rows, name)
+        if x.size:
+            size = 5 if x.size <= 2 * _FEW else 0
+            axes.plot(x, y, color=colour, marker="D", markersize=size, linewidth=1, linestyle=(0, (2, 2)))
+            legend.append((label, colour))
+    return legend
 
 
 def _decades(axes: Axes, which: str) -> None:
@@ -123,7 +133,8 @@ def probabilities(rollouts: Rows) -> Plot:
     to_decades = 1 / np.log(10)
     with styled():
         drawing = figure(5.6, 2.9)
-        left, right = drawing.subplots(1, 2)
+        apart = gap > 0
+        left, *others = drawing.subplots(1, 2 if apart.any() else 1, squeeze=False)[0]
         low = float(min(rollout.min(), learner.min(), np.log(0.1))) * to_decades
         left.plot([low, 0], [low, 0], color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
         _density(left, rollout * to_decades, learner * to_decades, BLUE)
@@ -132,21 +143,17 @@ def probabilities(rollouts: Rows) -> Plot:
         left.set_ylabel("p under the learner")
         _decades(left, "x")
         _decades(left, "y")
-        apart = gap > 0
-        if apart.any():
+        for right in others:
             _density(right, rollout[apart] * to_decades, np.log10(gap[apart]), ORANGE)
             _decades(right, "y")
-        else:
-            right.text(0.5, 0.5, "all equal", transform=right.transAxes, ha="center", color=MUTED)
-            right.set_yticks([])
-        right.set_xlim(low, -low * 0.03)
-        _decades(right, "x")
-        right.set_xlabel("p under the rollout")
-        right.set_ylabel("|log-prob difference|, nats")
+            right.set_xlim(low, -low * 0.03)
+            _decades(right, "x")
+            right.set_xlabel("p under the rollout")
+            right.set_ylabel("|log-prob difference|, nats")
         svg = to_svg(drawing, "probabilities", title)
     note = (
-        f"{rollout.size:,} tokens of {span}; {equal:.1%} have equal log-probs, the others differ by "
-        f"{gap.mean():.1e} nats in the mean, {gap.max():.1e} at most. Left: on the diagonal both agree."
+        f"{rollout.size:,} tokens of {span}. On the diagonal both agree: {equal:.1%} do to the last bit; the "
+        f"log-probs differ by {gap.mean():.1e} nats in the mean, {gap.max():.1e} at most."
     )
     if equal == 1.0:
         note = f"{rollout.size:,} tokens of {span}: every log-prob is equal on both sides."
@@ -159,6 +166,8 @@ def length_drift(rollouts: Rows) -> Plot:
     length, total = sequence_log_ratios(rollouts)
     if length.size == 0:
         return Plot(title, "No rollouts with both log-probs were kept.")
+    if not total.any():
+        return Plot(title, f"The log-ratio of all {length.size:,} sequences is exactly 0.")
     line = fit_line(length, total)
     with styled():
         drawing = figure()
@@ -184,8 +193,8 @@ def gap(rows: Rows) -> Plot:
     """Gap metrics by step on a log axis, zeros on its floor."""
     title = "Gap between rollout and learner"
     named = (
-        ("|log-prob difference|, max", "gap/abs_logp_diff_max", PINK),
-        ("mean", "gap/abs_logp_diff_mean", ORANGE),
+        ("max |log-prob difference|", "gap/abs_logp_diff_max", PINK),
+        ("mean |log-prob difference|", "gap/abs_logp_diff_mean", ORANGE),
         ("k3 KL", "gap/k3_kl", BLUE),
     )
     drawn = [(label, colour, *series(rows, name)) for label, name, colour in named]
@@ -194,7 +203,7 @@ def gap(rows: Rows) -> Plot:
         return Plot(title, "No gap was logged.")
     positive = np.concatenate([y[y > 0] for _, _, _, y in drawn])
     if positive.size == 0:
-        return Plot(title, "Exactly 0 at every step: rollout and learner agree on every token to the last bit.")
+        return Plot(title, "Exactly 0 at every step: no token's log-prob differed.")
     floor = 10.0 ** (np.floor(np.log10(positive.min())) - 1)
     zeros = 0
     with styled():
@@ -213,27 +222,27 @@ def gap(rows: Rows) -> Plot:
         axes.set_ylabel("nats")
         step_axis(axes)
         svg = to_svg(drawing, "gap", title)
-    note = "Of the same tokens under the same weights, so all of it is the kernels'."
+    note = "The same tokens, scored by both."
     if zeros:
         note += " Open circles on the floor are exact zeros."
     return Plot(title, note, svg, tuple((label, colour) for label, colour, _, _ in drawn))
 
 
 def scaling(rows: Rows) -> Plot:
-    """The loss scale by step, and below it the overflows, retries and steps given up."""
+    """The loss scale by step, and below it the steps with overflows, retries and updates given up."""
     title = "Loss scale and overflows"
     x, scale = series(rows, "precision/loss_scale")
     if x.size == 0:
         return Plot(title, "No loss scale was logged.")
-    named = (("overflow", "overflows", ORANGE), ("retry", "retries", BLUE), ("step given up", "skipped", PINK))
+    named = (("given up", "skipped", PINK), ("retry", "retries", BLUE), ("overflow", "overflows", ORANGE))
     events = [(label, colour, *series(rows, f"precision/{name}")) for label, name, colour in named]
-    totals = {label: int(y.sum()) for label, _, _, y in events}
-    quiet = not any(totals.values())
+    totals = ", ".join(f"{label} {int(y.sum())}" for label, _, _, y in reversed(events))
+    quiet = not any(y.any() for _, _, _, y in events)
     if quiet and scale.min() == scale.max() == 1:
         return Plot(title, "The loss is not scaled (scale 1 at every step), and no backward pass overflowed.")
     with styled():
         drawing = figure()
-        ratios = (1,) if quiet else (2, 1)
+        ratios = (1,) if quiet else (2.4, 1)
         top, *below = drawing.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False)[:, 0]
         top.step(x, scale, where="mid", color=PURPLE, marker="o" if x.size <= _FEW else "", markersize=3.5)
         top.set_yscale("log", base=2)
@@ -241,20 +250,15 @@ def scaling(rows: Rows) -> Plot:
         top.set_ylabel("scale")
         step_axis(top, "step" if quiet else "")
         for bottom in below:
-            width = 0.27 * (1 if x.size < 2 else float(np.diff(x).min()))
-            for i, (_, colour, at, y) in enumerate(events):
-                bottom.bar(at[y > 0] + (i - 1) * width, y[y > 0], width=width, color=colour)
+            for lane, (_, colour, at, y) in enumerate(events):
+                at = at[y > 0]
+                bottom.plot(at, np.full(at.size, lane), "|", color=colour, markersize=11, markeredgewidth=2)
+            bottom.set_yticks(range(len(events)), [label for label, *_ in events])
+            bottom.set_ylim(-0.6, len(events) - 0.4)
+            bottom.grid(visible=False)
             step_axis(bottom)
-            bottom.locator_params(axis="y", integer=True, nbins=3)
-            bottom.set_xlim(x.min() - 0.5 - width, x.max() + 0.5 + width)
-            bottom.set_ylabel("count")
         svg = to_svg(drawing, "scaling", title)
-    if quiet:
-        return Plot(title, "No backward pass overflowed.", svg, (("loss scale", PURPLE),))
-    note = ", ".join(f"{label} {total}" for label, total in totals.items())
-    return Plot(
-        title, f"Totals: {note}.", svg, (("loss scale", PURPLE), *((label, colour) for label, colour, _, _ in events))
-    )
+    return Plot(title, "No backward pass overflowed." if quiet else f"In all: {totals}.", svg)
 
 
 def time_by_phase(rows: Rows) -> Plot:
@@ -272,8 +276,6 @@ def time_by_phase(rows: Rows) -> Plot:
         for name, seconds in zip(times.names, times.seconds, strict=True):
             axes.bar(times.steps, seconds, width=width, bottom=bottom, color=colours[name], linewidth=0)
             bottom = bottom + seconds
-        if times.steps.size == 1:
-            axes.set_xlim(times.steps[0] - 1, times.steps[0] + 1)
         axes.set_ylabel("seconds a step")
         step_axis(axes)
         svg = to_svg(drawing, "time", title)
@@ -322,8 +324,11 @@ def _simple(title: str, rows: Rows, named: Sequence[tuple[str, str, str]], unit:
         axes.set_ylabel(unit)
         step_axis(axes)
         svg = to_svg(drawing, name, title)
-    first, last = drawn[-1][3][0], drawn[-1][3][-1]
-    return Plot(title, f"{drawn[-1][0].capitalize()}: {first:.3g} to {last:.3g} {unit}.", svg, _legend(drawn))
+    label, _, x, y = drawn[-1]
+    note = f"{label.capitalize()}: {y[0]:.3g} {unit}" + (
+        f" at step {x[0]:.0f}, {y[-1]:.3g} at step {x[-1]:.0f}." if x.size > 1 else "."
+    )
+    return Plot(title, note, svg, _legend(drawn))
 
 
 def _legend(drawn: Sequence[tuple[str, str, Array, Array]]) -> tuple[tuple[str, str], ...]:

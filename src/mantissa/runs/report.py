@@ -80,7 +80,8 @@ def _subtitle(rows: Rows, config: dict[str, Any], environment: dict[str, Any]) -
     if rows:
         planned = planned_steps(config)
         last = rows[-1]["step"]
-        parts.append(f"{last} of {planned} steps" if planned else f"{last} step{'s' if last != 1 else ''}")
+        plural = "" if (planned or last) == 1 else "s"
+        parts.append(f"{last} of {planned} step{plural}" if planned else f"{last} step{plural}")
     table = environment.get("precision") or []
     roles = {row.get("role"): row for row in table if isinstance(row, dict)}
     for role in ("learner", "rollout"):
@@ -164,7 +165,7 @@ def _overflow_card(rows: Rows) -> str:
     if scale.size == 0:
         return page.card("Overflows", "-", "not logged")
     note = f"{totals['retries']} retried, {totals['skipped']} optimiser steps given up; "
-    note += "no loss scaling" if scale[-1] == 1 else f"loss scale {power_of_two(scale[-1])} at the end"
+    note += "no loss scaling" if scale[-1] == 1 else f"loss scale {_scale(scale[-1])} at the end"
     return page.card("Overflows", str(totals["overflows"]), note)
 
 
@@ -280,6 +281,11 @@ def _glossary(rows: Rows) -> str:
         for m in METRICS
     ]
     return page.table(("metric", "last", "unit", "healthy", "formula", "source"), lines)
+
+
+def _scale(value: float) -> str:
+    base, power, exponent = power_of_two(value).partition("^")
+    return base + exponent.translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")) if power else base
 
 
 def _number(value: float) -> str:

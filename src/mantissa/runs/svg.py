@@ -77,9 +77,12 @@ def figure(width: float = 5.6, height: float = 2.7) -> Figure:
 
 
 def step_axis(axes: Axes, label: str = "step", ticks: int = 8) -> None:
-    """Steps along x: about ``ticks`` whole numbers."""
+    """Steps along x: about ``ticks`` whole numbers. Call it after drawing: a single step gets room around it."""
     from matplotlib.ticker import MaxNLocator
 
+    low, high = axes.get_xlim()
+    if high - low < 2:
+        axes.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=ticks, integer=True))
     axes.grid(axis="x", visible=False)
     axes.set_xlabel(label)
