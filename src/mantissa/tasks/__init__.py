@@ -1,0 +1,38 @@
+"""Prompts, verifiers and rewards: generated arithmetic and countdown, math datasets, grading with a guard."""
+
+from mantissa.tasks.config import (
+    AdditionConfig,
+    ChainConfig,
+    CountdownConfig,
+    DatasetConfig,
+    RunningSumConfig,
+    TaskConfig,
+)
+from mantissa.tasks.datasets import DatasetSummary, DatasetTask, read_problems
+from mantissa.tasks.pool import Grader, WorkerStartError
+from mantissa.tasks.registry import build_task
+from mantissa.tasks.types import Message, Problem, Reward, SplitName, Task, Verifier
+from mantissa.tasks.verifiers import VERIFIERS, verifier_named
+
+__all__ = [
+    "VERIFIERS",
+    "AdditionConfig",
+    "ChainConfig",
+    "CountdownConfig",
+    "DatasetConfig",
+    "DatasetSummary",
+    "DatasetTask",
+    "Grader",
+    "Message",
+    "Problem",
+    "Reward",
+    "RunningSumConfig",
+    "SplitName",
+    "Task",
+    "TaskConfig",
+    "Verifier",
+    "WorkerStartError",
+    "build_task",
+    "read_problems",
+    "verifier_named",
+]

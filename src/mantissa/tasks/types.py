@@ -1,0 +1,126 @@
+"""What every task is made of: problems, rewards, a verifier that grades, and the task that deals the problems out."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from mantissa.errors import MantissaError
+
+SplitName = Literal["train", "heldout", "warm_start"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a chat prompt; ``role`` is ``system``, ``user`` or ``assistant``."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing to ask a policy.
+
+    ``id``: stable across runs and unique within the task. ``prompt``: plain text, or chat messages for the policy's
+    chat template. ``answer``: what the verifier compares with. ``source``: where the problem comes from, for metrics by
+    source. ``solution``: a completion that earns the highest reward, for supervised warm start; None where unknown.
+    """
+
+    id: str
+    prompt: str | tuple[Message, ...]
+    answer: str
+    source: str
+    solution: str | None = None
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What one completion earned.
+
+    ``error`` is set where the verifier raised, died or ran out of time: ``value`` is then the verifier's lowest, and
+    whoever logs the step counts it, since it says nothing about the completion.
+    """
+
+    value: float
+    correct: bool
+    error: str | None = None
+
+
+class Verifier(ABC):
+    """Grades a completion. Instances are small and picklable: they travel to the worker processes.
+
+    ``low`` and ``high`` bound the rewards. ``isolated`` is True where grading may hang or crash on hostile input, and
+    must therefore run in a process of its own.
+    """
+
+    low: ClassVar[float] = 0.0
+    high: ClassVar[float] = 1.0
+    isolated: ClassVar[bool] = False
+
+    def prepare(self) -> None:  # noqa: B027 - most verifiers have nothing to prepare
+        """Do the slow part (imports) once, before the clock of the first sample starts."""
+
+    @abstractmethod
+    def __call__(self, problem: Problem, completion: str) -> Reward:
+        """Grade ``completion``, the text that the policy wrote after the prompt."""
+
+    def judged(self, correct: bool) -> Reward:
+        """The reward of a plain right-or-wrong verdict."""
+        return Reward(self.high if correct else self.low, correct)
+
+
+class Task(ABC):
+    """Problems in three splits that share no prompt, and the verifier that grades them.
+
+    ``alphabet``: every character that prompts and solutions use, for generated character-level tasks; None for text.
+    """
+
+    name: str
+    verifier: Verifier
+    alphabet: str | None = None
+
+    def split(self, name: SplitName, count: int | None = None) -> Sequence[Problem]:
+        """The first ``count`` problems of a split, or all of it; the same ones for the same seed, in the same order.
+
+        Raises ``MantissaError`` where the split holds fewer than ``count``.
+        """
+        if name not in get_args(SplitName):
+            raise ValueError(f"unknown split {name!r}: expected one of {', '.join(get_args(SplitName))}")
+        problems = self._problems(name)
+        if count is None:
+            return problems
+        if not 0 <= count <= len(problems):
+            raise MantissaError(
+                f"task {self.name}: asked for {count} problems of the {name} split, which holds {len(problems)}; "
+                "ask for fewer or enlarge it"
+            )
+        return problems[:count]
+
+    @abstractmethod
+    def _problems(self, name: SplitName) -> Sequence[Problem]:
+        """All problems of a split."""
+
+    @property
+    def isolated(self) -> bool:
+        """True where the verifier may hang, so that grading needs worker processes."""
+        return self.verifier.isolated
+
+    def verify(self, problem: Problem, completion: str) -> Reward:
+        """Grade in this process and without a time limit; ``Grader`` is the guarded way."""
+        return self.verifier(problem, completion)
+
+
+def prompt_text(prompt: str | tuple[Message, ...]) -> str:
+    """A prompt as one string that identifies it: white space collapsed, roles included for chat prompts."""
+    if isinstance(prompt, str):
+        return " ".join(prompt.split())
+    return "\n".join(f"{m.role}: {' '.join(m.content.split())}" for m in prompt)
+
+
+def stable_id(source: str, text: str) -> str:
+    """``source-`` and 16 hex digits of the text's SHA-256: the same in every run, process and file order."""
+    return f"{source}-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
