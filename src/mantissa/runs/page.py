@@ -1,0 +1,134 @@
+"""The report's look: one style sheet, and small functions that turn values into escaped HTML.
+
+The page loads nothing: no script, no font, no image from anywhere; its content policy forbids even trying.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Sequence
+
+from mantissa.runs.plots import Plot
+from mantissa.runs.svg import VARIABLES
+
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
+
+_CSS = """
+:root { color-scheme: light dark;
+  --page:#f6f6f4; --card:#ffffff; --line:#e2e1dc; --grid:#e6e5e0; --ink:#1c1d1f; --muted:#63656b;
+  --good:#15803d; --watch:#a05a00; --bad:#b91c1c; --good-bg:#e9f6ed; --watch-bg:#fdf3e0; --bad-bg:#fdecec;
+  --c1:#2563c9; --c2:#c65a11; --c3:#15803d; --c4:#7e3fb8; --c5:#0e7f96; --c6:#c2256f; --c7:#8a6d3b; --c8:#9a9ca3; }
+@media (prefers-color-scheme: dark) { :root {
+  --page:#141517; --card:#1c1e21; --line:#303338; --grid:#2f3237; --ink:#e7e7e5; --muted:#9da1a8;
+  --good:#6ccf8e; --watch:#f0b35a; --bad:#f58a8a; --good-bg:#16281d; --watch-bg:#2d2413; --bad-bg:#321b1c;
+  --c1:#77a6f7; --c2:#f29a57; --c3:#6ccf8e; --c4:#c197f0; --c5:#5cc4da; --c6:#f087b5; --c7:#cdb07c; --c8:#7d8188; } }
+* { box-sizing:border-box }
+body { margin:0; background:var(--page); color:var(--ink);
+  font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif }
+main { max-width:1160px; margin:0 auto; padding:32px 24px 64px }
+h1 { font-size:26px; line-height:1.25; margin:0; letter-spacing:-.01em; overflow-wrap:anywhere }
+h2 { font-size:18px; margin:40px 0 12px; letter-spacing:-.005em }
+h3 { font-size:15px; margin:0 0 2px; font-weight:600 }
+p { margin:0 } .sub,.note { color:var(--muted) } .sub { margin:4px 0 20px } .note { font-size:13px }
+.card { background:var(--card); border:1px solid var(--line); border-radius:10px; padding:16px 18px; min-width:0 }
+.verdict { border-left:5px solid var(--muted); margin-bottom:14px } .verdict h2 { margin:0; font-size:20px }
+.verdict ul { margin:6px 0 0; padding-left:18px }
+.healthy { background:var(--good-bg); border-left-color:var(--good) } .healthy h2 { color:var(--good) }
+.watch { background:var(--watch-bg); border-left-color:var(--watch) } .watch h2 { color:var(--watch) }
+.unhealthy { background:var(--bad-bg); border-left-color:var(--bad) } .unhealthy h2 { color:var(--bad) }
+.cards { display:grid; grid-template-columns:repeat(auto-fit,minmax(230px,1fr)); gap:14px }
+.figure { font-size:25px; font-weight:650; line-height:1.3; font-variant-numeric:tabular-nums; letter-spacing:-.01em }
+.label { color:var(--muted); font-size:13px }
+.plots { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr)); gap:14px }
+figure { margin:0; display:flex; flex-direction:column } figure svg { width:100%; height:auto; margin-top:auto }
+figure .said { margin:auto 0; padding:28px 0; text-align:center; color:var(--muted) }
+svg text { font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif }
+.legend { display:flex; flex-wrap:wrap; gap:2px 14px; margin:6px 0 4px; font-size:13px }
+.legend span { white-space:nowrap }
+.legend i { display:inline-block; width:11px; height:11px; border-radius:3px; margin-right:6px; vertical-align:-1px }
+.wide { overflow-x:auto; padding:6px 0 }
+table { border-collapse:collapse; width:100%; font-size:14px }
+th { text-align:left; color:var(--muted); font-weight:500; font-size:13px }
+th,td { padding:6px 18px; vertical-align:top; border-bottom:1px solid var(--line) }
+tr:last-child td { border-bottom:0 } td.n { font-variant-numeric:tabular-nums; white-space:nowrap }
+code,pre { font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace }
+td code { overflow-wrap:anywhere } pre { margin:0; white-space:pre-wrap; overflow-wrap:anywhere }
+.pill { display:inline-block; border-radius:99px; padding:1px 10px; font-size:12.5px; font-weight:600 }
+.pill.good { color:var(--good); background:var(--good-bg) } .pill.bad { color:var(--bad); background:var(--bad-bg) }
+.pill.watch { color:var(--watch); background:var(--watch-bg) }
+.samples { display:grid; gap:14px; grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr)) }
+.meta { display:flex; flex-wrap:wrap; gap:4px 14px; align-items:baseline; margin-bottom:8px }
+.prompt { color:var(--muted); border-left:3px solid var(--line); padding-left:10px; margin-bottom:8px }
+details { margin-top:14px } summary { cursor:pointer; font-weight:600; font-size:16px } summary + * { margin-top:12px }
+@media print { body { background:none } .card,figure { break-inside:avoid } }
+"""
+
+
+def text(value: object) -> str:
+    """Any value as text safe inside an element or a quoted attribute; control characters become visible."""
+    return html.escape(_UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(value)))
+
+
+def page(title: str, body: Iterable[str]) -> str:
+    """The whole document around ``body``."""
+    return "\n".join(
+        (
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+            f"<title>{text(title)}</title>",
+            f"<style>{_CSS}</style></head><body><main>",
+            *body,
+            "</main></body></html>\n",
+        )
+    )
+
+
+def card(label: str, figure: str, note: str) -> str:
+    """One headline number: plain strings, escaped here."""
+    return (
+        f'<div class="card"><div class="label">{text(label)}</div>'
+        f'<div class="figure">{text(figure)}</div><p class="note">{text(note)}</p></div>'
+    )
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; header and cells are HTML already."""
+    head = "".join(f"<th>{cell}</th>" for cell in header)
+    lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="card wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def plot(drawn: Plot) -> str:
+    """A figure with its title, what it says, and its legend."""
+    parts = [f'<figure class="card"><h3>{text(drawn.title)}</h3>']
+    if not drawn.svg:
+        return "".join((*parts, f'<p class="said">{text(drawn.note)}</p></figure>'))
+    parts.append(f'<p class="note">{text(drawn.note)}</p>')
+    if drawn.legend:
+        entries = (
+            f'<span><i style="background:var({VARIABLES[colour]})"></i>{text(label)}</span>'
+            for label, colour in drawn.legend
+        )
+        parts.append(f'<div class="legend">{"".join(entries)}</div>')
+    return "".join((*parts, drawn.svg, "</figure>"))
+
+
+def folded(title: str, content: str) -> str:
+    """A section closed until clicked; ``content`` is HTML already."""
+    return f"<details><summary>{text(title)}</summary>{content}</details>"
+
+
+def pre(value: object) -> str:
+    """Preformatted text in a card."""
+    return f'<div class="card"><pre>{text(value)}</pre></div>'
+
+
+def shortened(value: str, limit: int) -> str:
+    """``value`` with its middle left out where it is longer than ``limit`` characters."""
+    if len(value) <= limit:
+        return value
+    half = limit // 2
+    return f"{value[:half]} [... {len(value) - 2 * half:,} characters left out ...] {value[-half:]}"

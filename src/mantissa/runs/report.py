@@ -1,0 +1,292 @@
+"""``report.html``: one file that tells in a minute whether a run is healthy, and in ten why.
+
+It is built from what lies in the run's folder, so it can be built at any time: while the run goes on, after it was
+killed, on another machine. What is missing is said, never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from mantissa.files import write_atomically
+from mantissa.runs import page, plots
+from mantissa.runs.directory import RunDirectory
+from mantissa.runs.health import Finding, check, verdict
+from mantissa.runs.live import count, duration, power_of_two, small
+from mantissa.runs.metrics import METRICS
+from mantissa.runs.page import text
+from mantissa.runs.series import PHASES, ends, recent_rollouts, sequence_log_ratios, series
+
+Rows = Sequence[dict[str, Any]]
+_SAMPLES = 3  # of each kind: right, wrong
+_HEADLINE = {
+    "healthy": "Healthy: every metric is in its range",
+    "watch": "Watch: a metric left its range for a while, and is back",
+    "unhealthy": "Unhealthy: metrics are out of their range",
+}
+
+
+def build_report(run: RunDirectory) -> Path:
+    """Write the run's ``report.html``, atomically, and return its path. Needs no lock: it only reads the rest."""
+    rows, warm_start = run.read_metrics(), run.read_warm_start()
+    rollouts = recent_rollouts(run)
+    config, environment = run.config, run.environment
+    findings = check(rows)
+    drawn = (
+        plots.learning(rows, warm_start),
+        plots.gap(rows),
+        plots.probabilities(rollouts),
+        plots.length_drift(rollouts),
+        plots.scaling(rows),
+        plots.time_by_phase(rows),
+        plots.entropy(rows),
+        plots.length(rows),
+    )
+    body = [
+        f"<h1>{text(run.path.resolve().name)}</h1>",
+        f'<p class="sub">{text(_subtitle(rows, config, environment))}</p>',
+        _verdict(rows, findings, config),
+        f'<div class="cards">{"".join(_cards(rows))}</div>',
+        _findings(findings),
+        _precision(environment),
+        "<h2>Curves</h2>",
+        f'<div class="plots">{"".join(page.plot(p) for p in drawn)}</div>',
+        _samples(rollouts),
+        page.folded("Recipe", page.pre(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))),
+        page.folded("Environment", page.pre(_environment_text(environment))),
+        page.folded("What each metric means", _glossary(rows)),
+    ]
+    document = page.page(f"{run.path.resolve().name} - Mantissa", body)
+    write_atomically(run.report_path, document)
+    return run.report_path
+
+
+def planned_steps(config: dict[str, Any]) -> int | None:
+    """The number of steps the recipe asks for: ``steps`` at its top, or in the one section that has it."""
+    sections = [config, *(v for v in config.values() if isinstance(v, dict))]
+    found = [s["steps"] for s in sections if isinstance(s.get("steps"), int)]
+    return found[0] if found else None
+
+
+def _subtitle(rows: Rows, config: dict[str, Any], environment: dict[str, Any]) -> str:
+    parts = []
+    if rows:
+        planned = planned_steps(config)
+        last = rows[-1]["step"]
+        plural = "" if (planned or last) == 1 else "s"
+        parts.append(f"{last} of {planned} step{plural}" if planned else f"{last} step{plural}")
+    table = environment.get("precision") or []
+    roles = {row.get("role"): row for row in table if isinstance(row, dict)}
+    for role in ("learner", "rollout"):
+        if role in roles:
+            parts.append(f"{role} in {roles[role].get('active')}")
+    device = environment.get("device")
+    if device:
+        parts.append(str(environment.get("cpu") or device) if device == "cpu" else str(device))
+    if environment.get("created"):
+        parts.append(f"begun {str(environment['created'])[:16].replace('T', ' ')}")
+    return " · ".join(parts)
+
+
+def _verdict(rows: Rows, findings: Sequence[Finding], config: dict[str, Any]) -> str:
+    """The banner: the verdict, and what else a person must know before reading on."""
+    if not rows:
+        return '<div class="card verdict watch"><h2>No step has been finished</h2></div>'
+    kind = verdict(findings)
+    said = [_sentence(f) for f in findings[:4]]
+    if len(findings) > 4:
+        said.append(f"and {len(findings) - 4} more, below.")
+    accuracy = series(rows, "reward/accuracy")[1]
+    headline = _HEADLINE[kind]
+    if accuracy.size and not accuracy.any():
+        said.insert(0, "No completion was correct, on any step: there was nothing to learn from.")
+        kind, headline = "unhealthy", "Not learning: no completion was correct"
+    planned, last = planned_steps(config), rows[-1]["step"]
+    if planned and last < planned:
+        said.append(f"The last finished step is {last} of {planned}: the run was stopped, or is still going on.")
+    items = "".join(f"<li>{text(line)}</li>" for line in said)
+    listed = f"<ul>{items}</ul>" if items else ""
+    return f'<div class="card verdict {kind}"><h2>{text(headline)}</h2>{listed}</div>'
+
+
+def _sentence(finding: Finding) -> str:
+    wanted = finding.metric.healthy_text or "finite"
+    steps = "1 step" if finding.steps_out == 1 else f"{finding.steps_out} steps"
+    return f"{finding.metric.name} was {_number(finding.worst)} (healthy: {wanted}), out of range on {steps}."
+
+
+def _cards(rows: Rows) -> list[str]:
+    """Accuracy, gap, overflows, time."""
+    return [_accuracy_card(rows), _gap_card(rows), _overflow_card(rows), _time_card(rows)]
+
+
+def _accuracy_card(rows: Rows) -> str:
+    for name, label in (("eval/greedy_accuracy", "Held-out accuracy"), ("reward/accuracy", "Training accuracy")):
+        values = series(rows, name)[1]
+        if name.startswith("eval") and values.size >= 2:
+            return page.card(label, f"{values[0]:.3f} → {values[-1]:.3f}", _training_note(rows))
+        both = ends(values)
+        if not name.startswith("eval") and both is not None:
+            if values.size == 1:
+                return page.card(label, f"{values[0]:.3f}", "of one step's completions")
+            share = min(10, max(1, values.size // 10))
+            of = "step" if share == 1 else f"{share} steps"
+            return page.card(label, f"{both[0]:.3f} → {both[1]:.3f}", f"mean of the first and of the last {of}")
+    return page.card("Accuracy", "-", "not logged")
+
+
+def _training_note(rows: Rows) -> str:
+    both = ends(series(rows, "reward/accuracy")[1])
+    return "greedy, first and last" + ("" if both is None else f"; training {both[0]:.3f} → {both[1]:.3f}")
+
+
+def _gap_card(rows: Rows) -> str:
+    k3, difference = series(rows, "gap/k3_kl")[1], series(rows, "gap/abs_logp_diff_mean")[1]
+    if k3.size == 0:
+        return page.card("Gap, k3 KL", "-", "not logged")
+    if not k3.any() and not difference.any():
+        return page.card("Gap, k3 KL", "0", "exactly, on every step")
+    note = f"nats a token, median of {k3.size} step{'s' if k3.size > 1 else ''}"
+    if difference.size:
+        note += f"; mean |log-prob difference| {small(float(np.median(difference)))}"
+    return page.card("Gap, k3 KL", small(float(np.median(k3))), note)
+
+
+def _overflow_card(rows: Rows) -> str:
+    totals = {name: int(series(rows, f"precision/{name}")[1].sum()) for name in ("overflows", "retries", "skipped")}
+    scale = series(rows, "precision/loss_scale")[1]
+    if scale.size == 0:
+        return page.card("Overflows", "-", "not logged")
+    note = f"{totals['retries']} retried, {totals['skipped']} optimiser steps given up; "
+    note += "no loss scaling" if scale[-1] == 1 else f"loss scale {_scale(scale[-1])} at the end"
+    return page.card("Overflows", str(totals["overflows"]), note)
+
+
+def _time_card(rows: Rows) -> str:
+    seconds = series(rows, "time/step")[1]
+    if seconds.size == 0:
+        return page.card("Time", "-", "not logged")
+    note = f"{np.median(seconds):.2g} s a step"
+    totals = {phase: series(rows, f"time/{phase}")[1].sum() for phase in PHASES}
+    longest = max(totals, key=lambda phase: totals[phase])
+    if totals[longest] > 0:
+        note += f", {totals[longest] / seconds.sum():.0%} of it {longest.replace('_', ' ')}"
+    rate = series(rows, "rate/rollout_tokens_per_s")[1]
+    if rate.size:
+        note += f"; {count(float(np.median(rate)))} tokens/s sampled"
+    return page.card("Time", duration(float(seconds.sum())), note)
+
+
+def _findings(findings: Sequence[Finding]) -> str:
+    if not findings:
+        return ""
+    lines = []
+    for f in findings:
+        kind, word = ("bad", "out of range") if f.serious else ("watch", "brief")
+        lines.append(
+            (
+                f'<code>{text(f.metric.name)}</code> <span class="pill {kind}">{word}</span>',
+                text(f"{_number(f.worst)} at step {f.worst_step}"),
+                text(_number(f.last)),
+                text(f.metric.healthy_text or "finite"),
+                text(f"{f.steps_out} of {f.steps}, first {f.first_step}"),
+                text(f.metric.formula),
+            )
+        )
+    header = ("metric", "worst", "last", "healthy", "steps out", "formula")
+    return "<h2>Out of range</h2>" + page.table(header, lines)
+
+
+def _precision(environment: dict[str, Any]) -> str:
+    rows = [row for row in environment.get("precision") or [] if isinstance(row, dict)]
+    if not rows:
+        return '<h2>Precision</h2><p class="note">The run recorded no precision table.</p>'
+    names = ("role", "requested", "active", "kernels", "reason")
+    lines = [[text(row.get(name, "")) for name in names] for row in rows]
+    return "<h2>Precision</h2>" + page.table(names, lines)
+
+
+def _samples(rollouts: Rows) -> str:
+    """Some completions of the newest step: right ones, wrong ones, and those the verifier failed on."""
+    if not rollouts:
+        return '<h2>Completions</h2><p class="note">No rollouts were kept.</p>'
+    newest = max(row["step"] for row in rollouts)
+    rows = [row for row in rollouts if row["step"] == newest]
+    failed = [row for row in rows if row["error"]]
+    right = [row for row in rows if row["correct"] and not row["error"]]
+    wrong = [row for row in rows if not row["correct"] and not row["error"]]
+    chosen = _spread(right) + _spread(wrong) + failed[:1]
+    summary = f"Step {newest}: {len(right)} right, {len(wrong)} wrong"
+    summary += f", {len(failed)} on which the verifier failed" if failed else ""
+    cards = "".join(_sample(row) for row in chosen)
+    return f'<h2>Completions</h2><p class="sub">{summary}.</p><div class="samples">{cards}</div>'
+
+
+def _spread(rows: Rows) -> list[dict[str, Any]]:
+    """A few rows, of different problems as far as possible."""
+    first_of: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        first_of.setdefault(row["problem_id"], row)
+    distinct = list(first_of.values())
+    rest = [row for row in rows if first_of[row["problem_id"]] is not row]
+    return (distinct + rest)[:_SAMPLES]
+
+
+def _sample(row: dict[str, Any]) -> str:
+    pill = '<span class="pill good">right</span>' if row["correct"] else '<span class="pill bad">wrong</span>'
+    if row["error"]:
+        pill = '<span class="pill watch">verifier failed</span>'
+    meta = [
+        f"reward {row['reward']:g}",
+        f"{row['length']} tokens, {'cut off' if row['finish_reason'] == 'length' else row['finish_reason']}",
+        f"problem {row['problem_id']}, sample {row['sample']}",
+    ]
+    total = sequence_log_ratios([row])[1]
+    if total.size:
+        meta.append(f"log-ratio {total[0]:+.1e}")
+    details = "".join(f'<span class="note">{text(part)}</span>' for part in meta)
+    expected = f'<p class="note">expected: <code>{text(page.shortened(row["answer"], 200))}</code></p>'
+    error = f'<p class="note">{text(page.shortened(row["error"], 400))}</p>' if row["error"] else ""
+    return (
+        f'<div class="card"><div class="meta">{pill}{details}</div>'
+        f'<pre class="prompt">{text(page.shortened(row["prompt"], 600))}</pre>'
+        f"<pre>{text(page.shortened(row['completion'], 1200))}</pre>{expected}{error}</div>"
+    )
+
+
+def _environment_text(environment: dict[str, Any]) -> str:
+    rest = {key: value for key, value in environment.items() if key != "precision"}
+    rest["report written"] = time.strftime("%Y-%m-%d %H:%M:%S")
+    return yaml.safe_dump(json.loads(json.dumps(rest)), sort_keys=False, allow_unicode=True)
+
+
+def _glossary(rows: Rows) -> str:
+    last = {key: value for row in rows for key, value in row.items()}
+    lines = [
+        (
+            f"<code>{text(m.name)}</code>",
+            text(_number(last[m.name])) if isinstance(last.get(m.name), int | float) else "",
+            text(m.unit),
+            text(m.healthy_text),
+            text(m.formula),
+            text(m.source),
+        )
+        for m in METRICS
+    ]
+    return page.table(("metric", "last", "unit", "healthy", "formula", "source"), lines)
+
+
+def _scale(value: float) -> str:
+    base, power, exponent = power_of_two(value).partition("^")
+    return base + exponent.translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")) if power else base
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"

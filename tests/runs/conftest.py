@@ -1,0 +1,149 @@
+"""Synthetic runs with the shape of real ones: the curves of a small model that learns, with the gap of its format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mantissa.runs.directory import RunDirectory
+
+PRECISION = [
+    {
+        "role": role,
+        "requested": "fp16" if role in ("learner", "rollout") else "fp32",
+        "active": "fp16" if role in ("learner", "rollout") else "fp32",
+        "kernels": "simulated" if role in ("learner", "rollout") else "native",
+        "reason": reason,
+    }
+    for role, reason in (
+        ("learner", "a CPU: values on the fp16 grid in fp32, each result and gradient rounded, fp32 accumulation"),
+        ("rollout", "a CPU: values on the fp16 grid in fp32, each result and gradient rounded, fp32 accumulation"),
+        ("master", "weights and Adam moments: one step at lr 1e-6 is below half a bf16 or fp16 ulp"),
+        ("logits", "half operands, fp32 result, fp32 log-softmax, the same on both sides"),
+        ("kv_cache", "as the rollout: keys and values are already on its grid"),
+    )
+]
+ENVIRONMENT = {
+    "created": "2026-03-01T10:00:00+0000",
+    "versions": {"mantissa": "0.1.0", "torch": "2.13.0"},
+    "device": "cpu",
+    "cpu": "A Processor @ 2.0GHz",
+    "threads": 2,
+    "precision": PRECISION,
+}
+
+
+def metrics_row(step: int, steps: int, gap: float, generator: np.random.Generator) -> dict[str, Any]:
+    """One plausible step; ``gap`` is the mean |dlogp|."""
+    noise = generator.normal
+    accuracy = min(1.0, max(0.0, 0.25 + 0.7 * (1 - math.exp(-4 * step / steps)) + noise(0, 0.02)))
+    overflowed = int(step % 23 == 7)
+    row = {
+        "step": step,
+        "reward/mean": accuracy,
+        "reward/accuracy": accuracy,
+        "reward/degenerate_group_fraction": 0.2 + 0.5 * step / steps,
+        "reward/verifier_errors": 0,
+        "length/mean": 34 - 4 * step / steps + noise(0, 0.3),
+        "length/max": 48,
+        "length/truncated_fraction": max(0.0, 0.05 - 0.05 * step / steps),
+        "policy/loss": noise(0, 0.01),
+        "policy/entropy": 1.1 * math.exp(-2 * step / steps) + 0.1,
+        "policy/clip_fraction": 0.1,
+        "policy/kl_old": 2e-3,
+        "policy/ratio_mean": 1.0,
+        "policy/ratio_max": 1.6,
+        "gap/kl": noise(0, gap),
+        "gap/k3_kl": gap**2 * math.exp(noise(0, 0.2)),
+        "gap/abs_logp_diff_mean": gap * math.exp(noise(0, 0.1)),
+        "gap/abs_logp_diff_max": 20 * gap * math.exp(noise(0, 0.3)),
+        "gap/ess": 0.999,
+        "correction/weight_mean": 1.0,
+        "correction/ess": 0.999,
+        "precision/loss_scale": 65536.0 / 2 ** (step // 23 + (step % 23 >= 7)),
+        "precision/overflows": overflowed,
+        "precision/retries": overflowed,
+        "precision/skipped": 0,
+        "optim/updates": 4 * step,
+        "rollout/tokens": 512 * 33,
+        "time/rollout": 0.5 + abs(noise(0, 0.03)),
+        "time/reward": 0.02,
+        "time/learner_logp": 0.12,
+        "time/update": 0.35 + 0.1 * overflowed,
+        "time/sync": 0.01,
+        "rate/rollout_tokens_per_s": 15300.0 + noise(0, 300),
+    }
+    if step % 10 == 0:
+        row |= {"eval/greedy_accuracy": min(1.0, accuracy + 0.03), "eval/avg_at_k": accuracy, "time/eval": 0.6}
+        row |= {"time/checkpoint": 0.08}
+    row["time/step"] = sum(v for k, v in row.items() if k.startswith("time/")) + 0.01
+    return row
+
+
+def rollout_rows(step: int, gap: float, generator: np.random.Generator, count: int = 64) -> list[dict[str, Any]]:
+    """Completions whose learner log-probs are off by ``gap`` times a normal number, more where p is small."""
+    rows = []
+    for i in range(count):
+        length = int(generator.integers(12, 48))
+        rollout = np.minimum(-(generator.exponential(0.35, length) ** 2), -1e-6).astype(np.float32)
+        noise = gap * generator.normal(0, 1, length) * np.sqrt(-rollout) - gap / 10
+        learner = np.minimum(rollout + noise, 0).astype(np.float32)
+        correct = bool(generator.random() < 0.8)
+        rows.append(
+            {
+                "step": step,
+                "problem_id": f"sums-{i // 8}",
+                "sample": i % 8,
+                "prompt": f"Running sums mod 10 of: {' '.join(map(str, generator.integers(0, 10, 32)))}\nAnswer:",
+                "completion": " ".join(map(str, generator.integers(0, 10, 32))),
+                "answer": " ".join(map(str, generator.integers(0, 10, 32))),
+                "reward": float(correct),
+                "correct": correct,
+                "error": None,
+                "finish_reason": "stop" if length < 46 else "length",
+                "policy_version": step - 1,
+                "length": length,
+                "advantage": 0.2 if correct else -0.8,
+                "tokens": generator.integers(0, 64, length).tolist(),
+                "rollout_logp": rollout.tolist(),
+                "learner_logp": learner.tolist(),
+            }
+        )
+    return rows
+
+
+MakeRun = Callable[..., RunDirectory]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """Build a run: ``make_run(steps=60, gap=1e-3, warm=True, rollouts=True, planned=None, name=...)``."""
+
+    def build(
+        steps: int = 60,
+        gap: float = 1e-3,
+        warm: bool = True,
+        rollouts: bool = True,
+        planned: int | None = None,
+        name: str = "running-sums-fp16-20260301-100000",
+    ) -> RunDirectory:
+        generator = np.random.default_rng(0)
+        config = {"task": {"name": "running_sums", "digits": 32}, "precision": "fp16", "steps": planned or steps}
+        run = RunDirectory.create(tmp_path / name, config, ENVIRONMENT)
+        if warm:
+            for update in range(0, 121, 20):
+                accuracy = 0.28 / (1 + math.exp((80 - update) / 8))
+                loss = 2.3 * math.exp(-update / 80)
+                run.append_warm_start({"step": update, "warm_start/loss": loss, "warm_start/accuracy": accuracy})
+        for step in range(1, steps + 1):
+            run.append_metrics(metrics_row(step, steps, gap, generator))
+            if rollouts and step > steps - 3:
+                run.write_rollouts(step, rollout_rows(step, gap, generator))
+        return run
+
+    return build
