@@ -1,0 +1,28 @@
+"""Kernel families behind one interface, the probe that proves a family's precision, and how a role gets its kernels."""
+
+from __future__ import annotations
+
+from mantissa.kernels.interface import Kernels
+from mantissa.kernels.native import NativeKernels
+from mantissa.kernels.probe import probe
+from mantissa.kernels.simulated import SimulatedKernels
+from mantissa.precision import ResolvedPrecision
+
+
+def learner_kernels(precision: ResolvedPrecision) -> Kernels:
+    """The kernels of the learner: weights given are fp32 masters, rounded where they are used."""
+    role, logits = precision.learner, precision.logits.active
+    if role.backend == "native":
+        return NativeKernels(role.active, logits)
+    return SimulatedKernels(role.active, logits)
+
+
+def rollout_kernels(precision: ResolvedPrecision) -> Kernels:
+    """The kernels of the rollout: weights given are the engine's own copy, already on the grid."""
+    role, logits = precision.rollout, precision.logits.active
+    if role.backend == "native":
+        return NativeKernels(role.active, logits)
+    return SimulatedKernels(role.active, logits, weights_on_grid=True)
+
+
+__all__ = ["Kernels", "NativeKernels", "SimulatedKernels", "learner_kernels", "probe", "rollout_kernels"]

@@ -2,7 +2,7 @@
 
 from mantissa.precision.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, NumberFormat, format_named
 from mantissa.precision.policy import PRESETS, PrecisionPolicy, ResolvedPrecision, ResolvedRole, resolve
-from mantissa.precision.rounding import is_on_grid, round_by_arithmetic, round_to_format
+from mantissa.precision.rounding import is_on_grid, round_by_arithmetic, round_to_format, round_to_format_
 from mantissa.precision.strict import StrictPromotion
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "resolve",
     "round_by_arithmetic",
     "round_to_format",
+    "round_to_format_",
 ]

@@ -26,7 +26,9 @@ def token_logprob(logits_BTV: Tensor, tokens_BT: Tensor, temperature: float = 1.
     what makes their numbers mean the same thing.
     """
     if logits_BTV.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"token_logprob needs fp32 or float64 logits, not {logits_BTV.dtype}: cast on a line of its own")
+        raise TypeError(
+            f"token_logprob needs fp32 or float64 logits, not {logits_BTV.dtype}: cast on a line of its own"
+        )
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, not {temperature}: a greedy choice has no density")
     scaled = logits_BTV if temperature == 1.0 else logits_BTV / temperature

@@ -21,6 +21,17 @@ Backend = Literal["native", "simulated"]
 ROLE_FORMATS = ("fp32", "bf16", "fp16")
 
 
+def _role_format(key: str, name: Any) -> NumberFormat:
+    if not isinstance(name, str):
+        raise MantissaError(f"{key}={name!r}: expected a format's name, one of {', '.join(ROLE_FORMATS)}")
+    if name in ("fp8", "e4m3", "e5m2"):
+        raise MantissaError(f"{key}={name}: no role runs in fp8 yet; choose one of {', '.join(ROLE_FORMATS)}")
+    try:
+        return format_named(name)
+    except MantissaError as error:
+        raise MantissaError(f"{key}: {error}") from None
+
+
 @dataclass(frozen=True)
 class PrecisionPolicy:
     """The precision asked for, by role.
@@ -46,9 +57,7 @@ class PrecisionPolicy:
             object.__setattr__(self, name, _role_format(f"precision.{name}", value).name)
         for name, allowed in (("backend", ("auto", "native", "simulated")), ("fallback", ("error", "warn"))):
             if getattr(self, name) not in allowed:
-                raise MantissaError(
-                    f"precision.{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}"
-                )
+                raise MantissaError(f"precision.{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> PrecisionPolicy:
@@ -81,17 +90,6 @@ def _preset(name: Any) -> PrecisionPolicy:
         raise MantissaError(f"precision={name}: no role runs in fp8 yet; choose one of {', '.join(PRESETS)}")
     hint = nearest(str(name), PRESETS)
     raise MantissaError(f"unknown precision preset {name!r}: expected one of {', '.join(PRESETS)}{hint}")
-
-
-def _role_format(key: str, name: Any) -> NumberFormat:
-    if not isinstance(name, str):
-        raise MantissaError(f"{key}={name!r}: expected a format's name, one of {', '.join(ROLE_FORMATS)}")
-    if name in ("fp8", "e4m3", "e5m2"):
-        raise MantissaError(f"{key}={name}: no role runs in fp8 yet; choose one of {', '.join(ROLE_FORMATS)}")
-    try:
-        return format_named(name)
-    except MantissaError as error:
-        raise MantissaError(f"{key}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,11 @@ def resolve(policy: PrecisionPolicy, device: torch.device | str) -> ResolvedPrec
     learner = _resolve_role("learner", policy.train, policy, device)
     rollout = _resolve_role("rollout", policy.rollout, policy, device)
     master = ResolvedRole(
-        "master", "fp32", FP32, "native", "weights and Adam moments: one step at lr 1e-6 is below half a bf16 or fp16 ulp"
+        "master",
+        "fp32",
+        FP32,
+        "native",
+        "weights and Adam moments: one step at lr 1e-6 is below half a bf16 or fp16 ulp",
     )
     if policy.logits == "fp32":
         why = "half operands, fp32 result, fp32 log-softmax, the same on both sides"
@@ -151,7 +153,10 @@ def resolve(policy: PrecisionPolicy, device: torch.device | str) -> ResolvedPrec
     if policy.kv_cache is None:
         kv_format, why = rollout.active, "as the rollout: keys and values are already on its grid"
     else:
-        kv_format, why = format_named(policy.kv_cache), "asked for: keys and values are rounded once more into the cache"
+        kv_format, why = (
+            format_named(policy.kv_cache),
+            "asked for: keys and values are rounded once more into the cache",
+        )
         if kv_format.mantissa_bits > rollout.active.mantissa_bits:
             raise MantissaError(
                 f"precision.kv_cache={policy.kv_cache} is finer than precision.rollout={policy.rollout}: it would "
@@ -184,7 +189,11 @@ def _resolve_role(role: str, requested: str, policy: PrecisionPolicy, device: to
         return ResolvedRole(role, requested, fmt, "native", "fp32 is what a CPU computes in")
     if policy.backend == "native":
         return ResolvedRole(
-            role, requested, fmt, "native", "asked for: the CPU's own half kernels, whose speed and sum order vary by CPU"
+            role,
+            requested,
+            fmt,
+            "native",
+            "asked for: the CPU's own half kernels, whose speed and sum order vary by CPU",
         )
     return ResolvedRole(
         role,

@@ -1,0 +1,91 @@
+"""Advantages: how much better a response was than the other responses to its prompt.
+
+Responses to one prompt form a group; ``group_B`` names it by any integer, in any order, and groups may differ in size.
+With n rewards r in a group, mean m and unbiased standard deviation s (divided by n - 1, as TRL and verl do):
+
+=========  ========================================  =============================
+name       A_i                                       source
+=========  ========================================  =============================
+grpo       (r_i - m) / (s + 1e-6)                    arXiv 2402.03300, section 4.1
+dr_grpo    r_i - m                                   arXiv 2503.20783
+rloo       r_i - mean of others = (r_i - m) n/(n-1)  arXiv 2402.14740
+=========  ========================================  =============================
+
+A group whose rewards are all equal (a group of one included) carries no gradient. Its advantages are exactly 0, decided
+by comparing its largest and smallest reward: the float64 mean of three rewards of 0.1 is not 0.1, and a rounding error
+divided by 1e-6 is a gradient. Sums are float64, so that the order of the batch does not show in an fp32 result beyond
+its last bit. A reward that is not finite makes its own group's advantages non-finite and no other's; nothing is hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mantissa.algorithms.tally import Tally
+
+STD_EPSILON = 1e-6
+AdvantageKind = Literal["grpo", "dr_grpo", "rloo"]
+Advantage = tuple[Tensor, dict[str, Tally]]
+
+
+def grpo(rewards_B: Tensor, group_B: Tensor) -> Advantage:
+    """``(r - mean_group) / (std_group + 1e-6)``; see ``advantage`` for shapes and metrics."""
+    return _advantage(rewards_B, group_B, lambda centred, std, count: centred / (std + STD_EPSILON))
+
+
+def dr_grpo(rewards_B: Tensor, group_B: Tensor) -> Advantage:
+    """``r - mean_group``; belongs with the ``seq_mean_token_sum_norm`` aggregation. See ``advantage``."""
+    return _advantage(rewards_B, group_B, lambda centred, std, count: centred)
+
+
+def rloo(rewards_B: Tensor, group_B: Tensor) -> Advantage:
+    """``r - mean of the rest of its group``; see ``advantage`` for shapes and metrics."""
+    return _advantage(rewards_B, group_B, lambda centred, std, count: centred * count / (count - 1).clamp(min=1))
+
+
+ADVANTAGES: dict[AdvantageKind, Callable[[Tensor, Tensor], Advantage]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+}
+
+
+def advantage(rewards_B: Tensor, group_B: Tensor, kind: AdvantageKind) -> Advantage:
+    """Advantage of each response within its group, by the estimator named ``kind``.
+
+    ``rewards_B``: fp32 or float64. ``group_B``: int64, equal numbers share a prompt; every response of a prompt must be
+    in this batch. Returns ``advantage_B`` in the rewards' dtype, and tallies: ``advantage/degenerate_group_fraction``
+    (groups without a gradient), ``advantage/abs_max``, ``reward/mean``, ``reward/min``, ``reward/max``.
+    """
+    return ADVANTAGES[kind](rewards_B, group_B)
+
+
+def _advantage(rewards_B: Tensor, group_B: Tensor, formula: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Advantage:
+    """Apply ``formula(r - mean, std, n)`` within each group, with exact zeros for degenerate ones. G groups."""
+    if rewards_B.dtype not in (torch.float32, torch.float64) or group_B.dtype != torch.int64:
+        raise TypeError(f"expected fp32 rewards and int64 groups, not {rewards_B.dtype} and {group_B.dtype}")
+    if rewards_B.shape != group_B.shape or rewards_B.dim() != 1:
+        raise ValueError(f"expected one reward and one group each, not {rewards_B.shape} and {group_B.shape}")
+    reward = rewards_B.double()  # exact
+    names_G, index_B = torch.unique(group_B, return_inverse=True)
+    zeros_G = reward.new_zeros(len(names_G))
+    count_G = zeros_G.index_add(0, index_B, torch.ones_like(reward))
+    centred = reward - (zeros_G.index_add(0, index_B, reward) / count_G)[index_B]
+    variance_G = zeros_G.index_add(0, index_B, centred.square()) / (count_G - 1).clamp(min=1)
+    largest_G = zeros_G.scatter_reduce(0, index_B, reward, "amax", include_self=False)
+    smallest_G = zeros_G.scatter_reduce(0, index_B, reward, "amin", include_self=False)
+    degenerate_G = largest_G == smallest_G
+    result = formula(centred, variance_G.sqrt()[index_B], count_G[index_B])
+    result = torch.where(degenerate_G[index_B], 0.0, result).to(rewards_B.dtype)  # the one rounding
+    every_B = torch.ones_like(index_B, dtype=torch.bool)
+    return result, {
+        "advantage/degenerate_group_fraction": Tally.of("mean", degenerate_G, torch.ones_like(degenerate_G)),
+        "advantage/abs_max": Tally.of("max", result.abs(), every_B),
+        "reward/mean": Tally.of("mean", reward, every_B),
+        "reward/min": Tally.of("min", reward, every_B),
+        "reward/max": Tally.of("max", reward, every_B),
+    }

@@ -1,0 +1,78 @@
+"""The operations a decoder is made of, behind one small interface, so that a role's precision is an argument.
+
+Legend: B rows, T query positions, S key positions, H query heads, K key/value heads (H a multiple of K), D head size,
+E features in, F features out, V vocabulary, N any leading shape.
+
+Two families keep this contract: ``NativeKernels`` (tensors really have the format's dtype) and ``SimulatedKernels``
+(tensors are fp32, and every value in them is on the format's grid). Both round at the same places:
+
+- a product's operands are in the format, its accumulation is fp32, its result is rounded once (bias included);
+- RMSNorm and SwiGLU compute in fp32 and round where Hugging Face's code rounds: the normalised value before the
+  weight, silu(gate) before ``up``;
+- rotary embedding and softmax are fp32 inside, rounded at the end; the attention's probabilities are rounded, because
+  they are an operand of a product;
+- logits are an fp32 result of operands in the format, and are not rounded (``logits_format`` asks for otherwise).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mantissa.precision import NumberFormat
+
+
+class Kernels(Protocol):
+    """One family of operations in one number format."""
+
+    @property
+    def format(self) -> NumberFormat:
+        """The format whose grid the values are on."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that tensors have in memory: the format's own (native), or fp32 (simulated)."""
+        ...
+
+    def weight(self, master: Tensor) -> Tensor:
+        """The compute copy of a master weight: rounded to the format. Differentiable: its gradient is rounded too."""
+        ...
+
+    def embedding(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
+        """Rows of the embedding table, in the format. ``weight_VE`` is the master."""
+        ...
+
+    def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        """x @ weight^T + bias, rounded once. Weight and bias are masters."""
+        ...
+
+    def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
+        """x @ weight^T as fp32 (then rounded only where ``logits_format`` says so). ``weight_VE`` is the master."""
+        ...
+
+    def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """weight * round(x / sqrt(mean(x^2) + eps)), rounded."""
+        ...
+
+    def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
+        """round(silu(gate)) * up, rounded."""
+        ...
+
+    def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+        """Rotary embedding x * cos + rotate_half(x) * sin, in fp32, rounded once. ``cos`` and ``sin`` are fp32."""
+        ...
+
+    def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
+        """x + y, rounded."""
+        ...
+
+    def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
+        """Attention of every position to itself and those before it; softmax(q k^T / sqrt(D)) v. Shape of ``q``."""
+        ...
+
+    def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
+        """Attention of one query per row to the first ``length_B`` keys of a cache. No gradient. Shape of ``q``."""
+        ...

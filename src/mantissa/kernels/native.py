@@ -1,0 +1,116 @@
+"""Native kernels: tensors have the format's own dtype, and the device's libraries do the arithmetic.
+
+On CUDA the products run on the tensor cores with fp32 accumulation and attention is a flash kernel: flash-attn's where
+it is installed, else the one behind torch's ``scaled_dot_product_attention`` (both take fp16 and bf16 only, so fp32
+uses torch's memory-efficient one). On a CPU this family is fp32's; fp16 and bf16 are slow or vary from CPU to CPU.
+
+Every cast is on a line of its own. The two-line ``weight`` is all that mixed precision needs: the fp32 master is cast
+where it is used, and autograd casts the gradient back.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mantissa.precision import FP32, NumberFormat, round_to_format
+
+
+class NativeKernels:
+    """The operations in ``fmt``, on tensors of dtype ``fmt.dtype``. See ``Kernels`` for each one's contract."""
+
+    def __init__(self, fmt: NumberFormat, logits_format: NumberFormat = FP32) -> None:
+        self.format = fmt
+        self.dtype = fmt.dtype
+        self.logits_format = logits_format
+        self._flash_attn = fmt is not FP32 and importlib.util.find_spec("flash_attn") is not None
+
+    def weight(self, master: Tensor) -> Tensor:
+        return master.to(self.dtype)  # the identity where they agree: fp32, or a rollout's own copy
+
+    def embedding(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
+        return F.embedding(tokens_BT, weight_VE).to(self.dtype)  # gather first: only the rows used are cast
+
+    def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        return F.linear(x_NE, self.weight(weight_FE), None if bias_F is None else self.weight(bias_F))
+
+    def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
+        weight = self.weight(weight_VE)
+        if self.format is FP32:
+            logits = F.linear(x_NE, weight)
+        elif x_NE.is_cuda:
+            logits = _HalfProductToFloat.apply(x_NE, weight)
+        else:  # a CPU has no half product with an fp32 result; widening the operands gives the same products
+            logits = F.linear(x_NE.float(), weight.float())
+        return round_to_format(logits, self.logits_format)
+
+    def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        x = x_NE.float()  # the sum of squares of fp16 values overflows fp16 from |x| = 256 on
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        return normed.to(self.dtype) * self.weight(weight_E)
+
+    def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
+        return F.silu(gate_NE) * up_NE  # torch's silu computes in fp32 and rounds once
+
+    def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+        return rotate_fp32(x_BHTD.float(), cos_BTD, sin_BTD).to(self.dtype)
+
+    def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
+        return x_NE + y_NE
+
+    def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
+        if self._flash_attn and q_BHTD.is_cuda:
+            from flash_attn import flash_attn_func
+
+            out_BTHD = flash_attn_func(
+                q_BHTD.transpose(1, 2), k_BKTD.transpose(1, 2), v_BKTD.transpose(1, 2), causal=True
+            )
+            return out_BTHD.transpose(1, 2)
+        grouped = q_BHTD.shape[1] != k_BKTD.shape[1]
+        return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=grouped)
+
+    def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
+        probabilities_BKGS, values_BKSD = cached_probabilities(q_BHD, k_BKSD, length_B), v_BKSD
+        return (probabilities_BKGS.to(self.dtype) @ values_BKSD.to(self.dtype)).reshape(q_BHD.shape)
+
+
+def rotate_fp32(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+    """x * cos + rotate_half(x) * sin, rotate_half(a, b) = (-b, a) on the halves of D. All fp32; shape of ``x``."""
+    half = x_BHTD.shape[-1] // 2
+    cos, sin = cos_BTD.unsqueeze(1)[..., :half], sin_BTD.unsqueeze(1)[..., :half]
+    first, second = x_BHTD[..., :half], x_BHTD[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def cached_probabilities(q_BHD: Tensor, k_BKSD: Tensor, length_B: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) in fp32 over each row's first ``length_B`` keys. Shape B, K, H/K, S; zero beyond."""
+    rows, heads, size = q_BHD.shape
+    kv_heads, keys = k_BKSD.shape[1], k_BKSD.shape[2]
+    q_BKGD = q_BHD.view(rows, kv_heads, heads // kv_heads, size).float()
+    scores = (q_BKGD @ k_BKSD.float().transpose(-1, -2)) * size**-0.5
+    beyond_BS = torch.arange(keys, device=q_BHD.device) >= length_B.unsqueeze(1)
+    scores = scores.masked_fill_(beyond_BS[:, None, None, :], float("-inf"))
+    return torch.softmax(scores, dim=-1)
+
+
+class _HalfProductToFloat(torch.autograd.Function):
+    """x @ w^T with half operands and an fp32 result; the backward's operands are half again, its results half.
+
+    Torch's ``mm`` with ``out_dtype=torch.float32`` (CUDA only) keeps the accumulator instead of rounding it.
+    """
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NE, weight_VE)
+        flat = x_NE.reshape(-1, x_NE.shape[-1])
+        return torch.mm(flat, weight_VE.t(), out_dtype=torch.float32).view(*x_NE.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x_NE, weight_VE = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad_NV = grads[0].to(x_NE.dtype)
+        flat_grad, flat_x = grad_NV.reshape(-1, grad_NV.shape[-1]), x_NE.reshape(-1, x_NE.shape[-1])
+        return grad_NV @ weight_VE, flat_grad.t() @ flat_x

@@ -1,0 +1,250 @@
+"""Simulated kernels: fp16 and bf16 on any device, by values on the grid held in fp32.
+
+What a tensor core does to a product is: operands in the format, exact products, fp32 accumulation, one rounding of the
+result. An fp32 product of operands that are on the grid does the same, up to the order of the sum (a product of two
+11-bit significands has 22 bits and is exact in fp32). So each operation here computes in fp32 and rounds its result;
+and each *gradient* is rounded where native autograd would have made a half tensor, so that a gradient beyond 65504
+becomes inf and one below 2^-25 becomes 0. Loss scaling then has real work to do on a laptop.
+
+Rules of the backward pass: a product's gradient operands are rounded before the product; results are rounded; where
+autograd has summed two gradients (the residual stream), the sum is rounded when it is next read, as a half tensor's is.
+
+Cost: a rounding is two casts, 0.07-0.25 ms per million elements, against 256 fused multiply-adds per element in a
+product with 128 features in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mantissa.kernels.native import cached_probabilities, rotate_fp32
+from mantissa.precision import FP32, NumberFormat, round_to_format, round_to_format_
+
+_QUERY_BLOCK = 512  # bounds the attention's score matrix to 512 x T values a head
+
+
+class SimulatedKernels:
+    """The operations in ``fmt``, on fp32 tensors. See ``Kernels`` for each one's contract.
+
+    ``weights_on_grid``: the weights given are already rounded (a rollout's own copy), so they are not rounded again.
+    """
+
+    def __init__(self, fmt: NumberFormat, logits_format: NumberFormat = FP32, weights_on_grid: bool = False) -> None:
+        if fmt is FP32:
+            raise ValueError("fp32 needs no simulation: use NativeKernels")
+        self.format = fmt
+        self.dtype = torch.float32
+        self.logits_format = logits_format
+        self.weights_on_grid = weights_on_grid
+
+    def weight(self, master: Tensor) -> Tensor:
+        return master if self.weights_on_grid else _Round.apply(master, self.format)
+
+    def embedding(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
+        rows = F.embedding(tokens_BT, weight_VE)
+        return rows if self.weights_on_grid else _Round.apply(rows, self.format)
+
+    def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        bias = None if bias_F is None else self.weight(bias_F)
+        return _Linear.apply(x_NE, self.weight(weight_FE), bias, self.format, self.format)
+
+    def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
+        return _Linear.apply(x_NE, self.weight(weight_VE), None, self.format, self.logits_format)
+
+    def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        return _RMSNorm.apply(x_NE, self.weight(weight_E), eps, self.format)
+
+    def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
+        return _SwiGLU.apply(gate_NE, up_NE, self.format)
+
+    def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+        return _Rotate.apply(x_BHTD, cos_BTD, sin_BTD, self.format)
+
+    def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
+        return _Add.apply(x_NE, y_NE, self.format)
+
+    def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
+        return _CausalAttention.apply(q_BHTD, k_BKTD, v_BKTD, self.format)
+
+    def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
+        probabilities = round_to_format_(cached_probabilities(q_BHD, k_BKSD, length_B), self.format)
+        return round_to_format_(probabilities @ v_BKSD, self.format).reshape(q_BHD.shape)
+
+
+class _Round(torch.autograd.Function):
+    """Round a value on the way forward and its gradient on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: NumberFormat) -> Tensor:
+        ctx.fmt = fmt
+        return round_to_format(x, fmt)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return round_to_format(grads[0], ctx.fmt), None
+
+
+class _Linear(torch.autograd.Function):
+    """x @ w^T + b with the result in ``result_fmt``.
+
+    The weight's gradient leaves in fp32 and is rounded by ``_Round``, which made the compute copy.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fmt: NumberFormat, result_fmt: NumberFormat
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.fmt, ctx.has_bias = fmt, bias is not None
+        return round_to_format_(F.linear(x, weight, bias), result_fmt)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        grad = round_to_format(grads[0], ctx.fmt)
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_x = round_to_format_(grad @ weight, ctx.fmt)
+        grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        grad_bias = flat.sum(0) if ctx.has_bias else None
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = w * n, n = round(x * s), s = (mean(x^2) + eps)^-1/2. dx = s * (dn - n * mean(dn * n)), dn = round(dy * w)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, fmt: NumberFormat) -> Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        normed = x * scale
+        ctx.save_for_backward(x, weight, scale)
+        ctx.fmt = fmt
+        return round_to_format_(round_to_format_(normed, fmt).mul_(weight), fmt)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad = round_to_format(grads[0], ctx.fmt)
+        normed = x * scale
+        grad_weight = round_to_format(normed, ctx.fmt).mul_(grad).flatten(0, -2).sum(0)
+        grad_normed = round_to_format_(grad * weight, ctx.fmt)
+        projection = (grad_normed * normed).mean(-1, keepdim=True)
+        grad_x = grad_normed.sub_(normed.mul_(projection)).mul_(scale)
+        return round_to_format_(grad_x, ctx.fmt), grad_weight, None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    """y = round(silu(g)) * u. du = dy * silu(g); dg = round(dy * u) * sigmoid(g) * (1 + g * (1 - sigmoid(g)))."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, fmt: NumberFormat) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.fmt = fmt
+        return round_to_format_(round_to_format_(F.silu(gate), fmt).mul_(up), fmt)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        fmt = ctx.fmt
+        grad = grads[0]  # on the grid: the one consumer of y is a product, which rounds what it returns
+        grad_up = round_to_format_(round_to_format_(F.silu(gate), fmt).mul_(grad), fmt)
+        grad_silu = round_to_format_(grad * up, fmt)
+        grad_gate = torch.ops.aten.silu_backward(grad_silu, gate)
+        return round_to_format_(grad_gate, fmt), grad_up, None
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation; its backward is the rotation by the opposite angle."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, fmt: NumberFormat) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.fmt = fmt
+        return round_to_format_(rotate_fp32(x, cos, sin), fmt)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return round_to_format_(rotate_fp32(grads[0], cos, -sin), ctx.fmt), None, None, None
+
+
+class _Add(torch.autograd.Function):
+    """x + y; both receive the same gradient, which autograd may have summed from two branches: rounded here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, fmt: NumberFormat) -> Tensor:
+        ctx.fmt = fmt
+        return round_to_format_(x + y, fmt)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad = round_to_format(grads[0], ctx.fmt)
+        return grad, grad, None
+
+
+class _CausalAttention(torch.autograd.Function):
+    """softmax(q k^T / sqrt(D)) v, as a flash kernel rounds it: scores and softmax fp32, P rounded, the output rounded.
+
+    Backward: dV = round(P)^T dO; dS = P * (dO V^T - rowsum(dO * O)); dQ = round(dS) K / sqrt(D);
+    dK = round(dS)^T Q / sqrt(D). P is recomputed, block of queries by block, so memory is linear in T.
+    Heads that share keys are folded into the query dimension (q as B*K, G*T, D), so that keys are never copied.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, fmt: NumberFormat) -> Tensor:
+        q, k, v = _fold(q_BHTD, k_BKTD.shape[1]), k_BKTD.flatten(0, 1), v_BKTD.flatten(0, 1)
+        out = torch.empty_like(q)
+        for start, stop in _query_blocks(q.shape[2]):
+            p = _causal_probabilities(q, k, start, stop)
+            product = round_to_format(p, fmt).flatten(1, 2) @ v[:, :stop]
+            out[:, :, start:stop] = round_to_format_(product, fmt).view(*p.shape[:3], -1)
+        ctx.save_for_backward(q, k, v, out)
+        ctx.fmt, ctx.shape = fmt, q_BHTD.shape
+        return out.view(q_BHTD.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out = ctx.saved_tensors
+        fmt, scale = ctx.fmt, q.shape[-1] ** -0.5
+        grad_out = grads[0].reshape(out.shape)
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for start, stop in _query_blocks(q.shape[2]):
+            p = _causal_probabilities(q, k, start, stop)
+            d_out = grad_out[:, :, start:stop]
+            delta = (d_out * out[:, :, start:stop]).sum(-1, keepdim=True)
+            flat = d_out.flatten(1, 2)
+            d_scores = (flat @ v[:, :stop].transpose(1, 2)).view(p.shape)
+            d_scores = d_scores.sub_(delta).mul_(p)
+            p_rounded, ds = round_to_format(p, fmt).flatten(1, 2), round_to_format_(d_scores, fmt).flatten(1, 2)
+            grad_v[:, :stop] += p_rounded.transpose(1, 2) @ flat
+            grad_k[:, :stop] += ds.transpose(1, 2) @ q[:, :, start:stop].flatten(1, 2)
+            grad_q[:, :, start:stop] = (ds @ k[:, :stop]).view(d_out.shape)
+        rows, heads, length, size = ctx.shape
+        kv_shape = (rows, -1, length, size)
+        return (
+            round_to_format_(grad_q.mul_(scale), fmt).view(ctx.shape),
+            round_to_format_(grad_k.mul_(scale), fmt).view(kv_shape),
+            round_to_format_(grad_v, fmt).view(kv_shape),
+            None,
+        )
+
+
+def _fold(q_BHTD: Tensor, kv_heads: int) -> Tensor:
+    """Query heads by the key head they share: (B*K, H/K, T, D), contiguous."""
+    rows, heads, length, size = q_BHTD.shape
+    return q_BHTD.reshape(rows * kv_heads, heads // kv_heads, length, size)
+
+
+def _query_blocks(length: int) -> list[tuple[int, int]]:
+    return [(start, min(start + _QUERY_BLOCK, length)) for start in range(0, length, _QUERY_BLOCK)]
+
+
+def _causal_probabilities(q: Tensor, k: Tensor, start: int, stop: int) -> Tensor:
+    """Softmax over keys 0..stop of queries start..stop. Shape (B*K, H/K, stop - start, stop), fp32."""
+    block = q[:, :, start:stop]
+    scores = (block.flatten(1, 2) @ k[:, :stop].transpose(1, 2)).view(*block.shape[:3], stop)
+    future = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).triu_(start + 1)
+    return torch.softmax(scores.mul_(q.shape[-1] ** -0.5).masked_fill_(future, float("-inf")), dim=-1)

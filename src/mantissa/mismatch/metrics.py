@@ -1,0 +1,207 @@
+"""How far the policy that learns is from the policy that sampled: every figure, its formula, and what is healthy.
+
+Both policies scored the same tokens. With log r = logp_learner - logp_rollout, r = learner / rollout, every metric here
+is a statistic of log r, of r, of the two probabilities, or of a sequence's S = sum_t log r.
+
+Numerics. Where both sides compute in fp32 the gap is 1e-7 for each token, one unit in the last place of the log-probs
+themselves. A statistic of such gaps in fp32 is noise: r - 1 rounds to a multiple of 1.2e-7, and r - 1 - log r, truly
+5e-15, comes out as 0 or as 1e-8. So the two inputs are widened first (exactly), subtracted (exactly), and everything
+after is float64, with ``expm1`` where ``exp - 1`` would cancel. The cost is a few float64 passes over B x T numbers for
+each optimiser batch, nothing beside one layer of the model.
+
+Rules that hold for every metric, so that none is ever NaN:
+
+- A masked position may hold anything. It is replaced before the subtraction, not after.
+- A valid position where either log-prob is not finite leaves numerator and denominator and is counted in
+  ``gap/nonfinite``; its whole sequence leaves the sequence metrics, since a sum with an unknown term is unknown.
+- Before ``exp``, log r and S are clamped to +-20. Means and extremes of log r and S themselves are not clamped.
+- With nothing to measure the values are those of no gap at all, and ``gap/tokens``, which is then 0, fails its gate.
+
+Legend: B sequences, T response positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mantissa.precision.numerics import LOG_RATIO_BOUND, clamped_log_ratio, kl_estimate, masked_mean, masked_sum
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric, declared once; files, screens and the report take its description from here.
+
+    ``healthy`` is (low, high), both inclusive; None is an open end, and (None, None) a metric without a gate.
+    ``source`` says where the formula or the range comes from.
+    """
+
+    name: str
+    formula: str
+    unit: str
+    healthy: tuple[float | None, float | None] = (None, None)
+    source: str = ""
+
+    @property
+    def gated(self) -> bool:
+        """True where the healthy range has at least one end."""
+        return self.healthy != (None, None)
+
+    def is_healthy(self, value: float) -> bool:
+        """True where ``value`` lies in the healthy range; NaN never does where there is one."""
+        low, high = self.healthy
+        return (low is None or value >= low) and (high is None or value <= high)
+
+    @property
+    def healthy_text(self) -> str:
+        """The range in words for a table: ``0.3 or more``, ``-0.1 to 0.1``; empty where there is no gate."""
+        low, high = self.healthy
+        if low is None:
+            return "" if high is None else f"{high:g} or less"
+        if high is None:
+            return f"{low:g} or more"
+        return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+_BAND = (0.9, 1.1)
+_VERL = "range: rollout-correction guide of verl"
+
+GAP_METRICS: tuple[Metric, ...] = (
+    Metric("gap/kl", "mean_t(logp_rollout - logp_learner), the k1 estimate of KL(rollout || learner)", "nats/token",
+           (-0.1, 0.1), f"Schulman 2020, k1; {_VERL}"),
+    Metric("gap/k3_kl", "mean_t(r - 1 - log r)", "nats/token", (None, 0.015),
+           "Schulman 2020, k3; range: gate for a new model in public suites (5e-4 where one is held nightly)"),
+    Metric("gap/abs_logp_diff_mean", "mean_t|log r|", "nats", (None, 0.0488),
+           "range: log 1.05, which a mean multiplicative error mean_t exp|log r| below 1.05 implies"),
+    Metric("gap/abs_logp_diff_max", "max_t|log r|", "nats"),
+    Metric("gap/prob_diff_mean", "mean_t|p_rollout - p_learner|", "probability"),
+    Metric("gap/prob_diff_max", "max_t|p_rollout - p_learner|", "probability"),
+    Metric("gap/pearson", "correlation over tokens of p_rollout with p_learner; where either is constant: 1 if the two "
+           "are equal, else 0", "1"),
+    Metric("gap/ppl_ratio", "mean over sequences of exp(-S / length), learner's perplexity / rollout's", "1"),
+    Metric("gap/chi2_token", "mean_t(r^2) - 1", "1", (None, 1.0), _VERL),
+    Metric("gap/chi2_seq", "mean over sequences of exp(2 S) - 1", "1"),
+    Metric("gap/ess", "1 / mean_t((r / mean_t r)^2), effective share of the tokens", "fraction", (0.3, None), _VERL),
+    Metric("gap/seq_log_ratio_min", "min over sequences of S", "nats"),
+    Metric("gap/seq_log_ratio_mean", "mean over sequences of S", "nats"),
+    Metric("gap/seq_log_ratio_max", "max over sequences of S", "nats"),
+    Metric("gap/seq_log_ratio_std", "standard deviation over sequences of S (divided by their number)", "nats"),
+    Metric("gap/seq_log_ratio_slope", "1000 x the slope of the least-squares line, with intercept, of S on length; 0 "
+           "where all lengths are equal", "nats/1k tokens", (None, None),
+           "arXiv 2510.26788, which reads -1.01 for bf16 and -0.07 for fp16"),
+    Metric("gap/fraction_outside", f"share of tokens with r outside [{_BAND[0]}, {_BAND[1]}]", "fraction"),
+    Metric("gap/equal_fraction", "share of tokens whose two log-probs are equal to the last bit", "fraction"),
+    Metric("gap/nonfinite", "number of valid tokens left out because a log-prob is not finite", "tokens", (0.0, 0.0),
+           "by definition"),
+    Metric("gap/tokens", "number of tokens measured", "tokens", (1.0, None), "by definition"),
+)  # fmt: skip
+
+
+def gap_metrics(rollout_logp_BT: Tensor, learner_logp_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+    """Every metric of ``GAP_METRICS`` over the whole batch, as zero-dimensional float64 tensors on the input's device.
+
+    ``rollout_logp_BT``, ``learner_logp_BT``: log-probs of the sampled tokens, fp32 (or float64), the same shape and
+    dtype. ``mask_BT``: bool, True at response tokens. No gradient flows. The metrics are not additive: pass the whole
+    optimiser batch, not a micro-batch. Raises ``TypeError`` for other or unequal dtypes: a cast would invent equality.
+    """
+    if rollout_logp_BT.dtype != learner_logp_BT.dtype or rollout_logp_BT.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"expected both log-probs in fp32, not {rollout_logp_BT.dtype} and {learner_logp_BT.dtype}")
+    with torch.no_grad():
+        valid_BT = mask_BT & rollout_logp_BT.isfinite() & learner_logp_BT.isfinite()
+        zero = torch.zeros_like(rollout_logp_BT)
+        rollout = torch.where(valid_BT, rollout_logp_BT, zero).double()  # exact: widening
+        learner = torch.where(valid_BT, learner_logp_BT, zero).double()
+        whole_B = valid_BT.any(-1) & (valid_BT == mask_BT).all(-1)
+        equal_BT = _same_bits(rollout_logp_BT, learner_logp_BT)
+        return {
+            **_token_metrics(rollout, learner, valid_BT),
+            **_probability_metrics(rollout, learner, valid_BT),
+            **_sequence_metrics(masked_sum(learner - rollout, valid_BT, -1), valid_BT.sum(-1).double(), whole_B),
+            "gap/equal_fraction": torch.where(valid_BT.any(), masked_mean(equal_BT.double(), valid_BT), 1.0),
+            "gap/nonfinite": (mask_BT & ~valid_BT).sum().double(),
+            "gap/tokens": valid_BT.sum().double(),
+        }
+
+
+def _token_metrics(rollout: Tensor, learner: Tensor, valid: Tensor) -> dict[str, Tensor]:
+    log_r = learner - rollout
+    clamped = clamped_log_ratio(learner, rollout)
+    # With d = r - 1: mean r = 1 + mean d, and mean r^2 - 1 = mean(expm1(2 log r)); neither cancels when r is near 1.
+    chi2 = masked_mean(torch.expm1(2 * clamped), valid)
+    mean_r = 1 + masked_mean(torch.expm1(clamped), valid)
+    r = clamped.exp()
+    outside = (r < _BAND[0]) | (r > _BAND[1])
+    return {
+        "gap/kl": masked_mean(kl_estimate(log_r, "k1"), valid),
+        "gap/k3_kl": masked_mean(kl_estimate(clamped, "k3"), valid),
+        "gap/abs_logp_diff_mean": masked_mean(log_r.abs(), valid),
+        "gap/abs_logp_diff_max": _masked_max(log_r.abs(), valid),
+        "gap/chi2_token": chi2,
+        "gap/ess": mean_r.square() / (1 + chi2),
+        "gap/fraction_outside": masked_mean(outside.double(), valid),
+    }
+
+
+def _probability_metrics(rollout: Tensor, learner: Tensor, valid: Tensor) -> dict[str, Tensor]:
+    # A log-prob above 0 is a bug upstream: the clamp keeps exp finite and leaves it visible, as a "probability" of 5e8.
+    p, q = rollout.clamp(max=LOG_RATIO_BOUND).exp(), learner.clamp(max=LOG_RATIO_BOUND).exp()
+    gap = (p - q).abs()
+    return {
+        "gap/prob_diff_mean": masked_mean(gap, valid),
+        "gap/prob_diff_max": _masked_max(gap, valid),
+        "gap/pearson": _pearson(p, q, valid),
+    }
+
+
+def _sequence_metrics(sum_B: Tensor, length_B: Tensor, whole_B: Tensor) -> dict[str, Tensor]:
+    clamped = sum_B.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    mean_log_r = (sum_B / length_B.clamp(min=1)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    mean = masked_mean(sum_B, whole_B)
+    from_mean = sum_B - mean
+    length_from_mean = length_B - masked_mean(length_B, whole_B)
+    spread = masked_sum(length_from_mean.square(), whole_B)
+    slope = masked_sum(length_from_mean * from_mean, whole_B) / torch.where(spread > 0, spread, 1.0)
+    # Lengths are integers, but their mean is rounded: compare the extremes to know that they are all equal.
+    varied = _masked_max(length_B, whole_B) > -_masked_max(-length_B, whole_B)
+    return {
+        "gap/ppl_ratio": 1 + masked_mean(torch.expm1(-mean_log_r), whole_B),
+        "gap/chi2_seq": masked_mean(torch.expm1(2 * clamped), whole_B),
+        "gap/seq_log_ratio_min": -_masked_max(-sum_B, whole_B),
+        "gap/seq_log_ratio_mean": mean,
+        "gap/seq_log_ratio_max": _masked_max(sum_B, whole_B),
+        "gap/seq_log_ratio_std": masked_mean(from_mean.square(), whole_B).sqrt(),
+        "gap/seq_log_ratio_slope": torch.where(varied, 1000 * slope, 0.0),
+    }
+
+
+def _pearson(p: Tensor, q: Tensor, valid: Tensor) -> Tensor:
+    """Correlation over the valid positions, safe where a variance is 0 or its square would underflow."""
+    unit_p, varied_p = _centred(p, valid)
+    unit_q, varied_q = _centred(q, valid)
+    norm = (masked_sum(unit_p.square(), valid) * masked_sum(unit_q.square(), valid)).sqrt()
+    r = (masked_sum(unit_p * unit_q, valid) / torch.where(norm > 0, norm, 1.0)).clamp(-1, 1)
+    same = ((p == q) | ~valid).all()
+    return torch.where(same, 1.0, torch.where(varied_p & varied_q, r, 0.0))
+
+
+def _centred(x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """``x`` less its mean, divided by its largest distance from it; and whether it varies at all."""
+    centred = x - masked_mean(x, valid)
+    # Constant values may differ from their rounded mean: only the extremes tell.
+    varied = _masked_max(x, valid) > -_masked_max(-x, valid)
+    largest = _masked_max(centred.abs(), valid)
+    return centred / torch.where(largest > 0, largest, 1.0), varied
+
+
+def _masked_max(x: Tensor, mask: Tensor) -> Tensor:
+    """Largest ``x`` where ``mask`` holds; 0 where it holds nowhere, also for a tensor without elements."""
+    if x.numel() == 0:
+        return x.sum()
+    return torch.where(mask.any(), torch.where(mask, x, -torch.inf).max(), 0.0)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> Tensor:
+    integer = torch.int32 if a.dtype == torch.float32 else torch.int64
+    return a.contiguous().view(integer) == b.contiguous().view(integer)

@@ -1,0 +1,66 @@
+"""The shape of a decoder: what a Hugging Face ``config.json`` says, reduced to what the Llama, Qwen2 and Qwen3 families use."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Family = Literal["llama", "qwen2", "qwen3"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched. ``linear``: all divided by ``factor``. ``llama3``: only the slow ones.
+
+    For ``llama3``, with wavelength w = 2 pi / f and the original context length c: f is kept where
+    w < c / high_freq_factor, divided by ``factor`` where w > c / low_freq_factor, and interpolated between.
+    Source: the Llama 3.1 release.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder's shape. Names are Hugging Face's, so that the file and the code read alike."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    initializer_range: float = 0.02
+
+    def rotary_frequencies(self, device: torch.device) -> Tensor:
+        """Angular frequency of each rotary pair, theta^(-2i/D) for i in 0..D/2, after scaling. Shape D/2, fp32."""
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device=device).float()
+        frequencies = 1.0 / (self.rope_theta ** (pairs / self.head_dim))
+        scaling = self.rope_scaling
+        if scaling is None:
+            return frequencies
+        if scaling.kind == "linear":
+            return frequencies / scaling.factor
+        wavelengths = 2 * math.pi / frequencies
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        blend = ((scaling.original_context / wavelengths - low) / (high - low)).clamp(0, 1)
+        return blend * frequencies + (1 - blend) * frequencies / scaling.factor

@@ -1,0 +1,166 @@
+"""One decoder definition for the Llama, Qwen2 and Qwen3 families, used by the learner and by the rollout alike.
+
+Legend: B rows, T positions, E hidden size, H query heads, K key/value heads, D head size, V vocabulary.
+
+The module holds weights and knows their order; what an operation computes, and in which precision, is the ``Kernels``
+passed in. How a position sees the others is the ``Attend`` passed in: the learner's full causal attention, or a cache.
+So the two policies share every line but those two arguments, and any difference between their numbers is the
+kernels' own. Parameter names are Hugging Face's: ``state_dict()`` is the checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mantissa.kernels import Kernels
+from mantissa.model.config import ModelConfig
+
+
+class Attend(Protocol):
+    """How queries of layer ``layer`` see keys and values: q as B,H,T,D and k, v as B,K,T,D give an output like q."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+class Projection(nn.Module):
+    """Weight and bias of a linear map, without a forward: the kernels compute it."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    def forward(self, x: Tensor, kernels: Kernels) -> Tensor:
+        return kernels.linear(x, self.weight, self.bias)
+
+
+class Norm(nn.Module):
+    """RMSNorm over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor, kernels: Kernels) -> Tensor:
+        return kernels.rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; Qwen3 normalises each query and key head first."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, kv_width = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.q_proj = Projection(config.hidden_size, width, config.qkv_bias)
+        self.k_proj = Projection(config.hidden_size, kv_width, config.qkv_bias)
+        self.v_proj = Projection(config.hidden_size, kv_width, config.qkv_bias)
+        self.o_proj = Projection(width, config.hidden_size, config.o_bias)
+        if config.qk_norm:
+            self.q_norm = Norm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = Norm(config.head_dim, config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
+
+    def forward(self, x_BTE: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend, kernels: Kernels) -> Tensor:
+        heads = (*x_BTE.shape[:-1], -1, self.head_dim)
+        q = self.q_proj(x_BTE, kernels).view(heads)
+        k = self.k_proj(x_BTE, kernels).view(heads)
+        v = self.v_proj(x_BTE, kernels).view(heads)
+        if self.qk_norm:
+            q, k = self.q_norm(q, kernels), self.k_norm(k, kernels)
+        q, k = kernels.rotate(q.transpose(1, 2), cos, sin), kernels.rotate(k.transpose(1, 2), cos, sin)
+        out_BHTD = attend(layer, q, k, v.transpose(1, 2))
+        return self.o_proj(out_BHTD.transpose(1, 2).flatten(2), kernels)
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Projection(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.up_proj = Projection(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.down_proj = Projection(config.intermediate_size, config.hidden_size, config.mlp_bias)
+
+    def forward(self, x_BTE: Tensor, kernels: Kernels) -> Tensor:
+        return self.down_proj(kernels.swiglu(self.gate_proj(x_BTE, kernels), self.up_proj(x_BTE, kernels)), kernels)
+
+
+class Layer(nn.Module):
+    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BTE: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend, kernels: Kernels) -> Tensor:
+        mixed = self.self_attn(self.input_layernorm(x_BTE, kernels), cos, sin, layer, attend, kernels)
+        x_BTE = kernels.add(x_BTE, mixed)
+        return kernels.add(x_BTE, self.mlp(self.post_attention_layernorm(x_BTE, kernels), kernels))
+
+
+class Backbone(nn.Module):
+    """Embedding, layers and final norm; named ``model`` in a checkpoint."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+
+
+class Decoder(nn.Module):
+    """A causal language model. Parameters are fp32 masters in the learner, rounded copies in a rollout engine."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Backbone(config)
+        self.lm_head = None if config.tie_word_embeddings else Projection(config.hidden_size, config.vocab_size, False)
+
+    def initialize(self, generator: torch.Generator | None = None) -> Decoder:
+        """Fill the weights: norms 1, biases 0, matrices normal with ``initializer_range``. Returns self."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name.endswith("norm.weight"):
+                    parameter.fill_(1.0)
+                elif name.endswith("bias"):
+                    parameter.zero_()
+                else:
+                    parameter.normal_(0.0, self.config.initializer_range, generator=generator)
+        return self
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output projection, V by E: its own, or the embedding table where the two are tied."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def hidden(self, tokens_BT: Tensor, kernels: Kernels, positions_BT: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states B,T,E of ``tokens_BT`` at ``positions_BT`` (int64), seeing others through ``attend``."""
+        angles_BTd = positions_BT.unsqueeze(-1).float() * self.config.rotary_frequencies(tokens_BT.device)
+        angles_BTD = torch.cat((angles_BTd, angles_BTd), dim=-1)
+        cos, sin = angles_BTD.cos(), angles_BTD.sin()
+        x_BTE = kernels.embedding(tokens_BT, self.model.embed_tokens.weight)
+        for index, layer in enumerate(self.model.layers):
+            x_BTE = layer(x_BTE, cos, sin, index, attend, kernels)
+        return self.model.norm(x_BTE, kernels)
+
+    def forward(self, tokens_BT: Tensor, kernels: Kernels) -> Tensor:
+        """Final hidden states of whole sequences, right-padded: what follows a position never reaches it."""
+        positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).unsqueeze(0)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return kernels.causal_attention(q, k, v)
+
+        return self.hidden(tokens_BT, kernels, positions_BT, attend)
+
+    def logits(self, hidden: Tensor, kernels: Kernels) -> Tensor:
+        """Logits (fp32) of hidden states of any leading shape."""
+        return kernels.logits(hidden, self.head_weight)

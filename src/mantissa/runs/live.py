@@ -1,0 +1,208 @@
+"""What a person sees while a run goes on: a precision table, one aligned row a step, and a progress bar with time left.
+
+On a terminal the rows scroll and stay, the bar is redrawn below them, and values outside their healthy range are
+marked. Elsewhere (a pipe, a CI log) each step is one plain line that makes sense alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from mantissa.runs.health import in_range
+from mantissa.runs.metrics import BY_NAME
+
+_HEADER_EVERY = 25
+_STEP_WIDTH = 6
+_GUTTER = 2
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of a step's row. ``drop`` orders what a narrow terminal leaves out first: higher goes earlier."""
+
+    title: str
+    metric: str
+    width: int
+    show: Callable[[float], str]
+    drop: int = 0
+
+
+def small(value: float) -> str:
+    """Gap-sized numbers: 0 exactly, else two digits and an exponent."""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def power_of_two(value: float) -> str:
+    """A loss scale: ``2^16`` where it is one, else the number."""
+    if value > 0 and math.isfinite(value) and math.log2(value).is_integer() and value != 1:
+        return f"2^{int(math.log2(value))}"
+    return f"{value:g}"
+
+
+def duration(seconds: float) -> str:
+    """``42 s``, ``3 min 05 s``, ``2 h 07 min``."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60:02d} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
+
+
+def count(value: float) -> str:
+    """Large counts shortened: ``950``, ``15.3k``, ``2.1M``."""
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.1f}{letter}"
+    return f"{value:.0f}"
+
+
+def _rounded(digits: int) -> Callable[[float], str]:
+    return lambda value: f"{value:.{digits}f}"
+
+
+COLUMNS = (
+    Column("accuracy", "reward/accuracy", 8, _rounded(3)),
+    Column("eval", "eval/greedy_accuracy", 6, _rounded(3), drop=3),
+    Column("reward", "reward/mean", 7, _rounded(3), drop=5),
+    Column("gap k3", "gap/k3_kl", 8, small),
+    Column("|dlogp|", "gap/abs_logp_diff_mean", 8, small, drop=2),
+    Column("scale", "precision/loss_scale", 6, power_of_two, drop=1),
+    Column("overflow", "precision/overflows", 8, count, drop=1),
+    Column("retry", "precision/retries", 5, count, drop=2),
+    Column("skipped", "precision/skipped", 7, count, drop=1),
+    Column("length", "length/mean", 7, _rounded(1), drop=6),
+    Column("tok/s", "rate/rollout_tokens_per_s", 7, count, drop=4),
+    Column("s/step", "time/step", 7, _rounded(2)),
+)
+
+
+def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
+    """The columns that fit beside the step number in ``width`` characters, least important dropped first."""
+    kept = list(columns)
+    while len(kept) > 1 and _STEP_WIDTH + sum(column.width + _GUTTER for column in kept) > width:
+        kept.remove(max(kept, key=lambda column: column.drop))
+    return tuple(kept)
+
+
+class Live:
+    """The screen of one run. Use as a context manager, or call ``close``; ``done`` steps were taken before a resume."""
+
+    def __init__(self, total_steps: int, *, done: int = 0, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self.total_steps = total_steps
+        self.terminal = self.console.is_terminal
+        self._rows = 0
+        self._seconds: list[float] = []
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        if self.terminal:
+            self._progress = Progress(
+                TextColumn("[bold]step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.description}"),
+                console=self.console,
+                expand=True,
+            )
+            self._task = self._progress.add_task("time left unknown", total=total_steps, completed=done)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def precision(self, rows: Sequence[Mapping[str, str]]) -> None:
+        """Print the precision table: the rows of ``ResolvedPrecision.rows()``."""
+        if not self.terminal:
+            for row in rows:
+                self._plain(
+                    f"precision {row['role']}: asked for {row['requested']}, active {row['active']} "
+                    f"({row['kernels']} kernels); {row['reason']}"
+                )
+            return
+        table = Table(box=None, pad_edge=False, header_style="bold", title="Precision", title_justify="left")
+        for name in ("role", "requested", "active", "kernels"):
+            table.add_column(name, no_wrap=True)
+        table.add_column("reason", overflow="fold", style="dim")
+        for row in rows:
+            fell_back = row["reason"].startswith("fallback")
+            active = f"[yellow]{escape(row['active'])}[/]" if fell_back else escape(row["active"])
+            cells = [escape(row[name]) for name in ("role", "requested", "kernels", "reason")]
+            table.add_row(cells[0], cells[1], active, cells[2], cells[3])
+        self.console.print(table)
+        self.console.print()
+
+    def note(self, text: str) -> None:
+        """Print one line of plain text above the bar: a warm-start evaluation, a checkpoint, a retry."""
+        if self.terminal:
+            self.console.print(Text(text, style="dim"))
+        else:
+            self._plain(text)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Show the finished step ``row['step']``."""
+        step = int(row["step"])
+        if isinstance(row.get("time/step"), int | float):
+            self._seconds = [*self._seconds[-19:], float(row["time/step"])]
+        if not self.terminal:
+            self._plain(self._line(step, row))
+            return
+        columns = fitting(COLUMNS, self.console.width)
+        if self._rows % _HEADER_EVERY == 0:
+            titles = "".join(f"  {column.title:>{column.width}}" for column in columns)
+            self.console.print(Text(f"{'step':>{_STEP_WIDTH}}{titles}", style="bold"))
+        self._rows += 1
+        line = Text(f"{step:>{_STEP_WIDTH}}")
+        for column in columns:
+            line.append("  ")
+            line.append(*_cell(column, row))
+        self.console.print(line)
+        if self._progress is not None and self._task is not None:
+            if not self._progress.live.is_started:
+                self._progress.start()
+            self._progress.update(self._task, completed=step, description=self.time_left(step))
+
+    def time_left(self, step: int) -> str:
+        """The remaining steps at the mean pace of the last twenty, in words."""
+        if step >= self.total_steps:
+            return "done"
+        if not self._seconds:
+            return "time left unknown"
+        return "left " + duration((self.total_steps - step) * sum(self._seconds) / len(self._seconds))
+
+    def close(self) -> None:
+        """Stop redrawing and leave the last state on the screen."""
+        if self._progress is not None and self._progress.live.is_started:
+            self._progress.stop()
+
+    def _line(self, step: int, row: Mapping[str, Any]) -> str:
+        figures = [
+            f"{column.title} {column.show(float(row[column.metric]))}"
+            for column in COLUMNS
+            if isinstance(row.get(column.metric), int | float)
+        ]
+        return f"step {step}/{self.total_steps}  {'  '.join(figures)}  {self.time_left(step)}"
+
+    def _plain(self, text: str) -> None:
+        self.console.file.write(text.replace("\n", " ") + "\n")
+        self.console.file.flush()
+
+
+def _cell(column: Column, row: Mapping[str, Any]) -> tuple[str, str]:
+    """The padded text of a cell and its style."""
+    value = row.get(column.metric)
+    if not isinstance(value, int | float):
+        return " " * column.width, ""
+    bad = not in_range(BY_NAME[column.metric], float(value))
+    return f"{column.show(float(value)):>{column.width}}", "bold red" if bad else ""

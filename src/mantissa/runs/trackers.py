@@ -1,0 +1,122 @@
+"""Where metrics go besides ``metrics.jsonl``: TensorBoard, and Weights & Biases as an extra.
+
+``metrics.jsonl`` is the record; trackers are copies for the eye, so they may be missing but never disagree: after a
+resume the rows that were rewound are purged from TensorBoard. Weights & Biases keeps no such promise (see its class).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from mantissa.errors import MantissaError, nearest
+from mantissa.runs.directory import RunDirectory
+
+
+class Tracker(Protocol):
+    """A place that metrics are copied to."""
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        """Record the numbers of one step; values that are not numbers are passed over."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is buffered. Nothing may be logged after."""
+        ...
+
+
+class TensorBoard:
+    """Event files that ``tensorboard --logdir`` reads. ``resume_after``: hide what was logged after that step."""
+
+    def __init__(self, folder: Path, resume_after: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if resume_after is None else resume_after + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        for name, value in numbers(row).items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run on wandb.ai, or a local one under ``wandb/`` with ``WANDB_MODE=offline``, which needs no network.
+
+    A resumed run goes on under the same id. Rows that were sent and then rewound stay: the service takes no step twice.
+    """
+
+    def __init__(self, run: RunDirectory, resume_after: int | None = None) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise MantissaError(
+                "trackers: wandb is not installed; pip install 'mantissa[wandb]', or leave wandb out of trackers"
+            ) from None
+        try:
+            self._run = wandb.init(
+                project="mantissa",
+                name=run.path.name,
+                id=run.path.resolve().name,
+                dir=str(run.path),
+                config=run.config,
+                resume="allow" if resume_after is not None else None,
+            )
+        except wandb.errors.Error as error:
+            raise MantissaError(
+                f"trackers: wandb did not start ({' '.join(str(error).split())}); log in with `wandb login`, "
+                "set WANDB_MODE=offline, or leave wandb out of trackers"
+            ) from None
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        self._run.log(numbers(row), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackers:
+    """Several trackers as one; none is a tracker too."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = tuple(trackers)
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, row)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+
+_KNOWN: dict[str, Callable[[RunDirectory, int | None], Tracker]] = {
+    "tensorboard": lambda run, resume_after: TensorBoard(run.tensorboard_path, resume_after),
+    "wandb": WeightsAndBiases,
+}
+
+
+def from_names(names: Sequence[str], run: RunDirectory, resume_after: int | None = None) -> Trackers:
+    """The trackers a recipe names; ``resume_after`` is the step of the checkpoint a resumed run starts from.
+
+    Raises ``MantissaError`` for a name that is unknown, or whose package is not installed.
+    """
+    for name in names:
+        if name not in _KNOWN:
+            raise MantissaError(
+                f"trackers: {name!r} is unknown; expected any of {', '.join(_KNOWN)}{nearest(str(name), _KNOWN)}"
+            )
+    return Trackers([_KNOWN[name](run, resume_after) for name in names])
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numeric metrics of a row, without ``step``."""
+    return {
+        key: float(value)
+        for key, value in row.items()
+        if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    }

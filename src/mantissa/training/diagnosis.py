@@ -1,0 +1,67 @@
+"""Finding what first became non-finite, and how much a format flushes to zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def first_nonfinite(model: nn.Module, work: Callable[[], None]) -> str:
+    """Run ``work`` (a forward and backward through ``model``) and name the first module with a non-finite value.
+
+    Looks at module outputs in the order of the forward, then at gradients of outputs in the order of the backward,
+    then at the parameters' gradients. Costs one synchronisation per module: call it only when something is wrong.
+    """
+    found: list[str] = []
+    handles = []
+
+    def check(values: Any, description: str) -> None:
+        for value in values if isinstance(values, (tuple, list)) else (values,):
+            if not found and isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
+                found.append(f"{description} ({int((~value.isfinite()).sum())} of {value.numel()} values)")
+
+    for name, module in model.named_modules():
+        label = name or type(model).__name__
+
+        def on_forward(module: nn.Module, args: Any, output: Any, label: str = label) -> None:
+            check(output, f"the output of {label}")
+
+        def on_backward(module: nn.Module, grad_input: Any, grad_output: Any, label: str = label) -> None:
+            check(grad_output, f"the gradient of the output of {label}")
+
+        handles.append(module.register_forward_hook(on_forward))
+        if not any(True for _ in module.children()):  # hooks of a container would fire after those inside it
+            handles.append(module.register_full_backward_hook(on_backward))
+    try:
+        work()
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, parameter in model.named_parameters():
+        check(parameter.grad, f"the gradient of {name}")
+    return found[0] if found else "nothing: the values were finite when the pass was repeated"
+
+
+def flushed_fraction(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """Fraction of gradients that are zero in ``gradients`` among those that are not in ``exact`` (fp32, same scale).
+
+    count(g == 0 and e != 0) / count(e != 0); 0 where ``exact`` is zero everywhere. Host float.
+    """
+    flushed, nonzero = 0, 0
+    for name, reference in exact.items():
+        alive = reference != 0
+        flushed += int((alive & (gradients[name] == 0)).sum())
+        nonzero += int(alive.sum())
+    return flushed / nonzero if nonzero else 0.0
+
+
+def gradients_of(model: nn.Module, work: Callable[[], None]) -> dict[str, Tensor]:
+    """Gradients that ``work`` (a backward pass) leaves in the parameters, which are then cleared. Not to be called
+    between a backward and its optimiser step."""
+    model.zero_grad(set_to_none=True)
+    work()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradients
