@@ -1,0 +1,330 @@
+"""The folder of one run: what was asked, where it ran, what was measured, and what is needed to go on.
+
+    config.yaml                the resolved recipe; its presence is what makes a folder a run
+    environment.json           versions, device, precision table
+    metrics.jsonl              one row a step            warm_start.jsonl   one row an evaluation of the warm start
+    rollouts/step-N.parquet    every completion of step N with its rewards and log-probs
+    checkpoints/step-N/        all that resume needs     policy/            the trained model, Hugging Face layout
+    report.html   tensorboard/   run.lock
+
+One process writes a run, and holds a lock while it does. The lock is the kernel's (flock): it dies with its holder, so
+a killed run is never locked. Readers (the report, a notebook) need none, since every file is replaced whole or
+appended to by the line.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from errno import EAGAIN, EWOULDBLOCK
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
+
+import yaml
+
+from mantissa.errors import MantissaError
+from mantissa.files import atomic_file, disk_errors, remove_leftovers, write_atomically
+from mantissa.runs.jsonl import JsonLines, Row
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_BEFORE_CONFIG = {"run.lock", "environment.json"}  # what a create that was killed early can leave behind
+
+
+def default_path(name: str, root: Path | str = "runs", now: time.struct_time | None = None) -> Path:
+    """``runs/<name>-<YYYYmmdd-HHMMSS>`` in local time, with ``-2``, ``-3``... where that folder is taken."""
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+    stem = Path(root) / f"{slug}-{time.strftime('%Y%m%d-%H%M%S', now or time.localtime())}"
+    path, number = stem, 1
+    while path.exists():
+        number += 1
+        path = stem.with_name(f"{stem.name}-{number}")
+    return path
+
+
+class RunDirectory:
+    """One run's folder. Get one from ``create`` (a new run) or ``open`` (to read; to resume with ``write=True``)."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._metrics = JsonLines(self.path / "metrics.jsonl")
+        self._warm_start = JsonLines(self.path / "warm_start.jsonl")
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    def create(cls, path: Path | str, config: Mapping[str, Any], environment: Mapping[str, Any]) -> Self:
+        """Make a new run, locked for this process. Refuses a folder that already holds anything."""
+        run = cls(path)
+        run._refuse_unless_free()
+        with disk_errors(run.path):
+            run.path.mkdir(parents=True, exist_ok=True)
+        run._take_lock()
+        try:
+            run._refuse_unless_free()  # another process may have been faster
+            write_atomically(run.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+            with disk_errors(run.path):
+                for name in ("rollouts", "checkpoints"):
+                    (run.path / name).mkdir(exist_ok=True)
+            write_atomically(
+                run.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+            )
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    @classmethod
+    def open(cls, path: Path | str, *, write: bool = False) -> Self:
+        """Open an existing run; ``write=True`` takes the lock and sweeps what a killed writer left half done."""
+        run = cls(path)
+        if not run.path.exists():
+            raise MantissaError(f"{path}: no such folder; expected a run that mantissa train made")
+        if not (run.path / "config.yaml").is_file():
+            raise MantissaError(f"{path} is not a run: it has no config.yaml; give the folder that mantissa train made")
+        if write:
+            run._take_lock()
+            for folder in (run.path, run.path / "rollouts", run.path / "checkpoints"):
+                remove_leftovers(folder)
+        return run
+
+    def close(self) -> None:
+        """Give the lock back. Reading still works."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # what was asked, and where it ran
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved recipe, as plain values."""
+        text = (self.path / "config.yaml").read_text()
+        try:
+            config = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise MantissaError(f"{self.path}/config.yaml is not YAML ({' '.join(str(error).split())})") from None
+        if not isinstance(config, dict):
+            raise MantissaError(f"{self.path}/config.yaml: expected keys and values, got {type(config).__name__}")
+        return config
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What ``create`` was told, with one entry in ``resumed`` for each resume that found something different."""
+        path = self.path / "environment.json"
+        if not path.is_file():
+            return {}
+        try:
+            return dict(json.loads(path.read_text()))
+        except ValueError as error:
+            raise MantissaError(f"{path} is not JSON ({error}); restore or delete it") from None
+
+    def record_resume(self, step: int, environment: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Note a resume after ``step``; returns and keeps what changed since the start, as key: [then, now].
+
+        An empty result is the condition under which resuming promises the same bits.
+        """
+        first = self.environment
+        changed = {
+            key: [first.get(key), environment.get(key)]
+            for key in sorted((first.keys() | environment.keys()) - {"resumed", "created"})
+            if first.get(key) != json.loads(json.dumps(environment.get(key)))
+        }
+        first.setdefault("resumed", []).append({"step": step, "changed": changed})
+        self._require_lock()
+        write_atomically(self.path / "environment.json", json.dumps(first, indent=2) + "\n")
+        return changed
+
+    # what was measured
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        """Add the row of one step (``step`` and metrics); durable when this returns."""
+        self._require_lock()
+        self._metrics.append(row)
+
+    def read_metrics(self) -> list[Row]:
+        """Every whole row, oldest first; a line that a kill cut short does not count."""
+        return self._metrics.read()
+
+    def truncate_metrics(self, step: int) -> None:
+        """Forget the rows after ``step``, atomically."""
+        self._require_lock()
+        self._metrics.truncate(step)
+
+    def append_warm_start(self, row: Mapping[str, Any]) -> None:
+        """Add one evaluation of the warm start: ``step``, ``warm_start/loss``, ``warm_start/accuracy``."""
+        self._require_lock()
+        self._warm_start.append(row)
+
+    def read_warm_start(self) -> list[Row]:
+        """The warm start's rows; empty when there was none."""
+        return self._warm_start.read()
+
+    def truncate_warm_start(self, step: int) -> None:
+        """Forget the warm start's rows after ``step`` (-1: all of them, for a warm start that begins again)."""
+        self._require_lock()
+        self._warm_start.truncate(step)
+
+    def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
+        """Write the completions of one step as parquet, atomically; ``rows`` have exactly the columns of the schema."""
+        import pyarrow
+        import pyarrow.parquet
+
+        self._require_lock()
+        schema = rollout_schema()
+        for row in rows:
+            if row.keys() != set(schema.names):
+                odd = sorted(row.keys() ^ set(schema.names))
+                raise ValueError(f"rollouts of step {step}: columns missing or unknown: {', '.join(odd)}")
+        path = self.rollouts_path(step)
+        table = pyarrow.Table.from_pylist([dict(row) for row in rows], schema=schema)
+        with disk_errors(path):
+            path.parent.mkdir(exist_ok=True)
+        with atomic_file(path) as temporary:
+            pyarrow.parquet.write_table(table, temporary, compression="zstd")
+        return path
+
+    def read_rollouts(self, step: int) -> list[Row]:
+        """The completions of one step. Raises ``MantissaError`` when they were not kept, or the file is damaged."""
+        import pyarrow
+        import pyarrow.parquet
+
+        path = self.rollouts_path(step)
+        if not path.is_file():
+            kept = self.rollout_steps()
+            what = f"steps {kept[0]} to {kept[-1]} have them" if kept else "this run kept none"
+            raise MantissaError(f"{path}: no rollouts of step {step}; {what}")
+        try:
+            rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+        except pyarrow.ArrowInvalid as error:
+            raise MantissaError(f"{path}: not a whole parquet file ({str(error).splitlines()[0]}); delete it") from None
+        return rows
+
+    def rewind(self, step: int) -> None:
+        """Forget the metrics and rollouts after ``step``: what a resume from checkpoint ``step`` begins with."""
+        self.truncate_metrics(step)
+        for late in self.rollout_steps():
+            if late > step:
+                self.rollouts_path(late).unlink()
+
+    # where things are
+
+    def rollouts_path(self, step: int) -> Path:
+        return self.path / "rollouts" / f"step-{step}.parquet"
+
+    def rollout_steps(self) -> list[int]:
+        """The steps whose completions were kept, in order."""
+        return _steps(self.path / "rollouts", r"step-(\d+)\.parquet")
+
+    def checkpoint_path(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step-{step}"
+
+    def checkpoint_steps(self) -> list[int]:
+        """The steps with a checkpoint, in order. Unfinished ones have other names and are not among them."""
+        return _steps(self.path / "checkpoints", r"step-(\d+)")
+
+    @property
+    def policy_path(self) -> Path:
+        return self.path / "policy"
+
+    @property
+    def tensorboard_path(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
+
+    # one writer
+
+    def _refuse_unless_free(self) -> None:
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise MantissaError(
+                f"{self.path} is a file; expected a folder that is new or empty; choose another run_dir"
+            )
+        names = {p.name for p in self.path.iterdir() if not (p.name.startswith(".") and p.name.endswith(".tmp"))}
+        if "config.yaml" in names:
+            raise MantissaError(
+                f"{self.path} already holds a run: continue it with --resume {self.path}, or choose another run_dir"
+            )
+        empty_folders = {n for n in ("rollouts", "checkpoints") if not _has_files(self.path / n)}
+        strange = sorted(names - _BEFORE_CONFIG - empty_folders)
+        if strange:
+            raise MantissaError(f"{self.path} is not empty and not a run (it has {strange[0]}); choose another run_dir")
+
+    def _take_lock(self) -> None:
+        path = self.path / "run.lock"
+        with disk_errors(path):
+            lock = open(path, "a+")  # noqa: SIM115 - held until close()
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (EAGAIN, EWOULDBLOCK):
+                lock.seek(0)
+                holder = lock.read().strip() or "another process"
+                lock.close()
+                raise MantissaError(
+                    f"{self.path} is being written by {holder}; wait for it, stop it, or choose another run_dir"
+                ) from None
+            warnings.warn(
+                f"{path}: this file system has no locks ({error.strerror}); run one writer only", stacklevel=3
+            )
+        with disk_errors(path):
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            lock.flush()
+        self._lock = lock
+
+    def _require_lock(self) -> None:
+        if self._lock is None:
+            raise RuntimeError(f"{self.path} is open for reading only; use RunDirectory.open(path, write=True)")
+
+
+def rollout_schema() -> pyarrow.Schema:
+    """The columns of ``rollouts/step-N.parquet``: one row a completion; log-probs in nats, fp32, one a token."""
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            ("step", pa.int64()),
+            ("problem_id", pa.string()),
+            ("sample", pa.int64()),
+            ("prompt", pa.string()),
+            ("completion", pa.string()),
+            ("answer", pa.string()),
+            ("reward", pa.float64()),
+            ("correct", pa.bool_()),
+            ("error", pa.string()),
+            ("finish_reason", pa.string()),
+            ("policy_version", pa.int64()),
+            ("length", pa.int64()),
+            ("advantage", pa.float64()),
+            ("tokens", pa.list_(pa.int64())),
+            ("rollout_logp", pa.list_(pa.float32())),
+            ("learner_logp", pa.list_(pa.float32())),
+        ]
+    )
+
+
+def _steps(folder: Path, pattern: str) -> list[int]:
+    if not folder.is_dir():
+        return []
+    return sorted(int(m.group(1)) for m in (re.fullmatch(pattern, p.name) for p in folder.iterdir()) if m)
+
+
+def _has_files(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
