@@ -216,14 +216,22 @@ def _refuse_unsupported(fields: _Fields) -> None:
         raise fields.error(f"pretraining_tp={raw['pretraining_tp']}: only 1 is supported")
     layer_types = raw.get("layer_types") or []
     other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
-    windowed = raw.get("model_type") in ("qwen2", "qwen3") and raw.get("use_sliding_window")
-    if other or (windowed and not layer_types and raw.get("sliding_window") is not None):
+    if other or (not layer_types and _slides(raw)):
         kinds = f"layer_types has {', '.join(other)}" if other else "use_sliding_window is true"
         raise fields.error(f"{kinds}, but only full attention is supported; sliding windows would change the numbers")
     if layer_types and len(layer_types) != raw.get("num_hidden_layers"):
         raise fields.error(f"layer_types has {len(layer_types)} entries for {raw.get('num_hidden_layers')} layers")
+    if raw.get("is_causal", True) is not True:
+        raise fields.error("is_causal is false: this is an encoder, and only causal language models are supported")
     if "AutoModelForCausalLM" in fields.table("auto_map"):
         raise fields.error("auto_map asks for modelling code of its own, which is never run here; use a plain model")
+
+
+def _slides(raw: Mapping[str, Any]) -> bool:
+    """Whether some layer of a qwen slides its window; absent keys mean what transformers takes for them."""
+    if raw.get("model_type") == "llama" or not raw.get("use_sliding_window") or raw.get("sliding_window", 4096) is None:
+        return False
+    return raw.get("max_window_layers", 28) < raw.get("num_hidden_layers", 0)
 
 
 def _rotary(fields: _Fields) -> tuple[float, RopeScaling | None]:

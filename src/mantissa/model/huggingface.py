@@ -251,6 +251,6 @@ def _rounded(name: str, master: Tensor, fmt: NumberFormat) -> Tensor:
     if not torch.isfinite(stored).all():
         reached = master.abs().max().item()
         raise MantissaError(
-            f"model: tensor {name} reaches {reached:.6g}, beyond the largest {fmt} value {fmt.largest:.6g}; save as fp32"
+            f"model: tensor {name} reaches {reached:.6g}, beyond the largest {fmt}, {fmt.largest:.6g}; save as fp32"
         )
     return stored

@@ -222,9 +222,10 @@ def _alphabet(backend: Any) -> frozenset[str] | None:
     """The characters of a vocabulary that has only these and no unknown token; None for any other kind."""
     from tokenizers.models import WordLevel
 
-    model = getattr(getattr(backend, "backend_tokenizer", None), "model", None)
+    rust = getattr(backend, "backend_tokenizer", None)
     letters = set(backend.get_vocab()) - set(backend.all_special_tokens)
-    if not isinstance(model, WordLevel) or backend.unk_token is not None or any(len(letter) > 1 for letter in letters):
+    plain = rust is not None and isinstance(rust.model, WordLevel) and rust.normalizer is None
+    if not plain or backend.unk_token is not None or any(len(letter) > 1 for letter in letters):
         return None
     return frozenset(letters)
 
