@@ -8,7 +8,7 @@ def metrics() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from mantissa.runs import METRICS
+    from mantissa.runs.metrics import METRICS
 
     table = Table(title="Metrics of a run", title_justify="left", box=None, pad_edge=False, header_style="bold")
     table.add_column("name", no_wrap=True)

@@ -10,6 +10,7 @@ import typer
 
 def report(run: Annotated[Path, typer.Argument(help="A run's folder; it may still be running.")]) -> None:
     """Build RUN/report.html, one self-contained page, from what the run has written so far."""
-    from mantissa.runs import RunDirectory, build_report
+    from mantissa.runs.directory import RunDirectory
+    from mantissa.runs.report import build_report
 
     typer.echo(f"report: {build_report(RunDirectory.open(run))}")

@@ -25,7 +25,10 @@ from mantissa.rl.learner import Update
 from mantissa.rl.sampling import Sampled
 from mantissa.rl.seeds import stream_slice
 from mantissa.rl.warm_start import warm_start
-from mantissa.runs import Live, RunDirectory, Trackers, undeclared
+from mantissa.runs.directory import RunDirectory
+from mantissa.runs.live import Live
+from mantissa.runs.metrics import undeclared
+from mantissa.runs.trackers import Trackers
 from mantissa.tasks import Problem, Reward
 from mantissa.training import Checkpoint, load_checkpoint, load_weights, save_checkpoint, saved_steps
 
@@ -156,7 +159,7 @@ class Loop:
         with self._timed("sync"):
             if self.learner.version != version:
                 self.sampler.engine.sync(self.learner.weights, self.learner.version)
-        row = {"step": step, "rollout/version": version}
+        row: dict[str, float] = {"step": step, "rollout/version": version}
         row |= _sample_metrics(sampled, rewards) | self._learner_metrics(experience, update)
         last = step == config.steps
         if config.evaluation and (step % config.evaluation.every == 0 or last):

@@ -18,7 +18,7 @@ class _Loader(yaml.SafeLoader):
     """YAML as people write it: ``1e-3`` is a number (YAML 1.1 wants ``1.0e-3``), and a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
         if twice is not None:
             raise MantissaError(f"line {node.start_mark.line + 1}: the key {twice!r} is given twice")

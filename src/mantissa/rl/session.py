@@ -10,7 +10,11 @@ from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.config import RunConfig
 from mantissa.rl.loop import Loop
 from mantissa.rl.recipe import make_config
-from mantissa.runs import Live, RunDirectory, build_report, default_path, environment, from_names
+from mantissa.runs.directory import RunDirectory, default_path
+from mantissa.runs.environment import environment
+from mantissa.runs.live import Live
+from mantissa.runs.report import build_report
+from mantissa.runs.trackers import from_names
 
 
 def start(config: RunConfig) -> Path:
