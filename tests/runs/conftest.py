@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def metrics_row(step: int, steps: int, gap: float, generator: np.random.Generato
         "step": step,
         "reward/mean": accuracy,
         "reward/accuracy": accuracy,
-        "reward/degenerate_group_fraction": 0.2 + 0.5 * step / steps,
+        "advantage/degenerate_group_fraction": 0.2 + 0.5 * step / steps,
         "reward/verifier_errors": 0,
         "length/mean": 34 - 4 * step / steps + noise(0, 0.3),
         "length/max": 48,
@@ -121,8 +121,9 @@ MakeRun = Callable[..., RunDirectory]
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> MakeRun:
+def make_run(tmp_path: Path) -> Iterator[MakeRun]:
     """Build a run: ``make_run(steps=60, gap=1e-3, warm=True, rollouts=True, planned=None, name=...)``."""
+    made: list[RunDirectory] = []
 
     def build(
         steps: int = 60,
@@ -135,6 +136,7 @@ def make_run(tmp_path: Path) -> MakeRun:
         generator = np.random.default_rng(0)
         config = {"task": {"name": "running_sums", "digits": 32}, "precision": "fp16", "steps": planned or steps}
         run = RunDirectory.create(tmp_path / name, config, ENVIRONMENT)
+        made.append(run)
         if warm:
             for update in range(0, 121, 20):
                 accuracy = 0.28 / (1 + math.exp((80 - update) / 8))
@@ -146,4 +148,6 @@ def make_run(tmp_path: Path) -> MakeRun:
                 run.write_rollouts(step, rollout_rows(step, gap, generator))
         return run
 
-    return build
+    yield build
+    for run in made:
+        run.close()
