@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-import time
 from html.parser import HTMLParser
 
 import pytest
@@ -69,7 +68,7 @@ def report(run: RunDirectory) -> tuple[Page, str]:
         {"gap": 0.0, "steps": 12},
         {"rollouts": False, "steps": 12},
         {"steps": 0, "warm": False, "planned": 5},
-        {"steps": 400, "gap": 8e-3},
+        {"steps": 300, "gap": 8e-3, "warm": False},
     ],
     ids=["full", "one step", "killed", "exact", "no rollouts", "no steps", "long"],
 )
@@ -169,11 +168,7 @@ def test_completions_are_shown_escaped_with_their_verdict(make_run) -> None:
     assert "\x00" not in document
     assert "\x1b" not in document
     assert page.text.count('<script>alert("1")</script> & </pre></div>') == 3 * (1 + 3 + 1), "shown as it is"
-    assert (
-        "Step 4: 1 right, 62 wrong , 1 on which the verifier failed ."
-        in page.text.replace(",", " ,").replace("failed.", "failed .")
-        or "Step 4: 1 right, 62 wrong, 1 on which the verifier failed." in page.text
-    )
+    assert "Step 4: 1 right, 62 wrong, 1 on which the verifier failed." in page.text
     assert "raised <b>ZeroDivisionError</b>" in page.text
 
 
@@ -201,13 +196,6 @@ def test_the_page_has_both_colour_schemes_with_the_same_variables(make_run) -> N
     names = [set(re.findall(r"(--[a-z0-9-]+):", scheme)) for scheme in (light, dark)]
     assert names[0] == names[1]
     assert set(re.findall(r"var\((--[a-z0-9-]+)\)", document)) <= names[0]
-
-
-def test_it_is_quick(make_run) -> None:
-    run = make_run(steps=200)
-    start = time.perf_counter()
-    build_report(run)
-    assert time.perf_counter() - start < 10, "about a second is usual"
 
 
 @pytest.mark.parametrize(
