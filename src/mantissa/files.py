@@ -17,7 +17,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EACCES, EDQUOT, EFBIG, EIO, ENOSPC, EPERM, EROFS
+from errno import EACCES, EDQUOT, EFBIG, EIO, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EROFS
 from pathlib import Path
 
 from mantissa.errors import MantissaError
@@ -29,6 +29,8 @@ _ADVICE = {
     EACCES: "change its permissions or choose another folder",
     EPERM: "change its permissions or choose another folder",
     EROFS: "it is on a read-only file system; choose another folder",
+    ENOTDIR: "a part of this path is a file; choose another folder",
+    ENAMETOOLONG: "choose a shorter name",
     EIO: "the disk reports a fault; choose another one",
 }
 _RENAME_EXCHANGE = 2  # linux/fs.h

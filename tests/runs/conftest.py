@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mantissa.runs.directory import RunDirectory
+from mantissa.runs.jsonl import encode
 
 PRECISION = [
     {
@@ -47,7 +48,7 @@ def metrics_row(step: int, steps: int, gap: float, generator: np.random.Generato
         "step": step,
         "reward/mean": accuracy,
         "reward/accuracy": accuracy,
-        "reward/degenerate_group_fraction": 0.2 + 0.5 * step / steps,
+        "advantage/degenerate_group_fraction": 0.2 + 0.5 * step / steps,
         "reward/verifier_errors": 0,
         "length/mean": 34 - 4 * step / steps + noise(0, 0.3),
         "length/max": 48,
@@ -121,8 +122,9 @@ MakeRun = Callable[..., RunDirectory]
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> MakeRun:
+def make_run(tmp_path: Path) -> Iterator[MakeRun]:
     """Build a run: ``make_run(steps=60, gap=1e-3, warm=True, rollouts=True, planned=None, name=...)``."""
+    made: list[RunDirectory] = []
 
     def build(
         steps: int = 60,
@@ -135,15 +137,18 @@ def make_run(tmp_path: Path) -> MakeRun:
         generator = np.random.default_rng(0)
         config = {"task": {"name": "running_sums", "digits": 32}, "precision": "fp16", "steps": planned or steps}
         run = RunDirectory.create(tmp_path / name, config, ENVIRONMENT)
+        made.append(run)
         if warm:
             for update in range(0, 121, 20):
                 accuracy = 0.28 / (1 + math.exp((80 - update) / 8))
                 loss = 2.3 * math.exp(-update / 80)
                 run.append_warm_start({"step": update, "warm_start/loss": loss, "warm_start/accuracy": accuracy})
-        for step in range(1, steps + 1):
-            run.append_metrics(metrics_row(step, steps, gap, generator))
-            if rollouts and step > steps - 3:
-                run.write_rollouts(step, rollout_rows(step, gap, generator))
+        rows = [metrics_row(step, steps, gap, generator) for step in range(1, steps + 1)]
+        (run.path / "metrics.jsonl").write_text("".join(encode(row) + "\n" for row in rows))  # one write, not hundreds
+        for step in range(max(1, steps - 2), steps + 1) if rollouts else ():
+            run.write_rollouts(step, rollout_rows(step, gap, generator))
         return run
 
-    return build
+    yield build
+    for run in made:
+        run.close()

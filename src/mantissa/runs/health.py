@@ -15,7 +15,7 @@ _BRIEF = 0.1  # a metric out of its range for at most this share of the steps, a
 
 
 @dataclass(frozen=True)
-class Finding:
+class Excursion:
     """One metric that left its range. ``worst`` is the value farthest outside; non-finite values are the worst."""
 
     metric: Metric
@@ -33,12 +33,12 @@ def in_range(metric: Metric, value: float) -> bool:
     return _excess(metric, value) == 0.0
 
 
-def check(rows: Sequence[dict[str, Any]]) -> list[Finding]:
+def check(rows: Sequence[dict[str, Any]]) -> list[Excursion]:
     """Every declared metric that was out of its range or not finite on some step, serious ones first.
 
     Serious: out on the last step that has it, or on more than a tenth of its steps, or ever not finite.
     """
-    findings = []
+    excursions = []
     for name, metric in BY_NAME.items():
         points = [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), int | float)]
         out = [(step, value, _excess(metric, value)) for step, value in points if not in_range(metric, value)]
@@ -47,15 +47,15 @@ def check(rows: Sequence[dict[str, Any]]) -> list[Finding]:
         worst_step, worst, _ = max(out, key=lambda point: point[2])
         last = points[-1][1]
         serious = not in_range(metric, last) or len(out) > _BRIEF * len(points) or not math.isfinite(worst)
-        findings.append(Finding(metric, len(out), len(points), out[0][0], worst, worst_step, last, serious))
-    return sorted(findings, key=lambda f: (not f.serious, f.metric.name))
+        excursions.append(Excursion(metric, len(out), len(points), out[0][0], worst, worst_step, last, serious))
+    return sorted(excursions, key=lambda f: (not f.serious, f.metric.name))
 
 
-def verdict(findings: Sequence[Finding]) -> Verdict:
-    """``healthy`` without findings, ``watch`` when all were brief and are over, ``unhealthy`` otherwise."""
-    if not findings:
+def verdict(excursions: Sequence[Excursion]) -> Verdict:
+    """``healthy`` without excursions, ``watch`` when all were brief and are over, ``unhealthy`` otherwise."""
+    if not excursions:
         return "healthy"
-    return "unhealthy" if any(f.serious for f in findings) else "watch"
+    return "unhealthy" if any(f.serious for f in excursions) else "watch"
 
 
 def _excess(metric: Metric, value: float) -> float:

@@ -97,7 +97,11 @@ def encode(row: Mapping[str, Any]) -> str:
     for key, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
             plain[key] = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-        elif value is None or isinstance(value, bool | int | float | str):
+        elif (
+            value is None
+            or isinstance(value, bool | int | float)
+            or (isinstance(value, str) and value not in _NON_FINITE)
+        ):
             plain[key] = value
         else:
             raise TypeError(f"{key}: expected a plain number or string, got {type(value).__name__}")

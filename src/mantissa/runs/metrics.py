@@ -1,11 +1,10 @@
 """The catalogue of everything a run logs, each metric declared once: name, formula, unit, healthy range, source.
 
-The loop treats a key that is not declared here as a bug, and the report prints this table. A healthy range is what a
-run that is going well stays in, not a law; without one, no number is good or bad by itself. Ranges without a
-published source are this project's own judgement and say so.
+The metrics of algorithms and of the gap are declared where they are computed (``mantissa.mismatch``); here are those of
+the loop around them. The loop treats a key that nobody declares as a bug, and the report prints the whole table. A
+healthy range is what a run that is going well stays in, not a law; without one, no number is good or bad by itself.
 
-Legend: B sequences, t one response token, theta the current policy, old the policy at the start of the update,
-rollout the policy that sampled, r = p_old / p_rollout.
+Legend: t one response token, v one word of the vocabulary, theta the current policy.
 """
 
 from __future__ import annotations
@@ -13,54 +12,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mantissa.mismatch.metrics import GAP_METRICS, Metric
+from mantissa.mismatch import ALL_METRICS, Metric
 
 _OURS = "range: this project's judgement"
-_CORRECTION = "range: rollout-correction guide of verl"
 
 
 def _plain(name: str, formula: str, unit: str) -> Metric:
     return Metric(name=name, formula=formula, unit=unit)
 
 
-def _ranged(
-    name: str, formula: str, unit: str, healthy: tuple[float | None, float | None], source: str = _OURS
-) -> Metric:
-    return Metric(name=name, formula=formula, unit=unit, healthy=healthy, source=source)
+def _ranged(name: str, formula: str, unit: str, healthy: tuple[float | None, float | None]) -> Metric:
+    return Metric(name=name, formula=formula, unit=unit, healthy=healthy, source=_OURS)
 
 
 LOOP_METRICS: tuple[Metric, ...] = (
-    _plain("reward/mean", "mean over completions of the reward", "reward"),
     _plain("reward/accuracy", "completions judged correct / completions", "fraction"),
-    _ranged("reward/degenerate_group_fraction", "groups whose rewards are all equal / groups", "fraction", (0, 0.9)),
     _ranged("reward/verifier_errors", "completions on which the verifier failed (their reward is 0)", "count", (0, 0)),
     _plain("length/mean", "mean response length, the stop token included", "tokens"),
     _plain("length/max", "largest response length", "tokens"),
     _ranged("length/truncated_fraction", "completions cut off at max_tokens / completions", "fraction", (0, 0.2)),
-    _plain("policy/loss", "mean over optimiser steps of the loss that was differentiated", "1"),
     _plain("policy/entropy", "mean_t of -sum_v p_theta(v) log p_theta(v)", "nats/token"),
-    _ranged("policy/clip_fraction", "tokens whose ratio the clip holds back / tokens", "fraction", (0, 0.3)),
-    _ranged(
-        "policy/kl_old",
-        "mean_t(exp(d) - 1 - d), d = logp_theta - logp_old",
-        "nats/token",
-        (None, 0.1),
-        "Schulman 2020, k3; " + _OURS,
-    ),
-    _ranged("policy/ratio_mean", "mean_t of p_theta / p_old", "1", (0.8, 1.25)),
-    _plain("policy/ratio_max", "max_t of p_theta / p_old", "1"),
-    _ranged("correction/weight_mean", "mean of the correction weights w", "1", (0.5, 2), _CORRECTION),
-    _ranged("correction/weight_std", "standard deviation of w", "1", (0, 1), _CORRECTION),
-    _plain("correction/weight_min", "smallest w", "1"),
-    _plain("correction/weight_max", "largest w", "1"),
-    _ranged("correction/ess", "1 / mean((w / mean w)^2)", "fraction", (0.3, None), _CORRECTION),
-    _ranged("correction/masked_token_fraction", "tokens the correction drops / tokens", "fraction", (0, 0.1)),
-    _ranged("correction/masked_sequence_fraction", "sequences the correction drops / sequences", "fraction", (0, 0.3)),
     _plain("precision/loss_scale", "factor on the loss before backward; 1 is no scaling", "1"),
     _ranged("precision/overflows", "backward passes that overflowed, this step", "count", (0, 1)),
     _ranged("precision/retries", "backward passes redone at a lower scale, this step", "count", (0, 1)),
     _ranged("precision/skipped", "optimiser steps given up, this step", "count", (0, 0)),
-    _ranged("precision/max_scaled_grad", "max |scale * grad| / largest value of the format", "fraction", (0, 1)),
+    _ranged(
+        "precision/max_scaled_grad",
+        "max |scale * grad| / largest value of the format, of the gradients used",
+        "fraction",
+        (0, 1),
+    ),
     _ranged(
         "precision/flushed_fraction", "gradients that are 0 here but not in fp32, on a probe", "fraction", (0, 0.05)
     ),
@@ -85,7 +66,7 @@ LOOP_METRICS: tuple[Metric, ...] = (
     _plain("rate/learner_tokens_per_s", "response tokens trained on / time/update", "tokens/s"),
 )
 
-METRICS: tuple[Metric, ...] = LOOP_METRICS + GAP_METRICS
+METRICS: tuple[Metric, ...] = (*LOOP_METRICS, *ALL_METRICS)
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
 _CLOCK = ("time/", "rate/")
 

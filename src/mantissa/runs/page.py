@@ -50,10 +50,11 @@ svg text { font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue
 .wide { overflow-x:auto; padding:6px 0 }
 table { border-collapse:collapse; width:100%; font-size:14px }
 th { text-align:left; color:var(--muted); font-weight:500; font-size:13px }
-th,td { padding:6px 18px; vertical-align:top; border-bottom:1px solid var(--line) }
+th,td { padding:6px 10px; vertical-align:top; border-bottom:1px solid var(--line) }
+th:first-child,td:first-child { padding-left:18px }
 tr:last-child td { border-bottom:0 } td.n { font-variant-numeric:tabular-nums; white-space:nowrap }
 code,pre { font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace }
-td code { overflow-wrap:anywhere } pre { margin:0; white-space:pre-wrap; overflow-wrap:anywhere }
+pre { margin:0; white-space:pre-wrap; overflow-wrap:anywhere }
 .pill { display:inline-block; border-radius:99px; padding:1px 10px; font-size:12.5px; font-weight:600 }
 .pill.good { color:var(--good); background:var(--good-bg) } .pill.bad { color:var(--bad); background:var(--bad-bg) }
 .pill.watch { color:var(--watch); background:var(--watch-bg) }
@@ -95,9 +96,12 @@ def card(label: str, figure: str, note: str) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; header and cells are HTML already."""
+    """A table; header and cells are HTML already. Only prose columns break their lines."""
+    kinds = ["" if name in ("reason", "formula", "source") else ' class="n"' for name in header]
     head = "".join(f"<th>{cell}</th>" for cell in header)
-    lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    lines = "".join(
+        f"<tr>{''.join(f'<td{kind}>{cell}</td>' for kind, cell in zip(kinds, row, strict=True))}</tr>" for row in rows
+    )
     return f'<div class="card wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 

@@ -18,7 +18,7 @@ import yaml
 from mantissa.files import write_atomically
 from mantissa.runs import page, plots
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.health import Finding, check, verdict
+from mantissa.runs.health import Excursion, check, verdict
 from mantissa.runs.live import count, duration, power_of_two, small
 from mantissa.runs.metrics import METRICS
 from mantissa.runs.page import text
@@ -26,6 +26,7 @@ from mantissa.runs.series import PHASES, ends, recent_rollouts, sequence_log_rat
 
 Rows = Sequence[dict[str, Any]]
 _SAMPLES = 3  # of each kind: right, wrong
+_HARDLY_ANY = 0.02  # accuracy on the best step below which the report says so
 _HEADLINE = {
     "healthy": "Healthy: every metric is in its range",
     "watch": "Watch: a metric left its range for a while, and is back",
@@ -38,7 +39,7 @@ def build_report(run: RunDirectory) -> Path:
     rows, warm_start = run.read_metrics(), run.read_warm_start()
     rollouts = recent_rollouts(run)
     config, environment = run.config, run.environment
-    findings = check(rows)
+    excursions = check(rows)
     drawn = (
         plots.learning(rows, warm_start),
         plots.gap(rows),
@@ -52,9 +53,9 @@ def build_report(run: RunDirectory) -> Path:
     body = [
         f"<h1>{text(run.path.resolve().name)}</h1>",
         f'<p class="sub">{text(_subtitle(rows, config, environment))}</p>',
-        _verdict(rows, findings, config),
+        _verdict(rows, excursions, config),
         f'<div class="cards">{"".join(_cards(rows))}</div>',
-        _findings(findings),
+        _excursions(excursions),
         _precision(environment),
         "<h2>Curves</h2>",
         f'<div class="plots">{"".join(page.plot(p) for p in drawn)}</div>',
@@ -95,19 +96,21 @@ def _subtitle(rows: Rows, config: dict[str, Any], environment: dict[str, Any]) -
     return " · ".join(parts)
 
 
-def _verdict(rows: Rows, findings: Sequence[Finding], config: dict[str, Any]) -> str:
+def _verdict(rows: Rows, excursions: Sequence[Excursion], config: dict[str, Any]) -> str:
     """The banner: the verdict, and what else a person must know before reading on."""
     if not rows:
         return '<div class="card verdict watch"><h2>No step has been finished</h2></div>'
-    kind = verdict(findings)
-    said = [_sentence(f) for f in findings[:4]]
-    if len(findings) > 4:
-        said.append(f"and {len(findings) - 4} more, below.")
+    kind = verdict(excursions)
+    said = [_sentence(f) for f in excursions[:4]]
+    if len(excursions) > 4:
+        said.append(f"and {len(excursions) - 4} more, below.")
     accuracy = series(rows, "reward/accuracy")[1]
     headline = _HEADLINE[kind]
     if accuracy.size and not accuracy.any():
         said.insert(0, "No completion was correct, on any step: there was nothing to learn from.")
         kind, headline = "unhealthy", "Not learning: no completion was correct"
+    elif accuracy.size and accuracy.max() < _HARDLY_ANY:
+        said.insert(0, f"Hardly any completion was correct: {accuracy.max():.1%} on the best step.")
     planned, last = planned_steps(config), rows[-1]["step"]
     if planned and last < planned:
         said.append(f"The last finished step is {last} of {planned}: the run was stopped, or is still going on.")
@@ -116,10 +119,10 @@ def _verdict(rows: Rows, findings: Sequence[Finding], config: dict[str, Any]) ->
     return f'<div class="card verdict {kind}"><h2>{text(headline)}</h2>{listed}</div>'
 
 
-def _sentence(finding: Finding) -> str:
-    wanted = finding.metric.healthy_text or "finite"
-    steps = "1 step" if finding.steps_out == 1 else f"{finding.steps_out} steps"
-    return f"{finding.metric.name} was {_number(finding.worst)} (healthy: {wanted}), out of range on {steps}."
+def _sentence(excursion: Excursion) -> str:
+    wanted = excursion.metric.healthy_text or "finite"
+    steps = "1 step" if excursion.steps_out == 1 else f"{excursion.steps_out} steps"
+    return f"{excursion.metric.name} was {_number(excursion.worst)} (healthy: {wanted}), out of range on {steps}."
 
 
 def _cards(rows: Rows) -> list[str]:
@@ -184,11 +187,11 @@ def _time_card(rows: Rows) -> str:
     return page.card("Time", duration(float(seconds.sum())), note)
 
 
-def _findings(findings: Sequence[Finding]) -> str:
-    if not findings:
+def _excursions(excursions: Sequence[Excursion]) -> str:
+    if not excursions:
         return ""
     lines = []
-    for f in findings:
+    for f in excursions:
         kind, word = ("bad", "out of range") if f.serious else ("watch", "brief")
         lines.append(
             (

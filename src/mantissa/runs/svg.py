@@ -83,7 +83,7 @@ def step_axis(axes: Axes, label: str = "step", ticks: int = 8) -> None:
     low, high = axes.get_xlim()
     if high - low < 2:
         axes.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=ticks, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=ticks, integer=True, steps=[1, 2, 5, 10]))
     axes.grid(axis="x", visible=False)
     axes.set_xlabel(label)
 
@@ -101,6 +101,7 @@ def to_svg(drawing: Figure, name: str, description: str) -> str:
     text = re.sub(r'href="#', f'href="#{name}-', text)
     text = re.sub(r"url\(#", f"url(#{name}-", text)
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", text)
+    text = re.sub(r"font-family: [^;\"]*;?", "", text)
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, f"var({variable})")
     view = re.search(r'viewBox="[^"]*"', text)

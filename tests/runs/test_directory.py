@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import yaml
+
+from mantissa.errors import MantissaError
+from mantissa.files import temporary_beside
+from mantissa.runs.directory import RunDirectory, default_path, rollout_schema
+
+CONFIG = {"name": "demo", "steps": 3, "optim": {"lr": 1e-4, "betas": [0.9, 0.95]}, "note": "gr\u00fc\u00dfe"}
+
+
+def a_rollout(step: int, **changes: object) -> dict:
+    row = {
+        "step": step, "problem_id": "p", "sample": 0, "prompt": "1+1=", "completion": "2", "answer": "2",
+        "reward": 1.0, "correct": True, "error": None, "finish_reason": "stop", "policy_version": 4, "length": 2,
+        "advantage": 0.5, "tokens": [7, 0], "rollout_logp": [-0.1, -1e-7], "learner_logp": [-0.1, -3e-7],
+    }  # fmt: skip
+    return row | changes
+
+
+def test_a_new_run_holds_what_it_was_given(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "deep" / "run", CONFIG, {"device": "cpu"}) as run:
+        assert yaml.safe_load((run.path / "config.yaml").read_text()) == CONFIG
+        assert json.loads((run.path / "environment.json").read_text()) == {"device": "cpu"}
+        run.append_metrics({"step": 1, "policy/loss": 0.25})
+        run.append_metrics({"step": 2, "policy/loss": math.nan})
+        run.append_warm_start({"step": 10, "warm_start/loss": 2.0, "warm_start/accuracy": None})
+    reader = RunDirectory.open(tmp_path / "deep" / "run")
+    assert reader.config == CONFIG
+    assert reader.environment == {"device": "cpu"}
+    first, second = reader.read_metrics()
+    assert first == {"step": 1, "policy/loss": 0.25}
+    assert math.isnan(second["policy/loss"])
+    assert reader.read_warm_start() == [{"step": 10, "warm_start/loss": 2.0, "warm_start/accuracy": None}]
+
+
+def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path / "run", CONFIG, {}).close()
+    with pytest.raises(MantissaError, match=r"already holds a run: continue it with --resume .*run, or choose another"):
+        RunDirectory.create(tmp_path / "run", {}, {})
+    assert RunDirectory.open(tmp_path / "run").config == CONFIG
+
+
+def test_a_folder_with_other_files_is_refused_untouched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(MantissaError, match=r"not empty and not a run \(it has thesis.tex\); choose another run_dir"):
+        RunDirectory.create(tmp_path, CONFIG, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(MantissaError, match="is a file"):
+        RunDirectory.create(tmp_path / "thesis.tex", CONFIG, {})
+
+
+def test_what_a_killed_create_leaves_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "run.lock").write_text("process 1 on elsewhere\n")
+    (tmp_path / "environment.json").write_text("{}")
+    (tmp_path / "rollouts").mkdir()
+    temporary_beside(tmp_path / "config.yaml").touch()
+    with RunDirectory.create(tmp_path, CONFIG, {"device": "cpu"}) as run:
+        assert run.environment == {"device": "cpu"}
+
+
+def test_open_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(MantissaError, match="no such folder"):
+        RunDirectory.open(tmp_path / "nowhere")
+    with pytest.raises(MantissaError, match=r"is not a run: it has no config\.yaml"):
+        RunDirectory.open(tmp_path)
+    (tmp_path / "config.yaml").write_text("a: [1,\n")
+    with pytest.raises(MantissaError, match=r"config\.yaml is not YAML"):
+        _ = RunDirectory.open(tmp_path).config
+    (tmp_path / "config.yaml").write_text("just words")
+    with pytest.raises(MantissaError, match="expected keys and values, got str"):
+        _ = RunDirectory.open(tmp_path).config
+
+
+def test_unwritable_place() -> None:
+    with pytest.raises(MantissaError, match=r"cannot write /dev/null/run: .*choose another folder"):
+        RunDirectory.create("/dev/null/run", CONFIG, {})
+
+
+def test_one_writer_at_a_time_and_a_killed_one_does_not_count(tmp_path: Path) -> None:
+    script = """
+import sys, time
+from mantissa.runs.directory import RunDirectory
+run = RunDirectory.create(sys.argv[1], {"steps": 3}, {})
+run.append_metrics({"step": 1})
+print("holding", flush=True)
+time.sleep(60)
+"""
+    path = tmp_path / "run"
+    with subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"holding\n"
+        with pytest.raises(MantissaError, match=f"is being written by process {child.pid} on .*; wait for it, stop it"):
+            RunDirectory.open(path, write=True)
+        assert RunDirectory.open(path).read_metrics() == [{"step": 1}], "readers need no lock"
+        child.send_signal(signal.SIGKILL)
+    with RunDirectory.open(path, write=True) as run:
+        run.append_metrics({"step": 2})
+        with pytest.raises(MantissaError, match="is being written by"):
+            RunDirectory.open(path, write=True)
+    assert len(run.read_metrics()) == 2
+
+
+def test_a_reader_cannot_write(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path / "run", CONFIG, {}).close()
+    reader = RunDirectory.open(tmp_path / "run")
+    for write in (
+        lambda: reader.append_metrics({"step": 1}),
+        lambda: reader.truncate_metrics(0),
+        lambda: reader.write_rollouts(1, [a_rollout(1)]),
+        lambda: reader.record_resume(1, {}),
+    ):
+        with pytest.raises(RuntimeError, match="open for reading only"):
+            write()
+
+
+def test_rollouts_come_back(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    logp = generator.normal(size=5).astype(np.float32).tolist()
+    rows = [
+        a_rollout(3, rollout_logp=logp, learner_logp=logp, completion="\u2211 <b> \x00"),
+        a_rollout(3, error="timed out", correct=False, reward=-1.0, tokens=[], rollout_logp=[], learner_logp=[]),
+    ]
+    with RunDirectory.create(tmp_path / "run", CONFIG, {}) as run:
+        path = run.write_rollouts(3, rows)
+        run.write_rollouts(12, [a_rollout(12)])
+        run.write_rollouts(5, [])
+        assert run.read_rollouts(3) == rows, "fp32 log-probs survive exactly"
+        assert run.read_rollouts(5) == []
+        assert run.rollout_steps() == [3, 5, 12], "ordered as numbers"
+        assert path == run.path / "rollouts" / "step-3.parquet"
+        assert pyarrow.parquet.read_schema(path).equals(rollout_schema())
+        with pytest.raises(MantissaError, match="no rollouts of step 4; steps 3 to 12 have them"):
+            run.read_rollouts(4)
+
+
+def test_rollouts_with_other_columns_are_a_bug(tmp_path: Path) -> None:
+    bad = a_rollout(1)
+    del bad["answer"]
+    with RunDirectory.create(tmp_path / "run", CONFIG, {}) as run:
+        with pytest.raises(ValueError, match="columns missing or unknown: answer"):
+            run.write_rollouts(1, [bad])
+        with pytest.raises(ValueError, match="columns missing or unknown: extra"):
+            run.write_rollouts(1, [a_rollout(1, extra=1)])
+        assert run.rollout_steps() == []
+
+
+def test_damaged_rollouts_are_named(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", CONFIG, {}) as run:
+        path = run.write_rollouts(1, [a_rollout(1)])
+        path.write_bytes(path.read_bytes()[:-20])
+        with pytest.raises(MantissaError, match=r"step-1\.parquet: not a whole parquet file"):
+            run.read_rollouts(1)
+
+
+def test_rewind_forgets_what_came_after_a_checkpoint(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", CONFIG, {}) as run:
+        for step in range(1, 6):
+            run.append_metrics({"step": step})
+            run.write_rollouts(step, [a_rollout(step)])
+        run.rewind(3)
+        assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
+        assert run.rollout_steps() == [1, 2, 3]
+        run.append_metrics({"step": 4})
+        run.append_warm_start({"step": 1})
+        run.truncate_warm_start(-1)
+        assert run.read_warm_start() == []
+
+
+def test_checkpoints_count_only_when_whole(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", CONFIG, {}) as run:
+        for step in (20, 3):
+            run.checkpoint_path(step).mkdir()
+        temporary_beside(run.checkpoint_path(30)).mkdir()
+        assert run.checkpoint_steps() == [3, 20]
+    with RunDirectory.open(run.path, write=True):
+        assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == ["step-20", "step-3"], "leftover swept"
+
+
+def test_resume_records_what_changed(tmp_path: Path) -> None:
+    first = {"device": "cpu", "threads": 2, "created": "monday", "versions": {"torch": "2.13.0"}}
+    with RunDirectory.create(tmp_path / "run", CONFIG, first) as run:
+        assert run.record_resume(4, first | {"created": "tuesday"}) == {}
+        changed = run.record_resume(8, first | {"threads": 4, "cuda": "13.0"})
+    assert changed == {"threads": [2, 4], "cuda": [None, "13.0"]}
+    assert run.environment == first | {
+        "resumed": [{"step": 4, "changed": {}}, {"step": 8, "changed": {"cuda": [None, "13.0"], "threads": [2, 4]}}]
+    }
+
+
+def test_default_paths_do_not_collide(tmp_path: Path) -> None:
+    noon = time.struct_time((2026, 3, 1, 12, 0, 5, 6, 60, 0))
+    path = default_path("sums / fp16!", tmp_path, noon)
+    assert path == tmp_path / "sums-fp16-20260301-120005"
+    path.mkdir()
+    assert default_path("sums / fp16!", tmp_path, noon).name == "sums-fp16-20260301-120005-2"
+    assert default_path("..", tmp_path, noon).name == "run-20260301-120005"

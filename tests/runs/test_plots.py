@@ -1,0 +1,201 @@
+"""Plots are read back from the SVG: what is drawn must be the data, up to the axis' linear map."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from mantissa.runs import plots
+from mantissa.runs.plots import Plot
+from mantissa.runs.svg import SERIES, VARIABLES
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def parse(plot: Plot) -> ET.Element:
+    return ET.fromstring(plot.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))
+
+
+def curves(plot: Plot, colour: str, part: str = "stroke") -> list[np.ndarray]:
+    """The vertices of every path drawn in ``colour``."""
+    wanted = f"{part}: var({VARIABLES[colour]})"
+    return [
+        np.array([[float(x), float(y)] for x, y in re.findall(r"[ML] (\S+) (\S+)", path.get("d", ""))])
+        for path in parse(plot).iter(f"{SVG}path")
+        if wanted in path.get("style", "") and "L" in path.get("d", "")
+    ]
+
+
+def is_linear_image(drawn: np.ndarray, data: np.ndarray) -> bool:
+    """Whether ``drawn`` is ``data`` under one linear map, to the SVG's digits."""
+    fit = np.polyval(np.polyfit(data, drawn, 1), data)
+    return drawn.shape == data.shape and float(np.abs(fit - drawn).max()) < 1e-3
+
+
+def texts(plot: Plot) -> list[str]:
+    return ["".join(node.itertext()).strip() for node in parse(plot).iter(f"{SVG}text")]
+
+
+def rows_of(name: str, values: list[float]) -> list[dict]:
+    return [{"step": i, name: value} for i, value in enumerate(values, start=1)]
+
+
+def test_the_accuracy_curve_is_the_data() -> None:
+    values = np.random.default_rng(0).uniform(0.2, 0.9, 40)
+    plot = plots.learning(rows_of("reward/accuracy", values.tolist()), [])
+    (curve,) = [c for c in curves(plot, plots.BLUE) if len(c) == 40]
+    assert is_linear_image(curve[:, 0], np.arange(1.0, 41.0))
+    assert is_linear_image(curve[:, 1], values)
+    assert curve[np.argmax(values), 1] == curve[:, 1].min(), "up is more"
+
+
+def test_equal_reward_is_drawn_once_and_different_reward_beside() -> None:
+    rows = rows_of("reward/accuracy", [0.1, 0.2, 0.3])
+    same = plots.learning([row | {"reward/mean": row["reward/accuracy"]} for row in rows], [])
+    assert [label for label, _ in same.legend] == ["accuracy, also the reward"]
+    other = plots.learning([row | {"reward/mean": -row["reward/accuracy"]} for row in rows], [])
+    assert [label for label, _ in other.legend] == ["accuracy of training samples", "mean reward"]
+    assert len(curves(other, plots.ORANGE)) >= 1
+
+
+def test_warm_start_and_evaluations_are_marked() -> None:
+    rows = rows_of("reward/accuracy", [0.3] * 20)
+    rows[9]["eval/greedy_accuracy"] = 0.5
+    rows[19]["eval/greedy_accuracy"] = 0.6
+    warm = [
+        {"step": 40, "warm_start/loss": 2.0, "warm_start/accuracy": None},
+        {"step": 80, "warm_start/loss": 1.0, "warm_start/accuracy": 0.1},
+        {"step": 120, "warm_start/loss": 0.5, "warm_start/accuracy": 0.28},
+    ]
+    plot = plots.learning(rows, warm)
+    assert "The warm start ended at update 120 with 0.28." in plot.note
+    assert {"warm start", "reinforcement learning", "update", "step"} <= set(texts(plot))
+    assert "held out, greedy" in [label for label, _ in plot.legend]
+    assert any(len(curve) == 2 for curve in curves(plot, plots.GREEN))
+    assert "warm start" not in texts(plots.learning(rows, []))
+
+
+def test_gap_is_logarithmic_and_zeros_lie_on_the_floor() -> None:
+    values = [1e-6, 0.0, 1e-4, 1e-5, 1e-7]
+    plot = plots.gap(rows_of("gap/k3_kl", values))
+    assert "Open circles on the floor are exact zeros." in plot.note
+    (curve,) = [c for c in curves(plot, plots.BLUE) if len(c) in (3, 4)]
+    heights = np.log10([v for v in values if v])[-len(curve) :]
+    assert is_linear_image(curve[:, 1], heights)
+    nodes = [n for n in parse(plot).iter(f"{SVG}use") if "var(--c1)" in n.get("style", "")]
+    lowest = max(float(n.get("y", 0)) for n in nodes)
+    assert lowest > curve[:, 1].max(), "the zero is drawn below every other value"
+    assert "exact zeros" not in plots.gap(rows_of("gap/k3_kl", [1e-6, 1e-7])).note
+
+
+def test_a_gap_of_zero_throughout_is_a_sentence() -> None:
+    plot = plots.gap(rows_of("gap/k3_kl", [0.0, 0.0]))
+    assert (plot.svg, plot.note) == ("", "Exactly 0 at every step: no token's log-prob differed.")
+
+
+def test_probabilities_lie_where_they_should() -> None:
+    rollout = np.log(np.array([0.5, 0.1, 0.01, 0.001]))
+    learner = rollout + np.array([0, 0.25, -0.5, 0.75])
+    row = {"step": 9, "rollout_logp": rollout.tolist(), "learner_logp": learner.tolist()}
+    plot = plots.probabilities([row])
+    assert plot.note.startswith("4 tokens of step 9. On the diagonal both agree: 25.0% do to the last bit")
+    assert "3.8e-01 nats in the mean, 7.5e-01 at most" in plot.note
+    assert {"p under the rollout", "p under the learner"} <= set(texts(plot))
+    exact = plots.probabilities([row | {"learner_logp": row["rollout_logp"]}])
+    assert "every log-prob is equal on both sides" in exact.note
+    assert "|log-prob difference|, nats" not in texts(exact)
+
+
+def test_the_drift_line_has_the_fitted_slope() -> None:
+    rows = [{"rollout_logp": [-1.0] * n, "learner_logp": [-1.0 - 0.002] * n} for n in (5, 10, 20, 40)]
+    plot = plots.length_drift(rows)
+    assert "fitted slope -2 nats per 1,000 tokens" in plot.note
+    (line,) = [c for c in curves(plot, plots.ORANGE) if len(c) == 2]
+    assert line[1, 1] > line[0, 1], "it falls with length"
+    flat = plots.length_drift([{"rollout_logp": [-1.0], "learner_logp": [-1.0]}])
+    assert (flat.svg, flat.note) == ("", "The log-ratio of all 1 sequences is exactly 0.")
+    equal = plots.length_drift([{"rollout_logp": [-1.0], "learner_logp": [-1.5]}] * 3)
+    assert "All have the same length, so there is no slope." in equal.note
+
+
+def test_scaling_counts_what_happened() -> None:
+    rows = [
+        {"step": s, "precision/loss_scale": 2.0 ** (16 - (s > 5)), "precision/overflows": 3 * (s == 5),
+         "precision/retries": 2 * (s == 5), "precision/skipped": int(s == 5)}
+        for s in range(1, 11)
+    ]  # fmt: skip
+    plot = plots.scaling(rows)
+    assert plot.note == "In all: overflow 3, retry 2, given up 1."
+    assert {"overflow", "retry", "given up"} <= set(texts(plot))
+    quiet = plots.scaling([{"step": 1, "precision/loss_scale": 65536.0}])
+    assert quiet.note == "No backward pass overflowed."
+    assert "overflow" not in texts(quiet)
+    unscaled = plots.scaling([{"step": 1, "precision/loss_scale": 1.0, "precision/overflows": 0}])
+    assert (unscaled.svg, unscaled.note[:26]) == ("", "The loss is not scaled (sc")
+
+
+def test_time_bars_are_stacked_in_proportion() -> None:
+    rows = [{"step": s, "time/rollout": 3.0, "time/update": 1.0, "time/step": 4.0} for s in range(1, 6)]
+    plot = plots.time_by_phase(rows)
+    assert plot.note == "rollout 75%, update 25%."
+    assert [label for label, _ in plot.legend] == ["rollout", "update"]
+    heights = {}
+    for name, colour in plot.legend:
+        bars = curves(plot, colour, "fill")
+        assert len(bars) == 5
+        heights[name] = [np.ptp(bar[:, 1]) for bar in bars]
+    assert np.allclose(np.array(heights["rollout"]) / heights["update"], 3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda rows: plots.learning(rows, []),
+        plots.gap,
+        plots.probabilities,
+        plots.length_drift,
+        plots.scaling,
+        plots.time_by_phase,
+        plots.entropy,
+        plots.length,
+    ],
+)
+def test_without_data_there_is_a_sentence(draw: Callable[[list], Plot]) -> None:
+    plot = draw([])
+    assert plot.svg == ""
+    assert plot.note.endswith(".")
+
+
+def test_a_single_step_is_visible(make_run) -> None:
+    rows = make_run(steps=1, rollouts=False).read_metrics()
+    for draw in (plots.gap, plots.scaling, plots.entropy, plots.length):
+        plot = draw(rows)
+        assert len(list(parse(plot).iter(f"{SVG}use"))) >= 1, plot.title
+        assert {"0", "1", "2"} <= set(texts(plot)), f"{plot.title}: whole steps on the axis"
+
+
+def test_svg_takes_its_colours_and_font_from_the_page_and_shares_no_ids(make_run) -> None:
+    run = make_run()
+    rows, rollouts = run.read_metrics(), run.read_rollouts(60)
+    drawn = [
+        plots.learning(rows, run.read_warm_start()), plots.gap(rows), plots.probabilities(rollouts),
+        plots.length_drift(rollouts), plots.scaling(rows), plots.time_by_phase(rows), plots.entropy(rows),
+        plots.length(rows),
+    ]  # fmt: skip
+    ids: list[str] = []
+    for plot in drawn:
+        root = parse(plot)
+        assert root.get("aria-label") == plot.title
+        own = [node.get("id") for node in root.iter() if node.get("id")]
+        ids += own
+        wanted = re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', plot.svg)
+        assert {a or b for a, b in wanted} <= set(own), "every reference stays inside its figure"
+        assert "DejaVu" not in plot.svg
+        fixed = set(re.findall(r"#[0-9a-fA-F]{6}", plot.svg)) - {"#000000", "#ffffff"}
+        assert not fixed, f"{plot.title} has colours that do not follow the page: {fixed}"
+    assert len(ids) == len(set(ids))
+    assert len(set(SERIES)) == len(SERIES)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mantissa.errors import MantissaError
+from mantissa.runs.directory import RunDirectory
+from mantissa.runs.trackers import Trackers, from_names, numbers
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    with RunDirectory.create(tmp_path / "run", {"steps": 3}, {}) as run:
+        yield run
+
+
+def read_back(folder: Path, name: str) -> list[tuple[int, float]]:
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars(name)]
+
+
+def test_tensorboard_reads_what_was_logged(run: RunDirectory) -> None:
+    trackers = from_names(["tensorboard"], run)
+    for step in range(1, 6):
+        trackers.log(step, {"step": step, "policy/loss": 1 / step, "precision/skipped": 0, "note": "x", "none": None})
+    trackers.close()
+    expected = [(step, float(np.float32(1 / step))) for step in range(1, 6)]
+    assert read_back(run.tensorboard_path, "policy/loss") == expected
+    assert read_back(run.tensorboard_path, "precision/skipped") == [(step, 0.0) for step in range(1, 6)]
+
+
+def test_each_row_is_on_disk_before_the_next(run: RunDirectory) -> None:
+    trackers = from_names(["tensorboard"], run)
+    trackers.log(1, {"policy/loss": 2.0})
+    assert read_back(run.tensorboard_path, "policy/loss") == [(1, 2.0)]
+    trackers.close()
+
+
+def test_a_resume_hides_what_was_rewound(run: RunDirectory) -> None:
+    trackers = from_names(["tensorboard"], run)
+    for step in range(1, 8):
+        trackers.log(step, {"policy/loss": 1.0})
+    trackers.close()
+    trackers = from_names(["tensorboard"], run, resume_after=4)
+    for step in range(5, 9):
+        trackers.log(step, {"policy/loss": 2.0})
+    trackers.close()
+    expected = [(step, 1.0) for step in range(1, 5)] + [(step, 2.0) for step in range(5, 9)]
+    assert read_back(run.tensorboard_path, "policy/loss") == expected
+
+
+def test_unknown_names_are_refused_before_anything_is_opened(run: RunDirectory) -> None:
+    with pytest.raises(MantissaError, match=r"'tensorbored' is unknown; expected any of .*did you mean 'tensorboard'"):
+        from_names(["tensorboard", "tensorbored"], run)
+    assert not run.tensorboard_path.exists()
+
+
+def test_wandb_not_installed(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MantissaError, match=r"wandb is not installed; pip install 'mantissa\[wandb\]'"):
+        from_names(["wandb"], run)
+
+
+@pytest.mark.filterwarnings("default")  # the package's own
+def test_wandb_offline(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    trackers = from_names(["wandb"], run)
+    trackers.log(1, {"policy/loss": 0.5})
+    trackers.close()
+    (saved,) = (run.path / "wandb").glob("offline-run-*/*.wandb")
+    assert b"policy/loss" in saved.read_bytes()
+
+
+def test_no_tracker_is_a_tracker(run: RunDirectory) -> None:
+    trackers = from_names([], run)
+    trackers.log(1, {"policy/loss": 0.5})
+    trackers.close()
+
+
+def test_every_tracker_gets_every_row() -> None:
+    calls: list[tuple] = []
+
+    class Recorder:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def log(self, step: int, row: dict) -> None:
+            calls.append((self.name, step, row))
+
+        def close(self) -> None:
+            calls.append((self.name, "closed"))
+
+    both = Trackers([Recorder("a"), Recorder("b")])
+    both.log(3, {"x": 1})
+    both.close()
+    assert calls == [("a", 3, {"x": 1}), ("b", 3, {"x": 1}), ("a", "closed"), ("b", "closed")]
+
+
+def test_numbers() -> None:
+    picked = numbers({"step": 3, "a": 1, "b": math.inf, "c": "NaN", "d": None, "e": True, "f": 0.5})
+    assert picked == {"a": 1.0, "b": math.inf, "f": 0.5}
