@@ -17,8 +17,16 @@ from mantissa.errors import MantissaError
 INF, NAN = float("inf"), float("nan")
 
 
+# Beside the presets, bounds that exclude 1: what was dropped must not count as masked.
+CONFIGS = CORRECTION_PRESETS | {
+    "above_one": CorrectionConfig(mode="mask", level="token", mask_low=1.5),
+    "sequence_band": CorrectionConfig(mode="mask", level="sequence", mask_low=1.01),
+    "never_above_one": CorrectionConfig(mode="truncate", level="token", truncate_at=1.0),
+}
+
+
 def preset(name: str) -> CorrectionConfig:
-    return CorrectionConfig.model_validate(name)
+    return CONFIGS[name]
 
 
 def oracle(
@@ -54,7 +62,7 @@ def random_case(seed: int, spread: float) -> tuple[Tensor, Tensor, Tensor]:
     return logp_BT, rollout_BT, mask_BT
 
 
-@pytest.mark.parametrize("name", CORRECTION_PRESETS)
+@pytest.mark.parametrize("name", CONFIGS)
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 10_000), spread=st.sampled_from([1e-7, 0.01, 1.0, 30.0]))
 def test_weights_are_those_of_scalar_math(name: str, seed: int, spread: float) -> None:
@@ -66,7 +74,7 @@ def test_weights_are_those_of_scalar_math(name: str, seed: int, spread: float) -
     torch.testing.assert_close(weight_BT, torch.tensor(weights), rtol=1.2e-7, atol=0)  # one rounding to fp32
 
 
-@pytest.mark.parametrize("name", CORRECTION_PRESETS)
+@pytest.mark.parametrize("name", CONFIGS)
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 10_000), spread=st.sampled_from([1e-7, 0.1, 30.0]))
 def test_tallies_are_statistics_of_the_weights_as_applied(name: str, seed: int, spread: float) -> None:
@@ -76,7 +84,6 @@ def test_tallies_are_statistics_of_the_weights_as_applied(name: str, seed: int, 
     got = {key.removeprefix("correction/"): value.item() for key, value in values(metrics).items()}
     whole = valid_BT.any(-1)
     w = weight_BT.amax(-1)[whole] if config.level == "sequence" else weight_BT[valid_BT]
-    token_w = weight_BT[valid_BT]
     if w.numel() == 0:
         assert (got["weight_mean"], got["ess"]) == (0.0, 0.0)
         return
@@ -91,8 +98,12 @@ def test_tallies_are_statistics_of_the_weights_as_applied(name: str, seed: int, 
     zeroed = (weight_BT == 0) & valid_BT if config.mode == "mask" else torch.zeros_like(valid_BT)
     assert got["masked_token_fraction"] == close(zeroed.sum().item() / valid_BT.sum().item())
     assert got["masked_sequence_fraction"] == close(zeroed.any(-1).sum().item() / whole.sum().item())
-    cut = (token_w == config.truncate_at).double().mean().item() if config.mode == "truncate" else 0.0
-    assert got["truncated_token_fraction"] == close(cut)
+    exceeds = 0.0
+    if config.truncate_at is not None:
+        free = config.model_copy(update={"truncate_at": INF})
+        r = correction(logp_BT, rollout_BT, mask_BT, free)[0][valid_BT]
+        exceeds = (r > config.truncate_at).double().mean().item()
+    assert got["truncated_token_fraction"] == close(exceeds)
     assert got["dropped_tokens"] == (mask_BT & ~valid_BT).sum().item()
 
 
@@ -122,6 +133,14 @@ def test_mask_bounds_are_inclusive(r: float, kept: bool) -> None:
     assert bool(weight.item()) is kept
 
 
+def test_a_weight_that_reaches_the_bound_is_not_truncated() -> None:
+    """With C = 1 and no gap at all, nothing is cut."""
+    one = torch.ones(2, 2)
+    assert values(correction(one, one, one.bool(), preset("never_above_one"))[2])[
+        "correction/truncated_token_fraction"
+    ].item() == 0.0  # fmt: skip
+
+
 def test_a_long_sequence_of_fp32_gaps_sums_without_loss() -> None:
     """4,096 gaps of one unit in the last place: an fp32 ratio of each token would be exactly 1, and so the product."""
     rollout_BT = torch.full((1, 4096), -0.0001)
@@ -129,7 +148,7 @@ def test_a_long_sequence_of_fp32_gaps_sums_without_loss() -> None:
     gap = (logp_BT.double() - rollout_BT.double()).sum().item()
     assert 1e-9 < gap < 1e-7
     weight = correction(logp_BT.double(), rollout_BT.double(), logp_BT < 0, preset("sequence_is"))[0]
-    assert weight[0, 0].item() - 1 == pytest.approx(gap, rel=1e-6)
+    assert weight[0, 0].item() - 1 == pytest.approx(gap, rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize("name", CORRECTION_PRESETS)
@@ -216,6 +235,6 @@ def test_bad_configurations_say_what_to_do(fields: object, message: str) -> None
 
 @pytest.mark.parametrize("name", CORRECTION_PRESETS)
 def test_a_preset_survives_a_file(name: str) -> None:
-    config = preset(name)
+    config = CorrectionConfig.model_validate(name)
     assert config == CORRECTION_PRESETS[name]
     assert CorrectionConfig.model_validate(config.model_dump(mode="python")) == config

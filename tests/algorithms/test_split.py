@@ -76,7 +76,7 @@ def step(
 
 @pytest.mark.parametrize(("kind", "constant"), AGGREGATIONS)
 @pytest.mark.parametrize("config", [ReinforceConfig(), PPOClipConfig()], ids=lambda c: c.kind)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(
     seed=st.integers(0, 10_000),
     cuts=st.lists(st.integers(1, B - 1), unique=True, max_size=4),

@@ -122,14 +122,23 @@ def test_gaps_of_fp32_rounding_are_measured_not_drowned() -> None:
     gap = 2.0**-24  # the spacing of fp32 in [0.5, 1)
     mask_BT = torch.arange(100) < torch.tensor([[100], [70], [40], [10]])
     got = measure(rollout_BT, learner_BT, mask_BT)
-    assert got["gap/kl"] == pytest.approx(-gap, rel=1e-12)
-    assert got["gap/k3_kl"] == pytest.approx(gap**2 / 2, rel=1e-6)
-    assert got["gap/chi2_token"] == pytest.approx(2 * gap, rel=1e-6)
-    assert got["gap/ppl_ratio"] - 1 == pytest.approx(-gap, rel=1e-6)
-    assert got["gap/seq_log_ratio_slope"] == pytest.approx(1000 * gap, rel=1e-6)
+    assert got["gap/kl"] == pytest.approx(-gap, rel=1e-12, abs=0)
+    assert got["gap/k3_kl"] == pytest.approx(gap**2 / 2, rel=1e-6, abs=0)
+    assert got["gap/chi2_token"] == pytest.approx(2 * gap, rel=1e-6, abs=0)
+    assert got["gap/ppl_ratio"] - 1 == pytest.approx(-gap, rel=1e-6, abs=0)
+    assert got["gap/seq_log_ratio_slope"] == pytest.approx(1000 * gap, rel=1e-6, abs=0)
     assert got["gap/equal_fraction"] == 0.0
     naive = (learner_BT - rollout_BT).exp() - 1 - (learner_BT - rollout_BT)
     assert not 0.1 < naive.mean().item() / (gap**2 / 2) < 10  # what fp32 would have reported
+
+
+def test_chi2_of_a_tiny_gap_keeps_its_digits() -> None:
+    """exp(2 log r) - 1 would be right to seven digits here."""
+    rollout_BT = torch.full((1, 2), -1.0, dtype=torch.float64)
+    got = measure(rollout_BT, rollout_BT + 1e-9, torch.ones(1, 2, dtype=torch.bool))
+    log_r = (-1.0 + 1e-9) - -1.0
+    assert got["gap/chi2_token"] == pytest.approx(math.expm1(2 * log_r), rel=1e-14, abs=0)
+    assert got["gap/chi2_seq"] == pytest.approx(math.expm1(4 * log_r), rel=1e-14, abs=0)
 
 
 def test_direction() -> None:
@@ -176,6 +185,14 @@ def test_correlation_where_numpy_would_divide_zero_by_zero(p: list[float], q: li
     logs = [torch.tensor([x], dtype=torch.float64).log() for x in (p, q)]
     got = measure(*logs, torch.ones(1, 3, dtype=torch.bool))
     assert got["gap/pearson"] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("count", range(2, 12))
+def test_constants_that_differ_from_their_rounded_mean_do_not_correlate(count: int) -> None:
+    """x - mean(x) of ten times 0.1 is 1.4e-17 each, which scaled up correlates perfectly with any other such noise."""
+    for p, q in ((0.1, 0.7), (0.3, 0.9), (0.2, 0.6)):
+        logs = [torch.full((1, count), x, dtype=torch.float64).log() for x in (p, q)]
+        assert measure(*logs, torch.ones(1, count, dtype=torch.bool))["gap/pearson"] == 0.0
 
 
 def test_equal_means_equal_bits() -> None:

@@ -161,9 +161,8 @@ def _sequence_metrics(sum_B: Tensor, length_B: Tensor, whole_B: Tensor) -> dict[
     from_mean = sum_B - mean
     length_from_mean = length_B - masked_mean(length_B, whole_B)
     spread = masked_sum(length_from_mean.square(), whole_B)
+    # Equal lengths are equal to their mean, exactly: n k / n is k for integers. Then numerator and slope are 0.
     slope = masked_sum(length_from_mean * from_mean, whole_B) / torch.where(spread > 0, spread, 1.0)
-    # Lengths are integers, but their mean is rounded: compare the extremes to know that they are all equal.
-    varied = _masked_max(length_B, whole_B) > -_masked_max(-length_B, whole_B)
     return {
         "gap/ppl_ratio": 1 + masked_mean(torch.expm1(-mean_log_r), whole_B),
         "gap/chi2_seq": masked_mean(torch.expm1(2 * clamped), whole_B),
@@ -171,7 +170,7 @@ def _sequence_metrics(sum_B: Tensor, length_B: Tensor, whole_B: Tensor) -> dict[
         "gap/seq_log_ratio_mean": mean,
         "gap/seq_log_ratio_max": _masked_max(sum_B, whole_B),
         "gap/seq_log_ratio_std": masked_mean(from_mean.square(), whole_B).sqrt(),
-        "gap/seq_log_ratio_slope": torch.where(varied, 1000 * slope, 0.0),
+        "gap/seq_log_ratio_slope": 1000 * slope,
     }
 
 
