@@ -40,7 +40,7 @@ def outside() -> Callable[[], AbstractContextManager[None]]:
 
 @pytest.fixture(scope="session")
 def make_theirs() -> Callable[..., Any]:
-    """``make(family, **settings)``: a transformers model whose every parameter matters (biases and norms are not 0, 1)."""
+    """``make(family, **settings)``: a transformers model whose every parameter matters: no bias 0, no norm 1."""
 
     def make(family: str, **settings: Any) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -87,6 +87,6 @@ def their_logits() -> Callable[[Any, Tensor], Tensor]:
     return logits
 
 
-@pytest.fixture
-def tokens_BT() -> Tensor:
+@pytest.fixture(name="tokens_BT")
+def _tokens() -> Tensor:
     return torch.randint(0, TINY["vocab_size"], (2, 96), generator=torch.Generator().manual_seed(3))

@@ -111,12 +111,12 @@ def test_the_settings_without_weights_do_matter_at_this_size(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_gradients_are_theirs(
-    family: str, save_theirs: Callable[..., Any], outside: Any, tokens_BT: Tensor
-) -> None:
+def test_gradients_are_theirs(family: str, save_theirs: Callable[..., Any], outside: Any, tokens_BT: Tensor) -> None:
     theirs, folder = save_theirs(family, tie_word_embeddings=True, attention_bias=True)
     with outside():
-        loss = torch.nn.functional.cross_entropy(theirs(tokens_BT).logits[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            theirs(tokens_BT).logits[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten()
+        )
         loss.backward()
     decoder = load_model(folder)
     logits = our_logits(decoder, NativeKernels(FP32), tokens_BT)
@@ -146,12 +146,12 @@ def test_half_precision_is_theirs_within_rounding(
     their_logits: Callable[..., Tensor],
     outside: Any,
     tokens_BT: Tensor,
-    record_property: Callable[[str, object], None],
 ) -> None:
-    """Distance to the fp32 log-probs, and to each other, in units of the format's epsilon.
+    """Both kernel families are about as far from fp32's log-probs as transformers' half model is, and from that model.
 
-    Both kernel families must be about as far from fp32 as transformers' own half model is (not farther than 1.5
-    times, in the mean), and they must be no farther from it than two half computations are from each other.
+    Measured here: bf16 0.022-0.052 from fp32 in the mean for all three computations, 0.019-0.034 between ours and
+    theirs (at most 0.23 at one token); fp16 0.0027-0.0058, 0.0025-0.0053 and 0.040. Theirs also rounds logits and
+    cos/sin. These weights are ten times larger than a trained model's, and so are the gaps.
     """
     theirs, folder = save_theirs(family, num_hidden_layers=4)
     exact = log_probs(their_logits(theirs, tokens_BT), tokens_BT)
@@ -170,7 +170,5 @@ def test_half_precision_is_theirs_within_rounding(
             "ours-theirs mean": gap.mean().item(),
             "ours-theirs max": gap.max().item(),
         }
-        for name, value in figures.items():
-            record_property(f"{type(kernels).__name__} {fmt} {family} {name}", value)
-        assert fmt.epsilon / 20 < error < 1.5 * reference_error, figures  # a computation in fp32 would be nearer
-        assert gap.mean().item() < 2.5 * reference_error, figures
+        assert fmt.epsilon / 20 < error < 1.3 * reference_error, figures  # a computation in fp32 would be nearer
+        assert gap.mean().item() < 1.3 * reference_error, figures
