@@ -67,6 +67,7 @@ def test_one_token_at_a_time_through_a_cache_gives_the_same(
     kernels: NativeKernels | SimulatedKernels, decoder: Decoder, tokens_BT: Tensor
 ) -> None:
     """``hidden`` with positions and an ``Attend`` of its own: the rollout's way through the same lines."""
+    tokens_BT = tokens_BT[:, :8]
     rows, length = tokens_BT.shape
     config = decoder.config
     cache = torch.zeros(2, config.num_hidden_layers, rows, config.num_key_value_heads, length, config.head_dim)

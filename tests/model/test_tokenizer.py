@@ -198,6 +198,17 @@ def test_eos_of_tokenizer_and_generation_config_together(
     assert again.generation["temperature"] == 0.6
 
 
+@pytest.mark.parametrize("declared", [99, [2, 99], "</s>"])
+def test_an_eos_that_is_no_token_is_refused(declared: Any) -> None:
+    with pytest.raises(MantissaError, match=r"eos_token_id (99|'</s>') is no id of this tokenizer"):
+        Tokenizer(word_backend(eos_token="</s>"), {"eos_token_id": declared})
+
+
+def test_padding_comes_from_the_generation_config_where_the_tokenizer_has_none() -> None:
+    assert Tokenizer(word_backend(eos_token="</s>"), {"pad_token_id": 0}).pad_id == 0
+    assert Tokenizer(word_backend(eos_token="</s>", pad_token="<turn>"), {"pad_token_id": 0}).pad_id == 3
+
+
 def test_a_tokenizer_that_cannot_end_a_response_is_refused() -> None:
     with pytest.raises(MantissaError, match="no end-of-sequence token"):
         Tokenizer(word_backend())
