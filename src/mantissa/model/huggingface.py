@@ -212,6 +212,7 @@ def _require_replaceable(path: Path) -> None:
 def _write_weights(
     decoder: Decoder, weights: Mapping[str, Tensor] | None, folder: Path, fmt: NumberFormat, shard_bytes: int
 ) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     wanted = {name: parameter.shape for name, parameter in decoder.named_parameters()}
@@ -223,7 +224,11 @@ def _write_weights(
     index: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file({n: _rounded(n, source[n], fmt) for n in names}, str(folder / file), metadata={"format": "pt"})
+        tensors = {name: _rounded(name, source[name], fmt) for name in names}
+        try:
+            save_file(tensors, str(folder / file), metadata={"format": "pt"})
+        except SafetensorError as error:  # how the library reports a full disk
+            raise MantissaError(f"cannot write {file}: {error}; free some space or choose another folder") from error
         index.update(dict.fromkeys(names, file))
     if len(shards) > 1:
         total = sum(shape.numel() for shape in wanted.values()) * fmt.dtype.itemsize

@@ -33,7 +33,8 @@ class Tokenizer:
     """A transformers tokenizer behind the six things a policy needs. ``backend`` is the tokenizer itself.
 
     ``generation`` is what ``generation_config.json`` says; its ``eos_token_id`` (one id or a list) extends
-    ``eos_ids``, and ``save`` writes it back. Raises ``MantissaError`` where there is no end-of-sequence token at all.
+    ``eos_ids``, its ``pad_token_id`` serves a tokenizer without one, and ``save`` writes it back. Raises
+    ``MantissaError`` where there is no end-of-sequence token at all.
     """
 
     def __init__(self, backend: Any, generation: Mapping[str, Any] | None = None) -> None:
@@ -41,8 +42,8 @@ class Tokenizer:
         self.generation: dict[str, Any] = dict(generation or {})
         self.eos_ids: tuple[int, ...] = _eos_ids(backend, self.generation)
         self.vocab_size: int = max(backend.get_vocab().values()) + 1
-        padding = backend.pad_token_id
-        self.pad_id: int = self.eos_ids[0] if padding is None else padding  # padding is masked: any valid id will do
+        declared = (backend.pad_token_id, self.generation.get("pad_token_id"), self.eos_ids[0])
+        self.pad_id: int = next(i for i in declared if i is not None)  # padding is masked: any valid id will do
         self._prefix = _prefix(backend)
         self._alphabet = _alphabet(backend)
 
@@ -204,6 +205,11 @@ def _eos_ids(backend: Any, generation: Mapping[str, Any]) -> tuple[int, ...]:
     declared = generation.get("eos_token_id")
     extra = declared if isinstance(declared, list) else [declared]
     ids = dict.fromkeys(i for i in (backend.eos_token_id, *extra) if i is not None)
+    known = set(backend.get_vocab().values())
+    for unknown in (i for i in ids if i not in known):
+        raise MantissaError(
+            f"generation_config.json: eos_token_id {unknown!r} is no id of this tokenizer; fetch both files again"
+        )
     if not ids:
         raise MantissaError(
             "tokenizer: no end-of-sequence token in tokenizer_config.json or generation_config.json, so no response "
