@@ -8,9 +8,9 @@ sample of its prompts has been admitted to a slot, so a prompt is computed once 
 they find room, and a slot that falls free is filled again in the same step by a copy. When nothing waits, rows in use
 are moved to the front, and the batch shrinks.
 
-The device holds, for each slot, the last token, its position, how many tokens were sampled, and the stream of uniforms; the host holds
-what was sampled. A decode step costs one transfer to the host (tokens and log-probs together), where stop tokens, lengths
-and stop strings are looked at.
+For each slot the device holds the last token, its position, how many tokens were sampled, and the key of its uniforms;
+the host holds what was sampled. A decode step costs one transfer to the host (tokens and log-probs together), where
+stop tokens, lengths and stop strings are looked at.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ _TOKEN, _POSITION, _COUNT, _KEY = range(4)  # rows of the device's state
 class EngineStats:
     """What the last ``generate`` did.
 
-    ``generated_tokens``: sampled, over all completions. ``prefill_tokens``: prompt tokens computed, each distinct prompt
-    once. ``prefills``, ``decode_steps``: forward passes. ``occupancy``: mean over decode steps of slots in use / slots.
+    ``generated_tokens``: sampled, over all completions. ``prefill_tokens``: prompt tokens computed, each distinct
+    prompt once. ``prefills``, ``decode_steps``: forward passes. ``occupancy``: mean over decode steps of slots in use
+    / slots.
     """
 
     generated_tokens: int = 0
@@ -53,11 +54,14 @@ class EngineStats:
 
 @dataclass
 class _Prefilled:
-    """A batch of computed prompts, and the jobs (in order) that have yet to be admitted: job and its prompt's row."""
+    """A batch of computed prompts: keys and values (2,L,P,K,T,D), last logits (P,V) and lengths (P).
 
-    kv_2LPKTD: Tensor
-    logits_PV: Tensor
-    lengths_P: Tensor
+    ``jobs`` are its samples in order of admission, of which the first ``admitted`` have a slot; ``rows`` their prompts.
+    """
+
+    kv: Tensor
+    logits: Tensor
+    lengths: Tensor
     jobs: np.ndarray
     rows: np.ndarray
     admitted: int = 0
@@ -94,7 +98,7 @@ class Generation:
         waiting: dict[tuple[int, ...], list[int]] = {}
         for job, (i, _) in enumerate(jobs):
             waiting.setdefault(self.requests[i].prompt_tokens, []).append(job)
-        # Longest first: prompts prefilled together are of like length, and the cache is allocated once.
+        # Taken from the end, so longest first: prompts prefilled together are of like length.
         self._queue = sorted(waiting.items(), key=lambda item: len(item[0]))
         self._ready: _Prefilled | None = None
         self._completions: list[list[Completion | None]] = [[None] * r.samples for r in self.requests]
@@ -108,10 +112,9 @@ class Generation:
         self._logp_ST = np.zeros((self.slots, self.params.max_tokens), dtype=np.float32)
         self._stops_V = np.zeros(self.model.config.vocab_size, dtype=bool)
         self._stops_V[list(self.params.stop_token_ids)] = True
-        self._stop_strings = StopStrings(self.params.stop, self.decode_text) if self._needs_text() else None
-
-    def _needs_text(self) -> bool:
-        return bool(self.params.stop) and self.decode_text is not None
+        self._stop_strings = None
+        if self.params.stop and self.decode_text is not None:
+            self._stop_strings = StopStrings(self.params.stop, self.decode_text)
 
     def run(self) -> list[list[Completion]]:
         """Sample everything."""
@@ -138,11 +141,11 @@ class Generation:
         lengths_B = state_4B[_POSITION] + 1
         places = self.cache.places(state_4B[_POSITION])
 
-        def attend(layer: int, q_BH1D: Tensor, k_BK1D: Tensor, v_BK1D: Tensor) -> Tensor:
-            k, v = round_to_format(k_BK1D, self.kv_format), round_to_format(v_BK1D, self.kv_format)
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = round_to_format(k, self.kv_format), round_to_format(v, self.kv_format)
             self.cache.append(layer, k, v, places)
             keys, values = self.cache.window(layer, rows, window)
-            return self.kernels.cached_attention(q_BH1D.squeeze(2), keys, values, lengths_B).unsqueeze(2)
+            return self.kernels.cached_attention(q.squeeze(2), keys, values, lengths_B).unsqueeze(2)
 
         tokens_B1, positions_B1 = state_4B[_TOKEN].unsqueeze(1), state_4B[_POSITION].unsqueeze(1)
         hidden_B1E = self.model.hidden(tokens_B1, self.kernels, positions_B1, attend)
@@ -177,12 +180,12 @@ class Generation:
     def _enter(self, slots: np.ndarray, jobs: np.ndarray, rows: np.ndarray, ready: _Prefilled) -> np.ndarray:
         """Copy prompts into ``slots`` and sample their first tokens. Returns the slots that finished with them."""
         slots_B, jobs_B, rows_B = (torch.from_numpy(x).to(self.device) for x in (slots, jobs, rows))
-        self.cache.reserve(ready.kv_2LPKTD.shape[4])
-        self.cache.admit(slots_B, ready.kv_2LPKTD, rows_B)
+        self.cache.reserve(ready.kv.shape[4])
+        self.cache.admit(slots_B, ready.kv, rows_B)
         keys_B = self._keys_J[jobs_B]
-        lengths_B = ready.lengths_P[rows_B]
+        lengths_B = ready.lengths[rows_B]
         first = torch.zeros_like(keys_B)
-        tokens_B, logp_B = sample(ready.logits_PV[rows_B], self.params, uniforms(keys_B, first))
+        tokens_B, logp_B = sample(ready.logits[rows_B], self.params, uniforms(keys_B, first))
         self._state_4S[:, slots_B] = torch.stack((tokens_B, lengths_B, first + 1, keys_B))
         self._job_S[slots], self._count_S[slots] = jobs, 0
         self._length_S[slots] = lengths_B.cpu().numpy()
@@ -209,7 +212,7 @@ class Generation:
         return _Prefilled(kv, logits_PV, lengths_P, jobs, rows)
 
     def _prefill_forward(self, tokens_PT: Tensor, lengths_P: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of right-padded prompts (zeros where padded) and the logits after each prompt's last token."""
+        """Keys and values of right-padded prompts (zeros where padded), and the logits after each prompt's end."""
         config, (prompts, longest) = self.model.config, tokens_PT.shape
         shape = (2, config.num_hidden_layers, prompts, config.num_key_value_heads, longest, config.head_dim)
         kv_2LPKTD = torch.empty(shape, dtype=self.kernels.dtype, device=self.device)
@@ -249,7 +252,7 @@ class Generation:
         tokens, logp = torch.stack((tokens_B.double(), logp_B.double())).cpu().numpy()  # one transfer; both exact
         if np.isnan(logp).any():
             raise MantissaError(
-                f"policy version {self.version} gives non-finite logits in {self.kernels.format}: expected finite ones; "
+                f"policy version {self.version} gives non-finite logits in {self.kernels.format}, expected finite ones: "
                 "an activation overflowed or the weights have diverged; use a format with more range (bf16, fp32), or "
                 "an earlier checkpoint"
             )

@@ -2,9 +2,9 @@
 
 A string of c characters can straddle tokens: up to c of them, or as many as its UTF-8 bytes where tokens are single
 bytes, and more where tokens decode to nothing (special tokens). So a tail is decoded that starts as long as the longest
-string has bytes and is doubled until its text is long enough to hold the string with room to spare. A tokenizer may render
-the first token of a tail otherwise than inside the text (no leading space, half a character): that is what the room is
-for, and why a find in the tail counts only when the whole text has it too.
+string has bytes and is doubled until its text is long enough to hold the string with room to spare. A tokenizer may
+render the first token of a tail otherwise than inside the text (no leading space, half a character): that is what the
+room is for, and why a find in the tail counts only when the whole text has it too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StopStrings:
         self._tokens = max(len(text.encode()) for text in stop) + _ROOM
 
     def completed(self, tokens: Sequence[int]) -> bool:
-        """True where the text of ``tokens`` holds a stop string. Call it after each token: earlier finds are assumed none."""
+        """True where the text of ``tokens`` holds a stop string. Call it after every token: it looks at the end only."""
         size = self._tokens
         text = self._decode(tokens[-size:])
         while size < len(tokens) and len(text) < self._characters:
