@@ -27,13 +27,10 @@ def first_nonfinite(model: nn.Module, work: Callable[[], None]) -> str:
 
         def on_forward(module: nn.Module, args: Any, output: Any, label: str = label) -> None:
             check(output, f"the output of {label}")
-
-        def on_backward(module: nn.Module, grad_input: Any, grad_output: Any, label: str = label) -> None:
-            check(grad_output, f"the gradient of the output of {label}")
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(lambda grad: check(grad, f"the gradient of the output of {label}"))
 
         handles.append(module.register_forward_hook(on_forward))
-        if not any(True for _ in module.children()):  # hooks of a container would fire after those inside it
-            handles.append(module.register_full_backward_hook(on_backward))
     try:
         work()
     finally:

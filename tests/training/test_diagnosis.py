@@ -1,0 +1,75 @@
+"""Naming the first non-finite value, and counting gradients that a format flushes to zero."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mantissa.kernels import NativeKernels, SimulatedKernels
+from mantissa.precision import FP16, FP32
+from mantissa.training import first_nonfinite, flushed_fraction, gradients_of
+
+
+class Multiply(nn.Module):
+    """x times a constant, with a gradient that can be made to overflow."""
+
+    def __init__(self, factor: float, gradient_factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor, self.gradient_factor = factor, gradient_factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gradient_factor != 1.0:
+            x = x * self.gradient_factor - (x * (self.gradient_factor - 1)).detach()
+        return x * self.factor
+
+
+def run(model: nn.Module):
+    x = torch.ones(2, 2, requires_grad=True)
+    return lambda: model(x).sum().backward()
+
+
+def test_names_the_first_output_that_overflows() -> None:
+    model = nn.Sequential(Multiply(2.0), nn.Sequential(Multiply(1e38), Multiply(1e3)), Multiply(1.0))
+    assert first_nonfinite(model, run(model)) == "the output of 1.1 (4 of 4 values)"
+
+
+def test_names_the_first_gradient_that_overflows() -> None:
+    model = nn.Sequential(Multiply(1.0), Multiply(1.0, gradient_factor=1e38), Multiply(1.0, gradient_factor=1e38))
+    assert first_nonfinite(model, run(model)) == "the gradient of the output of 0 (4 of 4 values)"
+
+
+def test_names_a_parameter_when_only_its_gradient_overflows() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    x = torch.full((2, 2), 3e38)
+    assert first_nonfinite(model, lambda: ((model.weight * x).sum() * 4).backward()) == (
+        "the gradient of weight (4 of 4 values)"
+    )
+
+
+def test_says_so_when_nothing_is_wrong_and_removes_its_hooks() -> None:
+    model = nn.Sequential(Multiply(2.0))
+    assert first_nonfinite(model, run(model)).startswith("nothing")
+    assert not model[0]._forward_hooks
+
+
+def test_flushed_fraction_counts_what_fp16_loses() -> None:
+    """Four gradients of 2^-23, 2^-25, 2^-26 and 0: fp16 keeps the first (2^-25 is a tie that goes to even, zero)."""
+    weight = nn.Parameter(torch.zeros(1, 4))
+    holder = nn.Module()
+    holder.weight = weight
+    x = torch.tensor([[2.0**-13, 2.0**-15, 2.0**-16, 0.0]])
+
+    def work(kernels):
+        return lambda: (kernels.linear(x, weight) * 2.0**-10).sum().backward()
+
+    low = gradients_of(holder, work(SimulatedKernels(FP16)))
+    exact = gradients_of(holder, work(NativeKernels(FP32)))
+    assert flushed_fraction(low, exact) == pytest.approx(2 / 3)
+    assert flushed_fraction(exact, exact) == 0.0
+    assert weight.grad is None
+
+
+def test_flushed_fraction_of_nothing_is_zero() -> None:
+    zeros = {"w": torch.zeros(3)}
+    assert flushed_fraction(zeros, zeros) == 0.0

@@ -1,0 +1,183 @@
+"""The optimiser step: order of unscale, overflow, clip and step; retry; skip without side effects; the floor."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mantissa.errors import MantissaError
+from mantissa.kernels import SimulatedKernels
+from mantissa.precision import FP16, FP32
+from mantissa.training import LossScaler, OptimizerStep, ScalerConfig, adamw, first_nonfinite, warmup_then_constant
+
+
+def make_step(model: nn.Module, scaler: LossScaler, **options) -> OptimizerStep:
+    optimizer = adamw(model, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    lr_at = options.pop("lr_at", lambda update: 1e-2)
+    return OptimizerStep(dict(model.named_parameters()), optimizer, scaler, FP16, lr_at, **options)
+
+
+def gradients(model: nn.Module, values: list[float], limit: float = math.inf):
+    """A backward that gives every parameter a scaled gradient, inf where |scale x value| leaves the format."""
+
+    def backward(scale: float) -> None:
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            scaled = value * scale
+            filled = torch.full_like(parameter, scaled if abs(scaled) <= limit else math.copysign(math.inf, scaled))
+            parameter.grad = filled if parameter.grad is None else parameter.grad + filled
+
+    return backward
+
+
+def snapshot(step: OptimizerStep) -> dict[str, Tensor]:
+    weights = {f"w/{name}": p.detach().clone() for name, p in step.parameters.items()}
+    return weights | {f"o/{k}": v.clone() for k, v in step.optimizer_tensors().items()}
+
+
+def test_clips_unscaled_gradients() -> None:
+    """Clipping at an unscaled bound must not see the scale: gradients below the bound pass whole (numerics, RMS)."""
+    plain, scaled = nn.Linear(3, 2), nn.Linear(3, 2)
+    scaled.load_state_dict(plain.state_dict())
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0, eps=1e-8)
+    for parameter in plain.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    reference.step()
+    outcome = make_step(scaled, LossScaler(ScalerConfig(initial=2.0**24)), max_grad_norm=1.0).run(
+        gradients(scaled, [1e-3, 1e-3])
+    )
+    assert outcome.kind == "stepped"
+    assert outcome.grad_norm == pytest.approx(float(norm), rel=1e-6)
+    for ours, theirs in zip(scaled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+def test_clip_bound_holds_after_unscaling() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    step = make_step(model, LossScaler(ScalerConfig(initial=1024.0)), max_grad_norm=0.5)
+    seen: list[float] = []
+    step.optimizer.register_step_pre_hook(lambda *_: seen.append(float(model.weight.grad)))
+    assert step.run(gradients(model, [4.0])).grad_norm == pytest.approx(4.0)
+    assert seen == [pytest.approx(0.5, rel=1e-5)]
+
+
+def test_overflow_repeats_the_same_batch_at_a_lower_scale() -> None:
+    model, control = nn.Linear(2, 2), nn.Linear(2, 2)
+    control.load_state_dict(model.state_dict())
+    step = make_step(model, LossScaler(ScalerConfig(initial=65536.0)))
+    outcome = step.run(gradients(model, [3.0, 5.0], limit=65504.0))
+    assert (outcome.kind, outcome.overflows, outcome.scale) == ("retried", 3, 8192.0)
+    assert outcome.max_scaled_grad == pytest.approx(5 * 8192 / 65504)
+    make_step(control, LossScaler.disabled()).run(gradients(control, [3.0, 5.0]))
+    for ours, theirs in zip(model.parameters(), control.parameters(), strict=True):
+        assert torch.equal(ours, theirs)  # scales are powers of two: the update is the same to the bit
+    assert step.updates == 1
+
+
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+def test_a_skipped_step_leaves_nothing_behind(poison: float) -> None:
+    model = nn.Linear(2, 2)
+    step = make_step(model, LossScaler(ScalerConfig(retries=2)), lr_at=warmup_then_constant(1e-2, 4))
+    step.run(gradients(model, [1.0, 1.0]))
+    before, updates = snapshot(step), step.updates
+    outcome = step.run(gradients(model, [1.0, poison]))
+    assert (outcome.kind, outcome.overflows, outcome.lr) == ("skipped", 3, 0.0)
+    assert not outcome.applied
+    after = snapshot(step)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (step.updates, step.skipped) == (updates, 1)
+    assert step.scaler.scale == 65536.0 / 8
+    assert all(p.grad is None for p in model.parameters())
+    assert step.run(gradients(model, [1.0, 1.0])).lr == pytest.approx(2 * 1e-2 / 4)  # the schedule did not move
+
+
+def test_one_injected_infinity_costs_at_most_one_step() -> None:
+    model = nn.Linear(2, 2)
+    step = make_step(model, LossScaler(ScalerConfig(retries=0)))
+    kinds = [step.run(gradients(model, [math.inf if i == 3 else 1.0, 1.0])).kind for i in range(8)]
+    assert kinds.count("skipped") == 1
+    assert kinds[3] == "skipped"
+
+
+def test_overflow_at_the_floor_stops_and_names_the_module() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.no_grad():
+        model[0].weight.fill_(10.0)
+        model[1].weight.fill_(3e38)
+    x = torch.ones(4, 2)
+
+    def backward(scale: float) -> None:
+        (model(x).sum() * scale).backward()
+
+    step = make_step(
+        model,
+        LossScaler(ScalerConfig(initial=1.0)),
+        diagnose=lambda backward: first_nonfinite(model, lambda: backward(1.0)),
+    )
+    with pytest.raises(MantissaError, match=r"floor.*the output of 1 \("):
+        step.run(backward)
+
+
+def test_found_overflow_of_simulated_fp16_is_the_format_s_own() -> None:
+    """A gradient that fits fp32 and not fp16 becomes inf in the simulated kernels, is found, and costs one back-off."""
+    weight = nn.Parameter(torch.ones(8, 8))
+    holder = nn.Module()
+    holder.weight = weight
+    kernels, x = SimulatedKernels(FP16), torch.ones(4, 8)
+    step = make_step(holder, LossScaler(ScalerConfig(initial=2.0**15)))
+    outcome = step.run(lambda scale: (kernels.linear(x, weight).sum() * scale).backward())
+    assert (outcome.kind, outcome.overflows) == ("retried", 2)  # 4 rows x 2^15 and x 2^14 leave the format, 2^13 fits
+    assert outcome.max_scaled_grad == pytest.approx(4 * 2**13 / 65504)
+
+
+def test_half_master_weights_are_refused() -> None:
+    model = nn.Linear(2, 2).half()
+    with pytest.raises(MantissaError, match="master weights are fp32"):
+        make_step(model, LossScaler())
+
+
+def test_state_continues_bit_for_bit() -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(3, 3)
+    step = make_step(model, LossScaler(ScalerConfig(growth_interval=3)), lr_at=warmup_then_constant(1e-2, 5))
+
+    def work(target: nn.Module, n: int):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(n))
+        return lambda scale: (target(x).square().sum() * scale).backward()
+
+    for n in range(4):
+        step.run(work(model, n))
+    other = copy.deepcopy(model)
+    resumed = make_step(other, LossScaler(ScalerConfig(growth_interval=3)), lr_at=warmup_then_constant(1e-2, 5))
+    resumed.load_state_dict(copy.deepcopy(step.state_dict()))
+    resumed.load_optimizer_tensors(step.optimizer_tensors())
+    for n in range(4, 9):
+        assert step.run(work(model, n)) == resumed.run(work(other, n))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert step.state_dict() == resumed.state_dict()
+
+
+def test_optimizer_state_of_another_model_is_refused() -> None:
+    step = make_step(nn.Linear(2, 2), LossScaler())
+    with pytest.raises(MantissaError, match=r"names 'other\.weight'"):
+        step.load_optimizer_tensors({"other.weight/exp_avg": torch.zeros(2, 2)})
+
+
+def test_weight_decay_spares_vectors() -> None:
+    model = nn.Linear(2, 2)
+    groups = adamw(model, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1).param_groups
+    decayed = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    assert (decayed[id(model.weight)], decayed[id(model.bias)]) == (0.1, 0.0)
+
+
+def test_fp32_model_needs_no_scaling_and_stops_at_once_on_nan() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = adamw(model, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    step = OptimizerStep(dict(model.named_parameters()), optimizer, LossScaler.disabled(), FP32, lambda update: 1e-2)
+    assert step.run(gradients(model, [1.0, 1.0])).scale == 1.0
+    with pytest.raises(MantissaError, match="floor"):
+        step.run(gradients(model, [math.nan, 1.0]))
