@@ -12,11 +12,12 @@ mean     sum x, n                    add        sum x / n
 max      max x                       maximum    max x
 min      min x                       minimum    min x
 std      sum d, sum d^2, n; d=x-1    add        sqrt(mean d^2 - (mean d)^2)
-ess      the same                    add        (mean x)^2 / mean x^2
+ess      sum x, sum x^2, n           add        (mean x)^2 / mean x^2
 =======  ==========================  =========  =========================================
 
-The last two are for importance weights. The moments are taken about 1, where weights live: with weights 1 +- 1e-7 the
-moments about 0 lose the variance (1e-14) even in float64, and those about 1 keep all of it.
+The last two are for importance weights. The moments of ``std`` are taken about 1, where weights live: with weights
+1 +- 1e-9 those about 0 lose the variance (1e-18) in float64, and those about 1 keep all of it; the error is 1e-8 of the
+distance from 1. ``ess`` is a ratio, and weights may all be 2e-9 at once: its moments are about 0, and nothing cancels.
 With nothing counted every value is 0, ``ess`` included: an empty batch has no effective sample, and no value is NaN.
 
 Use: ``values(merge([metrics_of_first_micro_batch, ...]))``. Over ranks: all-reduce ``parts`` with ``reduce`` as the
@@ -57,7 +58,7 @@ class Tally:
         count = mask.sum().double()
         if kind == "mean":
             return Tally(kind, torch.stack([masked_sum(x, mask), count]))
-        d = x - 1
+        d = x - 1 if kind == "std" else x
         return Tally(kind, torch.stack([masked_sum(d, mask), masked_sum(d.square(), mask), count]))
 
     @property
@@ -87,9 +88,7 @@ class Tally:
         mean_square = self.parts[1] / count
         if self.kind == "std":
             return (mean_square - mean.square()).clamp(min=0).sqrt()
-        square_of_x = mean_square + 2 * mean + 1  # mean (1 + d)^2
-        some = (self.parts[-1] > 0) & (square_of_x > 0)
-        return torch.where(some, (1 + mean).square() / torch.where(some, square_of_x, 1.0), 0.0)
+        return mean.square() / torch.where(mean_square > 0, mean_square, 1.0)  # all zero: 0 / 1
 
 
 def merge(rows: Iterable[Mapping[str, Tally]]) -> dict[str, Tally]:

@@ -30,7 +30,7 @@ POLICY_METRICS: tuple[Metric, ...] = (
     Metric("policy/ratio_max", "max_t exp(logp_theta - logp_old)", "1"),
     Metric("policy/kl_old", "mean_t(ratio - 1 - log ratio), the k3 estimate of KL(old || theta)", "nats/token",
            source="Schulman 2020, k3"),
-    Metric("policy/clip_fraction", "share of tokens that the clip leaves without a gradient (ppo_clip only)", "fraction"),
+    Metric("policy/clip_fraction", "share of tokens whose gradient the clip of ppo_clip takes away", "fraction"),
     Metric("policy/nonfinite", "valid tokens whose log-prob, old or current, is not finite", "tokens", (0.0, 0.0),
            "by definition"),
 )  # fmt: skip

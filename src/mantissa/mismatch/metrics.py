@@ -128,18 +128,17 @@ def gap_metrics(rollout_logp_BT: Tensor, learner_logp_BT: Tensor, mask_BT: Tenso
 def _token_metrics(rollout: Tensor, learner: Tensor, valid: Tensor) -> dict[str, Tensor]:
     log_r = learner - rollout
     clamped = clamped_log_ratio(learner, rollout)
-    # With d = r - 1: mean r = 1 + mean d, and mean r^2 - 1 = mean(expm1(2 log r)); neither cancels when r is near 1.
-    chi2 = masked_mean(torch.expm1(2 * clamped), valid)
-    mean_r = 1 + masked_mean(torch.expm1(clamped), valid)
     r = clamped.exp()
+    mean_r, some = masked_mean(r, valid), valid.any()
     outside = (r < _BAND[0]) | (r > _BAND[1])
     return {
         "gap/kl": masked_mean(kl_estimate(log_r, "k1"), valid),
         "gap/k3_kl": masked_mean(kl_estimate(clamped, "k3"), valid),
         "gap/abs_logp_diff_mean": masked_mean(log_r.abs(), valid),
         "gap/abs_logp_diff_max": _masked_max(log_r.abs(), valid),
-        "gap/chi2_token": chi2,
-        "gap/ess": mean_r.square() / (1 + chi2),
+        # mean r^2 - 1, without the cancellation where r is near 1.
+        "gap/chi2_token": masked_mean(torch.expm1(2 * clamped), valid),
+        "gap/ess": torch.where(some, mean_r.square() / masked_mean(r.square(), valid | ~some), 1.0),
         "gap/fraction_outside": masked_mean(outside.double(), valid),
     }
 
@@ -162,9 +161,8 @@ def _sequence_metrics(sum_B: Tensor, length_B: Tensor, whole_B: Tensor) -> dict[
     from_mean = sum_B - mean
     length_from_mean = length_B - masked_mean(length_B, whole_B)
     spread = masked_sum(length_from_mean.square(), whole_B)
+    # Equal lengths are equal to their mean, exactly: n k / n is k for integers. Then numerator and slope are 0.
     slope = masked_sum(length_from_mean * from_mean, whole_B) / torch.where(spread > 0, spread, 1.0)
-    # Lengths are integers, but their mean is rounded: compare the extremes to know that they are all equal.
-    varied = _masked_max(length_B, whole_B) > -_masked_max(-length_B, whole_B)
     return {
         "gap/ppl_ratio": 1 + masked_mean(torch.expm1(-mean_log_r), whole_B),
         "gap/chi2_seq": masked_mean(torch.expm1(2 * clamped), whole_B),
@@ -172,7 +170,7 @@ def _sequence_metrics(sum_B: Tensor, length_B: Tensor, whole_B: Tensor) -> dict[
         "gap/seq_log_ratio_mean": mean,
         "gap/seq_log_ratio_max": _masked_max(sum_B, whole_B),
         "gap/seq_log_ratio_std": masked_mean(from_mean.square(), whole_B).sqrt(),
-        "gap/seq_log_ratio_slope": torch.where(varied, 1000 * slope, 0.0),
+        "gap/seq_log_ratio_slope": 1000 * slope,
     }
 
 

@@ -1,10 +1,11 @@
-"""The shape of a decoder: what a Hugging Face ``config.json`` says, reduced to what the Llama, Qwen2 and Qwen3 families use."""
+"""The shape of a decoder: what a Hugging Face ``config.json`` says, reduced to what the three families use."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +31,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder's shape. Names are Hugging Face's, so that the file and the code read alike."""
+    """A decoder's shape. Names are Hugging Face's, so that the file and the code read alike.
+
+    ``origin`` is the ``config.json`` that the shape was read from, kept for the way back: what it says beside the
+    fields above it is no number of ours, and is written out again unchanged. It takes no part in equality.
+    """
 
     family: Family
     vocab_size: int
@@ -50,6 +55,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     initializer_range: float = 0.02
+    origin: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def rotary_frequencies(self, device: torch.device) -> Tensor:
         """Angular frequency of each rotary pair, theta^(-2i/D) for i in 0..D/2, after scaling. Shape D/2, fp32."""

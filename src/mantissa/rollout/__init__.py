@@ -1,0 +1,15 @@
+"""Sampling from the policy: the contract, the native continuous-batching engine, and its naive reference."""
+
+from mantissa.rollout.engine import NativeEngine
+from mantissa.rollout.generation import EngineStats
+from mantissa.rollout.types import Completion, FinishReason, Request, RolloutEngine, SamplingParams
+
+__all__ = [
+    "Completion",
+    "EngineStats",
+    "FinishReason",
+    "NativeEngine",
+    "Request",
+    "RolloutEngine",
+    "SamplingParams",
+]

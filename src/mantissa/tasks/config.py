@@ -72,7 +72,7 @@ class CountdownConfig(_GeneratedConfig):
     """Reach a target with each number once: ``3 5 7:26=`` is answered by ``3*7+5``."""
 
     kind: Literal["countdown"]
-    numbers: int = Field(3, ge=2, le=10, description="How many numbers a problem gives; each is used exactly once.")
+    numbers: int = Field(4, ge=2, le=10, description="How many numbers a problem gives; each is used exactly once.")
     max_number: int = Field(9, ge=1, le=10_000, description="Numbers are uniform in 1..max_number.")
     max_target: int = Field(99, ge=1, le=1_000_000, description="Targets are in 1..max_target.")
     operations: str = Field(

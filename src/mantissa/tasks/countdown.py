@@ -108,7 +108,7 @@ class Countdown(GeneratedTask):
         self,
         sizes: Mapping[SplitName, int],
         seed: int,
-        numbers: int = 3,
+        numbers: int = 4,
         max_number: int = 9,
         max_target: int = 99,
         operations: str = "+-*/",

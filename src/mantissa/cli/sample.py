@@ -1,0 +1,54 @@
+"""``mantissa sample``: completions of one prompt, with their log-probabilities."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def sample(
+    model: Annotated[str, typer.Argument(help="A run's folder, a Hugging Face folder, or a hub name.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    n: Annotated[int, typer.Option("-n", min=1, help="How many completions.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="1 is off.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends a completion; may be repeated.")] = None,
+    precision: Annotated[str, typer.Option(help="A preset; the rollout's part of it is used.")] = "fp32",
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same completions.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    chat: Annotated[bool, typer.Option(help="Render the prompt as a user message with the chat template.")] = False,
+) -> None:
+    """Sample completions of PROMPT. Each line: total log-prob under the sampling distribution, why it ended, text."""
+    from mantissa.kernels import rollout_kernels
+    from mantissa.model import load_model, load_tokenizer
+    from mantissa.precision import PrecisionPolicy
+    from mantissa.rl.assemble import choose_device, policy_folder, prove
+    from mantissa.rl.seeds import derive_seed
+    from mantissa.rollout import NativeEngine, Request, SamplingParams
+
+    chosen = choose_device(device)
+    resolved, _ = prove(PrecisionPolicy.parse(precision), chosen)
+    folder = policy_folder(model)
+    policy = load_model(folder)
+    tokenizer = load_tokenizer(folder, policy.config.vocab_size)
+    tokens = tokenizer.encode_prompt([{"role": "user", "content": prompt}] if chat else prompt)
+    engine = NativeEngine(
+        policy.config,
+        rollout_kernels(resolved),
+        kv_format=resolved.kv_cache.active,
+        slots=min(n, 256),
+        max_length=policy.config.max_position_embeddings,
+        device=chosen,
+        decode_text=tokenizer.decode,
+    )
+    engine.sync(dict(policy.named_parameters()), 0)
+    params = SamplingParams(max_tokens, temperature, top_k, top_p, tokenizer.eos_ids, tuple(stop or ()))
+    (group,) = engine.generate([Request(tuple(tokens), derive_seed(seed, "sample"), n)], params, 0)
+    role = resolved.rollout
+    typer.echo(f"rollout in {role.active.name} ({role.backend} kernels): {role.reason}", err=True)
+    for completion in group:
+        text = tokenizer.decode(completion.tokens)
+        typer.echo(f"{float(completion.logp_T.double().sum()):10.4f}  {completion.finish_reason:6}  {text}")

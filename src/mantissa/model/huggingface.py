@@ -1,0 +1,261 @@
+"""Weights from a Hugging Face folder into fp32 masters, and back into a folder that transformers and vLLM load.
+
+Reading widens: every value of bf16 and fp16 is a value of fp32, so the masters equal the stored weights exactly and
+nothing is lost before the first step. Writing in fp32 is exact too; writing in bf16 or fp16 rounds each master once,
+to nearest, and refuses a weight that the format cannot hold.
+
+Reading is strict. A name that does not match, a shape that differs or one NaN means that the model is not the one the
+config describes, and training it would still "work"; so each is an error that names the tensor. Two things that are
+stored without being weights are accepted: the head of a tied model, where it equals the embedding, and the rotary
+frequencies that old llama checkpoints carry, which are computed here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mantissa.errors import MantissaError
+from mantissa.files import disk_errors, replace_directory, temporary_beside
+from mantissa.model.config import ModelConfig
+from mantissa.model.config_file import config_fields, read_config
+from mantissa.model.decoder import Decoder
+from mantissa.model.hub import find_folder, read_json
+from mantissa.model.tokenizer import Tokenizer
+from mantissa.precision import FORMATS, NumberFormat, format_named
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_STORED = (torch.float32, torch.bfloat16, torch.float16)
+_ROTARY_BUFFER = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# What save_model may replace: the files of a model's folder. A folder that holds anything else is left alone.
+_OURS = re.compile(
+    r"config\.json|generation_config\.json|.*\.safetensors|model\.safetensors\.index\.json|tokenizer.*\.json"
+    r"|tokenizer\.model|vocab\.(json|txt)|merges\.txt|special_tokens_map\.json|added_tokens\.json"
+    r"|chat_template\.(jinja|json)|additional_chat_templates"
+)
+
+
+def load_model(name_or_path: str | Path, device: torch.device | str = "cpu") -> Decoder:
+    """A decoder with fp32 masters from a Hugging Face folder, or from the hub where the name is no folder's.
+
+    Safetensors, in one file or sharded, stored as fp32, bf16 or fp16. One tensor at a time is held beside the decoder.
+    ``decoder.config.origin`` keeps the folder's ``config.json``. Raises ``MantissaError``: what ``read_config``
+    refuses; files missing or truncated; a tensor missing, unexpected, misshapen, non-finite or of another dtype.
+    """
+    folder = find_folder(name_or_path)
+    config = read_config(folder)
+    decoder = empty_decoder(config, device)
+    copy_weights(decoder, _stored_tensors(folder), str(folder))
+    return decoder
+
+
+def empty_decoder(config: ModelConfig, device: torch.device | str = "cpu") -> Decoder:
+    """A decoder with uninitialised fp32 parameters; draws nothing from any random generator."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    return decoder.to_empty(device=device)
+
+
+def copy_weights(decoder: Decoder, tensors: Iterator[tuple[str, Tensor]], where: str) -> None:
+    """Copy named tensors into the decoder's parameters, widening them; each must be there once. See ``load_model``."""
+    wanted = dict(decoder.named_parameters())
+    seen: set[str] = set()
+    head: Tensor | None = None
+    for name, stored in tensors:
+        if name == _HEAD and decoder.config.tie_word_embeddings:
+            head = stored
+            continue
+        if _ROTARY_BUFFER.fullmatch(name):
+            continue
+        if name not in wanted:
+            raise MantissaError(
+                f"{where}: unexpected tensor {name}, which a {decoder.config.family} of this config does not have; "
+                "config.json and the weights do not belong together"
+            )
+        if name in seen:
+            raise MantissaError(f"{where}: tensor {name} is stored twice; fetch the model again")
+        _copy(name, stored, wanted[name], where)
+        seen.add(name)
+    missing = sorted(set(wanted) - seen)
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise MantissaError(
+            f"{where}: tensor {missing[0]}{more} missing; config.json and the weights do not belong together"
+        )
+    if head is not None:
+        _require_tied(head, wanted[_EMBEDDING], where)
+
+
+def save_model(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    path: Path | str,
+    dtype: str = "fp32",
+    shard_bytes: int = 5_000_000_000,
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a Hugging Face folder: config, weights in ``dtype`` (fp32, bf16, fp16), tokenizer, generation config.
+
+    ``weights`` replaces the decoder's own state dict, for a sharded model whose tensors were gathered first. More than
+    ``shard_bytes`` bytes of weights go to several files with an index. Written beside and then renamed, so ``path`` is
+    the old folder or the new one, never a mixture. Raises ``MantissaError``: a weight that is non-finite or beyond
+    ``dtype``'s range, a tokenizer with more ids than embeddings, a ``path`` that holds anything but a model's files.
+    """
+    path, fmt = Path(path), _storage_format(dtype)
+    if shard_bytes < 1:
+        raise MantissaError(f"shard_bytes={shard_bytes}: expected at least 1")
+    tokenizer.require_fit(decoder.config.vocab_size)
+    _require_replaceable(path)
+    fields = config_fields(decoder.config, str(fmt.dtype).removeprefix("torch."))
+    eos = tokenizer.eos_ids
+    fields["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
+    temporary = temporary_beside(path)
+    with disk_errors(path):
+        try:
+            temporary.mkdir(parents=True)
+            tokenizer.save(temporary)
+            (temporary / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+            _write_weights(decoder, weights, temporary, fmt, shard_bytes)
+            replace_directory(temporary, path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # gone already where the rename took place
+
+
+def _storage_format(dtype: str) -> NumberFormat:
+    fmt = format_named(dtype)
+    if fmt.dtype not in _STORED:
+        names = ", ".join(f.name for f in FORMATS.values() if f.dtype in _STORED)
+        raise MantissaError(f"cannot store a model in {fmt}: expected one of {names}")
+    return fmt
+
+
+def _copy(name: str, stored: Tensor, parameter: Tensor, where: str) -> None:
+    if stored.dtype not in _STORED:
+        raise MantissaError(
+            f"{where}: tensor {name} is stored as {str(stored.dtype).removeprefix('torch.')}; expected float32, "
+            "bfloat16 or float16 (a quantised model cannot be trained; use the original)"
+        )
+    if stored.shape != parameter.shape:
+        raise MantissaError(
+            f"{where}: tensor {name} has shape {tuple(stored.shape)}, but config.json asks for {tuple(parameter.shape)}"
+        )
+    _require_finite(name, stored, where)
+    with torch.no_grad():
+        parameter.copy_(stored)  # widens exactly: fp32 holds every value of the narrower formats
+
+
+def _require_finite(name: str, tensor: Tensor, where: str) -> None:
+    bad = int((~torch.isfinite(tensor)).sum())
+    if bad:
+        raise MantissaError(f"{where}: tensor {name} has {bad} values that are not finite; this model is broken")
+
+
+def _require_tied(head: Tensor, embedding: Tensor, where: str) -> None:
+    same = head.shape == embedding.shape and torch.equal(head.float(), embedding.detach().cpu())
+    if not same:
+        raise MantissaError(
+            f"{where}: config.json ties {_HEAD} to the embedding, but the stored {_HEAD} differs from it; "
+            "set tie_word_embeddings to false if the head was meant to be its own"
+        )
+
+
+def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of everything stored in the folder, one at a time."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in _weight_files(folder):
+        try:
+            with safe_open(str(file), framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a dict
+                    yield name, opened.get_tensor(name)
+        except SafetensorError as error:
+            raise MantissaError(f"{file}: truncated or damaged ({error}); fetch the file again") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    if not (folder / _INDEX).is_file():
+        other = "; it has a pytorch_model.bin, which must be converted first" if list(folder.glob("*.bin")) else ""
+        raise MantissaError(f"{folder}: no weights; expected {_SINGLE} or {_INDEX}{other}")
+    index = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
+        raise MantissaError(f"{folder / _INDEX}: no weight_map that names each tensor's file; fetch the file again")
+    names = sorted(set(index.values()))
+    for name in names:
+        if Path(name).name != name:
+            raise MantissaError(f"{folder / _INDEX}: shard {name!r} is not a file of this folder")
+        if not (folder / name).is_file():
+            raise MantissaError(f"{folder}: shard {name} is missing ({len(names)} are listed in {_INDEX}); fetch it")
+    return [folder / name for name in names]
+
+
+def _require_replaceable(path: Path) -> None:
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise MantissaError(f"{path}: expected a folder to write the model to, got a file; choose another name")
+    foreign = sorted(entry.name for entry in path.iterdir() if not _OURS.fullmatch(entry.name))
+    if foreign:
+        raise MantissaError(
+            f"{path}: holds {foreign[0]!r}, which saving a model here would delete; choose a new folder"
+        )
+
+
+def _write_weights(
+    decoder: Decoder, weights: Mapping[str, Tensor] | None, folder: Path, fmt: NumberFormat, shard_bytes: int
+) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    wanted = {name: parameter.shape for name, parameter in decoder.named_parameters()}
+    source = decoder.state_dict() if weights is None else weights
+    if {name: tensor.shape for name, tensor in source.items()} != wanted:
+        differing = sorted(set(source) ^ set(wanted)) or sorted(n for n in wanted if source[n].shape != wanted[n])
+        raise ValueError(f"weights do not match the decoder's parameters, first at {differing[0]}")
+    shards = _shards({name: shape.numel() * fmt.dtype.itemsize for name, shape in wanted.items()}, shard_bytes)
+    index: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: _rounded(name, source[name], fmt) for name in names}
+        try:
+            save_file(tensors, str(folder / file), metadata={"format": "pt"})
+        except SafetensorError as error:  # how the library reports a full disk
+            raise MantissaError(f"cannot write {file}: {error}; free some space or choose another folder") from error
+        index.update(dict.fromkeys(names, file))
+    if len(shards) > 1:
+        total = sum(shape.numel() for shape in wanted.values()) * fmt.dtype.itemsize
+        content = {"metadata": {"total_size": total}, "weight_map": index}
+        (folder / _INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names in order, a new shard where the next tensor would pass the limit; a larger tensor has one to itself."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _rounded(name: str, master: Tensor, fmt: NumberFormat) -> Tensor:
+    """The stored copy of a master: one rounding, to nearest."""
+    _require_finite(name, master, "model")
+    stored = master.detach().to(device="cpu", dtype=fmt.dtype).contiguous()
+    if not torch.isfinite(stored).all():
+        reached = master.abs().max().item()
+        raise MantissaError(
+            f"model: tensor {name} reaches {reached:.6g}, beyond the largest {fmt}, {fmt.largest:.6g}; save as fp32"
+        )
+    return stored

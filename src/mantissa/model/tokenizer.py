@@ -1,0 +1,246 @@
+"""Text to token ids and back: a thin face over a transformers tokenizer, and two small vocabularies for fresh models.
+
+What the rest of Mantissa may rely on:
+
+- ``encode`` never adds a special token and never drops a character unseen; ``encode_prompt`` adds what the tokenizer
+  itself puts before a text (a BOS, where it has one) or renders chat messages with the tokenizer's own template.
+- ``decode`` skips special tokens and changes no space.
+- ``eos_ids`` are all ids that end a response: the tokenizer's, and those that ``generation_config.json`` adds.
+
+The two vocabularies built here are transformers tokenizers like any other, so a policy trained with them loads
+elsewhere. Neither has an unknown token. The character vocabulary refuses what it cannot spell; the byte vocabulary
+spells everything. Both read ``<eos>`` in a text as five characters, so a text cannot end a response.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mantissa.errors import MantissaError
+from mantissa.files import write_atomically
+from mantissa.model.hub import find_folder, read_json
+
+PAD, EOS = "<pad>", "<eos>"
+Message = Mapping[str, str]
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class: its name before and since 5.0
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+class Tokenizer:
+    """A transformers tokenizer behind the six things a policy needs. ``backend`` is the tokenizer itself.
+
+    ``generation`` is what ``generation_config.json`` says; its ``eos_token_id`` (one id or a list) extends
+    ``eos_ids``, its ``pad_token_id`` serves a tokenizer without one, and ``save`` writes it back. Raises
+    ``MantissaError`` where there is no end-of-sequence token at all.
+    """
+
+    def __init__(self, backend: Any, generation: Mapping[str, Any] | None = None) -> None:
+        self.backend = backend
+        self.generation: dict[str, Any] = dict(generation or {})
+        self.eos_ids: tuple[int, ...] = _eos_ids(backend, self.generation)
+        self.vocab_size: int = max(backend.get_vocab().values()) + 1
+        declared = (backend.pad_token_id, self.generation.get("pad_token_id"), self.eos_ids[0])
+        self.pad_id: int = next(i for i in declared if i is not None)  # padding is masked: any valid id will do
+        self._prefix = _prefix(backend)
+        self._alphabet = _alphabet(backend)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, nothing added. ``MantissaError`` where it holds what the vocabulary cannot spell."""
+        if self._alphabet is not None and not self._alphabet.issuperset(text):
+            unknown = "".join(sorted(set(text) - self._alphabet))
+            raise MantissaError(
+                f"tokenizer: {text[:60]!r} holds {unknown!r}, which the character vocabulary does not have "
+                f"(it has {''.join(sorted(self._alphabet))!r}); add the characters to the alphabet or change the text"
+            )
+        if not text.isascii():
+            _require_utf8(text)
+        return list(self.backend(text, add_special_tokens=False, verbose=False).input_ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``; special tokens are skipped. Bytes that are not UTF-8 become U+FFFD."""
+        return self.backend.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Token ids that a response continues.
+
+        A string is encoded after the tokenizer's own prefix (BOS, where it has one). Messages, each with ``role`` and
+        ``content``, go through the chat template, up to where the assistant's turn begins. ``MantissaError`` where
+        there is no template, or where the template refuses the messages.
+        """
+        if isinstance(prompt, str):
+            return [*self._prefix, *self.encode(prompt)]
+        if not prompt:
+            raise MantissaError("prompt: an empty list of messages; expected at least one with 'role' and 'content'")
+        for message in prompt:
+            if not {"role", "content"} <= set(message):
+                raise MantissaError(f"prompt: message {dict(message)!r}: expected the keys 'role' and 'content'")
+        if not self.backend.chat_template:
+            raise MantissaError(
+                "tokenizer: the prompt is a list of chat messages but this tokenizer has no chat template; "
+                "give the prompts as plain strings, or use an instruct model's tokenizer"
+            )
+        from jinja2 import TemplateError
+
+        messages = [dict(message) for message in prompt]
+        try:
+            ids = self.backend.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except TemplateError as error:
+            raise MantissaError(f"tokenizer: its chat template refuses these messages: {error}") from error
+        return list(ids)
+
+    def require_fit(self, embeddings: int) -> None:
+        """``MantissaError`` unless every id of this tokenizer has a row in a table of ``embeddings`` rows."""
+        if self.vocab_size > embeddings:
+            raise MantissaError(
+                f"wrong tokenizer: it has ids up to {self.vocab_size - 1} but the model embeds only {embeddings} "
+                "tokens; load the tokenizer that belongs to this model"
+            )
+
+    def save(self, path: Path | str) -> None:
+        """Write the tokenizer's files and ``generation_config.json`` into the folder ``path``."""
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        self.backend.save_pretrained(str(path))
+        eos: int | list[int] = self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids)
+        generation = {**self.generation, "eos_token_id": eos, "pad_token_id": self.pad_id}
+        if self.backend.bos_token_id is not None:
+            generation.setdefault("bos_token_id", self.backend.bos_token_id)
+        write_atomically(path / "generation_config.json", json.dumps(generation, indent=2, sort_keys=True) + "\n")
+
+
+def load_tokenizer(name_or_path: str | Path, embeddings: int | None = None) -> Tokenizer:
+    """The tokenizer in a Hugging Face folder, or of a model on the hub.
+
+    Checked against ``embeddings``, the number of rows of the model's table; by default what the folder's
+    ``config.json`` says, where it has one. ``MantissaError``: no tokenizer files, unreadable ones, ids that the model
+    has no row for, no end-of-sequence token.
+    """
+    folder = find_folder(name_or_path, weights=False)
+    if not any((folder / name).is_file() for name in _FILES):
+        raise MantissaError(
+            f"{folder}: no tokenizer files; expected tokenizer.json and tokenizer_config.json beside it"
+        )
+    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    generation_file = folder / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    tokenizer = Tokenizer(_load_backend(folder, settings), generation)
+    if embeddings is None and (folder / "config.json").is_file():
+        embeddings = read_json(folder / "config.json").get("vocab_size")
+    if embeddings is not None:
+        tokenizer.require_fit(embeddings)
+    return tokenizer
+
+
+def character_tokenizer(alphabet: str) -> Tokenizer:
+    """One token a character: ``<pad>`` 0, ``<eos>`` 1, then ``alphabet`` in the order given, from 2.
+
+    A character outside the alphabet is an error when it is encoded; there is no unknown token.
+    """
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    repeated = sorted({c for c in alphabet if alphabet.count(c) > 1})
+    if not alphabet or repeated:
+        raise MantissaError(f"alphabet: expected distinct characters, at least one; got {alphabet!r}")
+    _require_utf8(alphabet)
+    vocabulary = {token: index for index, token in enumerate((PAD, EOS, *alphabet))}
+    backend = Backend(models.WordLevel(vocabulary))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return Tokenizer(_wrap(backend))
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte of UTF-8: id b is byte b, ``<pad>`` 256, ``<eos>`` 257. Any text encodes and comes back."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    vocabulary = {**{letter: byte for byte, letter in enumerate(_byte_letters())}, PAD: 256, EOS: 257}
+    backend = Backend(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(_wrap(backend))
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter that byte-level vocabularies (since GPT-2) write for each byte 0..255.
+
+    A byte that is itself a printable Latin-1 character stands for itself; the rest take U+0100 upwards, in order.
+    """
+    spare = iter(range(256, 512))
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+
+
+def _wrap(backend: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,  # "<eos>" in a text is five characters, not the token
+    )
+
+
+def _load_backend(folder: Path, settings: Mapping[str, Any]) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # A tokenizer of the generic class is its tokenizer.json. AutoTokenizer would rebuild it as Qwen's own where
+    # config.json says qwen2, with another way to split text (transformers 5).
+    generic = settings.get("tokenizer_class") in _GENERIC_CLASSES and (folder / "tokenizer.json").is_file()
+    loader = PreTrainedTokenizerFast if generic else AutoTokenizer
+    try:
+        return loader.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # foreign code: the tokenizers library raises bare Exception for a malformed file
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise MantissaError(f"{folder}: cannot load the tokenizer: {reason}; check or fetch its files again") from error
+
+
+def _eos_ids(backend: Any, generation: Mapping[str, Any]) -> tuple[int, ...]:
+    declared = generation.get("eos_token_id")
+    extra = declared if isinstance(declared, list) else [declared]
+    ids = dict.fromkeys(i for i in (backend.eos_token_id, *extra) if i is not None)
+    known = set(backend.get_vocab().values())
+    for unknown in (i for i in ids if i not in known):
+        raise MantissaError(
+            f"generation_config.json: eos_token_id {unknown!r} is no id of this tokenizer; fetch both files again"
+        )
+    if not ids:
+        raise MantissaError(
+            "tokenizer: no end-of-sequence token in tokenizer_config.json or generation_config.json, so no response "
+            "could end; set eos_token in tokenizer_config.json"
+        )
+    return tuple(ids)
+
+
+def _prefix(backend: Any) -> tuple[int, ...]:
+    """What the tokenizer puts before a text: its BOS, or nothing. What it puts after (an EOS) is not for a prompt."""
+    added = list(backend("", add_special_tokens=True, verbose=False).input_ids)
+    return (added[0],) if added and added[0] == backend.bos_token_id else ()
+
+
+def _alphabet(backend: Any) -> frozenset[str] | None:
+    """The characters of a vocabulary that has only these and no unknown token; None for any other kind."""
+    from tokenizers.models import WordLevel
+
+    rust = getattr(backend, "backend_tokenizer", None)
+    letters = set(backend.get_vocab()) - set(backend.all_special_tokens)
+    plain = rust is not None and isinstance(rust.model, WordLevel) and rust.normalizer is None
+    if not plain or backend.unk_token is not None or any(len(letter) > 1 for letter in letters):
+        return None
+    return frozenset(letters)
+
+
+def _require_utf8(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise MantissaError(
+            f"tokenizer: {text[:60]!r} holds half of a surrogate pair at {error.start}, which is no character; "
+            "repair the text (often a JSON string cut in two)"
+        ) from error

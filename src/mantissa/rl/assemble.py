@@ -1,0 +1,136 @@
+"""From a configuration to the parts of a run: device, precision (proven), policy, engine, task, learner."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mantissa.errors import MantissaError
+from mantissa.kernels import learner_kernels, probe, rollout_kernels
+from mantissa.model import (
+    Decoder,
+    Tokenizer,
+    byte_tokenizer,
+    character_tokenizer,
+    load_model,
+    load_tokenizer,
+)
+from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.rl.config import ModelSource, RunConfig
+from mantissa.rl.learner import Learner
+from mantissa.rl.sampling import Sampler
+from mantissa.rl.seeds import generator
+from mantissa.rollout import NativeEngine
+from mantissa.tasks import Grader, Task, build_task
+from mantissa.training import LossScaler, ScalerConfig
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that one run works with."""
+
+    device: torch.device
+    precision: ResolvedPrecision
+    evidence: dict[str, str]
+    tokenizer: Tokenizer
+    model: Decoder
+    task: Task
+    learner: Learner
+    sampler: Sampler
+    scaler: ScalerConfig
+
+    def new_scaler(self) -> LossScaler:
+        """A loss scaler for the learner's format, at its first scale."""
+        return LossScaler.for_format(self.precision.learner.active, self.scaler)
+
+    def close(self) -> None:
+        """End the verifier's processes."""
+        self.sampler.grader.close()
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` is cuda where there is one; cuda where there is none is an error, never a CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise MantissaError("device=cuda, but torch sees no CUDA device here; use device=cpu or device=auto")
+    return torch.device(name)
+
+
+def be_deterministic(device: torch.device) -> None:
+    """Ask torch for kernels that give the same bits every time; an operation that has none raises when it is used."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its handle
+    torch.use_deterministic_algorithms(True)
+
+
+def prove(policy: PrecisionPolicy, device: torch.device) -> tuple[ResolvedPrecision, dict[str, str]]:
+    """Resolve a policy on a device and probe both roles' kernels; returns the table and each probe's evidence."""
+    resolved = resolve(policy, device)
+    evidence = {
+        "learner": probe(learner_kernels(resolved), device),
+        "rollout": probe(rollout_kernels(resolved), device),
+    }
+    return resolved, evidence
+
+
+def policy_folder(path: str) -> str:
+    """A run's folder stands for the policy it trained."""
+    inside = Path(path) / "policy"
+    if (Path(path) / "config.yaml").is_file():
+        if not inside.is_dir():
+            raise MantissaError(f"{path} is a run without a policy yet: it is written at the end; resume the run first")
+        return str(inside)
+    return path
+
+
+def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, Tokenizer]:
+    """The policy's fp32 masters and its tokenizer."""
+    if source.path is not None:
+        folder = policy_folder(source.path)
+        model = load_model(folder)
+        return model, load_tokenizer(folder, model.config.vocab_size)
+    assert source.fresh is not None  # the configuration's own check
+    if source.tokenizer == "characters":
+        if task.alphabet is None:
+            raise MantissaError(f"model.tokenizer=characters: task {task.name} has no alphabet of its own; use bytes")
+        tokenizer = character_tokenizer(task.alphabet)
+    else:
+        tokenizer = byte_tokenizer()
+    model = Decoder(source.fresh.model(tokenizer.vocab_size)).initialize(generator(seed, "weights"))
+    return model, tokenizer
+
+
+def assemble(config: RunConfig) -> Parts:
+    """Build every part; nothing is written yet, so a mistake in the recipe leaves no folder behind."""
+    device = choose_device(config.device)
+    be_deterministic(device)
+    precision, evidence = prove(config.policy, device)
+    task = build_task(config.task, config.seed)
+    model, tokenizer = load_policy(config.model, task, config.seed)
+    model = model.to(device)
+    scaler = config.loss_scaling.scaler() if config.loss_scaling else ScalerConfig()
+    learner = Learner(
+        model,
+        learner_kernels(precision),
+        config.algorithm,
+        config.optimizer,
+        LossScaler.for_format(precision.learner.active, scaler),
+        temperature=config.rollout.temperature,
+        aggregation_length=config.algorithm.aggregation_length or float(config.rollout.max_tokens),
+        seed=config.seed,
+    )
+    engine = NativeEngine(
+        model.config,
+        rollout_kernels(precision),
+        kv_format=precision.kv_cache.active,
+        slots=config.rollout.slots,
+        max_length=model.config.max_position_embeddings,
+        device=device,
+        decode_text=tokenizer.decode,
+    )
+    sampler = Sampler(engine, tokenizer, Grader(task, config.grading.timeout_s, config.grading.workers))
+    return Parts(device, precision, evidence, tokenizer, model, task, learner, sampler, scaler)

@@ -1,0 +1,236 @@
+"""The policy that learns: fp32 masters, kernels in the training format, and the one optimiser step.
+
+One update of a batch of completions:
+
+1. ``score``: log-probs (and entropy) of every sampled token under the weights before the update, without gradient.
+   This is ``old``; against the rollout's log-probs it is the gap, and the correction weights come from it.
+2. for each of ``updates_per_batch`` parts: the loss over that part, in micro-batches whose gradients add up to those of
+   the whole part, whatever the split; then ``OptimizerStep``, which may repeat the backward at a lower loss scale.
+
+A completion whose advantage is exactly zero adds nothing to a gradient, so it is left out of the second pass (it still
+counts in the aggregation): late in training that is most of them.
+
+Legend: B completions, R response tokens right-padded, N response tokens flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mantissa.algorithms import Tally, advantage, aggregation_scale, correction, merge, policy_loss
+from mantissa.kernels import Kernels, NativeKernels
+from mantissa.model import Decoder
+from mantissa.precision import FP32
+from mantissa.precision.numerics import entropy, token_logprob
+from mantissa.rl.config import AlgorithmConfig, OptimizerConfig
+from mantissa.rl.experience import Experience, Sequences
+from mantissa.rl.seeds import generator
+from mantissa.training import (
+    LossScaler,
+    OptimizerStep,
+    StepOutcome,
+    adamw,
+    first_nonfinite,
+    flushed_fraction,
+    gradients_of,
+    warmup_then_constant,
+)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one batch did: the outcome of each optimiser step, tallies of the loss and correction, and advantages."""
+
+    outcomes: tuple[StepOutcome, ...]
+    tallies: Mapping[str, Tally]
+    advantage_B: Tensor
+    trained_tokens: int
+    flushed_fraction: float | None
+
+
+class Learner:
+    """Owns the master weights and everything that changes them."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        kernels: Kernels,
+        algorithm: AlgorithmConfig,
+        config: OptimizerConfig,
+        scaler: LossScaler,
+        *,
+        temperature: float,
+        aggregation_length: float,
+        seed: int,
+    ) -> None:
+        self.model, self.kernels = model, kernels
+        self.algorithm, self.config = algorithm, config
+        self.temperature, self.seed = temperature, seed
+        norm = algorithm.aggregation == "seq_mean_token_sum_norm"
+        self.aggregation_length = aggregation_length if norm else None
+        self.step = self.optimizer_step(config.lr, config.warmup, scaler)
+
+    def optimizer_step(self, lr: float, warmup: int, scaler: LossScaler) -> OptimizerStep:
+        """A fresh optimiser over the masters, behind the one optimiser step."""
+        optimizer = adamw(
+            self.model, betas=self.config.betas, eps=self.config.eps, weight_decay=self.config.weight_decay
+        )
+
+        def diagnose(backward: Callable[[float], None]) -> str:
+            return first_nonfinite(self.model, lambda: backward(scaler.scale))
+
+        return OptimizerStep(
+            dict(self.model.named_parameters()),
+            optimizer,
+            scaler,
+            self.kernels.format,
+            warmup_then_constant(lr, warmup),
+            self.config.max_grad_norm,
+            diagnose,
+        )
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The fp32 masters by name."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    @property
+    def version(self) -> int:
+        """The policy's version: optimiser steps applied. A skipped step does not advance it."""
+        return self.step.updates
+
+    def logp(self, sequences: Sequences, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """Log-prob of each response token (N, fp32, differentiable) and the logits they came from (N, V, fp32).
+
+        Only positions that predict a response token reach the output projection.
+        """
+        position_N, token_N = sequences.response_tokens()
+        hidden = self.model(sequences.tokens_BT, kernels).flatten(0, 1).index_select(0, position_N)
+        logits_NV = self.model.logits(hidden, kernels)
+        return token_logprob(logits_NV, token_N, self.temperature), logits_NV
+
+    @torch.no_grad()
+    def score(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of every response token under the current weights; B, R, fp32, 0 at padding."""
+        logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=sequences.mask_BR.device)
+        entropy_BR = torch.zeros_like(logp_BR)
+        for rows in sequences.micro_batches(self._all_rows(sequences), self.config.micro_batch_tokens):
+            part = sequences.select(rows)
+            logp_N, logits_NV = self.logp(part, self.kernels)
+            row, column = part.mask_BR.nonzero(as_tuple=True)
+            logp_BR[rows[row], column] = logp_N
+            entropy_BR[rows[row], column] = entropy(logits_NV, self.temperature)
+        return logp_BR, entropy_BR
+
+    def update(self, experience: Experience, step: int, probe: bool) -> Update:
+        """Learn from one scored batch. ``step`` keys the split into parts; ``probe`` measures flushed gradients too."""
+        old_logp_BR = experience.old_logp_BR
+        assert old_logp_BR is not None, "score the experience first"
+        sequences = experience.sequences
+        advantage_B, tallies = advantage(experience.reward_B, experience.group_B, self.algorithm.advantage)
+        weight_BR, valid_BR, weights = correction(
+            old_logp_BR, experience.rollout_logp_BR, sequences.mask_BR, self.algorithm.correction
+        )
+        data = _Batch(experience, old_logp_BR, advantage_B, weight_BR, valid_BR)
+        order = torch.randperm(len(sequences), generator=generator(self.seed, "update", step))
+        parts = [part.to(advantage_B.device) for part in order.tensor_split(self.config.updates_per_batch)]
+        outcomes, losses, trained, flushed = [], [], 0, None
+        for index, rows in enumerate(parts):
+            batches = self._micro_batches(data, rows)
+            trained += sum(int(valid_BR[micro.rows].sum()) for micro in batches)
+            if probe and index == 0 and batches:
+                flushed = self._flushed(data, batches[0])
+            if batches:  # else every advantage is zero, and momentum alone must not move the policy
+                outcome, tally = self._step(data, batches)
+                outcomes.append(outcome)
+                losses.append(tally)
+        merged = merge(losses)
+        return Update(tuple(outcomes), {**tallies, **weights, **merged}, advantage_B, trained, flushed)
+
+    def _micro_batches(self, data: _Batch, rows: Tensor) -> list[_MicroBatch]:
+        """The micro-batches of one optimiser step: rows that carry a gradient, with the step's aggregation weights."""
+        sequences = data.experience.sequences
+        scale_BR = aggregation_scale(data.valid_BR[rows], self.algorithm.aggregation, self.aggregation_length)
+        alive = (data.advantage_B[rows] != 0).nonzero().squeeze(1)
+        if len(alive) == 0:
+            return []
+        place = {int(row): i for i, row in enumerate(rows.tolist())}
+        parts = sequences.micro_batches(rows[alive], self.config.micro_batch_tokens)
+        return [_MicroBatch(part, scale_BR[[place[int(row)] for row in part.tolist()]]) for part in parts]
+
+    def _step(self, data: _Batch, batches: list[_MicroBatch]) -> tuple[StepOutcome, dict[str, Tally]]:
+        """One optimiser step over its micro-batches."""
+        tallies: list[dict[str, Tally]] = []
+
+        def backward(scale: float) -> None:
+            tallies.clear()  # a repeated backward counts once
+            for micro in batches:
+                loss, tally = self._loss(data, micro, self.kernels)
+                tallies.append(tally)
+                (loss * scale).backward()
+
+        outcome = self.step.run(backward)
+        return outcome, merge(tallies)
+
+    def _loss(self, data: _Batch, micro: _MicroBatch, kernels: Kernels) -> tuple[Tensor, dict[str, Tally]]:
+        sequences = data.experience.sequences.select(micro.rows)
+        responses = sequences.mask_BR.shape[1]
+        logp_N, _ = self.logp(sequences, kernels)
+        empty_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=logp_N.device)
+        logp_BR = empty_BR.index_put(sequences.mask_BR.nonzero(as_tuple=True), logp_N)
+        weight_BR = data.weight_BR[micro.rows, :responses]
+        if self.algorithm.loss.kind == "reinforce":
+            # No ratio in this loss: its importance weight is of the current policy, not of the one before the update.
+            rollout_logp_BR = data.experience.rollout_logp_BR[micro.rows, :responses]
+            weight_BR, _, _ = correction(
+                logp_BR.detach(), rollout_logp_BR, sequences.mask_BR, self.algorithm.correction
+            )
+        return policy_loss(
+            logp_BR,
+            data.old_logp_BR[micro.rows, :responses],
+            data.advantage_B[micro.rows],
+            data.valid_BR[micro.rows, :responses],
+            weight_BR,
+            micro.scale_BR[:, :responses],
+            self.algorithm.loss,
+        )
+
+    def _flushed(self, data: _Batch, micro: _MicroBatch) -> float | None:
+        """Fraction of gradients that the format flushes to zero, on up to 8 completions, against fp32 kernels."""
+        if self.kernels.format is FP32:
+            return None
+        small = _MicroBatch(micro.rows[:8], micro.scale_BR[:8])
+        scale = self.step.scaler.scale
+
+        def work(kernels: Kernels) -> Callable[[], None]:
+            return lambda: (self._loss(data, small, kernels)[0] * scale).backward()
+
+        low = gradients_of(self.model, work(self.kernels))
+        return flushed_fraction(low, gradients_of(self.model, work(NativeKernels(FP32))))
+
+    @staticmethod
+    def _all_rows(sequences: Sequences) -> Tensor:
+        return torch.arange(len(sequences), device=sequences.tokens_BT.device)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A scored batch with what the loss needs of each completion."""
+
+    experience: Experience
+    old_logp_BR: Tensor
+    advantage_B: Tensor
+    weight_BR: Tensor
+    valid_BR: Tensor
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """Rows of the batch that go through the model together, and their tokens' weights in the step's loss."""
+
+    rows: Tensor
+    scale_BR: Tensor

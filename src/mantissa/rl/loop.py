@@ -1,0 +1,281 @@
+"""The loop: sample, grade, measure the gap, learn, hand over the weights, write everything down.
+
+Steps count from 1. A checkpoint ``step-N`` holds the state after step N; ``step-0`` is the state after the warm start.
+Resuming reads the newest, forgets what was logged after it, and repeats those steps: every draw is a function of the
+seed and the position, so they come out the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mantissa.algorithms import values
+from mantissa.errors import MantissaError
+from mantissa.mismatch import gap_metrics
+from mantissa.model import save_model
+from mantissa.rl.assemble import Parts
+from mantissa.rl.config import RunConfig
+from mantissa.rl.experience import Experience
+from mantissa.rl.learner import Update
+from mantissa.rl.sampling import Sampled
+from mantissa.rl.seeds import stream_slice
+from mantissa.rl.warm_start import warm_start
+from mantissa.runs.directory import RunDirectory
+from mantissa.runs.live import Live
+from mantissa.runs.metrics import undeclared
+from mantissa.runs.trackers import Trackers
+from mantissa.tasks import Problem, Reward
+from mantissa.training import Checkpoint, load_checkpoint, load_weights, save_checkpoint, saved_steps
+
+_PROBE_EVERY = 10  # steps between measurements of flushed gradients: each costs a forward and backward of 8 completions
+
+
+class Loop:
+    """One run: its parts, its folder, its screen."""
+
+    def __init__(self, config: RunConfig, parts: Parts, run: RunDirectory, trackers: Trackers, live: Live) -> None:
+        self.config, self.parts, self.run, self.trackers, self.live = config, parts, run, trackers, live
+        self.learner, self.sampler = parts.learner, parts.sampler
+        rollout = config.rollout
+        self.params = self.sampler.params(rollout.max_tokens, rollout.temperature, rollout.stop)
+        self.train: Sequence[Problem] = parts.task.split("train")
+        self.heldout: Sequence[Problem] = parts.task.split("heldout")
+        self.kept: list[int] = []
+        self._seconds: dict[str, float] = {}
+
+    def go(self) -> None:
+        """Run to the end: from the newest checkpoint, or from the beginning."""
+        if saved_steps(self._checkpoints):
+            step = self._restore()
+        else:
+            step = self._begin()
+        self.sampler.engine.sync(self.learner.weights, self.learner.version)
+        while step < self.config.steps:
+            step += 1
+            self._step(step)
+        save_model(self.parts.model, self.parts.tokenizer, self.run.policy_path)
+
+    # the beginning, and beginning again
+
+    def _begin(self) -> int:
+        self.run.rewind(0)
+        self.run.truncate_warm_start(-1)
+        config = self.config
+        if config.warm_start is not None:
+            heldout = self._heldout(config.warm_start.problems, "warm_start.problems")
+
+            def report(row: dict[str, Any]) -> None:
+                self.run.append_warm_start(row)
+                self.live.note(
+                    f"warm start {row['step']:>4}   loss {row['warm_start/loss']:.3f}   "
+                    f"accuracy {row['warm_start/accuracy']:.3f}"
+                )
+
+            warm_start(
+                self.learner,
+                self.sampler,
+                self.parts.task.split("warm_start"),
+                heldout,
+                config.warm_start,
+                self.parts.new_scaler(),
+                self.params,
+                self.parts.device,
+                report,
+            )
+        self.sampler.engine.sync(self.learner.weights, self.learner.version)
+        self.kept = self._perfectible()
+        self._save(0)
+        return 0
+
+    def _perfectible(self) -> list[int]:
+        """Indices of the training problems to use: all, or those the policy solves sometimes."""
+        every = list(range(len(self.train)))
+        filter_ = self.config.perfectible
+        if filter_ is None:
+            return every
+        sampled = self.sampler.sample(
+            self.train, filter_.samples, self.params, self.learner.version, self.config.seed, "perfectible"
+        )
+        rates = sampled.success_rates(self.sampler.grader.grade(sampled.pairs()))
+        kept = [index for index in every if filter_.low <= rates[index] <= filter_.high]
+        self.live.note(
+            f"perfectible: kept {len(kept)} of {len(every)} prompts with success rate in "
+            f"[{filter_.low}, {filter_.high}] over {filter_.samples} samples (mean rate {sum(rates) / len(rates):.3f})"
+        )
+        if not kept:
+            raise MantissaError(
+                f"perfectible: no training prompt has a success rate in [{filter_.low}, {filter_.high}] "
+                f"(mean {sum(rates) / len(rates):.3f}); warm-start to another accuracy, or set perfectible=null"
+            )
+        return kept
+
+    def _restore(self) -> int:
+        checkpoint = load_checkpoint(self._checkpoints)
+        load_weights(self.learner.weights, checkpoint.policy)
+        self.learner.step.load_state_dict(checkpoint.state["step"])
+        self.learner.step.load_optimizer_tensors(checkpoint.optimizer)
+        self.kept = list(checkpoint.state["kept"])
+        self.run.rewind(checkpoint.step)
+        self.live.note(f"resumed after step {checkpoint.step}")
+        return checkpoint.step
+
+    def _save(self, step: int) -> None:
+        state = {"step": self.learner.step.state_dict(), "kept": self.kept}
+        optimizer = self.learner.step.optimizer_tensors()
+        checkpoint = Checkpoint(step, self.learner.weights, optimizer, state)
+        save_checkpoint(self._checkpoints, checkpoint, self.config.checkpoint.keep)
+
+    @property
+    def _checkpoints(self) -> Any:
+        return self.run.checkpoint_path(0).parent
+
+    # one step
+
+    def _step(self, step: int) -> None:
+        config, started = self.config, time.perf_counter()
+        indices = stream_slice(
+            len(self.kept), (step - 1) * config.rollout.prompts, config.rollout.prompts, config.seed, "prompts"
+        )
+        problems = [self.train[self.kept[index]] for index in indices]
+        version = self.learner.version
+        with self._timed("rollout"):
+            sampled = self.sampler.sample(
+                problems, config.rollout.samples, self.params, version, config.seed, "rollout", step
+            )
+        with self._timed("reward"):
+            rewards = self.sampler.grader.grade(sampled.pairs())
+        experience = Experience.build(
+            sampled.prompts, sampled.groups, [reward.value for reward in rewards], self.parts.device
+        )
+        with self._timed("learner_logp"):
+            experience = experience.with_learner(*self.learner.score(experience.sequences))
+        with self._timed("update"):
+            update = self.learner.update(experience, step, probe=step % _PROBE_EVERY == 1)
+        with self._timed("sync"):
+            if self.learner.version != version:
+                self.sampler.engine.sync(self.learner.weights, self.learner.version)
+        row: dict[str, float] = {"step": step, "rollout/version": version}
+        row |= _sample_metrics(sampled, rewards) | self._learner_metrics(experience, update)
+        last = step == config.steps
+        if config.evaluation and (step % config.evaluation.every == 0 or last):
+            with self._timed("eval"):
+                row |= self._evaluate(step)
+        self.run.write_rollouts(step, _rollout_rows(step, sampled, rewards, experience, update))
+        row |= self._clock(started, row["rollout/tokens"], update.trained_tokens)
+        assert not undeclared(row), f"metrics that the catalogue does not declare: {undeclared(row)}"
+        self.run.append_metrics(row)  # before the checkpoint: a resume forgets rows after it, and can add none
+        self.trackers.log(step, row)
+        self.live.step(row)
+        self._seconds = {}
+        if step % config.checkpoint.every == 0 or last:
+            with self._timed("checkpoint"):  # appears in the next step's row
+                self._save(step)
+
+    def _learner_metrics(self, experience: Experience, update: Update) -> dict[str, float]:
+        sequences, step = experience.sequences, self.learner.step
+        assert experience.old_logp_BR is not None and experience.entropy_BR is not None
+        gap = gap_metrics(experience.rollout_logp_BR, experience.old_logp_BR, sequences.mask_BR)
+        row = {name: float(value) for name, value in {**gap, **values(update.tallies)}.items()}
+        row["policy/entropy"] = float(experience.entropy_BR[sequences.mask_BR].double().mean())
+        outcomes = update.outcomes
+        applied = [outcome for outcome in outcomes if outcome.applied]
+        row["precision/loss_scale"] = step.scaler.scale
+        row["precision/overflows"] = sum(outcome.overflows for outcome in outcomes)
+        row["precision/retries"] = sum(outcome.overflows for outcome in applied)
+        row["precision/skipped"] = sum(not outcome.applied for outcome in outcomes)
+        row["optim/updates"] = step.updates
+        if applied:
+            row["optim/grad_norm"] = sum(outcome.grad_norm for outcome in applied) / len(applied)
+            row["optim/lr"] = applied[-1].lr
+            row["precision/max_scaled_grad"] = max(outcome.max_scaled_grad for outcome in applied)
+        if update.flushed_fraction is not None:
+            row["precision/flushed_fraction"] = update.flushed_fraction
+        return row
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        evaluation = self.config.evaluation
+        assert evaluation is not None
+        problems = self._heldout(evaluation.problems, "evaluation.problems")
+        rollout, seed = self.config.rollout, self.config.seed
+        greedy = self.sampler.params(rollout.max_tokens, 0.0, rollout.stop)
+        version = self.learner.version
+        row = {"eval/greedy_accuracy": self.sampler.accuracy(problems, 1, greedy, version, seed, "greedy", step)}
+        if evaluation.samples:
+            row["eval/avg_at_k"] = self.sampler.accuracy(
+                problems, evaluation.samples, self.params, version, seed, "avg@k", step
+            )
+        return row
+
+    def _heldout(self, count: int, key: str) -> Sequence[Problem]:
+        if not self.heldout:
+            raise MantissaError(f"{key}={count}, but the task has no held-out problems; give it some, or drop {key}")
+        return self.heldout[:count]
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.parts.device.type == "cuda":
+                torch.cuda.synchronize()
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def _clock(self, started: float, sampled_tokens: float, trained_tokens: int) -> dict[str, float]:
+        row = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
+        row["time/step"] = time.perf_counter() - started
+        row["rate/rollout_tokens_per_s"] = sampled_tokens / self._seconds["rollout"]
+        row["rate/learner_tokens_per_s"] = trained_tokens / self._seconds["update"]
+        return row
+
+
+def _sample_metrics(sampled: Sampled, rewards: Sequence[Reward]) -> dict[str, float]:
+    completions = [completion for group in sampled.groups for completion in group]
+    lengths = [len(completion.tokens) for completion in completions]
+    return {
+        "reward/accuracy": sum(reward.correct for reward in rewards) / len(rewards),
+        "reward/verifier_errors": sum(reward.error is not None for reward in rewards),
+        "length/mean": sum(lengths) / len(lengths),
+        "length/max": max(lengths),
+        "length/truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
+        "rollout/tokens": sum(lengths),
+    }
+
+
+def _rollout_rows(
+    step: int, sampled: Sampled, rewards: Sequence[Reward], experience: Experience, update: Update
+) -> list[dict[str, Any]]:
+    """One row a completion, as ``runs.directory.rollout_schema`` declares."""
+    assert experience.old_logp_BR is not None
+    learner_logp = experience.old_logp_BR.cpu()
+    rows: list[dict[str, Any]] = []
+    for problem, prompt, group in zip(sampled.problems, sampled.prompts, sampled.groups, strict=True):
+        for sample, completion in enumerate(group):
+            index, reward = len(rows), rewards[len(rows)]
+            length = len(completion.tokens)
+            rows.append(
+                {
+                    "step": step,
+                    "problem_id": problem.id,
+                    "sample": sample,
+                    "prompt": problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1].content,
+                    "completion": sampled.texts[index],
+                    "answer": problem.answer,
+                    "reward": reward.value,
+                    "correct": reward.correct,
+                    "error": reward.error,
+                    "finish_reason": completion.finish_reason,
+                    "policy_version": completion.policy_version,
+                    "length": length,
+                    "advantage": float(update.advantage_B[index]),
+                    "tokens": list(completion.tokens),
+                    "rollout_logp": completion.logp_T.tolist(),
+                    "learner_logp": learner_logp[index, :length].tolist(),
+                }
+            )
+    return rows

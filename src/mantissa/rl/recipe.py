@@ -1,0 +1,145 @@
+"""From a recipe's YAML and ``key=value`` overrides to a ``RunConfig``, with one clear line for each mistake."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from mantissa.errors import MantissaError, nearest
+from mantissa.rl.config import RunConfig
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: ``1e-3`` is a number (YAML 1.1 wants ``1.0e-3``), and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        if twice is not None:
+            raise MantissaError(f"line {node.start_mark.line + 1}: the key {twice!r} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a recipe and apply ``key=value`` overrides (dotted keys, YAML values), then validate the whole.
+
+    Relative paths of datasets and models in a recipe are relative to the current folder, as on a command line.
+    Raises ``MantissaError`` for a missing file, bad YAML, unknown keys (with the nearest right one) and bad values.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise MantissaError(f"no recipe at {path}: expected a YAML file, such as recipes/demo.yaml")
+    values = parse_yaml(path.read_text(), str(path))
+    if not isinstance(values, dict):
+        raise MantissaError(f"{path}: expected keys and values, got {type(values).__name__}")
+    return make_config(apply_overrides(values, overrides), str(path))
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse YAML; a syntax error becomes one line with its position."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        at = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise MantissaError(f"{where}{at}: not valid YAML: {error.problem or error}") from None
+    except MantissaError as error:
+        raise MantissaError(f"{where}: {error}") from None
+
+
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Set ``a.b.c=value`` in nested mappings; shorter keys first, so that ``precision=fp16`` comes before its fields."""
+    result = {key: value for key, value in values.items()}
+    pairs = []
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            raise MantissaError(f"override {item!r}: expected key=value, such as steps=20 or precision.rollout=bf16")
+        pairs.append((key.split("."), parse_yaml(text, f"override {item!r}")))
+    for keys, value in sorted(pairs, key=lambda pair: len(pair[0])):
+        _set(result, keys, value, ".".join(keys))
+    return result
+
+
+def _set(values: dict[str, Any], keys: list[str], value: Any, dotted: str) -> None:
+    """Set one nested key, copying mappings on the way; a name in a mapping's place becomes that mapping."""
+    if len(keys) == 1:
+        values[keys[0]] = value
+        return
+    inner = values.get(keys[0])
+    if isinstance(inner, str):
+        # precision: fp16 and loss: ppo_clip are names that stand for a mapping.
+        names = {"precision": "preset", "loss": "kind"}
+        if keys[0] not in names:
+            raise MantissaError(f"override {dotted}: {keys[0]} is {inner!r}, which has no field {keys[1]!r}")
+        inner = {names[keys[0]]: inner}
+    if inner is not None and not isinstance(inner, dict):
+        raise MantissaError(f"override {dotted}: {keys[0]} is {inner!r}, which has no fields")
+    values[keys[0]] = dict(inner or {})
+    _set(values[keys[0]], keys[1:], value, dotted)
+
+
+def make_config(values: dict[str, Any], where: str) -> RunConfig:
+    """Validate plain values into a ``RunConfig``; the first mistake becomes a ``MantissaError``."""
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise MantissaError(f"{where}: {_describe(error)}") from None
+
+
+def _describe(error: ValidationError) -> str:
+    """The first mistake in words: an unknown key if there is one (the others often follow from it), else the first."""
+    mistakes = error.errors(include_url=False)
+    first = next((m for m in mistakes if m["type"] == "extra_forbidden"), mistakes[0])
+    path = [str(part) for part in first["loc"]]
+    key = ".".join(part for part in path if part not in _UNION_TAGS)
+    more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        known = _siblings(path)
+        listed = f" (known here: {', '.join(known)})" if known else ""
+        return f"unknown key {key!r}{nearest(path[-1], known)}{listed}{more}"
+    if first["type"] == "missing":
+        return f"missing key {key!r}{more}"
+    message = first["msg"].removeprefix("Value error, ").strip()
+    given = first["input"]
+    got = f", got {given!r}" if isinstance(given, (str, int, float, bool, type(None))) and key else ""
+    message = message[0].lower() + message[1:] if message.startswith(("Input", "Expected")) else message
+    return f"{key + ': ' if key else ''}{message}{got}{more}"
+
+
+_UNION_TAGS = {"running_sum", "addition", "chain", "countdown", "dataset", "ppo_clip", "reinforce"}
+
+
+def _siblings(path: list[str]) -> list[str]:
+    """The keys that are known beside the last part of an error's path."""
+    model: Any = RunConfig
+    for part in path[:-1]:
+        candidates = _models_in(model.model_fields[part].annotation) if part in getattr(model, "model_fields", {}) else []
+        if candidates:
+            model = candidates[0]
+            options = candidates
+        elif part in _UNION_TAGS:
+            model = next(
+                (m for m in options if m.model_fields.get("kind") and part in get_args(m.model_fields["kind"].annotation)),
+                model,
+            )
+    return list(model.model_fields)
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Every configuration model inside an annotation: ``X | None``, ``Annotated[A | B, ...]``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models_in(argument)]

@@ -1,0 +1,78 @@
+"""Sampling problems and grading what comes back: one function for the loop, evaluation, warm start and the filter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mantissa.errors import MantissaError
+from mantissa.model import Tokenizer
+from mantissa.rl.seeds import derive_seed
+from mantissa.rollout import Completion, Request, RolloutEngine, SamplingParams
+from mantissa.tasks import Grader, Problem, Reward
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Problems with their groups of completions. ``texts`` and ``rewards`` are flat, group after group."""
+
+    problems: Sequence[Problem]
+    prompts: Sequence[Sequence[int]]
+    groups: Sequence[Sequence[Completion]]
+    texts: Sequence[str]
+
+    def pairs(self) -> list[tuple[Problem, str]]:
+        """Each completion's text with its problem, as the grader wants them."""
+        owners = [problem for problem, group in zip(self.problems, self.groups, strict=True) for _ in group]
+        return list(zip(owners, self.texts, strict=True))
+
+    def success_rates(self, rewards: Sequence[Reward]) -> list[float]:
+        """For each problem, the share of its completions that are correct."""
+        rates, start = [], 0
+        for group in self.groups:
+            graded = rewards[start : start + len(group)]
+            rates.append(sum(reward.correct for reward in graded) / len(graded))
+            start += len(group)
+        return rates
+
+
+class Sampler:
+    """An engine, a tokenizer and a grader: from problems to graded completions."""
+
+    def __init__(self, engine: RolloutEngine, tokenizer: Tokenizer, grader: Grader) -> None:
+        self.engine, self.tokenizer, self.grader = engine, tokenizer, grader
+
+    def params(
+        self, max_tokens: int, temperature: float, stop: tuple[str, ...] = (), top_k: int = 0, top_p: float = 1.0
+    ) -> SamplingParams:
+        """Sampling parameters that end at the tokenizer's end tokens."""
+        return SamplingParams(max_tokens, temperature, top_k, top_p, tuple(self.tokenizer.eos_ids), stop)
+
+    def sample(
+        self, problems: Sequence[Problem], samples: int, params: SamplingParams, version: int, *seed: int | str
+    ) -> Sampled:
+        """Sample each problem ``samples`` times; completion (i, j) depends on ``seed``, i and j alone."""
+        prompts = [self.encode(problem) for problem in problems]
+        requests = [
+            Request(tuple(prompt), derive_seed(*seed, index), samples) for index, prompt in enumerate(prompts)
+        ]
+        groups = self.engine.generate(requests, params, version)
+        texts = [self.tokenizer.decode(completion.tokens) for group in groups for completion in group]
+        return Sampled(problems, prompts, groups, texts)
+
+    def encode(self, problem: Problem) -> list[int]:
+        """The prompt's tokens; a prompt that this tokenizer cannot write names its problem."""
+        try:
+            if isinstance(problem.prompt, str):
+                return self.tokenizer.encode_prompt(problem.prompt)
+            return self.tokenizer.encode_prompt([{"role": m.role, "content": m.content} for m in problem.prompt])
+        except MantissaError as error:
+            raise MantissaError(f"problem {problem.id}: {error}") from None
+
+    def accuracy(
+        self, problems: Sequence[Problem], samples: int, params: SamplingParams, version: int, *seed: int | str
+    ) -> float:
+        """Mean over problems of the share of ``samples`` completions that are correct."""
+        sampled = self.sample(problems, samples, params, version, *seed)
+        rates = sampled.success_rates(self.grader.grade(sampled.pairs()))
+        return sum(rates) / len(rates)

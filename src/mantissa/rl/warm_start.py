@@ -1,0 +1,92 @@
+"""Warm start: supervised steps on the task's own solutions, so that RL begins with a policy that sometimes succeeds.
+
+It runs in the learner's precision through the same optimiser step as RL, with an optimiser and a scaler of its own that
+end with it. Everything in it is a function of the seed, so a run killed during its warm start begins it again and
+arrives at the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mantissa.algorithms import aggregation_scale
+from mantissa.errors import MantissaError
+from mantissa.precision.numerics import masked_sum
+from mantissa.rl.config import WarmStartConfig
+from mantissa.rl.experience import Sequences
+from mantissa.rl.learner import Learner
+from mantissa.rl.sampling import Sampler
+from mantissa.rl.seeds import stream_slice
+from mantissa.rollout import SamplingParams
+from mantissa.tasks import Problem
+from mantissa.training import LossScaler
+
+_LR_WARMUP = 20
+
+
+def warm_start(
+    learner: Learner,
+    sampler: Sampler,
+    solved: Sequence[Problem],
+    heldout: Sequence[Problem],
+    config: WarmStartConfig,
+    scaler: LossScaler,
+    params: SamplingParams,
+    device: torch.device,
+    report: Callable[[dict[str, Any]], None],
+) -> None:
+    """Train on ``solved`` until ``config.steps``, or until sampled accuracy on ``heldout`` reaches the target.
+
+    ``report`` receives ``{"step", "warm_start/loss", "warm_start/accuracy"}`` after each evaluation.
+    Raises ``MantissaError`` where a problem has no solution to learn from.
+    """
+    unsolved = next((problem for problem in solved if problem.solution is None), None)
+    if unsolved is not None or not solved:
+        what = f"problem {unsolved.id} has none" if unsolved else "the task has no warm_start problems"
+        raise MantissaError(f"warm_start needs solutions to learn from, and {what}; set warm_start=null")
+    optimizer_step = learner.optimizer_step(config.lr, _LR_WARMUP, scaler)
+    losses: list[float] = []
+    for step in range(1, config.steps + 1):
+        indices = stream_slice(len(solved), (step - 1) * config.batch, config.batch, learner.seed, "warm_start")
+        sequences = _sequences([solved[index] for index in indices], sampler, device)
+        losses.append(_supervised_step(learner, optimizer_step.run, sequences))
+        if step % config.evaluate_every == 0 or step == config.steps:
+            sampler.engine.sync(learner.weights, learner.version)
+            accuracy = sampler.accuracy(
+                heldout, 1, params, learner.version, learner.seed, "warm_start evaluation", step
+            )
+            report({"step": step, "warm_start/loss": sum(losses) / len(losses), "warm_start/accuracy": accuracy})
+            losses.clear()
+            if accuracy >= config.target_accuracy:
+                return
+
+
+def _sequences(problems: Sequence[Problem], sampler: Sampler, device: torch.device) -> Sequences:
+    """Each prompt with its solution and an end token."""
+    end = sampler.tokenizer.eos_ids[0]
+    responses = [[*sampler.tokenizer.encode(problem.solution or ""), end] for problem in problems]
+    return Sequences.build([sampler.encode(problem) for problem in problems], responses, device)
+
+
+def _supervised_step(learner: Learner, run: Callable[..., Any], sequences: Sequences) -> float:
+    """One step on -mean_t logp; returns that loss."""
+    scale_BR = aggregation_scale(sequences.mask_BR, "token_mean")
+    rows = torch.arange(len(sequences), device=sequences.tokens_BT.device)
+    parts = sequences.micro_batches(rows, learner.config.micro_batch_tokens)
+    losses: list[torch.Tensor] = []
+
+    def backward(scale: float) -> None:
+        losses.clear()
+        for part_rows in parts:
+            part = sequences.select(part_rows)
+            logp_N, _ = learner.logp(part, learner.kernels)
+            weight_N = scale_BR[part_rows, : part.mask_BR.shape[1]][part.mask_BR]
+            loss = -masked_sum(logp_N * weight_N, torch.ones_like(logp_N, dtype=torch.bool))
+            losses.append(loss.detach())
+            (loss * scale).backward()
+
+    run(backward)
+    return float(torch.stack(losses).sum())

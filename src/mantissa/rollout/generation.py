@@ -1,0 +1,280 @@
+"""One call of ``generate``: continuous batching over the slots of a cache.
+
+Legend: B rows (slots in use), P prompts of one prefill, T prompt positions, K key/value heads, D head size, L layers,
+V vocabulary, S slots.
+
+Prompts are prefilled a batch at a time, ahead of need: the keys, values and last logits of a batch stay until every
+sample of its prompts has been admitted to a slot, so a prompt is computed once however many samples it has and whenever
+they find room, and a slot that falls free is filled again in the same step by a copy. When nothing waits, rows in use
+are moved to the front, and the batch shrinks.
+
+For each slot the device holds the last token, its position, how many tokens were sampled, and the key of its uniforms;
+the host holds what was sampled. A decode step costs one transfer to the host (tokens and log-probs together), where
+stop tokens, lengths and stop strings are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mantissa.errors import MantissaError
+from mantissa.kernels import Kernels
+from mantissa.model import Decoder
+from mantissa.precision import NumberFormat, round_to_format
+from mantissa.rollout.cache import KVCache, bucketed
+from mantissa.rollout.sampling import sample
+from mantissa.rollout.stopping import StopStrings
+from mantissa.rollout.types import Completion, Request, SamplingParams
+from mantissa.rollout.uniforms import stream_keys, uniforms
+
+_PREFILL_TOKENS = 16384  # of one prefill, padding included: bounds its activations
+_TOKEN, _POSITION, _COUNT, _KEY = range(4)  # rows of the device's state
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the last ``generate`` did.
+
+    ``generated_tokens``: sampled, over all completions. ``prefill_tokens``: prompt tokens computed, each distinct
+    prompt once. ``prefills``, ``decode_steps``: forward passes. ``occupancy``: mean over decode steps of slots in use
+    / slots.
+    """
+
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    prefills: int = 0
+    decode_steps: int = 0
+    occupancy: float = 0.0
+
+
+@dataclass
+class _Prefilled:
+    """A batch of computed prompts: keys and values (2,L,P,K,T,D), last logits (P,V) and lengths (P).
+
+    ``jobs`` are its samples in order of admission, of which the first ``admitted`` have a slot; ``rows`` their prompts.
+    """
+
+    kv: Tensor
+    logits: Tensor
+    lengths: Tensor
+    jobs: np.ndarray
+    rows: np.ndarray
+    admitted: int = 0
+
+
+@dataclass
+class _Counters:
+    prefill_tokens: int = 0
+    prefills: int = 0
+    decode_steps: int = 0
+    busy: int = 0
+
+
+@dataclass
+class Generation:
+    """The state of one call. ``run`` returns the completions of every request, in order."""
+
+    model: Decoder
+    kernels: Kernels
+    kv_format: NumberFormat
+    cache: KVCache
+    slots: int
+    device: torch.device
+    requests: Sequence[Request]
+    params: SamplingParams
+    version: int
+    decode_text: Callable[[Sequence[int]], str] | None
+    counters: _Counters = field(default_factory=_Counters)
+
+    def __post_init__(self) -> None:
+        jobs = [(i, j) for i, request in enumerate(self.requests) for j in range(request.samples)]
+        self._jobs = jobs
+        self._keys_J = stream_keys([self.requests[i].seed for i, _ in jobs], [j for _, j in jobs], self.device)
+        waiting: dict[tuple[int, ...], list[int]] = {}
+        for job, (i, _) in enumerate(jobs):
+            waiting.setdefault(self.requests[i].prompt_tokens, []).append(job)
+        # Taken from the end, so longest first: prompts prefilled together are of like length.
+        self._queue = sorted(waiting.items(), key=lambda item: len(item[0]))
+        self._ready: _Prefilled | None = None
+        self._completions: list[list[Completion | None]] = [[None] * r.samples for r in self.requests]
+
+        self._state_4S = torch.zeros(4, self.slots, dtype=torch.int64, device=self.device)
+        self._active = 0
+        self._job_S = np.full(self.slots, -1)
+        self._count_S = np.zeros(self.slots, dtype=np.int64)
+        self._length_S = np.zeros(self.slots, dtype=np.int64)  # positions cached
+        self._tokens_ST = np.zeros((self.slots, self.params.max_tokens), dtype=np.int64)
+        self._logp_ST = np.zeros((self.slots, self.params.max_tokens), dtype=np.float32)
+        self._stops_V = np.zeros(self.model.config.vocab_size, dtype=bool)
+        self._stops_V[list(self.params.stop_token_ids)] = True
+        self._stop_strings = None
+        if self.params.stop and self.decode_text is not None:
+            self._stop_strings = StopStrings(self.params.stop, self.decode_text)
+
+    def run(self) -> list[list[Completion]]:
+        """Sample everything."""
+        self._admit(np.arange(0))
+        while self._active:
+            self._admit(self._decode_step())
+        return [[completion for completion in row if completion is not None] for row in self._completions]
+
+    def stats(self) -> EngineStats:
+        """What was done so far."""
+        done, steps = self.counters, self.counters.decode_steps
+        tokens = sum(len(c.tokens) for row in self._completions for c in row if c is not None)
+        occupancy = done.busy / (steps * self.slots) if steps else 0.0
+        return EngineStats(tokens, done.prefill_tokens, done.prefills, steps, occupancy)
+
+    # Decode
+
+    def _decode_step(self) -> np.ndarray:
+        """One token for every row in use. Returns the slots that finished."""
+        rows = self._active
+        window = bucketed(int(self._length_S[:rows].max()) + 1)
+        self.cache.reserve(window)
+        state_4B = self._state_4S[:, :rows]
+        lengths_B = state_4B[_POSITION] + 1
+        places = self.cache.places(state_4B[_POSITION])
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = round_to_format(k, self.kv_format), round_to_format(v, self.kv_format)
+            self.cache.append(layer, k, v, places)
+            keys, values = self.cache.window(layer, rows, window)
+            return self.kernels.cached_attention(q.squeeze(2), keys, values, lengths_B).unsqueeze(2)
+
+        tokens_B1, positions_B1 = state_4B[_TOKEN].unsqueeze(1), state_4B[_POSITION].unsqueeze(1)
+        hidden_B1E = self.model.hidden(tokens_B1, self.kernels, positions_B1, attend)
+        logits_BV = self.model.logits(hidden_B1E.squeeze(1), self.kernels)
+        self.counters.decode_steps += 1
+        self.counters.busy += rows
+        self._length_S[:rows] += 1
+        tokens_B, logp_B = sample(logits_BV, self.params, uniforms(state_4B[_KEY], state_4B[_COUNT]))
+        state_4B[_TOKEN] = tokens_B
+        state_4B[_POSITION : _COUNT + 1] += 1
+        return self._record(np.arange(rows), tokens_B, logp_B)
+
+    # Prefill and admission
+
+    def _admit(self, holes: np.ndarray) -> None:
+        """Fill ``holes`` and the unused slots from what waits; then close the holes that remain."""
+        while self._ready or self._queue:
+            free = np.concatenate((holes, np.arange(self._active, self.slots)))
+            if not len(free):
+                return
+            ready = self._ready or self._prefill(len(free))
+            stop = min(len(ready.jobs), ready.admitted + len(free))
+            jobs, rows = ready.jobs[ready.admitted : stop], ready.rows[ready.admitted : stop]
+            ready.admitted = stop
+            self._ready = ready if stop < len(ready.jobs) else None
+            filled, holes = free[: len(jobs)], holes[len(jobs) :]
+            self._active = max(self._active, int(filled.max()) + 1)
+            finished = self._enter(filled, jobs, rows, ready)
+            holes = np.sort(np.concatenate((holes, finished)))
+        self._close(holes)
+
+    def _enter(self, slots: np.ndarray, jobs: np.ndarray, rows: np.ndarray, ready: _Prefilled) -> np.ndarray:
+        """Copy prompts into ``slots`` and sample their first tokens. Returns the slots that finished with them."""
+        slots_B, jobs_B, rows_B = (torch.from_numpy(x).to(self.device) for x in (slots, jobs, rows))
+        self.cache.reserve(ready.kv.shape[4])
+        self.cache.admit(slots_B, ready.kv, rows_B)
+        keys_B = self._keys_J[jobs_B]
+        lengths_B = ready.lengths[rows_B]
+        first = torch.zeros_like(keys_B)
+        tokens_B, logp_B = sample(ready.logits[rows_B], self.params, uniforms(keys_B, first))
+        self._state_4S[:, slots_B] = torch.stack((tokens_B, lengths_B, first + 1, keys_B))
+        self._job_S[slots], self._count_S[slots] = jobs, 0
+        self._length_S[slots] = lengths_B.cpu().numpy()
+        return self._record(slots, tokens_B, logp_B)
+
+    def _prefill(self, free: int) -> _Prefilled:
+        """Compute the next prompts: enough samples for ``free`` slots, or a quarter of all, within the token limit."""
+        batch: list[tuple[tuple[int, ...], list[int]]] = []
+        wanted, samples = max(free, self.slots // 4), 0
+        longest = len(self._queue[-1][0])
+        while self._queue and samples < wanted and (not batch or (len(batch) + 1) * longest <= _PREFILL_TOKENS):
+            batch.append(self._queue.pop())
+            samples += len(batch[-1][1])
+        lengths = [len(prompt) for prompt, _ in batch]
+        tokens_PT = torch.zeros(len(batch), longest, dtype=torch.int64)
+        for row, (prompt, _) in enumerate(batch):
+            tokens_PT[row, : len(prompt)] = torch.tensor(prompt)
+        lengths_P = torch.tensor(lengths, device=self.device)
+        kv, logits_PV = self._prefill_forward(tokens_PT.to(self.device), lengths_P)
+        self.counters.prefills += 1
+        self.counters.prefill_tokens += sum(lengths)
+        jobs = np.array([job for _, waiting in batch for job in waiting])
+        rows = np.repeat(np.arange(len(batch)), [len(waiting) for _, waiting in batch])
+        return _Prefilled(kv, logits_PV, lengths_P, jobs, rows)
+
+    def _prefill_forward(self, tokens_PT: Tensor, lengths_P: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of right-padded prompts (zeros where padded), and the logits after each prompt's end."""
+        config, (prompts, longest) = self.model.config, tokens_PT.shape
+        shape = (2, config.num_hidden_layers, prompts, config.num_key_value_heads, longest, config.head_dim)
+        kv_2LPKTD = torch.empty(shape, dtype=self.kernels.dtype, device=self.device)
+        positions_1T = torch.arange(longest, device=self.device).unsqueeze(0)
+        padding_P1T1 = (positions_1T >= lengths_P.unsqueeze(1))[:, None, :, None]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = round_to_format(k, self.kv_format), round_to_format(v, self.kv_format)
+            kv_2LPKTD[0, layer], kv_2LPKTD[1, layer] = k, v
+            return self.kernels.causal_attention(q, k, v)
+
+        hidden_PTE = self.model.hidden(tokens_PT, self.kernels, positions_1T, attend)
+        last_PE = hidden_PTE[torch.arange(prompts, device=self.device), lengths_P - 1]
+        kv_2LPKTD.masked_fill_(padding_P1T1, 0.0)
+        return kv_2LPKTD, self.model.logits(last_PE, self.kernels)
+
+    def _close(self, holes: np.ndarray) -> None:
+        """Move the last rows in use into ``holes``, so that the rows in use are the first again."""
+        if not len(holes):
+            return
+        left = self._active - len(holes)
+        target = holes[holes < left]
+        source = np.setdiff1d(np.arange(left, self._active), holes)
+        self._active = left
+        if not len(target):
+            return
+        source_B, target_B = torch.from_numpy(source).to(self.device), torch.from_numpy(target).to(self.device)
+        self.cache.move(source_B, target_B, int(self._length_S[source].max()))
+        self._state_4S[:, target_B] = self._state_4S[:, source_B]
+        for per_slot in (self._job_S, self._count_S, self._length_S, self._tokens_ST, self._logp_ST):
+            per_slot[target] = per_slot[source]
+
+    # Results
+
+    def _record(self, slots: np.ndarray, tokens_B: Tensor, logp_B: Tensor) -> np.ndarray:
+        """Take the sampled tokens to the host, turn finished rows into completions, and return their slots."""
+        tokens, logp = torch.stack((tokens_B.double(), logp_B.double())).cpu().numpy()  # one transfer; both exact
+        if np.isnan(logp).any():
+            raise MantissaError(
+                f"policy version {self.version} gives non-finite logits in {self.kernels.format}, expected finite ones: "
+                "an activation overflowed or the weights have diverged; use a format with more range (bf16, fp32), or "
+                "an earlier checkpoint"
+            )
+        tokens = tokens.astype(np.int64)
+        counts = self._count_S[slots]
+        self._tokens_ST[slots, counts] = tokens
+        self._logp_ST[slots, counts] = logp
+        self._count_S[slots] = counts = counts + 1
+        stopped = self._stops_V[tokens]
+        if self._stop_strings is not None:
+            for i in np.flatnonzero(~stopped):
+                stopped[i] = self._stop_strings.completed(self._tokens_ST[slots[i], : counts[i]].tolist())
+        finished = stopped | (counts >= self.params.max_tokens)
+        for i in np.flatnonzero(finished):
+            self._complete(int(slots[i]), bool(stopped[i]))
+        return slots[finished]
+
+    def _complete(self, slot: int, stopped: bool) -> None:
+        count, (request, number) = int(self._count_S[slot]), self._jobs[self._job_S[slot]]
+        self._completions[request][number] = Completion(
+            tokens=tuple(self._tokens_ST[slot, :count].tolist()),
+            logp_T=torch.tensor(self._logp_ST[slot, :count]),
+            finish_reason="stop" if stopped else "length",
+            policy_version=self.version,
+        )

@@ -1,0 +1,115 @@
+"""The naive engine: one sample at a time, no cache, a whole forward pass for every token. The oracle of the fast one.
+
+Everything that can be written a second way is: uniforms from Python integers, the distribution in float64 with numpy,
+sorted by Python's sort. Only the decoder and the rounding of keys and values are shared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mantissa.kernels import Kernels
+from mantissa.model import Decoder
+from mantissa.precision import NumberFormat, round_to_format
+from mantissa.rollout.types import Completion, Request, SamplingParams
+
+_MASK = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
+
+
+def reference_uniform(seed: int, sample: int, position: int) -> float:
+    """The uniform of ``uniforms.py``, in Python integers."""
+    key = _mix(_mix(seed + _STEP) + (sample + 1) * _STEP)
+    word = _mix(_mix(key + (position + 1) * _STEP) ^ key)
+    return ((word >> 12) + 0.5) / 2.0**52
+
+
+def _mix(word: int) -> int:
+    word &= _MASK
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _MASK
+    return word ^ (word >> 31)
+
+
+def reference_distribution(logits_V: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """The distribution that tokens are drawn from, float64, V: temperature, top-k, top-p, renormalised."""
+    logits = logits_V.astype(np.float64)
+    if params.temperature == 0:
+        return np.eye(len(logits))[int(np.argmax(logits))]
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    kept = order[: params.top_k] if params.top_k else order
+    weights = np.exp((logits[kept] - logits[kept[0]]) / params.temperature)
+    weights /= weights.sum()
+    if params.top_p < 1:
+        size = next(n for n in range(1, len(kept) + 1) if math.fsum(weights[:n]) >= params.top_p or n == len(kept))
+        kept, weights = kept[:size], weights[:size] / math.fsum(weights[:size])
+    distribution = np.zeros(len(logits))
+    distribution[kept] = weights
+    return distribution
+
+
+def reference_logits(model: Decoder, kernels: Kernels, kv_format: NumberFormat, tokens: Sequence[int]) -> Tensor:
+    """Logits (fp32, T by V) after each of ``tokens``, by one forward pass without a cache."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernels.causal_attention(q, round_to_format(k, kv_format), round_to_format(v, kv_format))
+
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        tokens_1T = torch.tensor([list(tokens)], device=device)
+        positions_1T = torch.arange(len(tokens), device=device).unsqueeze(0)
+        return model.logits(model.hidden(tokens_1T, kernels, positions_1T, attend)[0], kernels)
+
+
+def reference_generate(
+    model: Decoder,
+    kernels: Kernels,
+    kv_format: NumberFormat,
+    requests: Sequence[Request],
+    params: SamplingParams,
+    version: int,
+    decode_text: Callable[[Sequence[int]], str] | None = None,
+) -> list[list[Completion]]:
+    """Sample every request from ``model``; the same seeds draw the same tokens as in ``NativeEngine``."""
+    return [
+        [
+            _reference_completion(model, kernels, kv_format, request, number, params, version, decode_text)
+            for number in range(request.samples)
+        ]
+        for request in requests
+    ]
+
+
+def _reference_completion(
+    model: Decoder,
+    kernels: Kernels,
+    kv_format: NumberFormat,
+    request: Request,
+    number: int,
+    params: SamplingParams,
+    version: int,
+    decode_text: Callable[[Sequence[int]], str] | None,
+) -> Completion:
+    tokens: list[int] = []
+    logps: list[float] = []
+    stopped = False
+    while not stopped and len(tokens) < params.max_tokens:
+        logits_V = reference_logits(model, kernels, kv_format, [*request.prompt_tokens, *tokens])[-1].cpu().numpy()
+        distribution = reference_distribution(logits_V, params)
+        threshold = reference_uniform(request.seed, number, len(tokens)) * math.fsum(distribution)
+        total = 0.0
+        for token in np.flatnonzero(distribution).tolist():
+            total += float(distribution[token])
+            if total > threshold:
+                break
+        tokens.append(token)
+        logps.append(math.log(distribution[token]))
+        stopped = token in params.stop_token_ids
+        if params.stop and decode_text is not None:
+            stopped = stopped or any(stop in decode_text(tokens) for stop in params.stop)
+    return Completion(tuple(tokens), torch.tensor(logps, dtype=torch.float32), "stop" if stopped else "length", version)

@@ -1,0 +1,75 @@
+"""From logits to a token and its log-probability: pure functions of tensors.
+
+Legend: B rows, V vocabulary.
+
+Order: logits / temperature, top-k, top-p, renormalisation, then the inverse of the cumulative distribution at one
+uniform number. Precision: logits come in fp32; probabilities are an fp32 softmax; their running sum is float64. In
+fp32 the sum over 150,000 tokens is wrong by 1e-5 and depends on the order a device adds in, and ``u * total`` can
+round up to ``total``, which no token's sum exceeds: the last token would then be drawn whatever its probability.
+
+The log-probability is ``token_logprob``, the learner's own function, on the same logits and temperature. Where a
+filter is active the tokens it drops have logits of -inf first, which is the renormalisation.
+
+Ties are decided, not left to a library: the smaller token id counts as the more probable one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mantissa.precision.numerics import token_logprob
+from mantissa.rollout.types import SamplingParams
+
+
+def sample(logits_BV: Tensor, params: SamplingParams, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token a row. Returns tokens (int64, B) and their log-probs (fp32, B) under the distribution drawn from.
+
+    ``logits_BV``: fp32. ``uniform_B``: float64 in (0, 1). With ``temperature=0`` the most probable token is taken; the
+    distribution is then a point mass and the log-prob is 0. A token of probability zero is never returned.
+    A row whose largest logit is not finite, or which holds a NaN, has the log-prob NaN: the caller must look.
+    """
+    if params.temperature == 0:
+        best_B, tokens_B = logits_BV.max(dim=-1)
+        return tokens_B, best_B - best_B  # log 1 = 0; NaN where the best logit is NaN or infinite
+    kept_BV = filter_logits(logits_BV, params)
+    tokens_B = draw(_probabilities(kept_BV, params.temperature), uniform_B)
+    return tokens_B, token_logprob(kept_BV, tokens_B, params.temperature)
+
+
+def filter_logits(logits_BV: Tensor, params: SamplingParams) -> Tensor:
+    """``logits_BV`` with -inf for every token that top-k or top-p drops; the same tensor where neither is active.
+
+    Top-k keeps the k largest. Top-p then keeps the fewest tokens, largest first, whose mass under the softmax of what
+    top-k kept is at least ``top_p``: a token stays while the mass before it is less than ``top_p``. The most probable
+    token always stays. Equal logits rank by token id, smaller first.
+    """
+    vocabulary = logits_BV.shape[-1]
+    limit = params.top_k if 0 < params.top_k < vocabulary else vocabulary
+    if limit == vocabulary and params.top_p >= 1.0:
+        return logits_BV
+    ranked_BV, order_BV = torch.sort(logits_BV, dim=-1, descending=True, stable=True)
+    drop_BV = torch.zeros_like(order_BV, dtype=torch.bool)
+    drop_BV[:, limit:] = True
+    if params.top_p < 1.0:
+        scaled_BV = ranked_BV[:, :limit].double() / params.temperature
+        mass_BV = torch.softmax(scaled_BV, dim=-1).cumsum(dim=-1)
+        drop_BV[:, 1:limit] = mass_BV[:, :-1] >= params.top_p
+    return logits_BV.masked_fill(torch.zeros_like(drop_BV).scatter_(-1, order_BV, drop_BV), float("-inf"))
+
+
+def draw(probabilities_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """The first token whose running sum of probability exceeds ``u * total``. int64, B.
+
+    A token of probability zero does not raise the sum, so it is never the first to exceed anything; holding the
+    threshold below the total makes sure that some token exceeds it.
+    """
+    sums_BV = probabilities_BV.cumsum(dim=-1, dtype=torch.float64)
+    total_B = sums_BV[:, -1]
+    threshold_B = torch.minimum(uniform_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
+    tokens_B = torch.searchsorted(sums_BV, threshold_B.unsqueeze(-1), right=True).squeeze(-1)
+    return tokens_B.clamp_(max=probabilities_BV.shape[-1] - 1)  # a row of NaN exceeds nothing; it stays a valid index
+
+
+def _probabilities(logits_BV: Tensor, temperature: float) -> Tensor:
+    return torch.softmax(logits_BV if temperature == 1.0 else logits_BV / temperature, dim=-1)

@@ -1,0 +1,108 @@
+"""Advantages against a plain Python loop over the groups, in any order and size."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mantissa.algorithms import ADVANTAGES, advantage, values
+from mantissa.algorithms.advantages import dr_grpo, grpo, rloo
+
+# Multiples of 1/8 are exact in every format, so that "all equal" means the same to the oracle.
+REWARDS = st.integers(-16, 16).map(lambda n: n / 8)
+BATCHES = st.lists(st.tuples(REWARDS, st.integers(-3, 3)), min_size=1, max_size=24)
+
+
+def oracle(kind: str, rewards: list[float], groups: list[int]) -> list[float]:
+    """One response at a time, with the statistics module."""
+    result = []
+    for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
+        members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and j != i]
+        if len(set(members)) == 1:
+            result.append(0.0)
+        elif kind == "grpo":
+            result.append((reward - statistics.mean(members)) / (statistics.stdev(members) + 1e-6))
+        elif kind == "dr_grpo":
+            result.append(reward - statistics.mean(members))
+        else:
+            result.append(reward - statistics.mean(others))
+    return result
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+@settings(deadline=None, max_examples=80)
+@given(batch=BATCHES)
+def test_equals_a_loop_over_groups(kind: str, batch: list[tuple[float, int]]) -> None:
+    rewards, groups = [r for r, _ in batch], [g for _, g in batch]
+    result, metrics = advantage(torch.tensor(rewards), torch.tensor(groups), kind)
+    expected = torch.tensor(oracle(kind, rewards, groups))
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-7)
+    assert torch.equal(result == 0, expected == 0)  # degenerate groups are zero exactly
+    distinct = set(groups)
+    degenerate = sum(len({r for r, g in batch if g == group}) == 1 for group in distinct)
+    measured = values(metrics)
+    assert measured["advantage/degenerate_group_fraction"].item() == pytest.approx(degenerate / len(distinct))
+    assert measured["advantage/abs_max"].item() == result.abs().max().item()
+    assert measured["reward/mean"].item() == pytest.approx(statistics.mean(rewards))
+    assert (measured["reward/min"].item(), measured["reward/max"].item()) == (min(rewards), max(rewards))
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+@settings(deadline=None, max_examples=40)
+@given(batch=BATCHES, seed=st.integers(0, 99))
+def test_order_and_names_of_groups_do_not_matter(kind: str, batch: list[tuple[float, int]], seed: int) -> None:
+    rewards, groups = torch.tensor([r for r, _ in batch]), torch.tensor([g for _, g in batch])
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+    straight, _ = advantage(rewards, groups, kind)
+    shuffled, _ = advantage(rewards[order], 1000 - 7 * groups[order], kind)
+    torch.testing.assert_close(shuffled, straight[order], rtol=2e-7, atol=0)
+
+
+def test_known_values() -> None:
+    rewards, group = torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0]), torch.tensor([4, 4, 4, 4, 9])
+    # std of (1, 0, 0, 1) divided by n - 1 is sqrt(1/3)
+    torch.testing.assert_close(grpo(rewards, group)[0][:2], torch.tensor([0.5, -0.5]) / (3**-0.5 + 1e-6))
+    assert dr_grpo(rewards, group)[0].tolist() == [0.5, -0.5, -0.5, 0.5, 0.0]
+    torch.testing.assert_close(rloo(rewards, group)[0], torch.tensor([2 / 3, -2 / 3, -2 / 3, 2 / 3, 0.0]))
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_equal_rewards_whose_mean_rounds_give_exact_zero(kind: str) -> None:
+    rewards = torch.full((3,), 0.1, dtype=torch.float64)
+    assert (rewards.sum() / 3).item() != 0.1  # the trap: r - mean is 1.4e-17, and 1.4e-17 / 1e-6 is no zero
+    assert advantage(rewards, torch.zeros(3, dtype=torch.int64), kind)[0].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_tiny_differences_beside_a_large_offset_survive() -> None:
+    """fp32 sums of 1e6 + k/16 would lose the k/16."""
+    rewards = 1e6 + torch.arange(64.0) / 16
+    expected = (torch.arange(64, dtype=torch.float64) / 16 - 63 / 32).float()
+    assert torch.equal(dr_grpo(rewards, torch.zeros(64, dtype=torch.int64))[0], expected)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_a_bad_reward_stays_in_its_group_and_shows(kind: str, bad: float) -> None:
+    result, _ = advantage(torch.tensor([bad, 1.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]), kind)
+    assert not result[:2].isfinite().all()
+    assert result[2:].isfinite().all()
+    assert result[3] > 0
+
+
+def test_no_responses() -> None:
+    result, metrics = rloo(torch.empty(0), torch.empty(0, dtype=torch.int64))
+    assert result.shape == (0,)
+    assert all(value.item() == 0 for value in values(metrics).values())
+
+
+def test_wrong_inputs_are_programmers_errors() -> None:
+    with pytest.raises(TypeError, match="int64"):
+        grpo(torch.zeros(2), torch.zeros(2))
+    with pytest.raises(ValueError, match="one reward and one group"):
+        grpo(torch.zeros(2), torch.zeros(3, dtype=torch.int64))

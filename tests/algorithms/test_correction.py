@@ -1,0 +1,240 @@
+"""Correction weights against scalar math in Python, one sequence at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from mantissa.algorithms import CORRECTION_PRESETS, CorrectionConfig, correction, values
+from mantissa.errors import MantissaError
+
+INF, NAN = float("inf"), float("nan")
+
+
+# Beside the presets, bounds that exclude 1: what was dropped must not count as masked.
+CONFIGS = CORRECTION_PRESETS | {
+    "above_one": CorrectionConfig(mode="mask", level="token", mask_low=1.5),
+    "sequence_band": CorrectionConfig(mode="mask", level="sequence", mask_low=1.01),
+    "never_above_one": CorrectionConfig(mode="truncate", level="token", truncate_at=1.0),
+}
+
+
+def preset(name: str) -> CorrectionConfig:
+    return CONFIGS[name]
+
+
+def oracle(
+    logp: list[list[float]], rollout: list[list[float]], mask: list[list[bool]], config: CorrectionConfig
+) -> tuple[list[list[float]], list[list[bool]]]:
+    weights, valid = [], []
+    for row, other, keep in zip(logp, rollout, mask, strict=True):
+        good = [m and math.isfinite(a) and math.isfinite(b) for a, b, m in zip(row, other, keep, strict=True)]
+        log_r = [a - b if g else 0.0 for a, b, g in zip(row, other, good, strict=True)]
+        if config.level == "sequence":
+            good = good if good == keep else [False] * len(row)
+            log_r = [math.fsum(log_r) if any(good) else 0.0] * len(row)
+        ratios = [math.exp(min(max(x, -20.0), 20.0)) for x in log_r]
+        if config.mode == "none":
+            ratios = [1.0] * len(row)
+        elif config.mode == "truncate":
+            ratios = [min(r, config.truncate_at) for r in ratios]
+        else:
+            low, high = config.mask_low or 0.0, INF if config.mask_high is None else config.mask_high
+            ratios = [r if low <= r <= high else 0.0 for r in ratios]
+        weights.append([r if g else 0.0 for r, g in zip(ratios, good, strict=True)])
+        valid.append(good)
+    return weights, valid
+
+
+def random_case(seed: int, spread: float) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    logp_BT = -3 * torch.rand(5, 6, generator=random)
+    rollout_BT = logp_BT + spread * torch.randn(5, 6, generator=random)
+    mask_BT = torch.rand(5, 6, generator=random) > 0.3
+    mask_BT[int(seed % 5)] = False
+    logp_BT[0, 1], rollout_BT[1, 2], rollout_BT[3, 0] = -INF, NAN, INF
+    return logp_BT, rollout_BT, mask_BT
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 10_000), spread=st.sampled_from([1e-7, 0.01, 1.0, 30.0]))
+def test_weights_are_those_of_scalar_math(name: str, seed: int, spread: float) -> None:
+    logp_BT, rollout_BT, mask_BT = random_case(seed, spread)
+    weight_BT, valid_BT, _ = correction(logp_BT, rollout_BT, mask_BT, preset(name))
+    weights, valid = oracle(logp_BT.tolist(), rollout_BT.tolist(), mask_BT.tolist(), preset(name))
+    assert valid_BT.tolist() == valid
+    assert weight_BT.dtype == torch.float32
+    torch.testing.assert_close(weight_BT, torch.tensor(weights), rtol=1.2e-7, atol=0)  # one rounding to fp32
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 10_000), spread=st.sampled_from([1e-7, 0.1, 30.0]))
+def test_tallies_are_statistics_of_the_weights_as_applied(name: str, seed: int, spread: float) -> None:
+    logp_BT, rollout_BT, mask_BT = (x.double() if x.is_floating_point() else x for x in random_case(seed, spread))
+    config = preset(name)
+    weight_BT, valid_BT, metrics = correction(logp_BT, rollout_BT, mask_BT, config)
+    got = {key.removeprefix("correction/"): value.item() for key, value in values(metrics).items()}
+    whole = valid_BT.any(-1)
+    w = weight_BT.amax(-1)[whole] if config.level == "sequence" else weight_BT[valid_BT]
+    if w.numel() == 0:
+        assert (got["weight_mean"], got["ess"]) == (0.0, 0.0)
+        return
+    close = pytest.approx
+    assert got["weight_mean"] == close(w.mean().item(), rel=1e-12)
+    # A difference of squares about 1: the error is 1e-8 of the distance from 1.
+    assert got["weight_std"] == close(w.std(correction=0).item(), rel=1e-6, abs=3e-8 * max(1, w.max().item()))
+    assert (got["weight_min"], got["weight_max"]) == (w.min().item(), w.max().item())
+    share = w / w.mean() if w.mean() > 0 else w
+    ess = 1 / share.square().mean().item() if w.mean() > 0 else 0.0
+    assert got["ess"] == close(ess, rel=1e-9)
+    zeroed = (weight_BT == 0) & valid_BT if config.mode == "mask" else torch.zeros_like(valid_BT)
+    assert got["masked_token_fraction"] == close(zeroed.sum().item() / valid_BT.sum().item())
+    assert got["masked_sequence_fraction"] == close(zeroed.any(-1).sum().item() / whole.sum().item())
+    exceeds = 0.0
+    if config.truncate_at is not None:
+        free = config.model_copy(update={"truncate_at": INF})
+        r = correction(logp_BT, rollout_BT, mask_BT, free)[0][valid_BT]
+        exceeds = (r > config.truncate_at).double().mean().item()
+    assert got["truncated_token_fraction"] == close(exceeds)
+    assert got["dropped_tokens"] == (mask_BT & ~valid_BT).sum().item()
+
+
+def test_direction_is_learner_over_rollout() -> None:
+    """A token that the learner finds likelier than the rollout did has r above 1, and it is this one that is cut."""
+    rollout_BT = torch.tensor([[math.log(0.1), math.log(0.8)]])
+    logp_BT = torch.tensor([[math.log(0.8), math.log(0.1)]])
+    every = torch.ones(1, 2, dtype=torch.bool)
+    truncated = correction(logp_BT, rollout_BT, every, preset("token_tis"))[0]
+    torch.testing.assert_close(truncated, torch.tensor([[2.0, 0.125]]))  # 8 is cut to 2, 1/8 stays
+    icepop = correction(logp_BT, rollout_BT, every, preset("icepop"))[0]
+    assert icepop.tolist() == [[0.0, 0.0]]  # 8 > 5 and 1/8 < 0.5
+    masked, valid_BT, _ = correction(logp_BT[:, :1], rollout_BT[:, :1], every[:, :1], preset("sequence_mis"))
+    assert masked.item() == 0.0
+    assert valid_BT.item()
+    kept = correction(logp_BT[:, 1:], rollout_BT[:, 1:], every[:, 1:], preset("sequence_mis"))[0]
+    torch.testing.assert_close(kept, torch.tensor([[0.125]]))  # no lower bound
+
+
+@pytest.mark.parametrize(("r", "kept"), [(0.5, True), (5.0, True), (0.4999999, False), (5.000001, False)])
+def test_mask_bounds_are_inclusive(r: float, kept: bool) -> None:
+    logp = torch.tensor([[math.log(r)]], dtype=torch.float64)
+    config = CorrectionConfig(mode="mask", level="token", mask_low=0.5, mask_high=5.0)
+    # exp(log r) may miss r by one unit in the last place; the bounds follow it, so that the test is of "inclusive" only
+    exact = config.model_copy(update={"mask_low": math.exp(math.log(0.5)), "mask_high": math.exp(math.log(5.0))})
+    weight, _, _ = correction(logp, torch.zeros_like(logp), torch.ones(1, 1, dtype=torch.bool), exact)
+    assert bool(weight.item()) is kept
+
+
+def test_a_weight_that_reaches_the_bound_is_not_truncated() -> None:
+    """With C = 1 and no gap at all, nothing is cut."""
+    one = torch.ones(2, 2)
+    assert values(correction(one, one, one.bool(), preset("never_above_one"))[2])[
+        "correction/truncated_token_fraction"
+    ].item() == 0.0  # fmt: skip
+
+
+def test_a_long_sequence_of_fp32_gaps_sums_without_loss() -> None:
+    """4,096 gaps of one unit in the last place: an fp32 ratio of each token would be exactly 1, and so the product."""
+    rollout_BT = torch.full((1, 4096), -0.0001)
+    logp_BT = torch.nextafter(rollout_BT, torch.zeros(()))
+    gap = (logp_BT.double() - rollout_BT.double()).sum().item()
+    assert 1e-9 < gap < 1e-7
+    weight = correction(logp_BT.double(), rollout_BT.double(), logp_BT < 0, preset("sequence_is"))[0]
+    assert weight[0, 0].item() - 1 == pytest.approx(gap, rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize("name", CORRECTION_PRESETS)
+@pytest.mark.parametrize("gap", [1e4, -1e4, 3e38, -3e38])
+def test_extreme_gaps_give_bounded_weights(name: str, gap: float) -> None:
+    logp_BT = torch.full((2, 3), gap / 2)
+    weight, valid, metrics = correction(logp_BT, -logp_BT, torch.ones(2, 3, dtype=torch.bool), preset(name))
+    assert valid.all()
+    assert weight.isfinite().all()
+    assert (weight >= 0).all()
+    assert weight.max().item() <= math.exp(20) * (1 + 1e-6)
+    assert all(value.isfinite() for value in values(metrics).values())
+
+
+def test_gaps_of_both_signs_beyond_fp32_cancel_rather_than_become_nan() -> None:
+    logp_BT = torch.tensor([[3e38, 3e38, -3e38, -3e38]])
+    weight, _, _ = correction(logp_BT, torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool), preset("sequence_is"))
+    assert weight.tolist() == [[1.0] * 4]
+
+
+@pytest.mark.parametrize("name", CORRECTION_PRESETS)
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10_000), garbage=st.sampled_from([NAN, INF, -INF, 3e38, 0.0]))
+def test_padding_is_never_seen(name: str, seed: int, garbage: float) -> None:
+    logp_BT, rollout_BT, mask_BT = random_case(seed, 0.5)
+    clean = correction(logp_BT, rollout_BT, mask_BT, preset(name))
+    dirty = correction(
+        torch.where(mask_BT, logp_BT, garbage), torch.where(mask_BT, rollout_BT, -garbage), mask_BT, preset(name)
+    )
+    assert torch.equal(clean[0], dirty[0])
+    assert torch.equal(clean[1], dirty[1])
+    for key, value in clean[2].items():
+        assert torch.equal(value.parts, dirty[2][key].parts), key
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (2, 3)])
+@pytest.mark.parametrize("name", CORRECTION_PRESETS)
+def test_nothing_valid(name: str, shape: tuple[int, int]) -> None:
+    logp_BT = torch.full(shape, NAN)
+    weight, valid, metrics = correction(logp_BT, logp_BT, torch.zeros(shape, dtype=torch.bool), preset(name))
+    assert torch.equal(weight, torch.zeros(shape))
+    assert not valid.any()
+    assert all(value.item() == 0 for value in values(metrics).values())
+
+
+def test_weights_carry_no_gradient() -> None:
+    logp_BT = torch.zeros(1, 2, requires_grad=True)
+    weight, _, _ = correction(logp_BT, torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), preset("token_tis"))
+    assert not weight.requires_grad
+
+
+@pytest.mark.parametrize("name", CORRECTION_PRESETS)
+def test_missing_rollout_log_probs_are_an_error_not_a_weight_of_one(name: str) -> None:
+    with pytest.raises(MantissaError, match="rollout's log-probs and got none"):
+        correction(torch.zeros(1, 1), None, torch.ones(1, 1, dtype=torch.bool), preset(name))
+
+
+def test_other_dtypes_are_a_programmers_error() -> None:
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    for a, b in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float64)):
+        with pytest.raises(TypeError, match="fp32"):
+            correction(torch.zeros(1, 1, dtype=a), torch.zeros(1, 1, dtype=b), mask, preset("none"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mode": "truncate", "truncate_at": 2.0}, "needs correction.level"),
+        ({"mode": "truncate", "level": "token"}, "needs correction.truncate_at"),
+        ({"mode": "mask", "level": "token"}, "mask_low, correction.mask_high or both"),
+        ({"mode": "mask", "level": "token", "mask_low": 2.0, "mask_high": 1.0}, "must be below"),
+        ({"mode": "none", "level": "token"}, "level does nothing"),
+        ({"mode": "truncate", "level": "token", "truncate_at": 2, "mask_low": 0.5}, "mask_low does nothing"),
+        ({"mode": "truncate", "level": "token", "truncate_at": 0}, "greater than 0"),
+        ({"mode": "truncate", "level": "token", "truncate_at": NAN}, "greater than 0"),
+        ({"truncate": 2}, "Extra inputs"),
+        ("token_tsi", "did you mean 'token_tis'"),
+    ],
+)
+def test_bad_configurations_say_what_to_do(fields: object, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        CorrectionConfig.model_validate(fields)
+
+
+@pytest.mark.parametrize("name", CORRECTION_PRESETS)
+def test_a_preset_survives_a_file(name: str) -> None:
+    config = CorrectionConfig.model_validate(name)
+    assert config == CORRECTION_PRESETS[name]
+    assert CorrectionConfig.model_validate(config.model_dump(mode="python")) == config

@@ -1,0 +1,220 @@
+"""Policy losses: values against loops of scalar math, gradients against their closed forms and finite differences."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from mantissa.algorithms import PolicyLossConfig, PPOClipConfig, ReinforceConfig, policy_loss, values
+
+INF, NAN = float("inf"), float("nan")
+CONFIGS = (ReinforceConfig(), PPOClipConfig(), PPOClipConfig(clip_low=0.1, clip_high=0.28))
+Batch = dict[str, Tensor]
+
+
+def make_batch(seed: int, spread: float = 0.3, dtype: torch.dtype = torch.float64) -> Batch:
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=dtype)
+
+    old_BT = -normal(4, 5).abs()
+    mask_BT = torch.rand(4, 5, generator=random) > 0.3
+    mask_BT[seed % 4] = False
+    return {
+        "logp_BT": old_BT + spread * normal(4, 5),
+        "old_logp_BT": old_BT,
+        "advantage_B": normal(4),
+        "mask_BT": mask_BT,
+        "weight_BT": normal(4, 5).abs(),
+        "scale_BT": normal(4, 5).abs(),
+    }
+
+
+def loss_and_gradient(batch: Batch, config: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    logp_BT = batch["logp_BT"].clone().requires_grad_()
+    loss, metrics = policy_loss(**(batch | {"logp_BT": logp_BT}), config=config)
+    loss.backward()
+    assert logp_BT.grad is not None
+    return loss.detach(), logp_BT.grad, values(metrics)
+
+
+def oracle(batch: Batch, config: Any) -> tuple[float, list[list[float]], int]:
+    """Loss, its gradient by hand, and how many tokens the clip holds; the gradient of a ratio is the ratio."""
+    loss, clipped = 0.0, 0
+    gradient = [[0.0] * batch["mask_BT"].shape[1] for _ in range(batch["mask_BT"].shape[0])]
+    for i, row in enumerate(batch["mask_BT"].tolist()):
+        advantage = batch["advantage_B"][i].item()
+        for t, valid in enumerate(row):
+            if not valid:
+                continue
+            names = ("logp_BT", "old_logp_BT", "weight_BT", "scale_BT")
+            logp, old, weight, scale = (batch[name][i, t].item() for name in names)
+            if isinstance(config, ReinforceConfig):
+                loss -= scale * weight * advantage * logp
+                gradient[i][t] = -scale * weight * advantage
+                continue
+            ratio = math.exp(min(max(logp - old, -20.0), 20.0))
+            bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+            loss -= scale * weight * min(ratio * advantage, bounded * advantage)
+            held = bounded * advantage < ratio * advantage
+            clipped += held
+            if not held and abs(logp - old) <= 20:
+                gradient[i][t] = -scale * weight * advantage * ratio
+    return loss, gradient, clipped
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 10_000), spread=st.sampled_from([1e-6, 0.1, 1.0, 40.0]))
+def test_value_and_gradient_are_those_of_scalar_math(config: Any, seed: int, spread: float) -> None:
+    batch = make_batch(seed, spread)
+    loss, gradient, metrics = loss_and_gradient(batch, config)
+    expected, by_hand, clipped = oracle(batch, config)
+    assert loss.item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    torch.testing.assert_close(gradient, torch.tensor(by_hand, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+    assert metrics["policy/loss"].item() == loss.item()
+    if isinstance(config, PPOClipConfig):
+        assert metrics["policy/clip_fraction"].item() == pytest.approx(clipped / batch["mask_BT"].sum().item())
+    else:
+        assert "policy/clip_fraction" not in metrics
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_gradient_passes_finite_differences(config: Any) -> None:
+    batch = make_batch(7, 0.4)
+    logp_BT = batch["logp_BT"].clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: policy_loss(**(batch | {"logp_BT": x}), config=config)[0], logp_BT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_at_ratio_one_ppo_has_the_gradient_of_reinforce(dtype: torch.dtype) -> None:
+    batch = make_batch(3, 0.0, dtype)
+    ppo, plain = loss_and_gradient(batch, PPOClipConfig())[1], loss_and_gradient(batch, ReinforceConfig())[1]
+    assert plain.abs().sum() > 0
+    torch.testing.assert_close(ppo, plain, rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "gradient"),
+    [
+        (1.5, 1.0, 0.0),  # already likelier by more than the clip allows
+        (1.5, -1.0, 1.5),  # likelier although bad: pushed back with its full ratio
+        (0.5, 1.0, -0.5),  # rarer although good: pulled back
+        (0.5, -1.0, 0.0),  # already rarer
+        (1.1, 1.0, -1.1),
+        (0.9, -1.0, 0.9),
+    ],
+)
+def test_the_clip_holds_only_what_has_gone_far_enough(ratio: float, advantage: float, gradient: float) -> None:
+    one = torch.ones(1, 1)
+    logp = torch.tensor([[math.log(ratio)]], requires_grad=True)
+    loss, _ = policy_loss(logp, 0 * one, torch.tensor([advantage]), one.bool(), one, one, PPOClipConfig())
+    loss.backward()
+    assert logp.grad is not None
+    assert logp.grad.item() == pytest.approx(gradient, rel=1e-6)
+
+
+def test_only_logp_receives_a_gradient() -> None:
+    batch = make_batch(1)
+    leaves = {k: v.clone().requires_grad_() if v.is_floating_point() else v for k, v in batch.items()}
+    policy_loss(**leaves, config=PPOClipConfig())[0].backward()
+    assert leaves["logp_BT"].grad is not None
+    for name in ("old_logp_BT", "advantage_B", "weight_BT"):
+        assert leaves[name].grad is None, name
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 10_000),
+    garbage=st.lists(st.sampled_from([NAN, INF, -INF, 3e38, -3e38]), min_size=5, max_size=5),
+)
+def test_what_lies_under_the_mask_never_matters(config: Any, seed: int, garbage: list[float]) -> None:
+    batch = make_batch(seed)
+    mask_BT = batch["mask_BT"]
+    names = ("logp_BT", "old_logp_BT", "weight_BT", "scale_BT")
+    dirty = {k: torch.where(mask_BT, batch[k], g) for k, g in zip(names, garbage, strict=False)}
+    dirty["advantage_B"] = torch.where(mask_BT.any(-1), batch["advantage_B"], garbage[4])
+    loss, gradient, metrics = loss_and_gradient(batch, config)
+    with torch.autograd.set_detect_anomaly(
+        True
+    ):  # no step of the backward pass makes a NaN, not even one dropped later
+        dirty_loss, dirty_gradient, dirty_metrics = loss_and_gradient(batch | dirty, config)
+    assert torch.equal(dirty_loss, loss)
+    assert torch.equal(dirty_gradient, gradient)
+    assert (dirty_gradient[~mask_BT] == 0).all()
+    assert dirty_metrics == metrics
+
+
+@pytest.mark.parametrize("gap", [25.0, -25.0, 100.0, -100.0, 1e30, -1e30])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_extreme_ratios_stay_finite_in_fp32(gap: float, sign: float) -> None:
+    one = torch.ones(1, 1)
+    logp = torch.tensor([[gap]], requires_grad=True)
+    loss, metrics = policy_loss(logp, 0 * one, torch.tensor([sign]), one.bool(), one, one, PPOClipConfig())
+    loss.backward()
+    assert loss.isfinite()
+    assert logp.grad is not None
+    assert logp.grad.item() == 0.0
+    measured = values(metrics)
+    assert measured["policy/ratio_max"].item() == pytest.approx(math.exp(math.copysign(20, gap)))
+    assert measured["policy/kl_old"].isfinite()
+
+
+def test_drift_is_measured_where_fp32_would_see_noise() -> None:
+    """Ratios of 1 +- 1e-7: the k3 estimate is 5e-15 or so, and fp32 arithmetic gives 2e-8."""
+    batch = make_batch(2, 0.0, torch.float32) | {"mask_BT": torch.ones(4, 5, dtype=torch.bool)}
+    batch["logp_BT"] = torch.nextafter(batch["old_logp_BT"], torch.zeros(()))
+    log_ratio = (batch["logp_BT"].double() - batch["old_logp_BT"].double()).flatten().tolist()
+    # (x^2)/2 + (x^3)/6 is r - 1 - log r to 1e-14 of itself at this size
+    expected = math.fsum(x * x / 2 + x**3 / 6 for x in log_ratio) / 20
+    assert 0 < expected < 1e-13
+    measured = loss_and_gradient(batch, PPOClipConfig())[2]
+    # expm1(x) - x in float64 has an absolute error of 1e-16 * x
+    assert measured["policy/kl_old"].item() == pytest.approx(expected, rel=1e-6, abs=0)
+    assert measured["policy/ratio_mean"].item() == pytest.approx(1 + math.fsum(log_ratio) / 20, abs=1e-14)
+
+
+@pytest.mark.parametrize("bad", [NAN, -INF, INF])
+def test_a_valid_log_prob_that_is_not_finite_is_counted_and_not_repaired(bad: float) -> None:
+    one = torch.ones(1, 3)
+    logp = torch.tensor([[-1.0, bad, -2.0]])
+    loss, metrics = policy_loss(logp, -one, torch.ones(1), one.bool(), one, one, ReinforceConfig())
+    assert not loss.isfinite()
+    measured = values(metrics)
+    assert measured["policy/nonfinite"].item() == 1
+    assert measured["policy/ratio_mean"].item() == pytest.approx((1 + math.exp(-1)) / 2)
+    assert measured["policy/kl_old"].isfinite()
+    assert measured["policy/ratio_max"].item() == 1.0
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (3, 4)])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_micro_batch_of_padding_has_no_loss_and_no_gradient(config: Any, shape: tuple[int, int]) -> None:
+    logp = torch.full(shape, NAN, requires_grad=True)
+    junk = torch.full(shape, NAN)
+    loss, metrics = policy_loss(
+        logp, junk, torch.full(shape[:1], NAN), torch.zeros(shape, dtype=torch.bool), junk, junk, config
+    )
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logp.grad is not None
+    assert torch.equal(logp.grad, torch.zeros(shape))
+    assert all(value.item() == 0 for value in values(metrics).values())
+
+
+def test_the_kind_chooses_the_fields() -> None:
+    parse: Any = TypeAdapter(PolicyLossConfig).validate_python
+    assert parse({"kind": "ppo_clip", "clip_high": 0.28}) == PPOClipConfig(clip_low=0.2, clip_high=0.28)
+    assert parse({"kind": "reinforce"}) == ReinforceConfig()
+    for bad in ({"kind": "reinforce", "clip_low": 0.2}, {"kind": "ppo"}, {"kind": "ppo_clip", "clip_low": 1.5}):
+        with pytest.raises(ValidationError):
+            parse(bad)

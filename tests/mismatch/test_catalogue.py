@@ -1,0 +1,49 @@
+"""What is declared is what is reported: nothing more, nothing less, nothing twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mantissa.algorithms import (
+    ADVANTAGES,
+    CORRECTION_PRESETS,
+    PPOClipConfig,
+    ReinforceConfig,
+    advantage,
+    correction,
+    policy_loss,
+)
+from mantissa.mismatch import ADVANTAGE_METRICS, ALL_METRICS, CORRECTION_METRICS, POLICY_METRICS, Metric
+
+ONE = torch.ones(2, 2)
+
+
+def names(metrics: tuple[Metric, ...]) -> set[str]:
+    return {metric.name for metric in metrics}
+
+
+@pytest.mark.parametrize("preset", CORRECTION_PRESETS)
+def test_correction(preset: str) -> None:
+    assert set(correction(ONE, ONE, ONE.bool(), CORRECTION_PRESETS[preset])[2]) == names(CORRECTION_METRICS)
+
+
+def test_policy() -> None:
+    reported = {
+        config.kind: set(policy_loss(ONE, ONE, ONE[0], ONE.bool(), ONE, ONE, config)[1])
+        for config in (PPOClipConfig(), ReinforceConfig())
+    }
+    assert reported["ppo_clip"] == names(POLICY_METRICS)
+    assert reported["reinforce"] == names(POLICY_METRICS) - {"policy/clip_fraction"}
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_advantage(kind: str) -> None:
+    assert set(advantage(ONE[0], torch.tensor([0, 0]), kind)[1]) == names(ADVANTAGE_METRICS)
+
+
+def test_each_is_declared_once_and_in_full() -> None:
+    assert len(names(ALL_METRICS)) == len(ALL_METRICS)
+    for metric in ALL_METRICS:
+        assert all((metric.formula, metric.unit)), metric.name
+        assert metric.source or not metric.gated, f"{metric.name} has a gate and no source for it"

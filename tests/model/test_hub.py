@@ -1,0 +1,94 @@
+"""Finding a model: folders, hub names, and what each way of failing says. No test touches the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from mantissa.errors import MantissaError
+from mantissa.model import load_model, load_tokenizer
+from mantissa.model.hub import find_folder
+
+
+def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_folder(tmp_path) == tmp_path
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert find_folder("org/name") == Path("org/name")  # a folder here goes before the hub
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_folder("~/org") == tmp_path / "org"
+
+
+@pytest.mark.parametrize("name", ["nowhere", "/no/such/place", "a/b/c", "../x", "org/na me", ""])
+def test_what_is_neither_folder_nor_hub_name_never_asks_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.chdir("/")
+    if name == "":
+        assert find_folder(name) == Path(".")
+        return
+    with pytest.raises(MantissaError, match="no such folder, and not a hub name either"):
+        find_folder(name)
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("")
+    with pytest.raises(MantissaError, match="got a file"):
+        find_folder(tmp_path / "x")
+
+
+def test_a_hub_name_is_fetched_without_what_is_not_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_theirs: Callable[..., Any]
+) -> None:
+    _, folder = save_theirs("llama")
+    asked: list[tuple[str, list[str]]] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert load_model("org/name").config.family == "llama"
+    with pytest.raises(MantissaError, match="no tokenizer files"):
+        load_tokenizer("org/name")
+    (weights_name, weights), (tokenizer_name, tokenizer) = asked
+    assert weights_name == tokenizer_name == "org/name"
+    assert set(weights) - set(tokenizer) == {"*.safetensors"}
+    assert not any("bin" in pattern for pattern in weights)
+
+
+def test_the_hub_cannot_be_reached() -> None:
+    from huggingface_hub import constants
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)  # what HF_HUB_OFFLINE=1 sets at import
+        with pytest.raises(
+            MantissaError, match=r"mantissa-tests/absent: .*the hub gave no copy .*HF_HUB_OFFLINE"
+        ) as caught:
+            load_model("mantissa-tests/absent")
+    assert "\n" not in str(caught.value)
+
+
+def _raises(error: Exception) -> Callable[..., Any]:
+    def download(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return download
+
+
+def test_gated_and_unknown_repositories_and_a_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    cases = (
+        (GatedRepoError.__new__(GatedRepoError), "accept this model's terms"),
+        (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "no such model on the hub"),
+        (ConnectionResetError("peer went away"), "peer went away"),
+        (OSError(28, "No space left on device"), "No space left"),
+    )
+    for error, message in cases:
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", _raises(error))
+        with pytest.raises(MantissaError, match=message):
+            find_folder("org/name")

@@ -1,0 +1,347 @@
+"""Weights in and out: exactness, every dtype and layout, strictness by name, and folders that appear whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mantissa.errors import MantissaError
+from mantissa.kernels import NativeKernels
+from mantissa.model import (
+    Decoder,
+    FreshModelConfig,
+    Tokenizer,
+    byte_tokenizer,
+    character_tokenizer,
+    empty_decoder,
+    huggingface,
+    load_model,
+    load_tokenizer,
+    save_model,
+)
+from mantissa.precision import BF16, FP16, FP32, NumberFormat, round_by_arithmetic
+
+SHAPE = FreshModelConfig(hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate_size=24)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return character_tokenizer("0123456789+=")
+
+
+@pytest.fixture
+def decoder(tokenizer: Tokenizer) -> Decoder:
+    return empty_decoder(SHAPE.model(tokenizer.vocab_size)).initialize(torch.Generator().manual_seed(4))
+
+
+@pytest.fixture
+def folder(decoder: Decoder, tokenizer: Tokenizer, tmp_path: Path) -> Path:
+    save_model(decoder, tokenizer, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **settings: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(MantissaError) as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_fp32_comes_back_to_the_bit(decoder: Decoder, folder: Path) -> None:
+    again = load_model(folder)
+    assert again.config == decoder.config
+    for name, parameter in decoder.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter), name
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in again.parameters())
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP16], ids=str)
+def test_half_rounds_each_master_once_and_widens_exactly(
+    fmt: NumberFormat, decoder: Decoder, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with torch.no_grad():  # ties, subnormals and neighbours, where a second rounding or a truncation would show
+        decoder.model.norm.weight[:4] = torch.tensor([1 + fmt.epsilon / 2, 1 + 1.5 * fmt.epsilon, 1e-7, 1 - 1e-7])
+    save_model(decoder, tokenizer, tmp_path / "half", dtype=fmt.name)
+    stored = load_file(tmp_path / "half" / "model.safetensors")
+    assert {t.dtype for t in stored.values()} == {fmt.dtype}
+    again = load_model(tmp_path / "half")
+    changed = 0
+    for name, parameter in decoder.named_parameters():
+        assert torch.equal(again.get_parameter(name), round_by_arithmetic(parameter.detach(), fmt)), name
+        changed += int((again.get_parameter(name) != parameter).sum())
+    assert changed > 1000
+    said = json.loads((tmp_path / "half" / "config.json").read_text())
+    assert said["dtype"] == said["torch_dtype"] == str(fmt.dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_folders_that_transformers_wrote_in_any_dtype(
+    dtype: torch.dtype, make_theirs: Callable[..., Any], outside: Any, tmp_path: Path
+) -> None:
+    theirs = make_theirs("qwen2", tie_word_embeddings=True).to(dtype)
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, theirs.get_parameter(name).float()), name
+
+
+def test_sharded_both_ways(
+    decoder: Decoder, tokenizer: Tokenizer, make_theirs: Callable[..., Any], outside: Any, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    save_model(decoder, tokenizer, tmp_path / "ours", shard_bytes=3000)
+    shards = sorted((tmp_path / "ours").glob("model-*.safetensors"))
+    assert len(shards) > 3
+    assert all(sum(t.numel() * 4 for t in load_file(shard).values()) <= 3000 for shard in shards)
+    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in decoder.parameters())
+    assert set(index["weight_map"]) == {name for name, _ in decoder.named_parameters()}
+    with outside():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    for name, parameter in load_model(tmp_path / "ours").named_parameters():
+        assert torch.equal(parameter, decoder.get_parameter(name)), name
+        assert torch.equal(parameter, loaded.get_parameter(name)), name
+
+    theirs = make_theirs("llama")
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    for name, parameter in load_model(tmp_path / "theirs").named_parameters():
+        assert torch.equal(parameter, theirs.get_parameter(name)), name
+
+
+def test_a_tensor_larger_than_a_shard_has_one_to_itself() -> None:
+    assert huggingface._shards({"a": 5, "b": 90, "c": 4, "d": 6, "e": 1}, 10) == [["a"], ["b"], ["c", "d"], ["e"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "tensor model.norm.weight missing"),
+        (
+            lambda t: [t.pop(f"model.layers.{i}.mlp.up_proj.weight") for i in (0, 1)],
+            "tensor model.layers.0.mlp.up_proj.weight and 1 more missing",
+        ),
+        (lambda t: t.update({"score.weight": torch.ones(2)}), "unexpected tensor score.weight"),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}),
+            "unexpected tensor model.layers.0.self_attn.q_proj.bias",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(15)}),
+            "tensor model.norm.weight has shape (15,), but config.json asks for (16,)",
+        ),
+        (
+            lambda t: t["model.norm.weight"][3:5].fill_(float("nan")),
+            "tensor model.norm.weight has 2 values that are not",
+        ),
+        (lambda t: t["model.norm.weight"][0].fill_(float("inf")), "tensor model.norm.weight has 1 values that are not"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(16, dtype=torch.float64)}),
+            "tensor model.norm.weight is stored as float64; expected float32, bfloat16 or float16",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(16).to(torch.float8_e4m3fn)}),
+            "stored as float8_e4m3fn",
+        ),
+        (lambda t: t.update({"lm_head.weight": torch.zeros(14, 16)}), "the stored lm_head.weight differs from it"),
+        (lambda t: t.update({"lm_head.weight": torch.zeros(9, 16)}), "the stored lm_head.weight differs from it"),
+    ],
+)
+def test_weights_that_are_not_this_models(change: Callable[..., object], message: str, folder: Path) -> None:
+    edit(folder, change)
+    assert message in refusal(folder)
+
+
+def test_what_is_stored_without_being_a_weight(decoder: Decoder, folder: Path) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+
+    edit(folder, add)
+    assert torch.equal(load_model(folder).head_weight, decoder.head_weight)
+
+
+def test_an_untied_head_must_be_stored(folder: Path) -> None:
+    edit_config(folder, tie_word_embeddings=False)
+    assert "tensor lm_head.weight missing" in refusal(folder)
+
+
+def test_folders_that_are_not_whole(folder: Path, decoder: Decoder, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert "no config.json there" in refusal(tmp_path)
+    whole = (folder / "model.safetensors").read_bytes()
+    for kept in (len(whole) - 1, len(whole) // 2, 5, 0):
+        (folder / "model.safetensors").write_bytes(whole[:kept])
+        assert "model.safetensors: truncated or damaged" in refusal(folder)
+    (folder / "model.safetensors").unlink()
+    assert "no weights; expected model.safetensors or model.safetensors.index.json" in refusal(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    assert "pytorch_model.bin, which must be converted first" in refusal(folder)
+
+    save_model(decoder, tokenizer, tmp_path / "sharded", shard_bytes=3000)
+    sharded = tmp_path / "sharded"
+    shard = sorted(sharded.glob("model-*.safetensors"))[1]
+    content = shard.read_bytes()
+    shard.unlink()
+    assert f"shard {shard.name} is missing" in refusal(sharded)
+    shard.write_bytes(content[:-7])
+    assert f"{shard.name}: truncated or damaged" in refusal(sharded)
+    shard.write_bytes(sorted(sharded.glob("model-*.safetensors"))[0].read_bytes())
+    assert "is stored twice" in refusal(sharded)
+    index = sharded / "model.safetensors.index.json"
+    for broken, message in (
+        ("{}", "no weight_map"),
+        ('{"weight_map": {"a": 3}}', "no weight_map"),
+        ("{", "not valid JSON"),
+        ('{"weight_map": {"a": "../secret.safetensors"}}', "is not a file of this folder"),
+    ):
+        index.write_text(broken)
+        assert message in refusal(sharded)
+
+
+def test_what_the_original_said_beside_the_numbers_is_kept(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    edit_config(folder, bos_token_id=7, use_cache=False, note={"by": "someone"}, eos_token_id=99, _name_or_path="x")
+    save_model(load_model(folder), load_tokenizer(folder), tmp_path / "again", dtype="bf16")
+    said = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (said["bos_token_id"], said["use_cache"], said["note"]) == (7, False, {"by": "someone"})
+    assert said["eos_token_id"] == tokenizer.eos_ids[0]  # the tokenizer's, which is what ends a response
+    assert said["dtype"] == "bfloat16"
+    assert "_name_or_path" not in said
+
+
+def test_several_eos_ids_reach_both_files(decoder: Decoder, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(character_tokenizer("0123456789+=").backend, {"eos_token_id": [1, 0], "top_p": 0.8})
+    save_model(decoder, tokenizer, tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "model" / name).read_text())["eos_token_id"] == [1, 0]
+    assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["top_p"] == 0.8
+
+
+def test_weights_that_cannot_be_stored(decoder: Decoder, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with torch.no_grad():
+        decoder.model.layers[1].mlp.up_proj.weight[0, 0] = 70000.0
+    with pytest.raises(
+        MantissaError, match=r"model\.layers\.1\.mlp\.up_proj\.weight reaches 70000, beyond the largest fp16"
+    ):
+        save_model(decoder, tokenizer, tmp_path / "model", dtype="fp16")
+    with torch.no_grad():
+        decoder.model.norm.weight[2] = float("nan")
+    with pytest.raises(MantissaError, match=r"tensor model\.norm\.weight has 1 values that are not finite"):
+        save_model(decoder, tokenizer, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []  # nothing half-written stays
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "e4m3"}, "cannot store a model in e4m3: expected one of fp32, bf16, fp16"),
+        ({"dtype": "int8"}, "unknown number format 'int8'"),
+        ({"shard_bytes": 0}, "shard_bytes=0"),
+        ({"tokenizer": byte_tokenizer()}, "wrong tokenizer: it has ids up to 257 but the model embeds only 14"),
+    ],
+)
+def test_requests_that_cannot_be_met(
+    options: dict[str, Any], message: str, decoder: Decoder, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with pytest.raises(MantissaError, match=message):
+        save_model(decoder, **{"tokenizer": tokenizer, "path": tmp_path / "model", **options})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_model_is_replaced_whole_and_anything_else_is_left_alone(
+    decoder: Decoder, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    save_model(decoder, tokenizer, path, shard_bytes=3000)
+    with torch.no_grad():
+        decoder.model.norm.weight += 1
+    save_model(decoder, tokenizer, path)
+    assert not list(path.glob("model-*"))
+    assert not (path / "model.safetensors.index.json").exists()
+    assert torch.equal(load_model(path).model.norm.weight, decoder.model.norm.weight)
+    (path / "notes.md").write_text("mine")
+    with pytest.raises(MantissaError, match=r"holds 'notes\.md', which saving a model here would delete"):
+        save_model(decoder, tokenizer, path)
+    assert (path / "notes.md").read_text() == "mine"
+    with pytest.raises(MantissaError, match="expected a folder to write the model to, got a file"):
+        save_model(decoder, tokenizer, path / "notes.md")
+
+
+def test_a_failure_half_way_leaves_the_old_model(
+    decoder: Decoder, tokenizer: Tokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(huggingface, "_write_weights", fail)
+    with pytest.raises(MantissaError, match="No space left on device; free some space"):
+        save_model(decoder, tokenizer, folder)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert [entry.name for entry in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_disk_that_fills_up_while_weights_are_written(
+    decoder: Decoder, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    whole = 4 * sum(p.numel() for p in decoder.parameters())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (whole // 2, hard))  # a write beyond it fails, as on a full disk
+    try:
+        with pytest.raises(MantissaError, match=r"cannot write .*(choose another folder)"):
+            save_model(decoder, tokenizer, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gathered_weights_are_written_in_place_of_the_decoders_own(
+    decoder: Decoder, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    gathered = {name: tensor + 1 for name, tensor in decoder.state_dict().items()}
+    save_model(decoder, tokenizer, tmp_path / "model", weights=gathered)
+    assert torch.equal(load_model(tmp_path / "model").model.norm.weight, gathered["model.norm.weight"])
+    gathered.pop("model.norm.weight")
+    with pytest.raises(ValueError, match=r"do not match the decoder's parameters, first at model\.norm\.weight"):
+        save_model(decoder, tokenizer, tmp_path / "model", weights=gathered)
+
+
+def test_a_trained_step_survives_the_trip(decoder: Decoder, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The folder holds the weights after an update, not those the decoder began with."""
+    kernels, tokens_BT = NativeKernels(FP32), torch.tensor([tokenizer.encode("1+2=3")])
+    optimizer = torch.optim.SGD(decoder.parameters(), lr=0.5)
+    decoder.logits(decoder(tokens_BT, kernels), kernels).square().sum().backward()
+    optimizer.step()
+    save_model(decoder, tokenizer, tmp_path / "model")
+    again = load_model(tmp_path / "model")
+    with torch.no_grad():
+        expected = decoder.logits(decoder(tokens_BT, kernels), kernels)
+        assert torch.equal(again.logits(again(tokens_BT, kernels), kernels), expected)
+
+
+def test_a_config_that_no_folder_can_say_is_not_written(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    config = dataclasses.replace(SHAPE.model(tokenizer.vocab_size), qk_norm=False)
+    with pytest.raises(MantissaError, match="qk_norm=False is not what transformers' qwen3 does"):
+        save_model(empty_decoder(config).initialize(), tokenizer, tmp_path / "model")

@@ -1,0 +1,258 @@
+"""The guarded grader, held against real processes that hang, raise, crash and are killed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mantissa.errors import MantissaError
+from mantissa.tasks import Grader, Problem, WorkerStartError
+
+HERE = Path(__file__).parent
+PROBLEM = Problem("p-0", "2+2=", "4", "test")
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))  # the workers get this process's sys.path
+        yield importlib.import_module("hostile_verifiers")
+
+
+def children(pid: int | None = None) -> set[int]:
+    """The child processes that are alive (zombies are not), as the kernel lists them."""
+    pid = os.getpid() if pid is None else pid
+    found = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        found |= {int(child) for child in task.read_text().split()}
+    return {child for child in found if alive(child)}
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
+    end = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+linux_only = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts processes in /proc")
+
+
+def test_inline_failures_cost_one_sample_each(hostile: ModuleType) -> None:
+    verifier = hostile.Obedient()
+    said = ["4", "raise", "nan", "too-high", "not-a-reward", "recurse", "abc"]
+    rewards = Grader(hostile.FakeTask(verifier)).grade([(PROBLEM, text) for text in said])
+    assert rewards[0] == verifier(PROBLEM, "4")
+    assert rewards[0].correct
+    assert rewards[6] == verifier(PROBLEM, "abc")
+    errors = [r.error or "" for r in rewards[1:6]]
+    for error, start in zip(
+        errors,
+        (
+            "KeyError: 'no such\\nthing'",
+            "ValueError: reward nan lies outside [-1.0, 1.0]",
+            "ValueError: reward 1.5 lies outside",
+            "ValueError: the verifier returned float, not a Reward",
+            "RecursionError",
+        ),
+        strict=True,
+    ):
+        assert error.startswith(start)
+    assert {r.value for r in rewards[1:6]} == {-1.0}
+    assert not any(r.correct for r in rewards[1:6])
+
+
+def test_inline_grading_starts_no_process(hostile: ModuleType) -> None:
+    before = children()
+    with Grader(hostile.FakeTask(hostile.Obedient())) as grader:
+        grader.grade([(PROBLEM, "4")] * 10)
+        assert children() == before
+
+
+def test_isolated_rewards_equal_direct_ones_in_order(hostile: ModuleType) -> None:
+    rng = random.Random(0)
+    said = [f"sleep {rng.random() / 50:.4f}" if rng.random() < 0.5 else "x" * rng.randrange(50) for _ in range(60)]
+    said[17] = "print"
+    said[18] = "\ud800 lone surrogate, \x00 and 漢字"
+    said[19] = "y" * 3_000_000  # more than a pipe holds
+    direct = hostile.IsolatedObedient()
+    with Grader(hostile.FakeTask(direct), timeout_s=20, workers=3) as grader:
+        assert grader.grade([]) == []
+        rewards = grader.grade([(PROBLEM, text) for text in said])
+    assert rewards == [direct(PROBLEM, text) for text in said]
+
+
+@linux_only
+def test_only_the_offending_samples_lose_their_reward(hostile: ModuleType) -> None:
+    bad = {
+        "raise": "KeyError: 'no such\\nthing'",
+        "leave": "SystemExit: 7",
+        "die": "the verifier's process died (exit code 3)",
+        "segfault": "the verifier's process died (SIGSEGV)",
+        "hang": "the verifier took longer than 3 s",
+        "hang-in-c": "the verifier took longer than 3 s",
+        "eat-memory": "MemoryError: ",
+        "nan": "ValueError: reward nan lies outside [-1.0, 1.0]",
+        "not-a-reward": "ValueError: the verifier returned float, not a Reward",
+    }
+    good = ["4", "abc", "", "42"]
+    said = [text for one_bad in bad for text in (*good, one_bad)]
+    before = children()
+    direct = hostile.IsolatedObedient()
+    with Grader(hostile.FakeTask(direct), timeout_s=3, workers=2) as grader:
+        rewards = grader.grade([(PROBLEM, text) for text in said])
+        assert len(children() - before) <= 2
+    assert children() == before
+    for text, reward in zip(said, rewards, strict=True):
+        if text in bad:
+            assert (reward.value, reward.correct, reward.error) == (-1.0, False, bad[text])
+        else:
+            assert reward == direct(PROBLEM, text)
+
+
+@linux_only
+def test_workers_are_reused_and_an_idle_death_costs_nothing(hostile: ModuleType) -> None:
+    before = children()
+    with Grader(hostile.FakeTask(hostile.WhoAmI()), workers=2) as grader:
+        first = {int(r.value) for r in grader.grade([(PROBLEM, "")] * 60)}
+        assert first == children() - before
+        assert len(first) == 2
+        assert {int(r.value) for r in grader.grade([(PROBLEM, "")] * 60)} == first
+        victim = min(first)
+        os.kill(victim, signal.SIGKILL)
+        assert wait_until(lambda: not alive(victim), 10)
+        rewards = grader.grade([(PROBLEM, "")] * 60)
+        assert [r.error for r in rewards] == [None] * 60
+        assert victim not in {int(r.value) for r in rewards}
+    assert children() == before
+
+
+@linux_only
+def test_workers_start_on_demand_and_never_more_than_samples(hostile: ModuleType) -> None:
+    before = children()
+    grader = Grader(hostile.FakeTask(hostile.WhoAmI()), workers=4)
+    assert children() == before
+    grader.grade([(PROBLEM, "")])
+    assert len(children() - before) == 1
+    grader.close()
+    grader.close()
+    assert children() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        grader.grade([(PROBLEM, "")])
+
+
+@linux_only
+def test_a_grader_that_is_dropped_ends_its_workers(hostile: ModuleType) -> None:
+    before = children()
+    grader = Grader(hostile.FakeTask(hostile.WhoAmI()), workers=1)
+    grader.grade([(PROBLEM, "")])
+    assert children() != before
+    del grader  # warnings are errors here: a ResourceWarning would fail the run
+    assert wait_until(lambda: children() == before, 10)
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("Unready", "ImportError: libanswers.so is not there"), ("DiesAtStart", r"died at start \(exit code 5\)")],
+)
+def test_a_verifier_that_cannot_start_is_an_error_not_a_reward(hostile: ModuleType, name: str, expected: str) -> None:
+    before = children()
+    with Grader(hostile.FakeTask(getattr(hostile, name)())) as grader, pytest.raises(WorkerStartError, match=expected):
+        grader.grade([(PROBLEM, "4")] * 3)
+    assert children() == before
+
+
+@linux_only
+def test_an_interrupt_leaves_no_stale_answers(hostile: ModuleType) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = children()
+    direct = hostile.IsolatedObedient()
+    old = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with Grader(hostile.FakeTask(direct), timeout_s=60, workers=2) as grader:
+            grader.grade([(PROBLEM, "a")])
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                grader.grade([(PROBLEM, "sleep 5"), (PROBLEM, "sleep 5.0")])
+            assert children() == before
+            said = ["b", "bc", "bcd"]
+            assert grader.grade([(PROBLEM, s) for s in said]) == [direct(PROBLEM, s) for s in said]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+@pytest.mark.parametrize(("timeout_s", "workers"), [(0, 1), (-1, 1), (float("nan"), 1), (1, 0)])
+def test_bad_settings_are_refused(hostile: ModuleType, timeout_s: float, workers: int) -> None:
+    with pytest.raises(MantissaError, match="expected more than 0 and at least 1"):
+        Grader(hostile.FakeTask(hostile.Obedient()), timeout_s, workers)
+
+
+# A script without a main guard, which leaves its Grader open: exit must be clean all the same.
+SCRIPT = """
+import sys, time
+sys.path.insert(0, {here!r})
+from hostile_verifiers import FakeTask, IsolatedObedient
+from mantissa.tasks import Grader, Problem
+grader = Grader(FakeTask(IsolatedObedient()), timeout_s={timeout_s}, workers=2)
+rewards = grader.grade([(Problem("p", "q", "4", "s"), text) for text in ("4", "12", "die")])
+print([(r.value, r.error) for r in rewards], flush=True)
+{tail}
+"""
+
+
+@linux_only
+@pytest.mark.parametrize("way", ["file", "stdin"])
+def test_a_script_without_main_guard_runs_and_leaves_nothing(tmp_path: Path, way: str) -> None:
+    script = SCRIPT.format(here=str(HERE), timeout_s=30, tail="import os; print(*open(f'/proc/self/task/{os.getpid()}/children'))")
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    command = [sys.executable, "-W", "error", str(path) if way == "file" else "-"]
+    done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    rewards, workers = done.stdout.splitlines()
+    assert rewards == "[(0.5, None), (0.3333333333333333, None), (-1.0, \"the verifier's process died (exit code 3)\")]"
+    assert workers.split()
+    assert not any(alive(int(pid)) for pid in workers.split())
+
+
+@linux_only
+@pytest.mark.parametrize("busy", ["idle", "hang", "hang-in-c"])
+def test_workers_of_a_killed_process_end_by_themselves(tmp_path: Path, busy: str) -> None:
+    tail = "time.sleep(600)" if busy == "idle" else f"grader.grade([(Problem('p', 'q', '4', 's'), {busy!r})] * 2)"
+    path = tmp_path / "script.py"
+    # The parent waits 2 s for a sample, the worker's own timer 2 s more; the parent is killed before either.
+    path.write_text(SCRIPT.format(here=str(HERE), timeout_s=2, tail=tail))
+    with subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline().startswith("[(0.5, None)")
+        assert wait_until(lambda: bool(children(parent.pid)), 30)
+        time.sleep(0.5)
+        workers = children(parent.pid)
+        parent.kill()
+        parent.wait()
+    assert workers
+    assert wait_until(lambda: not any(map(alive, workers)), 20)
