@@ -122,6 +122,7 @@ for step in (1, 2, 3, 4):
     except MantissaError as error:
         print(step, error)
         assert [row["step"] for row in lines.read()] == [1, 2, 3]
+        assert lines.path.read_bytes().endswith(b"\\n"), "nothing of the row is left"
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 lines.append({"step": 5})
 """
