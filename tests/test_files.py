@@ -24,7 +24,7 @@ from mantissa.files import (
     write_atomically,
 )
 
-KILLS = 12
+KILLS = 8
 
 
 def kill_repeatedly(script: str, folder: Path, after_kill) -> None:
@@ -87,6 +87,29 @@ for i in itertools.count():
         assert os.listdir(tmp_path) == ["folder"]
 
     kill_repeatedly(script, tmp_path, check)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a system call of Linux")
+def test_a_folder_being_replaced_is_never_missing(tmp_path: Path) -> None:
+    final = tmp_path / "final"
+    final.mkdir()
+    script = """
+import sys
+from pathlib import Path
+from mantissa.files import replace_directory, temporary_beside
+for i in range(300):
+    new = temporary_beside(Path(sys.argv[1]))
+    new.mkdir()
+    (new / str(i)).touch()
+    replace_directory(new, sys.argv[1])
+"""
+    times = set()
+    with subprocess.Popen([sys.executable, "-c", script, str(final)]) as child:
+        while child.poll() is None:
+            for _ in range(50):
+                times.add(os.stat(final).st_mtime_ns)  # raises when it is missing
+    assert child.returncode == 0
+    assert len(times) > 20, "too few of the replacements were watched"
 
 
 @pytest.mark.parametrize("exchange", [True, False])

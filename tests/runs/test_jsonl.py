@@ -106,6 +106,32 @@ def test_truncate_keeps_the_other_rows_exactly(tmp_path: Path) -> None:
     assert [row["step"] for row in lines.read()] == list(range(7))
 
 
+def test_a_line_the_disk_cut_short_is_taken_back(tmp_path: Path) -> None:
+    """The file may not grow beyond 1000 bytes: the kernel takes a part of the row, then refuses."""
+    script = """
+import resource, signal, sys
+from pathlib import Path
+from mantissa.errors import MantissaError
+from mantissa.runs.jsonl import JsonLines
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+lines = JsonLines(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+for step in (1, 2, 3, 4):
+    try:
+        lines.append({"step": step, "pad": "x" * 300})
+    except MantissaError as error:
+        print(step, error)
+        assert [row["step"] for row in lines.read()] == [1, 2, 3]
+        assert lines.path.read_bytes().endswith(b"\\n"), "nothing of the row is left"
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+lines.append({"step": 5})
+"""
+    path = tmp_path / "rows.jsonl"
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"4 cannot write {path}: File too large; raise the file size limit")
+    assert [row["step"] for row in JsonLines(path).read()] == [1, 2, 3, 5]
+
+
 def test_full_disk(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.symlink_to("/dev/full")

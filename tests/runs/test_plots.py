@@ -143,12 +143,10 @@ def test_time_bars_are_stacked_in_proportion() -> None:
     plot = plots.time_by_phase(rows)
     assert plot.note == "rollout 75%, update 25%."
     assert [label for label, _ in plot.legend] == ["rollout", "update"]
-    heights = {}
-    for name, colour in plot.legend:
-        bars = curves(plot, colour, "fill")
-        assert len(bars) == 5
-        heights[name] = [np.ptp(bar[:, 1]) for bar in bars]
-    assert np.allclose(np.array(heights["rollout"]) / heights["update"], 3, rtol=1e-3)
+    below, above = (np.array(curves(plot, colour, "fill"))[:, :, 1] for _, colour in plot.legend)
+    assert below.shape[0] == above.shape[0] == 5
+    assert np.allclose(np.ptp(below, axis=1) / np.ptp(above, axis=1), 3, rtol=1e-3)
+    assert np.allclose(below.min(axis=1), above.max(axis=1), atol=1e-3), "one begins where the other ends"
 
 
 @pytest.mark.parametrize(

@@ -45,17 +45,17 @@ class JsonLines:
             raise ValueError(
                 f"{self.path.name}: step {step} after step {self._last_step}; truncate before writing again"
             )
-        line = encode(row) + "\n"
-        with disk_errors(self.path), open(self.path, "ab") as file:
-            end = file.tell()
+        line = (encode(row) + "\n").encode()
+        # Unbuffered: a buffer would write what is left of a failed line once more when the file is closed.
+        with disk_errors(self.path), open(self.path, "ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
             try:
-                file.write(line.encode())
-                file.flush()
+                while line:
+                    line = line[file.write(line) :]
                 os.fsync(file.fileno())
             except OSError:
-                self._last_step = None  # part of the line may be there: look again before the next one
-                if os.path.isfile(self.path):
-                    os.truncate(self.path, end)
+                if self.path.is_file():
+                    file.truncate(end)
                 raise
         self._last_step = step
 

@@ -52,7 +52,8 @@ table { border-collapse:collapse; width:100%; font-size:14px }
 th { text-align:left; color:var(--muted); font-weight:500; font-size:13px }
 th,td { padding:6px 10px; vertical-align:top; border-bottom:1px solid var(--line) }
 th:first-child,td:first-child { padding-left:18px }
-tr:last-child td { border-bottom:0 } td.n { font-variant-numeric:tabular-nums; white-space:nowrap }
+tr:last-child td { border-bottom:0 } td { min-width:150px }
+td.n { min-width:0; font-variant-numeric:tabular-nums; white-space:nowrap }
 code,pre { font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace }
 pre { margin:0; white-space:pre-wrap; overflow-wrap:anywhere }
 .pill { display:inline-block; border-radius:99px; padding:1px 10px; font-size:12.5px; font-weight:600 }
