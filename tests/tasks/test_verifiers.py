@@ -190,10 +190,10 @@ def test_real_ground_truths_verify_against_themselves(shared_data: Path, name: s
     assert library == len(problems)
     verifier = MathVerify()
     assert all(verifier(p, f"Hence \\boxed{{{p.answer}}}.").correct for p in problems)
-    # Another spelling, so that the shortcut cannot answer: display fractions, spacing, a trailing zero.
-    other = [re.sub(r"^(-?\d+)$", r"\1.0", p.answer.replace("\\frac", "\\dfrac").replace("{", "{ ")) for p in problems]
-    respelled = sum(verifier(p, f"\\boxed{{{o}}}").correct for p, o in zip(problems, other, strict=True))
-    assert respelled >= 0.99 * len(problems)
+    # Another spelling, so that the shortcut cannot answer: display fractions, spaces in them, a trailing zero.
+    for p in problems[::3]:
+        other = re.sub(r"^(-?\d+)$", r"\1.0", p.answer.replace("\\frac", "\\dfrac").replace("}{", "} { "))
+        assert verifier(p, f"\\boxed{{{other}}}").correct, (p.answer, other)
 
 
 @pytest.mark.shared_data
