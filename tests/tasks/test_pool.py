@@ -109,8 +109,8 @@ def test_only_the_offending_samples_lose_their_reward(hostile: ModuleType) -> No
         "leave": "SystemExit: 7",
         "die": "the verifier's process died (exit code 3)",
         "segfault": "the verifier's process died (SIGSEGV)",
-        "hang": "the verifier took longer than 3 s",
-        "hang-in-c": "the verifier took longer than 3 s",
+        "hang": "the verifier took longer than 2 s",
+        "hang-in-c": "the verifier took longer than 2 s",
         "eat-memory": "MemoryError: ",
         "nan": "ValueError: reward nan lies outside [-1.0, 1.0]",
         "not-a-reward": "ValueError: the verifier returned float, not a Reward",
@@ -119,7 +119,7 @@ def test_only_the_offending_samples_lose_their_reward(hostile: ModuleType) -> No
     said = [text for one_bad in bad for text in (*good, one_bad)]
     before = children()
     direct = hostile.IsolatedObedient()
-    with Grader(hostile.FakeTask(direct), timeout_s=3, workers=2) as grader:
+    with Grader(hostile.FakeTask(direct), timeout_s=2, workers=2) as grader:
         rewards = grader.grade([(PROBLEM, text) for text in said])
         assert len(children() - before) <= 2
     assert children() == before
@@ -134,15 +134,15 @@ def test_only_the_offending_samples_lose_their_reward(hostile: ModuleType) -> No
 def test_workers_are_reused_and_an_idle_death_costs_nothing(hostile: ModuleType) -> None:
     before = children()
     with Grader(hostile.FakeTask(hostile.WhoAmI()), workers=2) as grader:
-        first = {int(r.value) for r in grader.grade([(PROBLEM, "")] * 60)}
+        first = {int(r.value) for r in grader.grade([(PROBLEM, "")] * 24)}
         assert first == children() - before
         assert len(first) == 2
-        assert {int(r.value) for r in grader.grade([(PROBLEM, "")] * 60)} == first
+        assert {int(r.value) for r in grader.grade([(PROBLEM, "")] * 24)} == first
         victim = min(first)
         os.kill(victim, signal.SIGKILL)
         assert wait_until(lambda: not alive(victim), 10)
-        rewards = grader.grade([(PROBLEM, "")] * 60)
-        assert [r.error for r in rewards] == [None] * 60
+        rewards = grader.grade([(PROBLEM, "")] * 24)
+        assert [r.error for r in rewards] == [None] * 24
         assert victim not in {int(r.value) for r in rewards}
     assert children() == before
 
@@ -222,35 +222,39 @@ rewards = grader.grade([(Problem("p", "q", "4", "s"), text) for text in ("4", "1
 print([(r.value, r.error) for r in rewards], flush=True)
 {tail}
 """
+LIST_CHILDREN = """
+import os, pathlib
+print(pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text())
+"""
 
 
 @linux_only
 @pytest.mark.parametrize("way", ["file", "stdin"])
 def test_a_script_without_main_guard_runs_and_leaves_nothing(tmp_path: Path, way: str) -> None:
-    script = SCRIPT.format(here=str(HERE), timeout_s=30, tail="import os; print(*open(f'/proc/self/task/{os.getpid()}/children'))")
+    script = SCRIPT.format(here=str(HERE), timeout_s=30, tail=LIST_CHILDREN)
     path = tmp_path / "script.py"
     path.write_text(script)
     command = [sys.executable, "-W", "error", str(path) if way == "file" else "-"]
     done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     rewards, workers = done.stdout.splitlines()
-    assert rewards == "[(0.5, None), (0.3333333333333333, None), (-1.0, \"the verifier's process died (exit code 3)\")]"
+    assert rewards == '[(0.5, None), (0.3333333333333333, None), (-1.0, "the verifier\'s process died (exit code 3)")]'
     assert workers.split()
     assert not any(alive(int(pid)) for pid in workers.split())
 
 
 @linux_only
-@pytest.mark.parametrize("busy", ["idle", "hang", "hang-in-c"])
+@pytest.mark.parametrize("busy", ["idle", "hang-in-c"])
 def test_workers_of_a_killed_process_end_by_themselves(tmp_path: Path, busy: str) -> None:
     tail = "time.sleep(600)" if busy == "idle" else f"grader.grade([(Problem('p', 'q', '4', 's'), {busy!r})] * 2)"
     path = tmp_path / "script.py"
-    # The parent waits 2 s for a sample, the worker's own timer 2 s more; the parent is killed before either.
-    path.write_text(SCRIPT.format(here=str(HERE), timeout_s=2, tail=tail))
+    # The parent waits 1 s for a sample, the worker's own timer 1 s more; the parent is killed before either.
+    path.write_text(SCRIPT.format(here=str(HERE), timeout_s=1, tail=tail))
     with subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline().startswith("[(0.5, None)")
         assert wait_until(lambda: bool(children(parent.pid)), 30)
-        time.sleep(0.5)
+        time.sleep(0.3)
         workers = children(parent.pid)
         parent.kill()
         parent.wait()

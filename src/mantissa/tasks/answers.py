@@ -18,9 +18,16 @@ _NUMBER = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
 _UNITS = (
     "degrees? dollars? cents? percent points? units? hours? minutes? seconds? days? weeks? months? years? feet foot ft "
-    "inch(?:es)? in miles? mph yards? meters? metres? centimeters? kilometers? km cm mm m grams? kg g liters? litres? "
+    "inch(?:es)? miles? mph yards? meters? metres? centimeters? kilometers? km cm mm grams? kg liters? litres? "
     "ways? people students? square cubic sq"
-)
+).replace(" ", "|")
+# Possessive (++): a row of units that leads to nothing is given up at once, not split in exponentially many other ways.
+_AFTER_UNIT = r"(?:\s*\^\s*\{?[23]\}?)?\.?\s*"
+_END = rf"(?![A-Za-z]){_AFTER_UNIT}"
+# Bare, 2m is a product; as text, 2\text{ m} is a length.
+_BARE_UNITS = rf"(?<=[0-9}}])\s*+(?:(?:{_UNITS}){_END})++$"
+_TEXT_COMMAND = r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|boxed|fbox)\s*\{"
+_TEXT_UNITS = rf"(?<=[0-9}}])\s*+{_TEXT_COMMAND}\s*+(?:(?:{_UNITS}|[mgsh]|in){_END})++\}}{_AFTER_UNIT}$"
 
 # Applied in this order. Each takes one decoration away or one spelling to another.
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
@@ -30,13 +37,11 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\[!,;:> ]|~|\\q?quad(?![A-Za-z])", " "),  # spacing commands
         (r"\\[()\[\]]|\\?\$", ""),  # math delimiters and dollars
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|boxed|fbox)\s*\{([^{}]*)\}", r"\1"),
+        (_TEXT_UNITS, ""),
+        (_TEXT_COMMAND + r"([^{}]*)\}", r"\1"),
         (r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])|°", ""),
         (r"\\?%", ""),
-        (
-            r"(?<=[0-9}])\s*(?:(?:" + "|".join(_UNITS.split()) + r")(?:\s*\^\s*\{?[23]\}?)?\.?\s*)+$",
-            "",
-        ),  # 32 square cm^2
+        (_BARE_UNITS, ""),  # 32 square cm^2
         (r"^\s*[A-Za-z](?:_[A-Za-z0-9]|_\{[A-Za-z0-9]+\}|\([A-Za-z]\))?\s*=(?=[^=]*$)", ""),  # x=, x_1=, f(x)=
         (r"\s+", ""),
         (r"(?<=.)\.+$", ""),  # the full stop of the sentence
@@ -84,6 +89,7 @@ def plain_number(text: str) -> str | None:
 
 def normalize_answer(text: str) -> str:
     """One spelling for an answer: decoration, units and white space gone, fractions and numbers written one way."""
+    text = text.strip()
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     number = plain_number(text)

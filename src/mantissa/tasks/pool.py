@@ -190,8 +190,9 @@ def _close_all(workers: list[_Worker], owner: int) -> None:
     if os.getpid() == owner:  # a forked child inherits the list, not the processes
         for worker in workers:
             worker.pipe.close()  # all at once, so that they end side by side
+        until = time.monotonic() + 0.5  # an idle one ends at once; only one inside a verifier has to be killed
         for worker in workers:
-            worker.end(patience_s=0.5)  # an idle one ends at once; only one inside a verifier has to be killed
+            worker.end(patience_s=max(0.0, until - time.monotonic()))
         workers.clear()
 
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 from mantissa.tasks.types import Reward, Verifier
 
-BACKSTOP_S = 2.0  # how much longer than the parent the kernel timer waits
+BACKSTOP_S = 1.0  # how much longer than the parent the kernel timer waits
 MEMORY_LIMIT_BYTES = (
     4 * 2**30
 )  # address space: a verifier that builds 9^9^9^9 gets MemoryError, not the machine's memory

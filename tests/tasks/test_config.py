@@ -1,0 +1,130 @@
+"""Configurations: defaults, refusals, and the task each one builds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from mantissa.tasks import TaskConfig, build_task
+from mantissa.tasks.arithmetic import Addition, Chain, RunningSum
+from mantissa.tasks.config import AdditionConfig, ChainConfig, CountdownConfig, DatasetConfig, RunningSumConfig
+from mantissa.tasks.countdown import Countdown
+from mantissa.tasks.datasets import DatasetTask
+
+ADAPTER: TypeAdapter[Any] = TypeAdapter(TaskConfig)
+CONFIGS = (RunningSumConfig, AdditionConfig, ChainConfig, CountdownConfig, DatasetConfig)
+
+
+def parse(**fields: Any) -> Any:
+    return ADAPTER.validate_python(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"kind": "running_sum"}, RunningSum),
+        ({"kind": "addition"}, Addition),
+        ({"kind": "chain"}, Chain),
+        ({"kind": "countdown"}, Countdown),
+    ],
+)
+def test_defaults_build_full_splits(fields: dict[str, Any], kind: type) -> None:
+    task = build_task(parse(**fields), seed=0)
+    assert type(task) is kind
+    assert task.name == fields["kind"]
+    assert [len(task.split(n)) for n in ("train", "heldout", "warm_start")] == [4096, 256, 8192]
+    assert build_task(parse(**fields), seed=0).split("train", 9) == task.split("train", 9)
+    assert build_task(parse(**fields), seed=1).split("train", 9) != task.split("train", 9)
+
+
+def test_options_reach_the_task() -> None:
+    small = {"train_size": 20, "heldout_size": 0, "warm_start_size": 0}
+    lengths = build_task(parse(kind="running_sum", min_digits=30, max_digits=31, modulus=2, **small), 0).split("train")
+    assert {len(str(p.prompt)) for p in lengths} == {31, 32}
+    assert {c for p in lengths for c in p.answer} == {"0", "1"}
+    addition = build_task(parse(kind="addition", digits=7, reward="prefix", **small), 0)
+    problem = addition.split("train")[0]
+    assert len(str(problem.prompt)) == 16
+    assert 0 < addition.verify(problem, problem.answer[:3]).value < 1
+    assert len(str(build_task(parse(kind="chain", terms=50, **small), 0).split("train")[0].prompt)) == 100
+    fields = {"kind": "countdown", "numbers": 5, "max_number": 3, "max_target": 7, "operations": "+-", "style": "text"}
+    for p in build_task(parse(**fields, **small), 0).split("train"):
+        numbers, target = p.answer.split(":")
+        assert len(numbers.split()) == 5
+        assert max(map(int, numbers.split())) <= 3
+        assert int(target) <= 7
+        assert set(p.solution or "*") <= set("<answer>/123+-()")
+
+
+def test_a_dataset_with_every_option(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    rows = [{"problem": f"q{i}", "answer": str(i)} for i in range(10)]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n{\n")
+    config = parse(
+        kind="dataset",
+        files=str(path),  # one file needs no list
+        heldout_fraction=0.0,
+        verifier="dapo",
+        row_schema="plain",
+        template="<{problem}>",
+        on_bad_row="skip",
+        limit=4,
+    )
+    task = build_task(config, 0)
+    assert isinstance(task, DatasetTask)
+    assert [p.prompt for p in task.split("train")] == ["<q0>", "<q1>", "<q2>", "<q3>"]
+    assert len(task.summary.bad_rows) == 1
+    assert task.verify(task.split("train")[3], "Answer: 3").value == 1.0
+    assert task.verify(task.split("train")[3], "Answer: 4").value == -1.0
+    held = build_task(
+        parse(kind="dataset", files=[str(path)], heldout_files=str(path), on_bad_row="skip", limit=1).model_copy(
+            update={"heldout_files": (), "heldout_fraction": 0.5}
+        ),
+        0,
+    )
+    assert held.isolated  # math_verify is the default
+    assert 0 < len(held.split("heldout")) < 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"kind": "sums"}, "running_sum"),
+        ({"digits": 3}, "Unable to extract tag using discriminator 'kind'"),
+        ({"kind": "addition", "digit": 3}, "Extra inputs are not permitted"),
+        ({"kind": "addition", "digits": 0}, "greater than or equal to 1"),
+        ({"kind": "chain", "terms": 1}, "greater than or equal to 2"),
+        ({"kind": "running_sum", "modulus": 11}, "less than or equal to 10"),
+        ({"kind": "running_sum", "min_digits": 9, "max_digits": 8}, "min_digits=9 is above max_digits=8"),
+        ({"kind": "countdown", "operations": "+%"}, "should match pattern"),
+        ({"kind": "countdown", "operations": ""}, "should match pattern"),
+        ({"kind": "chain", "reward": "soft"}, "'exact' or 'prefix'"),
+        ({"kind": "addition", "train_size": 0}, "greater than or equal to 1"),
+        ({"kind": "dataset"}, "Field required"),
+        ({"kind": "dataset", "files": []}, "at least 1 item"),
+        ({"kind": "dataset", "files": "a.jsonl", "verifier": "llm"}, "'math_verify'"),
+        ({"kind": "dataset", "files": "a.jsonl", "heldout_fraction": 1.0}, "less than 1"),
+        ({"kind": "dataset", "files": "a.jsonl", "heldout_files": "b.jsonl", "heldout_fraction": 0.1}, "both set"),
+        ({"kind": "dataset", "files": "a.jsonl", "template": "Solve"}, "template lacks {problem}"),
+        ({"kind": "dataset", "files": "a.jsonl", "limit": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_refusals(fields: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        parse(**fields)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_configs_are_frozen_described_and_survive_yaml_types(model: Any) -> None:
+    required = {"files": ["a.jsonl"]} if model is DatasetConfig else {}
+    config = model(kind=model.model_fields["kind"].annotation.__args__[0], **required)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.kind = "other"
+    for name, field in model.model_fields.items():
+        assert name == "kind" or field.description, f"{model.__name__}.{name} lacks a description"
+    assert ADAPTER.validate_json(config.model_dump_json()) == config
