@@ -43,7 +43,7 @@ def test_a_full_disk_leaves_the_last_one_whole(tmp_path: Path, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(MantissaError, match="No space left.*free some space"):
+    with pytest.raises(MantissaError, match=r"No space left.*free some space"):
         save_checkpoint(tmp_path, checkpoint(2), keep=2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
     assert load_checkpoint(tmp_path).step == 1
@@ -110,7 +110,7 @@ def test_absence_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(MantissaError, match="no checkpoint in"):
         load_checkpoint(tmp_path)
     save_checkpoint(tmp_path, checkpoint(4), keep=1)
-    with pytest.raises(MantissaError, match="no checkpoint step-9 .* there are 4"):
+    with pytest.raises(MantissaError, match=r"no checkpoint step-9 .* there are 4"):
         load_checkpoint(tmp_path, 9)
 
 

@@ -98,5 +98,5 @@ def test_state_survives_a_round_trip() -> None:
     ],
 )
 def test_nonsense_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(MantissaError, match="loss scaling: .*expected"):
+    with pytest.raises(MantissaError, match=r"loss scaling: .*expected"):
         ScalerConfig(**wrong)

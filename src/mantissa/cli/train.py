@@ -11,13 +11,15 @@ from mantissa.errors import MantissaError
 
 
 def train(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe, such as recipes/demo.yaml.", show_default=False)] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A recipe, such as recipes/demo.yaml.", show_default=False)
+    ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys of the recipe with YAML values.", show_default=False),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys of the recipe, YAML values.", show_default=False),
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Continue the run in this folder, bit for bit.", show_default=False)
+        Path | None, typer.Option(metavar="RUN", help="Continue this run, bit for bit.", show_default=False)
     ] = None,
 ) -> None:
     """Train a policy by reinforcement learning: warm start, RL, measurement of the gap, report.

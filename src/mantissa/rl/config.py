@@ -1,6 +1,6 @@
-"""The run's configuration: one frozen value made from a recipe. Unknown keys, and keys that would do nothing, are errors.
+"""The run's configuration: one frozen value made from a recipe.
 
-Fields say what they do and what follows for the numbers; ``docs/recipes.md`` lists them from these descriptions.
+Unknown keys are errors, and so are keys that would do nothing. Fields say what they do and what follows for the numbers.
 """
 
 from __future__ import annotations
@@ -93,6 +93,8 @@ class AlgorithmConfig(Config):
     @field_validator("loss", mode="before")
     @classmethod
     def _loss_by_name(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {"kind": "ppo_clip"} | value
         return {"kind": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
@@ -149,7 +151,7 @@ class CheckpointConfig(Config):
 class GradingConfig(Config):
     """Limits on verifiers."""
 
-    timeout_s: float = Field(10.0, gt=0, description="Wall clock for one sample; beyond it that sample loses its reward.")
+    timeout_s: float = Field(10.0, gt=0, description="Wall clock for one sample, which loses its reward beyond it.")
     workers: int = Field(2, ge=1, description="Processes for verifiers that may hang.")
 
 
@@ -178,7 +180,9 @@ class RunConfig(Config):
     @field_validator("precision", mode="before")
     @classmethod
     def _precision_by_name(cls, value: Any) -> Any:
-        return {"preset": value} if isinstance(value, str) else value
+        fields = {"preset": value} if isinstance(value, str) else value
+        PrecisionPolicy.parse(fields)  # a mistake is found here, before anything is built on it
+        return fields
 
     @property
     def policy(self) -> PrecisionPolicy:

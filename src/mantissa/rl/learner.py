@@ -149,6 +149,7 @@ class Learner:
                 outcomes.append(outcome)
                 losses.append(tally)
         merged = merge(losses)
+        # Where the loss made its own weights (reinforce), their tallies in ``merged`` replace those of ``old``.
         return Update(tuple(outcomes), {**tallies, **weights, **merged}, advantage_B, trained, flushed)
 
     def _micro_batches(self, data: _Batch, rows: Tensor) -> list[_MicroBatch]:
@@ -183,13 +184,14 @@ class Learner:
         empty_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=logp_N.device)
         logp_BR = empty_BR.index_put(sequences.mask_BR.nonzero(as_tuple=True), logp_N)
         weight_BR = data.weight_BR[micro.rows, :responses]
+        weights: dict[str, Tally] = {}
         if self.algorithm.loss.kind == "reinforce":
             # No ratio in this loss: its importance weight is of the current policy, not of the one before the update.
             rollout_logp_BR = data.experience.rollout_logp_BR[micro.rows, :responses]
-            weight_BR, _, _ = correction(
+            weight_BR, _, weights = correction(
                 logp_BR.detach(), rollout_logp_BR, sequences.mask_BR, self.algorithm.correction
             )
-        return policy_loss(
+        loss, tallies = policy_loss(
             logp_BR,
             data.old_logp_BR[micro.rows, :responses],
             data.advantage_B[micro.rows],
@@ -198,6 +200,7 @@ class Learner:
             micro.scale_BR[:, :responses],
             self.algorithm.loss,
         )
+        return loss, {**tallies, **weights}
 
     def _flushed(self, data: _Batch, micro: _MicroBatch) -> float | None:
         """Fraction of gradients that the format flushes to zero, on up to 8 completions, against fp32 kernels."""

@@ -178,7 +178,8 @@ class Loop:
 
     def _learner_metrics(self, experience: Experience, update: Update) -> dict[str, float]:
         sequences, step = experience.sequences, self.learner.step
-        assert experience.old_logp_BR is not None and experience.entropy_BR is not None
+        assert experience.old_logp_BR is not None
+        assert experience.entropy_BR is not None
         gap = gap_metrics(experience.rollout_logp_BR, experience.old_logp_BR, sequences.mask_BR)
         row = {name: float(value) for name, value in {**gap, **values(update.tallies)}.items()}
         row["policy/entropy"] = float(experience.entropy_BR[sequences.mask_BR].double().mean())
@@ -254,7 +255,7 @@ def _rollout_rows(
     assert experience.old_logp_BR is not None
     learner_logp = experience.old_logp_BR.cpu()
     rows: list[dict[str, Any]] = []
-    for problem, prompt, group in zip(sampled.problems, sampled.prompts, sampled.groups, strict=True):
+    for problem, group in zip(sampled.problems, sampled.groups, strict=True):
         for sample, completion in enumerate(group):
             index, reward = len(rows), rewards[len(rows)]
             length = len(completion.tokens)

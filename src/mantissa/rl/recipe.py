@@ -60,8 +60,8 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Set ``a.b.c=value`` in nested mappings; shorter keys first, so that ``precision=fp16`` comes before its fields."""
-    result = {key: value for key, value in values.items()}
+    """Set ``a.b.c=value`` in nested mappings; shorter keys first: ``precision=fp16`` comes before its fields."""
+    result = dict(values)
     pairs = []
     for item in overrides:
         key, equals, text = item.partition("=")
@@ -125,16 +125,13 @@ _UNION_TAGS = {"running_sum", "addition", "chain", "countdown", "dataset", "ppo_
 def _siblings(path: list[str]) -> list[str]:
     """The keys that are known beside the last part of an error's path."""
     model: Any = RunConfig
+    options: list[type[BaseModel]] = []
     for part in path[:-1]:
-        candidates = _models_in(model.model_fields[part].annotation) if part in getattr(model, "model_fields", {}) else []
-        if candidates:
-            model = candidates[0]
-            options = candidates
+        if part in model.model_fields:
+            options = _models_in(model.model_fields[part].annotation)
+            model = options[0] if options else model
         elif part in _UNION_TAGS:
-            model = next(
-                (m for m in options if m.model_fields.get("kind") and part in get_args(m.model_fields["kind"].annotation)),
-                model,
-            )
+            model = next(m for m in options if part in get_args(m.model_fields["kind"].annotation))
     return list(model.model_fields)
 
 

@@ -53,9 +53,7 @@ class Sampler:
     ) -> Sampled:
         """Sample each problem ``samples`` times; completion (i, j) depends on ``seed``, i and j alone."""
         prompts = [self.encode(problem) for problem in problems]
-        requests = [
-            Request(tuple(prompt), derive_seed(*seed, index), samples) for index, prompt in enumerate(prompts)
-        ]
+        requests = [Request(tuple(prompt), derive_seed(*seed, index), samples) for index, prompt in enumerate(prompts)]
         groups = self.engine.generate(requests, params, version)
         texts = [self.tokenizer.decode(completion.tokens) for group in groups for completion in group]
         return Sampled(problems, prompts, groups, texts)

@@ -91,7 +91,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
-    """Read ``folder/step-N`` (the newest by default). A missing, damaged, foreign or newer one is a ``MantissaError``."""
+    """Read ``folder/step-N``, the newest by default. ``MantissaError``: missing, damaged, foreign or too new."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -5,8 +5,9 @@ and dividing by S afterwards is exact. Too small an S flushes small gradients to
 so S grows by ``growth_factor`` after ``growth_interval`` clean steps and shrinks by ``backoff_factor`` on overflow.
 (Overflow means that scale x gradient left the format: the cure is always to *lower* the scale.)
 
-The sequence of scales is that of ``torch.amp.GradScaler`` on the same overflows. Differences: a floor, at which overflow
-is no longer a matter of scaling; and a default ``growth_interval`` of 400, because RL runs have 10^2 to 10^3 steps.
+The sequence of scales is that of ``torch.amp.GradScaler`` on the same overflows. Differences: a floor, at which
+overflow is no longer a matter of scaling; and a default ``growth_interval`` of 400, because RL runs have 10^2 to 10^3
+steps.
 
 A format that needs no scaling gets ``LossScaler.disabled()``, a scaler that scales by 1: no branch anywhere else.
 """

@@ -1,10 +1,11 @@
 """The optimiser step: scale, backward, unscale, look for overflow, clip, then step, retry or skip.
 
-The order matters. Clipping scaled gradients at an unscaled bound always clips, and Adam's eps then swallows the update;
-clipping before the search for infinities turns one inf into NaN everywhere. And a batch of RL is expensive (it was
-sampled) while its backward is cheap: so an overflow lowers the scale and repeats the backward on the *same* batch, up to
-``retries`` times, before the batch is given up. A step that is given up leaves nothing behind: gradients are zeroed, and
-neither the optimiser, nor the learning rate's schedule, nor the count of updates (the policy's version) moves.
+The order matters. Clipping scaled gradients at an unscaled bound always clips, and Adam's eps then swallows the
+update; clipping before the search for infinities turns one inf into NaN everywhere. And a batch of RL is expensive (it
+was sampled) while its backward is cheap: so an overflow lowers the scale and repeats the backward on the *same* batch,
+up to ``retries`` times, before the batch is given up. A step that is given up leaves nothing behind: gradients are
+zeroed, and neither the optimiser, nor the learning rate's schedule, nor the count of updates (the policy's version)
+moves.
 
 Master weights, gradients and Adam's moments are fp32.
 """
@@ -68,7 +69,7 @@ class OptimizerStep:
         for name, parameter in parameters.items():
             if parameter.dtype != torch.float32:
                 raise MantissaError(
-                    f"parameter {name} is {parameter.dtype}: master weights are fp32; low precision is the kernels' work"
+                    f"parameter {name} is {parameter.dtype}: master weights are fp32; low precision is for kernels"
                 )
         self.parameters = dict(parameters)
         self.optimizer = optimizer
@@ -126,8 +127,9 @@ class OptimizerStep:
         where = self.diagnose(backward) if self.diagnose else "not diagnosed"
         self.optimizer.zero_grad(set_to_none=True)
         raise MantissaError(
-            f"non-finite gradient at loss scale {scale:g}, which is the floor, so lowering the scale cannot help; first "
-            f"non-finite value: {where}; look at that module's input, or train in a format with more range (bf16, fp32)"
+            f"non-finite gradient at loss scale {scale:g}, which is the floor, so lowering the scale cannot help; "
+            f"first non-finite value: {where}; look at that module's input, or train in a format with more range "
+            "(bf16, fp32)"
         )
 
     def state_dict(self) -> dict[str, Any]:
