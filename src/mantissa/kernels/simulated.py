@@ -53,7 +53,8 @@ class SimulatedKernels:
         return _Linear.apply(x_NE, self.weight(weight_FE), bias, self.format, self.format)
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
-        return _Linear.apply(x_NE, self.weight(weight_VE), None, self.format, self.logits_format)
+        logits = _Linear.apply(x_NE, self.weight(weight_VE), None, self.format, FP32)
+        return logits if self.logits_format is FP32 else _Round.apply(logits, self.logits_format)
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         return _RMSNorm.apply(x_NE, self.weight(weight_E), eps, self.format)
@@ -103,18 +104,21 @@ class _Linear(torch.autograd.Function):
         return round_to_format_(F.linear(x, weight, bias), result_fmt)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         grad = round_to_format(grads[0], ctx.fmt)
         flat = grad.reshape(-1, grad.shape[-1])
-        grad_x = round_to_format_(grad @ weight, ctx.fmt)
+        grad_x = round_to_format_(grad @ weight, ctx.fmt) if ctx.needs_input_grad[0] else None
         grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
         grad_bias = flat.sum(0) if ctx.has_bias else None
         return grad_x, grad_weight, grad_bias, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = w * n, n = round(x * s), s = (mean(x^2) + eps)^-1/2. dx = s * (dn - n * mean(dn * n)), dn = round(dy * w)."""
+    """y = w * n, n = round(x * s), s = (mean(x^2) + eps)^-1/2. dx = s * (dn - xs * mean(dn * xs)), dn = round(dy * w).
+
+    dw = sum of round(dy * n) over rows: autograd makes a half tensor of the product before it sums.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, fmt: NumberFormat) -> Tensor:
@@ -129,7 +133,8 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         grad = round_to_format(grads[0], ctx.fmt)
         normed = x * scale
-        grad_weight = round_to_format(normed, ctx.fmt).mul_(grad).flatten(0, -2).sum(0)
+        grad_weight = round_to_format_(round_to_format(normed, ctx.fmt).mul_(grad), ctx.fmt)
+        grad_weight = grad_weight.reshape(-1, x.shape[-1]).sum(0)
         grad_normed = round_to_format_(grad * weight, ctx.fmt)
         projection = (grad_normed * normed).mean(-1, keepdim=True)
         grad_x = grad_normed.sub_(normed.mul_(projection)).mul_(scale)
@@ -199,7 +204,7 @@ class _CausalAttention(torch.autograd.Function):
         out = torch.empty_like(q)
         for start, stop in _query_blocks(q.shape[2]):
             p = _causal_probabilities(q, k, start, stop)
-            product = round_to_format(p, fmt).flatten(1, 2) @ v[:, :stop]
+            product = round_to_format_(p, fmt).flatten(1, 2) @ v[:, :stop]
             out[:, :, start:stop] = round_to_format_(product, fmt).view(*p.shape[:3], -1)
         ctx.save_for_backward(q, k, v, out)
         ctx.fmt, ctx.shape = fmt, q_BHTD.shape
@@ -218,7 +223,7 @@ class _CausalAttention(torch.autograd.Function):
             flat = d_out.flatten(1, 2)
             d_scores = (flat @ v[:, :stop].transpose(1, 2)).view(p.shape)
             d_scores = d_scores.sub_(delta).mul_(p)
-            p_rounded, ds = round_to_format(p, fmt).flatten(1, 2), round_to_format_(d_scores, fmt).flatten(1, 2)
+            p_rounded, ds = round_to_format_(p, fmt).flatten(1, 2), round_to_format_(d_scores, fmt).flatten(1, 2)
             grad_v[:, :stop] += p_rounded.transpose(1, 2) @ flat
             grad_k[:, :stop] += ds.transpose(1, 2) @ q[:, :, start:stop].flatten(1, 2)
             grad_q[:, :, start:stop] = (ds @ k[:, :stop]).view(d_out.shape)

@@ -8,6 +8,9 @@ Two implementations. ``round_to_format`` is the fast one: for fp32 input a cast 
 of two in float64 and rounds to integer. The fast path falls back on it where a cast would be wrong: torch casts
 float64 to a half or to fp8 through float32, which rounds twice (1 + 2^-11 + 2^-40 must round up to 1 + 2^-10 in fp16,
 but passes through the tie 1 + 2^-11 and ends at 1).
+
+What a cast to e4m3 does beyond 448 depends on the torch version (NaN on a CPU before 2.13, 448 from then on), so the
+saturation is ours: a clamp before the cast.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from mantissa.precision.formats import NumberFormat
 def round_to_format(x: Tensor, fmt: NumberFormat) -> Tensor:
     """Return ``x`` rounded to the nearest value of ``fmt`` (ties to even), in the dtype of ``x``.
 
-    Beyond ``fmt.largest`` the result is inf or saturates, as ``fmt.overflow`` says; NaN stays NaN.
+    Beyond ``fmt.largest`` the result is inf or saturates, as ``fmt.overflow`` says; NaN stays NaN. The result must be a
+    value of the dtype of ``x`` too: fp16 input rounded to bf16 above 65408 becomes inf, for fp16 has no 65536.
     A new tensor, except where rounding is the identity (``fmt`` is fp32 and ``x`` is no wider), which returns ``x``.
     """
     if fmt.mantissa_bits >= 23 and x.dtype != torch.float64:
@@ -29,7 +33,7 @@ def round_to_format(x: Tensor, fmt: NumberFormat) -> Tensor:
     if x.dtype == torch.float64:
         return round_by_arithmetic(x, fmt)
     # x.dtype is fp32 or narrower: one exact widening or none, then one rounding in the cast.
-    return x.to(fmt.dtype).to(x.dtype)
+    return _cast(x, fmt).to(x.dtype)
 
 
 def round_to_format_(x: Tensor, fmt: NumberFormat) -> Tensor:
@@ -41,7 +45,13 @@ def round_to_format_(x: Tensor, fmt: NumberFormat) -> Tensor:
         return x
     if x.dtype == torch.float64:
         return x.copy_(round_by_arithmetic(x, fmt))
-    return x.copy_(x.to(fmt.dtype))
+    return x.copy_(_cast(x, fmt))
+
+
+def _cast(x: Tensor, fmt: NumberFormat) -> Tensor:
+    if fmt.overflow == "saturate":
+        x = x.clamp(-fmt.largest, fmt.largest)  # keeps NaN; what lies between 448 and 464 would round to 448 anyway
+    return x.to(fmt.dtype)
 
 
 def round_by_arithmetic(x: Tensor, fmt: NumberFormat) -> Tensor:
