@@ -24,7 +24,7 @@ ROLE_FORMATS = ("fp32", "bf16", "fp16")
 def _role_format(key: str, name: Any) -> NumberFormat:
     if not isinstance(name, str):
         raise MantissaError(f"{key}={name!r}: expected a format's name, one of {', '.join(ROLE_FORMATS)}")
-    if name in ("fp8", "e4m3", "e5m2"):
+    if name in ("fp8", "e4m3", "e4m3fn", "e5m2"):
         raise MantissaError(f"{key}={name}: no role runs in fp8 yet; choose one of {', '.join(ROLE_FORMATS)}")
     try:
         return format_named(name)
@@ -161,7 +161,10 @@ def resolve(policy: PrecisionPolicy, device: torch.device | str) -> ResolvedPrec
 
 def _existing(device: torch.device | str) -> torch.device:
     """The device, checked to be one that this machine has: no fallback replaces a device."""
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise MantissaError(f"device={device!r}: expected cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
         raise MantissaError(f"device={device}: expected cpu or cuda")
     if device.type == "cuda":

@@ -25,7 +25,7 @@ def round_to_format(x: Tensor, fmt: NumberFormat) -> Tensor:
     """Return ``x`` rounded to the nearest value of ``fmt`` (ties to even), in the dtype of ``x``.
 
     Beyond ``fmt.largest`` the result is inf or saturates, as ``fmt.overflow`` says; NaN stays NaN. The result must be a
-    value of the dtype of ``x`` too: fp16 input rounded to bf16 above 65408 becomes inf, for fp16 has no 65536.
+    value of the dtype of ``x`` too: fp16 input rounded to bf16 becomes inf from 65408 on, for fp16 has no 65536.
     A new tensor, except where rounding is the identity (``fmt`` is fp32 and ``x`` is no wider), which returns ``x``.
     """
     if fmt.mantissa_bits >= 23 and x.dtype != torch.float64:

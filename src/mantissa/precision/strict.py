@@ -39,7 +39,7 @@ def _entries(values: tuple[Any, ...]) -> Iterable[tuple[Any, ...]]:
 
 
 class StrictPromotion(TorchDispatchMode):
-    """Context manager in which an operation on tensors of different floating dtypes raises ``TypeError``."""
+    """Context manager in which an operation on tensors of different floating dtypes raises ``RuntimeError``."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -50,5 +50,6 @@ class StrictPromotion(TorchDispatchMode):
                 dtypes = {t.dtype for t in _tensors(group) if t.is_floating_point() and t.dim() > 0}
                 if len(dtypes) > 1:
                     listed = ", ".join(sorted(str(d) for d in dtypes))
-                    raise TypeError(f"strict promotion: {name} mixes {listed}; cast one of them explicitly")
+                    # not TypeError: Python would take it for an unsupported operand and lose the message
+                    raise RuntimeError(f"strict promotion: {name} mixes {listed}; cast one of them explicitly")
         return func(*args, **kwargs)
