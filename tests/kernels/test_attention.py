@@ -56,7 +56,7 @@ def assert_close_in_ulps(got: Tensor, expected: Tensor, fmt: NumberFormat, ulps:
 
 @families
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("length", [1, 37])
+@pytest.mark.parametrize("length", [1, 37, 130])
 def test_grouped_heads_against_float64(family: str, heads: int, kv_heads: int, length: int) -> None:
     kernels = FAMILIES[family]
     operands = qkv(kernels.format, heads, kv_heads, length)
@@ -67,7 +67,7 @@ def test_grouped_heads_against_float64(family: str, heads: int, kv_heads: int, l
 
 
 @pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
-@pytest.mark.parametrize("length", [511, 512, 513, 1100])
+@pytest.mark.parametrize("length", [63, 64, 65, 513, 1100])
 def test_several_query_blocks_forward_and_backward(fmt: NumberFormat, length: int) -> None:
     kernels = SimulatedKernels(fmt)
     operands = qkv(fmt, 2, 1, length, rows=1, size=8)
