@@ -23,7 +23,9 @@ def decoder_config(hidden: int, layers: int, vocabulary: int = 64, head_dim: int
     return ModelConfig("qwen3", vocabulary, hidden, 3 * hidden, layers, heads, heads // 2, head_dim, qk_norm=True)
 
 
-def training_step(policy: PrecisionPolicy, config: ModelConfig, rows: int, length: int, device: str) -> Callable[[], float]:
+def training_step(
+    policy: PrecisionPolicy, config: ModelConfig, rows: int, length: int, device: str
+) -> Callable[[], float]:
     """A function that does one step and returns its loss; its precision has been proved by the probe."""
     kernels = learner_kernels(resolve(policy, device))
     probe(kernels, device)

@@ -35,7 +35,9 @@ PRODUCTS: dict[str, tuple[str, list[tuple[int, ...]], Run]] = {
 }
 
 
-def both(fmt: NumberFormat, kinds: str, shapes: list[tuple[int, ...]], run: Run, scale: float = 1.0) -> list[list[Tensor]]:
+def both(
+    fmt: NumberFormat, kinds: str, shapes: list[tuple[int, ...]], run: Run, scale: float = 1.0
+) -> list[list[Tensor]]:
     """[output, gradients...] of the native and of the simulated kernels on the same operands, as fp32."""
     values = [torch.randn(*shape) * scale for shape in shapes]
     results, seed = [], None

@@ -49,7 +49,7 @@ def oracle(operands: list[Tensor], seed: Tensor) -> list[Tensor]:
 
 
 def assert_close_in_ulps(got: Tensor, expected: Tensor, fmt: NumberFormat, ulps: float) -> None:
-    """Within ``ulps`` of the format at the size of the tensor's largest value, or of the operands' (1) where it is less."""
+    """Within ``ulps`` of the format at the size of the tensor's largest value, or of 1, the operands' size."""
     bound = ulps * max(fmt.epsilon, 2.0**-20) * expected.abs().max().clamp(min=1.0)
     assert (got - expected).abs().max() <= bound, (got - expected).abs().max() / bound
 
@@ -157,14 +157,35 @@ def test_cached_attention_takes_a_strided_query_and_a_coarser_cache() -> None:
     assert_close_in_ulps(half.double(), expected, FP16, 1.0)
 
 
+def modelled(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, fmt: NumberFormat, inside: NumberFormat) -> list[Tensor]:
+    """Output, dQ, dK, dV in float64, with P and dS rounded to ``inside`` and the results to ``fmt``."""
+    scale = q.shape[-1] ** -0.5
+    future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    p = torch.softmax((q @ k.transpose(-1, -2) * scale).masked_fill(future, float("-inf")), -1)
+    p_inside = round_to_format(p, inside)
+    out = round_to_format(p_inside @ v, fmt)
+    ds = p * (seed @ v.transpose(-1, -2) - (seed * out).sum(-1, keepdim=True))
+    ds = round_to_format(ds, inside)
+    gradients = (ds @ k * scale, ds.transpose(-1, -2) @ q * scale, p_inside.transpose(-1, -2) @ seed)
+    return [out, *(round_to_format(g, fmt) for g in gradients)]
+
+
 @pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
-def test_probabilities_are_rounded_before_they_meet_the_values(fmt: NumberFormat) -> None:
-    q, k, v = (x.float() for x in qkv(fmt, 2, 2, 64))
-    out = SimulatedKernels(fmt).causal_attention(q, k, v)
-    scores = (q.double() @ k.double().transpose(-1, -2)) / 4
-    p = torch.softmax(scores.masked_fill(torch.ones(64, 64, dtype=torch.bool).triu(1), float("-inf")), -1)
-    rounded = round_to_format(round_to_format(p, fmt) @ v.double(), fmt)
-    unrounded = round_to_format(p @ v.double(), fmt)
-    differs = [(out.double() != x).float().mean().item() for x in (rounded, unrounded)]
-    assert differs[0] < 0.02  # up to the fp32 softmax's own last bit
-    assert differs[1] > 0.1
+def test_p_and_ds_are_rounded_before_the_products_that_they_enter(fmt: NumberFormat) -> None:
+    operands = qkv(fmt, 2, 2, 100)
+    seed = round_to_format(torch.randn_like(operands[0]), fmt)
+    got = run(SimulatedKernels(fmt), operands, seed)
+    with_roundings, without = (modelled(*operands, seed, fmt, inside) for inside in (fmt, FP32))
+    for ours, same, other in zip(got, with_roundings, without, strict=True):
+        assert (ours != same).double().mean() < 0.02  # fp32 errors move a few results over a rounding's edge
+        assert (ours != other).double().mean() > 0.1
+
+
+@pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
+def test_cached_probabilities_are_rounded_too(fmt: NumberFormat) -> None:
+    q, k, v = (x[:, :, :60] for x in qkv(fmt, 2, 2, 64, rows=16))
+    cached = SimulatedKernels(fmt).cached_attention(q[:, :, -1].float(), k.float(), v.float(), torch.full((16,), 60))
+    p = torch.softmax((q[:, :, -1:] @ k.transpose(-1, -2)) / 4, -1)
+    with_rounding, without = (round_to_format(round_to_format(p, f) @ v, fmt)[:, :, 0] for f in (fmt, FP32))
+    assert (cached.double() != with_rounding).double().mean() < 0.02
+    assert (cached.double() != without).double().mean() > 0.1

@@ -30,8 +30,8 @@ ACCUMULATION = 2.0**-20
 class Operation:
     """``kinds``: a = activation (on the grid, in the family's dtype), m = master (fp32), f = fp32 table, t = tokens.
 
-    ``forward``: (oracle's result, R, A) of the float64 operands. ``backward``: for each a and m, in order, (R, A) of its
-    gradient from the seed and the operands. ``roundings``: n forward; n backward for each gradient.
+    ``forward``: (oracle's result, R, A) of the float64 operands. ``backward``: for each a and m, in order, (R, A) of
+    its gradient from the seed and the operands. ``roundings``: n forward; n backward for each gradient.
     """
 
     kinds: str

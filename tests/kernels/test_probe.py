@@ -43,7 +43,10 @@ def test_every_honest_family_passes(family: object, logits_format: NumberFormat,
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_kernels_of_every_preset_pass(preset: str) -> None:
     precision = resolve(PRESETS[preset], "cpu")
-    for kernels, role in ((learner_kernels(precision), precision.learner), (rollout_kernels(precision), precision.rollout)):
+    for kernels, role in (
+        (learner_kernels(precision), precision.learner),
+        (rollout_kernels(precision), precision.rollout),
+    ):
         assert kernels.format is role.active
         assert isinstance(kernels, NativeKernels if role.backend == "native" else SimulatedKernels)
         probe(kernels, "cpu")
@@ -151,7 +154,9 @@ LIARS: list[tuple[type[NativeKernels] | type[SimulatedKernels], str]] = [
 def test_liars_are_caught(liar: type[SimulatedKernels], caught_by: str, fmt: NumberFormat) -> None:
     with pytest.raises(MantissaError) as caught:
         probe(liar(fmt), "cpu")
-    expected = f"precision: {fmt} is not active in the {liar.__name__} on cpu: it should show that it {caught_by} (expected"
+    expected = (
+        f"precision: {fmt} is not active in the {liar.__name__} on cpu: it should show that it {caught_by} (expected"
+    )
     assert str(caught.value).startswith(expected)
     assert "\n" not in str(caught.value)
 

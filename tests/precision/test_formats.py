@@ -76,7 +76,9 @@ def test_formats_are_found_by_either_name(name: str, fmt: NumberFormat) -> None:
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
-    with pytest.raises(MantissaError, match=r"'bf61': expected one of fp32, bf16, fp16, e5m2, e4m3; did you mean 'bf16'"):
+    with pytest.raises(
+        MantissaError, match=r"'bf61': expected one of fp32, bf16, fp16, e5m2, e4m3; did you mean 'bf16'"
+    ):
         format_named("bf61")
     with pytest.raises(MantissaError, match=r"'zebra': expected one of fp32, bf16, fp16, e5m2, e4m3$"):
         format_named("zebra")

@@ -16,7 +16,9 @@ from mantissa.precision.numerics import clamped_log_ratio, entropy, kl_estimate,
 INF = math.inf
 
 
-def logits_and_tokens(scale: float = 3.0, shape: tuple[int, ...] = (3, 5), vocabulary: int = 23) -> tuple[Tensor, Tensor]:
+def logits_and_tokens(
+    scale: float = 3.0, shape: tuple[int, ...] = (3, 5), vocabulary: int = 23
+) -> tuple[Tensor, Tensor]:
     return torch.randn(*shape, vocabulary) * scale, torch.randint(0, vocabulary, shape)
 
 

@@ -136,7 +136,11 @@ def test_the_default_cache_says_that_it_is_the_rollouts() -> None:
 @pytest.mark.parametrize(
     ("rollout", "cache", "reason"),
     [
-        ("fp32", "fp16", "asked for: keys and values are rounded once more into the cache, and become inf beyond 65504"),
+        (
+            "fp32",
+            "fp16",
+            "asked for: keys and values are rounded once more into the cache, and become inf beyond 65504",
+        ),
         ("fp32", "bf16", "asked for: keys and values are rounded once more into the cache"),
         ("fp16", "bf16", "asked for: keys and values are rounded once more into the cache"),
         ("fp32", "fp32", "asked for, and the rollout's own format: keys and values are already on its grid"),
@@ -232,7 +236,9 @@ class TestAGpuWithoutBf16:
             assert resolve(policy, "cuda").kv_cache.active is FP32
 
 
-@pytest.mark.parametrize("policy", [PRESETS["fp32"], PRESETS["fp16"], PrecisionPolicy(train="fp16", backend="simulated")])
+@pytest.mark.parametrize(
+    "policy", [PRESETS["fp32"], PRESETS["fp16"], PrecisionPolicy(train="fp16", backend="simulated")]
+)
 @pytest.mark.parametrize("fallback", ["error", "warn"])
 def test_no_fallback_replaces_a_device(monkeypatch: pytest.MonkeyPatch, policy: PrecisionPolicy, fallback: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -51,7 +51,9 @@ def test_not_mixing_passes(name: str) -> None:
 
 
 def test_the_message_names_the_operator_and_the_dtypes() -> None:
-    with pytest.raises(RuntimeError, match=r"aten::mul mixes torch.float16, torch.float32; cast one of them explicitly"):
+    with pytest.raises(
+        RuntimeError, match=r"aten::mul mixes torch.float16, torch.float32; cast one of them explicitly"
+    ):
         Half * Float
 
 

@@ -8,6 +8,7 @@ They are products of 8 by 8: what a library chooses for other sizes (a sum split
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ def _gradient_checks(kernels: Kernels, device: torch.device | str) -> list[Check
         seed = _row(grad, out.dtype, device).t().contiguous()
         return torch.autograd.grad(out, master, seed)[0][0, 0].item()
 
-    gradients = [("gradient", of_x)]
+    gradients: list[tuple[str, Callable[[list[float], list[float]], float]]] = [("gradient", of_x)]
     if not getattr(kernels, "weights_on_grid", False):  # a rollout's copy, which has no gradient
         gradients.append(("weight's gradient", of_weight))
     checks: list[Check] = []

@@ -7,7 +7,10 @@ and each *gradient* is rounded where native autograd would have made a half tens
 becomes inf and one below 2^-25 becomes 0. Loss scaling then has real work to do on a laptop.
 
 Rules of the backward pass: a product's gradient operands are rounded before the product; results are rounded; where
-autograd has summed two gradients (the residual stream), the sum is rounded when it is next read, as a half tensor's is.
+autograd has summed gradients (the residual stream, a norm that three projections read), the sum is rounded when it is
+next read. A half tensor's is rounded at every addition: for three terms the two may differ in the last bit. SwiGLU,
+rotation and attention do not round what they receive: in a decoder it comes from one operation that did. Weights,
+embeddings and logits need no rule of their own: ``round_to_format`` is two casts, and autograd casts the gradient too.
 
 Cost: a rounding is two casts, 0.07-0.25 ms per million elements, against 256 fused multiply-adds per element in a
 product with 128 features in.
@@ -42,11 +45,11 @@ class SimulatedKernels:
         self.weights_on_grid = weights_on_grid
 
     def weight(self, master: Tensor) -> Tensor:
-        return master if self.weights_on_grid else _Round.apply(master, self.format)
+        return master if self.weights_on_grid else round_to_format(master, self.format)
 
     def embedding(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
         rows = F.embedding(tokens_BT, weight_VE)
-        return rows if self.weights_on_grid else _Round.apply(rows, self.format)
+        return rows if self.weights_on_grid else round_to_format(rows, self.format)
 
     def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
         bias = None if bias_F is None else self.weight(bias_F)
@@ -54,7 +57,7 @@ class SimulatedKernels:
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
         logits = _Linear.apply(x_NE, self.weight(weight_VE), None, self.format, FP32)
-        return logits if self.logits_format is FP32 else _Round.apply(logits, self.logits_format)
+        return round_to_format(logits, self.logits_format)
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         return _RMSNorm.apply(x_NE, self.weight(weight_E), eps, self.format)
@@ -76,23 +79,10 @@ class SimulatedKernels:
         return round_to_format_(probabilities @ v_BKSD, self.format).reshape(q_BHD.shape)
 
 
-class _Round(torch.autograd.Function):
-    """Round a value on the way forward and its gradient on the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fmt: NumberFormat) -> Tensor:
-        ctx.fmt = fmt
-        return round_to_format(x, fmt)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return round_to_format(grads[0], ctx.fmt), None
-
-
 class _Linear(torch.autograd.Function):
     """x @ w^T + b with the result in ``result_fmt``.
 
-    The weight's gradient leaves in fp32 and is rounded by ``_Round``, which made the compute copy.
+    The weight's gradient leaves in fp32 and is rounded by the casts that made the compute copy.
     """
 
     @staticmethod
@@ -227,7 +217,7 @@ class _CausalAttention(torch.autograd.Function):
             grad_v[:, :stop] += p_rounded.transpose(1, 2) @ flat
             grad_k[:, :stop] += ds.transpose(1, 2) @ q[:, :, start:stop].flatten(1, 2)
             grad_q[:, :, start:stop] = (ds @ k[:, :stop]).view(d_out.shape)
-        rows, heads, length, size = ctx.shape
+        rows, _, length, size = ctx.shape
         kv_shape = (rows, -1, length, size)
         return (
             round_to_format_(grad_q.mul_(scale), fmt).view(ctx.shape),

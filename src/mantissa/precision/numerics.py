@@ -2,10 +2,10 @@
 
 Shapes: B sequences, T positions, V vocabulary. Log-probabilities and everything here are fp32 (or float64 in tests).
 
-- ``token_logprob``: ``log(softmax(x))[t]`` underflows to -inf for improbable tokens, and ``x_t - logsumexp(x)`` carries
-  the rounding of the logits' own size (5e-4 at logits of 1e4); ``(x_t - max x) - log(sum exp(x - max x))`` does neither.
-- ``entropy``: ``-p log p`` is NaN, and so is its gradient, where a filtered token has p = 0; ``where`` on both sides of
-  the product keeps them finite.
+- ``token_logprob``: ``log(softmax(x))[t]`` underflows to -inf for improbable tokens, and ``x_t - logsumexp(x)`` errs by
+  a rounding at the logits' own size (5e-4 for logits of 1e4). ``(x_t - max x) - log(sum exp(x - max x))`` does neither.
+- ``entropy``: ``-p log p`` is NaN where a filtered token has p = 0, and its gradient is NaN even where the product is
+  replaced afterwards; ``where`` on ``log p``, before the product, keeps both finite.
 - ``masked_sum``, ``masked_mean``: ``(x * mask).sum()`` turns a masked inf or NaN into NaN; ``where`` does not.
 - ``clamped_log_ratio``: ``exp(a - b)`` overflows fp32 at 88.7 and its gradient with it; the clamp at +-20 keeps both.
 - ``kl_estimate``: ``r - 1 - log r`` near r = 1 is the small difference of two numbers; it is taken in float64.

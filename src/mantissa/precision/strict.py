@@ -3,8 +3,8 @@
 Torch promotes silently: ``half * float`` is float, and a forgotten cast doubles memory or hides a rounding. Inside
 ``StrictPromotion`` such an operation raises, naming the operator and the dtypes. The whole test-suite runs in it.
 
-Allowed are Python scalars and zero-dimensional tensors, which do not change an array's dtype; operators whose purpose is
-to cross dtypes (casts, copies, scaled products); and fused attention, whose backward takes half tensors and the fp32
+Allowed are Python scalars and zero-dimensional tensors, which do not change an array's dtype; operators whose purpose
+is to cross dtypes (casts, copies, scaled products); and fused attention, whose backward takes half tensors and the fp32
 log-sum-exp that its own forward saved (torch itself refuses queries, keys and values of different dtypes). Operators on
 lists of tensors (``_foreach_add``, ``_fused_adam``) work entry by entry: each entry's dtypes must agree, the entries
 need not agree with each other.
@@ -19,7 +19,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _CROSSING = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_", "aten::to", "aten::_scaled_mm")
-_FUSED_ATTENTION = ("aten::_scaled_dot_product_", "aten::_flash_attention_", "aten::_efficient_attention_", "flash_attn::")
+_FUSED_ATTENTION = (
+    "aten::_scaled_dot_product_",
+    "aten::_flash_attention_",
+    "aten::_efficient_attention_",
+    "flash_attn::",
+)
 _BY_ENTRY = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_amp_foreach_")
 
 
