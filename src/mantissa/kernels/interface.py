@@ -37,6 +37,11 @@ class Kernels(Protocol):
         """The dtype that tensors have in memory: the format's own (native), or fp32 (simulated)."""
         ...
 
+    @property
+    def logits_format(self) -> NumberFormat:
+        """The format that logits are rounded to; fp32 leaves the product's accumulator as it is."""
+        ...
+
     def weight(self, master: Tensor) -> Tensor:
         """The compute copy of a master weight: rounded to the format. Differentiable: its gradient is rounded too."""
         ...
@@ -74,5 +79,8 @@ class Kernels(Protocol):
         ...
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
-        """Attention of one query per row to the first ``length_B`` keys of a cache. No gradient. Shape of ``q``."""
+        """Attention of one query per row to the first ``length_B`` (at least 1) keys of a cache. Shape of ``q``.
+
+        No gradient. What the cache holds beyond the length has no effect, but must be finite: 0 * inf is NaN.
+        """
         ...

@@ -2,7 +2,8 @@
 
 On CUDA the products run on the tensor cores with fp32 accumulation and attention is a flash kernel: flash-attn's where
 it is installed, else the one behind torch's ``scaled_dot_product_attention`` (both take fp16 and bf16 only, so fp32
-uses torch's memory-efficient one). On a CPU this family is fp32's; fp16 and bf16 are slow or vary from CPU to CPU.
+uses torch's memory-efficient one, which wants as many key heads as query heads). On a CPU this family is fp32's; fp16
+and bf16 are slow or vary from CPU to CPU.
 
 Every cast is on a line of its own. The two-line ``weight`` is all that mixed precision needs: the fp32 master is cast
 where it is used, and autograd casts the gradient back.
@@ -39,12 +40,7 @@ class NativeKernels:
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
         weight = self.weight(weight_VE)
-        if self.format is FP32:
-            logits = F.linear(x_NE, weight)
-        elif x_NE.is_cuda:
-            logits = _HalfProductToFloat.apply(x_NE, weight)
-        else:  # a CPU has no half product with an fp32 result; widening the operands gives the same products
-            logits = F.linear(x_NE.float(), weight.float())
+        logits = F.linear(x_NE, weight) if self.format is FP32 else _HalfProductToFloat.apply(x_NE, weight)
         return round_to_format(logits, self.logits_format)
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -69,12 +65,15 @@ class NativeKernels:
                 q_BHTD.transpose(1, 2), k_BKTD.transpose(1, 2), v_BKTD.transpose(1, 2), causal=True
             )
             return out_BTHD.transpose(1, 2)
+        group = q_BHTD.shape[1] // k_BKTD.shape[1]
+        if group > 1 and q_BHTD.is_cuda and self.format is FP32:
+            k_BKTD, v_BKTD = k_BKTD.repeat_interleave(group, 1), v_BKTD.repeat_interleave(group, 1)
         grouped = q_BHTD.shape[1] != k_BKTD.shape[1]
         return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=grouped)
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
-        probabilities_BKGS, values_BKSD = cached_probabilities(q_BHD, k_BKSD, length_B), v_BKSD
-        return (probabilities_BKGS.to(self.dtype) @ values_BKSD.to(self.dtype)).reshape(q_BHD.shape)
+        p_BKGS = cached_probabilities(q_BHD, k_BKSD, length_B).to(self.dtype)
+        return (p_BKGS @ v_BKSD.to(self.dtype)).reshape(q_BHD.shape)  # a cache may be coarser than the rollout
 
 
 def rotate_fp32(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
@@ -89,7 +88,7 @@ def cached_probabilities(q_BHD: Tensor, k_BKSD: Tensor, length_B: Tensor) -> Ten
     """softmax(q k^T / sqrt(D)) in fp32 over each row's first ``length_B`` keys. Shape B, K, H/K, S; zero beyond."""
     rows, heads, size = q_BHD.shape
     kv_heads, keys = k_BKSD.shape[1], k_BKSD.shape[2]
-    q_BKGD = q_BHD.view(rows, kv_heads, heads // kv_heads, size).float()
+    q_BKGD = q_BHD.reshape(rows, kv_heads, heads // kv_heads, size).float()
     scores = (q_BKGD @ k_BKSD.float().transpose(-1, -2)) * size**-0.5
     beyond_BS = torch.arange(keys, device=q_BHD.device) >= length_B.unsqueeze(1)
     scores = scores.masked_fill_(beyond_BS[:, None, None, :], float("-inf"))
@@ -99,14 +98,19 @@ def cached_probabilities(q_BHD: Tensor, k_BKSD: Tensor, length_B: Tensor) -> Ten
 class _HalfProductToFloat(torch.autograd.Function):
     """x @ w^T with half operands and an fp32 result; the backward's operands are half again, its results half.
 
-    Torch's ``mm`` with ``out_dtype=torch.float32`` (CUDA only) keeps the accumulator instead of rounding it.
+    Torch's ``mm`` with ``out_dtype=torch.float32`` (CUDA only) keeps the accumulator instead of rounding it. A CPU has
+    no such product; widening the operands gives the same products and the same fp32 sum.
     """
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
         ctx.save_for_backward(x_NE, weight_VE)
         flat = x_NE.reshape(-1, x_NE.shape[-1])
-        return torch.mm(flat, weight_VE.t(), out_dtype=torch.float32).view(*x_NE.shape[:-1], -1)
+        if x_NE.is_cuda:
+            logits_NV = torch.mm(flat, weight_VE.t(), out_dtype=torch.float32)
+        else:
+            logits_NV = flat.float() @ weight_VE.float().t()
+        return logits_NV.view(*x_NE.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor]:

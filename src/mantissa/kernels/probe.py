@@ -1,62 +1,103 @@
 """Proof that a precision is active: run a kernel family on numbers that only its format treats as it must.
 
 A policy that says fp16 while something computes in fp32 (or fp32 that is silently TF32) is the field's commonest
-silent substitution. Four products with known answers tell them apart; ``probe`` returns what it saw, or raises.
+silent substitution. A dozen products with known answers tell them apart; ``probe`` returns what it saw, or raises.
+They are products of 8 by 8: what a library chooses for other sizes (a sum split over blocks, say) they cannot see.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.kernels.interface import Kernels
+from mantissa.precision import FP32, round_to_format
 
 
 def probe(kernels: Kernels, device: torch.device | str) -> str:
-    """Check rounding, accumulation, overflow and the gradient's rounding of ``kernels``; return one line of evidence.
+    """Check rounding, accumulation, overflow and the gradients' rounding of ``kernels``; return one line of evidence.
 
-    With u = 2^-mantissa_bits (the distance from 1 to the next value):
-    1 + u stays and 1 + u/4 becomes 1, forward; 2/u + 1 + 1 becomes 2/u + 2 (it stays 2/u where the accumulator is
-    rounded to the format after each addition); a gradient of 1 + u/4 becomes 1; and in fp16 a gradient of
-    60000 * 2 becomes inf. For fp32 the first pair is what TF32 would fail: 1 + 2^-23 must stay.
+    With u = 2^-mantissa_bits (the distance from 1 to the next value), for outputs and for both gradients of a product:
+    1 + u stays; 1 + u/4 becomes 1; 2/u + 1 + 1 becomes 2/u + 2 (it stays 2/u where the accumulator is rounded to the
+    format after each addition). A master weight of 1 + u/4 becomes 1, unless the weights given are already on the grid.
+    Logits of 1 + u/4 are rounded to the logits' format only. In fp16, 60000 * 2 becomes inf and 2^-26 becomes 0.
+    For fp32 the first check is what TF32 would fail: 1 + 2^-23 must stay.
     Raises ``MantissaError`` naming the check that failed.
     """
-    fmt = kernels.format
-    u = fmt.epsilon
-
-    def product(x: list[float], w: list[float]) -> float:
-        operands = torch.zeros(8, 8, dtype=kernels.dtype, device=device)  # padded: some kernels need multiples of 8
-        weights = torch.zeros(8, 8, dtype=torch.float32, device=device)
-        operands[0, : len(x)] = torch.tensor(x, dtype=kernels.dtype, device=device)
-        weights[0, : len(w)] = torch.tensor(w, dtype=torch.float32, device=device)
-        return kernels.linear(operands, weights)[0, 0].item()
-
-    def gradient(grad: float, w: float) -> float:
-        x = torch.zeros(8, 8, dtype=kernels.dtype, device=device, requires_grad=True)
-        weights = torch.zeros(8, 8, dtype=torch.float32, device=device)
-        weights[0, 0] = w
-        out = kernels.linear(x, weights)
-        seed = torch.zeros_like(out)
-        seed[0, 0] = grad
-        (grad_x,) = torch.autograd.grad(out, x, seed)
-        return grad_x[0, 0].item()
-
-    checks = [
-        ("keeps 1+u", product([1.0], [1.0 + u]), 1.0 + u),
-        ("rounds 1+u/4 to 1", product([1.0, u / 4], [1.0, 1.0]), 1.0),
-        ("accumulates wider than it stores", product([2 / u, 1.0, 1.0], [1.0, 1.0, 1.0]), 2 / u + 2),
-        ("keeps a gradient of 1+u", gradient(1.0, 1.0 + u), 1.0 + u),
-    ]
-    if fmt.name == "fp32":
-        # The accumulator is no wider than the format here: of the last two additions each is a tie.
-        checks = [check for check in checks if check[0] != "accumulates wider than it stores"]
-    if fmt.name == "fp16":
-        checks.append(("overflows a gradient of 120000", gradient(60000.0, 2.0), float("inf")))
-        checks.append(("flushes a gradient of 2^-26", gradient(2.0**-13, 2.0**-13), 0.0))
+    checks = _forward_checks(kernels, device) + _gradient_checks(kernels, device)
     for what, got, expected in checks:
         if got != expected:
             raise MantissaError(
-                f"precision: {fmt.name} is not active in the {type(kernels).__name__} on {device}: it should show that "
-                f"it {what} (expected {expected!r}, got {got!r}); check TF32 settings and the torch build"
+                f"precision: {kernels.format} is not active in the {type(kernels).__name__} on {device}: it should "
+                f"show that it {what} (expected {expected!r}, got {got!r}); check TF32 settings and the torch build"
             )
     return "; ".join(what for what, _, _ in checks)
+
+
+Check = tuple[str, float, float]  # what it shows, the value it gave, the value it must give
+
+
+def _forward_checks(kernels: Kernels, device: torch.device | str) -> list[Check]:
+    u, logits_format = kernels.format.epsilon, kernels.logits_format
+
+    def product(x: list[float], w: list[float]) -> float:
+        return kernels.linear(_row(x, kernels.dtype, device), _row(w, torch.float32, device))[0, 0].item()
+
+    logit = kernels.logits(_row([1.0, u / 4], kernels.dtype, device), _row([1.0, 1.0], torch.float32, device))[0, 0]
+    exact_logit = torch.tensor(1 + u / 4, dtype=torch.float64)
+    checks = [
+        ("keeps 1+u", product([1.0], [1.0 + u]), 1.0 + u),
+        ("rounds 1+u/4 to 1", product([1.0, u / 4], [1.0, 1.0]), 1.0),
+        (f"holds logits in {logits_format}", logit.item(), round_to_format(exact_logit, logits_format).item()),
+    ]
+    if kernels.format is not FP32:  # whose accumulator is no wider than itself
+        checks.append(("accumulates wider than it stores", product([2 / u, 1.0, 1.0], [1.0, 1.0, 1.0]), 2 / u + 2))
+    if kernels.format.name == "fp16":
+        checks.append(("overflows 120000 to inf", product([60000.0], [2.0]), math.inf))
+    if not getattr(kernels, "weights_on_grid", False):
+        weight = torch.full((8, 8), 1 + u / 4, dtype=torch.float32, device=device)
+        checks.append(("rounds a weight of 1+u/4 to 1", kernels.weight(weight)[0, 0].item(), 1.0))
+    return checks
+
+
+def _gradient_checks(kernels: Kernels, device: torch.device | str) -> list[Check]:
+    u = kernels.format.epsilon
+
+    def of_x(grad: list[float], w: list[float]) -> float:
+        """The gradient sum_j grad_j w_j of the input of a product."""
+        x = torch.zeros(8, 8, dtype=kernels.dtype, device=device, requires_grad=True)
+        out = kernels.linear(x, _row(w, torch.float32, device).t().contiguous())
+        return torch.autograd.grad(out, x, _row(grad, out.dtype, device))[0][0, 0].item()
+
+    def of_weight(grad: list[float], x: list[float]) -> float:
+        """The gradient sum_n grad_n x_n of a master weight."""
+        master = torch.zeros(8, 8, dtype=torch.float32, device=device, requires_grad=True)
+        out = kernels.linear(_row(x, kernels.dtype, device).t().contiguous(), master)
+        seed = _row(grad, out.dtype, device).t().contiguous()
+        return torch.autograd.grad(out, master, seed)[0][0, 0].item()
+
+    gradients: list[tuple[str, Callable[[list[float], list[float]], float]]] = [("gradient", of_x)]
+    if not getattr(kernels, "weights_on_grid", False):  # a rollout's copy, which has no gradient
+        gradients.append(("weight's gradient", of_weight))
+    checks: list[Check] = []
+    for name, gradient in gradients:
+        checks.append((f"keeps a {name} of 1+u", gradient([1.0], [1.0 + u]), 1.0 + u))
+        checks.append((f"rounds a {name} of 1+u/4 to 1", gradient([1.0, u / 4], [1.0, 1.0]), 1.0))
+        if kernels.format is not FP32:
+            got = gradient([2 / u, 1.0, 1.0], [1.0, 1.0, 1.0])
+            checks.append((f"accumulates a {name} wider than it stores", got, 2 / u + 2))
+        if kernels.format.name == "fp16":
+            checks.append((f"overflows a {name} of 120000 to inf", gradient([60000.0], [2.0]), math.inf))
+            checks.append((f"flushes a {name} of 2^-26 to 0", gradient([2.0**-13], [2.0**-13]), 0.0))
+    return checks
+
+
+def _row(values: list[float], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """``values`` as the start of the first row of zeros, 8 by 8: some kernels need multiples of 8."""
+    rows = torch.zeros(8, 8, dtype=dtype, device=device)
+    rows[0, : len(values)] = torch.tensor(values, dtype=dtype, device=device)
+    return rows

@@ -2,9 +2,13 @@
 
 Shapes: B sequences, T positions, V vocabulary. Log-probabilities and everything here are fp32 (or float64 in tests).
 
-- ``token_logprob``: ``log(softmax(x))[t]`` underflows to -inf for improbable tokens; ``x_t - logsumexp(x)`` does not.
+- ``token_logprob``: ``log(softmax(x))[t]`` underflows to -inf for improbable tokens, and ``x_t - logsumexp(x)`` errs by
+  a rounding at the logits' own size (5e-4 for logits of 1e4). ``(x_t - max x) - log(sum exp(x - max x))`` does neither.
+- ``entropy``: ``-p log p`` is NaN where a filtered token has p = 0, and its gradient is NaN even where the product is
+  replaced afterwards; ``where`` on ``log p``, before the product, keeps both finite.
 - ``masked_sum``, ``masked_mean``: ``(x * mask).sum()`` turns a masked inf or NaN into NaN; ``where`` does not.
 - ``clamped_log_ratio``: ``exp(a - b)`` overflows fp32 at 88.7 and its gradient with it; the clamp at +-20 keeps both.
+- ``kl_estimate``: ``r - 1 - log r`` near r = 1 is the small difference of two numbers; it is taken in float64.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def token_logprob(logits_BTV: Tensor, tokens_BT: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probability of each token under softmax(logits / temperature): ``x_t / tau - logsumexp(x / tau)``.
+    """Log-probability of each token under softmax(logits / temperature): ``y_t - max y - log sum exp(y - max y)``.
+
+    With y = x / temperature. A logit of -inf has probability 0 and log-probability -inf; all -inf or a +inf gives NaN.
 
     ``logits_BTV``: fp32 or float64, any leading shape, last dimension V. ``tokens_BT``: int64, the leading shape.
     Returns the leading shape in the logits' dtype. Both the rollout engine and the learner call this function: that is
@@ -32,15 +38,15 @@ def token_logprob(logits_BTV: Tensor, tokens_BT: Tensor, temperature: float = 1.
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, not {temperature}: a greedy choice has no density")
     scaled = logits_BTV if temperature == 1.0 else logits_BTV / temperature
-    chosen = scaled.gather(-1, tokens_BT.unsqueeze(-1)).squeeze(-1)
-    return chosen - torch.logsumexp(scaled, dim=-1)
+    return torch.log_softmax(scaled, dim=-1).gather(-1, tokens_BT.unsqueeze(-1)).squeeze(-1)
 
 
 def entropy(logits_BTV: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy in nats of softmax(logits / temperature): ``-sum p log p``, with 0 log 0 = 0. Leading shape."""
     logp = torch.log_softmax(logits_BTV if temperature == 1.0 else logits_BTV / temperature, dim=-1)
     p = logp.exp()
-    return -torch.where(p > 0, p * logp, torch.zeros_like(p)).sum(-1)
+    finite_logp = torch.where(p > 0, logp, torch.zeros_like(logp))  # before the product: its gradient is 0 * -inf too
+    return -(p * finite_logp).sum(-1)
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -70,5 +76,7 @@ def kl_estimate(log_ratio: Tensor, kind: KLEstimator) -> Tensor:
         return -log_ratio
     if kind == "k2":
         return log_ratio.square() / 2
-    # expm1, not exp - 1: for |log r| < 1e-4 the latter loses every digit of r - 1 - log r in fp32.
-    return torch.expm1(log_ratio) - log_ratio
+    # Its value is about (log r)^2 / 2. In fp32 exp - 1 loses every digit of that below |log r| = 1e-4, and expm1 below
+    # 1e-7, after falling to one digit at 1e-6, where fp16 runs live. One number a token: float64 costs nothing.
+    wide = log_ratio.double()
+    return (torch.expm1(wide) - wide).to(log_ratio.dtype)

@@ -24,7 +24,7 @@ ROLE_FORMATS = ("fp32", "bf16", "fp16")
 def _role_format(key: str, name: Any) -> NumberFormat:
     if not isinstance(name, str):
         raise MantissaError(f"{key}={name!r}: expected a format's name, one of {', '.join(ROLE_FORMATS)}")
-    if name in ("fp8", "e4m3", "e5m2"):
+    if name in ("fp8", "e4m3", "e4m3fn", "e5m2"):
         raise MantissaError(f"{key}={name}: no role runs in fp8 yet; choose one of {', '.join(ROLE_FORMATS)}")
     try:
         return format_named(name)
@@ -38,8 +38,9 @@ class PrecisionPolicy:
 
     ``train``: the learner's forward and backward. ``rollout``: the sampling policy. ``logits``: the format in which
     both roles hold logits before the fp32 log-softmax. ``kv_cache``: the rollout's cache; None means as ``rollout``.
+    It may be coarser than the rollout, never finer: fp32 > fp16 > bf16 by mantissa.
     ``backend``: which kernel family; ``auto`` is native on CUDA, simulated for fp16 and bf16 on a CPU.
-    ``fallback``: what to do where the device cannot do what was asked: refuse, or warn and use fp32.
+    ``fallback``: what to do where the GPU lacks a format's arithmetic: refuse, or warn and use fp32.
     """
 
     train: str = "fp32"
@@ -58,6 +59,11 @@ class PrecisionPolicy:
         for name, allowed in (("backend", ("auto", "native", "simulated")), ("fallback", ("error", "warn"))):
             if getattr(self, name) not in allowed:
                 raise MantissaError(f"precision.{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+        if self.backend == "simulated" and self.train == self.rollout == "fp32":
+            raise MantissaError(
+                "precision.backend=simulated: train and rollout are fp32, which is never simulated; choose fp16 or "
+                "bf16 for one of them, or leave backend out"
+            )
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> PrecisionPolicy:
@@ -135,7 +141,7 @@ class ResolvedPrecision:
 
 def resolve(policy: PrecisionPolicy, device: torch.device | str) -> ResolvedPrecision:
     """Decide what each role will really use on ``device``. Raises ``MantissaError`` where the answer would differ."""
-    device = torch.device(device)
+    device = _existing(device)
     learner = _resolve_role("learner", policy.train, policy, device)
     rollout = _resolve_role("rollout", policy.rollout, policy, device)
     master = ResolvedRole(
@@ -150,22 +156,52 @@ def resolve(policy: PrecisionPolicy, device: torch.device | str) -> ResolvedPrec
     else:
         why = f"asked for: logits are rounded to {policy.logits} on both sides before the fp32 log-softmax"
     logits = ResolvedRole("logits", policy.logits, format_named(policy.logits), rollout.backend, why)
-    if policy.kv_cache is None:
-        kv_format, why = rollout.active, "as the rollout: keys and values are already on its grid"
-    else:
-        kv_format, why = (
-            format_named(policy.kv_cache),
-            "asked for: keys and values are rounded once more into the cache",
-        )
-        if kv_format.mantissa_bits > rollout.active.mantissa_bits:
+    return ResolvedPrecision(policy, str(device), learner, rollout, master, logits, _resolve_kv_cache(policy, rollout))
+
+
+def _existing(device: torch.device | str) -> torch.device:
+    """The device, checked to be one that this machine has: no fallback replaces a device."""
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise MantissaError(f"device={device!r}: expected cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise MantissaError(f"device={device}: expected cpu or cuda")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise MantissaError(f"device={device}: this machine has no CUDA device that torch can use; choose cpu")
+        if device.index is not None and device.index >= torch.cuda.device_count():
             raise MantissaError(
-                f"precision.kv_cache={policy.kv_cache} is finer than precision.rollout={policy.rollout}: it would "
-                "change nothing; leave it out or choose a coarser format"
+                f"device={device}: this machine has {torch.cuda.device_count()} CUDA devices; choose a lower index"
             )
-        if kv_format.exponent_bits < rollout.active.exponent_bits and kv_format.name != "fp16":
-            raise MantissaError(f"precision.kv_cache={policy.kv_cache}: expected one of {', '.join(ROLE_FORMATS)}")
-    kv_cache = ResolvedRole("kv_cache", policy.kv_cache or "as rollout", kv_format, rollout.backend, why)
-    return ResolvedPrecision(policy, str(device), learner, rollout, master, logits, kv_cache)
+    return device
+
+
+def _resolve_kv_cache(policy: PrecisionPolicy, rollout: ResolvedRole) -> ResolvedRole:
+    """The cache holds what the rollout computed, so a finer format than the rollout's adds nothing.
+
+    fp16 counts as finer than bf16: it holds bf16's digits with three to spare and changes only what is beyond its
+    range, which it turns into inf or zero. The other way round, a bf16 cache of an fp16 rollout drops three digits and
+    loses no range. An fp16 cache of an fp32 rollout does both: it is what was asked for, and the reason says so.
+    """
+    if policy.kv_cache is None:
+        why = "as the rollout: keys and values are already on its grid"
+        return ResolvedRole("kv_cache", "as rollout", rollout.active, rollout.backend, why)
+    fmt, active = format_named(policy.kv_cache), rollout.active
+    if fmt.mantissa_bits > active.mantissa_bits:
+        harm = "it would change nothing"
+        if fmt.exponent_bits < active.exponent_bits:
+            harm = f"it would add no digit, and keys and values beyond {fmt.largest:.0f} would become inf"
+        raise MantissaError(
+            f"precision.kv_cache={fmt} is finer than the rollout's {active}: {harm}; leave it out or choose {active}"
+        )
+    if fmt is active:
+        why = "asked for, and the rollout's own format: keys and values are already on its grid"
+    else:
+        why = "asked for: keys and values are rounded once more into the cache"
+        if fmt.exponent_bits < active.exponent_bits:
+            why += f", and become inf beyond {fmt.largest:.0f}"
+    return ResolvedRole("kv_cache", policy.kv_cache, fmt, rollout.backend, why)
 
 
 def _resolve_role(role: str, requested: str, policy: PrecisionPolicy, device: torch.device) -> ResolvedRole:
@@ -183,8 +219,6 @@ def _resolve_role(role: str, requested: str, policy: PrecisionPolicy, device: to
         if policy.backend == "simulated" and fmt is not FP32:
             return ResolvedRole(role, requested, fmt, "simulated", "asked for: rounded in fp32 on the GPU")
         return ResolvedRole(role, requested, fmt, "native", "the GPU's own arithmetic, fp32 accumulation")
-    if device.type != "cpu":
-        raise MantissaError(f"device={device}: expected cpu or cuda")
     if fmt is FP32:
         return ResolvedRole(role, requested, fmt, "native", "fp32 is what a CPU computes in")
     if policy.backend == "native":
@@ -205,8 +239,7 @@ def _resolve_role(role: str, requested: str, policy: PrecisionPolicy, device: to
 
 
 def _cuda_problem(fmt: NumberFormat, device: torch.device) -> str | None:
-    if not torch.cuda.is_available():
-        return "this machine has no CUDA device"
+    """Why the GPU cannot compute in ``fmt``, or None where it can."""
     if fmt.name == "bf16" and torch.cuda.get_device_capability(device)[0] < 8:
         return f"{torch.cuda.get_device_name(device)} has no bf16 arithmetic (it came with compute capability 8.0)"
     return None

@@ -4,10 +4,13 @@ Low precision on a CPU is *simulated*: a tensor stays fp32 in memory, but every 
 represent. Rounding is to nearest, ties to even, with gradual underflow, as the hardware does.
 
 Two implementations. ``round_to_format`` is the fast one: for fp32 input a cast to the format's dtype and back, at
-0.07-0.25 ms per million elements. ``round_by_arithmetic`` is the reference, which never casts: it scales by exact powers
-of two in float64 and rounds to integer. The fast path falls back on it where a cast would be wrong: torch casts
+0.07-0.25 ms per million elements. ``round_by_arithmetic`` is the reference, which never casts: it scales by exact
+powers of two in float64 and rounds to integer. The fast path falls back on it where a cast would be wrong: torch casts
 float64 to a half or to fp8 through float32, which rounds twice (1 + 2^-11 + 2^-40 must round up to 1 + 2^-10 in fp16,
 but passes through the tie 1 + 2^-11 and ends at 1).
+
+What a cast to e4m3 does beyond 448 depends on the torch version (NaN on a CPU before 2.13, 448 from then on), so the
+saturation is ours: a clamp before the cast.
 """
 
 from __future__ import annotations
@@ -21,15 +24,17 @@ from mantissa.precision.formats import NumberFormat
 def round_to_format(x: Tensor, fmt: NumberFormat) -> Tensor:
     """Return ``x`` rounded to the nearest value of ``fmt`` (ties to even), in the dtype of ``x``.
 
-    Beyond ``fmt.largest`` the result is inf or saturates, as ``fmt.overflow`` says; NaN stays NaN.
+    Beyond ``fmt.largest`` the result is inf or saturates, as ``fmt.overflow`` says; NaN stays NaN. The result must be a
+    value of the dtype of ``x`` too: fp16 input rounded to bf16 becomes inf from 65408 on, for fp16 has no 65536.
     A new tensor, except where rounding is the identity (``fmt`` is fp32 and ``x`` is no wider), which returns ``x``.
+    Differentiable, except from float64: the gradient is rounded too, by the casts' own backward.
     """
     if fmt.mantissa_bits >= 23 and x.dtype != torch.float64:
         return x
     if x.dtype == torch.float64:
         return round_by_arithmetic(x, fmt)
     # x.dtype is fp32 or narrower: one exact widening or none, then one rounding in the cast.
-    return x.to(fmt.dtype).to(x.dtype)
+    return _cast(x, fmt).to(x.dtype)
 
 
 def round_to_format_(x: Tensor, fmt: NumberFormat) -> Tensor:
@@ -41,7 +46,13 @@ def round_to_format_(x: Tensor, fmt: NumberFormat) -> Tensor:
         return x
     if x.dtype == torch.float64:
         return x.copy_(round_by_arithmetic(x, fmt))
-    return x.copy_(x.to(fmt.dtype))
+    return x.copy_(_cast(x, fmt))
+
+
+def _cast(x: Tensor, fmt: NumberFormat) -> Tensor:
+    if fmt.overflow == "saturate":
+        x = x.clamp(-fmt.largest, fmt.largest)  # keeps NaN; what lies between 448 and 464 would round to 448 anyway
+    return x.to(fmt.dtype)
 
 
 def round_by_arithmetic(x: Tensor, fmt: NumberFormat) -> Tensor:
@@ -55,11 +66,11 @@ def round_by_arithmetic(x: Tensor, fmt: NumberFormat) -> Tensor:
     _, exponent = torch.frexp(wide)  # |x| = m * 2^exponent with m in [0.5, 1), so e = exponent - 1
     spacing_exponent = (exponent - 1).clamp(min=1 - fmt.bias) - fmt.mantissa_bits
     spacing = torch.ldexp(torch.ones_like(wide), spacing_exponent)
-    rounded = torch.round(wide / spacing) * spacing  # torch.round is half to even
+    rounded = torch.round(wide / spacing) * spacing  # torch.round is half to even and keeps the sign of zero
+    rounded = torch.where(wide.isfinite(), rounded, wide)  # frexp gives inf and NaN no defined exponent
     beyond = torch.full_like(wide, fmt.largest if fmt.overflow == "saturate" else float("inf"))
     rounded = torch.where(rounded.abs() > fmt.largest, torch.copysign(beyond, wide), rounded)
-    rounded = torch.where(wide.isnan(), wide, rounded)
-    return torch.copysign(rounded, wide).to(x.dtype)  # the grid's values are exact in x's dtype; keeps the sign of zero
+    return rounded.to(x.dtype)  # exact: x's dtype holds the grid's values, or inf beyond its own largest
 
 
 def is_on_grid(x: Tensor, fmt: NumberFormat) -> Tensor:

@@ -1,0 +1,54 @@
+"""Benchmark rows: one JSON object a line, with everything needed to read the number later."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def device_name(device: str) -> str:
+    """The processor's name as the system gives it."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    model = [line.split(":", 1)[1].strip() for line in _cpu_info() if line.startswith("model name")]
+    return f"{model[0] if model else platform.processor()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def append(file: str, rows: list[dict[str, Any]], device: str) -> Path:
+    """Append ``rows`` to ``results/file`` (under ``$OUT`` instead where that is set), stamped; returns the path."""
+    folder = Path(os.environ.get("OUT") or ROOT / "results")
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp = {
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "commit": _commit(),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    path = folder / file
+    with path.open("a") as out:
+        for row in rows:
+            out.write(json.dumps(row | stamp) + "\n")
+    return path
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    return (commit + ("-dirty" if git("status", "--porcelain", "src") else "")) or "unknown"
+
+
+def _cpu_info() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []

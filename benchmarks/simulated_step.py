@@ -1,0 +1,61 @@
+"""What simulation costs: a training step in simulated fp16 and bf16 against native fp32, on a CPU.
+
+    python benchmarks/simulated_step.py [--threads 2] [--rounds 15]
+
+The ratio is taken within each round (the three run in turn), so that a busy machine slows both sides alike. Target: at
+most 1.3 times fp32. Appends rows to results/simulated_step.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from rows import append
+from steps import decoder_config, interleaved, spread, training_step
+
+from mantissa.precision import PRESETS, resolve
+
+LAYERS, ROWS, LENGTH = 4, 64, 97  # 6144 positions are trained on
+
+
+def measure(hidden: int, rounds: int) -> list[dict[str, Any]]:
+    config = decoder_config(hidden, LAYERS)
+    steps = {name: training_step(PRESETS[name], config, ROWS, LENGTH, "cpu") for name in ("fp32", "fp16", "bf16")}
+    times = interleaved(steps, warm_up=3, rounds=rounds)
+    rows = []
+    for name, seconds in times.items():
+        role = resolve(PRESETS[name], "cpu").learner
+        about = {
+            "benchmark": "simulated_step",
+            "requested": name,
+            "active": role.active.name,
+            "kernels": role.backend,
+            "hidden": hidden,
+            "layers": LAYERS,
+            "tokens": ROWS * (LENGTH - 1),
+            "rounds": rounds,
+        }
+        rows.append(about | {"metric": "step_seconds", "unit": "s", **spread(seconds)})
+        if name != "fp32":
+            ratios = [s / base for s, base in zip(seconds, times["fp32"], strict=True)]
+            rows.append(about | {"metric": "step_time_over_fp32", "unit": "ratio", **spread(ratios)})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    for hidden in (128, 256):
+        rows = measure(hidden, arguments.rounds)
+        for row in rows:
+            print(f"hidden {hidden} {row['requested']:>5} {row['metric']:<20} {row['value']:.4g} {row['unit']}")
+        print(append("simulated_step.jsonl", rows, "cpu"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""One training step of the decoder (forward, backward, AdamW), as several precisions would each do it, interleaved."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mantissa.kernels import learner_kernels, probe
+from mantissa.model.config import ModelConfig
+from mantissa.model.decoder import Decoder
+from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.precision.numerics import token_logprob
+
+SCALE = 2.0**10  # a static loss scale, so that fp16's gradients are numbers and not zeros
+
+
+def decoder_config(hidden: int, layers: int, vocabulary: int = 64, head_dim: int = 32) -> ModelConfig:
+    heads = hidden // head_dim
+    return ModelConfig("qwen3", vocabulary, hidden, 3 * hidden, layers, heads, heads // 2, head_dim, qk_norm=True)
+
+
+def training_step(
+    policy: PrecisionPolicy, config: ModelConfig, rows: int, length: int, device: str
+) -> Callable[[], float]:
+    """A function that does one step and returns its loss; its precision has been proved by the probe."""
+    kernels = learner_kernels(resolve(policy, device))
+    probe(kernels, device)
+    generator = torch.Generator().manual_seed(0)
+    model = Decoder(config).initialize(generator).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    tokens = torch.randint(0, config.vocab_size, (rows, length), generator=generator).to(device)
+
+    def step() -> float:
+        logits = model.logits(model(tokens[:, :-1], kernels), kernels)
+        loss = -token_logprob(logits, tokens[:, 1:]).mean()
+        (loss * SCALE).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.div_(SCALE)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()  # waits for the device
+
+    return step
+
+
+def interleaved(steps: dict[str, Callable[[], Any]], warm_up: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each function in each round; every round runs all of them, in an order that rotates."""
+    names = list(steps)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(warm_up + rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            start = time.perf_counter()
+            steps[name]()
+            if i >= warm_up:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"value": middle, "quartile_low": low, "quartile_high": high}

@@ -1,0 +1,166 @@
+"""Simulated against native half kernels: bit for bit where an operation works element by element, else to one ulp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
+from mantissa.precision import BF16, FP16, NumberFormat, round_to_format
+
+halves = pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
+Run = Callable[[Kernels, list[Tensor]], Tensor]
+
+
+def angles(*shape: int) -> tuple[Tensor, Tensor]:
+    a = torch.rand(*shape) * 6
+    return torch.cat((a, a), -1).cos(), torch.cat((a, a), -1).sin()
+
+
+COS, SIN = (x.contiguous() for x in angles(2, 7, 16))
+ELEMENTWISE: dict[str, tuple[str, list[tuple[int, ...]], Run]] = {
+    "weight": ("m", [(64, 64)], lambda f, x: f.weight(x[0])),
+    "rms_norm": ("am", [(6, 5, 64), (64,)], lambda f, x: f.rms_norm(*x, 1e-6)),
+    "swiglu": ("aa", [(6, 128), (6, 128)], lambda f, x: f.swiglu(*x)),
+    "rotate": ("a", [(2, 3, 7, 32)], lambda f, x: f.rotate(x[0], COS, SIN)),
+    "add": ("aa", [(6, 128), (6, 128)], lambda f, x: f.add(*x)),
+}
+PRODUCTS: dict[str, tuple[str, list[tuple[int, ...]], Run]] = {
+    "linear": ("amm", [(4, 6, 64), (32, 64), (32,)], lambda f, x: f.linear(*x)),
+    "logits": ("am", [(4, 6, 64), (96, 64)], lambda f, x: f.logits(*x)),
+}
+
+
+def both(
+    fmt: NumberFormat, kinds: str, shapes: list[tuple[int, ...]], run: Run, scale: float = 1.0
+) -> list[list[Tensor]]:
+    """[output, gradients...] of the native and of the simulated kernels on the same operands, as fp32."""
+    values = [torch.randn(*shape) * scale for shape in shapes]
+    results, seed = [], None
+    for kernels in (NativeKernels(fmt), SimulatedKernels(fmt)):
+        given = [
+            (x.clone() if kind == "m" else round_to_format(x, fmt).to(kernels.dtype)).requires_grad_()
+            for kind, x in zip(kinds, values, strict=True)
+        ]
+        out = run(kernels, given)
+        seed = round_to_format(torch.randn(out.shape), fmt) if seed is None else seed
+        gradients = torch.autograd.grad(out, given, seed.to(out.dtype))
+        results.append([x.detach().float() for x in (out, *gradients)])
+    return results
+
+
+def ulps_apart(a: Tensor, b: Tensor, fmt: NumberFormat) -> Tensor:
+    """How many values of the format lie between, as a count of steps: bit patterns made into ordered integers."""
+
+    def ordered(x: Tensor) -> Tensor:
+        bits = x.to(fmt.dtype).view(torch.int16).int()
+        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+    return (ordered(a) - ordered(b)).abs()
+
+
+@halves
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_outputs_are_bit_equal_and_gradients_within_an_ulp(name: str, fmt: NumberFormat) -> None:
+    native, simulated = both(fmt, *ELEMENTWISE[name])
+    assert torch.equal(native[0], simulated[0])
+    for ours, theirs in zip(simulated[1:], native[1:], strict=True):
+        apart = ulps_apart(ours, theirs, fmt)
+        if name == "rms_norm":  # two fp32 derivations of one formula: a few roundings fall on the other side
+            assert apart.max() <= 1
+            assert (apart > 0).float().mean() < 0.02
+        else:
+            assert torch.equal(ours, theirs)
+
+
+@halves
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_are_within_an_ulp_and_nearly_all_equal(name: str, fmt: NumberFormat) -> None:
+    native, simulated = both(fmt, *PRODUCTS[name])
+    torch.testing.assert_close(native[0], simulated[0], rtol=fmt.epsilon if name == "linear" else 1e-5, atol=1e-5)
+    for ours, theirs in zip(simulated[1:], native[1:], strict=True):
+        apart = ulps_apart(ours, theirs, fmt)
+        assert apart.max() <= 1
+        assert (apart > 0).float().mean() < 0.02
+
+
+@halves
+def test_a_value_that_needs_rounding_twice_shows_the_order_of_the_roundings(fmt: NumberFormat) -> None:
+    """RMSNorm rounds before the weight; SwiGLU rounds silu before ``up``; one rounding instead would differ."""
+    x, w = round_to_format(torch.randn(64, 64), fmt), round_to_format(torch.rand(64) + 0.5, fmt)
+    kernels = SimulatedKernels(fmt)
+    once = round_to_format(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w, fmt)
+    assert not torch.equal(kernels.rms_norm(x, w, 1e-6), once)
+    up = round_to_format(torch.randn(64, 64), fmt)
+    assert not torch.equal(kernels.swiglu(x, up), round_to_format(torch.nn.functional.silu(x) * up, fmt))
+
+
+# ---- the ends of the range
+
+
+def test_gradients_overflow_and_flush_in_fp16_exactly_where_native_ones_do() -> None:
+    """Powers of two from 2^-30 to 2^20 through a product whose weight is 2: native and simulated agree on every one."""
+    exponents = torch.arange(-30, 21).float()
+    seed_value = exponents.exp2().clamp(max=2.0**15)
+    weight_value = torch.where(exponents > 15, (exponents - 15).exp2(), torch.ones(()))
+    results = []
+    for kernels in (NativeKernels(FP16), SimulatedKernels(FP16)):
+        x = torch.zeros(51, dtype=kernels.dtype, requires_grad=True)
+        master = torch.diag(weight_value * 2).requires_grad_()
+        out = kernels.linear(x, master)
+        (gradient,) = torch.autograd.grad(out, x, round_to_format(seed_value, FP16).to(out.dtype))
+        results.append(gradient.float())
+    native, simulated = results
+    assert torch.equal(native, simulated)
+    assert torch.equal(simulated.isinf(), exponents >= 15)  # 2^15 * 2 is beyond 65504
+    assert torch.equal(simulated == 0, exponents <= -25)  # 2^-25 is halfway to the smallest subnormal and goes to 0
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0**12, 2.0**-12])
+def test_every_operation_overflows_and_flushes_where_native_does(factor: float) -> None:
+    for name, (kinds, shapes, run) in {**ELEMENTWISE, **PRODUCTS}.items():
+        native, simulated = both(FP16, kinds, shapes, run, factor)
+        for ours, theirs in zip(simulated, native, strict=True):
+            assert torch.equal(ours.isinf(), theirs.isinf()), name
+            assert torch.equal(ours.isnan(), theirs.isnan()), name
+            zero = (ours == 0) != (theirs == 0)
+            assert zero.float().mean() <= 0.001, name  # the sum's order decides at the very threshold
+
+
+def test_bf16_gradients_keep_what_fp16_loses() -> None:
+    x = torch.zeros(2, requires_grad=True)
+    out = SimulatedKernels(BF16).linear(x, torch.diag(torch.tensor([2.0, 2.0**-40])))
+    (gradient,) = torch.autograd.grad(out, x, torch.tensor([2.0**20, 2.0**-40]))
+    assert gradient.tolist() == [2.0**21, 2.0**-80]
+
+
+def test_an_overflow_in_the_residual_stream_becomes_inf_when_it_is_read() -> None:
+    """Two branches of 40000 each: a half tensor's sum is inf, and so is ours after the next operation reads it."""
+    kernels = SimulatedKernels(FP16)
+    x, y = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    stream = kernels.add(x, y)
+    loss = (stream * 40000.0).sum() + (stream * 40000.0).sum()
+    for gradient in torch.autograd.grad(loss, (x, y)):
+        assert gradient.tolist() == [math.inf] * 4
+
+
+def test_the_accumulator_is_fp32_in_both_families() -> None:
+    x = torch.zeros(1, 64)
+    x[0, 0], x[0, 1:33] = 2048.0, 1.0
+    for kernels in (NativeKernels(FP16), SimulatedKernels(FP16)):
+        assert kernels.linear(x.to(kernels.dtype), torch.ones(1, 64)).item() == 2080.0  # fp16 sums would stay at 2048
+
+
+def test_gradients_stop_where_none_is_needed() -> None:
+    kernels = SimulatedKernels(FP16)
+    x, master = round_to_format(torch.randn(3, 8), FP16), torch.randn(4, 8, requires_grad=True)
+    kernels.linear(x, master).sum().backward()
+    expected = x.sum(0).expand(4, 8)
+    torch.testing.assert_close(master.grad, expected, rtol=FP16.epsilon, atol=1e-6)
+    frozen, leaf = torch.randn(4, 8), x.clone().requires_grad_()
+    kernels.linear(leaf, frozen).sum().backward()
+    torch.testing.assert_close(leaf.grad, round_to_format(frozen, FP16).sum(0).expand(3, 8), rtol=1e-3, atol=2e-3)

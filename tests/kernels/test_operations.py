@@ -1,0 +1,286 @@
+"""Every operation of every kernel family against float64, forward and backward, in one table.
+
+The oracle computes in float64, without any rounding, from the operands that the family is given: activations on the
+format's grid, masters rounded to it. The bound on an output is then
+
+    n * (eps / 2) * R  +  2^-20 * A  +  n * smallest subnormal
+
+n: how many roundings to the format lie between operands and result (1 for a product, 2 for RMSNorm); eps / 2: half an
+ulp of 1; R: the magnitude that is rounded (the result's, or the sum's of what was rounded before a sum); A: the sum of
+the magnitudes of all terms, whose fp32 accumulation errs by less than 2^-20 of it at these sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
+from mantissa.precision import BF16, FP16, FP32, NumberFormat, is_on_grid, round_to_format
+
+ACCUMULATION = 2.0**-20
+
+
+@dataclass(frozen=True)
+class Operation:
+    """``kinds``: a = activation (on the grid, in the family's dtype), m = master (fp32), f = fp32 table, t = tokens.
+
+    ``forward``: (oracle's result, R, A) of the float64 operands. ``backward``: for each a and m, in order, (R, A) of
+    its gradient from the seed and the operands. ``roundings``: n forward; n backward for each gradient.
+    """
+
+    kinds: str
+    make: Callable[[], list[Tensor]]
+    run: Callable[..., Tensor]
+    forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[..., list[tuple[Tensor, Tensor]]]
+    roundings: int
+    gradient_roundings: tuple[int, ...]
+    result: str = "format"
+
+
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64) * scale
+
+
+def flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def one(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x, x.abs(), x.abs()
+
+
+def same(*xs: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(x, x) for x in xs]
+
+
+def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    b = 0.0 if bias is None else bias
+    y = x @ w.t() + b
+    return y, y.abs(), x.abs() @ w.abs().t() + (0.0 if bias is None else bias.abs())
+
+
+def product_backward(g: Tensor, x: Tensor, w: Tensor, bias: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+    dx, dw, db = g @ w, flat(g).t() @ flat(x), flat(g).sum(0)
+    ax, aw = g.abs() @ w.abs(), flat(g).abs().t() @ flat(x).abs()
+    found = [(dx.abs(), ax), (dw.abs(), aw)]
+    return found if bias is None else [*found, (db.abs(), flat(g).abs().sum(0))]
+
+
+EPS = 1e-6
+
+
+def norm_oracle(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return one(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * w)
+
+
+def norm_backward(g: Tensor, x: Tensor, w: Tensor) -> list[tuple[Tensor, Tensor]]:
+    s = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+    n, dn = (x * s).abs(), (g * w).abs()
+    return same(s * (dn + n * (dn * n).mean(-1, keepdim=True)), flat(g.abs() * n).sum(0))
+
+
+def swiglu_oracle(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return one(gate * torch.sigmoid(gate) * up)
+
+
+def swiglu_backward(g: Tensor, gate: Tensor, up: Tensor) -> list[tuple[Tensor, Tensor]]:
+    s = torch.sigmoid(gate)
+    # 1 + gate * (1 - s) cancels near gate = -1.28: the fp32 error there is one of its terms' size
+    dgate = (g * up * s * (1 + gate * (1 - s))).abs()
+    return [(dgate, (g * up * s).abs() * (1 + gate.abs())), same((g * gate * s).abs())[0]]
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def rotate_oracle(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+    y = x * c + rotate_half(x) * s
+    return y, y.abs(), (x * c).abs() + (rotate_half(x) * s).abs()
+
+
+def rotate_backward(g: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [rotate_oracle(g, cos, -sin)[1:]]
+
+
+def attention_parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """P, K and V with the key heads repeated for each query head."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    return torch.softmax(scores.masked_fill(future, float("-inf")), -1), k, v
+
+
+def attention_oracle(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    p, _, v_all = attention_parts(q, k, v)
+    magnitude = p @ v_all.abs()
+    return p @ v_all, magnitude, 4 * magnitude  # fp32 scores of size ~4 enter an exponential
+
+
+def attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+    p, k_all, v_all = attention_parts(q, k, v)
+    delta = (g.abs() * (p @ v_all.abs())).sum(-1, keepdim=True)
+    ds = p * (g.abs() @ v_all.abs().transpose(-1, -2) + delta) * q.shape[-1] ** -0.5
+
+    def by_key_head(x: Tensor) -> Tensor:
+        return x.unflatten(1, (k.shape[1], -1)).sum(2)
+
+    dq, dk = ds @ k_all.abs(), by_key_head(ds.transpose(-1, -2) @ q.abs())
+    return [(m, 4 * m) for m in (dq, dk, by_key_head(p.transpose(-1, -2) @ g.abs()))]
+
+
+def angles() -> list[Tensor]:
+    a = torch.rand(2, 7, 4, dtype=torch.float64).repeat(1, 1, 2) * 6
+    return [a.cos().float().double(), a.sin().float().double()]
+
+
+OPERATIONS: dict[str, Operation] = {
+    "weight": Operation("m", lambda: [normal(6, 8)], lambda f, w: f.weight(w), lambda w: one(w),
+                        lambda g, w: same(g.abs()), 0, (0,)),
+    "linear 3-D": Operation("am", lambda: [normal(5, 3, 48), normal(32, 48, scale=0.1)], lambda f, x, w: f.linear(x, w),
+                            product, product_backward, 1, (1, 1)),
+    "linear 2-D, bias": Operation("amm", lambda: [normal(9, 40), normal(24, 40), normal(24)],
+                                  lambda f, x, w, b: f.linear(x, w, b), product, product_backward, 1, (1, 1, 1)),
+    "linear 1-D": Operation("am", lambda: [normal(48), normal(32, 48)], lambda f, x, w: f.linear(x, w), product,
+                            product_backward, 1, (1, 1)),
+    "logits": Operation("am", lambda: [normal(2, 6, 48), normal(64, 48)], lambda f, x, w: f.logits(x, w), product,
+                        product_backward, 0, (1, 1), "logits"),
+    "rms_norm": Operation("am", lambda: [normal(4, 5, 48, scale=3), 1 + normal(48, scale=0.2)],
+                          lambda f, x, w: f.rms_norm(x, w, EPS), norm_oracle, norm_backward, 2, (2, 3)),
+    "swiglu": Operation("aa", lambda: [normal(4, 96, scale=2), normal(4, 96)], lambda f, g, u: f.swiglu(g, u),
+                        swiglu_oracle, swiglu_backward, 2, (2, 2)),
+    "rotate": Operation("aff", lambda: [normal(2, 3, 7, 8), *angles()], lambda f, *x: f.rotate(*x), rotate_oracle,
+                        rotate_backward, 1, (1,)),
+    "add": Operation("aa", lambda: [normal(4, 96), normal(4, 96)], lambda f, x, y: f.add(x, y), lambda x, y: one(x + y),
+                     lambda g, x, y: same(g.abs(), g.abs()), 1, (0, 0)),
+    "causal attention": Operation("aaa", lambda: [normal(2, 4, 33, 16), normal(2, 2, 33, 16), normal(2, 2, 33, 16)],
+                                  lambda f, *x: f.causal_attention(*x), attention_oracle, attention_backward, 2,
+                                  (3, 3, 2)),
+}  # fmt: skip
+FAMILIES: dict[str, Kernels] = {
+    "native fp32": NativeKernels(FP32),
+    "native fp16": NativeKernels(FP16),
+    "native bf16": NativeKernels(BF16),
+    "simulated fp16": SimulatedKernels(FP16),
+    "simulated bf16": SimulatedKernels(BF16),
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # CUDA: not yet run on a GPU
+
+
+def operands(op: Operation, kernels: Kernels, device: str) -> tuple[list[Tensor], list[Tensor]]:
+    """The operands for the family (leaves that require a gradient) and, rounded, for the oracle."""
+    given, exact = [], []
+    for kind, x in zip(op.kinds, op.make(), strict=True):
+        if kind == "a":
+            x = round_to_format(x, kernels.format)
+            given.append(x.to(device, kernels.dtype).requires_grad_())
+        elif kind == "m":
+            given.append(x.float().to(device).requires_grad_())
+            x = round_to_format(x.float(), kernels.format).double()
+        else:
+            given.append(x.float().to(device))
+        exact.append(x.clone().requires_grad_(kind in "am"))
+    return given, exact
+
+
+def assert_within(got: Tensor, exact: Tensor, n: int, fmt: NumberFormat, magnitude: Tensor, terms: Tensor) -> None:
+    bound = n * (fmt.epsilon / 2) * magnitude + ACCUMULATION * terms + n * fmt.smallest_subnormal
+    error = (got.detach().cpu().double() - exact).abs()
+    worst = ((error - bound) / (bound + 1e-300)).max().item()
+    assert worst <= 0, f"{1 + worst:.3g} times the bound"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_forward_and_backward_against_float64(name: str, family: str, device: str) -> None:
+    op, kernels = OPERATIONS[name], FAMILIES[family]
+    given, exact = operands(op, kernels, device)
+    result_format = kernels.format if op.result == "format" else FP32
+
+    out = op.run(kernels, *given)
+    expected, magnitude, terms = op.forward(*exact)
+    assert out.dtype == (kernels.dtype if op.result == "format" else torch.float32)
+    assert out.device.type == device
+    assert bool(is_on_grid(out, result_format).all())
+    assert_within(out, expected.detach(), op.roundings, kernels.format, magnitude.detach(), terms.detach())
+
+    seed = round_to_format(torch.randn(expected.shape, dtype=torch.float64), kernels.format)
+    leaves = [x for x in given if x.requires_grad]
+    gradients = torch.autograd.grad(out, leaves, seed.to(device, out.dtype))
+    expected_gradients = torch.autograd.grad(expected, [x for x in exact if x.requires_grad], seed)
+    with torch.no_grad():
+        bounds = op.backward(seed, *exact)
+    for leaf, got, want, n, (size, terms) in zip(
+        leaves, gradients, expected_gradients, op.gradient_roundings, bounds, strict=True
+    ):
+        assert got.dtype == leaf.dtype
+        assert bool(is_on_grid(got, kernels.format).all())
+        assert_within(got, want, n, kernels.format, size, terms)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embedding_rows_and_their_gradient(family: str, device: str) -> None:
+    kernels: Any = FAMILIES[family]
+    table = torch.randn(11, 8)
+    tokens = torch.tensor([[3, 3, 0], [10, 3, 9]])
+    master = table.to(device, copy=True).requires_grad_()
+    rows = kernels.embedding(tokens.to(device), master)
+    assert rows.dtype == kernels.dtype
+    assert torch.equal(rows.detach().cpu().float(), round_to_format(table, kernels.format)[tokens])
+    seed = round_to_format(torch.randn(2, 3, 8), kernels.format)
+    (gradient,) = torch.autograd.grad(rows, master, seed.to(device, rows.dtype))
+    expected = torch.zeros(11, 8, dtype=torch.float64).index_add_(0, tokens.flatten(), seed.double().flatten(0, 1))
+    assert gradient.dtype == torch.float32  # the sum over a token's occurrences stays fp32, as its terms are rounded
+    assert not gradient[[1, 2, 4, 5, 6, 7, 8]].any()
+    torch.testing.assert_close(gradient.cpu().double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("logits_format", [FP32, FP16, BF16], ids=str)
+def test_logits_are_rounded_only_where_asked_and_so_is_their_gradient(family: str, logits_format: NumberFormat) -> None:
+    kernels = type(FAMILIES[family])(FAMILIES[family].format, logits_format)
+    x = round_to_format(torch.randn(4, 48), kernels.format).to(kernels.dtype).requires_grad_()
+    master = torch.randn(64, 48, requires_grad=True)
+    logits = kernels.logits(x, master)
+    assert logits.dtype == torch.float32
+    exact = x.detach().double() @ round_to_format(master.detach(), kernels.format).double().t()
+    terms = x.detach().double().abs() @ master.detach().double().abs().t()
+    assert_within(logits, exact, 1 if logits_format is not FP32 else 0, logits_format, exact.abs(), terms)
+    assert bool(is_on_grid(logits, logits_format).all())
+    assert bool(is_on_grid(logits, FP16).all()) == (logits_format is not FP32)  # these bf16 values are fp16 values too
+
+    seed = torch.randn(4, 64)  # off every grid: the gradient passes the logits' format, then the operands'
+    (gradient,) = torch.autograd.grad(logits, x, seed)
+    rounded = round_to_format(round_to_format(seed, logits_format), kernels.format).double()
+    weight = round_to_format(master.detach(), kernels.format).double()
+    expected = rounded @ weight
+    assert_within(gradient, expected, 1, kernels.format, expected.abs(), rounded.abs() @ weight.abs())
+
+
+def test_fp32_is_not_simulated() -> None:
+    with pytest.raises(ValueError, match="fp32 needs no simulation: use NativeKernels"):
+        SimulatedKernels(FP32)
+
+
+def test_weights_on_the_grid_are_not_copied() -> None:
+    kernels = SimulatedKernels(FP16, weights_on_grid=True)
+    weight = torch.randn(4, 8).half().float()
+    assert kernels.weight(weight) is weight
+    assert NativeKernels(FP32).weight(weight) is weight
+    half = weight.half()
+    assert NativeKernels(FP16).weight(half) is half
+    assert torch.equal(kernels.embedding(torch.tensor([[1]]), weight)[0, 0], weight[1])
+    x = round_to_format(torch.randn(3, 8), FP16)
+    assert torch.equal(kernels.linear(x, weight), SimulatedKernels(FP16).linear(x, weight))

@@ -1,0 +1,187 @@
+"""The probe: it passes every honest family, and catches each way of pretending that it is there to catch."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mantissa.errors import MantissaError
+from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels, learner_kernels, probe, rollout_kernels
+from mantissa.precision import BF16, FP16, FP32, PRESETS, NumberFormat, PrecisionPolicy, resolve, round_to_format
+
+formats = pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # CUDA: not yet run on a GPU
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("logits_format", [FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize(
+    "family",
+    [
+        lambda logits: NativeKernels(FP32, logits),
+        lambda logits: NativeKernels(FP16, logits),
+        lambda logits: NativeKernels(BF16, logits),
+        lambda logits: SimulatedKernels(FP16, logits),
+        lambda logits: SimulatedKernels(BF16, logits),
+        lambda logits: SimulatedKernels(FP16, logits, weights_on_grid=True),
+        lambda logits: SimulatedKernels(BF16, logits, weights_on_grid=True),
+    ],
+)
+def test_every_honest_family_passes(family: object, logits_format: NumberFormat, device: str) -> None:
+    kernels: Kernels = family(logits_format)  # type: ignore[operator]
+    evidence = probe(kernels, device)
+    assert "\n" not in evidence
+    assert f"holds logits in {logits_format}" in evidence
+    assert ("flushes a gradient of 2^-26 to 0" in evidence) == (kernels.format is FP16)
+    assert ("accumulates wider than it stores" in evidence) == (kernels.format is not FP32)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_kernels_of_every_preset_pass(preset: str) -> None:
+    precision = resolve(PRESETS[preset], "cpu")
+    for kernels, role in (
+        (learner_kernels(precision), precision.learner),
+        (rollout_kernels(precision), precision.rollout),
+    ):
+        assert kernels.format is role.active
+        assert isinstance(kernels, NativeKernels if role.backend == "native" else SimulatedKernels)
+        probe(kernels, "cpu")
+
+
+def test_roles_get_their_backend_logits_format_and_whether_weights_are_rounded() -> None:
+    native = resolve(PrecisionPolicy(train="fp16", rollout="bf16", logits="bf16", backend="native"), "cpu")
+    assert isinstance(learner_kernels(native), NativeKernels)
+    assert isinstance(rollout_kernels(native), NativeKernels)
+    simulated = resolve(PrecisionPolicy(train="fp16", rollout="bf16", logits="bf16"), "cpu")
+    learner, rollout = learner_kernels(simulated), rollout_kernels(simulated)
+    assert isinstance(learner, SimulatedKernels)
+    assert isinstance(rollout, SimulatedKernels)
+    assert (learner.weights_on_grid, rollout.weights_on_grid) == (False, True)
+    assert learner.logits_format is rollout.logits_format is learner_kernels(native).logits_format is BF16
+
+
+# ---- liars
+
+
+class Fp32Inside(SimulatedKernels):
+    """Says half, computes in fp32: nothing is rounded."""
+
+    def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        return F.linear(x_NE, weight_FE, bias_F)
+
+
+class RoundsOnlyForward(SimulatedKernels):
+    """The usual fake quantisation: a straight-through gradient in fp32."""
+
+    def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        exact = F.linear(x_NE, weight_FE)
+        return exact + (round_to_format(exact, self.format) - exact).detach()
+
+
+class RoundsInputGradientOnly(SimulatedKernels):
+    def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        return SimulatedKernels(self.format, weights_on_grid=True).linear(x_NE, weight_FE)
+
+
+class KeepsMasters(SimulatedKernels):
+    def weight(self, master: Tensor) -> Tensor:
+        return master + 0.0
+
+
+class HalfAccumulation(SimulatedKernels):
+    """Rounds the running sum after every term, as a half-precision accumulator does."""
+
+    def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        return _HalfSum.apply(x_NE, self.weight(weight_FE), self.format)
+
+
+class _HalfSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor, w: Tensor, fmt: NumberFormat) -> Tensor:
+        ctx.save_for_backward(x, w)  # type: ignore[attr-defined]
+        total = torch.zeros(x.shape[0], w.shape[0])
+        for i in range(x.shape[1]):
+            total = round_to_format(total + x[:, i : i + 1] * w[:, i], fmt)
+        return total
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grads[0] @ w, grads[0].t() @ x, None
+
+
+class HalfLogits(SimulatedKernels):
+    """Promises fp32 logits and rounds them."""
+
+    def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
+        return round_to_format(super().logits(x_NE, weight_VE), self.format)
+
+
+class Truncates(NativeKernels):
+    """fp32 whose operands lose all but ten mantissa bits: TF32."""
+
+    def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        return super().linear(_tf32(x_NE), _tf32(weight_FE), bias_F)
+
+
+def _tf32(x: Tensor) -> Tensor:
+    return (x.view(torch.int32) & ~0x1FFF).view(torch.float32) + 0.0 * x
+
+
+class Saturates(SimulatedKernels):
+    """Clamps instead of overflowing: loss scaling would never be told."""
+
+    def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        return super().linear(x_NE, weight_FE, bias_F).clamp(-65504.0, 65504.0)
+
+
+LIARS: list[tuple[type[NativeKernels] | type[SimulatedKernels], str]] = [
+    (Fp32Inside, "rounds 1+u/4 to 1"),
+    (RoundsOnlyForward, "rounds a gradient of 1+u/4 to 1"),
+    (RoundsInputGradientOnly, "rounds a weight's gradient of 1+u/4 to 1"),
+    (KeepsMasters, "rounds a weight of 1+u/4 to 1"),
+    (HalfAccumulation, "accumulates wider than it stores"),
+    (HalfLogits, "holds logits in fp32"),
+]
+
+
+@formats
+@pytest.mark.parametrize(("liar", "caught_by"), LIARS)
+def test_liars_are_caught(liar: type[SimulatedKernels], caught_by: str, fmt: NumberFormat) -> None:
+    with pytest.raises(MantissaError) as caught:
+        probe(liar(fmt), "cpu")
+    expected = (
+        f"precision: {fmt} is not active in the {liar.__name__} on cpu: it should show that it {caught_by} (expected"
+    )
+    assert str(caught.value).startswith(expected)
+    assert "\n" not in str(caught.value)
+
+
+def test_tf32_is_caught() -> None:
+    with pytest.raises(MantissaError, match=re.escape("keeps 1+u (expected 1.0000001192092896, got 1.0)")):
+        probe(Truncates(FP32), "cpu")
+
+
+def test_saturation_in_place_of_overflow_is_caught() -> None:
+    with pytest.raises(MantissaError, match="overflows 120000 to inf"):
+        probe(Saturates(FP16), "cpu")
+
+
+@pytest.mark.parametrize(("claims", "computes"), [(FP16, BF16), (BF16, FP16), (FP32, BF16), (FP32, FP16), (FP16, FP32)])
+@pytest.mark.parametrize("base", [NativeKernels, SimulatedKernels])
+def test_one_format_passed_off_as_another_is_caught(
+    base: type[NativeKernels], claims: NumberFormat, computes: NumberFormat
+) -> None:
+    if base is SimulatedKernels and computes is FP32:
+        pytest.skip("fp32 is not simulated")
+    kernels = base(computes)
+    inner = base(computes)
+    kernels.format = claims
+    kernels.linear = inner.linear  # type: ignore[method-assign]
+    kernels.weight = inner.weight  # type: ignore[method-assign]
+    with pytest.raises(MantissaError, match=f"precision: {claims} is not active"):
+        probe(kernels, "cpu")

@@ -1,0 +1,265 @@
+"""The policy: what can be asked for, what each device makes of it, and every error's wording."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from mantissa.errors import MantissaError
+from mantissa.precision import BF16, FP16, FP32, PRESETS, PrecisionPolicy, ResolvedPrecision, format_named, resolve
+
+
+def error_of(action: Any) -> str:
+    with pytest.raises(MantissaError) as caught:
+        action()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# ---- asking
+
+
+@pytest.mark.parametrize(
+    ("preset", "train", "rollout"),
+    [
+        ("fp32", "fp32", "fp32"),
+        ("bf16", "bf16", "bf16"),
+        ("fp16", "fp16", "fp16"),
+        ("bf16-train-fp16-rollout", "bf16", "fp16"),
+    ],
+)
+def test_presets(preset: str, train: str, rollout: str) -> None:
+    policy = PrecisionPolicy.parse(preset)
+    assert policy == PRESETS[preset] == PrecisionPolicy.parse({"preset": preset})
+    assert (policy.train, policy.rollout, policy.logits, policy.kv_cache) == (train, rollout, "fp32", None)
+    assert (policy.backend, policy.fallback) == ("auto", "error")
+
+
+def test_every_preset_is_tested_here() -> None:
+    assert set(PRESETS) == {"fp32", "bf16", "fp16", "bf16-train-fp16-rollout"}
+
+
+def test_fields_override_the_preset_and_without_one_fp32() -> None:
+    mixed = PrecisionPolicy.parse({"preset": "bf16", "rollout": "fp16", "kv_cache": "bf16", "fallback": "warn"})
+    assert mixed == PrecisionPolicy(train="bf16", rollout="fp16", kv_cache="bf16", fallback="warn")
+    assert PrecisionPolicy.parse({"train": "fp16"}) == PrecisionPolicy(train="fp16", rollout="fp32")
+
+
+def test_torch_names_become_ours_and_the_callers_mapping_stays() -> None:
+    asked = {"preset": "fp32", "train": "bfloat16", "logits": "float16"}
+    policy = PrecisionPolicy.parse(asked)
+    assert (policy.train, policy.logits) == ("bf16", "fp16")
+    assert asked == {"preset": "fp32", "train": "bfloat16", "logits": "float16"}
+
+
+def test_a_policy_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PRESETS["fp32"].train = "fp16"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("fp61", "unknown precision preset 'fp61': expected one of fp32, bf16, fp16, bf16-train-fp16-rollout"),
+        ({"preset": 16}, "unknown precision preset 16: expected one of"),
+        ("fp8", "precision=fp8: no role runs in fp8 yet; choose one of fp32, bf16, fp16, bf16-train-fp16-rollout"),
+        ("fp8-rollout", "precision=fp8-rollout: no role runs in fp8 yet"),
+        ({"rollout": "fp8"}, "precision.rollout=fp8: no role runs in fp8 yet; choose one of fp32, bf16, fp16"),
+        ({"train": "e4m3"}, "precision.train=e4m3: no role runs in fp8 yet"),
+        ({"train": "e4m3fn"}, "precision.train=e4m3fn: no role runs in fp8 yet"),
+        ({"kv_cache": "e5m2"}, "precision.kv_cache=e5m2: no role runs in fp8 yet"),
+        ({"train": "fp61"}, "precision.train: unknown number format 'fp61'"),
+        ({"train": None}, "precision.train=None: expected a format's name, one of fp32, bf16, fp16"),
+        ({"logits": 32}, "precision.logits=32: expected a format's name"),
+        ({"backend": "cuda"}, "precision.backend='cuda': expected one of auto, native, simulated"),
+        ({"fallback": True}, "precision.fallback=True: expected one of error, warn"),
+        ({"rolout": "fp16"}, "unknown key precision.rolout; did you mean 'rollout'? (keys: preset, train, rollout, "),
+        ({"backend": "simulated"}, "precision.backend=simulated: train and rollout are fp32, which is never simulated"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_asked_for(asked: Any, message: str) -> None:
+    assert error_of(lambda: PrecisionPolicy.parse(asked)).startswith(message)
+
+
+def test_a_misspelt_preset_and_format_get_a_hint() -> None:
+    assert error_of(lambda: PrecisionPolicy.parse("bf16-train")).endswith("did you mean 'bf16-train-fp16-rollout'?")
+    assert error_of(lambda: PrecisionPolicy(train="bfloat61")).endswith("did you mean 'bfloat16'?")
+
+
+# ---- resolving on a CPU
+
+
+ROLES = ("fp32", "bf16", "fp16")
+
+
+@pytest.mark.parametrize("train", ROLES)
+@pytest.mark.parametrize("rollout", ROLES)
+@pytest.mark.parametrize("backend", ["auto", "native", "simulated"])
+def test_every_combination_on_a_cpu(train: str, rollout: str, backend: Any) -> None:
+    if backend == "simulated" and train == rollout == "fp32":
+        return  # refused: see above
+    resolved = resolve(PrecisionPolicy(train=train, rollout=rollout, backend=backend), "cpu")
+    for role, asked in ((resolved.learner, train), (resolved.rollout, rollout)):
+        assert role.requested == asked == role.active.name
+        assert role.backend == ("native" if asked == "fp32" or backend == "native" else "simulated")
+        assert (asked in role.reason) == (role.backend == "simulated" or asked == "fp32")
+    assert resolved.master.active is FP32
+    assert resolved.logits.active is FP32
+    assert resolved.kv_cache.active is resolved.rollout.active
+    assert resolved.kv_cache.backend == resolved.logits.backend == resolved.rollout.backend
+    assert resolved.device == "cpu"
+
+
+def test_the_table_is_plain_strings_one_line_a_role() -> None:
+    rows = resolve(PrecisionPolicy(train="bf16", rollout="fp16", logits="bf16", kv_cache="bf16"), "cpu").rows()
+    assert [r["role"] for r in rows] == ["learner", "rollout", "master", "logits", "kv_cache"]
+    assert [r["requested"] for r in rows] == ["bf16", "fp16", "fp32", "bf16", "bf16"]
+    assert [r["active"] for r in rows] == ["bf16", "fp16", "fp32", "bf16", "bf16"]
+    assert [r["kernels"] for r in rows] == ["simulated", "simulated", "native", "simulated", "simulated"]
+    assert all(isinstance(v, str) and v and "\n" not in v for r in rows for v in r.values())
+    assert "rounded to bf16 on both sides" in rows[3]["reason"]
+
+
+def test_the_default_cache_says_that_it_is_the_rollouts() -> None:
+    row = resolve(PRESETS["fp16"], "cpu").rows()[-1]
+    assert (row["requested"], row["active"]) == ("as rollout", "fp16")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "cache", "reason"),
+    [
+        (
+            "fp32",
+            "fp16",
+            "asked for: keys and values are rounded once more into the cache, and become inf beyond 65504",
+        ),
+        ("fp32", "bf16", "asked for: keys and values are rounded once more into the cache"),
+        ("fp16", "bf16", "asked for: keys and values are rounded once more into the cache"),
+        ("fp32", "fp32", "asked for, and the rollout's own format: keys and values are already on its grid"),
+        ("fp16", "fp16", "asked for, and the rollout's own format: keys and values are already on its grid"),
+        ("bf16", "bf16", "asked for, and the rollout's own format: keys and values are already on its grid"),
+    ],
+)
+def test_a_cache_may_be_coarser_than_the_rollout(rollout: str, cache: str, reason: str) -> None:
+    role = resolve(PrecisionPolicy(rollout=rollout, kv_cache=cache), "cpu").kv_cache
+    assert (role.requested, role.active.name, role.reason) == (cache, cache, reason)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "cache", "harm"),
+    [
+        ("fp16", "fp32", "it would change nothing; leave it out or choose fp16"),
+        ("bf16", "fp32", "it would change nothing; leave it out or choose bf16"),
+        ("bf16", "fp16", "it would add no digit, and keys and values beyond 65504 would become inf; leave it out or"),
+    ],
+)
+def test_a_cache_may_not_be_finer(rollout: str, cache: str, harm: str) -> None:
+    message = error_of(lambda: resolve(PrecisionPolicy(rollout=rollout, kv_cache=cache), "cpu"))
+    assert message.startswith(f"precision.kv_cache={cache} is finer than the rollout's {rollout}: {harm}")
+
+
+def test_the_cache_rule_agrees_with_the_numbers() -> None:
+    """A refused cache changes no value of the rollout's grid, or only destroys it; an allowed one rounds."""
+    for rollout, cache in itertools.permutations(ROLES, 2):
+        grid = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+        values = (torch.randn(4096) if rollout == "fp32" else grid.view(format_named(rollout).dtype).float()).float()
+        held = values[values.isfinite()].to(format_named(cache).dtype).float()
+        in_range = (held.abs() >= 2.0**-14) & held.isfinite()
+        adds_nothing = bool((held == values[values.isfinite()])[in_range].all())
+        refused = {("fp16", "fp32"), ("bf16", "fp32"), ("bf16", "fp16")}
+        assert adds_nothing == ((rollout, cache) in refused), (rollout, cache)
+
+
+# ---- resolving on a GPU, which these tests only pretend to have
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Test GPU")
+    return monkeypatch
+
+
+@pytest.mark.parametrize("train", ROLES)
+@pytest.mark.parametrize("backend", ["auto", "native", "simulated"])
+def test_every_combination_on_a_gpu(gpu: pytest.MonkeyPatch, train: str, backend: Any) -> None:
+    resolved = resolve(PrecisionPolicy(train=train, rollout="fp16", backend=backend), "cuda:1")
+    assert resolved.device == "cuda:1"
+    assert resolved.learner.active.name == train
+    assert resolved.learner.backend == ("simulated" if backend == "simulated" and train != "fp32" else "native")
+    assert resolved.rollout.backend == ("simulated" if backend == "simulated" else "native")
+    assert ("rounded in fp32 on the GPU" in resolved.learner.reason) == (resolved.learner.backend == "simulated")
+
+
+class TestAGpuWithoutBf16:
+    @pytest.fixture(autouse=True)
+    def _old(self, gpu: pytest.MonkeyPatch) -> None:
+        gpu.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+
+    def test_refuses_bf16_and_says_what_to_do(self) -> None:
+        message = error_of(lambda: resolve(PRESETS["bf16"], "cuda"))
+        assert message == (
+            "precision: learner asked for bf16, but Test GPU has no bf16 arithmetic (it came with compute capability "
+            "8.0); choose another format, or precision.backend=simulated, or precision.fallback=warn to use fp32"
+        )
+
+    def test_names_the_rollout_where_that_is_the_one(self) -> None:
+        assert "rollout asked for bf16" in error_of(lambda: resolve(PrecisionPolicy(rollout="bf16"), "cuda"))
+
+    def test_runs_fp16_and_simulated_bf16(self) -> None:
+        assert resolve(PRESETS["fp16"], "cuda").learner.backend == "native"
+        simulated = resolve(PrecisionPolicy(train="bf16", rollout="bf16", backend="simulated"), "cuda")
+        assert (simulated.learner.active, simulated.learner.backend) == (BF16, "simulated")
+
+    def test_falls_back_with_a_warning_and_keeps_what_was_asked(self) -> None:
+        policy = PrecisionPolicy(train="bf16", rollout="fp16", fallback="warn")
+        with pytest.warns(UserWarning, match="learner asked for bf16, but Test GPU has no bf16.*; it runs in fp32"):
+            resolved = resolve(policy, "cuda")
+        learner = resolved.learner
+        assert (learner.requested, learner.active, learner.backend) == ("bf16", FP32, "native")
+        assert learner.reason.startswith("fallback: warn, because Test GPU has no bf16 arithmetic")
+        assert resolved.rollout.active is FP16
+
+    def test_the_cache_is_judged_by_what_the_rollout_really_uses(self) -> None:
+        policy = PrecisionPolicy(rollout="bf16", kv_cache="fp32", fallback="warn")
+        with pytest.warns(UserWarning, match="rollout asked for bf16"):
+            assert resolve(policy, "cuda").kv_cache.active is FP32
+
+
+@pytest.mark.parametrize(
+    "policy", [PRESETS["fp32"], PRESETS["fp16"], PrecisionPolicy(train="fp16", backend="simulated")]
+)
+@pytest.mark.parametrize("fallback", ["error", "warn"])
+def test_no_fallback_replaces_a_device(monkeypatch: pytest.MonkeyPatch, policy: PrecisionPolicy, fallback: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = dataclasses.replace(policy, fallback=fallback)
+    message = error_of(lambda: resolve(asked, "cuda"))
+    assert message == "device=cuda: this machine has no CUDA device that torch can use; choose cpu"
+
+
+def test_other_devices_are_errors(gpu: pytest.MonkeyPatch) -> None:
+    assert error_of(lambda: resolve(PRESETS["fp32"], "mps")) == "device=mps: expected cpu or cuda"
+    assert error_of(lambda: resolve(PRESETS["fp32"], "gpu")) == "device='gpu': expected cpu, cuda or cuda:N"
+    assert error_of(lambda: resolve(PRESETS["fp32"], "cuda:2")).startswith("device=cuda:2: this machine has 2 CUDA")
+
+
+def test_fallback_does_not_warn_where_nothing_falls_back() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolve(PrecisionPolicy(train="fp16", fallback="warn"), "cpu")
+
+
+def test_reasons_are_single_sentences_without_a_full_stop() -> None:
+    resolved: list[ResolvedPrecision] = [resolve(policy, torch.device("cpu")) for policy in PRESETS.values()]
+    for role in (r for p in resolved for r in p.roles):
+        assert re.fullmatch(r"[^\n]{10,140}[^.]", role.reason), role.reason
