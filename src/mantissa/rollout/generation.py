@@ -250,11 +250,11 @@ class Generation:
     def _record(self, slots: np.ndarray, tokens_B: Tensor, logp_B: Tensor) -> np.ndarray:
         """Take the sampled tokens to the host, turn finished rows into completions, and return their slots."""
         tokens, logp = torch.stack((tokens_B.double(), logp_B.double())).cpu().numpy()  # one transfer; both exact
-        if np.isnan(logp).any():
+        if not np.isfinite(logp).all():
             raise MantissaError(
-                f"policy version {self.version} gives non-finite logits in {self.kernels.format}, expected finite ones: "
-                "an activation overflowed or the weights have diverged; use a format with more range (bf16, fp32), or "
-                "an earlier checkpoint"
+                f"policy version {self.version} gives non-finite logits in {self.kernels.format}, expected finite: an "
+                "activation overflowed or the weights diverged; use a format with more range (bf16, fp32) or an "
+                "earlier checkpoint"
             )
         tokens = tokens.astype(np.int64)
         counts = self._count_S[slots]
