@@ -49,7 +49,7 @@ def build() -> Callable[..., tuple[NativeEngine, Decoder]]:
         config, kernels = FAMILIES[family], rollout_kernels(resolved)
         if wide:
             sizes = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4, "head_dim": 32}
-            config = dataclasses.replace(config, initializer_range=0.08, **sizes)
+            config = dataclasses.replace(config, initializer_range=0.1, **sizes)
         engine = NativeEngine(
             config,
             kernels,

@@ -130,21 +130,22 @@ def test_greedy_equals_transformers(build: Build, requests: list[Request], famil
 
 @pytest.mark.parametrize(
     ("precision", "smallest_mean", "largest_mean"),
-    [("fp32", 0.0, 2e-6), ("fp16", 2e-5, 4e-3), ("bf16", 1e-4, 3e-2)],
+    [("fp32", 0.0, 2e-6), ("fp16", 1e-5, 8e-3), ("bf16", 0.0, 6e-2)],
     ids=["fp32", "fp16", "bf16"],
 )
 @FAMILY
 def test_the_gap_to_the_learner(
     build: Build, family: str, precision: str, smallest_mean: float, largest_mean: float
 ) -> None:
-    """The learner's full forward on the sampled tokens: fp32 agrees, a half differs by flipped roundings, and does.
+    """The learner's full forward on the sampled tokens: fp32 agrees, fp16 differs by flipped roundings, and does.
 
-    Prototypes of this size had mean |dlogp| of 2e-4 to 1e-3 (fp16) and 1e-3 to 8e-3 (bf16). (At hidden 32 the two
-    agree to the last bit: too few sums come close enough to a tie to be flipped.)
+    Prototypes of this size whose products were summed in another order had mean |dlogp| of 2e-4 to 1e-3 (fp16) and
+    1e-3 to 8e-3 (bf16): the upper bounds leave room for that. Where the CPU sums a row alike in any batch, only
+    attention differs, and a bf16 sum is seldom near enough to a tie to flip: a small model may show no gap in bf16.
     """
-    engine, master = build(family, precision, slots=16, wide=True)
-    prompts = torch.randint(0, 40, (16, 6), generator=torch.Generator().manual_seed(8)).tolist()
-    params = SamplingParams(max_tokens=40, temperature=1.2)
+    engine, master = build(family, precision, slots=32, max_length=80, wide=True)
+    prompts = torch.randint(0, 40, (32, 6), generator=torch.Generator().manual_seed(8)).tolist()
+    params = SamplingParams(max_tokens=64, temperature=1.2)
     completions = flat(engine.generate([Request(tuple(p), seed=i) for i, p in enumerate(prompts)], params, 1))
     kernels = learner_kernels(resolve(PrecisionPolicy.parse(precision), "cpu"))
     tokens_BT = torch.tensor([[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)])
