@@ -214,6 +214,7 @@ def main() -> None:
                     {**common, "metric": "speedup over transformers", "value": ratio, "unit": "ratio", **spread}
                 )
     if not args.dry:
+        args.results.parent.mkdir(parents=True, exist_ok=True)
         with args.results.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 

@@ -56,7 +56,7 @@ class NativeEngine:
         self.model = model.to(kernels.dtype).to_empty(device=self.device)
         self._poison()
         self._version = -1
-        self._cache = KVCache(config, slots, max_length, kernels.dtype, self.device)
+        self._cache = KVCache(config, slots, kernels.dtype, self.device)
 
     @property
     def version(self) -> int:

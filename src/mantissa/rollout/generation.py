@@ -26,7 +26,7 @@ from mantissa.errors import MantissaError
 from mantissa.kernels import Kernels
 from mantissa.model import Decoder
 from mantissa.precision import NumberFormat, round_to_format
-from mantissa.rollout.cache import KVCache, bucketed
+from mantissa.rollout.cache import KVCache
 from mantissa.rollout.sampling import sample
 from mantissa.rollout.stopping import StopStrings
 from mantissa.rollout.types import Completion, Request, SamplingParams
@@ -135,16 +135,14 @@ class Generation:
     def _decode_step(self) -> np.ndarray:
         """One token for every row in use. Returns the slots that finished."""
         rows = self._active
-        window = bucketed(int(self._length_S[:rows].max()) + 1)
-        self.cache.reserve(window)
+        self.cache.fit(int(self._length_S[:rows].max()) + 1, rows)
         state_4B = self._state_4S[:, :rows]
         lengths_B = state_4B[_POSITION] + 1
         places = self.cache.places(state_4B[_POSITION])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             k, v = round_to_format(k, self.kv_format), round_to_format(v, self.kv_format)
-            self.cache.append(layer, k, v, places)
-            keys, values = self.cache.window(layer, rows, window)
+            keys, values = self.cache.append(layer, k, v, places)
             return self.kernels.cached_attention(q.squeeze(2), keys, values, lengths_B).unsqueeze(2)
 
         tokens_B1, positions_B1 = state_4B[_TOKEN].unsqueeze(1), state_4B[_POSITION].unsqueeze(1)
@@ -180,7 +178,8 @@ class Generation:
     def _enter(self, slots: np.ndarray, jobs: np.ndarray, rows: np.ndarray, ready: _Prefilled) -> np.ndarray:
         """Copy prompts into ``slots`` and sample their first tokens. Returns the slots that finished with them."""
         slots_B, jobs_B, rows_B = (torch.from_numpy(x).to(self.device) for x in (slots, jobs, rows))
-        self.cache.reserve(ready.kv.shape[4])
+        longest = max(ready.kv.shape[4], int(self._length_S[: self._active].max(initial=0)) + 1)
+        self.cache.fit(longest, self._active)
         self.cache.admit(slots_B, ready.kv, rows_B)
         keys_B = self._keys_J[jobs_B]
         lengths_B = ready.lengths[rows_B]
@@ -240,7 +239,7 @@ class Generation:
         if not len(target):
             return
         source_B, target_B = torch.from_numpy(source).to(self.device), torch.from_numpy(target).to(self.device)
-        self.cache.move(source_B, target_B, int(self._length_S[source].max()))
+        self.cache.move(source_B, target_B)
         self._state_4S[:, target_B] = self._state_4S[:, source_B]
         for per_slot in (self._job_S, self._count_S, self._length_S, self._tokens_ST, self._logp_ST):
             per_slot[target] = per_slot[source]
@@ -250,11 +249,11 @@ class Generation:
     def _record(self, slots: np.ndarray, tokens_B: Tensor, logp_B: Tensor) -> np.ndarray:
         """Take the sampled tokens to the host, turn finished rows into completions, and return their slots."""
         tokens, logp = torch.stack((tokens_B.double(), logp_B.double())).cpu().numpy()  # one transfer; both exact
-        if np.isnan(logp).any():
+        if not np.isfinite(logp).all():
             raise MantissaError(
-                f"policy version {self.version} gives non-finite logits in {self.kernels.format}, expected finite ones: "
-                "an activation overflowed or the weights have diverged; use a format with more range (bf16, fp32), or "
-                "an earlier checkpoint"
+                f"policy version {self.version} gives non-finite logits in {self.kernels.format}, expected finite: an "
+                "activation overflowed or the weights diverged; use a format with more range (bf16, fp32) or an "
+                "earlier checkpoint"
             )
         tokens = tokens.astype(np.int64)
         counts = self._count_S[slots]

@@ -27,11 +27,11 @@ def sample(logits_BV: Tensor, params: SamplingParams, uniform_B: Tensor) -> tupl
 
     ``logits_BV``: fp32. ``uniform_B``: float64 in (0, 1). With ``temperature=0`` the most probable token is taken; the
     distribution is then a point mass and the log-prob is 0. A token of probability zero is never returned.
-    A row whose largest logit is not finite, or which holds a NaN, has the log-prob NaN: the caller must look.
+    A row that holds NaN or +inf has a log-prob that is not finite: the caller must look.
     """
     if params.temperature == 0:
         best_B, tokens_B = logits_BV.max(dim=-1)
-        return tokens_B, best_B - best_B  # log 1 = 0; NaN where the best logit is NaN or infinite
+        return tokens_B, best_B - best_B  # log 1 = 0; not finite where the best logit is NaN or infinite
     kept_BV = filter_logits(logits_BV, params)
     tokens_B = draw(_probabilities(kept_BV, params.temperature), uniform_B)
     return tokens_B, token_logprob(kept_BV, tokens_B, params.temperature)

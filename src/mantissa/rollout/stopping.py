@@ -24,7 +24,7 @@ class StopStrings:
         self._tokens = max(len(text.encode()) for text in stop) + _ROOM
 
     def completed(self, tokens: Sequence[int]) -> bool:
-        """True where the text of ``tokens`` holds a stop string. Call it after every token: it looks at the end only."""
+        """True where the text of ``tokens`` ends in or holds a stop string; call it after every token."""
         size = self._tokens
         text = self._decode(tokens[-size:])
         while size < len(tokens) and len(text) < self._characters:

@@ -1,0 +1,76 @@
+"""Tiny models of each family, and engines on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from mantissa.kernels import rollout_kernels
+from mantissa.model import Decoder, ModelConfig
+from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.rollout import NativeEngine, Request
+
+FAMILIES = {
+    "llama": ModelConfig("llama", 40, 32, 56, 2, 4, 2, 8, rope_theta=500.0, initializer_range=0.25),
+    "qwen2": ModelConfig(
+        "qwen2", 40, 32, 56, 2, 4, 1, 8, qkv_bias=True, tie_word_embeddings=True, initializer_range=0.25
+    ),
+    "qwen3": ModelConfig("qwen3", 40, 32, 56, 2, 4, 2, 16, qk_norm=True, initializer_range=0.25),
+}
+
+
+def master_model(config: ModelConfig) -> Decoder:
+    """fp32 masters with biases and norms that matter."""
+    model = Decoder(config).initialize(torch.Generator().manual_seed(11))
+    generator = torch.Generator().manual_seed(12)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "norm.weight")):
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.fixture
+def build() -> Callable[..., tuple[NativeEngine, Decoder]]:
+    """``build(family, precision, ...)``: an engine at version 1 and its masters. ``wide``: hidden 128, 4 layers."""
+
+    def make(
+        family: str = "llama",
+        precision: object = "fp32",
+        slots: int = 8,
+        max_length: int = 64,
+        decode_text: object = None,
+        wide: bool = False,
+    ) -> tuple[NativeEngine, Decoder]:
+        resolved = resolve(PrecisionPolicy.parse(precision), "cpu")
+        config, kernels = FAMILIES[family], rollout_kernels(resolved)
+        if wide:
+            sizes = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4, "head_dim": 32}
+            config = dataclasses.replace(config, initializer_range=0.1, **sizes)
+        engine = NativeEngine(
+            config,
+            kernels,
+            kv_format=resolved.kv_cache.active,
+            slots=slots,
+            max_length=max_length,
+            decode_text=decode_text,
+        )
+        master = master_model(config)
+        engine.sync(dict(master.named_parameters()), 1)
+        return engine, master
+
+    return make
+
+
+@pytest.fixture
+def requests() -> list[Request]:
+    """Prompts of 1 to 13 tokens with 1 to 4 samples: 15 samples of 6 prompts."""
+    generator = torch.Generator().manual_seed(5)
+    lengths, samples = (3, 1, 13, 6, 2, 9), (4, 1, 3, 2, 4, 1)
+    return [
+        Request(tuple(torch.randint(0, 40, (n,), generator=generator).tolist()), seed=100 + n, samples=g)
+        for n, g in zip(lengths, samples, strict=True)
+    ]

@@ -1,0 +1,190 @@
+"""Weight sync: the right values, once rounded; and every way in which it can fail, closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mantissa.errors import MantissaError
+from mantissa.kernels import learner_kernels, rollout_kernels
+from mantissa.model import Decoder, ModelConfig
+from mantissa.precision import FP16, FP32, PrecisionPolicy, resolve
+from mantissa.rollout import NativeEngine, Request, SamplingParams
+
+REQUESTS = [Request((1, 2, 3), seed=0)]
+PARAMS = SamplingParams(max_tokens=2)
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def config(tied: bool = False) -> ModelConfig:
+    return ModelConfig("llama", 16, 16, 24, 1, 2, 1, 8, tie_word_embeddings=tied)
+
+
+def masters(tied: bool = False) -> dict[str, Tensor]:
+    model = Decoder(config(tied)).initialize(torch.Generator().manual_seed(0))
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def engine(precision: str = "fp16", backend: str = "auto", tied: bool = False) -> NativeEngine:
+    resolved = resolve(PrecisionPolicy.parse({"preset": precision, "backend": backend}), "cpu")
+    kernels = rollout_kernels(resolved)
+    return NativeEngine(config(tied), kernels, kv_format=resolved.kv_cache.active, slots=2, max_length=16)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_stored_values_are_the_learners_compute_copy(precision: str, tied: bool) -> None:
+    """What the rollout multiplies is, bit for bit, what the learner's kernels make of the master."""
+    rollout, weights = engine(precision, tied=tied), masters(tied)
+    rollout.sync(weights, 4)
+    learner = learner_kernels(resolve(PrecisionPolicy.parse(precision), "cpu"))
+    stored = dict(rollout.model.named_parameters())
+    assert stored.keys() == weights.keys()
+    for name, master in weights.items():
+        assert torch.equal(stored[name], learner.weight(master)), name
+    assert rollout.version == 4
+    assert ("lm_head.weight" in stored) != tied
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_native_kernels_hold_the_half_itself_rounded_once(precision: str) -> None:
+    rollout, weights = engine(precision, backend="native"), masters()
+    rollout.sync(weights, 0)
+    for name, parameter in rollout.model.named_parameters():
+        assert parameter.dtype == rollout.kernels.format.dtype
+        assert torch.equal(parameter, weights[name].to(parameter.dtype)), name
+
+
+def test_a_second_sync_replaces_every_value() -> None:
+    rollout, weights = engine("fp32"), masters()
+    rollout.sync(weights, 0)
+    before = rollout.generate(REQUESTS, PARAMS, 0)[0][0].logp_T
+    other = {name: master * 1.5 for name, master in weights.items()}
+    rollout.sync(other, 1)
+    assert all(torch.equal(p, other[name]) for name, p in rollout.model.named_parameters())
+    assert not torch.equal(rollout.generate(REQUESTS, PARAMS, 1)[0][0].logp_T, before)
+
+
+def missing(weights: dict[str, Tensor]) -> None:
+    del weights[NAME]
+
+
+def unknown(weights: dict[str, Tensor]) -> None:
+    weights["model.layers.7.mlp.up_proj.weight"] = weights[NAME]
+
+
+def misshapen(weights: dict[str, Tensor]) -> None:
+    weights[NAME] = weights[NAME].t().contiguous()
+
+
+def not_a_number(weights: dict[str, Tensor]) -> None:
+    weights[NAME][3, 2] = float("nan")
+
+
+def infinite(weights: dict[str, Tensor]) -> None:
+    weights[NAME][3, 2] = float("-inf")
+
+
+def too_large(weights: dict[str, Tensor]) -> None:
+    weights[NAME][3, 2] = -70000.0
+
+
+def already_rounded(weights: dict[str, Tensor]) -> None:
+    weights[NAME] = weights[NAME].bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (missing, "is missing"),
+        (unknown, r"unknown weight model.layers.7.*did you mean"),
+        (misshapen, r"has shape \(16, 24\), expected \(24, 16\)"),
+        (not_a_number, "holds nan"),
+        (infinite, "holds inf"),
+        (too_large, r"holds 70000, which fp16 cannot \(largest 65504\)"),
+        (already_rounded, "expected the fp32 master"),
+    ],
+)
+def test_a_bad_tensor_is_named_and_the_engine_then_refuses(spoil: Callable, said: str) -> None:
+    rollout, weights = engine("fp16"), masters()
+    rollout.sync(weights, 0)
+    spoil(weights)
+    with pytest.raises(MantissaError, match=said) as caught:
+        rollout.sync(weights, 1)
+    assert "mlp.up_proj.weight" in str(caught.value)
+    assert rollout.version == -1
+    for version in (-1, 0, 1):
+        with pytest.raises(MantissaError, match="holds no weights"):
+            rollout.generate(REQUESTS, PARAMS, version)
+    rollout.sync(masters(), 2)  # a good one heals it
+    assert len(rollout.generate(REQUESTS, PARAMS, 2)[0][0].tokens) == 2
+
+
+def test_what_overflows_one_format_fits_another() -> None:
+    weights = masters()
+    too_large(weights)
+    engine("bf16").sync(weights, 0)
+    weights[NAME][3, 2] = 65519.0  # below the midpoint to the next step: rounds to 65504
+    rollout = engine("fp16")
+    rollout.sync(weights, 0)
+    assert dict(rollout.model.named_parameters())[NAME][3, 2] == FP16.largest
+
+
+def test_the_head_of_a_tied_model_is_refused() -> None:
+    weights = masters(tied=True)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    with pytest.raises(MantissaError, match=r"unknown weight lm_head.weight; the head is tied"):
+        engine(tied=True).sync(weights, 0)
+
+
+def test_the_poison_is_visible() -> None:
+    """A new engine and one whose sync stopped half-way hold NaN, not zeros and not the old policy."""
+    rollout, weights = engine("fp32"), masters()
+    assert all(p.isnan().all() for p in rollout.model.parameters())
+    rollout.sync(weights, 0)
+    missing(weights)
+    with pytest.raises(MantissaError):
+        rollout.sync(weights, 1)
+    assert all(p.isnan().all() for p in rollout.model.parameters())
+
+
+def test_a_tensor_that_was_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check after the copy sees poison that is left, even where every name and shape was right."""
+    rollout = engine("fp32")
+    target = dict(rollout.model.named_parameters())[NAME]
+    copy = Tensor.copy_
+
+    def skipping(self: Tensor, source: Tensor, *rest: object) -> Tensor:
+        return self if self is target else copy(self, source, *rest)
+
+    monkeypatch.setattr(Tensor, "copy_", skipping)
+    with pytest.raises(MantissaError, match=r"up_proj\.weight was not written in full"):
+        rollout.sync(masters(), 0)
+    assert rollout.version == -1
+
+
+def test_stale_versions_are_refused() -> None:
+    rollout = engine("fp32")
+    with pytest.raises(MantissaError, match="call sync first"):
+        rollout.generate(REQUESTS, PARAMS, 0)
+    rollout.sync(masters(), 5)
+    with pytest.raises(MantissaError, match="policy version 4 was asked for, 5 is loaded"):
+        rollout.generate(REQUESTS, PARAMS, 4)
+    with pytest.raises(ValueError, match="policy version -1"):
+        rollout.sync(masters(), -1)
+
+
+def test_the_masters_are_left_alone() -> None:
+    rollout, weights = engine("fp16"), masters()
+    before = {name: master.clone() for name, master in weights.items()}
+    rollout.sync(weights, 0)
+    assert all(torch.equal(weights[name], before[name]) for name in weights)
+    rollout_fp32 = engine("fp32")
+    rollout_fp32.sync(weights, 0)
+    for master in weights.values():
+        master.zero_()  # an optimiser step in place must not reach the rollout's copy
+    assert all(p.abs().max() > 0 for p in rollout_fp32.model.parameters())
+    assert rollout_fp32.kernels.format is FP32
