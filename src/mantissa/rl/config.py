@@ -1,6 +1,6 @@
 """The run's configuration: one frozen value made from a recipe.
 
-Unknown keys are errors, and so are keys that would do nothing. Fields say what they do and what follows for the numbers.
+Unknown keys are errors, and so are keys that would do nothing. Fields say what they do and what follows from it.
 """
 
 from __future__ import annotations
