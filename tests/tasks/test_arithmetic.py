@@ -18,6 +18,7 @@ SIZES = {"train": 60, "heldout": 20, "warm_start": 40}
 Builder = Callable[[int], GeneratedTask]
 BUILDERS: dict[str, Builder] = {
     "running_sum": lambda seed: RunningSum(SIZES, seed, 4, 9),
+    "running_sum_aligned": lambda seed: RunningSum(SIZES, seed, 4, 9, aligned=True),
     "running_sum_mod_3": lambda seed: RunningSum(SIZES, seed, 5, 5, modulus=3),
     "running_sum_long": lambda seed: RunningSum(SIZES, seed, 300, 400),
     "addition": lambda seed: Addition(SIZES, seed, 3),
@@ -138,3 +139,13 @@ def test_the_builders_pass_the_reward_kind_on() -> None:
         half = build(SIZES, 0, reward="prefix").verify(problem, f"{problem.answer}0")
         assert 0 < half.value < 1
         assert build(SIZES, 0).verify(problem, f"{problem.answer}0").value == 0
+
+
+def test_aligned_sums_stand_at_one_distance_from_their_digits() -> None:
+    task = RunningSum({"train": 200, "heldout": 0, "warm_start": 0}, 3, 2, 9, aligned=True)
+    for problem in task.split("train"):
+        digits, equals, padding = problem.prompt.rstrip("=").rstrip("."), problem.prompt[-1], problem.prompt[:-1]
+        assert (len(padding), equals) == (9, "=")
+        assert len(problem.answer) == len(digits)
+        assert [int(c) for c in problem.answer] == (np.cumsum([int(c) for c in digits]) % 10).tolist()
+    assert {len(problem.answer) for problem in task.split("train")} == set(range(2, 10))

@@ -61,9 +61,14 @@ def choose_device(name: str) -> torch.device:
 
 
 def be_deterministic(device: torch.device) -> None:
-    """Ask torch for kernels that give the same bits every time; an operation that has none raises when it is used."""
+    """Ask torch for kernels that give the same bits every time; an operation that has none raises when it is used.
+
+    On CUDA also: half products are accumulated in fp32 throughout (torch lets cuBLAS combine partial sums in half).
+    """
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its handle
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.use_deterministic_algorithms(True)
 
 

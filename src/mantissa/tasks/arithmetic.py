@@ -25,6 +25,7 @@ from mantissa.tasks.types import Problem, Reward, SplitName, Verifier, stable_id
 
 RewardKind = Literal["exact", "prefix"]
 _DIGITS = "0123456789"
+_PADDING = "."
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ def _problem(source: str, prompt: str, answer: str) -> Problem:
 class RunningSum(GeneratedTask):
     """Digits, then their running sums modulo ``modulus``, one character each: ``3141=`` gives ``3489``.
 
-    The number of digits is uniform in [``min_digits``, ``max_digits``]; 2 <= ``modulus`` <= 10.
+    The number of digits is uniform in [``min_digits``, ``max_digits``]; 2 <= ``modulus`` <= 10. ``aligned`` pads every
+    prompt to ``max_digits`` (``31..=`` gives ``34``), so that each sum stands at the same distance from its digit
+    whatever the length: a small policy finds that far sooner than a distance that varies.
     """
 
     def __init__(
@@ -67,15 +70,19 @@ class RunningSum(GeneratedTask):
         max_digits: int,
         modulus: int = 10,
         reward: RewardKind = "exact",
+        aligned: bool = False,
     ):
-        super().__init__("running_sum", TextMatch(reward), sizes, seed, alphabet=f"{_DIGITS}=")
+        alphabet = f"{_DIGITS}={_PADDING if aligned else ''}"
+        super().__init__("running_sum", TextMatch(reward), sizes, seed, alphabet=alphabet)
         self._lengths = (min_digits, max_digits)
+        self._width = max_digits if aligned else 0
         self._modulus = modulus
 
     def draw(self, rng: random.Random) -> Problem:
         digits = [rng.randrange(10) for _ in range(rng.randint(*self._lengths))]
         answer = "".join(str(total % self._modulus) for total in accumulate(digits))
-        return _problem(self.name, "".join(map(str, digits)) + "=", answer)
+        prompt = "".join(map(str, digits)).ljust(self._width, _PADDING) + "="
+        return _problem(self.name, prompt, answer)
 
 
 class Addition(GeneratedTask):

@@ -43,12 +43,17 @@ class RunningSumConfig(_GeneratedConfig):
     min_digits: int = Field(16, ge=1, le=10_000, description="Shortest chain of digits.")
     max_digits: int = Field(16, ge=1, le=10_000, description="Longest chain of digits; lengths are uniform between.")
     modulus: int = Field(10, ge=2, le=10, description="Sums are taken modulo this, so that each is one character.")
+    aligned: bool = Field(
+        False, description="Pad prompts to max_digits, so that every sum is equally far from its digit."
+    )
     reward: _Reward = "exact"
 
     @model_validator(mode="after")
     def _ordered(self) -> RunningSumConfig:
         if self.min_digits > self.max_digits:
             raise ValueError(f"min_digits={self.min_digits} is above max_digits={self.max_digits}; swap or equal them")
+        if self.aligned and self.min_digits == self.max_digits:
+            raise ValueError("aligned does nothing where all prompts have max_digits; leave it out")
         return self
 
 

@@ -26,7 +26,15 @@ def build_task(config: TaskConfig, seed: int) -> Task:
     """
     match config:
         case RunningSumConfig():
-            return RunningSum(config.sizes, seed, config.min_digits, config.max_digits, config.modulus, config.reward)
+            return RunningSum(
+                config.sizes,
+                seed,
+                config.min_digits,
+                config.max_digits,
+                config.modulus,
+                config.reward,
+                config.aligned,
+            )
         case AdditionConfig():
             return Addition(config.sizes, seed, config.digits, config.reward)
         case ChainConfig():

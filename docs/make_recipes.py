@@ -1,0 +1,81 @@
+"""Write ``docs/recipes.md``, the reference of a recipe's keys, from the configuration's own descriptions.
+
+Run ``python docs/make_recipes.py``; a test holds the page and the code together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from mantissa.precision import PRESETS, PrecisionPolicy
+from mantissa.rl.config import RunConfig
+
+PAGE = Path(__file__).with_name("recipes.md")
+_INTRO = """\
+# Recipes
+
+A recipe is one YAML file: everything a run does. Unknown keys are errors, and so are keys that would do nothing.
+On the command line, `key=value` changes a key, dots reach inside: `mantissa train RECIPE steps=20 optimizer.lr=1e-4`.
+
+This page is generated from the code by `docs/make_recipes.py`.
+"""
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The configuration models inside an annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in models_in(argument)]
+
+
+def default_of(field: FieldInfo) -> str:
+    """A field's default as it would stand in YAML, or ``required``."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        return "see below"
+    if value is None:
+        return "null"
+    if value == {"preset": "fp32"}:
+        return "fp32"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return str(value)
+
+
+def section(title: str, model: type[BaseModel]) -> list[str]:
+    """One section's table, then the sections inside it."""
+    doc = " ".join((model.__doc__ or "").split("\n\n")[0].split()).replace("``", "`")
+    lines = [f"\n## {title}\n", doc, "", "| key | default | what it does |", "|---|---|---|"]
+    inner: list[str] = []
+    for name, field in model.model_fields.items():
+        nested = [] if name == "precision" else models_in(field.annotation)
+        description = (field.description or "").replace("|", "\\|").replace("``", "`")
+        where = f"section `{name}`" if nested else description
+        lines.append(f"| `{name}` | {default_of(field)} | {description or where} |")
+        for option in nested:
+            kind = option.model_fields.get("kind")
+            label = f" (`kind: {get_args(kind.annotation)[0]}`)" if kind and len(nested) > 1 else ""
+            path = name if title == "The run" else f"{title.split(' ')[0].strip('`')}.{name}"
+            inner += section(f"`{path}`{label}", option)
+    return lines + inner
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [_INTRO, *section("The run", RunConfig), "\n## `precision`\n"]
+    lines += [" ".join((PrecisionPolicy.__doc__ or "").split("``fallback``")[0].split()).replace("``", "`")]
+    lines += ["\n| preset | train | rollout |", "|---|---|---|"]
+    lines += [f"| `{name}` | {policy.train} | {policy.rollout} |" for name, policy in PRESETS.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
