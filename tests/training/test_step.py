@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mantissa.errors import MantissaError
 from mantissa.kernels import SimulatedKernels
 from mantissa.precision import FP16, FP32
-from mantissa.training import LossScaler, OptimizerStep, ScalerConfig, adamw, first_nonfinite, warmup_then_constant
+from mantissa.training import LossScaler, OptimizerStep, ScalerConfig, adamw, first_nonfinite, learning_rate
 
 
 def make_step(model: nn.Module, scaler: LossScaler, **options) -> OptimizerStep:
@@ -81,7 +81,7 @@ def test_overflow_repeats_the_same_batch_at_a_lower_scale() -> None:
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 def test_a_skipped_step_leaves_nothing_behind(poison: float) -> None:
     model = nn.Linear(2, 2)
-    step = make_step(model, LossScaler(ScalerConfig(retries=2)), lr_at=warmup_then_constant(1e-2, 4))
+    step = make_step(model, LossScaler(ScalerConfig(retries=2)), lr_at=learning_rate(1e-2, 4))
     step.run(gradients(model, [1.0, 1.0]))
     before, updates = snapshot(step), step.updates
     outcome = step.run(gradients(model, [1.0, poison]))
@@ -143,7 +143,7 @@ def test_half_master_weights_are_refused() -> None:
 def test_state_continues_bit_for_bit() -> None:
     torch.manual_seed(1)
     model = nn.Linear(3, 3)
-    step = make_step(model, LossScaler(ScalerConfig(growth_interval=3)), lr_at=warmup_then_constant(1e-2, 5))
+    step = make_step(model, LossScaler(ScalerConfig(growth_interval=3)), lr_at=learning_rate(1e-2, 5))
 
     def work(target: nn.Module, n: int):
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(n))
@@ -152,7 +152,7 @@ def test_state_continues_bit_for_bit() -> None:
     for n in range(4):
         step.run(work(model, n))
     other = copy.deepcopy(model)
-    resumed = make_step(other, LossScaler(ScalerConfig(growth_interval=3)), lr_at=warmup_then_constant(1e-2, 5))
+    resumed = make_step(other, LossScaler(ScalerConfig(growth_interval=3)), lr_at=learning_rate(1e-2, 5))
     resumed.load_state_dict(copy.deepcopy(step.state_dict()))
     resumed.load_optimizer_tensors(step.optimizer_tensors())
     for n in range(4, 9):
@@ -181,3 +181,10 @@ def test_fp32_model_needs_no_scaling_and_stops_at_once_on_nan() -> None:
     assert step.run(gradients(model, [1.0, 1.0])).scale == 1.0
     with pytest.raises(MantissaError, match="floor"):
         step.run(gradients(model, [math.nan, 1.0]))
+
+
+def test_learning_rate_rises_then_stays_or_falls_to_zero() -> None:
+    constant, falling = learning_rate(1.0, 4), learning_rate(1.0, 2, decay_until=10)
+    assert [constant(n) for n in (0, 1, 3, 4, 1000)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    assert [falling(n) for n in (0, 1, 5, 9, 10, 11)] == pytest.approx([0.5, 0.9, 0.5, 0.1, 0.0, 0.0])
+    assert learning_rate(0.5, 0)(0) == 0.5

@@ -127,6 +127,7 @@ def assemble(config: RunConfig) -> Parts:
         temperature=config.rollout.temperature,
         aggregation_length=config.algorithm.aggregation_length or float(config.rollout.max_tokens),
         seed=config.seed,
+        steps=config.steps,
     )
     engine = NativeEngine(
         model.config,

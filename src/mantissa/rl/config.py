@@ -109,6 +109,7 @@ class OptimizerConfig(Config):
 
     lr: float = Field(gt=0, description="Learning rate after the warm-up.")
     warmup: int = Field(0, ge=0, description="Updates over which the rate rises linearly.")
+    decay: Literal["none", "linear"] = Field("none", description="linear: the rate falls to zero at the last step.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="Adam's decay rates.")
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon, in fp32 (1e-8 is 0 in fp16).")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled decay of matrices; norms and biases have none.")

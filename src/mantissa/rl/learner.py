@@ -37,7 +37,7 @@ from mantissa.training import (
     first_nonfinite,
     flushed_fraction,
     gradients_of,
-    warmup_then_constant,
+    learning_rate,
 )
 
 
@@ -66,15 +66,17 @@ class Learner:
         temperature: float,
         aggregation_length: float,
         seed: int,
+        steps: int,
     ) -> None:
         self.model, self.kernels = model, kernels
         self.algorithm, self.config = algorithm, config
         self.temperature, self.seed = temperature, seed
         norm = algorithm.aggregation == "seq_mean_token_sum_norm"
         self.aggregation_length = aggregation_length if norm else None
-        self.step = self.optimizer_step(config.lr, config.warmup, scaler)
+        decay_until = steps * config.updates_per_batch if config.decay == "linear" else None
+        self.step = self.optimizer_step(learning_rate(config.lr, config.warmup, decay_until), scaler)
 
-    def optimizer_step(self, lr: float, warmup: int, scaler: LossScaler) -> OptimizerStep:
+    def optimizer_step(self, lr_at: Callable[[int], float], scaler: LossScaler) -> OptimizerStep:
         """A fresh optimiser over the masters, behind the one optimiser step."""
         optimizer = adamw(
             self.model, betas=self.config.betas, eps=self.config.eps, weight_decay=self.config.weight_decay
@@ -88,7 +90,7 @@ class Learner:
             optimizer,
             scaler,
             self.kernels.format,
-            warmup_then_constant(lr, warmup),
+            lr_at,
             self.config.max_grad_norm,
             diagnose,
         )

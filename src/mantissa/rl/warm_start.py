@@ -22,7 +22,7 @@ from mantissa.rl.sampling import Sampler
 from mantissa.rl.seeds import stream_slice
 from mantissa.rollout import SamplingParams
 from mantissa.tasks import Problem
-from mantissa.training import LossScaler
+from mantissa.training import LossScaler, learning_rate
 
 _LR_WARMUP = 20
 
@@ -47,7 +47,7 @@ def warm_start(
     if unsolved is not None or not solved:
         what = f"problem {unsolved.id} has none" if unsolved else "the task has no warm_start problems"
         raise MantissaError(f"warm_start needs solutions to learn from, and {what}; set warm_start=null")
-    optimizer_step = learner.optimizer_step(config.lr, _LR_WARMUP, scaler)
+    optimizer_step = learner.optimizer_step(learning_rate(config.lr, _LR_WARMUP), scaler)
     losses: list[float] = []
     for step in range(1, config.steps + 1):
         indices = stream_slice(len(solved), (step - 1) * config.batch, config.batch, learner.seed, "warm_start")

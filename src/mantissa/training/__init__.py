@@ -2,7 +2,7 @@
 
 from mantissa.training.checkpoint import Checkpoint, load_checkpoint, load_weights, save_checkpoint, saved_steps
 from mantissa.training.diagnosis import first_nonfinite, flushed_fraction, gradients_of
-from mantissa.training.optimizer import adamw, warmup_then_constant
+from mantissa.training.optimizer import adamw, learning_rate
 from mantissa.training.scaler import LossScaler, ScalerConfig
 from mantissa.training.step import OptimizerStep, StepOutcome
 
@@ -16,9 +16,9 @@ __all__ = [
     "first_nonfinite",
     "flushed_fraction",
     "gradients_of",
+    "learning_rate",
     "load_checkpoint",
     "load_weights",
     "save_checkpoint",
     "saved_steps",
-    "warmup_then_constant",
 ]

@@ -16,10 +16,15 @@ def adamw(model: nn.Module, *, betas: tuple[float, float], eps: float, weight_de
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
 
-def warmup_then_constant(lr: float, warmup: int) -> Callable[[int], float]:
-    """Learning rate of update n: lr * min(1, (n + 1) / warmup). A function of applied updates: skips do not move it."""
+def learning_rate(lr: float, warmup: int, decay_until: int | None = None) -> Callable[[int], float]:
+    """Learning rate of update n, as a function of applied updates: a skipped step does not move it.
+
+    lr * min(1, (n + 1) / warmup), and with ``decay_until`` also times max(0, 1 - n / decay_until): linear to zero.
+    """
 
     def lr_at(update: int) -> float:
-        return lr * min(1.0, (update + 1) / warmup) if warmup else lr
+        rising = min(1.0, (update + 1) / warmup) if warmup else 1.0
+        falling = max(0.0, 1 - update / decay_until) if decay_until else 1.0
+        return lr * rising * falling
 
     return lr_at
