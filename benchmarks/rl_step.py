@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import shutil
 import tempfile
 import time
@@ -105,14 +106,17 @@ class Stepper:
 
     def __call__(self) -> dict[str, Any]:
         self._count += 1
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         started = time.perf_counter()
         self.loop._step(self._count)
         seconds = time.perf_counter() - started
+        used = resource.getrusage(resource.RUSAGE_SELF)
         row = self.loop.run.read_metrics()[-1]
         assert row["rollout/tokens"] == PROMPTS * SAMPLES * NEW_TOKENS
         assert row["optim/updates"] == self._count, "a step was skipped"
         phases = {phase: row[f"time/{phase}"] for phase in PHASES}
-        return {"seconds": seconds, **phases, "other": seconds - sum(phases.values())}
+        memory = {"page_faults": used.ru_minflt - faults, "peak_memory": used.ru_maxrss * 1024}
+        return {"seconds": seconds, "phases": phases | {"other": seconds - sum(phases.values())}, **memory}
 
     @property
     def about(self) -> dict[str, Any]:

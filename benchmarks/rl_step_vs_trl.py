@@ -48,8 +48,9 @@ def summary(name: str, worker: Worker, steps: dict[str, list[dict[str, Any]]], t
     rows = [about | {"metric": "step_seconds", "unit": "s", **spread(seconds)}]
     flops = step_flops(prompt_tokens_once=name != "trl")
     rows.append(about | {"metric": "product_gflops", "unit": "GFLOP/s", **spread([flops / s / 1e9 for s in seconds])})
-    for phase in sorted(set(mine[0]) - {"seconds", "active"}):
-        rows.append(about | {"metric": f"{phase}_seconds", "unit": "s", **spread([step[phase] for step in mine])})
+    for phase in mine[0].get("phases", ()):
+        times = [step["phases"][phase] for step in mine]
+        rows.append(about | {"metric": f"{phase}_seconds", "unit": "s", **spread(times)})
     if trl and name != "trl":
         rows.append(about | {"metric": "time_over_trl_fp32", "unit": "ratio", **spread(ratios(steps, name, "trl"))})
     return rows

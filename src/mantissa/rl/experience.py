@@ -54,10 +54,11 @@ class Sequences:
             self.mask_BR[rows, :responses],
         )
 
-    def predicting(self) -> tuple[Tensor, Tensor]:
-        """Row and column of ``tokens_BT`` that predict each response token (it stands one column on); in row order."""
-        row_N, j_N = self.mask_BR.nonzero(as_tuple=True)
-        return row_N, self.prompt_length_B[row_N] + j_N - 1
+    def response_tokens(self) -> tuple[Tensor, Tensor]:
+        """For the N response tokens in row order: the flat B*T position that predicts each, and the token itself."""
+        row, j = self.mask_BR.nonzero(as_tuple=True)
+        target = row * self.tokens_BT.shape[1] + self.prompt_length_B[row] + j
+        return target - 1, self.tokens_BT.flatten()[target]
 
     def micro_batches(self, rows: Tensor, tokens: int) -> list[Tensor]:
         """Split ``rows`` (indices) into parts of at most ``tokens`` padded tokens, similar lengths together.

@@ -113,11 +113,10 @@ class Learner:
         A prompt that several sequences share is computed once, and only positions that predict a response token reach
         the output projection.
         """
-        row_N, column_N = sequences.predicting()
+        position_N, token_N = sequences.response_tokens()
         packed = Packed.of(sequences)
-        hidden = F.embedding(packed.packed_BT[row_N, column_N], packed.hidden(self.model, kernels))
+        hidden = F.embedding(packed.packed_BT.flatten()[position_N], packed.hidden(self.model, kernels))
         logits_NV = self.model.logits(hidden, kernels)
-        token_N = sequences.tokens_BT[row_N, column_N + 1]
         return token_logprob(logits_NV, token_N, self.temperature), logits_NV
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ position sees, are the same as ever.
 The gradient of a shared position is the sum over the sequences that share it, taken in fp32 by the embedding lookup's
 backward; in a simulated format it is rounded by the operation that reads it, like every sum of gradients.
 
-Legend: B sequences, T positions of the longest without its last token, N packed positions, H heads, D head size.
+Legend: B sequences, T positions of the longest, N packed positions, E features, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Packed:
     """Distinct positions of ``sequences``, and the way there and back.
 
     ``tokens_N``, ``positions_N``: each packed position's token and its place in its sequence. ``source_N``: a flat B*T
-    position it stands for. ``packed_BT``: the packed position of each one; 0 at padding, which no real position sees.
+    position it stands for. ``packed_BT``: the packed position of each one; 0 where there is none (padding and last
+    tokens), which no position that counts sees.
     """
 
     tokens_N: Tensor
@@ -41,12 +42,11 @@ class Packed:
     @staticmethod
     def of(sequences: Sequences) -> Packed:
         """Pack by content: equal prompts are one, wherever they come from."""
-        rows, width = len(sequences), sequences.tokens_BT.shape[1] - 1
-        tokens_BT = sequences.tokens_BT[:, :width]  # the last token of a sequence predicts nothing
-        device = tokens_BT.device
+        tokens_BT = sequences.tokens_BT
+        (rows, width), device = tokens_BT.shape, tokens_BT.device
         column_1T = torch.arange(width, device=device).unsqueeze(0)
         prompt_BT = column_1T < sequences.prompt_length_B.unsqueeze(1)
-        real_BT = column_1T < sequences.length_B.unsqueeze(1) - 1
+        real_BT = column_1T < sequences.length_B.unsqueeze(1) - 1  # the last token of a sequence predicts nothing
         owner_B = _first_alike(tokens_BT.masked_fill(~prompt_BT, -1))
         own_B1 = (owner_B == torch.arange(rows, device=device)).unsqueeze(1)
         kept_BT = real_BT & (own_B1 | ~prompt_BT)
