@@ -24,6 +24,7 @@ import torch
 from rl_problem import ALPHABET, LEARNING_RATE, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SAMPLES, SHAPE, reward
 from workers import serve
 
+from mantissa.cli.memory import keep_freed_memory
 from mantissa.model import Decoder, FreshModelConfig, character_tokenizer, save_model
 from mantissa.rl import RunConfig, make_config
 from mantissa.rl.assemble import Parts, assemble
@@ -139,7 +140,10 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--allocator", default="kept", choices=("kept", "default"), help="kept, as the command has it")
     arguments = parser.parse_args()
+    if arguments.allocator == "kept" and not keep_freed_memory():
+        raise SystemExit("rl_step.py: the allocator refused to keep freed memory; unset MALLOC_*, or --allocator default")
     torch.set_num_threads(arguments.threads)
     stepper = Stepper(arguments.folder, arguments.precision, arguments.device)
     try:

@@ -30,9 +30,11 @@ TRL_PYTHON = HERE.parent / ".venv-trl" / "bin" / "python"
 SHAPE = {"prompts": PROMPTS, "samples": SAMPLES, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "hidden": 128}
 
 
-def our_worker(folder: Path, precision: str, threads: int, environment: dict[str, str] | None = None) -> Worker:
+def our_worker(
+    folder: Path, precision: str, threads: int, *options: str, environment: dict[str, str] | None = None
+) -> Worker:
     command = [sys.executable, str(HERE / "rl_step.py"), str(folder), "--precision", precision]
-    return Worker([*command, "--threads", str(threads)], threads, environment)
+    return Worker([*command, "--threads", str(threads), *options], threads, environment)
 
 
 def summary(name: str, worker: Worker, steps: dict[str, list[dict[str, Any]]], trl: bool) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mantissa.cli.memory import keep_freed_memory
 from mantissa.errors import MantissaError
 
 
@@ -29,6 +30,7 @@ def train(
     [bold]mantissa train recipes/demo.yaml precision=fp16 precision.rollout=bf16[/]   a field, after the preset
     [bold]mantissa train --resume runs/demo-20260101-120000[/]
     """
+    keep_freed_memory()
     from mantissa.rl import load_recipe
     from mantissa.rl import resume as resume_run
     from mantissa.rl import start as start_run
