@@ -105,7 +105,18 @@ class Stepper:
         prompts = [problem.prompt for problem in self.loop.train]
         (folder / "prompts.json").write_text(json.dumps(prompts))
 
-    def __call__(self) -> dict[str, Any]:
+    def __call__(self, order: str = "go") -> dict[str, Any]:
+        return self._profile() if order == "profile" else self._measure()
+
+    def _profile(self) -> dict[str, Any]:
+        """Shares of the operations that one step spends most of its time in."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            self._measure()
+        times = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
+        total = sum(times.values())
+        return {"ops": {name: times[name] / total for name in sorted(times, key=times.__getitem__)[:-6:-1]}}
+
+    def _measure(self) -> dict[str, Any]:
         self._count += 1
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         started = time.perf_counter()
