@@ -8,8 +8,10 @@ import typer
 
 
 def sample(
-    model: Annotated[str, typer.Argument(help="A run's folder, a Hugging Face folder, or a hub name.")],
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face folder, or a hub name.")
+    ],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
     n: Annotated[int, typer.Option("-n", min=1, help="How many completions.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
