@@ -1,4 +1,4 @@
-"""From problems to graded completions: group order, success rates, accuracy, and draws that are functions of the seed."""
+"""From problems to graded completions: group order, success rates, accuracy, and seeded draws."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def test_a_completion_depends_on_seed_problem_index_and_sample_alone(parts: Part
     for group, shorter in zip(whole.groups, again.groups, strict=False):
         for completion, same in zip(group, shorter, strict=False):
             assert completion.tokens == same.tokens
-            assert torch.equal(completion.logp_T, same.logp_T)
+            # to rounding: batches of another size go through other kernels of the matrix product
+            torch.testing.assert_close(completion.logp_T, same.logp_T, rtol=0, atol=1e-5)
     other = sampler.sample(problems, 4, params, 0, 8, "test")
     assert [c.tokens for g in other.groups for c in g] != [c.tokens for g in whole.groups for c in g]
     assert len({c.tokens for c in whole.groups[0]}) > 1  # the samples of one prompt are draws of their own
@@ -85,7 +86,7 @@ def test_greedy_accuracy_does_not_depend_on_the_seed(parts: Parts) -> None:
 
 def test_a_prompt_that_cannot_be_written_names_its_problem(parts: Parts) -> None:
     sampler = Sampler(parts.sampler.engine, character_tokenizer("0123"), Grader(parts.task))
-    with pytest.raises(MantissaError, match=r"problem p-7: .*'=' *,|problem p-7: .*holds '=9'"):
+    with pytest.raises(MantissaError, match="problem p-7: tokenizer: '19=' holds '9='"):
         sampler.encode(Problem("p-7", "19=", "1", "s"))
-    with pytest.raises(MantissaError, match="problem p-8: .*no chat template"):
+    with pytest.raises(MantissaError, match=r"problem p-8: .*no chat template"):
         sampler.encode(Problem("p-8", (Message("user", "12"),), "1", "s"))
