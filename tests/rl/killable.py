@@ -1,8 +1,8 @@
 """A server of real ``mantissa`` processes, to be killed: it has imported everything, so that a child starts at once.
 
-Reads one JSON request a line: ``{"argv": [...], "slow": seconds}``; forks; answers with the child's process id, and
-with its exit status when it has ended (``{"killed": true}`` may come as a request in between: it asks for that status).
-``slow`` stretches the writing of every weight file, so that a kill can be aimed into the middle of a checkpoint.
+Reads one JSON request a line, ``{"argv", "slow", "report", "log"}``; forks; answers with the child's process id. The
+next line asks for its exit code. ``slow`` (seconds) stretches the writing of every weight file, so that a kill can be
+aimed into the middle of a checkpoint; ``report: false`` leaves the report out, which takes longer than these runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import mantissa.cli
 import mantissa.rl.session
 
 
-def child(argv: list[str], slow: float, log: str) -> None:
+def child(argv: list[str], slow: float, report: bool, log: str) -> None:
     """Be the command ``mantissa``."""
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
@@ -35,6 +35,8 @@ def child(argv: list[str], slow: float, log: str) -> None:
             time.sleep(slow)
 
         safetensors.torch.save_file = save_file
+    if not report:
+        mantissa.rl.session.build_report = lambda run: run.report_path
     sys.argv = ["mantissa", *argv]
     try:
         mantissa.cli.main()
@@ -55,7 +57,7 @@ def main() -> None:
         request = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            child(request["argv"], request["slow"], request["log"])
+            child(**request)
             os._exit(0)
         print(json.dumps(pid), flush=True)
         sys.stdin.readline()  # "wait"
