@@ -17,7 +17,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EACCES, EDQUOT, EFBIG, EIO, ENAMETOOLONG, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS
+from errno import EACCES, EDQUOT, EFBIG, EIO, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EROFS
 from pathlib import Path
 
 from mantissa.errors import MantissaError
@@ -30,7 +30,6 @@ _ADVICE = {
     EPERM: "change its permissions or choose another folder",
     EROFS: "it is on a read-only file system; choose another folder",
     ENOTDIR: "a part of this path is a file; choose another folder",
-    ENOENT: "its folder is not there, or takes no files; choose another folder",
     ENAMETOOLONG: "choose a shorter name",
     EIO: "the disk reports a fault; choose another one",
 }

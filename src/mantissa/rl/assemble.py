@@ -108,7 +108,7 @@ def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, To
 
 
 def check_task(config: RunConfig, task: Task, sampler: Sampler, max_length: int) -> None:
-    """Find now what would otherwise stop the run at some later step: no held-out problems, a prompt too long."""
+    """Find now what would otherwise stop the run later: no held-out problems, prompts too long or impossible to write."""
     splits = [task.split("train")]
     if config.warm_start is not None:
         solved = task.split("warm_start")  # raises where the task has no solutions
@@ -126,6 +126,8 @@ def check_task(config: RunConfig, task: Task, sampler: Sampler, max_length: int)
                 f"{name}.problems={section.problems}, but the task has no held-out problems; hold some out, or set "
                 f"{name}=null"
             )
+    for problems in splits:
+        sampler.encode(problems[0])  # no chat template, or an alphabet that lacks a letter
     room = max_length - config.rollout.max_tokens
     for problem in itertools.chain(*splits):
         if _most_tokens(problem) > room and (tokens := len(sampler.encode(problem))) > room:
