@@ -108,7 +108,7 @@ def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, To
 
 
 def check_task(config: RunConfig, task: Task, sampler: Sampler, max_length: int) -> None:
-    """Find now what would otherwise stop the run later: no held-out problems, prompts too long or impossible to write."""
+    """Find now what would stop the run later: no held-out problems, prompts too long or impossible to write."""
     splits = [task.split("train")]
     if config.warm_start is not None:
         solved = task.split("warm_start")  # raises where the task has no solutions
