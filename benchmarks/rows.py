@@ -24,7 +24,13 @@ def device_name(device: str) -> str:
 
 
 def append(file: str, rows: list[dict[str, Any]], device: str) -> Path:
-    """Append ``rows`` to ``results/file`` (under ``$OUT`` instead where that is set), stamped; returns the path."""
+    """Append ``rows`` to ``results/file`` (under ``$OUT`` instead where that is set), stamped; returns the path.
+
+    A row whose precision did not engage (``active`` is another format than ``requested``) is refused, and all with it.
+    """
+    for row in rows:
+        if row.get("requested") != row.get("active"):
+            raise SystemExit(f"refused: {row['requested']} was requested and {row['active']} was active: {row}")
     folder = Path(os.environ.get("OUT") or ROOT / "results")
     folder.mkdir(parents=True, exist_ok=True)
     stamp = {

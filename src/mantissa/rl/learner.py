@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.algorithms import Tally, advantage, aggregation_scale, correction, merge, policy_loss
@@ -28,6 +29,7 @@ from mantissa.precision import FP32
 from mantissa.precision.numerics import entropy, token_logprob
 from mantissa.rl.config import AlgorithmConfig, OptimizerConfig
 from mantissa.rl.experience import Experience, Sequences
+from mantissa.rl.packing import Packed
 from mantissa.rl.seeds import generator
 from mantissa.training import (
     LossScaler,
@@ -108,10 +110,12 @@ class Learner:
     def logp(self, sequences: Sequences, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """Log-prob of each response token (N, fp32, differentiable) and the logits they came from (N, V, fp32).
 
-        Only positions that predict a response token reach the output projection.
+        A prompt that several sequences share is computed once, and only positions that predict a response token reach
+        the output projection.
         """
         position_N, token_N = sequences.response_tokens()
-        hidden = self.model(sequences.tokens_BT, kernels).flatten(0, 1).index_select(0, position_N)
+        packed = Packed.of(sequences)
+        hidden = F.embedding(packed.packed_BT.flatten()[position_N], packed.hidden(self.model, kernels))
         logits_NV = self.model.logits(hidden, kernels)
         return token_logprob(logits_NV, token_N, self.temperature), logits_NV
 

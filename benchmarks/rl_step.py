@@ -1,0 +1,152 @@
+"""Mantissa's side of the RL step: a worker (see workers.py) around ``Loop``, as ``mantissa train`` runs it.
+
+    python benchmarks/rl_step.py FOLDER --precision fp16 --threads 2
+
+A step is everything that ``mantissa train`` does in one: sample, grade, score under the learner (the measurement of the
+gap, which a trainer without it does not pay for), update, hand the weights over, write metrics and every completion.
+``FOLDER`` receives the model where there is none yet. Two things differ from a recipe, both so that the work is fixed:
+the end token does not end a completion, and the reward is ``rl_problem.reward``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rl_problem import ALPHABET, LEARNING_RATE, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SAMPLES, SHAPE, reward
+from workers import serve
+
+from mantissa.model import Decoder, FreshModelConfig, character_tokenizer, save_model
+from mantissa.rl import RunConfig, make_config
+from mantissa.rl.assemble import Parts, assemble
+from mantissa.rl.loop import Loop
+from mantissa.runs.directory import RunDirectory
+from mantissa.runs.live import Live
+from mantissa.runs.trackers import Trackers
+from mantissa.tasks import Grader, Problem, Reward, Verifier
+
+PHASES = ("rollout", "reward", "learner_logp", "update", "sync")
+
+
+class DenseReward(Verifier):
+    """``rl_problem.reward`` as a verifier."""
+
+    def __call__(self, problem: Problem, completion: str) -> Reward:
+        return Reward(reward(completion), correct=False)
+
+
+def recipe(folder: Path, precision: str, device: str, run_dir: str) -> RunConfig:
+    values: dict[str, Any] = {
+        "name": "rl_step",
+        "steps": 1_000_000,
+        "device": device,
+        "precision": precision,
+        "run_dir": run_dir,
+        "model": {"path": str(folder)},
+        "task": {
+            "kind": "running_sum",
+            "min_digits": PROMPT_TOKENS - 1,
+            "max_digits": PROMPT_TOKENS - 1,
+            "train_size": PROMPTS,
+            "heldout_size": 0,
+            "warm_start_size": 0,
+        },
+        "rollout": {"prompts": PROMPTS, "samples": SAMPLES, "max_tokens": NEW_TOKENS, "slots": PROMPTS * SAMPLES},
+        "algorithm": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean", "correction": "none"},
+        "optimizer": {"lr": LEARNING_RATE, "updates_per_batch": 1, "max_grad_norm": 1.0},
+        "evaluation": None,
+        "checkpoint": {"every": 1_000_000},
+        "trackers": [],
+    }
+    return make_config(values, "rl_step")
+
+
+def write_problem(folder: Path) -> None:
+    """The model as a Hugging Face folder, and the prompts, for both sides."""
+    if (folder / "model").is_dir():
+        return
+    tokenizer = character_tokenizer(ALPHABET)
+    config = FreshModelConfig.model_validate(SHAPE).model(tokenizer.vocab_size)
+    save_model(Decoder(config).initialize(torch.Generator().manual_seed(0)), tokenizer, folder / "model")
+
+
+def build(folder: Path, precision: str, device: str, run_dir: str) -> tuple[Loop, Parts, Live]:
+    """The loop at its first step, outside a recipe's life cycle (no warm start, no checkpoint)."""
+    config = recipe(folder / "model", precision, device, run_dir)
+    parts = assemble(config)
+    parts.task.verifier = DenseReward()
+    parts.sampler.grader = Grader(parts.task)
+    run = RunDirectory.create(run_dir, {}, {"precision": parts.precision.rows()})
+    live = Live(config.steps)
+    loop = Loop(config, parts, run, Trackers(()), live)
+    loop.params = replace(loop.params, stop_token_ids=())
+    loop.kept = list(range(PROMPTS))
+    parts.sampler.engine.sync(parts.learner.weights, parts.learner.version)
+    return loop, parts, live
+
+
+class Stepper:
+    """Does step after step and says what each took."""
+
+    def __init__(self, folder: Path, precision: str, device: str = "cpu") -> None:
+        self._scratch = Path(tempfile.mkdtemp(prefix="rl_step-"))
+        write_problem(folder)
+        self.loop, self.parts, self._live = build(folder, precision, device, str(self._scratch / "run"))
+        self._count = 0
+        prompts = [problem.prompt for problem in self.loop.train]
+        (folder / "prompts.json").write_text(json.dumps(prompts))
+
+    def __call__(self) -> dict[str, Any]:
+        self._count += 1
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        started = time.perf_counter()
+        self.loop._step(self._count)
+        seconds = time.perf_counter() - started
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        row = self.loop.run.read_metrics()[-1]
+        assert row["rollout/tokens"] == PROMPTS * SAMPLES * NEW_TOKENS
+        assert row["optim/updates"] == self._count, "a step was skipped"
+        phases = {phase: row[f"time/{phase}"] for phase in PHASES}
+        memory = {"page_faults": used.ru_minflt - faults, "peak_memory": used.ru_maxrss * 1024}
+        return {"seconds": seconds, "phases": phases | {"other": seconds - sum(phases.values())}, **memory}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        roles = {role["role"]: role for role in self.parts.precision.rows()}
+        return {
+            "active": self.parts.precision.learner.active.name,
+            "kernels": roles["learner"]["kernels"],
+            "evidence": self.parts.evidence["learner"],
+            "threads": torch.get_num_threads(),
+        }
+
+    def close(self) -> None:
+        self.parts.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    stepper = Stepper(arguments.folder, arguments.precision, arguments.device)
+    try:
+        serve(stepper.about, stepper)
+    finally:
+        stepper.close()
+
+
+if __name__ == "__main__":
+    main()

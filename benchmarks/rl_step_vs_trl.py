@@ -1,0 +1,90 @@
+"""One RL step, Mantissa against TRL's GRPOTrainer: 64 prompts x 8 samples x 24 tokens, hidden 128, 4 layers, 64 tokens.
+
+    make bench-trl          # makes .venv-trl, TRL's own environment, and runs this
+    python benchmarks/rl_step_vs_trl.py [--threads 2] [--rounds 9] [--trl-python .venv-trl/bin/python]
+
+Each side is a long-lived process (rl_step.py, trl_step.py) that does one whole step at a time, in turns. Same model
+folder, prompts, reward, AdamW, threads; one optimiser step a batch, no KL term, 24 new tokens always. What differs:
+TRL computes each prompt once a sample where Mantissa computes it once, and Mantissa scores the batch under the learner,
+measures the gap and writes every completion down. TRL runs in fp32: the row is refused where its products came out in
+another format. Targets: fp32 at most 0.5, simulated fp16 at most 1.0 of TRL's fp32 time. Rows: results/rl_step.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rl_problem import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SAMPLES, step_flops
+from rows import append
+from steps import spread
+from workers import Worker, ratios, take_turns
+
+HERE = Path(__file__).resolve().parent
+PRECISIONS = ("fp32", "fp16", "bf16")
+TRL_PYTHON = HERE.parent / ".venv-trl" / "bin" / "python"
+SHAPE = {"prompts": PROMPTS, "samples": SAMPLES, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "hidden": 128}
+
+
+def our_worker(folder: Path, precision: str, threads: int, environment: dict[str, str] | None = None) -> Worker:
+    command = [sys.executable, str(HERE / "rl_step.py"), str(folder), "--precision", precision]
+    return Worker([*command, "--threads", str(threads)], threads, environment)
+
+
+def summary(name: str, worker: Worker, steps: dict[str, list[dict[str, Any]]], trl: bool) -> list[dict[str, Any]]:
+    """Rows of one contender: its step time, phases, share of time, ratio to TRL."""
+    mine = steps[name]
+    about = {"benchmark": "rl_step", "contender": name, "rounds": len(mine), **SHAPE}
+    if name == "trl":
+        active = {"float32": "fp32"}.get(mine[0]["active"], mine[0]["active"])
+        about |= {"requested": "fp32", "active": active, "kernels": "native", "trl": worker.about["trl"]}
+    else:
+        about |= {"requested": name, "active": worker.about["active"], "kernels": worker.about["kernels"]}
+    seconds = [step["seconds"] for step in mine]
+    rows = [about | {"metric": "step_seconds", "unit": "s", **spread(seconds)}]
+    flops = step_flops(prompt_tokens_once=name != "trl")
+    rows.append(about | {"metric": "product_gflops", "unit": "GFLOP/s", **spread([flops / s / 1e9 for s in seconds])})
+    for phase in mine[0].get("phases", ()):
+        times = [step["phases"][phase] for step in mine]
+        rows.append(about | {"metric": f"{phase}_seconds", "unit": "s", **spread(times)})
+    if trl and name != "trl":
+        rows.append(about | {"metric": "time_over_trl_fp32", "unit": "ratio", **spread(ratios(steps, name, "trl"))})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON)
+    parser.add_argument("--dry", action="store_true", help="print, and append no rows")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with_trl = arguments.trl_python.is_file()
+    if not with_trl:
+        print(f"no TRL: {arguments.trl_python} is not there (make bench-trl makes it); timing Mantissa alone")
+    with tempfile.TemporaryDirectory(prefix="rl_step-") as folder:
+        workers = {p: our_worker(Path(folder), p, arguments.threads) for p in PRECISIONS}
+        if with_trl:
+            script = [str(HERE / "trl_step.py"), folder, "--threads", str(arguments.threads)]
+            environment = {"PYTHONPATH": "", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+            workers["trl"] = Worker([str(arguments.trl_python), *script], arguments.threads, environment)
+        try:
+            steps = take_turns(workers, arguments.warm_up, arguments.rounds)
+        finally:
+            for worker in workers.values():
+                worker.close()
+    rows = [row for name in workers for row in summary(name, workers[name], steps, with_trl)]
+    for row in rows:
+        print(f"{row['contender']:>5} {row['metric']:<24} {row['value']:8.4g} {row['unit']}")
+    if not arguments.dry:
+        print(append("rl_step.jsonl", rows, "cpu"))
+
+
+if __name__ == "__main__":
+    main()

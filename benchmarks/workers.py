@@ -1,0 +1,86 @@
+"""Processes that do one measured step when told to, so that two programs can be timed turn by turn on a shared machine.
+
+A worker prints lines that begin with ``MARK``, each a JSON object: the first once it is ready (what it is: versions,
+active precision), then one for every step. It starts a step when it reads a line on its standard input, and ends when
+its input ends. What else it prints is ignored. Between its steps a worker sleeps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MARK = "@bench "
+
+
+def say(message: Mapping[str, Any]) -> None:
+    """In the worker: send one message to the parent."""
+    print(MARK + json.dumps(message), flush=True)
+
+
+def serve(ready: Mapping[str, Any], step: Callable[[], Mapping[str, Any]]) -> None:
+    """In the worker: announce, then one step for each line of standard input."""
+    say(ready)
+    for _ in sys.stdin:
+        say(step())
+
+
+class Worker:
+    """In the parent: a worker process. ``about`` is its first message."""
+
+    def __init__(self, command: list[str], threads: int, environment: Mapping[str, str] | None = None) -> None:
+        settings = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **settings, **(environment or {})},
+        )
+        self._command = command
+        self.about = self._answer()
+
+    def step(self) -> dict[str, Any]:
+        """Have one step done; returns what the worker measured."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """End the worker's input, and wait for the worker's own end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                message: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                return message
+        raise SystemExit(f"worker ended early (exit code {self._process.wait()}): {' '.join(self._command)}")
+
+
+def take_turns(workers: Mapping[str, Worker], warm_up: int, rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Each worker's steps, round by round, after ``warm_up`` rounds; who goes first rotates."""
+    names = list(workers)
+    steps: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for i in range(warm_up + rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            measured = workers[name].step()
+            if i >= warm_up:
+                steps[name].append(measured)
+    return steps
+
+
+def ratios(steps: Mapping[str, list[dict[str, Any]]], name: str, base: str, key: str = "seconds") -> list[float]:
+    """``name`` over ``base``, round by round: a slow moment of the machine slows both."""
+    return [a[key] / b[key] for a, b in zip(steps[name], steps[base], strict=True)]
