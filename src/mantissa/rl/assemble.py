@@ -75,7 +75,7 @@ def be_deterministic(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
     # That mode also fills every new tensor with NaN before the operation that made it writes it: a tenth of the time of
     # a simulated step, and no operation here reads what it has not written.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def prove(policy: PrecisionPolicy, device: torch.device) -> tuple[ResolvedPrecision, dict[str, str]]:
