@@ -27,7 +27,13 @@ from workers import Worker, ratios, take_turns
 HERE = Path(__file__).resolve().parent
 PRECISIONS = ("fp32", "fp16", "bf16")
 TRL_PYTHON = HERE.parent / ".venv-trl" / "bin" / "python"
-SHAPE = {"prompts": PROMPTS, "samples": SAMPLES, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "hidden": 128}
+SHAPE = {
+    "prompts": PROMPTS,
+    "samples": SAMPLES,
+    "prompt_tokens": PROMPT_TOKENS,
+    "new_tokens": NEW_TOKENS,
+    "hidden": 128,
+}
 
 
 def our_worker(folder: Path, precision: str, threads: int, environment: dict[str, str] | None = None) -> Worker:
