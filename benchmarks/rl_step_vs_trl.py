@@ -28,7 +28,13 @@ HERE = Path(__file__).resolve().parent
 PRECISIONS = ("fp32", "fp16", "bf16")
 MATMUL = ("aten::mm", "aten::bmm", "aten::baddbmm", "aten::addmm")
 TRL_PYTHON = HERE.parent / ".venv-trl" / "bin" / "python"
-SHAPE = {"prompts": PROMPTS, "samples": SAMPLES, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "hidden": 128}
+SHAPE = {
+    "prompts": PROMPTS,
+    "samples": SAMPLES,
+    "prompt_tokens": PROMPT_TOKENS,
+    "new_tokens": NEW_TOKENS,
+    "hidden": 128,
+}
 
 
 def our_worker(

@@ -202,3 +202,11 @@ def test_remove_leftovers_touches_nothing_else(tmp_path: Path) -> None:
     assert len(remove_leftovers(tmp_path)) == 2
     assert sorted(os.listdir(tmp_path)) == [".kept", "kept", "kept.tmp"]
     assert remove_leftovers(tmp_path / "absent") == []
+
+
+def test_gives_a_new_file_the_mode_that_others_have(tmp_path: Path) -> None:
+    usual, private = tmp_path / "usual", tmp_path / "private"
+    usual.write_text("")
+    private.touch(mode=0o600)
+    mantissa.files.give_usual_mode(private)
+    assert private.stat().st_mode == usual.stat().st_mode

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import ClassVar
 
 
 class MantissaError(ValueError):
-    """Bad input from a user. The command line prints its message on one line and exits with code 2.
+    """Bad input from a user. The command line prints its message on one line and exits with ``exit_code``.
 
     Programmers' mistakes are assertions and other exceptions: those keep their traceback.
     """
+
+    exit_code: ClassVar[int] = 2
+
+
+class StoppedError(MantissaError):
+    """The user stopped the program (Ctrl-C); the message says how to go on. Exit code 130, as shells expect."""
+
+    exit_code: ClassVar[int] = 130
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

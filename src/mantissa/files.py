@@ -76,6 +76,13 @@ def remove_leftovers(folder: Path) -> list[Path]:
     return leftovers
 
 
+def give_usual_mode(path: Path) -> None:
+    """Make ``path`` as readable as any new file is under the current umask (safetensors writes files as 0600)."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
 @contextmanager
 def atomic_file(path: Path | str) -> Iterator[Path]:
     """Yield a temporary path to write a whole file to; when the block ends well it becomes ``path``, durably.

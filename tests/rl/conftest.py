@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mantissa.rl import make_config
+from mantissa.rl.assemble import Parts, assemble
+from mantissa.rl.config import RunConfig
+from mantissa.rl.recipe import apply_overrides
+from mantissa.rl.session import start
+from mantissa.runs.directory import RunDirectory
 
 SMALL: dict[str, Any] = {
     "name": "small",
@@ -43,6 +53,36 @@ SMALL: dict[str, Any] = {
 @pytest.fixture
 def small() -> dict[str, Any]:
     """Plain values of a small run's recipe; a fresh copy."""
-    import copy
-
     return copy.deepcopy(SMALL)
+
+
+@pytest.fixture
+def configure(small: dict[str, Any]) -> Callable[..., RunConfig]:
+    """The small recipe with ``key=value`` overrides, as a configuration."""
+    return lambda *overrides: make_config(apply_overrides(small, overrides), "test")
+
+
+@pytest.fixture
+def parts_of() -> Iterator[Callable[[RunConfig], Parts]]:
+    """Assembles the parts of a configuration; their processes end with the test."""
+    made: list[Parts] = []
+
+    def build(config: RunConfig) -> Parts:
+        made.append(assemble(config))
+        return made[-1]
+
+    yield build
+    for parts in made:
+        parts.close()
+
+
+@pytest.fixture
+def train(configure: Callable[..., RunConfig], tmp_path: Path) -> Callable[..., RunDirectory]:
+    """Runs the small recipe with overrides, from start to report; no trackers, which cost more than the run."""
+
+    def run(*overrides: str) -> RunDirectory:
+        folder = tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}"
+        start(configure("trackers=[]", f"run_dir={folder}", *overrides))
+        return RunDirectory.open(folder)
+
+    return run

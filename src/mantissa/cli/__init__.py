@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import cast
 
 import typer
 
@@ -12,7 +13,6 @@ from mantissa.errors import MantissaError
 app = typer.Typer(
     name="mantissa",
     help="Reinforcement learning of language models in the precision you choose for each role, with the gap measured.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -20,11 +20,28 @@ app = typer.Typer(
 for command in (train.train, sample.sample, report.report, precision.precision, metrics.metrics):
     app.command()(command)
 
+# Typer has used click and, since 0.26, a copy of its own: this is the base of usage errors in either.
+_UsageError = cast(type[Exception], typer.BadParameter.__base__)
+
 
 def main() -> None:
     """Entry point of the command."""
     try:
-        app()
+        code = app(sys.argv[1:] or ["--help"], prog_name="mantissa", standalone_mode=False)
     except MantissaError as error:
-        print(f"mantissa: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _fail(str(error), error.exit_code)
+    except _UsageError as error:
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context else "mantissa"
+        _fail(f"{error.format_message()} (see {where} --help)", 2)  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    if code == 130:
+        _fail("interrupted; nothing was begun that needs to be resumed", code)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> None:
+    """One line on stderr, whatever is in the message, and the end."""
+    print(f"mantissa: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)

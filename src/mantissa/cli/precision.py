@@ -8,12 +8,16 @@ import typer
 
 
 def precision(
-    preset: Annotated[str | None, typer.Argument(help="A preset; all of them where none is given.")] = None,
+    preset: Annotated[
+        str | None, typer.Argument(metavar="PRESET", help="fp32, fp16, bf16, ...; all of them where none is given.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Show what each role would use on this machine, why, and what a probe of its kernels saw."""
     from rich.console import Console
+    from rich.padding import Padding
     from rich.table import Table
+    from rich.text import Text
 
     from mantissa.precision import PRESETS, PrecisionPolicy
     from mantissa.rl.assemble import choose_device, prove
@@ -22,12 +26,14 @@ def precision(
     console = Console(markup=False, highlight=False)
     for name in [preset] if preset else PRESETS:
         resolved, evidence = prove(PrecisionPolicy.parse(name), chosen)
-        table = Table(title=f"{name} on {chosen}", title_justify="left", box=None, pad_edge=False, header_style="bold")
+        console.print(Text(f"{name} on {chosen}", style="bold"))
+        table = Table(box=None, pad_edge=False, header_style="dim")
         for column in ("role", "requested", "active", "kernels"):
             table.add_column(column, no_wrap=True)
         table.add_column("reason")
-        table.add_column("proven: the kernels")
         for row in resolved.rows():
-            table.add_row(*row.values(), evidence.get(row["role"], ""))
+            table.add_row(*row.values())
         console.print(table)
+        for role, seen in evidence.items():
+            console.print(Padding(Text(f"probe of the {role}'s kernels: {seen}", style="dim"), (0, 0, 0, 2)))
         console.print()

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 
-def report(run: Annotated[Path, typer.Argument(help="A run's folder; it may still be running.")]) -> None:
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder; it may still be running.")],
+) -> None:
     """Build RUN/report.html, one self-contained page, from what the run has written so far."""
     from mantissa.runs.directory import RunDirectory
     from mantissa.runs.report import build_report

@@ -6,10 +6,14 @@ from typing import Annotated
 
 import typer
 
+_TEXT_COLUMN = 20  # where the text of a completion begins; its further lines are indented to there
+
 
 def sample(
-    model: Annotated[str, typer.Argument(help="A run's folder, a Hugging Face folder, or a hub name.")],
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face folder, or a hub name.")
+    ],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
     n: Annotated[int, typer.Option("-n", min=1, help="How many completions.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
@@ -21,7 +25,10 @@ def sample(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     chat: Annotated[bool, typer.Option(help="Render the prompt as a user message with the chat template.")] = False,
 ) -> None:
-    """Sample completions of PROMPT. Each line: total log-prob under the sampling distribution, why it ended, text."""
+    """Sample completions of PROMPT.
+
+    Printed for each: total log-prob under the sampling distribution, why it ended, text.
+    """
     from mantissa.kernels import rollout_kernels
     from mantissa.model import load_model, load_tokenizer
     from mantissa.precision import PrecisionPolicy
@@ -50,5 +57,5 @@ def sample(
     role = resolved.rollout
     typer.echo(f"rollout in {role.active.name} ({role.backend} kernels): {role.reason}", err=True)
     for completion in group:
-        text = tokenizer.decode(completion.tokens)
+        text = tokenizer.decode(completion.tokens).replace("\n", "\n" + " " * _TEXT_COLUMN)
         typer.echo(f"{float(completion.logp_T.double().sum()):10.4f}  {completion.finish_reason:6}  {text}")

@@ -13,22 +13,32 @@ from mantissa.errors import MantissaError
 
 def train(
     recipe: Annotated[
-        Path | None, typer.Argument(help="A recipe, such as recipes/demo.yaml.", show_default=False)
+        Path | None,
+        typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/demo.yaml.", show_default=False),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys of the recipe, YAML values.", show_default=False),
+        typer.Argument(metavar="KEY=VALUE", help="Dotted keys of the recipe, YAML values.", show_default=False),
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Continue this run, bit for bit.", show_default=False)
+        Path | None,
+        typer.Option(metavar="RUN", help="Continue this run, bit for bit, from its last checkpoint."),
     ] = None,
 ) -> None:
-    """Train a policy by reinforcement learning: warm start, RL, measurement of the gap, report.
+    """Train a policy by reinforcement learning, measure the gap between rollout and learner, write a report.
 
-    [bold]mantissa train recipes/demo.yaml[/]
-    [bold]mantissa train recipes/demo.yaml precision=bf16 steps=20 optimizer.lr=1e-4[/]
-    [bold]mantissa train recipes/demo.yaml precision=fp16 precision.rollout=bf16[/]   a field, after the preset
-    [bold]mantissa train --resume runs/demo-20260101-120000[/]
+    All of it goes into one folder: runs/NAME-TIME, or run_dir=FOLDER.
+    A run that was stopped or killed goes on with --resume.
+
+    [bold]Examples[/]
+
+    mantissa train recipes/demo.yaml
+
+    mantissa train recipes/demo.yaml precision=bf16 steps=20 optimizer.lr=1e-4
+
+    mantissa train recipes/demo.yaml precision=fp16 precision.rollout=bf16
+
+    mantissa train --resume runs/demo-20260101-120000
     """
     keep_freed_memory()
     from mantissa.rl import load_recipe

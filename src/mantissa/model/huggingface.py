@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mantissa.errors import MantissaError
-from mantissa.files import disk_errors, replace_directory, temporary_beside
+from mantissa.files import disk_errors, give_usual_mode, replace_directory, temporary_beside
 from mantissa.model.config import ModelConfig
 from mantissa.model.config_file import config_fields, read_config
 from mantissa.model.decoder import Decoder
@@ -227,6 +227,7 @@ def _write_weights(
         tensors = {name: _rounded(name, source[name], fmt) for name in names}
         try:
             save_file(tensors, str(folder / file), metadata={"format": "pt"})
+            give_usual_mode(folder / file)
         except SafetensorError as error:  # how the library reports a full disk
             raise MantissaError(f"cannot write {file}: {error}; free some space or choose another folder") from error
         index.update(dict.fromkeys(names, file))

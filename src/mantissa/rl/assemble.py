@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from mantissa.rl.learner import Learner
 from mantissa.rl.sampling import Sampler
 from mantissa.rl.seeds import generator
 from mantissa.rollout import NativeEngine
-from mantissa.tasks import Grader, Task, build_task
+from mantissa.tasks import Grader, Problem, Task, build_task
 from mantissa.training import LossScaler, ScalerConfig
 
 
@@ -53,6 +54,8 @@ class Parts:
 
 def choose_device(name: str) -> torch.device:
     """``auto`` is cuda where there is one; cuda where there is none is an error, never a CPU."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise MantissaError(f"device={name}: expected auto, cpu or cuda")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -72,7 +75,7 @@ def be_deterministic(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
     # That mode also fills every new tensor with NaN before the operation that made it writes it: a tenth of the time of
     # a simulated step, and no operation here reads what it has not written.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def prove(policy: PrecisionPolicy, device: torch.device) -> tuple[ResolvedPrecision, dict[str, str]]:
@@ -112,6 +115,42 @@ def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, To
     return model, tokenizer
 
 
+def check_task(config: RunConfig, task: Task, sampler: Sampler, max_length: int) -> None:
+    """Find now what would stop the run later: no held-out problems, prompts too long or impossible to write."""
+    splits = [task.split("train")]
+    if config.warm_start is not None:
+        solved = task.split("warm_start")  # raises where the task has no solutions
+        unsolved = next((problem for problem in solved if problem.solution is None), None)
+        if unsolved is not None or not solved:
+            what = f"problem {unsolved.id} has none" if unsolved else "the task has no warm_start problems"
+            raise MantissaError(f"warm_start needs solutions to learn from, and {what}; set warm_start=null")
+    wants = {"evaluation": config.evaluation, "warm_start": config.warm_start}
+    for name, section in wants.items():
+        if section is None:
+            continue
+        splits.append(task.split("heldout")[: section.problems])
+        if not splits[-1]:
+            raise MantissaError(
+                f"{name}.problems={section.problems}, but the task has no held-out problems; hold some out, or set "
+                f"{name}=null"
+            )
+    for problems in splits:
+        sampler.encode(problems[0])  # no chat template, or an alphabet that lacks a letter
+    room = max_length - config.rollout.max_tokens
+    for problem in itertools.chain(*splits):
+        if _most_tokens(problem) > room and (tokens := len(sampler.encode(problem))) > room:
+            raise MantissaError(
+                f"problem {problem.id}: its {tokens} prompt tokens and rollout.max_tokens={config.rollout.max_tokens} "
+                f"exceed the model's {max_length} positions; lower rollout.max_tokens, or leave the problem out"
+            )
+
+
+def _most_tokens(problem: Problem) -> int:
+    """A bound on a prompt's tokens that needs no tokenizer: a token is a byte at least; 256 for a template's own."""
+    texts = [problem.prompt] if isinstance(problem.prompt, str) else [message.content for message in problem.prompt]
+    return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) + 256 * len(texts)
+
+
 def assemble(config: RunConfig) -> Parts:
     """Build every part; nothing is written yet, so a mistake in the recipe leaves no folder behind."""
     device = choose_device(config.device)
@@ -142,4 +181,5 @@ def assemble(config: RunConfig) -> Parts:
         decode_text=tokenizer.decode,
     )
     sampler = Sampler(engine, tokenizer, Grader(task, config.grading.timeout_s, config.grading.workers))
+    check_task(config, task, sampler, engine.max_length)
     return Parts(device, precision, evidence, tokenizer, model, task, learner, sampler, scaler)

@@ -176,7 +176,7 @@ class RunConfig(Config):
     evaluation: EvaluationConfig | None = Field(EvaluationConfig(), description="None: never evaluate.")
     checkpoint: CheckpointConfig = CheckpointConfig()
     grading: GradingConfig = GradingConfig()
-    trackers: tuple[str, ...] = Field(("tensorboard",), description="tensorboard, wandb.")
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(("tensorboard",), description="tensorboard, wandb.")
 
     @field_validator("precision", mode="before")
     @classmethod

@@ -67,7 +67,6 @@ class Loop:
         self.run.truncate_warm_start(-1)
         config = self.config
         if config.warm_start is not None:
-            heldout = self._heldout(config.warm_start.problems, "warm_start.problems")
 
             def report(row: dict[str, Any]) -> None:
                 self.run.append_warm_start(row)
@@ -80,7 +79,7 @@ class Loop:
                 self.learner,
                 self.sampler,
                 self.parts.task.split("warm_start"),
-                heldout,
+                self.heldout[: config.warm_start.problems],
                 config.warm_start,
                 self.parts.new_scaler(),
                 self.params,
@@ -201,7 +200,7 @@ class Loop:
     def _evaluate(self, step: int) -> dict[str, float]:
         evaluation = self.config.evaluation
         assert evaluation is not None
-        problems = self._heldout(evaluation.problems, "evaluation.problems")
+        problems = self.heldout[: evaluation.problems]
         rollout, seed = self.config.rollout, self.config.seed
         greedy = self.sampler.params(rollout.max_tokens, 0.0, rollout.stop)
         version = self.learner.version
@@ -211,11 +210,6 @@ class Loop:
                 problems, evaluation.samples, self.params, version, seed, "avg@k", step
             )
         return row
-
-    def _heldout(self, count: int, key: str) -> Sequence[Problem]:
-        if not self.heldout:
-            raise MantissaError(f"{key}={count}, but the task has no held-out problems; give it some, or drop {key}")
-        return self.heldout[:count]
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

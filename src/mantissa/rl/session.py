@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mantissa.errors import MantissaError
+from mantissa.errors import StoppedError
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.config import RunConfig
 from mantissa.rl.loop import Loop
@@ -24,7 +27,7 @@ def start(config: RunConfig) -> Path:
         path = config.run_dir or default_path(config.name)
         plain = config.model_dump(mode="json", exclude={"run_dir"})
         run = RunDirectory.create(path, plain, _environment(parts))
-        with run:
+        with run, _resumable(run):
             return _go(config, parts, run, resumed=False)
     finally:
         parts.close()
@@ -36,7 +39,7 @@ def resume(path: str | Path) -> Path:
     The promise of equal bits holds where the machine, versions and thread count are those of the start: what differs
     is printed and recorded.
     """
-    with RunDirectory.open(path, write=True) as run:
+    with RunDirectory.open(path, write=True) as run, _resumable(run):
         config = make_config(run.config, f"{path}/config.yaml")
         parts = assemble(config)
         try:
@@ -56,11 +59,20 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, *, resumed: bool) ->
             if resumed:
                 _note_changes(live, run.record_resume(done, _environment(parts)))
             Loop(config, parts, run, trackers, live).go()
-    except KeyboardInterrupt:
-        raise MantissaError(f"interrupted; continue with: mantissa train --resume {run.path}") from None
     finally:
         trackers.close()
     return build_report(run)
+
+
+@contextmanager
+def _resumable(run: RunDirectory) -> Iterator[None]:
+    """Ctrl-C at any time from here on ends with the command that continues the run."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise StoppedError(
+            f"interrupted; continue with: mantissa train --resume {shlex.quote(str(run.path))}"
+        ) from None
 
 
 def _note_changes(live: Live, changed: dict[str, list[Any]]) -> None:

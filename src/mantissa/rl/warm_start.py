@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from mantissa.algorithms import aggregation_scale
-from mantissa.errors import MantissaError
 from mantissa.precision.numerics import masked_sum
 from mantissa.rl.config import WarmStartConfig
 from mantissa.rl.experience import Sequences
@@ -41,12 +40,8 @@ def warm_start(
     """Train on ``solved`` until ``config.steps``, or until sampled accuracy on ``heldout`` reaches the target.
 
     ``report`` receives ``{"step", "warm_start/loss", "warm_start/accuracy"}`` after each evaluation.
-    Raises ``MantissaError`` where a problem has no solution to learn from.
+    Every problem of ``solved`` has a solution: ``assemble`` has seen to that.
     """
-    unsolved = next((problem for problem in solved if problem.solution is None), None)
-    if unsolved is not None or not solved:
-        what = f"problem {unsolved.id} has none" if unsolved else "the task has no warm_start problems"
-        raise MantissaError(f"warm_start needs solutions to learn from, and {what}; set warm_start=null")
     optimizer_step = learner.optimizer_step(learning_rate(config.lr, _LR_WARMUP), scaler)
     losses: list[float] = []
     for step in range(1, config.steps + 1):
@@ -67,8 +62,13 @@ def warm_start(
 def _sequences(problems: Sequence[Problem], sampler: Sampler, device: torch.device) -> Sequences:
     """Each prompt with its solution and an end token."""
     end = sampler.tokenizer.eos_ids[0]
-    responses = [[*sampler.tokenizer.encode(problem.solution or ""), end] for problem in problems]
+    responses = [[*sampler.tokenizer.encode(_solution(problem)), end] for problem in problems]
     return Sequences.build([sampler.encode(problem) for problem in problems], responses, device)
+
+
+def _solution(problem: Problem) -> str:
+    assert problem.solution is not None, f"problem {problem.id} has no solution"
+    return problem.solution
 
 
 def _supervised_step(learner: Learner, run: Callable[..., Any], sequences: Sequences) -> float:

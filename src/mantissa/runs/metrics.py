@@ -36,11 +36,10 @@ LOOP_METRICS: tuple[Metric, ...] = (
     _ranged("precision/overflows", "backward passes that overflowed, this step", "count", (0, 1)),
     _ranged("precision/retries", "backward passes redone at a lower scale, this step", "count", (0, 1)),
     _ranged("precision/skipped", "optimiser steps given up, this step", "count", (0, 0)),
-    _ranged(
+    _plain(
         "precision/max_scaled_grad",
-        "max |scale * grad| / largest value of the format, of the gradients used",
+        "max |scale * grad| / largest value of the format; above 1 where fp32 sums several gradients of the format",
         "fraction",
-        (0, 1),
     ),
     _ranged(
         "precision/flushed_fraction", "gradients that are 0 here but not in fp32, on a probe", "fraction", (0, 0.05)

@@ -131,23 +131,17 @@ def _cards(rows: Rows) -> list[str]:
 
 
 def _accuracy_card(rows: Rows) -> str:
-    for name, label in (("eval/greedy_accuracy", "Held-out accuracy"), ("reward/accuracy", "Training accuracy")):
-        values = series(rows, name)[1]
-        if name.startswith("eval") and values.size >= 2:
-            return page.card(label, f"{values[0]:.3f} → {values[-1]:.3f}", _training_note(rows))
-        both = ends(values)
-        if not name.startswith("eval") and both is not None:
-            if values.size == 1:
-                return page.card(label, f"{values[0]:.3f}", "of one step's completions")
-            share = min(10, max(1, values.size // 10))
-            of = "step" if share == 1 else f"{share} steps"
-            return page.card(label, f"{both[0]:.3f} → {both[1]:.3f}", f"mean of the first and of the last {of}")
-    return page.card("Accuracy", "-", "not logged")
-
-
-def _training_note(rows: Rows) -> str:
-    both = ends(series(rows, "reward/accuracy")[1])
-    return "greedy, first and last" + ("" if both is None else f"; training {both[0]:.3f} → {both[1]:.3f}")
+    values, heldout = series(rows, "reward/accuracy")[1], series(rows, "eval/greedy_accuracy")[1]
+    both = ends(values)
+    if both is None:
+        return page.card("Training accuracy", "-", "not logged")
+    greedy = f"; held out, greedy: {heldout[-1]:.3f} at the end" if heldout.size else ""
+    if values.size == 1:
+        return page.card("Training accuracy", f"{values[0]:.3f}", "of one step's completions" + greedy)
+    share = min(10, max(1, values.size // 10))
+    of = "step" if share == 1 else f"{share} steps"
+    note = f"mean of the first and of the last {of}{greedy}"
+    return page.card("Training accuracy", f"{both[0]:.3f} → {both[1]:.3f}", note)
 
 
 def _gap_card(rows: Rows) -> str:

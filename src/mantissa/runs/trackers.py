@@ -6,11 +6,15 @@ resume the rows that were rewound are purged from TensorBoard. Weights & Biases 
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from mantissa.errors import MantissaError, nearest
+from mantissa.files import disk_errors
 from mantissa.runs.directory import RunDirectory
 
 
@@ -27,21 +31,40 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files that ``tensorboard --logdir`` reads. ``resume_after``: hide what was logged after that step."""
+    """Event files that ``tensorboard --logdir`` reads. ``resume_after``: hide what was logged after that step.
+
+    Written here and now, not by the thread of tensorboard's own writer: a full disk is then an error of the step that
+    met it, and not a traceback from elsewhere.
+    """
 
     def __init__(self, folder: Path, resume_after: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
-        purge = None if resume_after is None else resume_after + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: a buffer would try to write what is left of a failed row once more when the file is closed.
+            self._file = open(self._path, "wb", buffering=0)  # noqa: SIM115 - held until close()
+        self._records = RecordWriter(self._file)
+        self._write(Event(file_version="brain.Event:2"))
+        if resume_after is not None:
+            self._write(Event(step=resume_after + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        for name, value in numbers(row).items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in numbers(row).items()])
+        self._write(Event(step=step, summary=summary))
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        with disk_errors(self._path):
+            self._records.write(event.SerializeToString())
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 class WeightsAndBiases:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mantissa.errors import MantissaError
-from mantissa.files import disk_errors, remove_leftovers, replace_directory, temporary_beside
+from mantissa.files import disk_errors, give_usual_mode, remove_leftovers, replace_directory, temporary_beside
 
 FORMAT = "mantissa-checkpoint"
 VERSION = 1
@@ -80,6 +80,7 @@ def _save(save_file: Any, tensors: Mapping[str, Tensor], path: Path) -> None:
 
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+        give_usual_mode(path)
     except SafetensorError as error:  # wraps the OSError of a full disk in text
         raise MantissaError(f"cannot write {path}: {error}; free some space or choose another folder") from error
 

@@ -1,0 +1,68 @@
+"""A disk that fills up, wherever the run is: one line, and with space again it ends as if never full."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mantissa.model import load_model
+from mantissa.runs.directory import RunDirectory
+from mantissa.runs.metrics import deterministic
+
+Mantissa = Callable[..., Any]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own, in memory, whose size the test sets by ``resize``."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small file system in memory")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def resize(disk: Path, size: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={size}", str(disk)], check=True)
+
+
+# In pages of 4 KiB: at creation, in the warm start, in a checkpoint, in the metrics, and so on.
+SIZES = ["4k", "16k", "40k", "72k", "84k", "160k"]
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_nothing_but_time(
+    mantissa: Mantissa, recipe: Callable[..., Path], disk: Path, tmp_path: Path
+) -> None:
+    path = recipe(trackers=["tensorboard"], steps=3)
+    calm = tmp_path / "calm"
+    assert mantissa("train", path, f"run_dir={calm}").code == 0
+    expected = [deterministic(row) for row in RunDirectory.open(calm).read_metrics()]
+    full = set()
+    for size in SIZES:
+        run = disk / size
+        resize(disk, size)
+        result = mantissa("train", path, f"run_dir={run}")
+        if result.code:
+            message = result.error()
+            assert "free some space or choose another folder" in message
+            written = message.removeprefix("cannot write ").split(": ")[0]
+            full.add(written.removeprefix(f"{run}/").split("/")[0])
+        resize(disk, "4m")
+        again = ("--resume", run) if (run / "config.yaml").exists() else (path, f"run_dir={run}")
+        assert mantissa("train", *again).code == 0
+        assert [deterministic(row) for row in RunDirectory.open(run).read_metrics()] == expected
+        weights = [dict(load_model(folder / "policy").named_parameters()) for folder in (run, calm)]
+        assert all(weight.equal(weights[1][name]) for name, weight in weights[0].items())
+        assert not list(run.rglob(".*.tmp"))
+        subprocess.run(["rm", "-r", str(run)], check=True)
+    assert {"environment.json", "warm_start.jsonl", "checkpoints"} <= full, full
+    assert len(full) >= 5, full

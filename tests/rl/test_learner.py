@@ -1,0 +1,326 @@
+"""The learner against transformers in float64, sequence by sequence: log-probs, and the gradient of every loss.
+
+The oracle shares no code with the learner: another implementation of the model, no padding, no micro-batches, formulas
+written out per token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mantissa.model import save_model
+from mantissa.rl.assemble import Parts
+from mantissa.rl.config import RunConfig
+from mantissa.rl.experience import Experience
+from mantissa.rl.learner import Learner
+from mantissa.training import StepOutcome
+
+ADVANTAGES: dict[str, Callable[[list[float]], list[float]]] = {
+    "dr_grpo": lambda group: [r - sum(group) / len(group) for r in group],
+    "grpo": lambda group: [(r - sum(group) / len(group)) / (float(torch.tensor(group).std()) + 1e-6) for r in group],
+    "rloo": lambda group: [r - (sum(group) - r) / (len(group) - 1) for r in group],
+}
+LOSSES = [
+    ("ppo_clip", "token_mean", "dr_grpo", "token_tis"),
+    ("ppo_clip", "seq_mean_token_mean", "grpo", "none"),
+    ("ppo_clip", "seq_mean_token_sum_norm", "rloo", "icepop"),
+    ("reinforce", "token_mean", "rloo", "sequence_is"),
+    ("reinforce", "seq_mean_token_sum_norm", "dr_grpo", "sequence_mis"),
+]
+
+
+@pytest.fixture
+def learn(configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts]) -> Callable[..., Parts]:
+    """Parts of the small recipe, one optimiser step a batch, with weights large enough to have opinions."""
+
+    def build(*overrides: str) -> Parts:
+        parts = parts_of(configure("optimizer.updates_per_batch=1", "model.fresh.initializer_range=0.2", *overrides))
+        parts.sampler.engine.sync(parts.learner.weights, 0)
+        return parts
+
+    return build
+
+
+def sampled(parts: Parts, problems: int = 5, samples: int = 4, gap: float = 0.5) -> Experience:
+    """Real completions with made-up rewards (the last group's equal); the rollout is ``gap`` nats off."""
+    train = parts.task.split("train", problems)
+    result = parts.sampler.sample(train, samples, parts.sampler.params(6, 1.0), 0, 0, "test")
+    draw = torch.Generator().manual_seed(1)
+    rewards = torch.randint(0, 2, (problems * samples,), generator=draw).float()
+    rewards[-samples:] = 1.0
+    experience = Experience.build(result.prompts, result.groups, rewards.tolist(), parts.device)
+    noise = gap * torch.randn(experience.rollout_logp_BR.shape, generator=draw)
+    off = torch.where(experience.sequences.mask_BR, experience.rollout_logp_BR + noise, 0.0)
+    experience = Experience(experience.sequences, off, experience.reward_B, experience.group_B)
+    return experience.with_learner(*parts.learner.score(experience.sequences))
+
+
+def gradients(learner: Learner, experience: Experience, scale: float = 1.0) -> dict[str, Tensor]:
+    """The gradients that ``update`` hands to the optimiser step, which here takes no step."""
+    found: dict[str, Tensor] = {}
+
+    def run(backward: Callable[[float], None]) -> StepOutcome:
+        learner.model.zero_grad(set_to_none=True)
+        backward(scale)
+        found.update({n: p.grad / scale for n, p in learner.model.named_parameters() if p.grad is not None})
+        learner.model.zero_grad(set_to_none=True)
+        return StepOutcome("stepped", 0, 1.0, 1.0, 0.0, 0.0)
+
+    learner.step.run = run  # type: ignore[method-assign]
+    learner.update(experience, 1, probe=False)
+    del learner.step.run
+    return found
+
+
+def oracle(parts: Parts, folder: Path) -> Any:
+    """The same policy in transformers, in float64."""
+    from transformers import AutoModelForCausalLM
+
+    save_model(parts.model, parts.tokenizer, folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+
+
+def naive_logps(model: Any, experience: Experience, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probs of each completion's tokens, and entropies: one unpadded sequence at a time."""
+    logps, entropies = [], []
+    sequences = experience.sequences
+    for row in range(len(sequences)):
+        prompt, length = int(sequences.prompt_length_B[row]), int(sequences.length_B[row])
+        tokens = sequences.tokens_BT[row, :length]
+        distribution = (model(tokens[None]).logits[0] / temperature).log_softmax(-1)
+        logps.append(torch.stack([distribution[i - 1, tokens[i]] for i in range(prompt, length)]))
+        entropies.append(-(distribution.exp() * distribution).sum(-1)[prompt - 1 : length - 1])
+    return logps, entropies
+
+
+def close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
+        error = (gradient.double() - expected[name].double()).norm() / expected[name].double().norm()
+        assert error < tolerance, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_are_those_of_a_loop_over_sequences(
+    learn: Callable[..., Parts], tmp_path: Path, temperature: float
+) -> None:
+    parts = learn("precision=fp32", "optimizer.micro_batch_tokens=30", f"rollout.temperature={temperature}")
+    experience = sampled(parts)
+    with torch.no_grad():
+        logps, entropies = naive_logps(oracle(parts, tmp_path / "hf"), experience, temperature)
+    mask = experience.sequences.mask_BR
+    assert experience.old_logp_BR is not None
+    assert experience.entropy_BR is not None
+    assert len({len(logp) for logp in logps}) > 1  # padded, and padding is 0
+    assert (experience.old_logp_BR[~mask] == 0).all()
+    assert (experience.entropy_BR[~mask] == 0).all()
+    torch.testing.assert_close(experience.old_logp_BR[mask].double(), torch.cat(logps), rtol=0, atol=2e-6)
+    torch.testing.assert_close(experience.entropy_BR[mask].double(), torch.cat(entropies), rtol=0, atol=4e-6)
+
+
+def naive_loss(model: Any, experience: Experience, loss: str, aggregation: str, kind: str, corrected: str) -> Tensor:
+    """The loss of a whole batch, written out token by token. theta is old: the ratio is 1 in value, not in gradient."""
+    logps, _ = naive_logps(model, experience)
+    groups: dict[int, list[float]] = {}
+    for group, reward in zip(experience.group_B.tolist(), experience.reward_B.tolist(), strict=True):
+        groups.setdefault(group, []).append(reward)
+    advantages = [a for group in groups.values() for a in ADVANTAGES[kind](group)]
+    tokens, total = sum(map(len, logps)), torch.zeros((), dtype=torch.float64)
+    for row, logp in enumerate(logps):
+        gap = [float(logp[j].detach()) - float(experience.rollout_logp_BR[row, j]) for j in range(len(logp))]
+        for j in range(len(logp)):
+            r, s = math.exp(gap[j]), math.exp(sum(gap))
+            weight = {
+                "none": 1.0,
+                "token_tis": min(r, 2.0),
+                "icepop": r if 0.5 <= r <= 5.0 else 0.0,
+                "sequence_is": s,
+                "sequence_mis": s if s <= 3.0 else 0.0,
+            }[corrected]
+            ratio = torch.exp(logp[j] - logp[j].detach()) if loss == "ppo_clip" else logp[j]
+            scale = {
+                "token_mean": 1 / tokens,
+                "seq_mean_token_mean": 1 / (len(logps) * len(logp)),
+                "seq_mean_token_sum_norm": 1 / (len(logps) * 6),
+            }[aggregation]
+            total = total - weight * advantages[row] * ratio * scale
+    return total
+
+
+@pytest.mark.parametrize(("loss", "aggregation", "kind", "corrected"), LOSSES)
+def test_the_gradient_is_that_of_a_hand_written_loss_whatever_the_split(
+    learn: Callable[..., Parts], tmp_path: Path, loss: str, aggregation: str, kind: str, corrected: str
+) -> None:
+    algorithm = [
+        f"algorithm.loss={loss}",
+        f"algorithm.aggregation={aggregation}",
+        f"algorithm.advantage={kind}",
+        f"algorithm.correction={corrected}",
+    ]
+    parts = learn("precision=fp32", *algorithm)
+    experience = sampled(parts)
+    model = oracle(parts, tmp_path / "hf")
+    naive_loss(model, experience, loss, aggregation, kind, corrected).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    for tokens in (1, 25, 16384):  # a row a micro-batch, some, everything at once
+        parts = learn("precision=fp32", *algorithm, f"optimizer.micro_batch_tokens={tokens}")
+        close(gradients(parts.learner, experience), expected, 2e-5)
+
+
+def test_completions_without_advantage_are_skipped_and_change_nothing(
+    learn: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = learn("precision=fp32")
+    experience = sampled(parts)
+    widths: list[int] = []
+    original = Learner.logp
+
+    def counting(self: Learner, sequences: Any, kernels: Any) -> Any:
+        widths.append(len(sequences))
+        return original(self, sequences, kernels)
+
+    monkeypatch.setattr(Learner, "logp", counting)
+    skipped = gradients(parts.learner, experience)
+    alive = sum(widths)
+    # Now with every row in the pass: the same loss, by hand, over all rows at once.
+    from mantissa.algorithms import advantage, aggregation_scale, correction, policy_loss
+
+    advantage_B, _ = advantage(experience.reward_B, experience.group_B, "dr_grpo")
+    assert 0 < alive == int((advantage_B != 0).sum()) < len(experience.sequences)
+    old, mask = experience.old_logp_BR, experience.sequences.mask_BR
+    assert old is not None
+    weight, valid, _ = correction(old, experience.rollout_logp_BR, mask, parts.learner.algorithm.correction)
+    logp_N, _ = original(parts.learner, experience.sequences, parts.learner.kernels)
+    logp = torch.zeros(mask.shape).index_put(mask.nonzero(as_tuple=True), logp_N)
+    scale = aggregation_scale(valid, "token_mean")
+    loss, _ = policy_loss(logp, old, advantage_B, valid, weight, scale, parts.learner.algorithm.loss)
+    loss.backward()
+    close(skipped, {n: p.grad for n, p in parts.model.named_parameters() if p.grad is not None}, 1e-5)
+
+
+def test_a_batch_without_any_advantage_moves_nothing(learn: Callable[..., Parts]) -> None:
+    parts = learn("precision=fp16", "optimizer.weight_decay=0.1")
+    learner, experience = parts.learner, sampled(parts)
+    learner.update(experience, 1, probe=False)  # momentum now exists
+    before = {name: weight.clone() for name, weight in learner.weights.items()}
+    equal = Experience(
+        experience.sequences, experience.rollout_logp_BR, torch.ones_like(experience.reward_B), experience.group_B
+    ).with_learner(*learner.score(experience.sequences))
+    state = learner.step.state_dict()
+    update = learner.update(equal, 2, probe=True)
+    assert update.outcomes == ()
+    assert update.trained_tokens == 0
+    assert update.flushed_fraction is None
+    assert learner.step.state_dict() == state
+    assert all(torch.equal(before[name], weight) for name, weight in learner.weights.items())
+
+
+def test_several_updates_split_the_batch_and_each_has_its_own_denominator(learn: Callable[..., Parts]) -> None:
+    parts = learn("precision=fp32", "optimizer.updates_per_batch=3")
+    learner, experience = parts.learner, sampled(parts, gap=0.0)
+    # By hand: the same rows in the same order, each part as a batch of its own with advantages of the whole.
+    from mantissa.rl.seeds import generator
+
+    order = torch.randperm(20, generator=generator(0, "update", 4))
+    sizes = [7, 7, 6]
+    twin = learn("precision=fp32").learner
+    advantage_B = learner_advantages(experience)
+    for part in order.split(sizes):
+
+        def backward(scale: float, rows: Tensor = part) -> None:
+            sub = experience.sequences.select(rows)
+            assert experience.old_logp_BR is not None
+            old = experience.old_logp_BR[rows][:, : sub.mask_BR.shape[1]][sub.mask_BR]
+            logp, _ = twin.logp(sub, twin.kernels)
+            repeated = advantage_B[rows].repeat_interleave(sub.mask_BR.sum(1))
+            ratio = (logp - old).exp()
+            clipped = ratio.clamp(0.8, 1.2)
+            loss = -torch.minimum(ratio * repeated, clipped * repeated).mean()
+            (loss * scale).backward()
+
+        twin.step.run(backward)
+    update = learner.update(experience, 4, probe=False)
+    assert [outcome.kind for outcome in update.outcomes] == ["stepped"] * 3
+    assert learner.version == 3
+    moved = 0.0
+    fresh = learn("precision=fp32").learner
+    for name, weight in learner.weights.items():
+        moved = max(moved, float((weight - fresh.weights[name]).abs().max()))
+        torch.testing.assert_close(weight, twin.weights[name], rtol=0, atol=2e-5)
+    assert moved > 1e-3
+
+
+def learner_advantages(experience: Experience) -> Tensor:
+    """dr_grpo over groups of four."""
+    reward = experience.reward_B.view(-1, 4)
+    return (reward - reward.mean(1, keepdim=True)).flatten()
+
+
+def test_reinforce_weighs_by_the_current_policy_not_by_the_one_before(learn: Callable[..., Parts]) -> None:
+    parts = learn("precision=fp32", "algorithm.loss=reinforce", "algorithm.correction=sequence_is", "optimizer.lr=0.05")
+    learner = parts.learner
+    experience = sampled(parts, gap=0.1)
+    learner.update(experience, 1, probe=False)
+    now, _ = learner.score(experience.sequences)
+    mask = experience.sequences.mask_BR
+    alive = learner_advantages(experience) != 0
+    log_r = torch.where(mask, now - experience.rollout_logp_BR, 0.0).double().sum(1)
+    stale = torch.where(mask, experience.old_logp_BR - experience.rollout_logp_BR, 0.0).double().sum(1)
+    update = learner.update(experience, 2, probe=False)
+    from mantissa.algorithms import values
+
+    mean = float(values(update.tallies)["correction/weight_mean"])
+    assert mean == pytest.approx(float(log_r[alive].exp().mean()), rel=1e-5)
+    assert abs(mean - float(stale[alive].exp().mean())) > 1e-3
+
+
+def test_an_overflow_is_retried_to_the_same_bits_as_a_lower_scale(learn: Callable[..., Parts]) -> None:
+    runs = {}
+    for initial in (2.0**40, 2.0**30):  # fp16's largest is 2^16: both overflow, the first one ten times more
+        parts = learn("precision=fp16", f"loss_scaling.initial={initial}", "loss_scaling.retries=60")
+        update = parts.learner.update(sampled(parts), 1, probe=False)
+        runs[initial] = (update.outcomes[0], parts.learner)
+    (high, learner), (low, twin) = runs.values()
+    assert high.kind == "retried"
+    assert high.overflows == low.overflows + 10 > 10
+    assert high.scale == low.scale == learner.step.scaler.scale == 2.0 ** (40 - high.overflows)
+    assert learner.version == 1
+    assert all(torch.equal(weight, twin.weights[name]) for name, weight in learner.weights.items())
+    # and the same as had the scale that worked been the first
+    direct = learn("precision=fp16", f"loss_scaling.initial={high.scale}")
+    outcome = direct.learner.update(sampled(direct), 1, probe=False).outcomes[0]
+    assert outcome.kind == "stepped"
+    assert all(torch.equal(weight, direct.learner.weights[name]) for name, weight in learner.weights.items())
+
+
+def test_a_batch_that_is_given_up_leaves_the_policy_and_its_version(learn: Callable[..., Parts]) -> None:
+    parts = learn("precision=fp16", "loss_scaling.initial=1e30", "loss_scaling.retries=2")
+    before = {name: weight.clone() for name, weight in parts.learner.weights.items()}
+    outcome = parts.learner.update(sampled(parts), 1, probe=False).outcomes[0]
+    assert (outcome.kind, outcome.overflows, parts.learner.version, outcome.lr) == ("skipped", 3, 0, 0.0)
+    assert parts.learner.step.optimizer_tensors() == {}
+    assert all(torch.equal(before[name], weight) for name, weight in parts.learner.weights.items())
+
+
+def test_the_probe_leaves_no_trace(learn: Callable[..., Parts]) -> None:
+    weights = []
+    for probe in (False, True):
+        parts = learn("precision=fp16", "loss_scaling.initial=1", "model.fresh.initializer_range=0.02")
+        update = parts.learner.update(sampled(parts), 1, probe=probe)
+        weights.append(parts.learner.weights)
+        assert (update.flushed_fraction is not None) == probe
+    assert update.flushed_fraction is not None
+    assert 0 < update.flushed_fraction < 1  # without a loss scale, fp16 flushes some of these gradients
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+
+
+def test_fp32_has_nothing_to_probe(learn: Callable[..., Parts]) -> None:
+    parts = learn("precision=fp32")
+    assert parts.learner.update(sampled(parts), 1, probe=True).flushed_fraction is None

@@ -1,0 +1,42 @@
+"""Importing costs little, and heavy packages are paid for by those who use them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+HEAVY = ("transformers", "matplotlib", "pyarrow", "tensorboard", "math_verify")
+
+
+def loaded(statement: str) -> set[str]:
+    """Top-level packages in a fresh interpreter after ``statement``."""
+    code = f"{statement}; import sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def best_of(code: str, tries: int = 2) -> float:
+    """Wall seconds of a fresh interpreter that runs ``code``: the least of several, since noise only adds."""
+    seconds = []
+    for _ in range(tries):
+        began = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, env=os.environ | {"COLUMNS": "80"}
+        )
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def test_the_package_and_its_command_load_nothing_heavy() -> None:
+    assert not {*HEAVY, "torch"} & loaded("import mantissa, mantissa.cli")
+    assert not {*HEAVY} & loaded(
+        "import mantissa.rl, mantissa.rollout, mantissa.training, mantissa.tasks, mantissa.model"
+    )
+
+
+def test_importing_costs_little_beyond_torch() -> None:
+    assert best_of("import mantissa") - best_of("pass") < 0.3
+    rooms = "import torch; import mantissa.precision, mantissa.rollout, mantissa.training, mantissa.model"
+    assert best_of(rooms) - best_of("import torch") < 0.6  # measured 0.1; the margin is for a busy machine
+    assert best_of("import sys; sys.argv = ['mantissa', '--help']; import mantissa.__main__ as m; m.main") < 1.0
