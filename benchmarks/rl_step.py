@@ -154,7 +154,9 @@ def main() -> None:
     parser.add_argument("--allocator", default="kept", choices=("kept", "default"), help="kept, as the command has it")
     arguments = parser.parse_args()
     if arguments.allocator == "kept" and not keep_freed_memory():
-        raise SystemExit("rl_step.py: the allocator refused to keep freed memory; unset MALLOC_*, or --allocator default")
+        raise SystemExit(
+            "rl_step.py: the allocator refused to keep freed memory; unset MALLOC_*, or --allocator default"
+        )
     torch.set_num_threads(arguments.threads)
     stepper = Stepper(arguments.folder, arguments.precision, arguments.device)
     try:

@@ -1,6 +1,6 @@
 """Write results/README.md: the newest row of each benchmark, contender and metric, as tables. Nothing in it is typed.
 
-    python benchmarks/tables.py
+python benchmarks/tables.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Row = dict[str, Any]
 # What tells two measurements apart; of those that agree in all of these the newest (the last in its file) counts.
 KEYS = (
     "benchmark", "case", "contender", "engine", "requested", "active", "kernels", "metric", "hidden", "layers",
-    "tokens", "threads", "busy_processes", "device",
+    "tokens", "threads", "busy_processes", "training_device", "device",
 )  # fmt: skip
 HEAD = """# Results
 
@@ -64,7 +64,9 @@ def rl_step(rows: Sequence[Row]) -> str:
     lines = []
     groups = sorted({(r["threads"], r["device"], r["contender"]) for r in mine})
     for threads, device, contender in groups:
-        by = {r["metric"]: r for r in mine if (r["threads"], r["device"], r["contender"]) == (threads, device, contender)}
+        by = {
+            r["metric"]: r for r in mine if (r["threads"], r["device"], r["contender"]) == (threads, device, contender)
+        }
         peak = peak_of(rows, device, threads)
         share = f"{by['product_gflops']['value'] / peak:.0%}" if peak else "?"
         phases = ("rollout", "learner_logp", "update", "sync")
@@ -88,7 +90,8 @@ def generic(rows: Sequence[Row], benchmarks: Sequence[str], columns: Sequence[st
 
 COMMON = ("case", "contender", "engine", "requested", "active", "kernels", "hidden", "tokens", "threads")
 SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
-    ("One RL step against TRL: 64 prompts of 16 tokens x 8 samples x 24 tokens, hidden 128, 4 layers", rl_step, {"rl_step"}),
+    ("One RL step against TRL: 64 prompts of 16 tokens x 8 samples x 24 tokens, hidden 128, 4 layers", rl_step,
+     {"rl_step"}),
     ("Matmul peak", lambda r: generic(r, ["peak"], ("contender", "threads")), {"peak"}),
     ("Rollout against transformers' generate", lambda r: generic(r, ["rollout_vs_generate"], COMMON),
      {"rollout_vs_generate"}),
@@ -98,7 +101,7 @@ SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
     ("Keeping freed memory", lambda r: generic(r, ["allocator"], ("contender", "requested", "threads")), {"allocator"}),
     ("Threads that wait, alone and beside busy processes (4 cores)",
      lambda r: generic(r, ["waiting"], ("busy_processes", "threads", "contender")), {"waiting"}),
-    ("On a GPU", lambda r: generic(r, ["gpu_step", "gpu_demo"], (*COMMON, "device")), {"gpu_step", "gpu_demo"}),
+    ("On a GPU", lambda r: generic(r, ["gpu_step", "demo_run"], (*COMMON, "device")), {"gpu_step", "demo_run"}),
 )  # fmt: skip
 
 

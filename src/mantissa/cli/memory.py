@@ -32,7 +32,8 @@ def keep_freed_memory() -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
-    return all([libc.mallopt(parameter, value) == 1 for parameter, value in _SETTINGS.values()])
+    agreed = [libc.mallopt(parameter, value) for parameter, value in _SETTINGS.values()]
+    return agreed == [1] * len(_SETTINGS)
 
 
 def _user_decided() -> bool:
