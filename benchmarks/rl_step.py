@@ -62,7 +62,7 @@ def recipe(folder: Path, precision: str, device: str, run_dir: str) -> RunConfig
         },
         "rollout": {"prompts": PROMPTS, "samples": SAMPLES, "max_tokens": NEW_TOKENS, "slots": PROMPTS * SAMPLES},
         "algorithm": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean", "correction": "none"},
-        "optimizer": {"lr": LEARNING_RATE, "updates_per_batch": 1, "max_grad_norm": 1.0},
+        "optimizer": {"lr": LEARNING_RATE, "updates_per_batch": 1, "max_grad_norm": 1.0, "micro_batch_tokens": 32768},
         "evaluation": None,
         "checkpoint": {"every": 1_000_000},
         "trackers": [],

@@ -2,8 +2,10 @@
 
 One update of a batch of completions:
 
-1. ``score``: log-probs (and entropy) of every sampled token under the weights before the update, without gradient.
-   This is ``old``; against the rollout's log-probs it is the gap, and the correction weights come from it.
+1. ``score``: log-probs (and entropy) of every sampled token under the weights before the update. This is ``old``;
+   against the rollout's log-probs it is the gap, and the correction weights come from it. No gradient is needed, except
+   where the batch is learned from in one step and fits in one micro-batch: that step's forward is this very one, so
+   its graph is kept, and the forward is not done twice.
 2. for each of ``updates_per_batch`` parts: the loss over that part, in micro-batches whose gradients add up to those of
    the whole part, whatever the split; then ``OptimizerStep``, which may repeat the backward at a lower loss scale.
 
@@ -75,6 +77,7 @@ class Learner:
         self.temperature, self.seed = temperature, seed
         norm = algorithm.aggregation == "seq_mean_token_sum_norm"
         self.aggregation_length = aggregation_length if norm else None
+        self._kept: _Kept | None = None
         decay_until = steps * config.updates_per_batch if config.decay == "linear" else None
         self.step = self.optimizer_step(learning_rate(config.lr, config.warmup, decay_until), scaler)
 
@@ -119,17 +122,23 @@ class Learner:
         logits_NV = self.model.logits(hidden, kernels)
         return token_logprob(logits_NV, token_N, self.temperature), logits_NV
 
-    @torch.no_grad()
     def score(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every response token under the current weights; B, R, fp32, 0 at padding."""
         logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=sequences.mask_BR.device)
         entropy_BR = torch.zeros_like(logp_BR)
-        for rows in sequences.micro_batches(self._all_rows(sequences), self.config.micro_batch_tokens):
+        parts = sequences.micro_batches(self._all_rows(sequences), self.config.micro_batch_tokens)
+        keep = len(parts) == 1 and self.config.updates_per_batch == 1
+        self._kept = None  # before the forward: two graphs at a time would be one too many
+        for rows in parts:
             part = sequences.select(rows)
-            logp_N, logits_NV = self.logp(part, self.kernels)
+            with torch.set_grad_enabled(keep):
+                logp_N, logits_NV = self.logp(part, self.kernels)
             row, column = part.mask_BR.nonzero(as_tuple=True)
-            logp_BR[rows[row], column] = logp_N
-            entropy_BR[rows[row], column] = entropy(logits_NV, self.temperature)
+            if keep:
+                graph_BR = logp_BR.index_put((rows[row], column), logp_N)
+                self._kept = _Kept(sequences, self.version, graph_BR)
+            logp_BR[rows[row], column] = logp_N.detach()
+            entropy_BR[rows[row], column] = entropy(logits_NV.detach(), self.temperature)
         return logp_BR, entropy_BR
 
     def update(self, experience: Experience, step: int, probe: bool) -> Update:
@@ -172,23 +181,42 @@ class Learner:
     def _step(self, data: _Batch, batches: list[_MicroBatch]) -> tuple[StepOutcome, dict[str, Tally]]:
         """One optimiser step over its micro-batches."""
         tallies: list[dict[str, Tally]] = []
+        kept, self._kept = self._kept, None
+        graphs = [kept.logp_BR] if kept is not None and self._usable(kept, data, batches) else []
+        del kept  # what is not used must not hold its memory through the step
 
         def backward(scale: float) -> None:
             tallies.clear()  # a repeated backward counts once
             for micro in batches:
-                loss, tally = self._loss(data, micro, self.kernels)
+                graph_BR = graphs.pop() if graphs else None  # serves one backward, which frees it
+                loss, tally = self._loss(data, micro, self.kernels, graph_BR)
                 tallies.append(tally)
                 (loss * scale).backward()
 
         outcome = self.step.run(backward)
         return outcome, merge(tallies)
 
-    def _loss(self, data: _Batch, micro: _MicroBatch, kernels: Kernels) -> tuple[Tensor, dict[str, Tally]]:
+    def _usable(self, kept: _Kept, data: _Batch, batches: list[_MicroBatch]) -> bool:
+        """Whether the scoring's graph is of this batch and these weights, and cheaper than a forward of its own.
+
+        It holds all rows, so its backward (two thirds of the work) is of all rows: cheaper than forward and backward of
+        the rows that carry a gradient where these are more than two thirds.
+        """
+        same = kept.sequences is data.experience.sequences and kept.version == self.version
+        return same and len(batches) == 1 and 3 * len(batches[0].rows) > 2 * len(kept.logp_BR)
+
+    def _loss(
+        self, data: _Batch, micro: _MicroBatch, kernels: Kernels, graph_BR: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tally]]:
+        """Loss of a micro-batch; ``graph_BR``: the whole batch's differentiable log-probs, where they exist already."""
         sequences = data.experience.sequences.select(micro.rows)
         responses = sequences.mask_BR.shape[1]
-        logp_N, _ = self.logp(sequences, kernels)
-        empty_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=logp_N.device)
-        logp_BR = empty_BR.index_put(sequences.mask_BR.nonzero(as_tuple=True), logp_N)
+        if graph_BR is not None:
+            logp_BR = graph_BR[micro.rows, :responses]
+        else:
+            logp_N, _ = self.logp(sequences, kernels)
+            empty_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=logp_N.device)
+            logp_BR = empty_BR.index_put(sequences.mask_BR.nonzero(as_tuple=True), logp_N)
         weight_BR = data.weight_BR[micro.rows, :responses]
         weights: dict[str, Tally] = {}
         if self.algorithm.loss.kind == "reinforce":
@@ -224,6 +252,15 @@ class Learner:
     @staticmethod
     def _all_rows(sequences: Sequences) -> Tensor:
         return torch.arange(len(sequences), device=sequences.tokens_BT.device)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The differentiable log-probs of a scoring, and what they are of."""
+
+    sequences: Sequences
+    version: int
+    logp_BR: Tensor
 
 
 @dataclass(frozen=True)
