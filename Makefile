@@ -37,5 +37,16 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run_all.py
 
+# TRL in an environment of its own: what it depends on is not what Mantissa depends on.
+TRL_VENV := .venv-trl
+$(TRL_VENV)/.installed: constraints.txt
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(TRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl==1.16.0
+	touch $@
+
+bench-trl: $(STAMP) $(TRL_VENV)/.installed
+	$(BIN)/python benchmarks/rl_step_vs_trl.py
+
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

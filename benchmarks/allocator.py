@@ -3,8 +3,8 @@
     python benchmarks/allocator.py [--threads 2] [--rounds 7]
 
 By default glibc returns large blocks to the system when they are freed, and the system hands them out again page by
-page, zeroed, each at a fault's price; a step frees and takes hundreds of blocks of megabytes. Contender ``kept`` sets
-the allocator to keep them (see ``mantissa.cli.memory``). Rows: results/allocator.jsonl.
+page, zeroed, each at a fault's price; a step frees and takes hundreds of blocks of megabytes. Contender ``kept`` is
+what ``mantissa train`` does (``mantissa.cli.memory``). Rows: results/allocator.jsonl.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from rows import append
 from steps import spread
 from workers import ratios, take_turns
 
-KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 26)}
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -33,8 +31,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rl_step-") as folder:
         for precision in ("fp32", "fp16"):
             workers = {
-                "default": our_worker(Path(folder), precision, arguments.threads),
-                "kept": our_worker(Path(folder), precision, arguments.threads, KEPT),
+                name: our_worker(Path(folder), precision, arguments.threads, "--allocator", name)
+                for name in ("default", "kept")
             }
             try:
                 steps = take_turns(workers, warm_up=3, rounds=arguments.rounds)

@@ -1,16 +1,27 @@
 #!/usr/bin/env bash
-# Everything that needs one NVIDIA GPU: the tests marked gpu, then the step times. Under 8 minutes.
-# Not yet run on a GPU.
+# Everything that needs one NVIDIA GPU: the tests marked gpu, step times, rollout speed, the demo's recipe in native
+# fp16 and bf16. Each part has a limit of its own; together under 8 minutes where all goes well.
 #   OUT=/some/folder PYTHON=.venv/bin/python benchmarks/gpu.sh
-# Rows go to $OUT where it is set, else to results/. The tests' failure does not stop the timings; it is the exit status.
+# Rows go to $OUT where it is set, else to results/. A part that fails does not stop the next; the exit status says so.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-python3}"
+results="${OUT:-results}"
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || exit 1
 "$python" -c "import torch; print('torch', torch.__version__, 'cuda', torch.version.cuda)" || exit 1
-timeout 240 "$python" -m pytest -m gpu -rfE tests/precision tests/kernels
-tests=$?
-timeout 220 "$python" benchmarks/gpu.py
-timings=$?
-exit $((tests != 0 ? tests : timings))
+
+failed=0
+part() {  # part SECONDS COMMAND...
+    local limit="$1" start=$SECONDS
+    shift
+    echo "== $*"
+    timeout "$limit" "$@" || { echo "   failed with status $?"; failed=1; }
+    echo "   $((SECONDS - start)) s"
+}
+part 120 "$python" -m pytest -m gpu -rfE tests
+part 120 "$python" benchmarks/gpu.py --rounds 6
+part 90 "$python" benchmarks/rollout_vs_generate.py --device cuda --repeats 3 --cases 0 1 \
+    --results "$results/rollout_vs_generate.jsonl"
+part 150 "$python" benchmarks/demo_run.py --device cuda --steps 15 --warm-start 150
+exit "$failed"

@@ -24,6 +24,7 @@ import torch
 from rl_problem import ALPHABET, LEARNING_RATE, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SAMPLES, SHAPE, reward
 from workers import serve
 
+from mantissa.cli.memory import keep_freed_memory
 from mantissa.model import Decoder, FreshModelConfig, character_tokenizer, save_model
 from mantissa.rl import RunConfig, make_config
 from mantissa.rl.assemble import Parts, assemble
@@ -104,7 +105,18 @@ class Stepper:
         prompts = [problem.prompt for problem in self.loop.train]
         (folder / "prompts.json").write_text(json.dumps(prompts))
 
-    def __call__(self) -> dict[str, Any]:
+    def __call__(self, order: str = "go") -> dict[str, Any]:
+        return self._profile() if order == "profile" else self._measure()
+
+    def _profile(self) -> dict[str, Any]:
+        """Shares of the operations that one step spends most of its time in."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            self._measure()
+        times = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
+        total = sum(times.values())
+        return {"ops": {name: times[name] / total for name in sorted(times, key=times.__getitem__)[:-6:-1]}}
+
+    def _measure(self) -> dict[str, Any]:
         self._count += 1
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         started = time.perf_counter()
@@ -139,7 +151,12 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--allocator", default="kept", choices=("kept", "default"), help="kept, as the command has it")
     arguments = parser.parse_args()
+    if arguments.allocator == "kept" and not keep_freed_memory():
+        raise SystemExit(
+            "rl_step.py: the allocator refused to keep freed memory; unset MALLOC_*, or --allocator default"
+        )
     torch.set_num_threads(arguments.threads)
     stepper = Stepper(arguments.folder, arguments.precision, arguments.device)
     try:

@@ -26,6 +26,7 @@ from workers import Worker, ratios, take_turns
 
 HERE = Path(__file__).resolve().parent
 PRECISIONS = ("fp32", "fp16", "bf16")
+MATMUL = ("aten::mm", "aten::bmm", "aten::baddbmm", "aten::addmm")
 TRL_PYTHON = HERE.parent / ".venv-trl" / "bin" / "python"
 SHAPE = {
     "prompts": PROMPTS,
@@ -36,9 +37,11 @@ SHAPE = {
 }
 
 
-def our_worker(folder: Path, precision: str, threads: int, environment: dict[str, str] | None = None) -> Worker:
+def our_worker(
+    folder: Path, precision: str, threads: int, *options: str, environment: dict[str, str] | None = None
+) -> Worker:
     command = [sys.executable, str(HERE / "rl_step.py"), str(folder), "--precision", precision]
-    return Worker([*command, "--threads", str(threads)], threads, environment)
+    return Worker([*command, "--threads", str(threads), *options], threads, environment)
 
 
 def summary(name: str, worker: Worker, steps: dict[str, list[dict[str, Any]]], trl: bool) -> list[dict[str, Any]]:
@@ -82,10 +85,14 @@ def main() -> None:
             workers["trl"] = Worker([str(arguments.trl_python), *script], arguments.threads, environment)
         try:
             steps = take_turns(workers, arguments.warm_up, arguments.rounds)
+            ops = {p: workers[p].step("profile")["ops"] for p in PRECISIONS}
         finally:
             for worker in workers.values():
                 worker.close()
     rows = [row for name in workers for row in summary(name, workers[name], steps, with_trl)]
+    for row in [row for row in rows if row["metric"] == "step_seconds" and row["contender"] in ops]:
+        rows.append(row | {"metric": "time_in_matmul", "unit": "share", "ops": ops[row["contender"]], "value": 0.0})
+        rows[-1]["value"] = sum(share for name, share in rows[-1]["ops"].items() if name in MATMUL)
     for row in rows:
         print(f"{row['contender']:>5} {row['metric']:<24} {row['value']:8.4g} {row['unit']}")
     if not arguments.dry:

@@ -43,7 +43,7 @@ def append(file: str, rows: list[dict[str, Any]], device: str) -> Path:
     path = folder / file
     with path.open("a") as out:
         for row in rows:
-            out.write(json.dumps(row | stamp) + "\n")
+            out.write(json.dumps(stamp | row) + "\n")
     return path
 
 

@@ -22,11 +22,11 @@ def say(message: Mapping[str, Any]) -> None:
     print(MARK + json.dumps(message), flush=True)
 
 
-def serve(ready: Mapping[str, Any], step: Callable[[], Mapping[str, Any]]) -> None:
-    """In the worker: announce, then one step for each line of standard input."""
+def serve(ready: Mapping[str, Any], step: Callable[[str], Mapping[str, Any]]) -> None:
+    """In the worker: announce, then one step for each line of standard input, which ``step`` receives."""
     say(ready)
-    for _ in sys.stdin:
-        say(step())
+    for order in sys.stdin:
+        say(step(order.strip()))
 
 
 class Worker:
@@ -44,10 +44,10 @@ class Worker:
         self._command = command
         self.about = self._answer()
 
-    def step(self) -> dict[str, Any]:
+    def step(self, order: str = "go") -> dict[str, Any]:
         """Have one step done; returns what the worker measured."""
         assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
+        self._process.stdin.write(order + "\n")
         self._process.stdin.flush()
         return self._answer()
 

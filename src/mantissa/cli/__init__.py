@@ -8,6 +8,7 @@ from typing import cast
 import typer
 
 from mantissa.cli import metrics, precision, report, sample, train
+from mantissa.cli.threads import spin_briefly
 from mantissa.errors import MantissaError
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ _UsageError = cast(type[Exception], typer.BadParameter.__base__)
 
 def main() -> None:
     """Entry point of the command."""
+    spin_briefly()
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="mantissa", standalone_mode=False)
     except MantissaError as error:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from mantissa.cli.memory import keep_freed_memory
+from mantissa.cli.threads import crowded
 from mantissa.errors import MantissaError
 
 
@@ -39,6 +41,9 @@ def train(
 
     mantissa train --resume runs/demo-20260101-120000
     """
+    keep_freed_memory()
+    import torch
+
     from mantissa.rl import load_recipe
     from mantissa.rl import resume as resume_run
     from mantissa.rl import start as start_run
@@ -49,9 +54,17 @@ def train(
                 f"--resume continues {resume} with its own recipe, which cannot be changed: leave the recipe and the "
                 "overrides out, or start a new run without --resume"
             )
+        _warn_if(crowded(torch.get_num_threads()))
         report = resume_run(resume)
     elif recipe is None:
         raise MantissaError("expected a recipe, such as recipes/demo.yaml, or --resume RUN")
     else:
-        report = start_run(load_recipe(recipe, overrides or []))
+        config = load_recipe(recipe, overrides or [])
+        _warn_if(crowded(torch.get_num_threads()))
+        report = start_run(config)
     typer.echo(f"report: {report}")
+
+
+def _warn_if(warning: str | None) -> None:
+    if warning is not None:
+        typer.echo(warning)

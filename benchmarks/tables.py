@@ -1,0 +1,121 @@
+"""Write results/README.md: the newest row of each benchmark, contender and metric, as tables. Nothing in it is typed.
+
+python benchmarks/tables.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results"
+Row = dict[str, Any]
+# What tells two measurements apart; of those that agree in all of these the newest (the last in its file) counts.
+KEYS = (
+    "benchmark", "case", "contender", "engine", "requested", "active", "kernels", "metric", "hidden", "layers",
+    "tokens", "threads", "busy_processes", "training_device", "device",
+)  # fmt: skip
+HEAD = """# Results
+
+Written by `python benchmarks/tables.py` from the rows in this folder: the newest of each. Value, then quartiles or
+range in brackets. The machine is shared, so ratios (taken within a round) say more than times.
+"""
+
+
+def newest() -> list[Row]:
+    latest: dict[tuple[Any, ...], Row] = {}
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            latest[tuple(row.get(key) for key in KEYS)] = row
+    return list(latest.values())
+
+
+def number(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return f"{value / 1e9:.2f} GB"
+    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return text if unit == "ratio" else f"{text} {unit}"
+
+
+def cell(row: Row) -> str:
+    low, high = row.get("quartile_low", row.get("min")), row.get("quartile_high", row.get("max"))
+    text = number(row["value"], row["unit"])
+    return text if low is None else f"{text} ({number(low, 'ratio')}..{number(high, 'ratio')})"
+
+
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in rows) + "\n"
+
+
+def peak_of(rows: Sequence[Row], device: str, threads: int) -> float | None:
+    """The machine's matmul peak for this many threads, GFLOP/s."""
+    peaks = (r for r in rows if r["benchmark"] == "peak" and r["contender"] == "square")
+    return next((r["value"] for r in peaks if (r["device"], r["threads"]) == (device, threads)), None)
+
+
+def rl_step(rows: Sequence[Row]) -> str:
+    """One line a contender and thread count: time, ratio to TRL, share of the peak, phases, what bounds it."""
+    mine = [r for r in rows if r["benchmark"] == "rl_step"]
+    lines = []
+    groups = sorted({(r["threads"], r["device"], r["contender"]) for r in mine})
+    for threads, device, contender in groups:
+        by = {
+            r["metric"]: r for r in mine if (r["threads"], r["device"], r["contender"]) == (threads, device, contender)
+        }
+        peak = peak_of(rows, device, threads)
+        share = f"{by['product_gflops']['value'] / peak:.0%}" if peak else "?"
+        phases = ("rollout", "learner_logp", "update", "sync")
+        split = ", ".join(f"{p} {by[f'{p}_seconds']['value']:.2f}" for p in phases if f"{p}_seconds" in by)
+        ratio = cell(by["time_over_trl_fp32"]) if "time_over_trl_fp32" in by else "1"
+        ops = by["time_in_matmul"]["ops"] if "time_in_matmul" in by else {}
+        bounds = ", ".join(f"{op.removeprefix('aten::')} {part:.0%}" for op, part in ops.items())
+        active = f"{by['step_seconds']['active']} {by['step_seconds']['kernels']}"
+        lines.append([str(threads), contender, active, cell(by["step_seconds"]), ratio, share, split, bounds])
+    header = ("threads", "contender", "active", "one step", "x TRL fp32", "share of matmul peak", "phases, s", "ops")
+    return table(header, lines)
+
+
+def generic(rows: Sequence[Row], benchmarks: Sequence[str], columns: Sequence[str]) -> str:
+    """One line a row, with ``columns`` of it that any row has."""
+    mine = [r for r in rows if r["benchmark"] in benchmarks]
+    shown = [c for c in columns if any(c in r for r in mine)]
+    lines = [[*(str(r.get(c, "")) for c in shown), r["metric"].replace("_", " "), cell(r)] for r in mine]
+    return table([*(c.replace("_", " ") for c in shown), "metric", "value"], lines)
+
+
+COMMON = ("case", "contender", "engine", "requested", "active", "kernels", "hidden", "tokens", "threads")
+SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
+    ("One RL step against TRL: 64 prompts of 16 tokens x 8 samples x 24 tokens, hidden 128, 4 layers", rl_step,
+     {"rl_step"}),
+    ("Matmul peak", lambda r: generic(r, ["peak"], ("contender", "threads")), {"peak"}),
+    ("Rollout against transformers' generate", lambda r: generic(r, ["rollout_vs_generate"], COMMON),
+     {"rollout_vs_generate"}),
+    ("A simulated training step against fp32", lambda r: generic(r, ["simulated_step"], COMMON), {"simulated_step"}),
+    ("The demo's memory; import time beyond torch's own", lambda r: generic(r, ["demo", "import"], ("contender",)),
+     {"demo", "import"}),
+    ("Keeping freed memory", lambda r: generic(r, ["allocator"], ("contender", "requested", "threads")), {"allocator"}),
+    ("Threads that wait, alone and beside busy processes (4 cores)",
+     lambda r: generic(r, ["waiting"], ("busy_processes", "threads", "contender")), {"waiting"}),
+    ("On a GPU", lambda r: generic(r, ["gpu_step", "demo_run"], (*COMMON, "device")), {"gpu_step", "demo_run"}),
+)  # fmt: skip
+
+
+def main() -> None:
+    rows = newest()
+    text = HEAD
+    for title, make, names in SECTIONS:
+        mine = [r for r in rows if r["benchmark"] in names]
+        if mine:
+            devices = ", ".join(sorted({r["device"] for r in mine}))
+            text += f"\n## {title}\n\nDevice: {devices}. torch {mine[-1]['torch']}.\n\n{make(rows)}"
+    (RESULTS / "README.md").write_text(text)
+    print(RESULTS / "README.md")
+
+
+if __name__ == "__main__":
+    main()
