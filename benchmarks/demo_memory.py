@@ -3,9 +3,9 @@
     python benchmarks/demo_memory.py [--threads 2]
 
 The run is the demo's own command with fewer steps, and with a reward for part of an answer: a policy that has learned
-too little for the demo's own reward would have no update. Memory is that of the process (``ru_maxrss``), so a run that has
-reached an evaluation and an update has reached its peak. Import times are the medians of fresh interpreters that have
-imported torch already. Targets: under 2 GB, under 0.3 s. Rows: results/demo.jsonl.
+too little for the demo's own reward would have no update. Memory is that of the process (``ru_maxrss``): a run that
+has come to an evaluation and an update has come to its peak. Import times are the medians of fresh interpreters that
+have imported torch already. Targets: under 2 GB, under 0.3 s. Rows: results/demo_memory.jsonl.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> None:
     for row in rows:
         print(f"{row['contender']:<20} {row['metric']:<22} {row['value']:.5g} {row['unit']}")
     if not arguments.dry:
-        print(append("demo.jsonl", rows, "cpu"))
+        print(append("demo_memory.jsonl", rows, "cpu"))
 
 
 if __name__ == "__main__":

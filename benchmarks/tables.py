@@ -1,4 +1,4 @@
-"""Write results/README.md: the newest row of each benchmark, contender and metric, as tables. Nothing in it is typed.
+"""Write results/README.md, and the table in README.md, from the newest row of each measurement. Nothing is typed.
 
 python benchmarks/tables.py
 """
@@ -16,7 +16,7 @@ Row = dict[str, Any]
 # What tells two measurements apart; of those that agree in all of these the newest (the last in its file) counts.
 KEYS = (
     "benchmark", "case", "contender", "engine", "requested", "active", "kernels", "metric", "hidden", "layers",
-    "tokens", "threads", "busy_processes", "training_device", "device",
+    "tokens", "threads", "busy_processes", "training_device", "device", "precision", "seed",
 )  # fmt: skip
 HEAD = """# Results
 
@@ -88,10 +88,36 @@ def generic(rows: Sequence[Row], benchmarks: Sequence[str], columns: Sequence[st
     return table([*(c.replace("_", " ") for c in shown), "metric", "value"], lines)
 
 
+def demo_runs(rows: Sequence[Row]) -> str:
+    """One line a run of the demo: what was learned, in which time, and the gap over the first ten steps."""
+    lines = []
+    for r in rows:
+        if r["benchmark"] != "demo_runs":
+            continue
+        learned = f"{r['accuracy_first']:.2f} → {r['accuracy_last_10']:.3f}"
+        gap = [f"{r[f'gap_{name}']:.1e}" for name in ("abs_logp_diff_mean", "k3", "seq_log_ratio_std")]
+        time = f"{r['rl_seconds']:.0f} s, {r['threads']} thread{'s' * (r['threads'] > 1)}"
+        step = str(r["first_step_at_0.95"])
+        lines.append([r["precision"], str(r["seed"]), learned, step, time, *gap, f"{r['gap_equal_fraction']:.0%}"])
+    header = ("learner/rollout", "seed", "training accuracy", "0.95 at step", "RL time", "mean abs log-prob difference",
+              "k3", "std of sequence log-ratio", "tokens equal to the last bit")  # fmt: skip
+    return table(header, lines)
+
+
+def write_between(path: Path, mark: str, content: str) -> None:
+    """Replace what stands between ``<!-- mark -->`` and ``<!-- /mark -->`` in ``path``."""
+    before, opening, rest = path.read_text().partition(f"<!-- {mark} -->\n")
+    _, closing, after = rest.partition(f"<!-- /{mark} -->")
+    if not opening or not closing:
+        raise SystemExit(f"{path} has no place marked {mark}")
+    path.write_text(before + opening + content + closing + after)
+
+
 COMMON = ("case", "contender", "engine", "requested", "active", "kernels", "hidden", "tokens", "threads")
 SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
     ("One RL step against TRL: 64 prompts of 16 tokens x 8 samples x 24 tokens, hidden 128, 4 layers", rl_step,
      {"rl_step"}),
+    ("Runs of the demo; the gap is the mean over the first ten steps", demo_runs, {"demo_runs"}),
     ("Matmul peak", lambda r: generic(r, ["peak"], ("contender", "threads")), {"peak"}),
     ("Rollout against transformers' generate", lambda r: generic(r, ["rollout_vs_generate"], COMMON),
      {"rollout_vs_generate"}),
@@ -114,6 +140,7 @@ def main() -> None:
             devices = ", ".join(sorted({r["device"] for r in mine}))
             text += f"\n## {title}\n\nDevice: {devices}. torch {mine[-1]['torch']}.\n\n{make(rows)}"
     (RESULTS / "README.md").write_text(text)
+    write_between(ROOT / "README.md", "demo_runs", demo_runs(rows))
     print(RESULTS / "README.md")
 
 

@@ -1,7 +1,7 @@
 """Rows from finished runs of the demo recipe: what was learned, how long it took, how large the gap was.
 
     mantissa train recipes/demo.yaml run_dir=/tmp/demo-bf16 precision=bf16
-    python benchmarks/demo.py /tmp/demo-bf16 ...
+    python benchmarks/demo_runs.py /tmp/demo-bf16 ...
 
 Everything is read from the runs' own files. Device, threads and commit are those of the run, not of this script.
 The gap is averaged over the first ten steps, where runs of different precision still have much the same policy.
@@ -40,7 +40,7 @@ def summary(path: str) -> dict[str, Any]:
     start, end = rows[:FIRST], rows[-LAST:]
     warm = run.read_warm_start()
     return {
-        "benchmark": "demo",
+        "benchmark": "demo_runs",
         "precision": "/".join(roles[role]["active"] for role in ("learner", "rollout")),
         "kernels": "/".join(roles[role]["kernels"] for role in ("learner", "rollout")),
         "seed": config["seed"],
@@ -68,5 +68,5 @@ if __name__ == "__main__":
     if len(sys.argv) < 2:
         raise SystemExit("expected the folders of finished runs of recipes/demo.yaml")
     found = [summary(path) for path in sys.argv[1:]]
-    with (RESULTS / "demo.jsonl").open("a") as out:
+    with (RESULTS / "demo_runs.jsonl").open("a") as out:
         out.writelines(json.dumps(row) + "\n" for row in found)
