@@ -23,5 +23,5 @@ part 120 "$python" -m pytest -m gpu -rfE tests
 part 120 "$python" benchmarks/gpu.py --rounds 6
 part 90 "$python" benchmarks/rollout_vs_generate.py --device cuda --repeats 3 --cases 0 1 \
     --results "$results/rollout_vs_generate.jsonl"
-part 150 "$python" benchmarks/demo_run.py --device cuda --steps 15 --warm-start 150
+part 150 "$python" benchmarks/gpu_demo.py --device cuda --steps 15 --warm-start 150
 exit "$failed"

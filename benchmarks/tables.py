@@ -127,7 +127,7 @@ SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
     ("Keeping freed memory", lambda r: generic(r, ["allocator"], ("contender", "requested", "threads")), {"allocator"}),
     ("Threads that wait, alone and beside busy processes (4 cores)",
      lambda r: generic(r, ["waiting"], ("busy_processes", "threads", "contender")), {"waiting"}),
-    ("On a GPU", lambda r: generic(r, ["gpu_step", "demo_run"], (*COMMON, "device")), {"gpu_step", "demo_run"}),
+    ("On a GPU", lambda r: generic(r, ["gpu_step", "gpu_demo"], (*COMMON, "device")), {"gpu_step", "gpu_demo"}),
 )  # fmt: skip
 
 

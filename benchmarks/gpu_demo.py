@@ -1,9 +1,9 @@
 """The demo's recipe on a device, in fp16 and bf16, cut short: time, speed, gap and accuracy. Used by gpu.sh.
 
-    python benchmarks/demo_run.py --device cuda [--steps 20] [--warm-start 200]
+    python benchmarks/gpu_demo.py --device cuda [--steps 20] [--warm-start 200]
 
 Each run is the command itself; its rows come from the run's own metrics. A run whose precision does not engage refuses
-to start. Appends to results/demo_run.jsonl, or $OUT/demo_run.jsonl where OUT is set.
+to start. Appends to results/gpu_demo.jsonl, or $OUT/gpu_demo.jsonl where OUT is set.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(precision: str, device: str, steps: int, warm_start: int, folder: Path) 
     metrics = finished.read_metrics()
     learner = next(role for role in finished.environment["precision"] if role["role"] == "learner")
     about = {
-        "benchmark": "demo_run",
+        "benchmark": "gpu_demo",
         "requested": precision,
         "active": learner["active"],
         "kernels": learner["kernels"],
@@ -65,14 +65,14 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="print, and append no rows")
     arguments = parser.parse_args()
     if arguments.steps < 3:
-        raise SystemExit("demo_run.py: expected --steps of 3 or more, for quartiles of the steps after the first")
+        raise SystemExit("gpu_demo.py: expected --steps of 3 or more, for quartiles of the steps after the first")
     for precision in ("fp16", "bf16"):
         with tempfile.TemporaryDirectory(prefix="demo-") as folder:
             rows = run(precision, arguments.device, arguments.steps, arguments.warm_start, Path(folder) / "run")
         for row in rows:
             print(f"{precision} {row['metric']:<28} {row['value']:10.4g} {row['unit']}")
         if not arguments.dry:
-            append("demo_run.jsonl", rows, arguments.device)
+            append("gpu_demo.jsonl", rows, arguments.device)
 
 
 if __name__ == "__main__":
