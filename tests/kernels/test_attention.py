@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
-from mantissa.kernels import simulated as simulated_module
+from mantissa.kernels import attention as attention_module
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, is_on_grid, round_to_format
 
 FAMILIES: dict[str, Kernels] = {
@@ -80,8 +80,8 @@ def test_the_block_size_changes_no_result_beyond_a_rounding(monkeypatch: pytest.
     operands = qkv(FP16, 4, 2, 50)
     seed = round_to_format(torch.randn_like(operands[0]), FP16)
     whole = run(SimulatedKernels(FP16), operands, seed)
-    monkeypatch.setattr(simulated_module, "_QUERY_BLOCK", 16)
-    assert len(simulated_module._query_blocks(50)) == 4
+    monkeypatch.setattr(attention_module, "_QUERY_BLOCK", 16)
+    assert len(attention_module._query_blocks(50)) == 4
     for blocked, at_once in zip(run(SimulatedKernels(FP16), operands, seed), whole, strict=True):
         assert_close_in_ulps(blocked, at_once, FP16, 1.0)
 
@@ -95,10 +95,15 @@ def test_simulated_against_torchs_own_half_attention(fmt: NumberFormat) -> None:
         assert_close_in_ulps(got, expected, fmt, 2.0)
 
 
-def test_fp32_is_torchs_own() -> None:
-    operands = [x.float() for x in qkv(FP32, 4, 2, 70)]
-    out = NativeKernels(FP32).causal_attention(*operands)
-    assert torch.equal(out, F.scaled_dot_product_attention(*operands, is_causal=True, enable_gqa=True))
+@pytest.mark.parametrize("length", [1, 40, 70, 150])
+def test_fp32_on_a_cpu_is_float64s_forward_and_backward(length: int) -> None:
+    operands = [x.float() for x in qkv(FP32, 4, 2, length)]
+    seed = torch.randn_like(operands[0])
+    wide = [x.double().requires_grad_() for x in operands]
+    out = F.scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True)
+    expected = [out.detach(), *torch.autograd.grad(out, wide, seed.double())]
+    for got, want in zip(run(NativeKernels(FP32), operands, seed), expected, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-6)
 
 
 @families

@@ -2,8 +2,8 @@
 
 On CUDA the products run on the tensor cores with fp32 accumulation and attention is a flash kernel: flash-attn's where
 it is installed, else the one behind torch's ``scaled_dot_product_attention`` (both take fp16 and bf16 only, so fp32
-uses torch's memory-efficient one, which wants as many key heads as query heads). On a CPU this family is fp32's; fp16
-and bf16 are slow or vary from CPU to CPU.
+uses torch's memory-efficient one, which wants as many key heads as query heads). On a CPU this family is fp32's, with
+attention of our own (``attention.py`` says why); fp16 and bf16 are slow or vary from CPU to CPU.
 
 Every cast is on a line of its own. The two-line ``weight`` is all that mixed precision needs: the fp32 master is cast
 where it is used, and autograd casts the gradient back.
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mantissa.kernels.attention import CausalAttention
 from mantissa.precision import FP32, NumberFormat, round_to_format
 
 
@@ -65,6 +66,8 @@ class NativeKernels:
                 q_BHTD.transpose(1, 2), k_BKTD.transpose(1, 2), v_BKTD.transpose(1, 2), causal=True
             )
             return out_BTHD.transpose(1, 2)
+        if self.format is FP32 and not q_BHTD.is_cuda:
+            return CausalAttention.apply(q_BHTD, k_BKTD, v_BKTD, FP32)
         group = q_BHTD.shape[1] // k_BKTD.shape[1]
         if group > 1 and q_BHTD.is_cuda and self.format is FP32:
             k_BKTD, v_BKTD = k_BKTD.repeat_interleave(group, 1), v_BKTD.repeat_interleave(group, 1)
