@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mantissa.jsonl import encode
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.jsonl import encode
 
 PRECISION = [
     {

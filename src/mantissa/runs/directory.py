@@ -30,7 +30,7 @@ import yaml
 
 from mantissa.errors import MantissaError
 from mantissa.files import atomic_file, disk_errors, remove_leftovers, write_atomically
-from mantissa.runs.jsonl import JsonLines, Row
+from mantissa.jsonl import JsonLines, Row
 
 if TYPE_CHECKING:
     import pyarrow
