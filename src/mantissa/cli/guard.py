@@ -98,7 +98,10 @@ def _judge(
     judge = Guard(config, _reference(settings, config, reference))
     digest = judge.reference.digest if judge.reference else None
     if as_logged is True and (digest != settings.reference_digest or set(different) - {"reference"}):
-        as_logged = "not compared with guard.jsonl: these settings are not the run's"
+        as_logged = (
+            "not compared with guard.jsonl: these settings are not the run's, and what the run did about its own "
+            "decisions is in its rows"
+        )
     if different:
         source += ", but for " + ", ".join(f"{key}={changed[key]}" for key in different)
     return source, judge, as_logged
@@ -204,7 +207,10 @@ def _rules(rows: Sequence[dict[str, Any]], decisions: Sequence[Decision], judge:
         )
     else:
         no_loss = ""
-    nonfinite = no_loss or worst("nonfinite_in_a_row", "train/loss", "{:.0f} in a row")
+    losses = any(d.numbers["nonfinite_in_a_row"] for d in decisions)
+    nonfinite = no_loss or (
+        worst("nonfinite_in_a_row", "train/loss", "{:.0f} in a row") if losses else "all are finite"
+    )
     overflow = worst("overflowed_rate", "precision/overflows", "{:.1%} of steps")
     if reference is None:
         loss = speed = "no data: no reference"
