@@ -352,4 +352,4 @@ def _excess(value: float, base: float, unit: float) -> float:
 
 def _inside(value: float, low: float | None, high: float | None) -> bool:
     """Whether a gate's value is healthy; NaN never is."""
-    return (low is None or value >= low) and (high is None or value <= high) and not math.isnan(value)
+    return (low is None or value >= low) and (high is None or value <= high)
