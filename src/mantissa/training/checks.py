@@ -41,6 +41,13 @@ def device_of(model: nn.Module) -> torch.device:
     return devices.pop()
 
 
+def check_place(model: nn.Module, device: torch.device) -> None:
+    """Refuse a model that has moved: autocast is of one device type and would silently do nothing on another."""
+    found = next(model.parameters()).device
+    if found != device:
+        raise MantissaError(f"the model was on {device} and is now on {found}: move it first, then make the trainer")
+
+
 def resolved_role(precision: str, backend: Any, fallback: Any, device: torch.device) -> ResolvedRole:
     """The learner's line of the precision table for one format.
 

@@ -101,6 +101,17 @@ class Ranks:
 
 
 ALONE = Ranks()
+_END = object()
+
+
+def until_all_end(loader: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
+    """The batches of ``loader``; None where this rank's are used up and another rank's are not."""
+    iterator = iter(loader)
+    while True:
+        batch = next(iterator, _END)
+        if ranks.max_of(0.0 if batch is _END else 1.0) == 0.0:
+            return
+        yield None if batch is _END else batch
 
 
 def _is_fsdp(model: nn.Module) -> bool:
@@ -162,11 +173,11 @@ def distribute(
     on_gpu = torch.device(device).type == "cuda" if device is not None else torch.cuda.is_available()
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     model = model.to(place)
+    if on_gpu:
+        torch.cuda.set_device(place)
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return model
-        if on_gpu:
-            torch.cuda.set_device(place)
         dist.init_process_group("nccl" if on_gpu else "gloo")
     if dist.get_world_size() == 1:
         return model

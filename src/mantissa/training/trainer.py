@@ -38,16 +38,15 @@ from mantissa.errors import MantissaError
 from mantissa.kernels import autocast_for, probe_autocast
 from mantissa.precision import ResolvedRole
 from mantissa.training import trainer_file, trainer_state
-from mantissa.training.checks import check_loss, check_options, device_of, named_parameters, resolved_role
+from mantissa.training.checks import check_loss, check_options, check_place, device_of, named_parameters, resolved_role
 from mantissa.training.diagnosis import anomaly, first_nonfinite
-from mantissa.training.distributed import Ranks, forget_unsent, synchronising, unwrapped
+from mantissa.training.distributed import Ranks, forget_unsent, synchronising, until_all_end, unwrapped
 from mantissa.training.guard_config import GuardConfig
 from mantissa.training.scaler import LossScaler, ScalerConfig
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome
+from mantissa.training.trainer_state import OpenWindow
 from mantissa.training.watch import Watch
 from mantissa.training.window import Keeper, LossFunction, Micro, mean_loss
-
-_END = object()
 
 
 class PrecisionTrainer:
@@ -218,7 +217,11 @@ class PrecisionTrainer:
     def backward_step(self, loss: Tensor, weight: float = 1.0) -> StepOutcome:
         """Learn from what ``forward_loss`` gave: the second half of ``step``. As the forward cannot be repeated from
         here, an overflow is never retried: the outcome is ``accumulated``, ``stepped`` or ``skipped``."""
+        check_loss(loss)
+        loss = loss.float()  # scaled in fp32, whatever became of it since ``forward_loss``
         last = self._is_last
+        if not self._window:
+            self.optimizer.zero_grad(set_to_none=True)  # what came between forward and backward is not this loss's
         self.batches_seen += 1
         self._window.append(Micro(None, None, weight, loss.detach()))
 
@@ -246,25 +249,23 @@ class PrecisionTrainer:
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of ``loader``; None where this rank's are used up and another rank's are not."""
-        iterator = iter(loader)
-        while True:
-            batch = next(iterator, _END)
-            if self.ranks.max_of(0.0 if batch is _END else 1.0) == 0.0:
-                return
-            yield None if batch is _END else batch
+        return until_all_end(loader, self.ranks)
 
     @property
     def accumulated(self) -> int:
         """Micro-batches whose gradients wait for the optimiser's turn."""
         return len(self._window)
 
-    def save_checkpoint(self, path: Path | str, extra: Mapping[str, Any] | None = None) -> Path:
+    def save_checkpoint(
+        self, path: Path | str, extra: Mapping[str, Any] | None = None, open_window: OpenWindow = "error"
+    ) -> Path:
         """Write everything that going on needs to the file ``path``, atomically; what was there is kept beside it as
         ``<path>.previous``. ``extra``: plain values and tensors of the caller's (the data's position, an epoch).
+        ``open_window``: what to do where gradients are accumulated, which no checkpoint holds.
 
         On several ranks call it on all; rank 0 writes. Tensors are whole, so any number of processes can load it.
         """
-        state = trainer_state.state_of(self, extra)
+        state = trainer_state.state_of(self, extra, open_window)
         failure: MantissaError | None = None
         if self.ranks.rank == 0:
             try:
@@ -316,9 +317,11 @@ class PrecisionTrainer:
         """Before a forward: where it is a window's first, keep what it will change."""
         if self._window:
             return
+        check_place(self.model, self.device)
         if self._watch is not None:
             self._watch.begin()
         self._keeper.remember()
+        self.optimizer.zero_grad(set_to_none=True)  # gradients from elsewhere have another scale
 
     @property
     def _is_last(self) -> bool:

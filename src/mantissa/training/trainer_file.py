@@ -127,28 +127,34 @@ def _read(path: Path, advice: str) -> dict[str, Any]:
 
 
 def _from_old_layout(content: dict[str, Any]) -> dict[str, Any]:
-    """Either of the two layouts without a version. Both count attempted steps and overflows; the second also updates.
+    """Either of the two layouts without a version.
 
-    Their scaler is ``torch.amp.GradScaler``'s: the scale, and the steps since it last changed.
+    The first counts attempted steps and overflows, and says ``fp16_active``. The second counts batches as
+    ``training_steps``, updates and overflows, and says ``precision_mode`` and ``precision_active``. Their scaler is
+    ``torch.amp.GradScaler``'s: the scale, and the steps since it last changed; only an active fp16 has one.
     """
-    steps, overflows = int(content.get("training_steps", 0)), int(content.get("overflow_steps", 0))
-    updates = int(content.get("update_steps", steps - overflows))
+    batches, overflows = int(content.get("training_steps", 0)), int(content.get("overflow_steps", 0))
+    updates = int(content.get("update_steps", batches - overflows))
     old_scaler = content.get("scaler_state_dict") or {}
     scaler = None
     if "scale" in old_scaler:
         clean = old_scaler.get("_growth_tracker", 0)
         scaler = {"scale": float(old_scaler["scale"]), "clean_steps": int(clean)}
+    if content.get("fp16_active", scaler is not None):
+        active = "fp16"
+    else:
+        active = "bf16" if content.get("precision_active") else "fp32"
     return {
         "format": FORMAT,
         "version": 0,
         "model_state_dict": {k.removeprefix("module."): v for k, v in content["model_state_dict"].items()},
         "optimizer_state_dict": content["optimizer_state_dict"],
         "scheduler_state_dict": None,
-        "training_steps": steps,
+        "training_steps": updates + overflows,
         "overflow_steps": overflows,
-        "counters": {"updates": updates, "retried": 0, "batches_seen": steps},
-        "fp16_active": bool(content.get("fp16_active", False)),
-        "precision": None,
+        "counters": {"updates": updates, "retried": 0, "batches_seen": batches},
+        "fp16_active": active == "fp16",
+        "precision": {"requested": active, "active": active},
         "scaler_state_dict": scaler,
         "generators": [],
         "extra": {},

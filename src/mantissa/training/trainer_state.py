@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,14 @@ if TYPE_CHECKING:
     from mantissa.training.trainer import PrecisionTrainer
 
 
-def state_of(trainer: PrecisionTrainer, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+OpenWindow = Literal["error", "leave out"]
+
+
+def state_of(
+    trainer: PrecisionTrainer, extra: Mapping[str, Any] | None, open_window: OpenWindow = "error"
+) -> dict[str, Any]:
     """Everything, with whole tensors on the CPU. Collective: every rank calls it, and all get the same."""
-    if trainer.accumulated:
+    if trainer.accumulated and open_window == "error":
         raise MantissaError(
             f"cannot save with {trainer.accumulated} of {trainer.accumulate} micro-batches accumulated: gradients are "
             "not part of a checkpoint; save after the optimiser's turn, or call flush() first"

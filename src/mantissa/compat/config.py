@@ -1,0 +1,183 @@
+"""The configurations: frozen, checked when they are made, and readable from the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, Self
+
+import torch
+
+from mantissa.errors import MantissaError
+from mantissa.training import ScalerConfig
+
+
+class PrecisionMode(StrEnum):
+    """What the forward computes in. ``fp16`` and ``mixed_fp16`` are one thing here, as are the two of bf16: fp32
+    masters, low-precision compute."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bfloat16"
+    BFLOAT16 = "bfloat16"
+    MIXED_FP16 = "mixed_fp16"
+    MIXED_BF16 = "mixed_bf16"
+
+    @property
+    def number_format(self) -> str:
+        """The number format's name: ``fp32``, ``fp16`` or ``bf16``."""
+        return {"fp32": "fp32", "fp16": "fp16", "mixed_fp16": "fp16"}.get(self.value, "bf16")
+
+
+def _from(variable: str, default: Any) -> Any:
+    """A field that an environment variable can set."""
+    return field(default=default, metadata={"environment": variable})
+
+
+class _Config:
+    """What the two configurations share: their environment, their checks and the scaling rule they describe."""
+
+    enabled: bool
+    loss_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    max_grad_norm: float | None
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense now, not at the first step."""
+        checks = (
+            (isinstance(self.enabled, bool), "enabled", "True or False"),
+            (0 < self.loss_scale <= torch.finfo(torch.float32).max, "loss_scale", "a finite number above 0"),
+            (1 <= self.growth_factor < math.inf, "growth_factor", "a finite number, 1 or more"),
+            (0 < self.backoff_factor < 1, "backoff_factor", "between 0 and 1: an overflow lowers the scale"),
+            (_is_count(self.growth_interval), "growth_interval", "a whole number from 1 on"),
+            (_is_count(self.accumulate), "gradient_accumulation_steps", "a whole number from 1 on"),
+            (self.max_grad_norm is None or self.max_grad_norm >= 0, "max_grad_norm", "0 or more, or None"),
+        )
+        for good, name, expected in checks:
+            if not good:
+                raise MantissaError(f"{type(self).__name__}: {name}={getattr(self, name)!r}: expected {expected}")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **fields: Any) -> Self:
+        """The configuration with every variable of ``ENVIRONMENT`` that is set; ``fields`` come first.
+
+        ``environment``: by default that of the process, now. A value that makes no sense is a ``MantissaError`` that
+        names the variable.
+        """
+        environment = os.environ if environment is None else environment
+        types = {each.name: type(each.default) for each in dataclasses.fields(FP16TrainingConfig)}
+        found = {v: name for v, name in ENVIRONMENT.items() if v in environment and name not in fields}
+        for variable, name in found.items():
+            fields[name] = _parsed(variable, environment[variable], types[name])
+        try:
+            return cls(**fields)
+        except MantissaError as error:
+            given = ", ".join(f"{variable}={environment[variable]!r}" for variable in found)
+            raise MantissaError(f"{error} (the environment says {given})" if given else str(error)) from None
+
+    @property
+    def number_format(self) -> str:
+        """The format that is asked for."""
+        return "fp16" if self.enabled else "fp32"
+
+    @property
+    def accumulate(self) -> int:
+        """Batches to an optimiser step."""
+        return 1
+
+    def scaler_config(self) -> ScalerConfig:
+        """The dynamic rule that these numbers mean; one overflow gives a batch up, as there."""
+        return ScalerConfig(
+            initial=self.loss_scale,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+            floor=min(1.0, self.loss_scale),
+            retries=0,
+        )
+
+
+@dataclass(frozen=True)
+class FP16TrainingConfig(_Config):
+    """``enabled``: fp16, else fp32. ``loss_scale``: the first scale; the other three are the dynamic rule.
+
+    ``max_grad_norm``: bound on the unscaled gradient's norm; None and 0 never clip. ``backend`` and ``fallback``: as
+    ``PrecisionTrainer``.
+    """
+
+    enabled: bool = _from("ENABLE_FP16_TRAINING", True)
+    loss_scale: float = _from("FP16_LOSS_SCALE", 65536.0)
+    growth_factor: float = _from("FP16_GROWTH_FACTOR", 2.0)
+    backoff_factor: float = _from("FP16_BACKOFF_FACTOR", 0.5)
+    growth_interval: int = _from("FP16_GROWTH_INTERVAL", 2000)
+    max_grad_norm: float | None = field(default=1.0, kw_only=True)
+    backend: Literal["auto", "native", "simulated"] = field(default="auto", kw_only=True)
+    fallback: Literal["error", "warn"] = field(default="error", kw_only=True)
+
+
+# Environment variable -> field of the configuration: what ``from_environment`` reads, and what the docs show.
+ENVIRONMENT: dict[str, str] = {
+    each.metadata["environment"]: each.name
+    for each in dataclasses.fields(FP16TrainingConfig)
+    if "environment" in each.metadata
+}
+
+
+@dataclass(frozen=True)
+class ExtendedFP16Config(_Config):
+    """Adds modes, accumulation and several processes (``use_ddp``, whose other two fields go to torch's DDP).
+
+    ``precision_mode``: a ``PrecisionMode`` or its value. The rest is ``FP16TrainingConfig``'s.
+    """
+
+    precision_mode: PrecisionMode = PrecisionMode.MIXED_FP16
+    enabled: bool = True
+    loss_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float | None = 1.0
+    use_ddp: bool = False
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+    backend: Literal["auto", "native", "simulated"] = field(default="auto", kw_only=True)
+    fallback: Literal["error", "warn"] = field(default="error", kw_only=True)
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "precision_mode", PrecisionMode(self.precision_mode))
+        except ValueError:
+            modes = ", ".join(PrecisionMode)
+            raise MantissaError(f"precision_mode={self.precision_mode!r}: expected one of {modes}") from None
+        super().__post_init__()
+
+    @property
+    def number_format(self) -> str:
+        return self.precision_mode.number_format if self.enabled else "fp32"
+
+    @property
+    def accumulate(self) -> int:
+        return self.gradient_accumulation_steps
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1
+
+
+def _parsed(variable: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise MantissaError(f"{variable}={text!r}: expected true or false")
+        return text.lower() == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        expected = "a whole number" if kind is int else "a number"
+        raise MantissaError(f"{variable}={text!r}: expected {expected}") from None

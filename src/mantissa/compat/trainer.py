@@ -1,0 +1,248 @@
+"""The trainers: the known methods, each one call of ``PrecisionTrainer``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mantissa.compat.config import ExtendedFP16Config, FP16TrainingConfig
+from mantissa.compat.processes import cleanup_distributed, device_for, init_distributed, placed
+from mantissa.errors import MantissaError
+from mantissa.training import PrecisionTrainer
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+class ScalerView:
+    """What code that knows ``torch.amp.GradScaler`` reads of a scaler, under its names.
+
+    Scaling, unscaling and stepping are the trainer's, in ``backward_and_step``.
+    """
+
+    def __init__(self, trainer: PrecisionTrainer) -> None:
+        self._trainer = trainer
+
+    def get_scale(self) -> float:
+        return self._trainer.scaler.scale
+
+    def get_growth_factor(self) -> float:
+        return self._trainer.scaler.config.growth_factor
+
+    def get_backoff_factor(self) -> float:
+        return self._trainer.scaler.config.backoff_factor
+
+    def get_growth_interval(self) -> int:
+        return self._trainer.scaler.config.growth_interval
+
+    def is_enabled(self) -> bool:
+        return True
+
+    def state_dict(self) -> dict[str, float | int]:
+        """In the layout of ``torch.amp.GradScaler``."""
+        return {
+            "scale": self.get_scale(),
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
+            "_growth_tracker": self._trainer.scaler.clean_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        """Take over the scale and its age; the rule is the configuration's."""
+        scaler = self._trainer.scaler
+        scaler.load_state_dict({"scale": state["scale"], "clean_steps": state["_growth_tracker"]})
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"trainer.scaler.{name}: not here; backward_and_step(loss) scales, unscales, looks for overflow and steps"
+        )
+
+
+class FP16Trainer:
+    """Train ``model`` in fp16. Without ``config`` the environment decides (see ``ENVIRONMENT``).
+
+    ``scaler``: the one scaler, as long as the trainer lives, read as ``torch.amp.GradScaler`` is; None where the format
+    needs none. ``training_steps``: optimiser steps attempted; ``overflow_steps``: given up because a gradient was not
+    finite.
+    """
+
+    _config_type: ClassVar[type[FP16TrainingConfig] | type[ExtendedFP16Config]] = FP16TrainingConfig
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: FP16TrainingConfig | ExtendedFP16Config | None = None,
+    ) -> None:
+        self.config = self._checked(config)
+        self.model = model
+        self.optimizer = optimizer
+        self._trainer = PrecisionTrainer(
+            model,
+            optimizer,
+            self.config.number_format,
+            backend=self.config.backend,
+            fallback=self.config.fallback,
+            scale=self.config.scaler_config(),
+            accumulate=self.config.accumulate,
+            max_grad_norm=self.config.max_grad_norm or math.inf,
+            on_nonfinite="skip",
+        )
+        self.scaler = ScalerView(self._trainer) if self._trainer.precision.active.needs_loss_scaling else None
+
+    @classmethod
+    def _checked(cls, config: Any) -> Any:
+        if config is None:
+            return cls._config_type.from_environment()
+        if not isinstance(config, cls._config_type):
+            expected = cls._config_type.__name__
+            raise MantissaError(f"{cls.__name__}: expected a {expected} or None, got a {type(config).__name__}")
+        return config
+
+    @property
+    def effective_config(self) -> FP16TrainingConfig | ExtendedFP16Config:
+        """The configuration that is in force: ``config``, but not enabled where a fallback chose fp32."""
+        fell_back = self.config.enabled and self._trainer.precision.reason.startswith("fallback")
+        return dataclasses.replace(self.config, enabled=False) if fell_back else self.config
+
+    @property
+    def training_steps(self) -> int:
+        return self._trainer.steps
+
+    @property
+    def overflow_steps(self) -> int:
+        return self._trainer.skipped
+
+    def training_step(self, batch: Any, loss_fn: LossFunction) -> Tensor:
+        """``loss_fn(model, batch)`` in the precision; the loss is fp32, with its graph for ``backward_and_step``.
+
+        Under ``torch.no_grad()`` it is an evaluation and has none.
+        """
+        if torch.is_grad_enabled():
+            return self._trainer.forward_loss(batch, loss_fn)
+        with self._trainer.forward():
+            return loss_fn(self.model, batch).float()  # the loss is fp32, whatever the model returned
+
+    def backward_and_step(self, loss: Tensor) -> bool:
+        """Backward, and at the optimiser's turn unscale, clip and step. True: the optimiser stepped.
+
+        False: a gradient was not finite, so that the batch was given up, gradients are cleared and the scale was
+        lowered (``overflow_steps`` tells); or, where gradients accumulate, it is not the optimiser's turn yet.
+        """
+        return self._trainer.backward_step(loss).applied
+
+    def cast_model_to_fp16(self) -> nn.Module:
+        """The model as it is: its parameters stay fp32, and every forward in ``training_step`` already computes on
+        fp16 copies. Casting them would leave Adam nothing but half precision to add small updates to."""
+        return self.model
+
+    def get_stats(self) -> dict[str, Any]:
+        """Counters, what is active, and the scale while it is in use. ``overflow_rate``: skipped / attempted optimiser
+        steps. ``precision_active``: whether a low precision is; ``precision_requested`` and ``precision_in_use`` are
+        the formats' names."""
+        role, stats = self._trainer.precision, self._trainer.stats()
+        shown = {
+            "training_steps": self.training_steps,
+            "overflow_steps": self.overflow_steps,
+            "overflow_rate": stats["overflow_rate"],
+            "fp16_enabled": role.active.name == "fp16",
+            "precision_active": role.active.name != "fp32",
+            "precision_requested": role.requested,
+            "precision_in_use": role.active.name,
+            "backend": role.backend,
+            "reason": role.reason,
+        }
+        return shown | ({} if self.scaler is None else {"current_scale": self.scaler.get_scale()})
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """One file, atomically, by rank 0; see ``mantissa.training.trainer_file`` for its keys. On several ranks call
+        it on all. Gradients that wait for the optimiser's turn are no part of it: where there are some, it warns."""
+        if self._trainer.accumulated:
+            warnings.warn(
+                f"checkpoint {path}: {self._trainer.accumulated} of {self._trainer.accumulate} batches are accumulated "
+                "and their gradients are not saved; whoever goes on from it starts a new window",
+                stacklevel=2,
+            )
+        self._trainer.save_checkpoint(path, open_window="leave out")
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Go on from a file of ``save_checkpoint``, or of either old layout."""
+        self._trainer.load_checkpoint(path)
+
+
+class ExtendedFP16Trainer(FP16Trainer):
+    """``FP16Trainer`` with modes, accumulation and DDP. ``device``, ``rank``, ``world_size``: where it runs.
+
+    The model is moved to ``device``: by default this process's GPU, or the CPU without one. ``rank`` and
+    ``world_size`` are the process group's, which ``init_distributed`` joins; given, they must agree with it.
+    ``training_steps`` counts batches here, as there; ``update_steps`` + ``overflow_steps`` are the optimiser's turns.
+    """
+
+    _config_type: ClassVar = ExtendedFP16Config
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: ExtendedFP16Config | None = None,
+        device: torch.device | str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        config = self._checked(config)
+        super().__init__(placed(model, config, device_for(device), rank, world_size), optimizer, config)
+
+    @property
+    def device(self) -> torch.device:
+        return self._trainer.device
+
+    @property
+    def rank(self) -> int:
+        return self._trainer.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._trainer.ranks.world
+
+    @property
+    def training_steps(self) -> int:
+        return self._trainer.batches_seen
+
+    @property
+    def update_steps(self) -> int:
+        """Optimiser steps applied."""
+        return self._trainer.updates
+
+    @property
+    def accumulated_steps(self) -> int:
+        """Batches whose gradients wait for the optimiser's turn."""
+        return self._trainer.accumulated
+
+    def get_stats(self) -> dict[str, Any]:
+        """As ``FP16Trainer.get_stats``, and: ``update_steps`` (applied), ``accumulated_steps`` (batches that wait for
+        the optimiser's turn), ``precision_mode`` (asked), device, world_size, rank."""
+        return super().get_stats() | {
+            "update_steps": self.update_steps,
+            "accumulated_steps": self.accumulated_steps,
+            "precision_mode": self.config.precision_mode.value,
+            "device": str(self.device),
+            "world_size": self.world_size,
+            "rank": self.rank,
+        }
+
+    @staticmethod
+    def init_distributed(backend: str | None = None) -> tuple[int, int]:
+        """``mantissa.compat.init_distributed``."""
+        return init_distributed(backend)
+
+    @staticmethod
+    def cleanup_distributed() -> None:
+        """``mantissa.compat.cleanup_distributed``."""
+        cleanup_distributed()

@@ -1,0 +1,340 @@
+"""The interface that code written for the old utility relies on: names, arguments, defaults, attributes, keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mantissa import compat
+from mantissa.compat import (
+    ExtendedFP16Config,
+    ExtendedFP16Trainer,
+    FP16Trainer,
+    FP16TrainingConfig,
+    PrecisionMode,
+)
+from mantissa.errors import MantissaError
+from toys import Batch, cross_entropy, data, fragile, mlp, same, state
+
+BASIC_STATS = {"training_steps", "overflow_steps", "overflow_rate", "fp16_enabled", "current_scale"}
+MORE_STATS = {"update_steps", "accumulated_steps", "precision_mode", "precision_active", "device", "world_size", "rank"}
+KEYS = {
+    "model_state_dict",
+    "optimizer_state_dict",
+    "training_steps",
+    "overflow_steps",
+    "fp16_active",
+    "scaler_state_dict",
+}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def basic(model: nn.Module | None = None, **fields) -> FP16Trainer:
+    model = mlp() if model is None else model
+    return FP16Trainer(model, sgd(model), FP16TrainingConfig(**fields))
+
+
+def extended(model: nn.Module | None = None, **fields) -> ExtendedFP16Trainer:
+    model = mlp() if model is None else model
+    return ExtendedFP16Trainer(model, sgd(model), ExtendedFP16Config(**fields))
+
+
+def test_names_arguments_and_defaults() -> None:
+    assert FP16TrainingConfig(True, 65536.0, 2.0, 0.5, 2000) == FP16TrainingConfig()
+    defaults = {f.name: f.default for f in dataclasses.fields(ExtendedFP16Config)}
+    assert list(defaults.items())[:11] == [
+        ("precision_mode", PrecisionMode.MIXED_FP16),
+        ("enabled", True),
+        ("loss_scale", 65536.0),
+        ("growth_factor", 2.0),
+        ("backoff_factor", 0.5),
+        ("growth_interval", 2000),
+        ("gradient_accumulation_steps", 1),
+        ("max_grad_norm", 1.0),
+        ("use_ddp", False),
+        ("find_unused_parameters", False),
+        ("broadcast_buffers", True),
+    ]
+    assert [mode.value for mode in PrecisionMode] == ["fp32", "fp16", "bfloat16", "mixed_fp16", "mixed_bf16"]
+    assert PrecisionMode.BF16 is PrecisionMode.BFLOAT16
+    assert list(inspect.signature(FP16Trainer).parameters) == ["model", "optimizer", "config"]
+    assert list(inspect.signature(ExtendedFP16Trainer).parameters)[3:] == ["device", "rank", "world_size"]
+    assert list(inspect.signature(FP16Trainer.training_step).parameters) == ["self", "batch", "loss_fn"]
+    assert list(inspect.signature(compat.init_distributed).parameters) == ["backend"]
+    for method in ("save_checkpoint", "load_checkpoint"):
+        assert list(inspect.signature(getattr(FP16Trainer, method)).parameters) == ["self", "path"]
+
+
+def test_code_written_for_the_old_utility_runs(tmp_path: Path) -> None:
+    """Its loop as people wrote it: losses summed as numbers, the scaler read, a scheduler, epochs, eval, a file."""
+    model = mlp(dropout=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    trainer = FP16Trainer(model, optimizer, FP16TrainingConfig(loss_scale=1024.0))
+    assert trainer.model is model
+    assert trainer.optimizer is optimizer
+    assert trainer.config == FP16TrainingConfig(loss_scale=1024.0)
+    batches = data(8)
+    batches = [(x, (x[:, 0] > 0).long()) for x, _ in batches]
+    means = []
+    for _ in range(3):
+        model.train()
+        total = 0.0
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = trainer.training_step(batch, cross_entropy)
+            assert loss.dtype == torch.float32
+            assert loss.grad_fn is not None
+            if trainer.backward_and_step(loss):
+                schedule.step()
+            total += loss.item()
+        model.eval()
+        with torch.no_grad():
+            evaluated = trainer.training_step(batches[0], cross_entropy)
+        assert evaluated.grad_fn is None
+        means.append(total / len(batches))
+    assert means[-1] < 0.7 * means[0]
+    assert (trainer.training_steps, trainer.overflow_steps) == (24, 0)
+    if trainer.scaler is not None:
+        assert trainer.scaler.get_scale() == 1024.0
+    trainer.save_checkpoint(str(tmp_path / "model.pt"))
+    fresh = FP16Trainer(mlp(9), torch.optim.AdamW(mlp(9).parameters()), FP16TrainingConfig(enabled=False)).model
+    fresh.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True)["model_state_dict"])
+    assert same(state(fresh), state(model))
+
+
+def test_backward_and_step_says_whether_the_optimiser_stepped() -> None:
+    """While gradients accumulate it has not, so that a scheduler behind it moves once a step, as there."""
+    model, trap = fragile()
+    trainer = extended(model, gradient_accumulation_steps=3)
+    answers = []
+    for i, batch in enumerate(data(9)):
+        trap.limit = 0.0 if i == 4 else math.inf
+        answers.append(trainer.backward_and_step(trainer.training_step(batch, cross_entropy)))
+    assert answers == [False, False, True, False, False, False, False, False, True]
+    stats = trainer.get_stats()
+    assert (stats["update_steps"], stats["overflow_steps"], stats["training_steps"]) == (2, 1, 9)
+
+
+def test_stats_have_the_known_keys() -> None:
+    assert basic().get_stats().keys() >= BASIC_STATS
+    trainer = extended(gradient_accumulation_steps=2)
+    trainer.backward_and_step(trainer.training_step(data(1)[0], cross_entropy))
+    stats = trainer.get_stats()
+    assert stats.keys() >= BASIC_STATS | MORE_STATS
+    assert (stats["accumulated_steps"], stats["update_steps"]) == (1, 0)
+    assert (stats["precision_mode"], stats["precision_active"], stats["precision_in_use"]) == ("mixed_fp16", True, "fp16")
+    assert (stats["device"], stats["rank"], stats["world_size"]) == (str(trainer.device), 0, 1)
+    assert stats["current_scale"] == trainer.scaler.get_scale() == 65536.0
+    plain = extended(precision_mode="fp32").get_stats()
+    assert "current_scale" not in plain
+    assert plain["precision_active"] is False
+
+
+MODES = [
+    ("fp32", torch.float32, None),
+    ("fp16", torch.float16, 65536.0),
+    ("bfloat16", torch.bfloat16, None),
+    ("mixed_fp16", torch.float16, 65536.0),
+    ("mixed_bf16", torch.bfloat16, None),
+]
+
+
+@pytest.mark.parametrize(("mode", "dtype", "scale"), MODES)
+def test_each_mode_computes_in_its_format(mode: str, dtype: torch.dtype, scale: float | None) -> None:
+    seen: list[torch.dtype] = []
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(batch[0])
+        seen.append(logits.dtype)
+        return nn.functional.cross_entropy(logits, batch[1])
+
+    trainer = extended(precision_mode=mode)
+    trainer.model.eval()  # no batch norm statistics: a plain function, so that losses can be compared
+    losses = []
+    for _ in range(20):
+        loss = trainer.training_step(data(1)[0], loss_fn)
+        losses.append(loss.item())
+        assert trainer.backward_and_step(loss)
+    assert set(seen) == {dtype}
+    assert losses[-1] < 0.8 * losses[0]
+    assert (None if trainer.scaler is None else trainer.scaler.get_scale()) == scale
+    assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+    exact = mlp().eval()
+    expected = float(cross_entropy(exact, data(1)[0]))
+    assert losses[0] == pytest.approx(expected, rel=1e-6 if mode == "fp32" else 2e-2)
+    assert (losses[0] == expected) == (mode == "fp32")
+
+
+def test_enabled_false_is_fp32_in_every_mode() -> None:
+    for trainer in (basic(enabled=False), *(extended(precision_mode=mode, enabled=False) for mode in PrecisionMode)):
+        assert trainer.get_stats()["precision_in_use"] == "fp32"
+        assert trainer.scaler is None
+        assert trainer.effective_config == trainer.config
+
+
+def test_the_scaler_reads_as_gradscaler_does() -> None:
+    oracle = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=7)
+    oracle.scale(torch.ones(()))  # it makes its state on first use
+    trainer = basic(loss_scale=512.0, growth_interval=7)
+    assert trainer.scaler is not None
+    for name in ("get_scale", "get_growth_factor", "get_backoff_factor", "get_growth_interval", "is_enabled"):
+        assert getattr(trainer.scaler, name)() == getattr(oracle, name)()
+    for batch in data(3):
+        trainer.backward_and_step(trainer.training_step(batch, cross_entropy))
+    assert trainer.scaler.state_dict() == oracle.state_dict() | {"_growth_tracker": 3}
+    oracle.load_state_dict(trainer.scaler.state_dict())
+    other = basic()
+    other.scaler.load_state_dict(oracle.state_dict())
+    assert other.scaler.state_dict()["_growth_tracker"] == 3
+    assert not hasattr(trainer.scaler, "step")
+    with pytest.raises(AttributeError, match=r"scaler\.unscale_: not here; backward_and_step"):
+        trainer.scaler.unscale_(trainer.optimizer)
+
+
+def test_two_trainers_do_not_meet() -> None:
+    """On one model with two optimisers (as GANs are trained): each sees its own loss's gradients only."""
+    ours, plain = mlp().eval(), mlp().eval()
+    first = FP16Trainer(ours, torch.optim.SGD(ours[0].parameters(), lr=0.1), FP16TrainingConfig(enabled=False))
+    second = FP16Trainer(ours, torch.optim.SGD(ours[4].parameters(), lr=0.1), FP16TrainingConfig(enabled=False))
+    optimizers = [torch.optim.SGD(plain[i].parameters(), lr=0.1) for i in (0, 4)]
+    for i, batch in enumerate(data(6)):
+        trainer = (first, second)[i % 2]
+        trainer.backward_and_step(trainer.training_step(batch, cross_entropy))
+        plain.zero_grad()
+        cross_entropy(plain, batch).backward()
+        torch.nn.utils.clip_grad_norm_(plain[(0, 4)[i % 2]].parameters(), 1.0)
+        optimizers[i % 2].step()
+    assert same(state(ours), state(plain))
+    assert first.scaler is None
+    a, b = basic(loss_scale=8.0), basic(loss_scale=16.0)
+    assert (a.scaler.get_scale(), b.scaler.get_scale()) == (8.0, 16.0)
+
+
+def test_gradients_that_came_from_elsewhere_are_not_mixed_in() -> None:
+    ours, control = mlp().eval(), mlp().eval()
+    trainer, calm = basic(ours), basic(control)
+    batches = data(4)
+    for batch in batches:
+        loss = trainer.training_step(batch, cross_entropy)
+        cross_entropy(ours, batches[0]).backward()  # someone looks at gradients in between
+        trainer.backward_and_step(loss)
+        calm.backward_and_step(calm.training_step(batch, cross_entropy))
+    assert same(state(ours), state(control))
+
+
+def test_the_caller_may_add_to_the_loss() -> None:
+    """A penalty from outside, even in half: the loss is scaled in fp32."""
+    trainer = basic(mlp().eval())
+    loss = trainer.training_step(data(1)[0], cross_entropy)
+    penalty = sum(p.square().sum() for p in trainer.model.parameters())
+    assert trainer.backward_and_step((loss + 1e-3 * penalty).half())
+    assert trainer.overflow_steps == 0
+
+
+BAD_LOSSES = [
+    (lambda t: t.backward_and_step(torch.zeros(())), "without a gradient"),
+    (lambda t: t.backward_and_step(torch.zeros(3, requires_grad=True)), r"got shape \(3,\)"),
+    (lambda t: t.training_step(data(1)[0], lambda m, b: 1.0), "got float"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_LOSSES)
+def test_a_loss_that_cannot_be_learnt_from_is_one_clear_error(call, message: str) -> None:
+    trainer = basic()
+    with pytest.raises(MantissaError, match=message):
+        call(trainer)
+    assert trainer.backward_and_step(trainer.training_step(data(1)[0], cross_entropy))
+
+
+BAD_CONFIGS = [
+    ({"loss_scale": 0.0}, "loss_scale=0.0: expected a finite number above 0"),
+    ({"loss_scale": -1.0}, "loss_scale=-1.0"),
+    ({"loss_scale": math.inf}, "loss_scale=inf"),
+    ({"loss_scale": math.nan}, "loss_scale=nan"),
+    ({"growth_factor": 0.5}, "growth_factor=0.5"),
+    ({"growth_interval": 0}, "growth_interval=0"),
+    ({"growth_interval": 2.5}, "growth_interval=2.5"),
+    ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
+    ({"enabled": "yes"}, "enabled='yes'"),
+]
+
+
+@pytest.mark.parametrize("kind", [FP16TrainingConfig, ExtendedFP16Config])
+@pytest.mark.parametrize(("fields", "message"), BAD_CONFIGS)
+def test_a_config_that_means_nothing_is_refused_when_it_is_made(kind: type, fields: dict, message: str) -> None:
+    with pytest.raises(MantissaError, match=f"{kind.__name__}: {message}"):
+        kind(**fields)
+
+
+def test_what_the_extended_trainer_refuses() -> None:
+    with pytest.raises(MantissaError, match="precision_mode='fp8': expected one of fp32, fp16, bfloat16"):
+        ExtendedFP16Config(precision_mode="fp8")
+    with pytest.raises(MantissaError, match="gradient_accumulation_steps=0"):
+        ExtendedFP16Config(gradient_accumulation_steps=0)
+    model = mlp()
+    with pytest.raises(MantissaError, match="expected a ExtendedFP16Config or None, got a FP16TrainingConfig"):
+        ExtendedFP16Trainer(model, sgd(model), FP16TrainingConfig())
+    with pytest.raises(MantissaError, match="got a dict"):
+        FP16Trainer(model, sgd(model), {"enabled": True})
+    with pytest.raises(MantissaError, match="rank 1 of 2 was asked for, but this process is rank 0 of 1"):
+        ExtendedFP16Trainer(model, sgd(model), rank=1, world_size=2)
+    assert ExtendedFP16Trainer(model, sgd(model), device="cpu", rank=0, world_size=1).device.type == "cpu"
+    assert compat.init_distributed() == (0, 1)
+    compat.cleanup_distributed()
+
+
+def test_a_model_moved_after_the_trainer_was_made_is_refused() -> None:
+    """Autocast of the old device would do nothing on the new one: fp32 without a word."""
+    trainer = basic()
+    trainer.model.to("meta")
+    with pytest.raises(MantissaError, match="was on cpu and is now on meta"):
+        trainer.training_step(data(1)[0], cross_entropy)
+
+
+def test_the_checkpoint_has_the_known_keys_and_loads_safely(tmp_path: Path) -> None:
+    model, trap = fragile()
+    trainer = basic(model, growth_interval=3)
+    for i, batch in enumerate(data(6)):
+        trap.limit = 0.0 if i == 2 else math.inf
+        trainer.backward_and_step(trainer.training_step(batch, cross_entropy))
+    trainer.save_checkpoint(tmp_path / "a.pt")
+    content = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert content.keys() >= KEYS
+    assert same(content["model_state_dict"], state(model))
+    assert (content["training_steps"], content["overflow_steps"], content["fp16_active"]) == (6, 1, True)
+    assert content["scaler_state_dict"]["scale"] == trainer.scaler.get_scale() == 65536.0
+    other = basic(fragile(3)[0], growth_interval=3)
+    other.load_checkpoint(tmp_path / "a.pt")
+    assert same(state(other.model), state(model))
+    assert other.get_stats() == trainer.get_stats()
+
+
+def test_saving_in_an_open_window_saves_and_says_what_is_missing(tmp_path: Path) -> None:
+    trainer = extended(gradient_accumulation_steps=4)
+    batches = data(8)
+    for batch in batches[:6]:
+        trainer.backward_and_step(trainer.training_step(batch, cross_entropy))
+    with pytest.warns(UserWarning, match="2 of 4 batches are accumulated") as caught:
+        trainer.save_checkpoint(tmp_path / "a.pt")
+    assert caught[0].filename == __file__
+    assert trainer.get_stats()["accumulated_steps"] == 2  # and training goes on where it was
+    other = extended(mlp(3), gradient_accumulation_steps=4)
+    other.load_checkpoint(tmp_path / "a.pt")
+    assert same(state(other.model), state(trainer.model))
+    assert (other.update_steps, other.accumulated_steps) == (1, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in batches[6:]:
+            trainer.backward_and_step(trainer.training_step(batch, cross_entropy))
+        trainer.save_checkpoint(tmp_path / "a.pt")
