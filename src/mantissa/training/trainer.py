@@ -218,7 +218,6 @@ class PrecisionTrainer:
         """Learn from what ``forward_loss`` gave: the second half of ``step``. As the forward cannot be repeated from
         here, an overflow is never retried: the outcome is ``accumulated``, ``stepped`` or ``skipped``."""
         check_loss(loss)
-        loss = loss.float()  # scaled in fp32, whatever became of it since ``forward_loss``
         last = self._is_last
         if not self._window:
             self.optimizer.zero_grad(set_to_none=True)  # what came between forward and backward is not this loss's
