@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 
@@ -45,6 +46,14 @@ def device_for(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def _buffers(broadcast: bool) -> dict[str, bool]:
+    """DDP's option for buffers, where it is not the default: torch 2.13 gave it another name."""
+    if broadcast:
+        return {}
+    known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+
+
 def placed(
     model: nn.Module, config: ExtendedFP16Config, device: torch.device, rank: int | None, world_size: int | None
 ) -> nn.Module:
@@ -55,7 +64,7 @@ def placed(
             "ddp",
             device=device,
             find_unused_parameters=config.find_unused_parameters,
-            broadcast_buffers=config.broadcast_buffers,
+            **_buffers(config.broadcast_buffers),
         )
     present = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     asked = (present[0] if rank is None else rank, present[1] if world_size is None else world_size)

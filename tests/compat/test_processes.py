@@ -1,0 +1,87 @@
+"""The old interface on two real processes (gloo): DDP on a CPU, one decision for all, one writer, a failure that ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import compat_worker
+
+pytestmark = pytest.mark.slow
+TOGETHER = ("learn", "inf_on_rank_1", "save_and_resume", "options")
+
+
+def torchrun(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [compat_worker.__file__, str(folder), *names]
+    path = os.pathsep.join([str(Path(compat_worker.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes left of every scenario."""
+    folder = tmp_path_factory.mktemp("compat")
+    done = torchrun(folder, *TOGETHER)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("precision: fp32 asked") == 1  # one rank speaks
+    return folder
+
+
+def left(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"{name}-{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+def test_use_ddp_on_two_ranks_learns_what_one_process_does(folder: Path, tmp_path: Path) -> None:
+    alone = compat_worker.learn(None, None, tmp_path)
+    for rank, both in enumerate(left(folder, "learn")):
+        assert both["answers"] == alone["answers"] == [False, True] * 4
+        for name, value in both["weights"].items():
+            torch.testing.assert_close(value, alone["weights"][name], rtol=0, atol=2e-6)
+        assert (both["stats"]["rank"], both["stats"]["world_size"]) == (rank, 2)
+
+
+def test_every_rank_takes_the_same_branch(folder: Path) -> None:
+    first, second = left(folder, "inf_on_rank_1")
+    assert first["answers"] == second["answers"] == [True, True, False, True, False, True, True]
+    assert first["scales"] == second["scales"]
+    assert first["scales"][-1] == 2.0**14
+    assert first["stats"]["overflow_steps"] == 2
+    for name, value in first["weights"].items():
+        assert torch.equal(value, second["weights"][name])
+        assert value.isfinite().all()
+
+
+def test_only_rank_0_writes_and_all_can_resume(folder: Path) -> None:
+    assert (folder / "rank0.pt").exists()
+    assert not (folder / "rank1.pt").exists()
+    assert not [path for path in folder.iterdir() if path.name.endswith(".tmp")]
+    content = torch.load(folder / "rank0.pt", weights_only=True)
+    assert not any(name.startswith("module.") for name in content["model_state_dict"])
+    for rank in left(folder, "save_and_resume"):
+        assert all(torch.equal(value, rank["resumed"][name]) for name, value in rank["weights"].items())
+
+
+def test_ddp_gets_its_options_and_what_would_go_apart_is_refused(folder: Path) -> None:
+    for rank, seen in enumerate(left(folder, "options")):
+        assert seen["ddp"] == ("DistributedDataParallel", True, False)
+        assert seen["wrapped_once"] is True
+        without, mistaken = seen["errors"]
+        assert "2 processes would each train a model of their own: set use_ddp=True" in without
+        assert f"rank {1 - rank} of 2 was asked for, but this process is rank {rank} of 2" in mistaken
+
+
+def test_a_rank_that_fails_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    began = time.perf_counter()
+    done = torchrun(tmp_path, "failing")
+    assert done.returncode != 0
+    assert "KeyError: 'answer'" in done.stderr
+    assert time.perf_counter() - began < 60  # gloo itself would wait half an hour

@@ -1,0 +1,123 @@
+"""What each process of tests/compat/test_processes.py does: ``torchrun compat_worker.py FOLDER SCENARIO``.
+
+Code as it was written for the old utility: join, make the extended trainer with use_ddp, train, save, leave. Every
+scenario leaves ``FOLDER/<scenario>-<rank>.pt``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mantissa.compat import ExtendedFP16Config, ExtendedFP16Trainer, cleanup_distributed, init_distributed
+from mantissa.precision.strict import StrictPromotion
+from mantissa.training.distributed import unwrapped
+from toys import Batch, cross_entropy, data, fragile, state
+
+
+def make(rank: int | None, world: int | None, **fields: Any) -> tuple[ExtendedFP16Trainer, Any]:
+    model, trap = fragile(dropout=0.0)
+    model.eval()  # batch norm of half a batch is not that of the whole one
+    config = ExtendedFP16Config(**({"use_ddp": True} | fields))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return ExtendedFP16Trainer(model, optimizer, config, device="cpu", rank=rank, world_size=world), trap
+
+
+def part(batch: Batch, rank: int, world: int) -> Batch:
+    share = len(batch[0]) // world
+    return tuple(t[rank * share : (rank + 1) * share] for t in batch)  # type: ignore[return-value]
+
+
+def train(trainer: ExtendedFP16Trainer, todo: list[Batch]) -> list[bool]:
+    answers = []
+    for batch in todo:
+        loss = trainer.training_step(part(batch, trainer.rank, trainer.world_size), cross_entropy)
+        answers.append(trainer.backward_and_step(loss))
+    return answers
+
+
+def result(trainer: ExtendedFP16Trainer, **more: Any) -> dict[str, Any]:
+    return {"weights": state(unwrapped(trainer.model)), "stats": trainer.get_stats(), **more}
+
+
+def learn(rank: int | None, world: int | None, folder: Path) -> dict[str, Any]:
+    trainer, _ = make(rank, world, precision_mode="fp32", gradient_accumulation_steps=2)
+    return result(trainer, answers=train(trainer, data(8)))
+
+
+def inf_on_rank_1(rank: int | None, world: int | None, folder: Path) -> dict[str, Any]:
+    """Batch 2 overflows on rank 1 only; the loss of batch 4 is inf on rank 1 only."""
+    trainer, trap = make(rank, world)
+    answers, scales = [], []
+    for i, batch in enumerate(data(7)):
+        other = trainer.rank == 1
+        trap.limit = 0.0 if i == 2 and other else math.inf
+        factor = math.inf if i == 4 and other else 1.0
+        mine = part(batch, trainer.rank, trainer.world_size)
+        loss = trainer.training_step(mine, lambda m, b, f=factor: cross_entropy(m, b) * f)
+        answers.append(trainer.backward_and_step(loss))
+        scales.append(trainer.scaler.get_scale())
+    return result(trainer, answers=answers, scales=scales)
+
+
+def save_and_resume(rank: int | None, world: int | None, folder: Path) -> dict[str, Any]:
+    """Every rank calls save_checkpoint, each with a file of its own name: only rank 0 may write."""
+    trainer, _ = make(rank, world)
+    train(trainer, data(3))
+    trainer.save_checkpoint(folder / f"rank{trainer.rank}.pt")
+    torch.distributed.barrier()
+    other, _ = make(rank, world)
+    other.load_checkpoint(folder / "rank0.pt")
+    train(trainer, data(6)[3:])
+    train(other, data(6)[3:])
+    return result(trainer, resumed=state(unwrapped(other.model)))
+
+
+def options(rank: int | None, world: int | None, folder: Path) -> dict[str, Any]:
+    errors = []
+    for given, fields in (((rank, world), {"use_ddp": False}), ((1 - (rank or 0), world), {})):
+        try:
+            make(*given, **fields)
+        except ValueError as error:
+            errors.append(str(error))
+    trainer, _ = make(None, None, find_unused_parameters=True, broadcast_buffers=False)
+    ddp: Any = trainer.model
+    seen = (type(ddp).__name__, ddp.find_unused_parameters, ddp.broadcast_buffers)
+    wrapped = ExtendedFP16Trainer(ddp, trainer.optimizer, trainer.config, "cpu").model
+    return {"errors": errors, "ddp": seen, "wrapped_once": wrapped is ddp}
+
+
+def failing(rank: int | None, world: int | None, folder: Path) -> dict[str, Any]:
+    """Rank 1's loss function raises, rank 0 waits for its gradients; both leave through ``finally``."""
+    trainer, _ = make(rank, world)
+    train(trainer, data(2))
+    if trainer.rank == 1:
+        raise KeyError("answer")
+    train(trainer, data(2))
+    raise AssertionError("a step whose other rank is gone must not return")
+
+
+SCENARIOS = {f.__name__: f for f in (learn, inf_on_rank_1, save_and_resume, options, failing)}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    try:
+        rank, world = init_distributed("gloo")
+        for name in sys.argv[2:]:
+            with StrictPromotion():
+                content = SCENARIOS[name](rank, world, folder)
+            torch.save(content, folder / f"{name}-{rank}.pt")
+    finally:
+        cleanup_distributed()
+
+
+if __name__ == "__main__":
+    main()
