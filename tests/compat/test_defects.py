@@ -92,7 +92,9 @@ def test_one_injected_inf_costs_at_most_one_step(
         if bad and where == "the batch":
             x.view(-1)[element] = math.inf
         if bad and where == "one weight's gradient":
-            handle = weight.register_hook(lambda g: g.flatten().index_fill(0, torch.tensor(element), math.inf).view_as(g))
+            handle = weight.register_hook(
+                lambda g: g.flatten().index_fill(0, torch.tensor(element), math.inf).view_as(g)
+            )
         trap.limit = 0.0 if bad and where == "an activation's gradient" else math.inf
         factor = {"the loss": math.inf, "a loss of nan": math.nan}.get(where, 1.0) if bad else 1.0
         before = state(model)
@@ -179,7 +181,9 @@ def test_the_overflow_rate_is_skipped_over_attempted_steps(accumulate: int) -> N
         trap.limit = 0.0 if i // accumulate in (1, 5, 6) else math.inf
         learn(trainer, batch)
     stats = trainer.get_stats()
-    assert stats["overflow_rate"] == 3 / 8 == stats["overflow_steps"] / (stats["update_steps"] + stats["overflow_steps"])
+    assert (
+        stats["overflow_rate"] == 3 / 8 == stats["overflow_steps"] / (stats["update_steps"] + stats["overflow_steps"])
+    )
     model, trap = fragile()
     plain = basic(model)
     assert plain.get_stats()["overflow_rate"] == 0.0
@@ -253,7 +257,7 @@ def test_without_a_gpu_the_format_is_real_and_fp32_is_opted_into(mode: str) -> N
     assert (stats["precision_requested"], stats["precision_in_use"], stats["backend"]) == (asked, asked, "simulated")
 
     config = ExtendedFP16Config(precision_mode=mode, fallback="warn")
-    with pytest.warns(UserWarning, match=f"{asked} was asked, but no GPU here.*it runs in fp32"):
+    with pytest.warns(UserWarning, match=rf"{asked} was asked, but no GPU here.*it runs in fp32"):
         plain = ExtendedFP16Trainer(model, sgd(model), config, device="cpu")
     assert plain.training_step(batch, cross_entropy).item() == exact
     stats = plain.get_stats()
@@ -388,7 +392,7 @@ def test_casting_keeps_fp32_masters_and_small_updates() -> None:
 
 
 def test_a_half_model_is_refused_with_the_reason() -> None:
-    with pytest.raises(MantissaError, match="is torch.float16: master weights are fp32"):
+    with pytest.raises(MantissaError, match=r"is torch\.float16: master weights are fp32"):
         basic(mlp().half())
 
 

@@ -133,7 +133,11 @@ def test_stats_have_the_known_keys() -> None:
     stats = trainer.get_stats()
     assert stats.keys() >= BASIC_STATS | MORE_STATS
     assert (stats["accumulated_steps"], stats["update_steps"]) == (1, 0)
-    assert (stats["precision_mode"], stats["precision_active"], stats["precision_in_use"]) == ("mixed_fp16", True, "fp16")
+    assert (stats["precision_mode"], stats["precision_active"], stats["precision_in_use"]) == (
+        "mixed_fp16",
+        True,
+        "fp16",
+    )
     assert (stats["device"], stats["rank"], stats["world_size"]) == (str(trainer.device), 0, 1)
     assert stats["current_scale"] == trainer.scaler.get_scale() == 65536.0
     plain = extended(precision_mode="fp32").get_stats()
@@ -241,6 +245,17 @@ def test_the_caller_may_add_to_the_loss() -> None:
     (cross_entropy(plain, data(1)[0]) + 0.1 * plain[0].weight.square().sum()).backward()
     optimizer.step()
     torch.testing.assert_close(ours[0].weight, plain[0].weight, rtol=0, atol=1e-4)
+
+
+def test_without_gradients_a_training_step_is_an_evaluation_in_the_same_precision() -> None:
+    trainer = basic(mlp().eval())
+    batch = data(1)[0]
+    with torch.no_grad():
+        evaluated = trainer.training_step(batch, cross_entropy)
+        exact = cross_entropy(trainer.model, batch)
+    assert torch.equal(evaluated, trainer.training_step(batch, cross_entropy).detach())
+    assert not torch.equal(evaluated, exact)
+    assert evaluated.dtype == torch.float32
 
 
 BAD_LOSSES = [

@@ -1,4 +1,4 @@
-"""The old interface on two real processes (gloo): DDP on a CPU, one decision for all, one writer, a failure that ends."""
+"""The old interface on two real processes (gloo): DDP on a CPU, one decision, one writer, a failure that ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import compat_worker
 
 pytestmark = pytest.mark.slow
-TOGETHER = ("learn", "inf_on_rank_1", "save_and_resume", "options")
+TOGETHER = ("learn", "inf_on_rank_1", "inf_after_the_exchange", "save_and_resume", "options")
 
 
 def torchrun(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
@@ -58,6 +58,9 @@ def test_every_rank_takes_the_same_branch(folder: Path) -> None:
     for name, value in first["weights"].items():
         assert torch.equal(value, second["weights"][name])
         assert value.isfinite().all()
+    first, second = left(folder, "inf_after_the_exchange")
+    assert first["answers"] == second["answers"] == [True, True, False, True, True]
+    assert all(torch.equal(value, second["weights"][name]) for name, value in first["weights"].items())
 
 
 def test_only_rank_0_writes_and_all_can_resume(folder: Path) -> None:

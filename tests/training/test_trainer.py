@@ -265,3 +265,21 @@ def test_step_none_needs_a_batch_to_take_part_with() -> None:
     with pytest.raises(MantissaError, match="nothing to learn from"):
         trainer.step(None, cross_entropy)
     assert list(trainer.batches([1, 2])) == [1, 2]
+
+
+def test_gradients_from_elsewhere_are_not_learnt_from() -> None:
+    """Someone called backward for a look: those gradients have no scale, and the step is not theirs."""
+    ours, plain = mlp().eval(), mlp().eval()
+    trainer, calm = trainer_of(ours), trainer_of(plain)
+    for batch in data(3):
+        cross_entropy(ours, data(1, seed=9)[0]).backward()
+        trainer.step(batch, cross_entropy)
+        calm.step(batch, cross_entropy)
+    assert same(state(ours), state(plain))
+
+
+def test_a_model_that_has_moved_is_refused() -> None:
+    trainer = trainer_of(mlp(), "fp16")
+    trainer.model.to("meta")
+    with pytest.raises(MantissaError, match="was on cpu and is now on meta: move it first"):
+        trainer.step(data(1)[0], cross_entropy)

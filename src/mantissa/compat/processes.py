@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ def device_for(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def _buffers(broadcast: bool) -> dict[str, bool]:
+def _buffers(broadcast: bool) -> dict[str, Any]:
     """DDP's option for buffers, where it is not the default: torch 2.13 gave it another name."""
     if broadcast:
         return {}

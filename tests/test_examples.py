@@ -1,0 +1,106 @@
+"""The examples, run as a user runs them: each learns what it says, in the precision that it says."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+# accuracy that each must reach: seeds are fixed, so the margin is for other machines' sums
+ACCURACY = {"mlp": 0.95, "convnet": 0.9, "gru": 0.95, "transformer": 0.95}
+
+
+def run(name: str, *arguments: str, processes: int = 0, **environment: str) -> str:
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
+    command = [sys.executable, "-W", "error::UserWarning", *launch, str(EXAMPLES / f"{name}.py"), *arguments]
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=variables)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Warning" not in done.stderr
+    return done.stdout
+
+
+def stats_in(printed: str) -> list[dict[str, Any]]:
+    return [ast.literal_eval(text) for text in re.findall(r"\{.*\}", printed)]
+
+
+def test_every_example_is_here() -> None:
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names == {*ACCURACY, "compat", "distributed"}
+    for path in EXAMPLES.glob("*.py"):
+        assert f"examples/{path.name}" in ast.get_docstring(ast.parse(path.read_text())), "says how to run it"
+        assert len(path.read_text().splitlines()) <= 75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ACCURACY)
+def test_an_example_learns_in_fp16(name: str) -> None:
+    printed = run(name)
+    accuracy, guessing = re.search(r"accuracy ([\d.]+) .*guessing gives ([\d.]+)", printed).groups()
+    assert float(accuracy) >= ACCURACY[name] > 2.5 * float(guessing)
+    (stats,) = stats_in(printed)
+    backend = "native" if torch.cuda.is_available() else "simulated"
+    assert (stats["precision_active"], stats["backend"]) == ("fp16", backend)
+    assert printed.startswith(f"precision: fp16 asked, fp16 active, {backend} (")
+    assert stats["overflow_rate"] == 0.0
+    assert stats["updates"] == stats["steps"]
+    assert len(re.findall(r"^step \d+: (?:stepped|retried)", printed, re.M)) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_argument_chooses_the_precision(precision: str) -> None:
+    (stats,) = stats_in(run("mlp", precision))
+    assert stats["precision_active"] == precision
+    assert stats["loss_scale"] == 1.0
+
+
+@pytest.mark.slow
+def test_the_compat_example() -> None:
+    printed = run("compat")
+    first, second, third, last = stats_in(printed)
+    assert [s["overflow_steps"] for s in (first, second, third)] == [0, 1, 1]
+    assert second["current_scale"] == first["current_scale"] / 2
+    assert (second["overflow_rate"], third["training_steps"]) == (1 / 200, 300)
+    assert (last["precision_mode"], last["precision_in_use"]) == ("mixed_bf16", "bf16")
+    assert last["update_steps"] == 299 + 50
+    assert float(re.search(r"evaluated: loss ([\d.]+)", printed)[1]) < 0.15
+    switched_off = stats_in(run("compat", ENABLE_FP16_TRAINING="false"))
+    assert switched_off[0]["precision_in_use"] == "fp32"
+    scaled = stats_in(run("compat", FP16_LOSS_SCALE="1024"))
+    assert scaled[0]["current_scale"] == 1024.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_the_distributed_example_goes_on_where_it_was(kind: str, tmp_path: Path) -> None:
+    """Two ranks, one with three times the data of the other; interrupted after two epochs of four, or not at all."""
+    run("distributed", kind, str(tmp_path / "run.pt"), "2", processes=2)
+    resumed = run("distributed", kind, str(tmp_path / "run.pt"), "4", processes=2)
+    whole = run("distributed", kind, str(tmp_path / "other.pt"), "4", processes=2)
+    assert "epoch 2" not in resumed
+    assert resumed.splitlines()[1:] == whole.splitlines()[3:]  # epochs 3 and 4, the error and the stats, to the digit
+    error, variance = re.search(r"error ([\d.]+) of a variance of ([\d.]+)", whole).groups()
+    assert float(error) < 0.4 * float(variance)
+    (stats,) = stats_in(whole)
+    assert (stats["precision_active"], stats["world_size"], stats["steps"]) == ("fp16", 2, 96)
+
+
+@pytest.mark.slow
+def test_the_distributed_example_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+    path = str(tmp_path / "run.pt")
+    run("distributed", "fsdp2", path, "2", processes=2)
+    three = run("distributed", "ddp", path, "4", processes=3)
+    assert "written by 2 processes, read by 3" in three
+    alone = run("distributed", "ddp", path, "6")
+    assert "written by 3 processes, read by 1" in alone
+    errors = [float(re.search(r"error ([\d.]+)", text)[1]) for text in (three, alone)]
+    assert errors[1] < 0.7 * errors[0]
