@@ -1,11 +1,14 @@
-"""One test or more for each defect that the old utility had: each fails if the defect comes back."""
+"""One test or more for each defect that the old utility had: each fails if the defect comes back.
+
+Its checkpoints are in ``test_checkpoint``, its environment variables in ``test_environment``, its ranks in
+``test_processes``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,29 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from mantissa import compat
-from mantissa.compat import ENVIRONMENT, ExtendedFP16Config, ExtendedFP16Trainer, FP16Trainer, FP16TrainingConfig
+from mantissa.compat import ExtendedFP16Config, ExtendedFP16Trainer, FP16Trainer, FP16TrainingConfig
 from mantissa.errors import MantissaError
+from old_trainers import basic, extended, learn, sgd
 from toys import Batch, cross_entropy, data, fragile, mlp, same, state
-
-
-def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-
-
-def basic(model: nn.Module | None = None, **fields) -> FP16Trainer:
-    model = mlp() if model is None else model
-    return FP16Trainer(model, sgd(model), FP16TrainingConfig(**fields))
-
-
-def extended(model: nn.Module | None = None, **fields) -> ExtendedFP16Trainer:
-    model = mlp() if model is None else model
-    return ExtendedFP16Trainer(model, sgd(model), ExtendedFP16Config(**fields))
-
-
-def learn(trainer: FP16Trainer, batch: Batch) -> bool:
-    return trainer.backward_and_step(trainer.training_step(batch, cross_entropy))
-
 
 # the CUDA path raised: the wrong autocast class
 
@@ -287,76 +271,6 @@ def test_the_configuration_is_frozen_and_what_is_in_force_is_told_apart() -> Non
     assert trainer.effective_config is trainer.config
 
 
-# two layouts, no version, every rank writes (ranks: test_processes.py)
-
-
-def old_file(model: nn.Module, optimizer: torch.optim.Optimizer, layout: str) -> dict:
-    """As the old utilities wrote it, by torch.save, with GradScaler's own state."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
-    scaler.scale(torch.ones(()))
-    common = {
-        "model_state_dict": model.state_dict(),
-        "optimizer_state_dict": optimizer.state_dict(),
-        "scaler_state_dict": scaler.state_dict() | {"_growth_tracker": 17},
-        "overflow_steps": 2,
-    }
-    if layout == "basic":
-        return common | {"training_steps": 8, "fp16_active": True}
-    more = {"training_steps": 33, "update_steps": 6, "accumulated_steps": 1, "precision_active": True}
-    config = {"precision_mode": "mixed_fp16", "gradient_accumulation_steps": 4, "max_grad_norm": 1.0}
-    return common | more | {"precision_mode": "mixed_fp16", "config": config}
-
-
-@pytest.mark.parametrize("layout", ["basic", "extended"])
-def test_both_old_layouts_are_read_and_one_is_written(layout: str, tmp_path: Path) -> None:
-    model = mlp(4)
-    optimizer = sgd(model)
-    cross_entropy(model, data(1)[0]).backward()
-    optimizer.step()
-    torch.save(old_file(model, optimizer, layout), tmp_path / "old.pt")
-    trainer = basic(mlp(5)) if layout == "basic" else extended(mlp(5), gradient_accumulation_steps=4)
-    trainer.load_checkpoint(tmp_path / "old.pt")
-    assert same(state(model), state(trainer.model))
-    buffers = [s["momentum_buffer"] for s in trainer.optimizer.state.values()]
-    assert all(torch.equal(a, b["momentum_buffer"]) for a, b in zip(buffers, optimizer.state.values(), strict=True))
-    assert trainer.scaler.get_scale() == 4096.0
-    assert trainer.scaler.state_dict()["_growth_tracker"] == 17
-    stats = trainer.get_stats()
-    assert (stats["overflow_steps"], stats["overflow_rate"]) == (2, 2 / 8)
-    assert stats["training_steps"] == (8 if layout == "basic" else 33)
-    trainer.save_checkpoint(tmp_path / "new.pt")
-    content = torch.load(tmp_path / "new.pt", weights_only=True)
-    assert (content["format"], content["version"]) == ("mantissa-trainer", 1)
-    assert content["training_steps"] == 8
-
-
-@pytest.mark.parametrize("scaled", [True, False])
-def test_an_old_file_in_another_precision_says_so(
-    scaled: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = mlp(4)
-    content = old_file(model, sgd(model), "extended")
-    if not scaled:  # bf16 there had no scaler
-        content |= {"precision_mode": "mixed_bf16"}
-        del content["scaler_state_dict"]
-    torch.save(content, tmp_path / "old.pt")
-    trainer = extended(mlp(5), precision_mode="mixed_bf16" if scaled else "mixed_fp16")
-    trainer.load_checkpoint(tmp_path / "old.pt")
-    was, now = ("fp16", "bf16") if scaled else ("bf16", "fp16")
-    assert f"written in {was}, goes on in {now}, with a fresh loss scaler" in capsys.readouterr().out
-
-
-def test_loading_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> tuple:
-            return (Path.touch, (tmp_path / "ran",))
-
-    torch.save({"model_state_dict": Evil(), "optimizer_state_dict": {}}, tmp_path / "evil.pt")
-    with pytest.raises(MantissaError, match="not safe to load"):
-        basic().load_checkpoint(tmp_path / "evil.pt")
-    assert not (tmp_path / "ran").exists()
-
-
 # a new scaler on every train() call
 
 
@@ -394,69 +308,6 @@ def test_casting_keeps_fp32_masters_and_small_updates() -> None:
 def test_a_half_model_is_refused_with_the_reason() -> None:
     with pytest.raises(MantissaError, match=r"is torch\.float16: master weights are fp32"):
         basic(mlp().half())
-
-
-# documented environment variables that no code reads
-
-
-GIVEN = {
-    "ENABLE_FP16_TRAINING": ("false", False),
-    "FP16_LOSS_SCALE": ("1024", 1024.0),
-    "FP16_GROWTH_FACTOR": ("4.0", 4.0),
-    "FP16_BACKOFF_FACTOR": ("0.25", 0.25),
-    "FP16_GROWTH_INTERVAL": ("100", 100),
-}
-
-
-def test_the_table_of_variables_is_what_is_read() -> None:
-    assert GIVEN.keys() == ENVIRONMENT.keys()
-    assert compat.ENVIRONMENT is ENVIRONMENT
-
-
-@pytest.mark.parametrize("variable", GIVEN)
-def test_each_variable_is_read_by_both_trainers(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
-    text, value = GIVEN[variable]
-    monkeypatch.setenv(variable, text)
-    model = mlp()
-    for trainer in (FP16Trainer(model, sgd(model)), ExtendedFP16Trainer(model, sgd(model), device="cpu")):
-        plain = type(trainer.config)()
-        assert trainer.config == dataclasses.replace(plain, **{ENVIRONMENT[variable]: value})
-        assert trainer.config != plain
-        if variable == "ENABLE_FP16_TRAINING":
-            assert trainer.get_stats()["precision_in_use"] == "fp32"
-        else:
-            oracle = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-            oracle[ENVIRONMENT[variable].replace("loss_scale", "scale")] = value
-            assert trainer.scaler.state_dict() == oracle | {"_growth_tracker": 0}
-    given_config = FP16Trainer(model, sgd(model), FP16TrainingConfig())
-    assert given_config.config == FP16TrainingConfig()  # who writes a configuration has the last word
-    field = {ENVIRONMENT[variable]: getattr(FP16TrainingConfig(), ENVIRONMENT[variable])}
-    assert FP16TrainingConfig.from_environment(**field) == FP16TrainingConfig()
-
-
-BAD = [
-    ("ENABLE_FP16_TRAINING", "maybe", "ENABLE_FP16_TRAINING='maybe': expected true or false"),
-    ("FP16_LOSS_SCALE", "big", "FP16_LOSS_SCALE='big': expected a number"),
-    ("FP16_LOSS_SCALE", "-1", r"loss_scale=-1.0: expected a finite number above 0 .*FP16_LOSS_SCALE='-1'"),
-    ("FP16_LOSS_SCALE", "inf", r"loss_scale=inf: expected a finite number .*FP16_LOSS_SCALE='inf'"),
-    ("FP16_GROWTH_FACTOR", "nan", r"growth_factor=nan: .*FP16_GROWTH_FACTOR='nan'"),
-    ("FP16_BACKOFF_FACTOR", "2.0", r"backoff_factor=2.0: .*FP16_BACKOFF_FACTOR='2.0'"),
-    ("FP16_GROWTH_INTERVAL", "2000.5", "FP16_GROWTH_INTERVAL='2000.5': expected a whole number"),
-    ("FP16_GROWTH_INTERVAL", "0", r"growth_interval=0: .*FP16_GROWTH_INTERVAL='0'"),
-]
-
-
-@pytest.mark.parametrize(("variable", "text", "message"), BAD)
-def test_a_bad_value_is_one_clear_error(
-    variable: str, text: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, text)
-    for config in (FP16TrainingConfig, ExtendedFP16Config):
-        with pytest.raises(MantissaError, match=message) as caught:
-            config.from_environment()
-        assert "\n" not in str(caught.value)
 
 
 # guides that disagree whether an overflow raises or lowers the scale

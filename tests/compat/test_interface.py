@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import warnings
 from pathlib import Path
 
 import pytest
@@ -21,32 +20,11 @@ from mantissa.compat import (
     PrecisionMode,
 )
 from mantissa.errors import MantissaError
+from old_trainers import basic, extended, sgd
 from toys import Batch, cross_entropy, data, fragile, mlp, same, state
 
 BASIC_STATS = {"training_steps", "overflow_steps", "overflow_rate", "fp16_enabled", "current_scale"}
 MORE_STATS = {"update_steps", "accumulated_steps", "precision_mode", "precision_active", "device", "world_size", "rank"}
-KEYS = {
-    "model_state_dict",
-    "optimizer_state_dict",
-    "training_steps",
-    "overflow_steps",
-    "fp16_active",
-    "scaler_state_dict",
-}
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def basic(model: nn.Module | None = None, **fields) -> FP16Trainer:
-    model = mlp() if model is None else model
-    return FP16Trainer(model, sgd(model), FP16TrainingConfig(**fields))
-
-
-def extended(model: nn.Module | None = None, **fields) -> ExtendedFP16Trainer:
-    model = mlp() if model is None else model
-    return ExtendedFP16Trainer(model, sgd(model), ExtendedFP16Config(**fields))
 
 
 def test_names_arguments_and_defaults() -> None:
@@ -316,41 +294,3 @@ def test_a_model_moved_after_the_trainer_was_made_is_refused() -> None:
     trainer.model.to("meta")
     with pytest.raises(MantissaError, match="was on cpu and is now on meta"):
         trainer.training_step(data(1)[0], cross_entropy)
-
-
-def test_the_checkpoint_has_the_known_keys_and_loads_safely(tmp_path: Path) -> None:
-    model, trap = fragile()
-    trainer = basic(model, growth_interval=3)
-    for i, batch in enumerate(data(6)):
-        trap.limit = 0.0 if i == 2 else math.inf
-        trainer.backward_and_step(trainer.training_step(batch, cross_entropy))
-    trainer.save_checkpoint(tmp_path / "a.pt")
-    content = torch.load(tmp_path / "a.pt", weights_only=True)
-    assert content.keys() >= KEYS
-    assert same(content["model_state_dict"], state(model))
-    assert (content["training_steps"], content["overflow_steps"], content["fp16_active"]) == (6, 1, True)
-    assert content["scaler_state_dict"]["scale"] == trainer.scaler.get_scale() == 65536.0
-    other = basic(fragile(3)[0], growth_interval=3)
-    other.load_checkpoint(tmp_path / "a.pt")
-    assert same(state(other.model), state(model))
-    assert other.get_stats() == trainer.get_stats()
-
-
-def test_saving_in_an_open_window_saves_and_says_what_is_missing(tmp_path: Path) -> None:
-    trainer = extended(gradient_accumulation_steps=4)
-    batches = data(8)
-    for batch in batches[:6]:
-        trainer.backward_and_step(trainer.training_step(batch, cross_entropy))
-    with pytest.warns(UserWarning, match="2 of 4 batches are accumulated") as caught:
-        trainer.save_checkpoint(tmp_path / "a.pt")
-    assert caught[0].filename == __file__
-    assert trainer.get_stats()["accumulated_steps"] == 2  # and training goes on where it was
-    other = extended(mlp(3), gradient_accumulation_steps=4)
-    other.load_checkpoint(tmp_path / "a.pt")
-    assert same(state(other.model), state(trainer.model))
-    assert (other.update_steps, other.accumulated_steps) == (1, 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for batch in batches[6:]:
-            trainer.backward_and_step(trainer.training_step(batch, cross_entropy))
-        trainer.save_checkpoint(tmp_path / "a.pt")
