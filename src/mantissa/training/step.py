@@ -104,11 +104,11 @@ class OptimizerStep:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.skipped += 1
                 return StepOutcome("skipped", overflows, float("nan"), scale, float("inf"), 0.0)
-        norm, lr = self._apply(gradients, scale)
+        norm, lr = self._apply(gradients, scale, largest / self.format.largest)
         kind: Literal["stepped", "retried"] = "retried" if overflows else "stepped"
         return StepOutcome(kind, overflows, norm, scale, largest / self.format.largest, lr)
 
-    def _apply(self, gradients: list[Tensor], scale: float) -> tuple[float, float]:
+    def _apply(self, gradients: list[Tensor], scale: float, max_scaled_grad: float) -> tuple[float, float]:
         if scale != 1.0:
             torch._foreach_mul_(gradients, 1.0 / scale)  # exact: a power of two
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -119,7 +119,7 @@ class OptimizerStep:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.scaler.stepped()
+        self.scaler.stepped(max_scaled_grad)
         self.updates += 1
         return float(norm), lr
 
