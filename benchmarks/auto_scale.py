@@ -2,10 +2,11 @@
 
     python benchmarks/auto_scale.py [--steps 10000] [--seeds 5]
 
-Synthetic gradients: a vector a step in 16 groups whose sizes fall by 2^28 from first to last (layers and rare rows), with
-a common size that varies from step to step (lognormal, half a bit) and drifts; noise is normal, Student-t, lognormal, or
-normal with spikes of 2^3 to 2^8 once in 300 steps. ``start right``: the median peak has 4 bits left at 2^16, where all
-begin, so no contender has to search; ``start low``: gradients 2^8 smaller. ``up``, ``down``: one bit per 1000 steps.
+Synthetic gradients: a vector a step in 16 groups whose sizes fall by 2^28 from first to last (layers and rare rows),
+with a common size that varies from step to step (lognormal, half a bit) and drifts; noise is normal, Student-t,
+lognormal, or normal with spikes of 2^3 to 2^8 once in 300 steps. ``start right``: the median peak has 4 bits left at
+2^16, where all begin, so no contender has to search; ``start low``: gradients 2^8 smaller. ``up``, ``down``: one bit
+per 1000 steps.
 A real run: an MLP in simulated fp16, whose gradients are those of its backward pass.
 
 Skipped is a step with any |scale x gradient| that rounds to inf (65520 and above); flushed a nonzero gradient at most
@@ -15,6 +16,7 @@ Skipped is a step with any |scale x gradient| that rounds to inf (65520 and abov
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +28,7 @@ from rows import append
 from mantissa.kernels import SimulatedKernels
 from mantissa.precision import FP16
 from mantissa.training import LossScaler, ScalerConfig, flushed_fraction
-from mantissa.training.auto_scale import AutoScaler
+from mantissa.training.auto_scale import AutoRule, AutoScaler
 
 LOWEST, BINS = -160, 320  # binades that are counted
 OVERFLOW = 65520.0  # the first magnitude that rounds to inf
@@ -36,6 +38,7 @@ CONTENDERS: dict[str, Callable[[], LossScaler]] = {
     "dynamic 400": lambda: LossScaler(ScalerConfig(growth_interval=400, retries=0)),
     "dynamic 2000": lambda: LossScaler(ScalerConfig(growth_interval=2000, retries=0)),
     "auto": lambda: AutoScaler(ScalerConfig(retries=0)),
+    "auto 1/600": lambda: AutoScaler(ScalerConfig(retries=0), AutoRule(rate=1 / 600)),
 }
 Stream = tuple[np.ndarray, np.ndarray]
 
@@ -94,10 +97,7 @@ def mlp_run(scaler: LossScaler, factor: float, steps: int, seed: int) -> tuple[n
     """
     generator = torch.Generator().manual_seed(seed)
     sizes = (32, 64, 64, 8)
-    weights = [
-        (torch.randn(b, a, generator=generator) / a**0.5).requires_grad_()
-        for a, b in zip(sizes, sizes[1:], strict=False)
-    ]
+    weights = [(torch.randn(b, a, generator=generator) / a**0.5).requires_grad_() for a, b in itertools.pairwise(sizes)]
     teacher = torch.randn(32, 8, generator=generator) / 32**0.5
     rng = np.random.default_rng(seed)
     kernels = SimulatedKernels(FP16)

@@ -1,4 +1,4 @@
-"""Adaptive clipping against a float64 loop over units; sharded gradients against the whole tensors, on two processes."""
+"""Adaptive clipping against a float64 loop over units; shards against whole tensors, on two processes."""
 
 from __future__ import annotations
 

@@ -15,18 +15,18 @@ log2 (a power tail of index nu falls by 2^-nu a bit), and that is how the quanti
 2. the k largest (``tail`` of the window) exceed the next one, u, by amounts taken as exponential; their mean, with a
    gamma prior worth ``prior_count`` observations of ``prior_excess`` bits, has a predictive distribution in closed form
 
-       P(x > u + q) = (k / n) (1 + q / b)^-a,    a = prior_count + k,    b = prior_count * prior_excess + sum of excesses,
+       P(x > u + q) = (k / n) (1 + q / b)^-a,   a = prior_count + k,   b = prior_count * prior_excess + sum of excesses,
 
-   so few observations widen the margin by themselves: 5 bits after one step, 0.5 to 4
-   beyond the window's 20th largest once it is full;
+   so few observations widen the margin by themselves (6 bits after one step);
 3. target = -(u + q at P = rate) - headroom, and L is an integer (a power of two: exact) near it: lowered at once when
    the target is half a bit below, raised when the target has been a bit above for ``patience`` steps.
 
 The peak of the *parameters'* gradients is all that is seen. Gradients of activations may be larger, and a spike that
-overflowed has no size. So overflows are held to the same budget by a bucket: +1 for each (retries of one batch count
-once), -``rate`` per clean step; what exceeds one, in bits, is ``headroom``. An isolated overflow costs nothing after
-the window has seen it; overflows more frequent than the rate lower the scale until they are not. At most
-``most_headroom`` bits: a batch beyond that is an outlier, and is skipped rather than paid for by every other batch.
+overflowed has no size (entering a guess in the window spirals: each guess lowers the scale, and so raises the next).
+So overflows are held to the same budget by a bucket: +1 for each (retries of one batch count once), -``rate`` per clean
+step, never below -1; what it holds above 0 is ``headroom``, in bits. An isolated overflow costs ``patience`` steps at a
+lower scale; overflows more frequent than the rate lower the scale until they are not. At most ``most_headroom`` bits: a
+batch beyond that is an outlier, and is skipped rather than paid for by every other batch.
 Overflows in a row lower the scale by 1, 2, 4, 8 bits, so four retries reach any scale from 2^16 down to 2.
 
 What it cannot do: in a stationary run, once warmed up, scale and overflow rate are a trade, and no rule beats it. The
@@ -58,7 +58,7 @@ class AutoRule:
     before the scale is raised. ``most_headroom`` (bits): the most that overflows may take off the target.
     """
 
-    rate: float = 1 / 1000
+    rate: float = 1 / 2000
     window: int = 400
     tail: float = 0.05
     prior_count: float = 6.0
@@ -84,9 +84,9 @@ class AutoRule:
 class AutoScaler(LossScaler):
     """``scale="auto"``. Of the ``ScalerConfig``, ``initial``, ``floor`` and ``retries`` count; the rest is the rule's.
 
-    ``peaks``: log2 of the unscaled peaks, in units of the format's largest value, oldest first; an overflow, whose peak
-    is not known, is entered at its expectation, ``prior_excess`` beyond the range. ``bucket``: overflows beyond the
-    budget (see the module). State is JSON numbers, and a resumed run takes the same decisions bit for bit.
+    ``peaks``: log2 of the unscaled peaks of clean steps, in units of the format's largest value, oldest first.
+    ``bucket``: overflows beyond the budget (see the module). State is JSON numbers, and a resumed run takes the same
+    decisions bit for bit.
     """
 
     def __init__(self, config: ScalerConfig | None = None, rule: AutoRule | None = None) -> None:
@@ -103,9 +103,8 @@ class AutoScaler(LossScaler):
         return max(0.0, self.bucket)
 
     def overflowed(self) -> None:
-        """Lower the scale by 1, 2, 4, ... bits, and remember a peak beyond the range."""
+        """Lower the scale by 1, 2, 4, ... bits, and enter one overflow in the bucket."""
         exponent = math.log2(self.scale)
-        self._remember(self.rule.prior_excess - exponent)
         if self.overflows_in_a_row == 0:
             self.bucket = min(self.bucket + 1.0, self.rule.most_headroom)
         self._set(math.ceil(exponent) - 2.0**self.overflows_in_a_row)

@@ -1,4 +1,4 @@
-"""Adaptive gradient clipping: bound each unit's gradient by the size of its weights, not the whole gradient by a number.
+"""Adaptive gradient clipping: bound each unit's gradient by its weights, not the whole gradient by a number.
 
 A global bound cuts every layer because one exploded. Here each unit i (a row of a matrix: the weights into one output;
 for a convolution all weights into one output channel; for a vector or a scalar the whole tensor) has its own bound,
@@ -63,7 +63,7 @@ def adaptive_clip_(parameters: Iterable[Tensor], factor: float, eps: float = 1e-
 
 
 def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The norm of each unit, in order, fp32: (rows on this rank, 1, ...) for matrices, 0-dim for vectors and scalars."""
+    """The norm of each unit, in order, fp32: (rows on this rank, 1, ...) for matrices, 0-dim otherwise."""
     norms: list[Tensor] = [torch.empty(0)] * len(tensors)
     whole = [i for i, t in enumerate(tensors) if t.ndim < 2 and not _is_dtensor(t)]
     if whole:
@@ -83,11 +83,12 @@ def _total(grads: list[Tensor], clipped: list[Tensor]) -> Tensor:
     """Units clipped, over all ranks: one reduction for each way of sharding. 0-dim fp32 on the first's device."""
     device = _local(grads[0]).device
     groups: dict[Any, tuple[Tensor, Tensor]] = {}
-    for grad, over in zip(grads, clipped, strict=True):
-        sharded = _is_dtensor(grad) and grad.ndim > 1  # a vector's norm is reduced: every rank counts it alike
-        key = (grad.device_mesh, grad.placements) if sharded else None
-        count, _ = groups.get(key, (torch.zeros((), dtype=torch.float32, device=device), grad))
-        groups[key] = (count + over.sum(dtype=torch.float32).to(device), grad)
+    placed: Any
+    for placed, over in zip(grads, clipped, strict=True):
+        sharded = _is_dtensor(placed) and placed.ndim > 1  # a vector's norm is reduced: every rank counts it alike
+        key = (placed.device_mesh, placed.placements) if sharded else None
+        count, _ = groups.get(key, (torch.zeros((), dtype=torch.float32, device=device), placed))
+        groups[key] = (count + over.sum(dtype=torch.float32).to(device, non_blocking=True), placed)
     counts = [count if key is None else _reduce(count, example) for key, (count, example) in groups.items()]
     return torch.stack(counts).sum()
 
@@ -120,6 +121,6 @@ def _check_placements(parameter: Any, grad: Any) -> None:
     for placement in placements or ():
         if not (placement.is_shard(0) or placement.is_replicate()):
             raise MantissaError(
-                f"adaptive clipping: a parameter is placed {placements}: expected shards of dimension 0, whose rows are "
-                "whole; shard on dimension 0, or clip by the global norm (max_grad_norm)"
+                f"adaptive clipping: a parameter is placed {placements}: expected shards of dimension 0, whose rows "
+                "are whole; shard on dimension 0, or clip by the global norm (max_grad_norm)"
             )

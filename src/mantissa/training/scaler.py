@@ -46,7 +46,7 @@ class ScalerConfig:
 
     def __post_init__(self) -> None:
         checks = (
-            (0 < self.floor <= _FP32.max, f"floor={self.floor}: expected a positive number that fp32 holds"),
+            (_FP32.tiny <= self.floor <= _FP32.max, f"floor={self.floor}: expected a positive number that fp32 holds"),
             (
                 self.floor <= self.initial <= _FP32.max,
                 f"initial={self.initial}: expected at least the floor, {self.floor:g}, and that fp32 holds it",
