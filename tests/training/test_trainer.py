@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
-from mantissa.training import PrecisionTrainer, ScalerConfig
+from mantissa.training import LossScaler, PrecisionTrainer, ScalerConfig
 from toys import Batch, cross_entropy, data, fragile, mlp, quiet, same, state, trainer_of
 
 
@@ -109,7 +109,7 @@ def test_a_retry_at_a_scale_that_changes_nothing_is_exact() -> None:
     """A power of two is exact in fp32: the retried step equals the plain one to the bit, dropout and all."""
     (ours, trap), (control, _) = fragile(), fragile()
     trainer, calm = trainer_of(ours), trainer_of(control)
-    trainer.optimizer_step.scaler = type(trainer.scaler)(ScalerConfig(initial=2.0**10, retries=6))
+    trainer.optimizer_step.scaler = LossScaler(ScalerConfig(initial=2.0**10, retries=6))
     trap.limit = 2.0**7 / 8
     batch = data(1)[0]
     torch.manual_seed(9)

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,10 +40,11 @@ from mantissa.kernels import autocast_for, probe_autocast
 from mantissa.precision import ResolvedRole
 from mantissa.training import trainer_file, trainer_state
 from mantissa.training.checks import check_loss, check_options, device_of, named_parameters, resolved_role
+from mantissa.training.clipping import adaptive_clip_
 from mantissa.training.diagnosis import anomaly, first_nonfinite
 from mantissa.training.distributed import Ranks, forget_unsent, synchronising, unwrapped
 from mantissa.training.guard_config import GuardConfig
-from mantissa.training.scaler import LossScaler, ScalerConfig
+from mantissa.training.scaler import LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome
 from mantissa.training.watch import Watch
 from mantissa.training.window import Keeper, LossFunction, Micro, mean_loss
@@ -56,7 +58,8 @@ class PrecisionTrainer:
     ``backend``: ``auto`` is native on CUDA and on a CPU simulated (bf16, fp16); ``native`` and ``simulated`` insist.
     ``fallback``: where the device lacks the format's arithmetic, ``error`` refuses and ``warn`` uses fp32.
     ``scale``: ``dynamic`` (torch's rule), ``auto`` (from the gradients' observed range), a number (fixed), or a
-    ``ScalerConfig``; only fp16 scales. ``retries``: backward passes repeated on one batch after an overflow.
+    ``ScalerConfig``; the rules are for fp16 alone. ``retries``: backward passes repeated on one batch after an overflow
+    (4 unless the ``ScalerConfig`` says otherwise).
     ``accumulate``: micro-batches to an optimiser step. ``max_grad_norm``: bound on the unscaled Euclidean norm.
     ``adaptive_clip``: factor of adaptive gradient clipping, None for none. ``scheduler``: stepped after each update
     that was applied, and only then. ``on_nonfinite``: ``stop`` raises on a non-finite gradient that no lower scale
@@ -81,7 +84,7 @@ class PrecisionTrainer:
         backend: Literal["auto", "native", "simulated"] = "auto",
         fallback: Literal["error", "warn"] = "error",
         scale: Literal["dynamic", "auto"] | float | ScalerConfig = "dynamic",
-        retries: int = 4,
+        retries: int | None = None,
         accumulate: int = 1,
         max_grad_norm: float = float("inf"),
         adaptive_clip: float | None = None,
@@ -103,14 +106,17 @@ class PrecisionTrainer:
         self.say = say if self.ranks.rank == 0 else lambda line: None
         self.device = device_of(model)
         self._asked = _Asked(backend, fallback, scale, retries)
+        named = named_parameters(model, optimizer)
+        clip = None if adaptive_clip is None else partial(adaptive_clip_, named.values(), adaptive_clip)
         self.optimizer_step = OptimizerStep(
-            named_parameters(model, optimizer),
+            named,
             optimizer,
             LossScaler.disabled(),  # of no precision yet: ``_use`` sets both
             resolved_role("fp32", "auto", "error", self.device).active,
             None,
             max_grad_norm,
             self._diagnose,
+            clip=clip,
             on_nonfinite=on_nonfinite,
             ranks=self.ranks,
         )
@@ -142,12 +148,10 @@ class PrecisionTrainer:
 
     @property
     def updates(self) -> int:
-        """Optimiser steps applied."""
         return self.optimizer_step.updates
 
     @property
     def skipped(self) -> int:
-        """Optimiser steps given up."""
         return self.optimizer_step.skipped
 
     def forward(self) -> AbstractContextManager[None]:
@@ -390,8 +394,7 @@ class _Asked:
     backend: Literal["auto", "native", "simulated"]
     fallback: Literal["error", "warn"]
     scale: Any
-    retries: int
+    retries: int | None
 
     def scaler(self, role: ResolvedRole) -> LossScaler:
-        config = self.scale if isinstance(self.scale, ScalerConfig) else ScalerConfig(retries=self.retries)
-        return LossScaler.for_format(role.active, config)
+        return scaler_for(self.scale, role.active, self.retries)
