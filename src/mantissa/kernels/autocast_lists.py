@@ -35,14 +35,14 @@ from torch import Tensor
 from mantissa.kernels.rounded_attention import rounded_attention
 from mantissa.kernels.rounded_ops import HALF, is_rounding
 
-LOWER = """
+LOWER = str.split("""
     _convolution _convolution.deprecated _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell
     addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
     conv_transpose2d.input conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose einsum
     gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell
     scaled_dot_product_attention
-""".split()
-IN_FP32 = """
+""")
+IN_FP32 = str.split("""
     _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
     _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
     cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm.dim group_norm hinge_embedding_loss
@@ -53,8 +53,8 @@ IN_FP32 = """
     sinh smooth_l1_loss soft_margin_loss softmax.int softplus sum sum.dim_IntList tan triplet_margin_loss
     upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
     upsample_trilinear3d
-""".split()
-PROMOTED = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot".split()
+""")
+PROMOTED = str.split("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot")
 REFUSED = ["binary_cross_entropy"]  # on CUDA autocast raises and names the safe loss; a CPU computes it in fp32
 
 _KEEPS_GIVEN_DTYPE = ("sum", "prod", "cumsum", "cumprod", "softmax", "log_softmax", "linalg_vector_norm")

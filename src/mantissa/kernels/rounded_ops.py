@@ -19,7 +19,7 @@ get the operation first; what they compute on their plain tensors comes back her
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,25 +29,25 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 HALF = (torch.float16, torch.bfloat16)
 
-_PRODUCTS = """
+_PRODUCTS = str.split("""
     mm bmm addmm addbmm baddbmm mv addmv addr dot vdot linear linear_backward matmul_backward _addmm_activation
     convolution convolution_overrideable convolution_backward convolution_backward_overrideable
     conv_tbc conv_tbc_backward _trilinear
-""".split()
-_ONE_ROUNDING = """
+""")
+_ONE_ROUNDING = str.split("""
     sigmoid_backward glu_backward logit logit_backward logsumexp prod _softmax _log_softmax
     avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
     max_pool2d_with_indices_backward max_pool3d_with_indices_backward
     adaptive_max_pool2d_backward adaptive_max_pool3d_backward
     grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward
     embedding_dense_backward _cdist_forward _cdist_backward
-""".split()
-_SCALAR_ROUNDS = "add sub rsub".split()
-_BATCH_NORM = """
+""")
+_SCALAR_ROUNDS = str.split("add sub rsub")
+_BATCH_NORM = str.split("""
     native_batch_norm native_batch_norm_backward _native_batch_norm_legit
     _batch_norm_with_update batch_norm_backward
-""".split()
-_MIXES = "cat stack where index_put scatter_add index_copy index_add dot vdot lerp addcmul addcdiv".split()
+""")
+_MIXES = str.split("cat stack where index_put scatter_add index_copy index_add dot vdot lerp addcmul addcdiv")
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -132,9 +132,8 @@ def _widened(
     result = func(*wide_args, **wide_kwargs)
     written: dict[int, Tensor] = {}
     for key in _written_by(func):
-        given = args[key] if isinstance(key, int) and key < len(args) else kwargs.get(key)  # type: ignore[arg-type]
-        used = wide_args[key] if isinstance(key, int) and key < len(args) else wide_kwargs.get(key)  # type: ignore[arg-type]
-        if isinstance(given, Tensor) and used is not given:
+        given, used = _operand(key, args, kwargs), _operand(key, wide_args, wide_kwargs)
+        if given is not None and used is not None and used is not given:
             if given.shape != used.shape:  # an ``out=`` that the operation has resized
                 given.resize_(used.shape)
             written[id(used)] = given.copy_(used)
@@ -142,6 +141,13 @@ def _widened(
         done = [written[id(r)] if id(r) in written else finish(i, r) for i, r in enumerate(result)]
         return tuple(done) if isinstance(result, tuple) else done
     return written[id(result)] if id(result) in written else finish(0, result)
+
+
+def _operand(key: int | str, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor at a position or with a name, if it was given."""
+    if isinstance(key, int):
+        return args[key] if key < len(args) else None
+    return kwargs.get(key)
 
 
 def _widen(value: Any, wide: torch.dtype) -> Any:
