@@ -10,10 +10,11 @@ not there, so that native autocast on a CPU stays what it was.
 Being at the dispatcher, above autograd, a rule's cast is differentiable, what the backward pass saves is the cast
 tensor, and operations that C++ code calls (``cross_entropy`` calls ``log_softmax``) are met too: as on CUDA.
 
-Two operators are replaced rather than cast. ``scaled_dot_product_attention`` is computed by ``rounded_attention``: the
+Three operators are replaced rather than cast. ``scaled_dot_product_attention`` is computed by ``rounded_attention``: the
 CPU's kernels do not round probabilities, or round scores. Recurrent layers are run step by step on half tensors with
 torch's composite code: the CPU's fused layer would hide its products from the simulation. On CUDA their fused layer is
-avoided for the same reason.
+avoided for the same reason. ``dropout`` of half tensors is the fused operator that CUDA uses: the CPU's rounds 1/(1-p)
+to half before it multiplies.
 
 Left as the CPU's lists have it, fp32 where CUDA has half: pooling and padding in three dimensions, padding by
 reflection, ``grid_sample``, ``fft`` and linear algebra. Only a selection or a sum of few terms depends on it.
@@ -79,6 +80,7 @@ def follow_cuda(device_type: str) -> torch.library.Library:
         for name in names:
             if f"aten::{name}" in on_cuda - on_cpu:
                 library.impl(name, _rule(name, key, cast), key, with_keyset=True)
+    library.impl("dropout", _dropout, key, with_keyset=True)
     with warnings.catch_warnings():  # torch says that it had a kernel there; outside RoundedOps ours does the same
         warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
         library.impl("scaled_dot_product_attention", _attention, key, with_keyset=True, allow_override=True)
@@ -131,6 +133,12 @@ def _attention(keyset: torch.DispatchKeySet, q: Tensor, k: Tensor, v: Tensor, *a
         if ours:
             return rounded_attention(q, k, v, **named)
         return torch.ops.aten.scaled_dot_product_attention.default(q, k, v, *args, **kwargs)
+
+
+def _dropout(keyset: torch.DispatchKeySet, x: Tensor, p: float, train: bool) -> Tensor:
+    if train and is_rounding() and x.dtype in HALF:
+        return torch.native_dropout(x, p, train)[0]
+    return torch.ops.aten.dropout.default.redispatch(keyset.remove(torch._C.DispatchKey.AutocastCPU), x, p, train)
 
 
 def _without_fused_layers(device_type: str) -> Callable[..., Any]:

@@ -40,7 +40,10 @@ _ONE_ROUNDING = str.split("""
     max_pool2d_with_indices_backward max_pool3d_with_indices_backward
     adaptive_max_pool2d_backward adaptive_max_pool3d_backward
     grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward
-    embedding_dense_backward _cdist_forward _cdist_backward
+    reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
+    replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
+    embedding_dense_backward _cdist_forward _cdist_backward col2im unfold_backward
+    log_sigmoid_backward rrelu_with_noise native_dropout native_dropout_backward
 """)
 _SCALAR_ROUNDS = str.split("add sub rsub")
 _BATCH_NORM = str.split("""
@@ -60,7 +63,8 @@ class RoundedOps(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
             if kind is not Tensor and kind is not torch.nn.Parameter:
-                return NotImplemented
+                # A wrapper (DTensor) computes on plain tensors, which come back here; others (fake tensors) do not.
+                return NotImplemented if hasattr(kind, "__tensor_flatten__") else func(*args, **(kwargs or {}))
         rule = _RULES.get(func)
         if rule is None:
             rule = _RULES[func] = _rule_of(func)
@@ -200,7 +204,7 @@ def _rule_of(func: Any) -> Rule:
         return _batch_norm
     if plain in _SCALAR_ROUNDS:
         return _round_unless_plain
-    if plain == "index_put":
+    if plain in ("index_put", "_index_put_impl", "put"):
         return _index_put
     if plain in _PRODUCTS or plain in _ONE_ROUNDING:
         return _round_once
