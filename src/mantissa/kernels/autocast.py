@@ -31,7 +31,7 @@ import torch
 
 from mantissa.errors import MantissaError
 from mantissa.kernels.autocast_lists import follow_cuda
-from mantissa.kernels.rounded_ops import RoundedOps, is_rounding
+from mantissa.kernels.rounded_ops import RoundedOps, rounding
 from mantissa.precision import FP32, NumberFormat, ResolvedRole
 from mantissa.precision.policy import Backend
 
@@ -79,7 +79,7 @@ class Autocast:
             if self._simulates:
                 follow_cuda(self.device_type)
                 stack.enter_context(_no_attention_fast_path())
-                _enter_rounding(stack)
+                _enter_rounding(stack, keep_casts=True)
             dtype, enabled = (None, False) if self.format is FP32 else (self.format.dtype, True)
             stack.enter_context(torch.autocast(self.device_type, dtype=dtype, enabled=enabled))
             yield
@@ -88,7 +88,7 @@ class Autocast:
     def _backward(self) -> Iterator[None]:
         with ExitStack() as stack:
             if self._simulates:
-                _enter_rounding(stack)
+                _enter_rounding(stack, keep_casts=False)
             stack.enter_context(torch.autocast(self.device_type, enabled=False))
             yield
 
@@ -98,9 +98,9 @@ def autocast_for(role: ResolvedRole, device: torch.device | str) -> Autocast:
     return Autocast(role.active, role.backend, torch.device(device).type)
 
 
-def _enter_rounding(stack: ExitStack) -> None:
-    if not is_rounding():  # once is enough: a second mode would only look at what the first has done
-        stack.enter_context(RoundedOps())
+def _enter_rounding(stack: ExitStack, keep_casts: bool) -> None:
+    if rounding() is None:  # once is enough: a second mode would only look at what the first has done
+        stack.enter_context(RoundedOps(keep_casts))
 
 
 @contextmanager

@@ -43,12 +43,12 @@ _ONE_ROUNDING = str.split("""
     reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
     replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
     embedding_dense_backward _cdist_forward _cdist_backward col2im unfold_backward
-    log_sigmoid_backward rrelu_with_noise native_dropout native_dropout_backward
+    rrelu_with_noise native_dropout native_dropout_backward
 """)
 _SCALAR_ROUNDS = str.split("add sub rsub")
-_BATCH_NORM = str.split("""
+_FIRST_RESULT_HALF = str.split("""
     native_batch_norm native_batch_norm_backward _native_batch_norm_legit
-    _batch_norm_with_update batch_norm_backward
+    _batch_norm_with_update batch_norm_backward log_sigmoid_forward log_sigmoid_backward
 """)
 _MIXES = str.split("cat stack where index_put scatter_add index_copy index_add dot vdot lerp addcmul addcdiv")
 
@@ -56,9 +56,26 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class RoundedOps(TorchDispatchMode):
-    """Within this mode, operations on half tensors compute in fp32 and round each result once."""
+    """Within this mode, operations on half tensors compute in fp32 and round each result once.
+
+    ``keep_casts``: cast a parameter to half once for the lifetime of this mode, as autocast does in a forward pass.
+    """
 
     supports_higher_order_operators = True  # they pass, and what they call comes here
+
+    def __init__(self, keep_casts: bool = False) -> None:
+        super().__init__()
+        self._casts: dict[int, tuple[Tensor, Tensor]] | None = {} if keep_casts else None
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """``x`` in ``dtype``. Uses of one parameter then share one cast, and their gradients are added up in half."""
+        is_parameter = x.is_leaf and x.requires_grad and not x._is_view()
+        if self._casts is None or not is_parameter or not torch.is_grad_enabled():
+            return x.to(dtype)
+        kept = self._casts.get(id(x))
+        if kept is None or kept[1].dtype != dtype:
+            kept = self._casts[id(x)] = (x, x.to(dtype))  # with x itself, so that its id stays its own
+        return kept[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
@@ -71,9 +88,10 @@ class RoundedOps(TorchDispatchMode):
         return rule(func, args, kwargs or {})
 
 
-def is_rounding() -> bool:
-    """True inside ``RoundedOps``, on autograd's threads too."""
-    return any(isinstance(mode, RoundedOps) for mode in _get_current_dispatch_mode_stack())
+def rounding() -> RoundedOps | None:
+    """The innermost ``RoundedOps`` that is active, on autograd's threads too."""
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, RoundedOps)), None)
 
 
 def _pass(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,8 +117,8 @@ def _round_unless_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return _round_once(func, args, kwargs) if len(dtypes) == 1 else _promote(func, args, kwargs)
 
 
-def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Half activations, fp32 everything else, as CUDA computes it: only the first result is half."""
+def _round_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As CUDA's batch norm: half activations, and everything else in fp32, given or saved for the backward pass."""
     dtype = args[0].dtype
     if dtype not in HALF:
         return func(*args, **kwargs)
@@ -200,8 +218,8 @@ def _rule_of(func: Any) -> Rule:
     plain = name if name.startswith("__") else name.removesuffix("_")
     if plain.startswith("_foreach") or plain in ("copy", "_to_copy", "to"):
         return _pass
-    if plain in _BATCH_NORM:
-        return _batch_norm
+    if plain in _FIRST_RESULT_HALF:
+        return _round_first
     if plain in _SCALAR_ROUNDS:
         return _round_unless_plain
     if plain in ("index_put", "_index_put_impl", "put"):
