@@ -10,11 +10,10 @@ not there, so that native autocast on a CPU stays what it was.
 Being at the dispatcher, above autograd, a rule's cast is differentiable, what the backward pass saves is the cast
 tensor, and operations that C++ code calls (``cross_entropy`` calls ``log_softmax``) are met too: as on CUDA.
 
-Three operators are replaced rather than cast. ``scaled_dot_product_attention`` is computed by ``rounded_attention``: the
-CPU's kernels do not round probabilities, or round scores. Recurrent layers are run step by step on half tensors with
-torch's composite code: the CPU's fused layer would hide its products from the simulation. On CUDA their fused layer is
-avoided for the same reason. ``dropout`` of half tensors is the fused operator that CUDA uses: the CPU's rounds 1/(1-p)
-to half before it multiplies.
+Three operators are replaced rather than cast. ``scaled_dot_product_attention`` is ``rounded_attention``: the CPU's
+kernels either do not round probabilities or round scores. Recurrent layers run step by step on half tensors with
+torch's composite code: the CPU's fused layer would hide its products from the simulation, and so would CUDA's.
+``dropout`` of half tensors is the fused operator that CUDA uses: the CPU's rounds 1/(1-p) to half before it multiplies.
 
 Left as the CPU's lists have it, fp32 where CUDA has half: pooling and padding in three dimensions, padding by
 reflection, ``grid_sample``, ``fft`` and linear algebra. Only a selection or a sum of few terms depends on it.
