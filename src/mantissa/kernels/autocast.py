@@ -50,7 +50,7 @@ class Autocast:
     """
 
     def __init__(self, fmt: NumberFormat, backend: Backend, device_type: str) -> None:
-        if fmt is not FP32 and fmt.name not in _HALF_FORMATS:
+        if fmt != FP32 and fmt.name not in _HALF_FORMATS:
             raise MantissaError(f"precision={fmt}: modules run in fp32, {' or '.join(_HALF_FORMATS)}, not in fp8 yet")
         if not torch.amp.autocast_mode.is_autocast_available(device_type):
             raise MantissaError(f"device={device_type}: torch has no autocast for it; choose cpu or cuda")
@@ -63,7 +63,7 @@ class Autocast:
 
     @property
     def _simulates(self) -> bool:
-        return self.backend == "simulated" and self.format is not FP32
+        return self.backend == "simulated" and self.format != FP32
 
     def forward(self) -> AbstractContextManager[None]:
         """The context of the model's forward pass and of its loss."""
@@ -80,7 +80,7 @@ class Autocast:
                 follow_cuda(self.device_type)
                 stack.enter_context(_no_attention_fast_path())
                 _enter_rounding(stack, keep_casts=True)
-            dtype, enabled = (None, False) if self.format is FP32 else (self.format.dtype, True)
+            dtype, enabled = (None, False) if self.format == FP32 else (self.format.dtype, True)
             stack.enter_context(torch.autocast(self.device_type, dtype=dtype, enabled=enabled))
             yield
 
