@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mantissa.kernels.autocast import Autocast, autocast_for
+from mantissa.kernels.autocast_probe import probe_autocast
 from mantissa.kernels.interface import Kernels
 from mantissa.kernels.native import NativeKernels
 from mantissa.kernels.probe import probe
@@ -25,4 +27,14 @@ def rollout_kernels(precision: ResolvedPrecision) -> Kernels:
     return SimulatedKernels(role.active, logits, weights_on_grid=True)
 
 
-__all__ = ["Kernels", "NativeKernels", "SimulatedKernels", "learner_kernels", "probe", "rollout_kernels"]
+__all__ = [
+    "Autocast",
+    "Kernels",
+    "NativeKernels",
+    "SimulatedKernels",
+    "autocast_for",
+    "learner_kernels",
+    "probe",
+    "probe_autocast",
+    "rollout_kernels",
+]

@@ -34,6 +34,7 @@ from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.packing import Packed
 from mantissa.rl.seeds import generator
 from mantissa.training import (
+    Backward,
     LossScaler,
     OptimizerStep,
     StepOutcome,
@@ -87,7 +88,7 @@ class Learner:
             self.model, betas=self.config.betas, eps=self.config.eps, weight_decay=self.config.weight_decay
         )
 
-        def diagnose(backward: Callable[[float], None]) -> str:
+        def diagnose(backward: Backward) -> str:
             return first_nonfinite(self.model, lambda: backward(scaler.scale))
 
         return OptimizerStep(

@@ -2,17 +2,22 @@
 
 from mantissa.training.checkpoint import Checkpoint, load_checkpoint, load_weights, save_checkpoint, saved_steps
 from mantissa.training.diagnosis import first_nonfinite, flushed_fraction, gradients_of
+from mantissa.training.distributed import distribute
 from mantissa.training.optimizer import adamw, learning_rate
 from mantissa.training.scaler import LossScaler, ScalerConfig
-from mantissa.training.step import OptimizerStep, StepOutcome
+from mantissa.training.step import Backward, OptimizerStep, StepOutcome
+from mantissa.training.trainer import PrecisionTrainer
 
 __all__ = [
+    "Backward",
     "Checkpoint",
     "LossScaler",
     "OptimizerStep",
+    "PrecisionTrainer",
     "ScalerConfig",
     "StepOutcome",
     "adamw",
+    "distribute",
     "first_nonfinite",
     "flushed_fraction",
     "gradients_of",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def first_nonfinite(model: nn.Module, work: Callable[[], None]) -> str:
+def first_nonfinite(model: nn.Module, work: Callable[[], object]) -> str:
     """Run ``work`` (a forward and backward through ``model``) and name the first module with a non-finite value.
 
     Looks at module outputs in the order of the forward, then at gradients of outputs in the order of the backward,

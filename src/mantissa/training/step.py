@@ -3,9 +3,12 @@
 The order matters. Clipping scaled gradients at an unscaled bound always clips, and Adam's eps then swallows the
 update; clipping before the search for infinities turns one inf into NaN everywhere. And a batch of RL is expensive (it
 was sampled) while its backward is cheap: so an overflow lowers the scale and repeats the backward on the *same* batch,
-up to ``retries`` times, before the batch is given up. A step that is given up leaves nothing behind: gradients are
-zeroed, and neither the optimiser, nor the learning rate's schedule, nor the count of updates (the policy's version)
-moves.
+up to ``retries`` times, before the batch is given up. (Not where the loss itself was not finite: that is no matter of
+scale.) A step that is given up leaves nothing behind: gradients are zeroed, and neither the optimiser, nor the learning
+rate's schedule, nor the count of updates (the policy's version) moves.
+
+On several processes every rank takes the same branch: what was found is reduced (MAX) before anyone decides, for an
+inf in one rank's shard is an inf for all.
 
 Master weights, gradients and Adam's moments are fp32.
 """
@@ -21,39 +24,53 @@ from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
 from mantissa.precision import NumberFormat
+from mantissa.training.distributed import ALONE, Ranks, grad_norm, local
 from mantissa.training.scaler import LossScaler
 
-Backward = Callable[[float], None]
+Backward = Callable[[float], Tensor | None]
+_FP32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
 class StepOutcome:
     """What became of one optimiser step.
 
-    ``kind``: ``stepped`` (first try), ``retried`` (stepped after ``overflows`` lower scales), ``skipped`` (given up).
-    ``grad_norm``: Euclidean norm before clipping, unscaled; NaN where skipped. ``scale``: the scale of the last try.
-    ``max_scaled_grad``: the largest finite |scale x gradient| of the last try as a fraction of the format's largest
-    value (inf where it overflowed). ``lr``: the learning rate applied; 0 where skipped.
+    ``kind``: ``stepped`` (first try), ``retried`` (stepped after ``overflows`` lower scales), ``skipped`` (given up),
+    ``accumulated`` (gradients added, the optimiser's turn is still to come).
+    ``grad_norm``: Euclidean norm before clipping, unscaled; NaN where there was no step. ``scale``: the scale of the
+    last try. ``max_scaled_grad``: the largest finite |scale x gradient| of the last try as a fraction of the format's
+    largest value (inf where it overflowed). ``lr``: the learning rate applied; 0 where there was no step.
+    ``loss``: what ``backward`` returned on the last try, unscaled, detached, or None. ``clipped``: fraction of units
+    that adaptive clipping changed; None where it is off.
     """
 
-    kind: Literal["stepped", "retried", "skipped"]
+    kind: Literal["stepped", "retried", "skipped", "accumulated"]
     overflows: int
     grad_norm: float
     scale: float
     max_scaled_grad: float
     lr: float
+    loss: Tensor | None = None
+    clipped: float | None = None
 
     @property
     def applied(self) -> bool:
-        return self.kind != "skipped"
+        """True where the optimiser stepped."""
+        return self.kind in ("stepped", "retried")
+
+    def __str__(self) -> str:
+        return f"retried({self.overflows})" if self.kind == "retried" else self.kind
 
 
 class OptimizerStep:
     """One optimiser, its scaler and its schedule; ``run`` is one step.
 
-    ``parameters``: named fp32 masters. ``lr_at``: learning rate of update number n (0 for the first).
-    ``max_grad_norm``: clip bound on the unscaled Euclidean norm (inf: measure, never clip).
-    ``diagnose``: given the backward, returns the name of what first became non-finite; called only before stopping.
+    ``parameters``: named fp32 masters. ``lr_at``: learning rate of update number n (0 for the first); None leaves the
+    optimiser's rates to its owner. ``max_grad_norm``: clip bound on the unscaled Euclidean norm (inf: measure, never
+    clip). ``clip``: adaptive clipping, applied to the unscaled gradients before the bound; returns the fraction of
+    units it changed. ``diagnose``: given the backward, returns the name of what first became non-finite; called only
+    before stopping. ``on_nonfinite``: what to do about a non-finite gradient that no lower scale can cure: ``stop``
+    raises, ``skip`` gives the batch up. ``ranks``: the processes that must decide alike.
     """
 
     def __init__(
@@ -62,9 +79,13 @@ class OptimizerStep:
         optimizer: torch.optim.Optimizer,
         scaler: LossScaler,
         fmt: NumberFormat,
-        lr_at: Callable[[int], float],
+        lr_at: Callable[[int], float] | None,
         max_grad_norm: float = float("inf"),
         diagnose: Callable[[Backward], str] | None = None,
+        *,
+        clip: Callable[[], Tensor] | None = None,
+        on_nonfinite: Literal["stop", "skip"] = "stop",
+        ranks: Ranks = ALONE,
     ) -> None:
         for name, parameter in parameters.items():
             if parameter.dtype != torch.float32:
@@ -78,50 +99,78 @@ class OptimizerStep:
         self.lr_at = lr_at
         self.max_grad_norm = max_grad_norm
         self.diagnose = diagnose
+        self.clip = clip
+        self.on_nonfinite = on_nonfinite
+        self.ranks = ranks
         self.updates = 0
         self.skipped = 0
 
-    def run(self, backward: Backward) -> StepOutcome:
+    def run(
+        self, backward: Backward, *, accumulated: bool = False, share: float = 1.0, repeatable: bool = True
+    ) -> StepOutcome:
         """Do one optimiser step on the gradients that ``backward(scale)`` leaves in the parameters' ``.grad``.
 
         ``backward`` multiplies its loss by the scale it is given, and must do the same work when called again: it is
-        called once, and again after each overflow. Raises ``MantissaError`` on a non-finite gradient at the floor.
+        called once, and again after each overflow. It may return its unscaled loss, which the outcome carries.
+        ``accumulated``: the first call adds to gradients that are already there; after an overflow they are cleared,
+        and the next call must make the whole. ``share``: a factor on the gradients, applied with the unscaling.
+        ``repeatable`` False: ``backward`` cannot be called twice, so an overflow skips.
+        Raises ``MantissaError`` on a non-finite gradient at the floor, unless ``on_nonfinite`` is ``skip``.
         """
         overflows = 0
         while True:
             scale = self.scaler.scale
-            self.optimizer.zero_grad(set_to_none=True)
-            backward(scale)
-            gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-            largest = float(torch.nn.utils.get_total_norm(gradients, norm_type=float("inf")))
-            if largest <= torch.finfo(torch.float32).max:  # false for inf and for NaN
+            if not accumulated or overflows:
+                self.optimizer.zero_grad(set_to_none=True)
+            loss = backward(scale)
+            gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
+            largest = self._largest(gradients)
+            if largest <= _FP32_MAX:  # false for inf and for NaN
                 break
             overflows += 1
-            if self.scaler.at_floor:
+            if self.scaler.at_floor and self.on_nonfinite == "stop":
                 self._stop(backward, scale)
+            incurable = not repeatable or self.scaler.at_floor or self._loss_is_lost(loss)
             self.scaler.overflowed()
-            if overflows > self.scaler.config.retries:
+            if overflows > self.scaler.config.retries or incurable:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.skipped += 1
-                return StepOutcome("skipped", overflows, float("nan"), scale, float("inf"), 0.0)
-        norm, lr = self._apply(gradients, scale)
+                return StepOutcome("skipped", overflows, float("nan"), scale, float("inf"), 0.0, loss)
+        fraction = largest / self.format.largest
+        norm, lr, clipped = self._apply(gradients, scale, share, fraction)
         kind: Literal["stepped", "retried"] = "retried" if overflows else "stepped"
-        return StepOutcome(kind, overflows, norm, scale, largest / self.format.largest, lr)
+        return StepOutcome(kind, overflows, norm, scale, fraction, lr, loss, clipped)
 
-    def _apply(self, gradients: list[Tensor], scale: float) -> tuple[float, float]:
-        if scale != 1.0:
-            torch._foreach_mul_(gradients, 1.0 / scale)  # exact: a power of two
-        norm = torch.nn.utils.get_total_norm(gradients)
+    def _largest(self, gradients: list[Tensor]) -> float:
+        """Largest |gradient| on any rank; inf where one is inf or NaN (a MAX over ranks may drop a NaN)."""
+        present = [grad for grad in gradients if grad.numel()]
+        largest = torch.nn.utils.get_total_norm(present, norm_type=float("inf"))
+        return float(self.ranks.max(torch.where(largest.isnan(), float("inf"), largest)))
+
+    def _loss_is_lost(self, loss: Tensor | None) -> bool:
+        """Whether the forward itself was not finite, on any rank: a repeated backward would find the same."""
+        lost = 0.0 if loss is None or bool(loss.isfinite()) else 1.0
+        return self.ranks.max_of(lost) > 0
+
+    def _apply(
+        self, gradients: list[Tensor], scale: float, share: float, fraction: float
+    ) -> tuple[float, float, float | None]:
+        factor = share / scale  # exact where share is 1: scales are powers of two
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        clipped = None if self.clip is None else self.clip()
+        norm = grad_norm(p.grad for p in self.parameters.values() if p.grad is not None)
         if self.max_grad_norm < float("inf"):
-            torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self.max_grad_norm, norm)
-        lr = self.lr_at(self.updates)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            torch._foreach_mul_(gradients, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        if self.lr_at is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr_at(self.updates)
+        lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.stepped()
         self.updates += 1
-        return float(norm), lr
+        return float(norm), lr, None if clipped is None else float(clipped)
 
     def _stop(self, backward: Backward, scale: float) -> None:
         where = self.diagnose(backward) if self.diagnose else "not diagnosed"

@@ -1,0 +1,179 @@
+"""CUDA's autocast rules on a CPU, for simulated precision.
+
+Which operation autocast runs in half, in fp32 or in the widest type of its operands is decided per device type, and the
+CPU's lists are shorter than CUDA's: on a CPU ``softmax``, ``layer_norm``, ``exp`` or ``pow`` of a half tensor stay
+half. A simulation that promises what a GPU does must follow the GPU. The tables below hold CUDA's rules by operator;
+``follow_cuda`` registers, at the dispatcher's autocast key of the CPU, those rules that torch has only for CUDA. A
+registration is for the process; it acts only inside ``RoundedOps`` and otherwise hands the operation on as if it were
+not there, so that native autocast on a CPU stays what it was.
+
+Being at the dispatcher, above autograd, a rule's cast is differentiable, what the backward pass saves is the cast
+tensor, and operations that C++ code calls (``cross_entropy`` calls ``log_softmax``) are met too: as on CUDA.
+
+Two operators are replaced rather than cast. ``scaled_dot_product_attention`` is computed by ``rounded_attention``: the
+CPU's kernels do not round probabilities, or round scores. Recurrent layers are run step by step on half tensors with
+torch's composite code: the CPU's fused layer would hide its products from the simulation. On CUDA their fused layer is
+avoided for the same reason.
+
+Left as the CPU's lists have it, fp32 where CUDA has half: pooling and padding in three dimensions, padding by
+reflection, ``grid_sample``, ``fft`` and linear algebra. Only a selection or a sum of few terms depends on it.
+
+Source: the list in torch's documentation of ``torch.amp``, and the operators torch registers for ``AutocastCUDA``,
+which a test compares with these tables.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mantissa.kernels.rounded_attention import rounded_attention
+from mantissa.kernels.rounded_ops import HALF, is_rounding
+
+LOWER = """
+    _convolution _convolution.deprecated _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell
+    addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d.input conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose einsum
+    gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell
+    scaled_dot_product_attention
+""".split()
+IN_FP32 = """
+    _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
+    cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm.dim group_norm hinge_embedding_loss
+    huber_loss kl_div l1_loss layer_norm linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log log10
+    log1p log2 log_softmax.int logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss
+    native_layer_norm nll_loss nll_loss2d norm.Scalar norm.ScalarOpt_dim nuclear_norm nuclear_norm.dim pdist
+    poisson_nll_loss pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor prod prod.dim_int reciprocal renorm rms_norm rsqrt
+    sinh smooth_l1_loss soft_margin_loss softmax.int softplus sum sum.dim_IntList tan triplet_margin_loss
+    upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
+    upsample_trilinear3d
+""".split()
+PROMOTED = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot".split()
+REFUSED = ["binary_cross_entropy"]  # on CUDA autocast raises and names the safe loss; a CPU computes it in fp32
+
+_KEEPS_GIVEN_DTYPE = ("sum", "prod", "cumsum", "cumprod", "softmax", "log_softmax", "linalg_vector_norm")
+_RECURRENT = [f"{kind}.{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")]
+
+Cast = Callable[[tuple[Any, ...], dict[str, Any], torch.dtype], torch.dtype | None]
+
+
+@functools.cache
+def follow_cuda(device_type: str) -> torch.library.Library:
+    """Register the rules that ``device_type`` lacks, once for the process; the library that holds them."""
+    library = torch.library.Library("aten", "IMPL")
+    key = f"Autocast{device_type.upper()}"
+    for name in _RECURRENT:
+        library.impl(name, _rule(name, key, _to_half, _without_fused_layers(device_type)), key, with_keyset=True)
+    if device_type != "cpu":
+        return library  # its autocast has the other rules, and its attention rounds as a tensor core does
+    on_cuda, on_cpu = (
+        set(torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{d}")) for d in ("CUDA", "CPU")
+    )
+    for names, cast in ((LOWER, _to_half), (IN_FP32, _to_fp32), (PROMOTED, _to_widest)):
+        for name in names:
+            if f"aten::{name}" in on_cuda - on_cpu:
+                library.impl(name, _rule(name, key, cast), key, with_keyset=True)
+    with warnings.catch_warnings():  # torch says that it had a kernel there; outside RoundedOps ours does the same
+        warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
+        library.impl("scaled_dot_product_attention", _attention, key, with_keyset=True, allow_override=True)
+    return library
+
+
+def _to_half(args: tuple[Any, ...], kwargs: dict[str, Any], half: torch.dtype) -> torch.dtype | None:
+    return half
+
+
+def _to_fp32(args: tuple[Any, ...], kwargs: dict[str, Any], half: torch.dtype) -> torch.dtype | None:
+    return torch.float32
+
+
+def _to_widest(args: tuple[Any, ...], kwargs: dict[str, Any], half: torch.dtype) -> torch.dtype | None:
+    dtypes = {t.dtype for t in _tensors((*args, *kwargs.values())) if t.is_floating_point()}
+    return torch.float32 if torch.float32 in dtypes and dtypes & set(HALF) else None
+
+
+def _rule(name: str, key: str, cast: Cast, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The kernel of ``name`` at the autocast key: cast where ``RoundedOps`` is active, else hand on."""
+    op = _overload(name)
+    takes_dtype = name.split(".")[0] in _KEEPS_GIVEN_DTYPE
+
+    def kernel(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if not is_rounding():
+            return op.redispatch(keyset.remove(getattr(torch._C.DispatchKey, key)), *args, **kwargs)
+        dtype = cast(args, kwargs, torch.get_autocast_dtype(key.removeprefix("Autocast").lower()))
+        if takes_dtype and _given_dtype(op, args, kwargs):
+            dtype = None  # ``sum(x, dtype=...)`` says itself what it computes in
+        if dtype is not None:
+            args = tuple(_cast(a, dtype) for a in args)
+            kwargs = {name: _cast(a, dtype) for name, a in kwargs.items()}
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
+            return op(*args, **kwargs) if run is None else run(op, args, kwargs)
+
+    return kernel
+
+
+def _attention(keyset: torch.DispatchKeySet, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The CPU's rule for attention, all operands in half, and inside ``RoundedOps`` our arithmetic."""
+    half = torch.get_autocast_dtype("cpu")
+    q, k, v, args = _cast(q, half), _cast(k, half), _cast(v, half), tuple(_cast(a, half) for a in args)
+    kwargs = {name: _cast(a, half) for name, a in kwargs.items()}
+    # with both a mask and is_causal, with no element or with double precision torch has the say
+    ours = is_rounding() and all(type(t) is Tensor and t.dtype == half and t.numel() > 0 for t in (q, k, v))
+    named = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)), **kwargs}
+    ours = ours and not (named.get("attn_mask") is not None and named.get("is_causal"))
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        if ours:
+            return rounded_attention(q, k, v, **named)
+        return torch.ops.aten.scaled_dot_product_attention.default(q, k, v, *args, **kwargs)
+
+
+def _without_fused_layers(device_type: str) -> Callable[..., Any]:
+    """Run a recurrent layer with torch's composite code, whose products are dispatched one by one."""
+    library = "mkldnn" if device_type == "cpu" else "cudnn"
+    enabled = getattr(torch._C, f"_get_{library}_enabled")
+    enable = getattr(torch._C, f"_set_{library}_enabled")  # torch.backends.mkldnn.flags would set TF32 too, and warn
+
+    def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = enabled()
+        enable(False)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            enable(before)
+
+    return run
+
+
+def _overload(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def _given_dtype(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if kwargs.get("dtype") is not None:
+        return True
+    return any(isinstance(a, torch.dtype) for a in args)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in ``dtype``, alone or in a list; double precision, integers and complex stay."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.dtype not in (dtype, torch.float64):
+            return value.to(dtype)
+        return value
+    if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+        return [_cast(v, dtype) for v in value]
+    return value
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        found += [value] if isinstance(value, Tensor) else _tensors(value) if isinstance(value, (list, tuple)) else []
+    return found

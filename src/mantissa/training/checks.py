@@ -1,0 +1,80 @@
+"""What the drop-in trainer refuses, each with one clear error."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mantissa.errors import MantissaError
+from mantissa.precision import FP32, PrecisionPolicy, ResolvedRole, resolve
+from mantissa.training.distributed import unwrapped
+
+
+def named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The optimiser's parameters by their names in the model."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise MantissaError(
+            "LBFGS calls the loss several times in one step, which loss scaling cannot follow; use another"
+        )
+    names = {id(p): name for name, p in unwrapped(model).named_parameters()}
+    named: dict[str, nn.Parameter] = {}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            named[names.get(id(parameter), f"optimizer.param_groups[{g}][{i}]")] = parameter
+    if not set(names.values()) & set(named):
+        raise MantissaError(
+            "the optimiser holds none of the model's parameters: make it from model.parameters(), after wrapping the "
+            "model for several processes"
+        )
+    return named
+
+
+def device_of(model: nn.Module) -> torch.device:
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1:
+        listed = ", ".join(sorted(map(str, devices))) or "none: the model has no parameters"
+        raise MantissaError(f"PrecisionTrainer expects a model on one device; its parameters are on {listed}")
+    return devices.pop()
+
+
+def resolved_role(precision: str, backend: Any, fallback: Any, device: torch.device) -> ResolvedRole:
+    """The learner's line of the precision table for one format.
+
+    On a CPU bf16 and fp16 are simulated; who would rather have plain fp32 there writes ``fallback="warn"``.
+    """
+    if backend == "simulated" and precision in ("fp32", "float32"):
+        backend = "auto"  # fp32 is never simulated: the same arithmetic
+    policy = PrecisionPolicy(train=precision, rollout=precision, backend=backend, fallback=fallback)
+    role = resolve(policy, device).learner
+    if fallback == "warn" and backend == "auto" and device.type == "cpu" and role.backend == "simulated":
+        reason = f"no GPU here, and a CPU would only simulate {role.active}"
+        warnings.warn(f"precision: {role.requested} was asked, but {reason}: it runs in fp32", stacklevel=4)
+        return ResolvedRole(role.role, role.requested, FP32, "native", f"fallback: warn, because {reason}")
+    return role
+
+
+def check_options(accumulate: int, max_grad_norm: float, adaptive_clip: float | None, on_nonfinite: str) -> int:
+    checks = (
+        (
+            isinstance(accumulate, int) and accumulate >= 1,
+            f"accumulate={accumulate}: expected a whole number from 1 on",
+        ),
+        (max_grad_norm > 0, f"max_grad_norm={max_grad_norm}: expected more than 0 (inf measures and never clips)"),
+        (adaptive_clip is None or adaptive_clip > 0, f"adaptive_clip={adaptive_clip}: expected more than 0, or None"),
+        (on_nonfinite in ("stop", "skip"), f'on_nonfinite={on_nonfinite!r}: expected "stop" or "skip"'),
+    )
+    for good, message in checks:
+        if not good:
+            raise MantissaError(f"PrecisionTrainer: {message}")
+    return accumulate
+
+
+def check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        what = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise MantissaError(f"loss_fn must return the batch's mean loss, a scalar floating-point tensor; got {what}")
+    if not loss.requires_grad:
+        raise MantissaError("loss_fn returned a loss without a gradient: was the model run under torch.no_grad()?")

@@ -1,0 +1,207 @@
+"""Several processes: who they are, what they agree on, and what is sharded.
+
+``distribute`` wraps a model for DDP (every rank holds all of it) or FSDP2 (every rank holds a shard of each parameter)
+under ``torchrun``; ``Ranks`` is what the optimiser step and the trainer know of the other processes. With one process
+every function here is the identity, so there is no branch elsewhere.
+
+What must agree between ranks, and how: the largest gradient (MAX, hence found-inf), the weights of batches (SUM), the
+end of the data (MAX of "have one"). Gradients are averaged by DDP and FSDP2 themselves, in fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mantissa.errors import MantissaError
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether ``value`` is a DTensor; costs no import where none can exist."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor: the shard of a DTensor (sharing its memory), any other tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def grad_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Euclidean norm of all gradients, whole ones and sharded ones (each shard counted once); 0-dim, fp32.
+
+    sqrt(sum_g ||g||^2). Collective where there are DTensors.
+    """
+    plain: list[Tensor] = []
+    sharded: list[Tensor] = []
+    for gradient in gradients:
+        (sharded if is_dtensor(gradient) else plain).append(gradient)
+    norm = torch.nn.utils.get_total_norm(plain)
+    if not sharded:
+        return norm
+    across: Any = torch.nn.utils.get_total_norm(sharded)
+    return torch.hypot(norm.to(across.device), across.full_tensor())
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train one model together. ``device``: where their messages are made (gloo: ``cpu``)."""
+
+    rank: int = 0
+    world: int = 1
+    device: str = "cpu"
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Ranks:
+        """The ranks of a model that ``distribute`` (or the caller) wrapped; ``ALONE`` in one process.
+
+        Raises ``MantissaError`` where there are several processes but nothing would synchronise the model.
+        """
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return ALONE
+        if not isinstance(model, nn.parallel.DistributedDataParallel) and not _is_fsdp(model):
+            raise MantissaError(
+                f"{dist.get_world_size()} processes, but the model is neither DDP nor FSDP2: each would train a copy "
+                'of its own; wrap it first, as in model = distribute(model, "ddp")'
+            )
+        device = f"cuda:{torch.cuda.current_device()}" if dist.get_backend() == "nccl" else "cpu"
+        return cls(dist.get_rank(), dist.get_world_size(), device)
+
+    def max(self, value: Tensor) -> Tensor:
+        """Largest of a 0-dim tensor over ranks (NaN is not ordered: map it to inf first)."""
+        return self._reduce(value, dist.ReduceOp.MAX) if self.world > 1 else value
+
+    def max_of(self, value: float) -> float:
+        """Largest of a number over ranks."""
+        return float(self.max(torch.tensor(value, dtype=torch.float64))) if self.world > 1 else value
+
+    def sum_of(self, value: float) -> float:
+        """Sum of a number over ranks."""
+        if self.world == 1:
+            return value
+        return float(self._reduce(torch.tensor(value, dtype=torch.float64), dist.ReduceOp.SUM))
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def _reduce(self, value: Tensor, op: Any) -> Tensor:
+        message = value.detach().to(self.device, copy=True)
+        dist.all_reduce(message, op=op)
+        return message
+
+
+ALONE = Ranks()
+
+
+def _is_fsdp(model: nn.Module) -> bool:
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and isinstance(model, module.FSDPModule)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DDP; any other model itself (FSDP2 shards in place)."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+@contextlib.contextmanager
+def synchronising(model: nn.Module, when: bool) -> Iterator[None]:
+    """Forward and backward of a micro-batch; ``when`` is False for all but the last, whose backward averages gradients
+    over ranks. Without it, n micro-batches would send n times as much as one."""
+    if isinstance(model, nn.parallel.DistributedDataParallel) and not when:
+        with model.no_sync():
+            yield
+        return
+    if _is_fsdp(model):
+        model.set_requires_gradient_sync(when)  # type: ignore[operator]
+    yield
+
+
+def forget_unsent(model: nn.Module) -> None:
+    """Drop what FSDP2 has accumulated and not yet exchanged: it lies in the unsharded parameters, beyond ``zero_grad``.
+
+    Torch has no public way to it (as of 2.13), so these are its inner names; where they change, this raises.
+    """
+    if not _is_fsdp(model):
+        return
+    for module in (m for m in model.modules() if _is_fsdp(m)):
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for parameter in (p for group in groups if group is not None for p in group.fsdp_params):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def distribute(
+    model: nn.Module,
+    kind: Literal["ddp", "fsdp2"],
+    *,
+    device: torch.device | str | None = None,
+    blocks: tuple[type[nn.Module], ...] = (),
+    **options: Any,
+) -> nn.Module:
+    """Wrap ``model`` for the processes that ``torchrun`` started; in one process, return it as it is.
+
+    Call it before making the optimiser: FSDP2 replaces the parameters. Joins the process group (nccl on CUDA, gloo on a
+    CPU) unless that is done. ``device``: where the model goes; by default this rank's GPU, or the CPU without one.
+    ``blocks``: for FSDP2, classes of modules to shard one by one, so that only one is whole at a time; by default the
+    entries of every ``nn.ModuleList``. ``options`` go to ``DistributedDataParallel`` or ``fully_shard``.
+    """
+    if kind not in ("ddp", "fsdp2"):
+        raise MantissaError(f'distribute(kind={kind!r}): expected "ddp" or "fsdp2"')
+    on_gpu = torch.device(device).type == "cuda" if device is not None else torch.cuda.is_available()
+    place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+    model = model.to(place)
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return model
+        if on_gpu:
+            torch.cuda.set_device(place)
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    if dist.get_world_size() == 1:
+        return model
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model, device_ids=[place.index] if on_gpu else None, **options)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    options.setdefault("mesh", init_device_mesh(place.type, (dist.get_world_size(),)))
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
+    chosen = [m for m in model.modules() if isinstance(m, blocks)] if blocks else [m for each in lists for m in each]
+    for module in chosen:
+        fully_shard(module, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def whole(value: Any) -> Any:
+    """A nested state with every tensor whole and on the CPU, as rank 0 writes it. Collective where there are DTensors,
+    so every rank must call it, in the same order; all get the result."""
+    if isinstance(value, Tensor):
+        full: Tensor = value.full_tensor() if is_dtensor(value) else value  # type: ignore[attr-defined]
+        return full.detach().cpu()
+    if isinstance(value, dict):
+        return {key: whole(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(whole(entry) for entry in value)
+    return value
+
+
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor laid out as ``like``: its device, and a DTensor's placements. Collective as ``whole``."""
+    if not is_dtensor(like):
+        return full.to(like.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    layout: Any = like
+    return distribute_tensor(full.to(like.device), layout.device_mesh, layout.placements)

@@ -1,0 +1,268 @@
+"""What each process of tests/training/test_distributed.py does: ``torchrun rank_worker.py FOLDER KIND SCENARIO...``.
+
+Every scenario leaves ``FOLDER/<KIND>-<scenario>-<rank>.pt``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mantissa.precision.strict import StrictPromotion
+from mantissa.training import PrecisionTrainer, ScalerConfig, distribute
+from mantissa.training.distributed import unwrapped, whole
+
+GLOBAL = 12  # rows of a whole batch: divided by 1, 2 and 3 processes
+Batch = tuple[Tensor, Tensor]
+
+
+class Blocks(nn.Module):
+    """Linear, LayerNorm and a trap: small, and with an odd size, so that shards are uneven."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(7, 3)
+        self.limit = math.inf
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        if x.requires_grad and self.limit < math.inf:
+            x.register_hook(lambda grad: torch.where(grad.abs().max() > self.limit, math.inf, grad).to(grad.dtype))
+        return self.head(x)
+
+
+def make_model() -> Blocks:
+    torch.manual_seed(0)
+    return Blocks()
+
+
+def batches(count: int, rows: int = GLOBAL) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(rows, 7, generator=generator), torch.randint(0, 3, (rows,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def mine(batch: Batch, rank: int, world: int) -> Batch:
+    share = len(batch[0]) // world
+    rows = slice(rank * share, (rank + 1) * share)
+    return batch[0][rows], batch[1][rows]
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def make_trainer(kind: str | None, precision: str = "fp32", **options: Any) -> PrecisionTrainer:
+    """A trainer over the processes there are; ``kind`` None: alone, for the tests' reference."""
+    model: nn.Module = make_model()
+    if kind is not None:
+        model = distribute(model, kind)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return PrecisionTrainer(model, optimizer, precision, say=lambda line: None, **options)
+
+
+def train(trainer: PrecisionTrainer, todo: list[Batch]) -> list[str]:
+    ranks = trainer.ranks
+    return [str(trainer.step(mine(batch, ranks.rank, ranks.world), loss_fn)) for batch in todo]
+
+
+def result(trainer: PrecisionTrainer, **more: Any) -> dict[str, Any]:
+    weights = whole(unwrapped(trainer.model).state_dict())
+    return {"weights": dict(weights), "stats": trainer.stats(), **more}
+
+
+def equal(kind: str | None, folder: Path) -> dict[str, Any]:
+    trainer = make_trainer(kind, max_grad_norm=0.3)
+    norms = []
+    for batch in batches(5):
+        outcome = trainer.step(mine(batch, trainer.ranks.rank, trainer.ranks.world), loss_fn)
+        norms.append(outcome.grad_norm)
+    return result(trainer, norms=norms)
+
+
+def inf_on_one_rank(kind: str | None, folder: Path) -> dict[str, Any]:
+    """Step 1: a gradient that is inf on rank 1 at any scale. Step 3: a loss that is inf on rank 1. Step 5: an overflow
+    on rank 1 above a scale of 2^12."""
+    trainer = make_trainer(kind, "fp16", scale=ScalerConfig(initial=2.0**14, retries=4))
+    model: Any = unwrapped(trainer.model)
+    rows, kinds, scales = batches(7), [], []
+    for i, batch in enumerate(rows):
+        other = trainer.ranks.rank == 1
+        model.limit = 0.0 if i == 1 and other else 2.0**9 / 6 if i == 5 and other else math.inf
+        bad = i == 3 and other
+        outcome = trainer.step(
+            mine(batch, trainer.ranks.rank, trainer.ranks.world),
+            lambda model, batch, bad=bad: loss_fn(model, batch) * (math.inf if bad else 1.0),
+        )
+        kinds.append(str(outcome))
+        scales.append(outcome.scale)
+    return result(trainer, kinds=kinds, scales=scales)
+
+
+def accumulate(kind: str | None, folder: Path) -> dict[str, Any]:
+    """Four micro-batches a step; how often gradients were sent, against one micro-batch a step."""
+    sent = {}
+    for count in (1, 4):
+        trainer = make_trainer(kind, accumulate=count)
+        calls = _count_exchanges(trainer, kind)
+        train(trainer, batches(8)[:count])  # the first step lets DDP settle its buckets
+        before = len(calls)
+        train(trainer, batches(8)[count : 2 * count])
+        sent[count] = len(calls) - before
+    return result(trainer, sent=sent)
+
+
+def _count_exchanges(trainer: PrecisionTrainer, kind: str | None) -> list[int]:
+    calls: list[int] = []
+    if kind == "ddp":
+
+        def hook(state, bucket):  # torch checks annotations, and these would be strings
+            calls.append(1)
+            work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+            return work.get_future().then(lambda future: future.value()[0])
+
+        trainer.model.register_comm_hook(None, hook)  # type: ignore[operator]
+    elif kind == "fsdp2":
+        # FSDP2's one call for sending gradients; its name is the first from torch 2.13 on
+        name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+        original = getattr(dist, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return original(*args, **kwargs)
+
+        setattr(dist, name, counting)
+    return calls
+
+
+def parts_of_uneven() -> list[list[int]]:
+    """Rows of each batch, by rank: the ranks run out at different times, and the last batches are smaller."""
+    return [[6, 6, 3], [6, 2]]
+
+
+def uneven(kind: str | None, folder: Path) -> dict[str, Any]:
+    trainer = make_trainer(kind, accumulate=2)
+    sizes = parts_of_uneven()[trainer.ranks.rank]
+    x, y = batches(1, 40)[0]
+    start = 20 * trainer.ranks.rank
+    loader = []
+    for size in sizes:
+        loader.append((x[start : start + size], y[start : start + size]))
+        start += size
+    kinds = []
+    for batch in trainer.batches(loader):
+        weight = 0.0 if batch is None else len(batch[0]) / 6
+        kinds.append(str(trainer.step(batch, loss_fn, weight=weight)))
+    kinds.append(str(trainer.flush()))
+    return result(trainer, kinds=kinds)
+
+
+def broken_window(kind: str | None, folder: Path) -> dict[str, Any]:
+    """One micro-batch added, then an exception in the next: nothing of the first may reach a later step."""
+    trainer = make_trainer(kind, accumulate=2)
+    todo = batches(4)
+
+    def broken(model: nn.Module, batch: Batch) -> Tensor:
+        raise KeyError("answer")
+
+    train(trainer, todo[:1])
+    with contextlib.suppress(KeyError):
+        trainer.step(todo[1], broken)
+    kinds = train(trainer, todo[2:])
+    return result(trainer, kinds=kinds)
+
+
+def save(kind: str | None, folder: Path) -> dict[str, Any]:
+    """Three steps, a checkpoint, three more."""
+    trainer = make_trainer(kind, "fp16")
+    todo = batches(6)
+    train(trainer, todo[:3])
+    trainer.save_checkpoint(folder / f"{kind}.pt", {"next": 3})
+    train(trainer, todo[3:])
+    return result(trainer)
+
+
+def crash(kind: str | None, folder: Path) -> dict[str, Any]:
+    """As ``save``, but rank 1 dies in the middle of step 5: after its forward, before its backward."""
+    trainer = make_trainer(kind, "fp16")
+    todo = batches(6)
+    train(trainer, todo[:3])
+    trainer.save_checkpoint(folder / f"{kind}-crash.pt", {"next": 3})
+    train(trainer, todo[3:4])
+
+    def dying(model: nn.Module, batch: Batch) -> Tensor:
+        loss = loss_fn(model, batch)
+        if trainer.ranks.rank == 1:
+            os._exit(9)
+        return loss
+
+    trainer.step(mine(todo[4], trainer.ranks.rank, trainer.ranks.world), dying)
+    raise AssertionError("a step whose rank died must not return")
+
+
+def resume(kind: str | None, folder: Path, name: str = "") -> dict[str, Any]:
+    trainer = make_trainer(kind, "fp16")
+    extra = trainer.load_checkpoint(folder / (name or f"{kind}.pt"))
+    train(trainer, batches(6)[extra["next"] :])
+    return result(trainer)
+
+
+def resume_crashed(kind: str | None, folder: Path) -> dict[str, Any]:
+    return resume(kind, folder, f"{kind}-crash.pt")
+
+
+def unwrapped_is_refused(kind: str | None, folder: Path) -> dict[str, Any]:
+    model = make_model()
+    try:
+        PrecisionTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", say=lambda line: None)
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+def full_disk(kind: str | None, folder: Path) -> dict[str, Any]:
+    """Rank 0 cannot write: every rank is told, and none waits."""
+    trainer = make_trainer(kind)
+    try:
+        trainer.save_checkpoint(folder / "rank_worker_result" / "x.pt" if trainer.ranks.rank else "/proc/x.pt")
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+SCENARIOS = {
+    f.__name__: f
+    for f in (equal, inf_on_one_rank, accumulate, uneven, broken_window, save, crash, resume, resume_crashed)
+} | {f.__name__: f for f in (unwrapped_is_refused, full_disk)}
+
+
+def main() -> None:
+    folder, kind, *names = sys.argv[1:]
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    for name in names:
+        with StrictPromotion():
+            content = SCENARIOS[name](kind, Path(folder))
+        torch.save(content, Path(folder) / f"{kind}-{name}-{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

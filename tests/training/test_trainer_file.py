@@ -1,0 +1,268 @@
+"""The trainer's checkpoint: bit-for-bit resumption, atomic, safe, old layouts, damage of every kind."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mantissa.errors import MantissaError
+from mantissa.training import PrecisionTrainer, trainer_file
+from toys import cross_entropy, data, fragile, mlp, quiet, same, state, trainer_of
+
+
+def adam_trainer(seed: int = 0, precision: str = "fp16", **options) -> PrecisionTrainer:
+    model = mlp(seed, dropout=0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    return PrecisionTrainer(model, optimizer, precision, scheduler=schedule, **({"say": quiet} | options))
+
+
+def counters(trainer: PrecisionTrainer) -> dict:
+    return {k: v for k, v in trainer.stats().items() if k not in ("reason", "grad_norm", "max_scaled_grad")}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_resumed_is_the_same_to_the_last_bit(precision: str, tmp_path: Path) -> None:
+    """Dropout, batch norm, Adam, schedule, a moving scale: after loading, ten steps are the uninterrupted run's."""
+    batches = data(20)
+    whole = adam_trainer(precision=precision, scale=128.0 if precision == "fp32" else "dynamic")
+    for batch in batches[:10]:
+        whole.step(batch, cross_entropy)
+    path = whole.save_checkpoint(tmp_path / "run.pt", {"epoch": 3, "seen": torch.arange(4)})
+    went_on = [whole.step(batch, cross_entropy).loss for batch in batches[10:]]
+
+    torch.manual_seed(77)
+    resumed = adam_trainer(seed=1, precision=precision, scale=128.0 if precision == "fp32" else "dynamic")
+    extra = resumed.load_checkpoint(path)
+    assert extra["epoch"] == 3
+    assert torch.equal(extra["seen"], torch.arange(4))
+    again = [resumed.step(batch, cross_entropy).loss for batch in batches[10:]]
+    assert all(torch.equal(a, b) for a, b in zip(went_on, again, strict=True))
+    assert same(state(whole.model), state(resumed.model))
+    assert counters(whole) == counters(resumed)
+
+
+def test_the_scaler_goes_on_where_it_was(tmp_path: Path) -> None:
+    model, trap = fragile()
+    trainer = trainer_of(model, "fp16", retries=0)
+    trap.limit = 0.0
+    trainer.step(data(1)[0], cross_entropy)
+    trap.limit = float("inf")
+    for batch in data(5):
+        trainer.step(batch, cross_entropy)
+    path = trainer.save_checkpoint(tmp_path / "a.pt")
+    other = trainer_of(fragile(3)[0], "fp16", retries=0)
+    other.load_checkpoint(path)
+    assert other.scaler.state_dict() == trainer.scaler.state_dict()
+    assert other.scaler.state_dict()["scale"] == 2.0**15
+    assert (other.steps, other.updates, other.skipped) == (6, 5, 1)
+
+
+def test_another_precision_starts_a_fresh_scaler_and_says_so(tmp_path: Path) -> None:
+    path = trainer_of(mlp(), "fp16").save_checkpoint(tmp_path / "a.pt")
+    said: list[str] = []
+    trainer = trainer_of(mlp(1), "bf16", say=said.append)
+    trainer.load_checkpoint(path)
+    assert trainer.scaler.scale == 1.0
+    assert any("written in fp16, goes on in bf16" in line for line in said)
+
+
+def test_saving_in_an_open_window_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(mlp(), accumulate=2)
+    trainer.step(data(1)[0], cross_entropy)
+    with pytest.raises(MantissaError, match="1 of 2 micro-batches"):
+        trainer.save_checkpoint(tmp_path / "a.pt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_unsafe_values_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(MantissaError, match=r"checkpoint\['extra'\]\['path'\] is a pathlib"):
+        trainer_of(mlp()).save_checkpoint(tmp_path / "a.pt", {"path": tmp_path})
+    assert not list(tmp_path.iterdir())
+
+
+OLD = [
+    {"update_steps": None},
+    {"update_steps": 6, "accumulated_steps": 0, "precision_mode": "mixed_fp16", "precision_active": True},
+]
+
+
+@pytest.mark.parametrize("more", OLD)
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_reads_both_layouts_without_a_version(more: dict, prefix: str, tmp_path: Path) -> None:
+    """Written as those utilities do: torch.save of a dictionary, with GradScaler's own state."""
+    model = mlp(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    cross_entropy(model, data(1)[0]).backward()
+    optimizer.step()
+    old = {
+        "model_state_dict": {prefix + name: value for name, value in model.state_dict().items()},
+        "optimizer_state_dict": optimizer.state_dict(),
+        "training_steps": 8,
+        "overflow_steps": 2,
+        "fp16_active": True,
+        "scaler_state_dict": {
+            "scale": 4096.0,
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 2000,
+            "_growth_tracker": 17,
+        },
+    } | {key: value for key, value in more.items() if value is not None}
+    path = tmp_path / "old.pt"
+    torch.save(old, path)
+    trainer = trainer_of(mlp(5), "fp16")
+    assert trainer.load_checkpoint(path) == {}
+    assert same(state(model), state(trainer.model))
+    assert (trainer.steps, trainer.updates, trainer.skipped) == (8, 6, 2)
+    assert trainer.scaler.state_dict() == {"scale": 4096.0, "clean_steps": 17}
+    momentum = next(iter(optimizer.state.values()))["momentum_buffer"]
+    assert torch.equal(next(iter(trainer.optimizer.state.values()))["momentum_buffer"], momentum)
+    plain = trainer_of(mlp(5), "bf16")
+    plain.load_checkpoint(path)
+    assert plain.scaler.scale == 1.0  # a scaler that a format does not need is not revived
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("ran code",))
+
+
+def damaged(kind: str, path: Path) -> None:
+    if kind == "truncated":
+        path.write_bytes(path.read_bytes()[:-200])
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "text":
+        path.write_text("loss=0.3\n")
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(Evil(), protocol=2))
+    elif kind == "code":
+        torch.save({"model_state_dict": Evil(), "optimizer_state_dict": {}}, path)
+    elif kind == "weights":
+        torch.save(mlp().state_dict(), path)
+    elif kind == "foreign":
+        torch.save({"epoch": 3, "net": {}}, path)
+    elif kind == "newer":
+        torch.save(torch.load(path, weights_only=True) | {"version": 2}, path)
+    elif kind == "other program":
+        torch.save(torch.load(path, weights_only=True) | {"format": "other"}, path)
+    else:
+        path.unlink()
+
+
+DAMAGE = {
+    "truncated": "is damaged",
+    "empty": "is damaged",
+    "text": "damaged|not safe",
+    "pickle": "not safe to load",
+    "code": "not safe to load",
+    "weights": "a model's state dict alone",
+    "foreign": "expected a dictionary with model_state_dict",
+    "newer": "version 2, this program reads version 1",
+    "other program": "not a checkpoint of this program",
+    "missing": "expected a file, found nothing",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_one_clear_error_and_the_previous_file_is_used_if_asked(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.pt"
+    first = trainer_of(mlp(1))
+    first.save_checkpoint(path)
+    good = state(first.model)
+    first.step(data(1)[0], cross_entropy)
+    first.save_checkpoint(path)
+    damaged(kind, path)
+
+    said: list[str] = []
+    trainer = trainer_of(mlp(2), say=said.append)
+    before = state(trainer.model)
+    with pytest.raises(MantissaError, match=DAMAGE[kind]) as caught:
+        trainer.load_checkpoint(path)
+    assert "\n" not in str(caught.value)
+    assert same(before, state(trainer.model))
+    if kind != "newer":
+        assert "or_previous=True reads" in str(caught.value)
+    trainer.load_checkpoint(path, or_previous=True)
+    assert same(good, state(trainer.model))
+    assert trainer.steps == 0
+    assert any(f"going on from {path}.previous" in line for line in said)
+    assert "ran code" not in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
+    path = trainer_of(torch.nn.Linear(6, 3)).save_checkpoint(tmp_path / "a.pt")
+    trainer = trainer_of(mlp())
+    before = state(trainer.model)
+    with pytest.raises(MantissaError, match=r"do not fit: it lacks .*; the model lacks bias, weight"):
+        trainer.load_checkpoint(path)
+    with pytest.raises(MantissaError, match=r"weight has shape \(3, 6\) there and \(4, 6\) here"):
+        trainer_of(torch.nn.Linear(6, 4)).load_checkpoint(path)
+    assert same(before, state(trainer.model))
+    model = torch.nn.Linear(6, 3)
+    two_groups = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+    with pytest.raises(MantissaError, match=r"groups have \[2\] parameters, these have \[1, 1\]"):
+        PrecisionTrainer(model, two_groups, "fp32", say=quiet).load_checkpoint(path)
+
+
+WRITER = """
+import sys, torch
+from mantissa.training import trainer_file
+path, start, size = sys.argv[1], int(sys.argv[2]), 300_000
+for i in range(start, 10**9):
+    value = torch.full((size,), float(i))
+    trainer_file.write(path, {"model_state_dict": {"w": value}, "optimizer_state_dict": {"i": i}})
+    print(i, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_instant_there_is_a_whole_file(tmp_path: Path) -> None:
+    """kill -9 at random moments while files are being written: what is there loads, and is the newest or the last."""
+    path, start = tmp_path / "run.pt", 0
+    torch.manual_seed(int(time.time()))
+    for _ in range(6):
+        command = [sys.executable, "-c", WRITER, str(path), str(start)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            printed = [int(writer.stdout.readline())]
+            time.sleep(float(torch.rand(())) * 0.3)
+            writer.send_signal(signal.SIGKILL)
+            printed += [int(line) for line in writer.stdout.read().split()]
+        content = trainer_file.read(path)
+        number = content["optimizer_state_dict"]["i"]
+        assert number in (printed[-1], printed[-1] + 1)
+        assert torch.equal(content["model_state_dict"]["w"], torch.full((300_000,), float(number)))
+        if number > 0:
+            kept = trainer_file.read(trainer_file.previous(path))["optimizer_state_dict"]["i"]
+            assert kept in (number, number - 1)
+        start = number + 1
+
+
+def test_a_full_disk_is_one_error_and_the_old_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    trainer = trainer_of(mlp())
+    trainer.save_checkpoint(path)
+    before = path.read_bytes()
+    code = (
+        "import resource, sys, torch\n"
+        "from mantissa.training import trainer_file\n"
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        "state = {'model_state_dict': {'w': torch.zeros(100_000)}, 'optimizer_state_dict': {}}\n"
+        f"trainer_file.write({str(path)!r}, state)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "MantissaError: cannot write" in done.stderr
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".tmp")] == []
