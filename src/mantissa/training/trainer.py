@@ -297,6 +297,8 @@ class PrecisionTrainer:
         state = trainer_file.read(path, or_previous)
         if state["problem"] is not None:
             self.say(f"checkpoint: {state['problem']}; going on from {state['read_from']}")
+        if self._watch is not None:
+            self._watch.resuming(state)
         extra = trainer_state.restore(self, state)
         if self._watch is not None:
             self._watch.resumed()

@@ -93,10 +93,13 @@ def restore_learning(trainer: PrecisionTrainer, state: Mapping[str, Any]) -> Non
     _check_model(present, state["model_state_dict"])
     _check_optimizer(optimizer, state["optimizer_state_dict"])
     trainer.abandon()  # first: it may put buffers back
-    with torch.no_grad():
-        for name, value in present.items():
-            if isinstance(value, Tensor):
-                value.copy_(shard_like(state["model_state_dict"][name].to(value.dtype), value))
+    saved = state["model_state_dict"]
+    model.load_state_dict(
+        {
+            name: shard_like(saved[name].to(value.dtype), value) if isinstance(value, Tensor) else saved[name]
+            for name, value in present.items()
+        }
+    )
     optimizer.load_state_dict(_sharded(state["optimizer_state_dict"], optimizer))
     if trainer.scheduler is not None and state["scheduler_state_dict"] is not None:
         trainer.scheduler.load_state_dict(state["scheduler_state_dict"])

@@ -13,6 +13,7 @@ and every rank does what rank 0 decided.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,13 @@ class Watch:
     def _is_good(self) -> bool:
         """Rank 0's guard's word, on every rank."""
         return self._trainer.ranks.max_of(1.0 if self.guard is not None and self.guard.good else 0.0) > 0
+
+    def resuming(self, state: Mapping[str, Any]) -> None:
+        """A checkpoint is about to be loaded: a run that fell back goes on in the format it fell back to."""
+        was = (state["precision"] or {}).get("active")
+        if self._config is not None and was == self._config.to != self._trainer.precision.active.name:
+            self._trainer.say(f"guard: this run fell back to {was} before: going on in {was}")
+            self._trainer.use(was)
 
     def resumed(self) -> None:
         """A checkpoint was loaded: forget what was logged after it, and judge what is left once more.
