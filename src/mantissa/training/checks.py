@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,6 +54,10 @@ def resolved_role(precision: str, backend: Any, fallback: Any, device: torch.dev
         reason = f"no GPU here, and a CPU would only simulate {role.active}"
         warnings.warn(f"precision: {role.requested} was asked, but {reason}: it runs in fp32", stacklevel=4)
         return ResolvedRole(role.role, role.requested, FP32, "native", f"fallback: warn, because {reason}")
+    if role.backend == "simulated":
+        where = "no GPU" if device.type == "cpu" else "asked for"
+        reason = f"{where}: {role.active} tensors, fp32 accumulation, each result and gradient rounded once"
+        return replace(role, reason=reason)
     return role
 
 

@@ -25,7 +25,6 @@ batch passes None and takes part with weight 0; ``batches`` does that.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -40,10 +39,12 @@ from mantissa.kernels import autocast_for, probe_autocast
 from mantissa.precision import ResolvedRole
 from mantissa.training import trainer_file, trainer_state
 from mantissa.training.checks import check_loss, check_options, device_of, named_parameters, resolved_role
-from mantissa.training.diagnosis import first_nonfinite
+from mantissa.training.diagnosis import anomaly, first_nonfinite
 from mantissa.training.distributed import Ranks, forget_unsent, synchronising, unwrapped
+from mantissa.training.guard_config import GuardConfig
 from mantissa.training.scaler import LossScaler, ScalerConfig
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome
+from mantissa.training.watch import Watch
 from mantissa.training.window import Keeper, LossFunction, Micro, mean_loss
 
 _END = object()
@@ -59,8 +60,12 @@ class PrecisionTrainer:
     ``accumulate``: micro-batches to an optimiser step. ``max_grad_norm``: bound on the unscaled Euclidean norm.
     ``adaptive_clip``: factor of adaptive gradient clipping, None for none. ``scheduler``: stepped after each update
     that was applied, and only then. ``on_nonfinite``: ``stop`` raises on a non-finite gradient that no lower scale
-    cures, naming the module where it began; ``skip`` gives the batch up. ``detect_anomaly``: that error also names the
-    line of the forward, by autograd's anomaly mode; costs nothing until then.
+    cures, naming the module where it began; ``skip`` gives the batch up; by default it stops, but with a guard, whose
+    decision it then is, it skips. ``detect_anomaly``: that error also names the line of the forward, by autograd's
+    anomaly mode; costs nothing until then.
+    ``run_dir``: a folder for ``metrics.jsonl``, a row an optimiser step. ``guard``: thresholds that decide when the run
+    leaves this precision (see ``GuardConfig``); needs ``run_dir``, where it keeps a last good checkpoint, written every
+    ``good_every`` updates that it finds healthy.
     ``say``: called with the line that tells the precision and its reason, on rank 0.
 
     Attributes: ``precision`` (requested, active, backend, reason), ``evidence`` (the probe's findings), ``steps``
@@ -81,13 +86,17 @@ class PrecisionTrainer:
         max_grad_norm: float = float("inf"),
         adaptive_clip: float | None = None,
         scheduler: Any = None,
-        on_nonfinite: Literal["stop", "skip"] = "stop",
+        on_nonfinite: Literal["stop", "skip"] | None = None,
         detect_anomaly: bool = False,
+        run_dir: Path | str | None = None,
+        guard: GuardConfig | None = None,
+        good_every: int = 50,
         say: Callable[[str], None] = print,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
+        on_nonfinite = on_nonfinite or ("stop" if guard is None else "skip")
         self.accumulate = check_options(accumulate, max_grad_norm, adaptive_clip, on_nonfinite)
         self.ranks = Ranks.of(model)
         self.detect_anomaly = detect_anomaly
@@ -113,6 +122,9 @@ class PrecisionTrainer:
         self._keeper = Keeper(model, self.device)
         self._last: tuple[Any, LossFunction] | None = None
         self._latest: StepOutcome | None = None
+        if guard is not None and run_dir is None:
+            raise MantissaError("PrecisionTrainer(guard=...) needs run_dir: its decisions and checkpoints live there")
+        self._watch = None if run_dir is None else Watch(self, run_dir, guard, good_every)
 
     def use(self, precision: str) -> None:
         """Compute in ``precision`` from the next step on, with a fresh scaler; checked by the probe and told."""
@@ -162,8 +174,7 @@ class PrecisionTrainer:
             self._last = (batch, loss_fn)
             micro = Micro(batch, loss_fn, float(weight))
             self.batches_seen += 1
-        if not self._window:
-            self._keeper.remember()
+        self._open()
         self._window.append(micro)
         try:
             if len(self._window) < self.accumulate:
@@ -198,8 +209,7 @@ class PrecisionTrainer:
 
     def forward_loss(self, batch: Any, loss_fn: LossFunction) -> Tensor:
         """The loss of a batch with its graph, fp32: the first half of ``step``, for loops that call backward apart."""
-        if not self._window:
-            self._keeper.remember()
+        self._open()
         with synchronising(self.model, self._is_last), self.autocast.forward():
             loss = loss_fn(self.model, batch)
         check_loss(loss)
@@ -274,7 +284,10 @@ class PrecisionTrainer:
         state = trainer_file.read(path, or_previous)
         if state["problem"] is not None:
             self.say(f"checkpoint: {state['problem']}; going on from {state['read_from']}")
-        return trainer_state.restore(self, state)
+        extra = trainer_state.restore(self, state)
+        if self._watch is not None:
+            self._watch.resumed()
+        return extra
 
     def stats(self) -> dict[str, Any]:
         """What happened so far. ``overflow_rate`` is skipped / attempted optimiser steps."""
@@ -298,6 +311,14 @@ class PrecisionTrainer:
             "rank": self.ranks.rank,
             "world_size": self.ranks.world,
         }
+
+    def _open(self) -> None:
+        """Before a forward: where it is a window's first, keep what it will change."""
+        if self._window:
+            return
+        if self._watch is not None:
+            self._watch.begin()
+        self._keeper.remember()
 
     @property
     def _is_last(self) -> bool:
@@ -325,7 +346,8 @@ class PrecisionTrainer:
         return self._turn(backward, accumulated=pending is not None)
 
     def _turn(self, backward: Backward, accumulated: bool, repeatable: bool = True) -> StepOutcome:
-        total = self.ranks.sum_of(sum(micro.weight for micro in self._window))
+        weight = sum(micro.weight for micro in self._window)
+        total = self.ranks.sum_of(weight)
         if total == 0:
             raise MantissaError("every batch of this optimiser step has weight 0: there is nothing to learn from")
         share = self.accumulate * self.ranks.world / total  # 1 where every weight is 1
@@ -338,6 +360,8 @@ class PrecisionTrainer:
         self.retried += outcome.kind == "retried"
         self._latest = outcome
         self._window = []
+        if self._watch is not None:
+            self._watch.after(outcome, weight, total)
         return outcome
 
     def _add(self, micro: Micro, scale: float, last: bool) -> None:
@@ -356,7 +380,7 @@ class PrecisionTrainer:
         scale = self.scaler.scale
         self.model.zero_grad(set_to_none=True)
         where = first_nonfinite(unwrapped(self.model), lambda: backward(scale))
-        return f"{where}; {_anomaly(lambda: backward(scale))}" if self.detect_anomaly else where
+        return f"{where}; {anomaly(lambda: backward(scale))}" if self.detect_anomaly else where
 
 
 @dataclass(frozen=True)
@@ -371,16 +395,3 @@ class _Asked:
     def scaler(self, role: ResolvedRole) -> LossScaler:
         config = self.scale if isinstance(self.scale, ScalerConfig) else ScalerConfig(retries=self.retries)
         return LossScaler.for_format(role.active, config)
-
-
-def _anomaly(work: Callable[[], object]) -> str:
-    """What autograd's anomaly mode says of ``work``: the operation whose gradient is NaN, and the forward's line."""
-    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True):
-        warnings.simplefilter("always")
-        try:
-            work()
-        except RuntimeError as error:
-            trace = [line.strip() for w in caught for line in str(w.message).splitlines() if line.strip()]
-            files = [line for line in trace if line.startswith("File ")]
-            return f"anomaly mode: {error}" + (f", made at {files[-1]}" if files else "")
-    return "anomaly mode: no operation made a NaN gradient (it does not look for inf)"

@@ -48,11 +48,26 @@ def restore(trainer: PrecisionTrainer, state: Mapping[str, Any]) -> dict[str, An
     Everything is checked before anything is changed. The number of processes may differ from when it was written;
     ranks that were not there then keep their own generators, and are told of.
     """
+    restore_learning(trainer, state)
+    _set_scaler(trainer, state)
+    trainer.steps = state["training_steps"]
+    trainer.optimizer_step.skipped = state["overflow_steps"]
+    trainer.retried = state["counters"]["retried"]
+    trainer.batches_seen = state["counters"]["batches_seen"]
+    _set_generators(trainer, state["generators"])
+    return dict(state["extra"])
+
+
+def restore_learning(trainer: PrecisionTrainer, state: Mapping[str, Any]) -> None:
+    """Put back what was learnt: weights, optimiser, schedule and the count of updates; checked before it is changed.
+
+    Attempts, the scaler and the generators go on: what a fall back needs. Collective.
+    """
     model, optimizer = unwrapped(trainer.model), trainer.optimizer
     present = model.state_dict()
     _check_model(present, state["model_state_dict"])
     _check_optimizer(optimizer, state["optimizer_state_dict"])
-    _set_scaler(trainer, state)
+    trainer.abandon()  # first: it may put buffers back
     with torch.no_grad():
         for name, value in present.items():
             if isinstance(value, Tensor):
@@ -60,14 +75,7 @@ def restore(trainer: PrecisionTrainer, state: Mapping[str, Any]) -> dict[str, An
     optimizer.load_state_dict(_sharded(state["optimizer_state_dict"], optimizer))
     if trainer.scheduler is not None and state["scheduler_state_dict"] is not None:
         trainer.scheduler.load_state_dict(state["scheduler_state_dict"])
-    trainer.abandon()
-    trainer.steps = state["training_steps"]
-    trainer.optimizer_step.skipped = state["overflow_steps"]
     trainer.optimizer_step.updates = state["counters"]["updates"]
-    trainer.retried = state["counters"]["retried"]
-    trainer.batches_seen = state["counters"]["batches_seen"]
-    _set_generators(trainer, state["generators"])
-    return dict(state["extra"])
 
 
 def _set_scaler(trainer: PrecisionTrainer, state: Mapping[str, Any]) -> None:
