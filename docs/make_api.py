@@ -80,7 +80,9 @@ def _signature(name: str, value: Any) -> str:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
         return name
-    kept = [p for p in signature.parameters.values() if p.name not in ("self", "cls") and not p.name.startswith("_")]
+    signature = signature.replace(return_annotation=_plain(signature.return_annotation))
+    shown = (p for p in signature.parameters.values() if p.name not in ("self", "cls") and not p.name.startswith("_"))
+    kept = [p.replace(annotation=_plain(p.annotation)) for p in shown]
     if inspect.isclass(value) and issubclass(value, Enum):
         return f"{name}: " + " | ".join(str(member.value) for member in value)
     if inspect.isclass(value) and not dataclasses.is_dataclass(value) and value.__init__ is object.__init__:
@@ -90,7 +92,20 @@ def _signature(name: str, value: Any) -> str:
         back = inspect.Signature(return_annotation=signature.return_annotation)
         arguments = _separate(kept)
         text = f"{name}(\n" + "".join(f"    {argument},\n" for argument in arguments) + str(back)[1:]
-    return re.sub(r"<factory>|<object object at 0x[0-9a-f]+>|<[\w. ]+ at 0x[0-9a-f]+>", "...", text.replace("'", ""))
+    return re.sub(r"<factory>|<object object at 0x[0-9a-f]+>|<[\w. ]+ at 0x[0-9a-f]+>", "...", text)
+
+
+class _Plain(str):
+    """An annotation that is shown as it was written, without quotes around it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _plain(annotation: Any) -> Any:
+    return _Plain(annotation) if isinstance(annotation, str) else annotation
 
 
 def _separate(parameters: list[inspect.Parameter]) -> list[str]:
@@ -119,7 +134,11 @@ def _text(value: Any) -> str:
         doc = ""
     if dataclasses.is_dataclass(value) and doc.startswith(f"{getattr(value, '__name__', '')}("):
         doc = ""  # the signature that dataclass writes where there is no docstring
-    return re.sub(r"``(.+?)``", r"`\1`", doc, flags=re.S).replace("<", "&lt;") if doc else ""
+    spans = re.split(r"(``.+?``|`[^`\n]+`)", doc, flags=re.S)  # every second one is code
+    return "".join(
+        text.replace("``", "`") if i % 2 else re.sub(r"(?<=\s)\*(?=\s)|(?<=\*)\*", r"\\*", text.replace("<", "&lt;"))
+        for i, text in enumerate(spans)
+    )
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,7 @@ def alerts() -> list[Alert]:
               "0m", "page", "the run left low precision, or wanted to and could not",
               "`mantissa guard RUN` says why; see [Rollback](rollback.md)"),
         Alert("MantissaGuardAlert", "`action` in `guard.jsonl`", "alert", "mantissa_guard_severity == 2", "10m",
-              "ticket", "a threshold of the guard is passed, one more and the run falls back",
+              "ticket", "a threshold of the guard is passed; beyond the next one the run falls back",
               "`mantissa guard RUN` names the rule and its numbers"),
         Alert("MantissaOverflowing", "steps with `precision/overflows` > 0 / steps",
               f"{guard.overflow_alert:.0%} of 30 minutes", f"{rate} > {guard.overflow_alert:g}", "0m", "ticket",
@@ -203,9 +204,16 @@ def alert_rules() -> str:
     """The same as a file of Prometheus rules."""
     lines = ["```yaml", "groups:", "  - name: mantissa", "    rules:"]
     for a in alerts():
-        lines += [f"      - alert: {a.name}", f"        expr: {a.expression}", f"        for: {a.hold}"]
-        lines += [f"        labels: {{severity: {a.severity}}}", f"        annotations: {{summary: {json.dumps(a.meaning)}}}"]
+        lines += [f"      - alert: {a.name}", *_folded("        expr", a.expression), f"        for: {a.hold}"]
+        lines += [f"        labels: {{severity: {a.severity}}}", "        annotations:"]
+        lines += _folded("          summary", a.meaning)
     return "\n".join([*lines, "```"])
+
+
+def _folded(key: str, text: str) -> list[str]:
+    """A key of YAML and its text, folded into lines that fit the page."""
+    indent = " " * (len(key) - len(key.lstrip()) + 2)
+    return [f"{key}: >-", *textwrap.wrap(text, 78, initial_indent=indent, subsequent_indent=indent)]
 
 
 # rollback.md
