@@ -96,6 +96,26 @@ def simulated() -> str:
     return table(("hidden size", "threads", "simulated", "step time over fp32 (quartiles)"), lines)
 
 
+_DRIFT = {
+    "t3, start right, steady": "steady",
+    "t3, start right, up": "gradients grow",
+    "t3, start right, down": "gradients shrink",
+    "t3, start low, steady": "steady, first scale too low",
+}
+
+
+def scales() -> str:
+    """Loss-scale rules on gradients with heavy tails: skipped steps and flushed gradients, means over the seeds."""
+    newest = {(r["case"], r["contender"], r["metric"]): r["value"] for r in _rows("auto_scale")}
+    contenders = ("dynamic 400", "dynamic 2000", "auto")
+    lines = [
+        [said]
+        + [f"{newest[case, c, 'skipped_steps']:.1f}, {newest[case, c, 'flushed_fraction']:.2%}" for c in contenders]
+        for case, said in _DRIFT.items()
+    ]
+    return table(("gradients (Student's t, 3 degrees of freedom)", *contenders), lines)
+
+
 # trainer.md
 
 
@@ -290,7 +310,7 @@ def bench_options() -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "guide.md": {"formats": formats, "gap": gap, "simulated": simulated},
+    "guide.md": {"formats": formats, "gap": gap, "simulated": simulated, "scales": scales},
     "trainer.md": {"environment": environment},
     "production.md": {
         "alerts": alert_table,

@@ -93,3 +93,9 @@ def test_a_page_that_says_something_else_is_found(tmp_path: Path) -> None:
     assert blocks(page) == [("python", "print(1)\n", "1\n", 1), ("python", "x = 1\n", None, 9)]
     assert same("a ... c\n", "a b c\n")
     assert not same("a ... c\n", "a b d\n")
+
+
+@pytest.mark.parametrize("page", examples(), ids=lambda path: path.name)
+def test_code_fits_its_box(page: Path) -> None:
+    wide = [line for _, source, _, _ in blocks(page) for line in source.splitlines() if len(line) > 92]
+    assert not wide

@@ -24,7 +24,7 @@ from mantissa.bench.workload import Source
 from mantissa.errors import MantissaError
 
 _STEPS = 3  # the optimiser's moments are made in the first
-_PRELOADED = ["mantissa.bench.memory", "torch._dynamo"]  # torch imports the latter at an optimiser's first step
+_PRELOADED = ["torch", "torch._dynamo"]  # torch imports the latter at an optimiser's first step
 
 
 def training_peak(request: Request, batch_size: int) -> int | None:
@@ -38,8 +38,8 @@ def training_peak(request: Request, batch_size: int) -> int | None:
             return pool.submit(_resident_growth, request, batch_size, torch.get_num_threads()).result()
         except BrokenProcessPool:
             raise MantissaError(
-                f"{request}: the process that measured its memory was killed, most likely because memory ran out; "
-                "choose smaller sizes or a smaller batch"
+                f"{request}: the process that measured its memory ended without an answer, most likely because memory "
+                "ran out; choose smaller sizes or a smaller batch"
             ) from None
 
 

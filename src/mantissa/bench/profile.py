@@ -4,19 +4,21 @@ The parts are marked from outside the trainer: forward (and loss) and backward a
 optimiser's step has hooks of its own, and the rest is what is left of the step: unscaling, the search for overflow, the
 gradient norm. A part that runs twice in a step (a retry) counts twice.
 
-Times are the device's where there is a GPU, and the CPU's otherwise. The profiler itself costs time, so parts are to be
-compared with each other and not with unprofiled steps.
+A GPU still works when the code that gave it its work has gone on, and autograd gives it from a thread of its own; so
+there every part ends by waiting for the GPU, and its memory is read from torch's allocator at both ends. Operations
+have their kernels' time there. Waiting and profiling cost time: compare parts with each other, not with other steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from mantissa.bench.runner import Runner
@@ -24,7 +26,6 @@ from mantissa.files import atomic_file, write_atomically
 
 PARTS = ("forward", "backward", "optimizer step")
 _PREFIX = "mantissa/"
-_STEP = f"{_PREFIX}step"
 _WARM_UP, _STEPS, _TOP = 2, 5, 12
 
 
@@ -60,57 +61,74 @@ def profile_runner(runner: Runner, batch_size: int, folder: Path) -> Profile:
     precision, cuda = runner.request.precision, torch.device(runner.request.device).type == "cuda"
     batch = runner.batches(1, batch_size, seed=0)[0]
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
-    with _marked(runner):
+    marks = _Marks(cuda)
+    with _marked(runner, marks):
         for _ in range(_WARM_UP):
             runner.step(batch)
+        marks.gpu_bytes.clear()
         with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
             for _ in range(_STEPS):
-                with record_function(_STEP):
+                with marks.span("step"):
                     runner.step(batch)
-                    if cuda:
-                        torch.cuda.synchronize()
     with atomic_file(folder / f"trace-{precision}.json") as temporary:
         profiler.export_chrome_trace(str(temporary))
-    result = _read(profiler, precision, runner.request.device, cuda)
+    result = _read(profiler, precision, runner.request.device, marks)
     write_atomically(folder / f"profile-{precision}.txt", result.text())
     return result
+
+
+class _Marks:
+    """Spans in the trace, by name; on a GPU each waits at its end and counts the bytes it kept (``gpu_bytes``)."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+        self.gpu_bytes: dict[str, int] = {}
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        before = torch.cuda.memory_allocated() if self.cuda else 0
+        with record_function(_PREFIX + name):
+            yield
+            if self.cuda:
+                torch.cuda.synchronize()
+        if self.cuda:
+            self.gpu_bytes[name] = self.gpu_bytes.get(name, 0) + torch.cuda.memory_allocated() - before
 
 
 class _MarkedAutocast:
     """An autocast whose two contexts show in the trace."""
 
-    def __init__(self, autocast: Any) -> None:
+    def __init__(self, autocast: Any, marks: _Marks) -> None:
         self._autocast = autocast
+        self._marks = marks
 
-    def forward(self) -> AbstractContextManager[None]:
-        return _both(f"{_PREFIX}forward", self._autocast.forward)
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        with self._marks.span("forward"), self._autocast.forward():
+            yield
 
-    def backward(self) -> AbstractContextManager[None]:
-        return _both(f"{_PREFIX}backward", self._autocast.backward)
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        with self._marks.span("backward"), self._autocast.backward():
+            yield
 
 
 @contextmanager
-def _both(name: str, inner: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    with record_function(name), inner():
-        yield
-
-
-@contextmanager
-def _marked(runner: Runner) -> Iterator[None]:
+def _marked(runner: Runner, marks: _Marks) -> Iterator[None]:
     """Mark the parts of the runner's steps; leaves it as it was."""
     trainer, optimizer = runner.trainer, runner.trainer.optimizer
-    open_marks: list[Any] = []
+    opened: list[AbstractContextManager[None]] = []
 
     def begin(*_: Any) -> None:
-        open_marks.append(record_function(f"{_PREFIX}optimizer step"))
-        open_marks[-1].__enter__()
+        opened.append(marks.span("optimizer step"))
+        opened[-1].__enter__()
 
     def end(*_: Any) -> None:
-        open_marks.pop().__exit__(None, None, None)
+        opened.pop().__exit__(None, None, None)
 
     hooks = (optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end))
     autocast = trainer.autocast
-    trainer.autocast = _MarkedAutocast(autocast)  # type: ignore[assignment]
+    trainer.autocast = _MarkedAutocast(autocast, marks)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -119,27 +137,35 @@ def _marked(runner: Runner) -> Iterator[None]:
             hook.remove()
 
 
-def _read(profiler: profile, precision: str, device: str, cuda: bool) -> Profile:
-    kind = "device" if cuda else "cpu"
-    averages = [
-        event for event in profiler.key_averages() if not (cuda and event.is_user_annotation and event.count == 0)
-    ]
+def _read(profiler: profile, precision: str, device: str, marks: _Marks) -> Profile:
+    host = [
+        event for event in profiler.key_averages() if event.device_type == DeviceType.CPU
+    ]  # kernels are in their ops
+    spans = {event.key.removeprefix(_PREFIX): event for event in host if event.key.startswith(_PREFIX)}
 
-    def line(name: str, event: Any, whole: float, own: bool) -> Line:
-        microseconds = getattr(event, f"self_{kind}_time_total" if own else f"{kind}_time_total")
-        kept = getattr(event, f"self_{kind}_memory_usage" if own else f"{kind}_memory_usage")
-        per_step = microseconds / 1e3 / _STEPS
-        return Line(name, per_step, per_step / whole, event.count / _STEPS, kept / _STEPS)
+    def milliseconds(microseconds: float) -> float:
+        return float(microseconds) / 1e3 / _STEPS
 
-    marks = {event.key.removeprefix(_PREFIX): event for event in averages if event.key.startswith(_PREFIX)}
-    step = marks["step"]
-    whole = float(getattr(step, f"{kind}_time_total")) / 1e3 / _STEPS
-    parts = [line(name, marks[name], whole, own=False) for name in PARTS if name in marks]
-    rest_time = whole - sum(part.milliseconds for part in parts)
-    kept = float(getattr(step, f"{kind}_memory_usage")) / _STEPS - sum(part.kept_bytes for part in parts)
-    parts.append(Line("rest: unscale, look for overflow, norm", rest_time, rest_time / whole, 1, kept))
-    operations = [line(e.key, e, whole, own=True) for e in averages if not e.key.startswith(_PREFIX)]
-    operations.sort(key=lambda each: -each.milliseconds)
+    def kept(name: str) -> float:
+        return (marks.gpu_bytes[name] if marks.cuda else spans[name].cpu_memory_usage) / _STEPS
+
+    whole = milliseconds(spans["step"].cpu_time_total)
+    parts = []
+    for name in PARTS:
+        if name in spans:  # a step that was skipped has no optimiser's part
+            time = milliseconds(spans[name].cpu_time_total)
+            parts.append(Line(name, time, time / whole, spans[name].count / _STEPS, kept(name)))
+    rest = whole - sum(part.milliseconds for part in parts)
+    rest_kept = kept("step") - sum(part.kept_bytes for part in parts)
+    parts.append(Line("rest: unscale, look for overflow, norm", rest, rest / whole, 1, rest_kept))
+    kind = "device" if marks.cuda else "cpu"
+    operations = []
+    for event in host:
+        if not event.key.startswith(_PREFIX):
+            time = milliseconds(getattr(event, f"self_{kind}_time_total"))
+            memory = getattr(event, f"self_{kind}_memory_usage") / _STEPS
+            operations.append(Line(event.key, time, time / whole, event.count / _STEPS, memory))
+    operations.sort(key=lambda line: -line.milliseconds)
     return Profile(precision, device, whole, tuple(parts), tuple(operations[:_TOP]))
 
 

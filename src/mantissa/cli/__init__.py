@@ -19,8 +19,14 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 for command in (
-    train.train, sample.sample, report.report, guard.guard, bench.bench, precision.precision, metrics.metrics,
-):  # fmt: skip
+    train.train,
+    sample.sample,
+    report.report,
+    guard.guard,
+    bench.bench,
+    precision.precision,
+    metrics.metrics,
+):
     app.command()(command)
 
 # Typer has used click and, since 0.26, a copy of its own: this is the base of usage errors in either.

@@ -14,33 +14,38 @@ from mantissa.cli.threads import crowded
 from mantissa.errors import MantissaError
 
 if TYPE_CHECKING:
-    from mantissa.bench import Result
+    from mantissa.bench import BenchConfig, Result
 
 _TABLE_WIDTH = 112  # a narrower terminal wraps lines; cut off numbers would be worse
 
 
+_Model = Annotated[
+    str | None,
+    typer.Option(metavar="PKG.MODULE:FACTORY", help="Your model: FACTORY() gives (model, make_batch, loss_fn)."),
+]
+_Sizes = Annotated[
+    str | None,
+    typer.Option(
+        help="Parameters of the built-in models, such as 10k,1M,1B; '' for none.",
+        show_default="10k to 10M on a CPU, to 100M on CUDA",
+    ),
+]
+_Scenarios = Annotated[
+    str, typer.Option(help="Of warmup (1 epoch, 128 samples), standard (3, 256), stress (5, 512); '' for none.")
+]
+_Batch = Annotated[
+    int | None, typer.Option(help="Samples a step.", show_default="32; over sizes 256 on a CPU, 4096 on CUDA")
+]
+
+
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="PKG.MODULE:FACTORY", help="Your model: FACTORY() gives (model, make_batch, loss_fn)."),
-    ] = None,
+    model: _Model = None,
     precision: Annotated[str, typer.Option(help="Of fp32, bf16, fp16.")] = "fp32,bf16,fp16",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[str, typer.Option(help="auto, native or simulated kernels for bf16 and fp16.")] = "auto",
-    sizes: Annotated[
-        str | None,
-        typer.Option(
-            help="Parameters of the built-in models, such as 10k,1M,1B; '' for none.",
-            show_default="10k to 10M on a CPU, to 100M on CUDA",
-        ),
-    ] = None,
-    scenarios: Annotated[
-        str, typer.Option(help="Of warmup (1 epoch, 128 samples), standard (3, 256), stress (5, 512); '' for none.")
-    ] = "warmup,standard,stress",
-    batch: Annotated[
-        int | None,
-        typer.Option(help="Samples a step.", show_default="32; over sizes 256 on a CPU, 4096 on CUDA"),
-    ] = None,
+    sizes: _Sizes = None,
+    scenarios: _Scenarios = "warmup,standard,stress",
+    batch: _Batch = None,
     out: Annotated[Path | None, typer.Option(help="Folder.", show_default="runs/bench-TIME")] = None,
     repeats: Annotated[int, typer.Option(help="Interleaved repeats behind each median.")] = 7,
     threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="torch's own")] = None,
@@ -65,27 +70,27 @@ def bench(
     if profile:  # the profiler's own messages, which are not for the user
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from mantissa.bench import BenchConfig
+    from mantissa.rl.assemble import choose_device
+
+    chosen = str(choose_device(device))
+    names = None if sizes is None else _names(sizes)
+    _measure(
+        BenchConfig(chosen, model, _names(precision), backend, names, _names(scenarios), batch, out, repeats, profile),
+        threads,
+    )
+
+
+def _measure(config: BenchConfig, threads: int | None) -> None:
+    """Measure and show; refused rows are the error at the end."""
     import torch
 
-    from mantissa.bench import BenchConfig, run_bench
-    from mantissa.rl.assemble import choose_device
+    from mantissa.bench import run_bench
 
     if threads is not None:
         if threads < 1:
             raise MantissaError(f"--threads {threads}: expected 1 or more")
         torch.set_num_threads(threads)
-    config = BenchConfig(
-        device=str(choose_device(device)),
-        model=model,
-        precisions=_names(precision),
-        backend=backend,
-        sizes=None if sizes is None else _names(sizes),
-        scenarios=_names(scenarios),
-        batch=batch,
-        out=out,
-        repeats=repeats,
-        profile=profile,
-    )
     warning = crowded(torch.get_num_threads())
     if warning is not None:
         typer.echo(warning)

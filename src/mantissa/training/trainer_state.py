@@ -16,6 +16,31 @@ if TYPE_CHECKING:
     from mantissa.training.trainer import PrecisionTrainer
 
 
+def stats_of(trainer: PrecisionTrainer) -> dict[str, Any]:
+    """What happened so far, for ``PrecisionTrainer.stats``."""
+    latest, role = trainer.latest, trainer.precision
+    return {
+        "steps": trainer.steps,
+        "updates": trainer.updates,
+        "skipped": trainer.skipped,
+        "retried": trainer.retried,
+        "overflow_rate": trainer.skipped / trainer.steps if trainer.steps else 0.0,
+        "batches_seen": trainer.batches_seen,
+        "accumulated": trainer.accumulated,
+        "loss_scale": trainer.scaler.scale,
+        "grad_norm": latest.grad_norm if latest else None,
+        "max_scaled_grad": latest.max_scaled_grad if latest else None,
+        "flushed_fraction": trainer.flushed_fraction,
+        "precision_requested": role.requested,
+        "precision_active": role.active.name,
+        "backend": role.backend,
+        "reason": role.reason,
+        "device": str(trainer.device),
+        "rank": trainer.ranks.rank,
+        "world_size": trainer.ranks.world,
+    }
+
+
 def state_of(trainer: PrecisionTrainer, extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """Everything, with whole tensors on the CPU. Collective: every rank calls it, and all get the same."""
     if trainer.accumulated:

@@ -127,6 +127,8 @@ class Watch:
             "optim/updates": trainer.updates,
             "time/step": seconds,
         }
+        if trainer.flushed_fraction is not None:
+            row["precision/flushed_fraction"] = trainer.flushed_fraction
         return row
 
     def _record(self, row: Row) -> Decision | None:
