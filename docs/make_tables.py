@@ -77,7 +77,8 @@ def gap() -> str:
         mine = [row for (precision, _), row in newest.items() if precision == name]
         shown = [_range([r[f"gap_{key}"] for r in mine]) for key in ("abs_logp_diff_mean", "k3", "seq_log_ratio_std")]
         lines.append([f"`{name}`", str(len(mine)), *shown])
-    return table(("learner/rollout", "runs", "mean abs log-prob difference", "k3", "std of the sequence log-ratio"), lines)
+    header = ("learner/rollout", "runs", "mean abs log-prob difference", "k3", "std of the sequence log-ratio")
+    return table(header, lines)
 
 
 def _range(values: Sequence[float]) -> str:
@@ -90,7 +91,12 @@ def simulated() -> str:
     rows = [r for r in _rows("simulated_step") if r["metric"] == "step_time_over_fp32"]
     newest = {(r["hidden"], r["threads"], r["requested"]): r for r in rows}
     lines = [
-        [str(hidden), str(threads), f"`{name}`", f"{r['value']:.2f} ({r['quartile_low']:.2f} to {r['quartile_high']:.2f})"]
+        [
+            str(hidden),
+            str(threads),
+            f"`{name}`",
+            f"{r['value']:.2f} ({r['quartile_low']:.2f} to {r['quartile_high']:.2f})",
+        ]
         for (hidden, threads, name), r in sorted(newest.items())
     ]
     return table(("hidden size", "threads", "simulated", "step time over fp32 (quartiles)"), lines)
@@ -114,6 +120,43 @@ def scales() -> str:
         for case, said in _DRIFT.items()
     ]
     return table(("gradients (Student's t, 3 degrees of freedom)", *contenders), lines)
+
+
+def _amp(case: str) -> dict[tuple[str, str, str], dict[str, Row]]:
+    """The newest rows of the comparison with torch's AMP: (contender, format, kernels) -> metric -> row."""
+    found: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in _rows("amp_loss"):
+        if row["case"] == case:
+            found.setdefault((row.get("contender", ""), row["active"], row["kernels"]), {})[row["metric"]] = row
+    return found
+
+
+def _spread(row: Row, digits: int) -> str:
+    return f"{row['value']:.{digits}f} ({row['min']:.{digits}f} to {row['max']:.{digits}f})"
+
+
+def losses() -> str:
+    """The final loss in each format, from the same seeds."""
+    curves = {fmt: by for (_, fmt, _), by in _amp("curve").items()}
+    first = next(iter(curves.values()))
+    lines = [["`fp32`", "native", _spread(first["fp32_final_loss"], 4)]]
+    lines += [[f"`{fmt}`", "simulated", _spread(by["final_loss"], 4)] for fmt, by in sorted(curves.items())]
+    return table(("format", "kernels", "final loss (range over seeds)"), lines)
+
+
+def lost() -> str:
+    """What each policy loses where gradients overflow again and again."""
+    lines = [
+        [
+            contender,
+            kernels,
+            _spread(by["batches_lost_per_run"], 1),
+            _spread(by["steps_retried_per_run"], 1),
+            _spread(by["final_loss"], 4),
+        ]
+        for (contender, _, kernels), by in _amp("overflow").items()
+    ]
+    return table(("trainer", "fp16 kernels", "batches lost a run", "steps retried a run", "final loss"), lines)
 
 
 # trainer.md
@@ -150,7 +193,7 @@ def _metric_lines(of_trainer: bool) -> str:
     lines = []
     for metric in METRICS:
         trainers = metric.name.startswith(_STEP_PREFIXES) or metric.name in _STEP_NAMES
-        if trainers != of_trainer or metric.name == "precision/flushed_fraction" and of_trainer:
+        if trainers != of_trainer:
             continue
         names = [prometheus_name(metric.name)]
         if metric.name in COUNTED:
@@ -181,7 +224,8 @@ def alerts() -> list[Alert]:
     guard = GuardConfig()
     rate = "increase(mantissa_overflowed_steps_total[30m]) / increase(mantissa_steps_total[30m])"
     return [
-        Alert("MantissaGuardActed", "`action` in `guard.jsonl`", "fall back or stop", "increase(mantissa_guard_fall_backs_total[30m]) > 0 or mantissa_guard_severity == 4",
+        Alert("MantissaGuardActed", "`action` in `guard.jsonl`", "fall back or stop",
+              "increase(mantissa_guard_fall_backs_total[30m]) > 0 or mantissa_guard_severity == 4",
               "0m", "page", "the run left low precision, or wanted to and could not",
               "`mantissa guard RUN` says why; see [Rollback](rollback.md)"),
         Alert("MantissaGuardAlert", "`action` in `guard.jsonl`", "alert", "mantissa_guard_severity == 2", "10m",
@@ -197,8 +241,10 @@ def alerts() -> list[Alert]:
               "a row with `precision/retries` 0 and a loss that is not finite is a forward problem, not one of scale"),
         Alert("MantissaLossNotFinite", "`train/loss`", "NaN or infinite",
               "mantissa_train_loss != mantissa_train_loss or abs(mantissa_train_loss) > 3.4e38", "0m", "page",
-              "the forward left the format", "the step was skipped; find the module (see [Troubleshooting](troubleshooting.md))"),
-        Alert("MantissaScaleLow", "`precision/loss_scale`", "below 16", 'mantissa_precision_loss_scale{format="fp16"} < 16',
+              "the forward left the format",
+              "the step was skipped; find the module (see [Troubleshooting](troubleshooting.md))"),
+        Alert("MantissaScaleLow", "`precision/loss_scale`", "below 16",
+              'mantissa_precision_loss_scale{format="fp16"} < 16',
               "10m", "ticket", "a few halvings from the floor of 1, where an overflow ends the run",
               "bf16, or lower the loss's own scale (a sum where a mean is meant)"),
         Alert("MantissaGradientsSmall", "`precision/max_scaled_grad`", "below 2^-12 for an hour",
@@ -310,7 +356,14 @@ def bench_options() -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "guide.md": {"formats": formats, "gap": gap, "simulated": simulated, "scales": scales},
+    "guide.md": {
+        "formats": formats,
+        "gap": gap,
+        "simulated": simulated,
+        "scales": scales,
+        "losses": losses,
+        "lost": lost,
+    },
     "trainer.md": {"environment": environment},
     "production.md": {
         "alerts": alert_table,

@@ -1,4 +1,4 @@
-"""The documentation site: it builds without a warning, its tables are those of the code, and it quotes real messages."""
+"""The documentation site: it builds without a warning, its tables are the code's, and it quotes real messages."""
 
 from __future__ import annotations
 
