@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,14 +17,16 @@ from mantissa.kernels.autocast_lists import IN_FP32, LOWER, PROMOTED, REFUSED
 from mantissa.precision import BF16, FP16, NumberFormat
 
 both = pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
+CUDA_LIST = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
 TARGET = torch.randint(0, 7, (6,))
 
 
 def test_tables_hold_every_operator_that_torch_lists_for_cuda() -> None:
     known = {*LOWER, *IN_FP32, *PROMOTED, *REFUSED}
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     layers = ("lstm.", "gru.", "rnn_tanh.", "rnn_relu.")  # ours, where an earlier test has simulated on CUDA
-    listed = {name.removeprefix("aten::") for name in registered}
+    listed = {name.removeprefix("aten::") for name in CUDA_LIST}
+    # torch up to 2.12: forms for named tensors, and cuDNN's own layer, which only runs inside those of ``layers``
+    listed = {name for name in listed if not re.search("dimname|names_|_cudnn_rnn", name.lower())}
     assert {name for name in listed if not name.startswith(layers)} <= known
     assert len(known) == len(LOWER) + len(IN_FP32) + len(PROMOTED) + len(REFUSED), "an operator is in two tables"
 
@@ -82,6 +85,8 @@ IN_FP32_CASES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", IN_FP32_CASES)
 def test_what_cuda_computes_in_fp32_is_fp32_here(name: str, fmt: NumberFormat) -> None:
     """Dtype, value and gradient: those of the fp32 operation on the widened operand, the gradient rounded once."""
+    if name == "rms_norm" and "aten::rms_norm" not in CUDA_LIST:
+        pytest.skip("this torch computes rms_norm in the type it is given, on CUDA too")
     function = IN_FP32_CASES[name]
     x = (torch.rand(6, 7) * 0.8 + 0.1).to(fmt.dtype).requires_grad_()
     wide = x.detach().float().requires_grad_()
