@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import os
 import re
@@ -135,6 +136,7 @@ def test_alerts_ask_for_series_that_are_exported() -> None:
     assert asked <= known, asked - known
 
 
+@functools.cache
 def literals() -> list[str]:
     """Every text in the package's code, with NUL where a value is filled in."""
     found = []
