@@ -73,7 +73,9 @@ def test_examples_run_and_print_what_the_page_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("os.fsync", lambda file: None)  # a row a step: 600 waits for the disk, which are tested elsewhere
+    monkeypatch.setattr(
+        "os.fsync", lambda file: None
+    )  # a row a step: 600 waits for the disk, which are tested elsewhere
     namespace = set_up()
     for language, source, expected, line in blocks(page):
         run: Callable[[], object] = (
