@@ -175,6 +175,16 @@ def environment() -> str:
     return table(("variable", "field of the configuration", "value", "where not set"), lines)
 
 
+def overhead() -> str:
+    """A step against torch's AMP on the same model."""
+    newest = {(r["case"], r["requested"]): r for r in _rows("amp_overhead") if r["metric"] == "step_time_over_amp"}
+    lines = [
+        [case, f"`{fmt}`", f"{r['value']:.3f} ({r['quartile_low']:.3f} to {r['quartile_high']:.3f})"]
+        for (case, fmt), r in newest.items()
+    ]
+    return table(("model", "native on a CPU", "step time over torch AMP's (quartiles)"), lines)
+
+
 # production.md
 
 _STEP_PREFIXES = ("precision/", "train/")
@@ -364,7 +374,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "losses": losses,
         "lost": lost,
     },
-    "trainer.md": {"environment": environment},
+    "trainer.md": {"environment": environment, "overhead": overhead},
     "production.md": {
         "alerts": alert_table,
         "alert_rules": alert_rules,
