@@ -47,6 +47,7 @@ class Watch:
         self._good_at: int | None = None  # updates at the last good checkpoint of this process
         self._checked = False
         self._began = 0.0
+        self._told: tuple[Any, ...] = ("ok", ())  # action and rules of the decision before
         self._rows = JsonLines(self.folder / "metrics.jsonl")
         self.guard: Guard | None = None
         self._log: GuardLog | None = None
@@ -144,8 +145,12 @@ class Watch:
         if self.guard is None or self._log is None:
             return None
         decision = self.guard.observe(row)
-        if self._log.add(decision) and decision.action != "ok":
-            self._trainer.say(f"guard: step {decision.step}: {decision.action}: {'; '.join(decision.reasons)}")
+        self._log.add(decision)
+        told = (decision.action, decision.rules)
+        if told != self._told:  # a standing warning is logged every step, and told once
+            why = f": {'; '.join(decision.reasons)}" if decision.reasons else " again"
+            self._trainer.say(f"guard: step {decision.step}: {decision.action}{why}")
+        self._told = told
         return decision
 
     def _save_good(self) -> None:
