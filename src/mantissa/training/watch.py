@@ -150,7 +150,7 @@ class Watch:
         if told != self._told:  # a standing warning is logged every step, and told once
             why = f": {'; '.join(decision.reasons)}" if decision.reasons else " again"
             self._trainer.say(f"guard: step {decision.step}: {decision.action}{why}")
-        self._told = told
+        self._told = ("ok", ()) if decision.action == "fall back" else told
         return decision
 
     def _save_good(self) -> None:
