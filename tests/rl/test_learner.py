@@ -324,3 +324,17 @@ def test_the_probe_leaves_no_trace(learn: Callable[..., Parts]) -> None:
 def test_fp32_has_nothing_to_probe(learn: Callable[..., Parts]) -> None:
     parts = learn("precision=fp32")
     assert parts.learner.update(sampled(parts), 1, probe=True).flushed_fraction is None
+
+
+def test_the_automatic_scale_uses_the_range_it_sees_and_resumes(learn: Callable[..., Parts]) -> None:
+    """From a first scale of 1, one step shows the range; its state goes into the checkpoint through the one step."""
+    parts = learn("precision=fp16", "loss_scaling={rule: auto, initial: 1.0}")
+    step = parts.learner.step
+    outcome = parts.learner.update(sampled(parts), 1, probe=False).outcomes[0]
+    assert outcome.kind == "stepped"
+    assert step.scaler.scale > 2.0**4
+    assert outcome.max_scaled_grad * step.scaler.scale < 0.5  # and with room to spare
+    twin = learn("precision=fp16", "loss_scaling={rule: auto, initial: 1.0}").learner.step
+    twin.load_state_dict(step.state_dict())
+    assert twin.scaler.state_dict() == step.scaler.state_dict()
+    assert learn("precision=bf16").learner.step.scaler.scale == 1.0

@@ -71,6 +71,10 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
         (["steps.more=1"], r"override steps\.more: steps is 4, which has no fields"),
         (["name.more=1"], r"override name\.more: name is 'small', which has no field 'more'"),
         (["model.path=x"], r"exactly one of model\.path and model\.fresh"),
+        (
+            ["precision=fp16", "loss_scaling.rule=auto", "loss_scaling.growth_interval=100"],
+            "loss_scaling.growth_interval does nothing with loss_scaling.rule=auto",
+        ),
         (["precision=bf16", "loss_scaling.initial=1024"], "loss_scaling does nothing for a bf16 learner"),
         (["algorithm.aggregation_length=3"], "aggregation_length does nothing with aggregation=token_mean"),
         (["algorithm.correction=tis"], r"unknown correction 'tis'"),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mantissa.training import PrecisionTrainer, ScalerConfig
+from mantissa.training import LossScaler, PrecisionTrainer, ScalerConfig
 from toys import Batch, quiet, same, state
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -240,7 +240,7 @@ def test_an_overflow_is_retried_exactly_in_every_module(case: str, precision: st
     results = []
     for trouble in (False, True):
         trainer = trainer_for(case, precision)
-        trainer.optimizer_step.scaler = type(trainer.scaler)(ScalerConfig(initial=2.0**10 if trouble else 2.0**9))
+        trainer.optimizer_step.scaler = LossScaler(ScalerConfig(initial=2.0**10 if trouble else 2.0**9))
         calls: list[int] = []
 
         def once(model: nn.Module, batch: Batch, trouble: bool = trouble, calls: list[int] = calls) -> Tensor:

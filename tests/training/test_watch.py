@@ -132,6 +132,23 @@ def test_falling_back_restores_what_was_learnt_and_nothing_else(tmp_path: Path) 
     assert trainer.scaler.scale == 1.0
 
 
+def test_a_run_that_fell_back_is_resumed_in_the_wider_format(tmp_path: Path) -> None:
+    def fresh() -> PrecisionTrainer:
+        config = GuardConfig(window=10, min_steps=5, to="bf16")
+        return trainer_of(fragile()[0], "fp16", run_dir=tmp_path, guard=config, good_every=2)
+
+    first, batches = fresh(), data(4)
+    for batch in batches[:2]:
+        first.step(batch, lambda m, b: cross_entropy(m, b) * float("nan"))
+    first.step(batches[2], cross_entropy)
+    second = fresh()
+    second.load_checkpoint(tmp_path / "checkpoints" / "good.pt")
+    assert (second.precision.active.name, second.steps, second.updates) == ("bf16", 2, 0)
+    second.step(batches[2], cross_entropy)
+    assert same(state(first.model), state(second.model))
+    assert [row["precision/format"] for row in rows(tmp_path)] == ["fp16", "fp16", "bf16"]
+
+
 @pytest.mark.parametrize("killed_after", [4, 9])
 def test_resumed_rows_and_decisions_are_those_of_the_run_that_went_on(killed_after: int, tmp_path: Path) -> None:
     """A checkpoint every step; the process 'dies' after writing more rows; what it left is cut to the checkpoint."""

@@ -20,13 +20,13 @@ from mantissa.model import (
     load_tokenizer,
 )
 from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
-from mantissa.rl.config import ModelSource, RunConfig
+from mantissa.rl.config import LossScalingConfig, ModelSource, RunConfig
 from mantissa.rl.learner import Learner
 from mantissa.rl.sampling import Sampler
 from mantissa.rl.seeds import generator
 from mantissa.rollout import NativeEngine
 from mantissa.tasks import Grader, Problem, Task, build_task
-from mantissa.training import LossScaler, ScalerConfig
+from mantissa.training import LossScaler
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Parts:
     task: Task
     learner: Learner
     sampler: Sampler
-    scaler: ScalerConfig
+    scaling: LossScalingConfig
 
     def new_scaler(self) -> LossScaler:
         """A loss scaler for the learner's format, at its first scale."""
-        return LossScaler.for_format(self.precision.learner.active, self.scaler)
+        return self.scaling.scaler(self.precision.learner.active)
 
     def close(self) -> None:
         """End the verifier's processes."""
@@ -159,13 +159,13 @@ def assemble(config: RunConfig) -> Parts:
     task = build_task(config.task, config.seed)
     model, tokenizer = load_policy(config.model, task, config.seed)
     model = model.to(device)
-    scaler = config.loss_scaling.scaler() if config.loss_scaling else ScalerConfig()
+    scaling = config.loss_scaling or LossScalingConfig()
     learner = Learner(
         model,
         learner_kernels(precision),
         config.algorithm,
         config.optimizer,
-        LossScaler.for_format(precision.learner.active, scaler),
+        scaling.scaler(precision.learner.active),
         temperature=config.rollout.temperature,
         aggregation_length=config.algorithm.aggregation_length or float(config.rollout.max_tokens),
         seed=config.seed,
@@ -182,4 +182,4 @@ def assemble(config: RunConfig) -> Parts:
     )
     sampler = Sampler(engine, tokenizer, Grader(task, config.grading.timeout_s, config.grading.workers))
     check_task(config, task, sampler, engine.max_length)
-    return Parts(device, precision, evidence, tokenizer, model, task, learner, sampler, scaler)
+    return Parts(device, precision, evidence, tokenizer, model, task, learner, sampler, scaling)

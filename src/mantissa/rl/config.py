@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from mantissa.algorithms import AdvantageKind, AggregationKind, CorrectionConfig, PolicyLossConfig, PPOClipConfig
 from mantissa.errors import MantissaError
 from mantissa.model import FreshModelConfig
-from mantissa.precision import PrecisionPolicy, format_named
+from mantissa.precision import NumberFormat, PrecisionPolicy, format_named
 from mantissa.tasks import TaskConfig
-from mantissa.training import ScalerConfig
+from mantissa.training import AutoScaler, LossScaler, ScalerConfig
 
 
 class Config(BaseModel):
@@ -121,8 +121,11 @@ class OptimizerConfig(Config):
 
 
 class LossScalingConfig(Config):
-    """Dynamic loss scaling of an fp16 learner; see ``ScalerConfig``."""
+    """Loss scaling of an fp16 learner; see ``ScalerConfig`` and ``AutoScaler``."""
 
+    rule: Literal["dynamic", "auto"] = Field(
+        "dynamic", description="dynamic: torch's. auto: from the gradients' observed range, without the growth keys."
+    )
     initial: float = Field(65536.0, gt=0, description="First scale.")
     growth_factor: float = Field(2.0, ge=1, description="Factor after growth_interval clean steps.")
     backoff_factor: float = Field(0.5, gt=0, lt=1, description="Factor on overflow.")
@@ -130,8 +133,19 @@ class LossScalingConfig(Config):
     floor: float = Field(1.0, gt=0, description="Smallest scale; a non-finite gradient there stops the run.")
     retries: int = Field(4, ge=0, description="Backward passes repeated on one batch before it is given up.")
 
-    def scaler(self) -> ScalerConfig:
-        return ScalerConfig(**self.model_dump())
+    @model_validator(mode="after")
+    def _nothing_without_effect(self) -> Self:
+        unused = self.model_fields_set & {"growth_factor", "backoff_factor", "growth_interval"}
+        if self.rule == "auto" and unused:
+            raise MantissaError(f"loss_scaling.{min(unused)} does nothing with loss_scaling.rule=auto; leave it out")
+        return self
+
+    def scaler(self, fmt: NumberFormat) -> LossScaler:
+        """A scaler at its first scale, or one that scales by 1 where ``fmt`` needs none."""
+        config = ScalerConfig(**self.model_dump(exclude={"rule"}))
+        if self.rule == "auto" and fmt.needs_loss_scaling:
+            return AutoScaler(config)
+        return LossScaler.for_format(fmt, config)
 
 
 class EvaluationConfig(Config):

@@ -1,20 +1,25 @@
-"""Loss scaling, the one optimiser step that everything uses, diagnosis of overflows, checkpoints."""
+"""Loss scaling, the one optimiser step that everything uses, the drop-in trainer and its guard, checkpoints."""
 
+from mantissa.training.auto_scale import AutoRule, AutoScaler
 from mantissa.training.checkpoint import Checkpoint, load_checkpoint, load_weights, save_checkpoint, saved_steps
+from mantissa.training.clipping import adaptive_clip_
 from mantissa.training.diagnosis import first_nonfinite, flushed_fraction, gradients_of
 from mantissa.training.distributed import distribute
 from mantissa.training.guard import Decision, Guard, replay
 from mantissa.training.guard_config import GuardConfig, Reference
 from mantissa.training.guard_log import GuardLog, GuardSettings, open_guard
 from mantissa.training.optimizer import adamw, learning_rate
-from mantissa.training.scaler import LossScaler, ScalerConfig
+from mantissa.training.scaler import FixedScaler, LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome
 from mantissa.training.trainer import PrecisionTrainer
 
 __all__ = [
+    "AutoRule",
+    "AutoScaler",
     "Backward",
     "Checkpoint",
     "Decision",
+    "FixedScaler",
     "Guard",
     "GuardConfig",
     "GuardLog",
@@ -26,6 +31,7 @@ __all__ = [
     "ScalerConfig",
     "StepOutcome",
     "adamw",
+    "adaptive_clip_",
     "distribute",
     "first_nonfinite",
     "flushed_fraction",
@@ -37,4 +43,5 @@ __all__ = [
     "replay",
     "save_checkpoint",
     "saved_steps",
+    "scaler_for",
 ]

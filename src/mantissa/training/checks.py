@@ -68,7 +68,9 @@ def resolved_role(precision: str, backend: Any, fallback: Any, device: torch.dev
     return role
 
 
-def check_options(accumulate: int, max_grad_norm: float, adaptive_clip: float | None, on_nonfinite: str) -> int:
+def check_options(
+    accumulate: int, max_grad_norm: float, adaptive_clip: float | None, on_nonfinite: str, probe_every: int, fsdp: bool
+) -> int:
     checks = (
         (
             isinstance(accumulate, int) and accumulate >= 1,
@@ -76,6 +78,12 @@ def check_options(accumulate: int, max_grad_norm: float, adaptive_clip: float | 
         ),
         (max_grad_norm > 0, f"max_grad_norm={max_grad_norm}: expected more than 0 (inf measures and never clips)"),
         (adaptive_clip is None or adaptive_clip > 0, f"adaptive_clip={adaptive_clip}: expected more than 0, or None"),
+        (probe_every >= 0, f"probe_every={probe_every}: expected 0 (never) or more"),
+        (
+            not (probe_every and fsdp and accumulate > 1),
+            f"probe_every={probe_every} with accumulate={accumulate}: under FSDP2 a probe would disturb the "
+            "micro-batches that wait; choose one of the two",
+        ),
         (on_nonfinite in ("stop", "skip"), f'on_nonfinite={on_nonfinite!r}: expected "stop" or "skip"'),
     )
     for good, message in checks:

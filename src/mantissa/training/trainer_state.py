@@ -19,6 +19,31 @@ if TYPE_CHECKING:
 OpenWindow = Literal["error", "leave out"]
 
 
+def stats_of(trainer: PrecisionTrainer) -> dict[str, Any]:
+    """What happened so far, for ``PrecisionTrainer.stats``."""
+    latest, role = trainer.latest, trainer.precision
+    return {
+        "steps": trainer.steps,
+        "updates": trainer.updates,
+        "skipped": trainer.skipped,
+        "retried": trainer.retried,
+        "overflow_rate": trainer.skipped / trainer.steps if trainer.steps else 0.0,
+        "batches_seen": trainer.batches_seen,
+        "accumulated": trainer.accumulated,
+        "loss_scale": trainer.scaler.scale,
+        "grad_norm": latest.grad_norm if latest else None,
+        "max_scaled_grad": latest.max_scaled_grad if latest else None,
+        "flushed_fraction": trainer.flushed_fraction,
+        "precision_requested": role.requested,
+        "precision_active": role.active.name,
+        "backend": role.backend,
+        "reason": role.reason,
+        "device": str(trainer.device),
+        "rank": trainer.ranks.rank,
+        "world_size": trainer.ranks.world,
+    }
+
+
 def state_of(
     trainer: PrecisionTrainer, extra: Mapping[str, Any] | None, open_window: OpenWindow = "error"
 ) -> dict[str, Any]:
@@ -73,10 +98,13 @@ def restore_learning(trainer: PrecisionTrainer, state: Mapping[str, Any]) -> Non
     _check_model(present, state["model_state_dict"])
     _check_optimizer(optimizer, state["optimizer_state_dict"])
     trainer.abandon()  # first: it may put buffers back
-    with torch.no_grad():
-        for name, value in present.items():
-            if isinstance(value, Tensor):
-                value.copy_(shard_like(state["model_state_dict"][name].to(value.dtype), value))
+    saved = state["model_state_dict"]
+    model.load_state_dict(
+        {
+            name: shard_like(saved[name].to(value.dtype), value) if isinstance(value, Tensor) else saved[name]
+            for name, value in present.items()
+        }
+    )
     optimizer.load_state_dict(_sharded(state["optimizer_state_dict"], optimizer))
     if trainer.scheduler is not None and state["scheduler_state_dict"] is not None:
         trainer.scheduler.load_state_dict(state["scheduler_state_dict"])

@@ -13,6 +13,7 @@ and every rank does what rank 0 decided.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ class Watch:
         self._good_at: int | None = None  # updates at the last good checkpoint of this process
         self._checked = False
         self._began = 0.0
+        self._told: tuple[Any, ...] = ("ok", ())  # action and rules of the decision before
         self._rows = JsonLines(self.folder / "metrics.jsonl")
         self.guard: Guard | None = None
         self._log: GuardLog | None = None
@@ -85,6 +87,13 @@ class Watch:
     def _is_good(self) -> bool:
         """Rank 0's guard's word, on every rank."""
         return self._trainer.ranks.max_of(1.0 if self.guard is not None and self.guard.good else 0.0) > 0
+
+    def resuming(self, state: Mapping[str, Any]) -> None:
+        """A checkpoint is about to be loaded: a run that fell back goes on in the format it fell back to."""
+        was = (state["precision"] or {}).get("active")
+        if self._config is not None and was == self._config.to != self._trainer.precision.active.name:
+            self._trainer.say(f"guard: this run fell back to {was} before: going on in {was}")
+            self._trainer.use(was)
 
     def resumed(self) -> None:
         """A checkpoint was loaded: forget what was logged after it, and judge what is left once more.
@@ -127,6 +136,8 @@ class Watch:
             "optim/updates": trainer.updates,
             "time/step": seconds,
         }
+        if trainer.flushed_fraction is not None:
+            row["precision/flushed_fraction"] = trainer.flushed_fraction
         return row
 
     def _record(self, row: Row) -> Decision | None:
@@ -134,8 +145,12 @@ class Watch:
         if self.guard is None or self._log is None:
             return None
         decision = self.guard.observe(row)
-        if self._log.add(decision) and decision.action != "ok":
-            self._trainer.say(f"guard: step {decision.step}: {decision.action}: {'; '.join(decision.reasons)}")
+        self._log.add(decision)
+        told = (decision.action, decision.rules)
+        if told != self._told:  # a standing warning is logged every step, and told once
+            why = f": {'; '.join(decision.reasons)}" if decision.reasons else " again"
+            self._trainer.say(f"guard: step {decision.step}: {decision.action}{why}")
+        self._told = ("ok", ()) if decision.action == "fall back" else told
         return decision
 
     def _save_good(self) -> None:
