@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,40 +13,113 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mantissa.errors import MantissaError
-from mantissa.precision import BF16, FP16, FP32
-from mantissa.training import LossScaler, ScalerConfig
+from mantissa.precision import BF16, FP16, FP32, NumberFormat, round_to_format
+from mantissa.training import AutoScaler, FixedScaler, LossScaler, OptimizerStep, ScalerConfig, scaler_for
+
+TINY = torch.finfo(torch.float32).tiny  # a floor too low to interfere: GradScaler has none
 
 
-def torch_scales(overflows: list[bool], interval: int) -> list[float]:
-    """The sequence of scales of torch's own scaler when these steps overflow."""
+@dataclass
+class Trace:
+    """Per step: the scale after it, whether it was applied, and the weights, to the last bit."""
+
+    scales: list[float]
+    applied: list[bool]
+    weights: list[list[float]]
+
+
+def backward(parameter: nn.Parameter, gradient: list[float], scale: float, fmt: NumberFormat) -> None:
+    """What a backward pass in ``fmt`` leaves: scale x gradient, rounded, inf beyond the largest value."""
+    scaled = torch.tensor(gradient) * torch.tensor(scale)
+    parameter.grad = round_to_format(scaled, fmt)
+
+
+def torch_trace(gradients: list[list[float]], config: ScalerConfig, fmt: NumberFormat, save_at: int) -> Trace:
+    """What ``torch.amp.GradScaler`` does; saved and loaded into a new one before step ``save_at``."""
+    options = {
+        "init_scale": config.initial,
+        "growth_factor": config.growth_factor,
+        "backoff_factor": config.backoff_factor,
+        "growth_interval": config.growth_interval,
+    }
     parameter = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, growth_interval=interval)
-    scales = []
-    for overflow in overflows:
-        scaler.scale(parameter.sum()).backward()
-        assert parameter.grad is not None
-        if overflow:
-            parameter.grad.fill_(float("inf"))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    steps: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(i))
+    scaler = torch.amp.GradScaler("cpu", **options)
+    trace = Trace([], [], [])
+    for i, gradient in enumerate(gradients):
+        if i == save_at:
+            state = scaler.state_dict()
+            scaler = torch.amp.GradScaler("cpu", **options)
+            scaler.load_state_dict(state)
+        scaler.scale(torch.zeros(()))  # creates its tensors
+        backward(parameter, gradient, scaler.get_scale(), fmt)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
-    return scales
+        trace.scales.append(scaler.get_scale())
+        trace.applied.append(i in steps)
+        trace.weights.append(parameter.tolist())
+    return trace
 
 
-@given(st.lists(st.booleans(), max_size=40), st.integers(1, 5))
-@settings(max_examples=25, deadline=None)
-def test_scales_follow_torch(overflows: list[bool], interval: int) -> None:
-    ours = LossScaler(ScalerConfig(growth_interval=interval, floor=2.0**-60))
-    scales = []
-    for overflow in overflows:
-        if overflow:
-            ours.overflowed()
-        else:
-            ours.stepped()
-        scales.append(ours.scale)
-    assert scales == torch_scales(overflows, interval)
+def our_trace(gradients: list[list[float]], config: ScalerConfig, fmt: NumberFormat, save_at: int) -> Trace:
+    parameter = nn.Parameter(torch.ones(2))
+
+    def new() -> OptimizerStep:
+        optimizer = torch.optim.SGD([parameter], lr=0.5)
+        return OptimizerStep({"w": parameter}, optimizer, LossScaler(config), fmt, lambda update: 0.5)
+
+    step = new()
+    trace = Trace([], [], [])
+    for i, gradient in enumerate(gradients):
+        if i == save_at:
+            state = json.loads(json.dumps(step.state_dict()))
+            step = new()
+            step.load_state_dict(state)
+        outcome = step.run(lambda scale, gradient=gradient: backward(parameter, gradient, scale, fmt))
+        trace.scales.append(step.scaler.scale)
+        trace.applied.append(outcome.kind == "stepped")
+        trace.weights.append(parameter.tolist())
+    return trace
+
+
+# Gradients of 2^-2 to 2^9 against fp16 and a first scale of 2^10: natural overflows; inf: one that no scale avoids.
+magnitudes = st.one_of(st.floats(0.25, 512.0, width=32), st.just(math.inf))
+
+
+@given(
+    st.lists(st.lists(magnitudes, min_size=2, max_size=2), max_size=40),
+    st.sampled_from([2.0, 4.0, 1.5, 1.1]),
+    st.sampled_from([0.5, 0.25, 0.7]),
+    st.integers(1, 5),
+    st.integers(0, 40),
+)
+@settings(max_examples=60, deadline=None)
+def test_scales_steps_and_skips_are_torch_s(
+    gradients: list[list[float]], growth: float, backoff: float, interval: int, save_at: int
+) -> None:
+    config = ScalerConfig(1024.0, growth, backoff, interval, floor=TINY, retries=0)
+    assert our_trace(gradients, config, FP16, save_at) == torch_trace(gradients, config, FP16, save_at)
+
+
+def test_growth_beyond_fp32_is_given_up_as_torch_does() -> None:
+    """2^126 -> 2^127 -> 2^128 is inf in fp32, not in a Python float: the scale stays, the count starts again."""
+    gradients = [[2.0**-120, 2.0**-121]] * 9
+    config = ScalerConfig(2.0**126, growth_interval=2, floor=TINY, retries=0)
+    ours = our_trace(gradients, config, FP32, save_at=5)
+    assert ours.scales[-1] == 2.0**127
+    assert ours == torch_trace(gradients, config, FP32, save_at=5)
+
+
+def test_the_scale_is_an_fp32_value_where_the_factor_is_not_a_power_of_two() -> None:
+    """1.1 and 0.7 leave fp32's grid at once; in float64 the scales would differ from GradScaler's at every change."""
+    gradients = [[1.0, 1.0]] * 6 + [[math.inf, 1.0]] + [[1.0, 1.0]] * 3
+    config = ScalerConfig(1000.1, 1.1, 0.7, 1, floor=TINY, retries=0)
+    ours = our_trace(gradients, config, FP16, save_at=3)
+    assert ours.scales == torch_trace(gradients, config, FP16, save_at=3).scales
+    assert all(scale == float(torch.tensor(scale)) for scale in ours.scales)
+    assert ours.scales[0] != 1000.1 * 1.1
 
 
 def test_scale_stops_at_the_floor() -> None:
@@ -53,16 +130,10 @@ def test_scale_stops_at_the_floor() -> None:
     assert scaler.at_floor
 
 
-def test_scale_never_grows_to_infinity() -> None:
-    scaler = LossScaler(ScalerConfig(initial=1e308, growth_interval=1, growth_factor=4.0))
-    scaler.stepped()
-    assert scaler.scale == 1e308
-
-
 def test_disabled_scaler_scales_by_one_for_ever() -> None:
     scaler = LossScaler.disabled()
     for _ in range(1000):
-        scaler.stepped()
+        scaler.stepped(0.5)
     assert scaler.scale == 1.0
     assert scaler.at_floor
 
@@ -76,12 +147,12 @@ def test_state_survives_a_round_trip() -> None:
     scaler = LossScaler(ScalerConfig(growth_interval=10))
     scaler.overflowed()
     for _ in range(7):
-        scaler.stepped()
+        scaler.stepped(0.5)
     other = LossScaler(ScalerConfig(growth_interval=10))
     other.load_state_dict(scaler.state_dict())
     for _ in range(3):
-        scaler.stepped()
-        other.stepped()
+        scaler.stepped(0.5)
+        other.stepped(0.5)
     assert scaler.state_dict() == other.state_dict() == {"scale": 65536.0, "clean_steps": 0}
 
 
@@ -95,8 +166,80 @@ def test_state_survives_a_round_trip() -> None:
         {"growth_interval": 0},
         {"retries": -1},
         {"floor": 0.0},
+        {"initial": 1e39},
+        {"initial": math.nan},
+        {"floor": math.nan},
     ],
 )
 def test_nonsense_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(MantissaError, match=r"loss scaling: .*expected"):
         ScalerConfig(**wrong)
+
+
+def test_a_fixed_scale_never_changes_and_reports_overflow() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    step = OptimizerStep({"w": parameter}, optimizer, LossScaler.fixed(1024.0), FP16, lambda update: 0.5)
+    outcomes = [
+        step.run(lambda scale, size=size: backward(parameter, [size, 0.0], scale, FP16)) for size in (1.0, 100.0, 1.0)
+    ]
+    assert [(o.kind, o.overflows, o.scale) for o in outcomes] == [
+        ("stepped", 0, 1024.0),
+        ("skipped", 1, 1024.0),  # no retry: the same scale would overflow again
+        ("stepped", 0, 1024.0),
+    ]
+    assert step.skipped == 1
+    assert parameter.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(("scale", "patience"), [(1024.0, 10), (1000.0, 10), (1.0, 0), (0.25, 0)])
+def test_a_fixed_scale_that_always_overflows_is_not_a_matter_of_scaling(scale: float, patience: int) -> None:
+    """After as many overflows in a row as halving down to 1 would have taken; a clean step begins anew."""
+    scaler = FixedScaler(scale)
+    for _ in range(patience):
+        assert not scaler.at_floor
+        scaler.overflowed()
+    assert scaler.at_floor
+    scaler.stepped(0.5)
+    assert scaler.at_floor == (patience == 0)
+
+
+def test_a_fixed_scale_survives_another_s_state() -> None:
+    """A run that fell back from fp16 to bf16 scales by 1, whatever the checkpoint says; counts are continued."""
+    scaler = LossScaler.disabled()
+    scaler.load_state_dict(LossScaler().state_dict())
+    assert scaler.scale == 1.0
+    one, other = FixedScaler(64.0), FixedScaler(64.0)
+    one.stepped(0.1)
+    one.overflowed()
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert other.state_dict() == one.state_dict() == {"scale": 64.0, "clean_steps": 0, "overflows_in_a_row": 1}
+
+
+def test_scaler_for_makes_what_was_asked() -> None:
+    config = ScalerConfig(initial=256.0)
+    assert type(scaler_for("dynamic", FP16)) is LossScaler
+    assert type(scaler_for("auto", FP16)) is AutoScaler
+    assert scaler_for(config, FP16).scale == 256.0
+    assert scaler_for(config, FP16, retries=1).config == ScalerConfig(initial=256.0, retries=1)
+    assert scaler_for("auto", FP16, retries=2).config.retries == 2
+    assert (scaler_for(1024, FP16).scale, scaler_for(1024, FP16, retries=3).config.retries) == (1024.0, 0)
+    assert scaler_for(1000.1, FP16).scale == float(torch.tensor(1000.1))
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP32])
+def test_formats_of_wide_range_are_scaled_only_by_a_number(fmt: NumberFormat) -> None:
+    assert [scaler_for(scale, fmt).scale for scale in ("dynamic", "auto", ScalerConfig(), 8.0)] == [1.0, 1.0, 1.0, 8.0]
+
+
+@pytest.mark.parametrize("wrong", [0, -2.0, math.nan, math.inf, 1e39, 1e-39])
+def test_numbers_that_cannot_scale_are_refused(wrong: float) -> None:
+    with pytest.raises(MantissaError, match=r"a fixed loss scale of .*expected a positive number that fp32 holds"):
+        scaler_for(wrong, FP16)
+
+
+@pytest.mark.parametrize("wrong", ["dynamc", "1024", True, None])
+def test_words_that_name_no_rule_are_refused(wrong) -> None:
+    with pytest.raises(MantissaError, match=r"loss scale .*: expected 'dynamic', 'auto'") as error:
+        scaler_for(wrong, FP16)
+    assert ("did you mean 'dynamic'" in str(error.value)) == (wrong == "dynamc")

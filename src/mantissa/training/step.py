@@ -168,7 +168,7 @@ class OptimizerStep:
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.scaler.stepped()
+        self.scaler.stepped(fraction)
         self.updates += 1
         return float(norm), lr, None if clipped is None else float(clipped)
 

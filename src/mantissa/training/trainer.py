@@ -42,7 +42,7 @@ from mantissa.training import trainer_file, trainer_state
 from mantissa.training.checks import check_loss, check_options, device_of, named_parameters, resolved_role
 from mantissa.training.diagnosis import first_nonfinite
 from mantissa.training.distributed import Ranks, forget_unsent, synchronising, unwrapped
-from mantissa.training.scaler import LossScaler, ScalerConfig
+from mantissa.training.scaler import LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome
 from mantissa.training.window import Keeper, LossFunction, Micro, mean_loss
 
@@ -369,8 +369,8 @@ class _Asked:
     retries: int
 
     def scaler(self, role: ResolvedRole) -> LossScaler:
-        config = self.scale if isinstance(self.scale, ScalerConfig) else ScalerConfig(retries=self.retries)
-        return LossScaler.for_format(role.active, config)
+        retries = None if isinstance(self.scale, ScalerConfig) else self.retries
+        return scaler_for(self.scale, role.active, retries)
 
 
 def _anomaly(work: Callable[[], object]) -> str:
