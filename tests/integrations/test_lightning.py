@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from toys import Batch, OverflowsAbove, cross_entropy, data, fragile, mlp, quiet
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Lightning's own, at import
     pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install 'mantissa[lightning]'")
+import lightning_worker
 from mantissa.integrations import MantissaPrecision
 
 pytestmark = [
@@ -286,3 +290,19 @@ def test_what_it_refuses(tmp_path: Path) -> None:
         fit(Module(mlp()), data(1), tmp_path, MantissaPrecision("fp16", scale="dynamo", say=quiet))
     with pytest.raises(MantissaError, match="no model is connected yet"):
         MantissaPrecision("fp16", say=quiet).forward_context()
+
+
+def test_ranks_decide_alike(tmp_path: Path) -> None:
+    """Two processes under Lightning's DDP; rank 1 alone overflows, then meets an inf: both retry, and both skip."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [lightning_worker.__file__, str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert same(first["weights"], second["weights"])
+    assert first["told"] == second["told"]
+    kinds = [kind for kind, _, _ in first["told"]]
+    assert kinds == ["stepped", "stepped", "retried", "skipped"]
+    assert first["state"] == second["state"]
+    assert (first["state"]["updates"], first["state"]["skipped"]) == (3, 1)

@@ -43,7 +43,7 @@ def require(library: str, extra: str) -> None:
     try:
         importlib.import_module(library)
     except ModuleNotFoundError as error:
-        if error.name != library.partition(".")[0]:
+        if not f"{library}.".startswith(f"{error.name}."):
             raise  # the library is there, and something that it needs is not
         raise MantissaError(
             f"{library.partition('.')[0]} is not installed; this integration needs it: pip install 'mantissa[{extra}]'"
