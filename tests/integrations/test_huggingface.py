@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from toys import OverflowsAbove, cross_entropy, data, fragile, mlp, quiet, same,
 pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantissa[accelerate]'")
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+import huggingface_worker
 from mantissa.integrations import MantissaTrainerMixin, ScalerTelemetry
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -219,6 +223,28 @@ def test_an_inf_costs_one_step_and_holds_the_schedule(tmp_path: Path) -> None:
     assert trainer.state.global_step == 4
 
 
+def test_telemetry_writes_the_file_of_our_trainer_too(tmp_path: Path) -> None:
+    net, trap = fragile()
+    lines: list[str] = []
+    telemetry = ScalerTelemetry(tmp_path / "metrics.jsonl", say=lines.append)
+
+    def inf_in_the_second(step: int) -> None:
+        trap.limit = -1.0 if step == 1 else math.inf
+
+    options = {"retries": 1, "say": quiet, "logging_steps": 3, "callbacks": [telemetry, At(inf_in_the_second)]}
+    trainer = train(Ours, net, data(3), tmp_path, **options)
+    rows = JsonLines(tmp_path / "metrics.jsonl").read()
+    assert [row["precision/format"] for row in rows] == ["fp16"] * 3
+    assert [row["precision/overflows"] for row in rows] == [0, 2, 0]
+    assert [row["precision/retries"] for row in rows] == [0, 1, 0]
+    assert [row["precision/skipped"] for row in rows] == [0, 1, 0]
+    assert [row["precision/loss_scale"] for row in rows] == [2.0**16, 2.0**15, 2.0**14]
+    assert [row["optim/updates"] for row in rows] == [1, 1, 2]
+    assert rows[2]["train/loss"] == logged(trainer, "loss")[0]
+    assert logged(trainer, "precision/overflows") == [2]
+    assert lines == []  # it is the trainer that tells its precision
+
+
 def test_clipping_bounds_unscaled_gradients(tmp_path: Path) -> None:
     net = mlp()
     before = [p.detach().clone() for p in net.parameters()]
@@ -257,3 +283,22 @@ def test_what_it_refuses(tmp_path: Path) -> None:
     trap.limit = -1.0
     with pytest.raises(MantissaError, match=r"the gradient of the output of net\.1"):
         train(Ours, net, data(1), tmp_path, scale=ScalerConfig(initial=1.0), say=quiet)
+
+
+def test_ranks_repeat_a_window_alike(tmp_path: Path) -> None:
+    """Two processes under DDP; one overflows, both repeat, and the weights end as if the scale had been right at once."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [huggingface_worker.__file__, str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ends = {}
+    for name in ("troubled", "calm"):
+        first, second = (torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True) for rank in (0, 1))
+        assert same(first["weights"], second["weights"])
+        assert (first["retries"], first["scale"]) == (second["retries"], second["scale"])
+        ends[name] = first
+    assert ends["troubled"]["retries"][0] >= 2
+    assert ends["calm"]["retries"] == [0, 0]
+    for key, value in ends["troubled"]["weights"].items():
+        torch.testing.assert_close(value, ends["calm"]["weights"][key], rtol=2e-3, atol=1e-4)

@@ -37,6 +37,7 @@ class ScalerTelemetry(TrainerCallback):
     calls its reporters (TensorBoard, W&B) before the callbacks it is given, so they see these entries only after
     ``attach``.
 
+    With ``MantissaTrainerMixin``, which puts its own entries in the log, this writes the file from its figures.
     A row of the file: ``step``, ``precision/requested``, ``precision/format`` (active), ``optim/lr``, with a scaler
     the above for that step and ``optim/updates``; and in a step that Trainer logs, ``train/loss`` (its mean since the
     last entry) and ``optim/grad_norm``.
@@ -45,6 +46,7 @@ class ScalerTelemetry(TrainerCallback):
     def __init__(self, path: Path | str | None = None, say: Callable[[str], None] = print) -> None:
         self.rows = None if path is None else JsonLines(Path(path))
         self.say = say
+        self.source: Callable[[], dict[str, Any]] | None = None  # of a trainer that does the scaling itself
         self.requested = ""
         self.active: str | None = None
         self.attempted = self.skipped = 0
@@ -77,6 +79,9 @@ class ScalerTelemetry(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer = kwargs["optimizer"]
+        if self.source is not None:
+            self._row = {**self.source(), "optim/lr": float(optimizer.param_groups[0]["lr"])}
+            return
         scaler = getattr(optimizer, "scaler", None)
         if not self.attempted:
             self._tell(scaler, state)
@@ -104,10 +109,10 @@ class ScalerTelemetry(TrainerCallback):
         if "loss" not in logs or self._row is None:
             return
         self._row["train/loss"] = float(logs["loss"])
-        if "grad_norm" in logs:
+        if "grad_norm" in logs and self.source is None:
             self._row["optim/grad_norm"] = float(logs["grad_norm"])
         scaler = getattr(kwargs["optimizer"], "scaler", None)
-        if scaler is None:
+        if scaler is None or self.source is not None:
             return
         figures = self._figures(scaler, self.skipped - self._reported)
         self._reported = self.skipped

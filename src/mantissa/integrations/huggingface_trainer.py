@@ -8,6 +8,7 @@ window was given up there are no gradients, so torch's optimisers change nothing
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any, Literal, cast
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
 from mantissa.integrations import require
+from mantissa.integrations.counts import counts_of
 from mantissa.integrations.held import HeldScheduler
+from mantissa.integrations.huggingface import ScalerTelemetry
 from mantissa.kernels import autocast_for, probe_autocast
 from mantissa.training import OptimizerStep, ScalerConfig, StepOutcome, first_nonfinite, scaler_for
 from mantissa.training.checks import device_of, named_parameters, resolved_role
@@ -28,8 +31,6 @@ require("accelerate", "accelerate")
 
 from transformers import TrainerCallback  # noqa: E402 (after the message for those who lack it)
 from transformers.trainer_callback import ExportableState  # noqa: E402
-
-_TALLY = ("precision/overflows", "precision/retries", "precision/skipped")
 
 
 class MantissaScalerState(TrainerCallback, ExportableState):
@@ -88,7 +89,7 @@ class MantissaTrainerMixin:
         self._window: list[tuple[Any, Any]] = []
         self._losses: list[Tensor] = []
         self._step: OptimizerStep | None = None
-        self._tally = dict.fromkeys(_TALLY, 0)
+        self._tally: Counter[str] = Counter()
         trainer.add_callback(MantissaScalerState())
         if trainer.is_world_process_zero():
             say(f"precision: {role.requested} asked, {role.active} active, {role.backend} ({role.reason})")
@@ -143,9 +144,8 @@ class MantissaTrainerMixin:
         if not outcome.applied:
             self._keeper.restore_buffers()
         self.outcome = outcome
-        self._tally["precision/overflows"] += outcome.overflows
-        self._tally["precision/retries"] += outcome.overflows - (not outcome.applied)
-        self._tally["precision/skipped"] += not outcome.applied
+        for name, count in counts_of(outcome).items():
+            self._tally[name] += count
         self._saved.numbers = step.state_dict()
 
     def _micro(self, model: nn.Module, index: int, scale: float) -> Tensor:
@@ -179,9 +179,26 @@ class MantissaTrainerMixin:
             on_nonfinite=self._on_nonfinite,
             ranks=Ranks.of(model),
         )
+        for callback in cast(Any, self).callback_handler.callbacks:
+            if isinstance(callback, ScalerTelemetry):
+                callback.source = self.row
         if self._saved.numbers:  # of the checkpoint that this training goes on from
             self._step.load_state_dict(self._saved.numbers)
         return self._step
+
+    def row(self) -> dict[str, Any]:
+        """The last optimiser step as a row of metrics (names and units as in ``mantissa.runs.metrics``)."""
+        assert self.outcome is not None
+        assert self._step is not None
+        return {
+            "precision/requested": self.precision.requested,
+            "precision/format": self.precision.active.name,
+            "precision/loss_scale": self.outcome.scale,
+            **counts_of(self.outcome),
+            "precision/max_scaled_grad": self.outcome.max_scaled_grad,
+            "optim/grad_norm": self.outcome.grad_norm,
+            "optim/updates": self._step.updates,
+        }
 
     @property
     def _saved(self) -> MantissaScalerState:
@@ -205,7 +222,7 @@ class MantissaTrainerMixin:
             logs["optim/updates"] = self._step.updates
             if not self.outcome.applied and "grad_norm" in logs:
                 logs["grad_norm"] = float("nan")  # Trainer's is the norm of no gradients, 0
-            self._tally = dict.fromkeys(_TALLY, 0)
+            self._tally = Counter()
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 

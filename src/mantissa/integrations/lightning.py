@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
 from mantissa.integrations import require
+from mantissa.integrations.counts import counts_of
 from mantissa.integrations.held import HeldScheduler
 from mantissa.kernels import Autocast, autocast_for, probe_autocast
 from mantissa.precision import ResolvedRole
@@ -255,9 +256,7 @@ class MantissaPrecision(Precision):
             return {}
         return {
             "precision/loss_scale": outcome.scale,
-            "precision/overflows": float(outcome.overflows),
-            "precision/retries": float(outcome.overflows - (not outcome.applied)),
-            "precision/skipped": float(not outcome.applied),
+            **{name: float(count) for name, count in counts_of(outcome).items()},
             "precision/max_scaled_grad": outcome.max_scaled_grad,
             "optim/grad_norm": outcome.grad_norm,
             "optim/updates": float(self.updates),
