@@ -286,7 +286,7 @@ def test_what_it_refuses(tmp_path: Path) -> None:
 
 
 def test_ranks_repeat_a_window_alike(tmp_path: Path) -> None:
-    """Two processes under DDP; one overflows, both repeat, and the weights end as if the scale had been right at once."""
+    """Two processes under DDP; one overflows, both repeat, and end as if the scale had been right at once."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [huggingface_worker.__file__, str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -226,6 +226,20 @@ def test_clipping_bounds_unscaled_gradients(algorithm: str, tmp_path: Path) -> N
     assert module.seen == [pytest.approx(expected, rel=1e-2)]  # fp32's norm, which fp16 meets to three digits
 
 
+def test_a_bound_holds_for_the_step_it_was_asked_for(tmp_path: Path) -> None:
+    class First(Module):
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            if self.global_step == 0:
+                self.clip_gradients(optimizer, 1e-3, "norm")
+
+    ours, oracle, batches = mlp(), mlp(), data(2)
+    fit(First(ours), batches, tmp_path, MantissaPrecision("fp16", say=quiet))
+    trainer = reference(oracle, batches[:1], max_grad_norm=1e-3)
+    trainer.optimizer_step.max_grad_norm = math.inf
+    trainer.step(batches[1], cross_entropy)
+    assert same(state(ours), state(oracle))
+
+
 def test_manual_optimisation_is_scaled_clipped_and_skipped_too(tmp_path: Path) -> None:
     (ours, trap), (oracle, _) = fragile(dropout=0.0), fragile(dropout=0.0)
     plugin = MantissaPrecision("fp16", say=quiet)
@@ -236,6 +250,23 @@ def test_manual_optimisation_is_scaled_clipped_and_skipped_too(tmp_path: Path) -
         trainer.step(batch, cross_entropy)
     assert same(state(ours), state(oracle))
     assert (plugin.updates, plugin.skipped) == (2, 1)
+
+
+def test_manual_steps_in_one_training_step_see_each_others_weights(tmp_path: Path) -> None:
+    """Autocast casts a weight once for each context, and the whole of ``training_step`` is one."""
+
+    class Twice(Module):
+        def training_step(self, batch: Batch, index: int) -> None:
+            for _ in range(2):
+                super().training_step(batch, index)
+
+    ours, oracle, batches = mlp(), mlp(), data(2)
+    fit(Twice(ours, manual=True), batches, tmp_path, MantissaPrecision("fp16", say=quiet))
+    trainer = trainer_of(oracle, "fp16")
+    for batch in batches:
+        trainer.step(batch, cross_entropy)
+        trainer.step(batch, cross_entropy)
+    assert same(state(ours), state(oracle))
 
 
 def test_a_resumed_fit_ends_as_one_that_was_not_interrupted(tmp_path: Path) -> None:
@@ -288,6 +319,8 @@ def test_what_it_refuses(tmp_path: Path) -> None:
         fit(Two(mlp(), manual=True), data(1), tmp_path, MantissaPrecision("fp16", say=quiet))
     with pytest.raises(MantissaError, match="loss scale 'dynamo'"):
         fit(Module(mlp()), data(1), tmp_path, MantissaPrecision("fp16", scale="dynamo", say=quiet))
+    with pytest.raises(MantissaError, match="one device or DDP, not a model that is a Linear"):
+        MantissaPrecision("fp16", say=quiet).connect(nn.Linear(2, 2), [], [])
     with pytest.raises(MantissaError, match="no model is connected yet"):
         MantissaPrecision("fp16", say=quiet).forward_context()
 

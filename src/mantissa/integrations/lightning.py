@@ -54,7 +54,8 @@ from mantissa.training.window import Keeper
 
 require("lightning.pytorch", "lightning")
 
-from lightning.pytorch.plugins.precision import Precision  # noqa: E402 (after the message for those who lack it)
+from lightning.pytorch import LightningModule  # noqa: E402 (after the message for those who lack it)
+from lightning.pytorch.plugins.precision import Precision  # noqa: E402
 
 
 class MantissaPrecision(Precision):
@@ -67,8 +68,8 @@ class MantissaPrecision(Precision):
 
     Attributes: ``role`` (requested, active, backend, reason), ``evidence`` (the probe's findings), ``scaler``,
     ``outcome`` (of the last optimiser step), ``steps`` (attempted), ``updates`` (applied), ``skipped``, ``retried``.
-    Scaler and counters are in Lightning's checkpoints. One optimiser; one device or DDP (Lightning's FSDP and DeepSpeed
-    take only plugins of their own).
+    Scaler and counters are in Lightning's checkpoints. One optimiser; one device or DDP (Lightning's FSDP takes only
+    plugins of its own; DeepSpeed and model-parallel strategies are refused here).
     """
 
     def __init__(
@@ -108,6 +109,8 @@ class MantissaPrecision(Precision):
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], list[Any]]:
         """Lightning's call when the model is on its device and the optimisers are made."""
         module: Any = unwrapped(model)
+        if not isinstance(module, LightningModule):
+            raise MantissaError(f"MantissaPrecision: one device or DDP, not a model that is a {type(module).__name__}")
         self._resolve(device_of(model), module.trainer.is_global_zero)
         self._micro_batches = 0
         self._step = None
