@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-short test lint bench setup clean
+.PHONY: demo demo-short test lint bench docs setup clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,12 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run_all.py
 
+# The documentation site, in site/index.html; NO_MKDOCS_2_WARNING silences the theme's own advertisement.
+docs: $(STAMP)
+	$(BIN)/python docs/make_recipes.py
+	$(BIN)/python docs/make_tables.py
+	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
+
 # TRL in an environment of its own: what it depends on is not what Mantissa depends on.
 TRL_VENV := .venv-trl
 $(TRL_VENV)/.installed: constraints.txt
@@ -49,4 +55,4 @@ bench-trl: $(STAMP) $(TRL_VENV)/.installed
 	$(BIN)/python benchmarks/rl_step_vs_trl.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs one NVIDIA GPU: the tests marked gpu, step times, rollout speed, the demo's recipe in native
-# fp16 and bf16. Each part has a limit of its own; together under 8 minutes where all goes well.
+# Everything that needs one NVIDIA GPU: the tests marked gpu, step times, sizes from 1M to 1B parameters, rollout speed,
+# the demo's recipe in native fp16 and bf16. Each part has a limit of its own; together under 10 minutes where all goes well.
 #   OUT=/some/folder PYTHON=.venv/bin/python benchmarks/gpu.sh
 # Rows go to $OUT where it is set, else to results/. A part that fails does not stop the next; the exit status says so.
 set -uo pipefail
@@ -21,6 +21,7 @@ part() {  # part SECONDS COMMAND...
 }
 part 120 "$python" -m pytest -m gpu -rfE tests
 part 120 "$python" benchmarks/gpu.py --rounds 6
+part 140 "$python" benchmarks/gpu_sizes.py
 part 90 "$python" benchmarks/rollout_vs_generate.py --device cuda --repeats 3 --cases 0 1 \
     --results "$results/rollout_vs_generate.jsonl"
 part 150 "$python" benchmarks/gpu_demo.py --device cuda --steps 15 --warm-start 150

@@ -1,4 +1,4 @@
-"""Every benchmark that a CPU can run, in order, with short settings; then the tables. About ten minutes on two threads.
+"""Every benchmark that a CPU can run, in order, with short settings; then the tables. About 12 minutes on two threads.
 
     make bench        or        python benchmarks/run_all.py [--threads 2]
 
@@ -25,6 +25,8 @@ def commands(threads: int) -> list[list[str]]:
         ["rl_step_vs_trl.py", *count, "--rounds", "7"],
         ["rollout_vs_generate.py", *count, "--repeats", "5"],
         ["simulated_step.py", *count, "--rounds", "9"],
+        ["amp_overhead.py", *count, "--rounds", "20"],
+        ["amp_loss.py", *count],
         ["allocator.py", *count, "--rounds", "5"],
         ["waiting.py", *count, "--busy", "0"],
     ]

@@ -16,7 +16,7 @@ Row = dict[str, Any]
 # What tells two measurements apart; of those that agree in all of these the newest (the last in its file) counts.
 KEYS = (
     "benchmark", "case", "contender", "engine", "requested", "active", "kernels", "metric", "hidden", "layers",
-    "tokens", "threads", "busy_processes", "training_device", "device", "precision", "seed",
+    "tokens", "parameters", "threads", "busy_processes", "training_device", "device", "precision", "seed",
 )  # fmt: skip
 HEAD = """# Results
 
@@ -122,12 +122,17 @@ SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
     ("Rollout against transformers' generate", lambda r: generic(r, ["rollout_vs_generate"], COMMON),
      {"rollout_vs_generate"}),
     ("A simulated training step against fp32", lambda r: generic(r, ["simulated_step"], COMMON), {"simulated_step"}),
+    ("PrecisionTrainer against plain torch AMP, computing alike: one step",
+     lambda r: generic(r, ["amp_overhead"], (*COMMON, "parameters")), {"amp_overhead"}),
+    ("fp16's loss against fp32's where the best is 0.25; batches lost to overflow under a heavy-tailed loss",
+     lambda r: generic(r, ["amp_loss"], (*COMMON, "seeds")), {"amp_loss"}),
     ("The demo's memory; import time beyond torch's own", lambda r: generic(r, ["demo", "import"], ("contender",)),
      {"demo", "import"}),
     ("Keeping freed memory", lambda r: generic(r, ["allocator"], ("contender", "requested", "threads")), {"allocator"}),
     ("Threads that wait, alone and beside busy processes (4 cores)",
      lambda r: generic(r, ["waiting"], ("busy_processes", "threads", "contender")), {"waiting"}),
     ("On a GPU", lambda r: generic(r, ["gpu_step", "gpu_demo"], (*COMMON, "device")), {"gpu_step", "gpu_demo"}),
+    ("Sizes on a GPU", lambda r: generic(r, ["gpu_sizes"], ("parameters", *COMMON, "device")), {"gpu_sizes"}),
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 
 from mantissa.mismatch import ALL_METRICS, gap_metrics
-from mantissa.runs.metrics import BY_NAME, LOOP_METRICS, METRICS, deterministic, undeclared
+from mantissa.runs.metrics import BY_NAME, LOOP_METRICS, METRICS, TRAINER_METRICS, deterministic, undeclared
 from mantissa.runs.series import PHASES
 
 CONTRACT = {
@@ -33,7 +33,7 @@ def test_everything_the_loop_logs_is_declared_once() -> None:
     assert set(BY_NAME) >= CONTRACT
     assert max(Counter(metric.name for metric in METRICS).values()) == 1
     assert {m.name for m in LOOP_METRICS} <= CONTRACT, "declared, but nobody promised to log it"
-    assert set(METRICS) == {*LOOP_METRICS, *ALL_METRICS}
+    assert set(METRICS) == {*LOOP_METRICS, *TRAINER_METRICS, *ALL_METRICS}
     assert {f"time/{phase}" for phase in PHASES} == {m.name for m in METRICS if m.name.startswith("time/")} - {
         "time/step"
     }
@@ -51,6 +51,8 @@ def test_every_metric_is_explained() -> None:
 def test_undeclared_names_are_found() -> None:
     row = {"step": 3, "policy/loss": 0.1, "policy/lost": 0.1, "new": 1}
     assert undeclared(row) == ["new", "policy/lost"]
+    row = {"step": 3, "train/loss": 0.1, "precision/format": "fp16", "precision/formats": "fp16"}
+    assert undeclared(row) == ["precision/formats"]
     logp_BT = torch.zeros(2, 3)
     assert undeclared(gap_metrics(logp_BT, logp_BT, torch.ones(2, 3, dtype=torch.bool))) == []
 

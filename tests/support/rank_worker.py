@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mantissa.precision.strict import StrictPromotion
-from mantissa.training import PrecisionTrainer, ScalerConfig, distribute
+from mantissa.training import GuardConfig, PrecisionTrainer, ScalerConfig, distribute
 from mantissa.training.distributed import unwrapped, whole
 
 GLOBAL = 12  # rows of a whole batch: divided by 1, 2 and 3 processes
@@ -186,6 +186,22 @@ def broken_window(kind: str | None, folder: Path) -> dict[str, Any]:
     return result(trainer, kinds=kinds)
 
 
+def guarded(kind: str | None, folder: Path) -> dict[str, Any]:
+    """A loss that is not finite, twice, on rank 1 alone: both fall back to the checkpoint of update 3."""
+    run_dir = folder / f"{kind}-guarded"
+    guard = GuardConfig(window=10, min_steps=5, to="bf16")
+    trainer = make_trainer(kind, "fp16", run_dir=run_dir, guard=guard, good_every=3)
+    kinds = []
+    for i, batch in enumerate(batches(8)):
+        bad = i in (4, 5) and trainer.ranks.rank == 1
+        outcome = trainer.step(
+            mine(batch, trainer.ranks.rank, trainer.ranks.world),
+            lambda model, batch, bad=bad: loss_fn(model, batch) * (math.inf if bad else 1.0),
+        )
+        kinds.append(f"{outcome} {trainer.precision.active} {trainer.updates}")
+    return result(trainer, kinds=kinds)
+
+
 def save(kind: str | None, folder: Path) -> dict[str, Any]:
     """Three steps, a checkpoint, three more."""
     trainer = make_trainer(kind, "fp16")
@@ -246,7 +262,7 @@ def full_disk(kind: str | None, folder: Path) -> dict[str, Any]:
 
 SCENARIOS = {
     f.__name__: f
-    for f in (equal, inf_on_one_rank, accumulate, uneven, broken_window, save, crash, resume, resume_crashed)
+    for f in (equal, inf_on_one_rank, accumulate, uneven, broken_window, guarded, save, crash, resume, resume_crashed)
 } | {f.__name__: f for f in (unwrapped_is_refused, full_disk)}
 
 
@@ -261,7 +277,8 @@ def main() -> None:
             content = SCENARIOS[name](kind, Path(folder))
         torch.save(content, Path(folder) / f"{kind}-{name}-{dist.get_rank()}.pt")
     dist.barrier()
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads abort the interpreter's own exit now and then, which is not what is tested here
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -148,7 +149,7 @@ def test_what_cannot_be_avoided_is_not_paid_for_for_ever() -> None:
             feed(scaler, -20.0)
     assert 3.0 < scaler.headroom <= 4.0
     assert scaler.scale >= 2.0**10
-    for _ in range(6000):
+    for _ in range(9000):
         feed(scaler, -20.0)
     assert scaler.headroom == 0.0
     assert scaler.scale >= 2.0**18
@@ -227,7 +228,40 @@ def test_the_benchmark_counts_what_a_cast_to_fp16_does(bench: ModuleType) -> Non
         assert np.array_equal(scaled.isinf().any(1).numpy(), 2.0 ** (peaks + exponent) >= bench.OVERFLOW)
 
 
-def totals(bench: ModuleType, runs: dict[str, list]) -> dict[str, tuple[float, float]]:
-    """Over all runs of each contender: steps skipped, and the mean fraction flushed."""
-    results = {name: bench.summary(pairs) for name, pairs in runs.items()}
-    return {n: (sum(r["skipped_steps"]), float(np.mean(r["flushed_fraction"]))) for n, r in results.items()}
+def totals(bench: ModuleType, runs: list) -> tuple[float, float]:
+    """Over all runs: steps skipped, and the mean fraction flushed."""
+    result = bench.summary(runs)
+    return sum(result["skipped_steps"]), float(np.mean(result["flushed_fraction"]))
+
+
+def test_lower_on_both_counts_pooled_over_drifts_of_one_noise(bench: ModuleType) -> None:
+    """Student-t gradients of 3 degrees of freedom, steady, rising and falling, seeds 0-4: fewer steps skipped and less
+    flushed than the dynamic rule, at its interval of 2000 with the default rate and at 400 with a rate of 1/600.
+
+    Pooled, and of this noise: case by case one count is usually traded for the other (results/auto_scale.jsonl).
+    """
+    streams = [bench.stream("t3", "right", d, 3000, seed, size=1024) for seed in range(5) for d in (0.0, 1e-3, -1e-3)]
+    for dynamic, auto in (("dynamic 2000", "auto"), ("dynamic 400", "auto 1/600")):
+        (skips, flushed), (auto_skips, auto_flushed) = (
+            totals(bench, [bench.replay(bench.CONTENDERS[name](), *s) for s in streams]) for name in (dynamic, auto)
+        )
+        assert auto_skips < 0.85 * skips, (dynamic, auto_skips, skips)
+        assert auto_flushed < 0.9 * flushed, (dynamic, auto_flushed, flushed)
+
+
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    """Products of 32 x 64 are too small to share."""
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(2)
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_a_real_fp16_run_skips_half_as_many_steps(bench: ModuleType) -> None:
+    """An MLP whose summed loss is too large for 2^16, seeds 0-4: it finds its range sooner, and then stays within."""
+    skips, auto_skips = (
+        totals(bench, [bench.mlp_run(bench.CONTENDERS[name](), 2.0**8, 300, seed) for seed in range(5)])[0]
+        for name in ("dynamic 2000", "auto")
+    )
+    assert auto_skips <= 0.6 * skips, (auto_skips, skips)

@@ -15,12 +15,13 @@ from torch import nn
 
 import rank_worker
 from mantissa.errors import MantissaError
+from mantissa.jsonl import JsonLines
 from mantissa.training import distribute
 from mantissa.training.distributed import ALONE, grad_norm
 
 pytestmark = pytest.mark.slow
 KINDS = ("ddp", "fsdp2")
-TOGETHER = ("equal", "inf_on_one_rank", "accumulate", "uneven", "broken_window", "save")
+TOGETHER = ("equal", "inf_on_one_rank", "accumulate", "uneven", "broken_window", "guarded", "save")
 REFUSED = ("unwrapped_is_refused", "full_disk")
 
 
@@ -99,6 +100,22 @@ def test_uneven_batches_count_by_their_rows(two: tuple[str, Path]) -> None:
         assert both["kinds"] == ["accumulated", "stepped", "accumulated", "stepped"]
         assert_close(both["weights"], model.state_dict(), 1e-5)
     assert left(two, "uneven", 0)["stats"]["batches_seen"] == 3
+
+
+def test_the_guard_of_rank_0_decides_for_all(two: tuple[str, Path]) -> None:
+    first, second = left(two, "guarded", 0), left(two, "guarded", 1)
+    assert first["kinds"] == second["kinds"]
+    assert first["kinds"][3:] == [
+        "stepped fp16 4",
+        "skipped fp16 4",
+        "skipped bf16 3",  # fell back after it
+        "stepped bf16 4",
+        "stepped bf16 5",
+    ]
+    assert_equal(first["weights"], second["weights"])
+    kind, folder = two
+    rows = JsonLines(folder / f"{kind}-guarded" / "metrics.jsonl").read()
+    assert [row["step"] for row in rows] == list(range(1, 9))
 
 
 def test_an_exception_in_an_open_window_leaves_nothing_behind(two: tuple[str, Path]) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
-from mantissa.training import PrecisionTrainer, ScalerConfig
+from mantissa.training import LossScaler, PrecisionTrainer, ScalerConfig
 from toys import Batch, cross_entropy, data, fragile, mlp, quiet, same, state, trainer_of
 
 
@@ -109,7 +109,7 @@ def test_a_retry_at_a_scale_that_changes_nothing_is_exact() -> None:
     """A power of two is exact in fp32: the retried step equals the plain one to the bit, dropout and all."""
     (ours, trap), (control, _) = fragile(), fragile()
     trainer, calm = trainer_of(ours), trainer_of(control)
-    trainer.optimizer_step.scaler = type(trainer.scaler)(ScalerConfig(initial=2.0**10, retries=6))
+    trainer.optimizer_step.scaler = LossScaler(ScalerConfig(initial=2.0**10, retries=6))
     trap.limit = 2.0**7 / 8
     batch = data(1)[0]
     torch.manual_seed(9)
@@ -265,3 +265,33 @@ def test_step_none_needs_a_batch_to_take_part_with() -> None:
     with pytest.raises(MantissaError, match="nothing to learn from"):
         trainer.step(None, cross_entropy)
     assert list(trainer.batches([1, 2])) == [1, 2]
+
+
+def test_the_flush_probe_counts_what_fp16_loses_and_disturbs_nothing() -> None:
+    """Half of the gradients are far below 2^-24 at scale 1: the probe finds those, and the run is as without it."""
+    weight = torch.tensor([1.0, 1e-6])  # the second half's gradients are a millionth of the first's
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+            self.dropout = nn.Dropout(0.2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return weight[0] * self.dropout(x @ self.first).sum() + weight[1] * self.dropout(x @ self.second).sum()
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x) * 1e-3
+
+    states = []
+    for probe_every in (0, 2):
+        torch.manual_seed(3)
+        trainer = trainer_of(Product(), "fp16", scale=ScalerConfig(initial=1.0), probe_every=probe_every, accumulate=2)
+        found = []
+        for _ in range(8):
+            trainer.step(torch.randn(16, 4), loss_fn)
+            found.append(trainer.stats()["flushed_fraction"])
+        states.append(state(trainer.model))
+        assert found[3::4] == ([None, None] if probe_every == 0 else [0.5, 0.5])
+        assert found[1::4] == [None, None]
+    assert same(*states)

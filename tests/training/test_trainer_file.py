@@ -266,3 +266,25 @@ def test_a_full_disk_is_one_error_and_the_old_file_stays(tmp_path: Path) -> None
     assert "MantissaError: cannot write" in done.stderr
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".tmp")] == []
+
+
+class Remembering(torch.nn.Linear):
+    """A module with state of its own beside tensors, as torch lets one have."""
+
+    note = "new"
+
+    def get_extra_state(self) -> dict[str, str]:
+        return {"note": self.note}
+
+    def set_extra_state(self, value: dict[str, str]) -> None:
+        self.note = value["note"]
+
+
+def test_a_modules_own_state_is_kept(tmp_path: Path) -> None:
+    model = Remembering(6, 3)
+    model.note = "seen"
+    path = trainer_of(model).save_checkpoint(tmp_path / "a.pt")
+    other = Remembering(6, 3)
+    trainer_of(other).load_checkpoint(path)
+    assert other.note == "seen"
+    assert torch.equal(other.weight, model.weight)

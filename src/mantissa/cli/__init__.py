@@ -7,7 +7,7 @@ from typing import cast
 
 import typer
 
-from mantissa.cli import metrics, precision, report, sample, train
+from mantissa.cli import bench, guard, metrics, precision, report, sample, train
 from mantissa.cli.threads import spin_briefly
 from mantissa.errors import MantissaError
 
@@ -18,7 +18,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (train.train, sample.sample, report.report, precision.precision, metrics.metrics):
+for command in (
+    train.train,
+    sample.sample,
+    report.report,
+    guard.guard,
+    bench.bench,
+    precision.precision,
+    metrics.metrics,
+):
     app.command()(command)
 
 # Typer has used click and, since 0.26, a copy of its own: this is the base of usage errors in either.

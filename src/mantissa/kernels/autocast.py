@@ -31,7 +31,7 @@ import torch
 
 from mantissa.errors import MantissaError
 from mantissa.kernels.autocast_lists import follow_cuda
-from mantissa.kernels.rounded_ops import RoundedOps, is_rounding
+from mantissa.kernels.rounded_ops import RoundedOps, rounding
 from mantissa.precision import FP32, NumberFormat, ResolvedRole
 from mantissa.precision.policy import Backend
 
@@ -50,7 +50,7 @@ class Autocast:
     """
 
     def __init__(self, fmt: NumberFormat, backend: Backend, device_type: str) -> None:
-        if fmt is not FP32 and fmt.name not in _HALF_FORMATS:
+        if fmt != FP32 and fmt.name not in _HALF_FORMATS:
             raise MantissaError(f"precision={fmt}: modules run in fp32, {' or '.join(_HALF_FORMATS)}, not in fp8 yet")
         if not torch.amp.autocast_mode.is_autocast_available(device_type):
             raise MantissaError(f"device={device_type}: torch has no autocast for it; choose cpu or cuda")
@@ -63,7 +63,7 @@ class Autocast:
 
     @property
     def _simulates(self) -> bool:
-        return self.backend == "simulated" and self.format is not FP32
+        return self.backend == "simulated" and self.format != FP32
 
     def forward(self) -> AbstractContextManager[None]:
         """The context of the model's forward pass and of its loss."""
@@ -79,8 +79,8 @@ class Autocast:
             if self._simulates:
                 follow_cuda(self.device_type)
                 stack.enter_context(_no_attention_fast_path())
-                _enter_rounding(stack)
-            dtype, enabled = (None, False) if self.format is FP32 else (self.format.dtype, True)
+                _enter_rounding(stack, keep_casts=True)
+            dtype, enabled = (None, False) if self.format == FP32 else (self.format.dtype, True)
             stack.enter_context(torch.autocast(self.device_type, dtype=dtype, enabled=enabled))
             yield
 
@@ -88,7 +88,7 @@ class Autocast:
     def _backward(self) -> Iterator[None]:
         with ExitStack() as stack:
             if self._simulates:
-                _enter_rounding(stack)
+                _enter_rounding(stack, keep_casts=False)
             stack.enter_context(torch.autocast(self.device_type, enabled=False))
             yield
 
@@ -98,9 +98,9 @@ def autocast_for(role: ResolvedRole, device: torch.device | str) -> Autocast:
     return Autocast(role.active, role.backend, torch.device(device).type)
 
 
-def _enter_rounding(stack: ExitStack) -> None:
-    if not is_rounding():  # once is enough: a second mode would only look at what the first has done
-        stack.enter_context(RoundedOps())
+def _enter_rounding(stack: ExitStack, keep_casts: bool) -> None:
+    if rounding() is None:  # once is enough: a second mode would only look at what the first has done
+        stack.enter_context(RoundedOps(keep_casts))
 
 
 @contextmanager

@@ -10,10 +10,10 @@ not there, so that native autocast on a CPU stays what it was.
 Being at the dispatcher, above autograd, a rule's cast is differentiable, what the backward pass saves is the cast
 tensor, and operations that C++ code calls (``cross_entropy`` calls ``log_softmax``) are met too: as on CUDA.
 
-Two operators are replaced rather than cast. ``scaled_dot_product_attention`` is computed by ``rounded_attention``: the
-CPU's kernels do not round probabilities, or round scores. Recurrent layers are run step by step on half tensors with
-torch's composite code: the CPU's fused layer would hide its products from the simulation. On CUDA their fused layer is
-avoided for the same reason.
+Three operators are replaced rather than cast. ``scaled_dot_product_attention`` is ``rounded_attention``: the CPU's
+kernels either do not round probabilities or round scores. Recurrent layers run step by step on half tensors with
+torch's composite code: the CPU's fused layer would hide its products from the simulation, and so would CUDA's.
+``dropout`` of half tensors is the fused operator that CUDA uses: the CPU's rounds 1/(1-p) to half before it multiplies.
 
 Left as the CPU's lists have it, fp32 where CUDA has half: pooling and padding in three dimensions, padding by
 reflection, ``grid_sample``, ``fft`` and linear algebra. Only a selection or a sum of few terms depends on it.
@@ -33,16 +33,16 @@ import torch
 from torch import Tensor
 
 from mantissa.kernels.rounded_attention import rounded_attention
-from mantissa.kernels.rounded_ops import HALF, is_rounding
+from mantissa.kernels.rounded_ops import HALF, RoundedOps, rounding
 
-LOWER = """
+LOWER = str.split("""
     _convolution _convolution.deprecated _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell
     addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
     conv_transpose2d.input conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose einsum
     gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell
     scaled_dot_product_attention
-""".split()
-IN_FP32 = """
+""")
+IN_FP32 = str.split("""
     _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
     _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
     cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm.dim group_norm hinge_embedding_loss
@@ -53,14 +53,14 @@ IN_FP32 = """
     sinh smooth_l1_loss soft_margin_loss softmax.int softplus sum sum.dim_IntList tan triplet_margin_loss
     upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
     upsample_trilinear3d
-""".split()
-PROMOTED = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot".split()
+""")
+PROMOTED = str.split("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot")
 REFUSED = ["binary_cross_entropy"]  # on CUDA autocast raises and names the safe loss; a CPU computes it in fp32
 
 _KEEPS_GIVEN_DTYPE = ("sum", "prod", "cumsum", "cumprod", "softmax", "log_softmax", "linalg_vector_norm")
 _RECURRENT = [f"{kind}.{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")]
 
-Cast = Callable[[tuple[Any, ...], dict[str, Any], torch.dtype], torch.dtype | None]
+Choose = Callable[[tuple[Any, ...], dict[str, Any], torch.dtype], torch.dtype | None]
 
 
 @functools.cache
@@ -75,13 +75,15 @@ def follow_cuda(device_type: str) -> torch.library.Library:
     on_cuda, on_cpu = (
         set(torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{d}")) for d in ("CUDA", "CPU")
     )
-    for names, cast in ((LOWER, _to_half), (IN_FP32, _to_fp32), (PROMOTED, _to_widest)):
+    for names, choose in ((LOWER, _to_half), (IN_FP32, _to_fp32), (PROMOTED, _to_widest)):
         for name in names:
             if f"aten::{name}" in on_cuda - on_cpu:
-                library.impl(name, _rule(name, key, cast), key, with_keyset=True)
-    with warnings.catch_warnings():  # torch says that it had a kernel there; outside RoundedOps ours does the same
+                library.impl(name, _rule(name, key, choose), key, with_keyset=True)
+    attention = _attention(torch.library.get_kernel("aten::scaled_dot_product_attention", key))
+    library.impl("dropout", _dropout, key, with_keyset=True)
+    with warnings.catch_warnings():  # torch says that it had a kernel there, which ours calls outside RoundedOps
         warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
-        library.impl("scaled_dot_product_attention", _attention, key, with_keyset=True, allow_override=True)
+        library.impl("scaled_dot_product_attention", attention, key, with_keyset=True, allow_override=True)
     return library
 
 
@@ -98,39 +100,54 @@ def _to_widest(args: tuple[Any, ...], kwargs: dict[str, Any], half: torch.dtype)
     return torch.float32 if torch.float32 in dtypes and dtypes & set(HALF) else None
 
 
-def _rule(name: str, key: str, cast: Cast, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def _rule(name: str, key: str, choose: Choose, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """The kernel of ``name`` at the autocast key: cast where ``RoundedOps`` is active, else hand on."""
     op = _overload(name)
     takes_dtype = name.split(".")[0] in _KEEPS_GIVEN_DTYPE
 
     def kernel(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if not is_rounding():
+        mode = rounding()
+        if mode is None:
             return op.redispatch(keyset.remove(getattr(torch._C.DispatchKey, key)), *args, **kwargs)
-        dtype = cast(args, kwargs, torch.get_autocast_dtype(key.removeprefix("Autocast").lower()))
-        if takes_dtype and _given_dtype(op, args, kwargs):
+        dtype = choose(args, kwargs, torch.get_autocast_dtype(key.removeprefix("Autocast").lower()))
+        if takes_dtype and _given_dtype(args, kwargs):
             dtype = None  # ``sum(x, dtype=...)`` says itself what it computes in
         if dtype is not None:
-            args = tuple(_cast(a, dtype) for a in args)
-            kwargs = {name: _cast(a, dtype) for name, a in kwargs.items()}
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
+            args = tuple(_cast(a, dtype, mode) for a in args)
+            kwargs = {name: _cast(a, dtype, mode) for name, a in kwargs.items()}
+        with _excluded(key):
             return op(*args, **kwargs) if run is None else run(op, args, kwargs)
 
     return kernel
 
 
-def _attention(keyset: torch.DispatchKeySet, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The CPU's rule for attention, all operands in half, and inside ``RoundedOps`` our arithmetic."""
-    half = torch.get_autocast_dtype("cpu")
-    q, k, v, args = _cast(q, half), _cast(k, half), _cast(v, half), tuple(_cast(a, half) for a in args)
-    kwargs = {name: _cast(a, half) for name, a in kwargs.items()}
-    # with both a mask and is_causal, with no element or with double precision torch has the say
-    ours = is_rounding() and all(type(t) is Tensor and t.dtype == half and t.numel() > 0 for t in (q, k, v))
-    named = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)), **kwargs}
-    ours = ours and not (named.get("attn_mask") is not None and named.get("is_causal"))
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-        if ours:
-            return rounded_attention(q, k, v, **named)
-        return torch.ops.aten.scaled_dot_product_attention.default(q, k, v, *args, **kwargs)
+def _excluded(key: str) -> Any:
+    """The context in which what is called inside an operation is not cast again."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)))
+
+
+def _attention(of_torch: Any) -> Callable[..., Tensor]:
+    """The rule for attention: all operands in half, and our arithmetic; what we leave to torch goes to its own rule."""
+
+    def kernel(keyset: torch.DispatchKeySet, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        mode, half = rounding(), torch.get_autocast_dtype("cpu")
+        named = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)), **kwargs}
+        both_masks = named.get("attn_mask") is not None and named.get("is_causal")  # torch says what is wrong with it
+        plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.dim() > 1 and t.numel() for t in (q, k, v))
+        wide = any(t.dtype == torch.float64 or not t.is_floating_point() for t in (q, k, v))
+        if mode is None or both_masks or not plain or wide or q.is_nested:
+            return of_torch.call_boxed(keyset, q, k, v, *args, **kwargs)
+        q, k, v = (_cast(t, half, mode) for t in (q, k, v))
+        with _excluded("AutocastCPU"):
+            return rounded_attention(q, k, v, **{name: _cast(a, half, mode) for name, a in named.items()})
+
+    return kernel
+
+
+def _dropout(keyset: torch.DispatchKeySet, x: Tensor, p: float, train: bool) -> Tensor:
+    if train and rounding() is not None and x.dtype in HALF:
+        return torch.native_dropout(x, p, train)[0]
+    return torch.ops.aten.dropout.default.redispatch(keyset.remove(torch._C.DispatchKey.AutocastCPU), x, p, train)
 
 
 def _without_fused_layers(device_type: str) -> Callable[..., Any]:
@@ -155,20 +172,18 @@ def _overload(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
-def _given_dtype(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("dtype") is not None:
-        return True
-    return any(isinstance(a, torch.dtype) for a in args)
+def _given_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("dtype") is not None or any(isinstance(a, torch.dtype) for a in args)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast(value: Any, dtype: torch.dtype, mode: RoundedOps) -> Any:
     """Floating-point tensors in ``dtype``, alone or in a list; double precision, integers and complex stay."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.dtype not in (dtype, torch.float64):
-            return value.to(dtype)
+            return mode.cast(value, dtype)
         return value
     if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
-        return [_cast(v, dtype) for v in value]
+        return [_cast(v, dtype, mode) for v in value]
     return value
 
 

@@ -40,7 +40,7 @@ def probe_autocast(autocast: Autocast, device: torch.device | str) -> str:
 def _checks(autocast: Autocast, device: torch.device | str) -> list[Check]:
     fmt, u = autocast.format, autocast.format.epsilon
     cases = [("keeps {} of 1+u", [1.0], [1.0 + u], 1.0 + u), ("rounds {} of 1+u/4 to 1", [1.0, u / 4], [1.0, 1.0], 1.0)]
-    if fmt is not FP32:  # whose accumulator is no wider than itself
+    if fmt != FP32:  # whose accumulator is no wider than itself
         cases.append(("accumulates {} wider than it stores", [2 / u, 1.0, 1.0], [1.0, 1.0, 1.0], 2 / u + 2))
     if fmt.name == "fp16":
         cases.append(("overflows {} of 120000 to inf", [60000.0], [2.0], math.inf))
@@ -51,7 +51,7 @@ def _checks(autocast: Autocast, device: torch.device | str) -> list[Check]:
         for name, got in (("an output", out), ("a gradient", grad_x), ("a weight's gradient", grad_weight)):
             checks.append((says.format(name), got, expected))
     operand = _products(autocast, device, [1 + u / 4], [1.0])[0]
-    checks.append(("rounds a master of 1+u/4 to 1", operand, 1.0) if fmt is not FP32 else ("keeps 1+u/4", operand, 1.0))
+    checks.append(("rounds a master of 1+u/4 to 1", operand, 1.0) if fmt != FP32 else ("keeps 1+u/4", operand, 1.0))
     bits = torch.finfo(fmt.dtype).bits
     with autocast.forward(), torch.no_grad():
         image, kernel = torch.ones(1, 8, 8, 8, device=device), torch.ones(8, 8, 3, 3, device=device)

@@ -19,7 +19,7 @@ get the operation first; what they compute on their plain tensors comes back her
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,47 +29,69 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 HALF = (torch.float16, torch.bfloat16)
 
-_PRODUCTS = """
+_PRODUCTS = str.split("""
     mm bmm addmm addbmm baddbmm mv addmv addr dot vdot linear linear_backward matmul_backward _addmm_activation
     convolution convolution_overrideable convolution_backward convolution_backward_overrideable
     conv_tbc conv_tbc_backward _trilinear
-""".split()
-_ONE_ROUNDING = """
+""")
+_ONE_ROUNDING = str.split("""
     sigmoid_backward glu_backward logit logit_backward logsumexp prod _softmax _log_softmax
     avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
     max_pool2d_with_indices_backward max_pool3d_with_indices_backward
     adaptive_max_pool2d_backward adaptive_max_pool3d_backward
     grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward
-    embedding_dense_backward _cdist_forward _cdist_backward
-""".split()
-_SCALAR_ROUNDS = "add sub rsub".split()
-_BATCH_NORM = """
+    reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
+    replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
+    embedding_dense_backward _cdist_forward _cdist_backward col2im unfold_backward
+    rrelu_with_noise native_dropout native_dropout_backward
+""")
+_SCALAR_ROUNDS = str.split("add sub rsub")
+_FIRST_RESULT_HALF = str.split("""
     native_batch_norm native_batch_norm_backward _native_batch_norm_legit
-    _batch_norm_with_update batch_norm_backward
-""".split()
-_MIXES = "cat stack where index_put scatter_add index_copy index_add dot vdot lerp addcmul addcdiv".split()
+    _batch_norm_with_update batch_norm_backward log_sigmoid_forward log_sigmoid_backward
+""")
+_MIXES = str.split("cat stack where index_put scatter_add index_copy index_add dot vdot lerp addcmul addcdiv")
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class RoundedOps(TorchDispatchMode):
-    """Within this mode, operations on half tensors compute in fp32 and round each result once."""
+    """Within this mode, operations on half tensors compute in fp32 and round each result once.
+
+    ``keep_casts``: cast a parameter to half once for the lifetime of this mode, as autocast does in a forward pass.
+    """
 
     supports_higher_order_operators = True  # they pass, and what they call comes here
+
+    def __init__(self, keep_casts: bool = False) -> None:
+        super().__init__()
+        self._casts: dict[int, tuple[Tensor, Tensor]] | None = {} if keep_casts else None
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """``x`` in ``dtype``. Uses of one parameter then share one cast, and their gradients are added up in half."""
+        is_parameter = x.is_leaf and x.requires_grad and not x._is_view()
+        if self._casts is None or not is_parameter or not torch.is_grad_enabled():
+            return x.to(dtype)
+        kept = self._casts.get(id(x))
+        if kept is None or kept[1].dtype != dtype:
+            kept = self._casts[id(x)] = (x, x.to(dtype))  # with x itself, so that its id stays its own
+        return kept[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
             if kind is not Tensor and kind is not torch.nn.Parameter:
-                return NotImplemented
+                # A wrapper (DTensor) computes on plain tensors, which come back here; others (fake tensors) do not.
+                return NotImplemented if hasattr(kind, "__tensor_flatten__") else func(*args, **(kwargs or {}))
         rule = _RULES.get(func)
         if rule is None:
             rule = _RULES[func] = _rule_of(func)
         return rule(func, args, kwargs or {})
 
 
-def is_rounding() -> bool:
-    """True inside ``RoundedOps``, on autograd's threads too."""
-    return any(isinstance(mode, RoundedOps) for mode in _get_current_dispatch_mode_stack())
+def rounding() -> RoundedOps | None:
+    """The innermost ``RoundedOps`` that is active, on autograd's threads too."""
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, RoundedOps)), None)
 
 
 def _pass(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,8 +117,8 @@ def _round_unless_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return _round_once(func, args, kwargs) if len(dtypes) == 1 else _promote(func, args, kwargs)
 
 
-def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Half activations, fp32 everything else, as CUDA computes it: only the first result is half."""
+def _round_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As CUDA's batch norm: half activations, and everything else in fp32, given or saved for the backward pass."""
     dtype = args[0].dtype
     if dtype not in HALF:
         return func(*args, **kwargs)
@@ -132,9 +154,8 @@ def _widened(
     result = func(*wide_args, **wide_kwargs)
     written: dict[int, Tensor] = {}
     for key in _written_by(func):
-        given = args[key] if isinstance(key, int) and key < len(args) else kwargs.get(key)  # type: ignore[arg-type]
-        used = wide_args[key] if isinstance(key, int) and key < len(args) else wide_kwargs.get(key)  # type: ignore[arg-type]
-        if isinstance(given, Tensor) and used is not given:
+        given, used = _operand(key, args, kwargs), _operand(key, wide_args, wide_kwargs)
+        if given is not None and used is not None and used is not given:
             if given.shape != used.shape:  # an ``out=`` that the operation has resized
                 given.resize_(used.shape)
             written[id(used)] = given.copy_(used)
@@ -142,6 +163,13 @@ def _widened(
         done = [written[id(r)] if id(r) in written else finish(i, r) for i, r in enumerate(result)]
         return tuple(done) if isinstance(result, tuple) else done
     return written[id(result)] if id(result) in written else finish(0, result)
+
+
+def _operand(key: int | str, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor at a position or with a name, if it was given."""
+    if isinstance(key, int):
+        return args[key] if key < len(args) else None
+    return kwargs.get(key)
 
 
 def _widen(value: Any, wide: torch.dtype) -> Any:
@@ -190,11 +218,11 @@ def _rule_of(func: Any) -> Rule:
     plain = name if name.startswith("__") else name.removesuffix("_")
     if plain.startswith("_foreach") or plain in ("copy", "_to_copy", "to"):
         return _pass
-    if plain in _BATCH_NORM:
-        return _batch_norm
+    if plain in _FIRST_RESULT_HALF:
+        return _round_first
     if plain in _SCALAR_ROUNDS:
         return _round_unless_plain
-    if plain == "index_put":
+    if plain in ("index_put", "_index_put_impl", "put"):
         return _index_put
     if plain in _PRODUCTS or plain in _ONE_ROUNDING:
         return _round_once

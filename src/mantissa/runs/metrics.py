@@ -1,8 +1,9 @@
 """The catalogue of everything a run logs, each metric declared once: name, formula, unit, healthy range, source.
 
 The metrics of algorithms and of the gap are declared where they are computed (``mantissa.mismatch``); here are those of
-the loop around them. The loop treats a key that nobody declares as a bug, and the report prints the whole table. A
-healthy range is what a run that is going well stays in, not a law; without one, no number is good or bad by itself.
+the loop around them, and of the drop-in trainer. The loop treats a key that nobody declares as a bug, and the report
+prints the whole table. A healthy range is what a run that is going well stays in, not a law; without one, no number is
+good or bad by itself.
 
 Legend: t one response token, v one word of the vocabulary, theta the current policy.
 """
@@ -65,14 +66,20 @@ LOOP_METRICS: tuple[Metric, ...] = (
     _plain("rate/learner_tokens_per_s", "response tokens trained on / time/update", "tokens/s"),
 )
 
-METRICS: tuple[Metric, ...] = (*LOOP_METRICS, *ALL_METRICS)
+# A row of the drop-in trainer has these beside the loop's precision/*, optim/* and time/step.
+TRAINER_METRICS: tuple[Metric, ...] = (
+    _plain("train/loss", "what loss_fn returned before scaling, mean over the step's micro-batches by weight", "1"),
+)
+
+METRICS: tuple[Metric, ...] = (*LOOP_METRICS, *TRAINER_METRICS, *ALL_METRICS)
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
 _CLOCK = ("time/", "rate/")
+_LABELS = ("step", "precision/format")  # in rows, and no metrics: which step it is, and the format it computed in
 
 
 def undeclared(row: Mapping[str, Any]) -> list[str]:
-    """The keys of a metrics row, other than ``step``, that no metric declares: anything here is a bug of the loop."""
-    return sorted(key for key in row if key != "step" and key not in BY_NAME)
+    """The keys of a metrics row, labels aside, that no metric declares: anything here is a bug of the loop."""
+    return sorted(key for key in row if key not in _LABELS and key not in BY_NAME)
 
 
 def deterministic(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,13 @@
-"""Loss scaling, the one optimiser step that everything uses, diagnosis of overflows, checkpoints."""
+"""Loss scaling, the one optimiser step that everything uses, the drop-in trainer and its guard, checkpoints."""
 
 from mantissa.training.auto_scale import AutoRule, AutoScaler
 from mantissa.training.checkpoint import Checkpoint, load_checkpoint, load_weights, save_checkpoint, saved_steps
 from mantissa.training.clipping import adaptive_clip_
 from mantissa.training.diagnosis import first_nonfinite, flushed_fraction, gradients_of
 from mantissa.training.distributed import distribute
+from mantissa.training.guard import Decision, Guard, replay
+from mantissa.training.guard_config import GuardConfig, Reference
+from mantissa.training.guard_log import GuardLog, GuardSettings, open_guard
 from mantissa.training.optimizer import adamw, learning_rate
 from mantissa.training.scaler import FixedScaler, LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome
@@ -15,10 +18,16 @@ __all__ = [
     "AutoScaler",
     "Backward",
     "Checkpoint",
+    "Decision",
     "FixedScaler",
+    "Guard",
+    "GuardConfig",
+    "GuardLog",
+    "GuardSettings",
     "LossScaler",
     "OptimizerStep",
     "PrecisionTrainer",
+    "Reference",
     "ScalerConfig",
     "StepOutcome",
     "adamw",
@@ -30,6 +39,8 @@ __all__ = [
     "learning_rate",
     "load_checkpoint",
     "load_weights",
+    "open_guard",
+    "replay",
     "save_checkpoint",
     "saved_steps",
     "scaler_for",

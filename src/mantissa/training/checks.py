@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,10 +54,16 @@ def resolved_role(precision: str, backend: Any, fallback: Any, device: torch.dev
         reason = f"no GPU here, and a CPU would only simulate {role.active}"
         warnings.warn(f"precision: {role.requested} was asked, but {reason}: it runs in fp32", stacklevel=4)
         return ResolvedRole(role.role, role.requested, FP32, "native", f"fallback: warn, because {reason}")
+    if role.backend == "simulated":
+        where = "no GPU" if device.type == "cpu" else "asked for"
+        reason = f"{where}: {role.active} tensors, fp32 accumulation, each result and gradient rounded once"
+        return replace(role, reason=reason)
     return role
 
 
-def check_options(accumulate: int, max_grad_norm: float, adaptive_clip: float | None, on_nonfinite: str) -> int:
+def check_options(
+    accumulate: int, max_grad_norm: float, adaptive_clip: float | None, on_nonfinite: str, probe_every: int, fsdp: bool
+) -> int:
     checks = (
         (
             isinstance(accumulate, int) and accumulate >= 1,
@@ -64,6 +71,12 @@ def check_options(accumulate: int, max_grad_norm: float, adaptive_clip: float | 
         ),
         (max_grad_norm > 0, f"max_grad_norm={max_grad_norm}: expected more than 0 (inf measures and never clips)"),
         (adaptive_clip is None or adaptive_clip > 0, f"adaptive_clip={adaptive_clip}: expected more than 0, or None"),
+        (probe_every >= 0, f"probe_every={probe_every}: expected 0 (never) or more"),
+        (
+            not (probe_every and fsdp and accumulate > 1),
+            f"probe_every={probe_every} with accumulate={accumulate}: under FSDP2 a probe would disturb the "
+            "micro-batches that wait; choose one of the two",
+        ),
         (on_nonfinite in ("stop", "skip"), f'on_nonfinite={on_nonfinite!r}: expected "stop" or "skip"'),
     )
     for good, message in checks:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from mantissa.errors import MantissaError
+from mantissa.training.distributed import is_dtensor, local
 
 
 @torch.no_grad()
@@ -57,7 +58,7 @@ def adaptive_clip_(parameters: Iterable[Tensor], factor: float, eps: float = 1e-
     torch._foreach_div_(bounds, norms)
     torch._foreach_clamp_max_(bounds, 1.0)
     for grad, multiplier in zip(grads, bounds, strict=True):
-        _local(grad).mul_(multiplier)
+        local(grad).mul_(multiplier)
     units = sum(p.shape[0] if p.ndim > 1 else 1 for p in with_grad)  # a DTensor's shape is the global one
     return _total(grads, clipped) / max(units, 1)
 
@@ -65,27 +66,27 @@ def adaptive_clip_(parameters: Iterable[Tensor], factor: float, eps: float = 1e-
 def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
     """The norm of each unit, in order, fp32: (rows on this rank, 1, ...) for matrices, 0-dim otherwise."""
     norms: list[Tensor] = [torch.empty(0)] * len(tensors)
-    whole = [i for i, t in enumerate(tensors) if t.ndim < 2 and not _is_dtensor(t)]
+    whole = [i for i, t in enumerate(tensors) if t.ndim < 2 and not is_dtensor(t)]
     if whole:
         for i, norm in zip(whole, torch._foreach_norm([tensors[i] for i in whole], 2, torch.float32), strict=True):
             norms[i] = norm
     for i, tensor in enumerate(tensors):
         if tensor.ndim > 1:
             dims = tuple(range(1, tensor.ndim))
-            norms[i] = torch.linalg.vector_norm(_local(tensor), 2, dims, keepdim=True, dtype=torch.float32)
-        elif _is_dtensor(tensor):
-            squares = _local(tensor).to(torch.float32).square().sum()
+            norms[i] = torch.linalg.vector_norm(local(tensor), 2, dims, keepdim=True, dtype=torch.float32)
+        elif is_dtensor(tensor):
+            squares = local(tensor).to(torch.float32).square().sum()
             norms[i] = _reduce(squares, tensor).sqrt()
     return norms
 
 
 def _total(grads: list[Tensor], clipped: list[Tensor]) -> Tensor:
     """Units clipped, over all ranks: one reduction for each way of sharding. 0-dim fp32 on the first's device."""
-    device = _local(grads[0]).device
+    device = local(grads[0]).device
     groups: dict[Any, tuple[Tensor, Tensor]] = {}
     placed: Any
     for placed, over in zip(grads, clipped, strict=True):
-        sharded = _is_dtensor(placed) and placed.ndim > 1  # a vector's norm is reduced: every rank counts it alike
+        sharded = is_dtensor(placed) and placed.ndim > 1  # a vector's norm is reduced: every rank counts it alike
         key = (placed.device_mesh, placed.placements) if sharded else None
         count, _ = groups.get(key, (torch.zeros((), dtype=torch.float32, device=device), placed))
         groups[key] = (count + over.sum(dtype=torch.float32).to(device, non_blocking=True), placed)
@@ -100,15 +101,6 @@ def _reduce(value: Tensor, like: Tensor) -> Tensor:
     placed: Any = like
     placements = [Partial() if p.is_shard() else Replicate() for p in placed.placements]
     return DTensor.from_local(value, placed.device_mesh, placements, run_check=False).full_tensor()
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    return hasattr(tensor, "placements")  # without importing torch.distributed for those who do not use it
-
-
-def _local(tensor: Any) -> Tensor:
-    """The part of a tensor on this rank, sharing its memory."""
-    return tensor.to_local() if _is_dtensor(tensor) else tensor
 
 
 def _check_placements(parameter: Any, grad: Any) -> None:

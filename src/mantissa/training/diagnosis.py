@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -39,6 +41,19 @@ def first_nonfinite(model: nn.Module, work: Callable[[], object]) -> str:
     for name, parameter in model.named_parameters():
         check(parameter.grad, f"the gradient of {name}")
     return found[0] if found else "nothing: the values were finite when the pass was repeated"
+
+
+def anomaly(work: Callable[[], object]) -> str:
+    """What autograd's anomaly mode says of ``work``: the operation whose gradient is NaN, and the forward's line."""
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True):
+        warnings.simplefilter("always")
+        try:
+            work()
+        except RuntimeError as error:
+            trace = [line.strip() for w in caught for line in str(w.message).splitlines() if line.strip()]
+            files = [line for line in trace if line.startswith("File ")]
+            return f"anomaly mode: {error}" + (f", made at {files[-1]}" if files else "")
+    return "anomaly mode: no operation made a NaN gradient (it does not look for inf)"
 
 
 def flushed_fraction(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:

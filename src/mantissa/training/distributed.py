@@ -67,7 +67,7 @@ class Ranks:
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return ALONE
-        if not isinstance(model, nn.parallel.DistributedDataParallel) and not _is_fsdp(model):
+        if not isinstance(model, nn.parallel.DistributedDataParallel) and not is_fsdp(model):
             raise MantissaError(
                 f"{dist.get_world_size()} processes, but the model is neither DDP nor FSDP2: each would train a copy "
                 'of its own; wrap it first, as in model = distribute(model, "ddp")'
@@ -103,7 +103,8 @@ class Ranks:
 ALONE = Ranks()
 
 
-def _is_fsdp(model: nn.Module) -> bool:
+def is_fsdp(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to this module."""
     module = sys.modules.get("torch.distributed.fsdp")
     return module is not None and isinstance(model, module.FSDPModule)
 
@@ -121,7 +122,7 @@ def synchronising(model: nn.Module, when: bool) -> Iterator[None]:
         with model.no_sync():
             yield
         return
-    if _is_fsdp(model):
+    if is_fsdp(model):
         model.set_requires_gradient_sync(when)  # type: ignore[operator]
     yield
 
@@ -131,9 +132,9 @@ def forget_unsent(model: nn.Module) -> None:
 
     Torch has no public way to it (as of 2.13), so these are its inner names; where they change, this raises.
     """
-    if not _is_fsdp(model):
+    if not is_fsdp(model):
         return
-    for module in (m for m in model.modules() if _is_fsdp(m)):
+    for module in (m for m in model.modules() if is_fsdp(m)):
         state: Any = module._get_fsdp_state()  # type: ignore[operator]
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
         for parameter in (p for group in groups if group is not None for p in group.fsdp_params):

@@ -143,8 +143,7 @@ class OptimizerStep:
 
     def _largest(self, gradients: list[Tensor]) -> float:
         """Largest |gradient| on any rank; inf where one is inf or NaN (a MAX over ranks may drop a NaN)."""
-        present = [grad for grad in gradients if grad.numel()]
-        largest = torch.nn.utils.get_total_norm(present, norm_type=float("inf"))
+        largest = _largest_of([grad for grad in gradients if grad.numel()])
         return float(self.ranks.max(torch.where(largest.isnan(), float("inf"), largest)))
 
     def _loss_is_lost(self, loss: Tensor | None) -> bool:
@@ -205,3 +204,12 @@ class OptimizerStep:
             if name not in self.parameters:
                 raise MantissaError(f"checkpoint's optimiser state names {name!r}, which this model does not have")
             self.optimizer.state[self.parameters[name]][field] = value.clone()
+
+
+def _largest_of(gradients: list[Tensor]) -> Tensor:
+    """max |g|, 0-dim, on the gradients' device; NaN where there is one; 0 of no gradient."""
+    if not gradients or gradients[0].device.type != "cpu":
+        return torch.nn.utils.get_total_norm(gradients, norm_type=float("inf"))  # a few kernels for all of them
+    # on a CPU the norm takes 13 ms for ten million values, and the extremes 1 ms
+    extremes = torch.stack([end for grad in gradients for end in torch.aminmax(grad)])
+    return extremes.abs().amax()

@@ -9,9 +9,9 @@ The model stays fp32: its parameters are the master weights, and every forward c
 loss is fp32. One optimiser step (``OptimizerStep``) scales, unscales, looks for overflow, clips, steps or repeats; the
 reinforcement-learning loop uses the same one.
 
-To repeat a batch after an overflow is to repeat it exactly: torch's generators (dropout) are put back, and so are the
-model's buffers (a batch norm's running statistics would otherwise count the batch twice). A batch that is given up
-leaves the buffers as they were, too. ``loss_fn`` is called again; what else it changes is its own affair.
+To repeat a batch after an overflow is to repeat it exactly: torch's generators (dropout) and the model's buffers (a
+batch norm's statistics) are put back. A batch that is given up leaves the buffers as they were, too. ``loss_fn`` is
+called again; what else it changes is its own affair.
 
 Micro-batches: with ``accumulate=n`` the optimiser's turn comes at every n-th batch, gradients are averaged over ranks
 only then, and after an overflow all n are repeated. Batches count by ``weight``: over the n micro-batches and all
@@ -25,10 +25,9 @@ batch passes None and takes part with weight 0; ``batches`` does that.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,13 +36,17 @@ from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
 from mantissa.kernels import autocast_for, probe_autocast
-from mantissa.precision import ResolvedRole
+from mantissa.precision import FP32
 from mantissa.training import trainer_file, trainer_state
 from mantissa.training.checks import check_loss, check_options, device_of, named_parameters, resolved_role
-from mantissa.training.diagnosis import first_nonfinite
-from mantissa.training.distributed import Ranks, forget_unsent, synchronising, unwrapped
+from mantissa.training.clipping import adaptive_clip_
+from mantissa.training.diagnosis import anomaly, first_nonfinite
+from mantissa.training.distributed import Ranks, forget_unsent, is_fsdp, synchronising, unwrapped
+from mantissa.training.flush import flush_probe
+from mantissa.training.guard_config import GuardConfig
 from mantissa.training.scaler import LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome
+from mantissa.training.watch import Watch
 from mantissa.training.window import Keeper, LossFunction, Micro, mean_loss
 
 _END = object()
@@ -52,16 +55,23 @@ _END = object()
 class PrecisionTrainer:
     """Train ``model`` with ``optimizer`` in ``precision`` (``fp32`` | ``bf16`` | ``fp16``).
 
-    ``backend``: ``auto`` is native on CUDA and on a CPU simulated (bf16, fp16); ``native`` and ``simulated`` insist.
-    ``fallback``: where the device lacks the format's arithmetic, ``error`` refuses and ``warn`` uses fp32.
-    ``scale``: ``dynamic`` (torch's rule), ``auto`` (from the gradients' observed range), a number (fixed), or a
-    ``ScalerConfig``; only fp16 scales. ``retries``: backward passes repeated on one batch after an overflow.
-    ``accumulate``: micro-batches to an optimiser step. ``max_grad_norm``: bound on the unscaled Euclidean norm.
-    ``adaptive_clip``: factor of adaptive gradient clipping, None for none. ``scheduler``: stepped after each update
-    that was applied, and only then. ``on_nonfinite``: ``stop`` raises on a non-finite gradient that no lower scale
-    cures, naming the module where it began; ``skip`` gives the batch up. ``detect_anomaly``: that error also names the
-    line of the forward, by autograd's anomaly mode; costs nothing until then.
-    ``say``: called with the line that tells the precision and its reason, on rank 0.
+    - ``backend``: ``auto`` is native on CUDA and on a CPU simulated (bf16, fp16); ``native``, ``simulated`` insist.
+    - ``fallback``: where the device lacks the format's arithmetic, ``error`` refuses and ``warn`` uses fp32.
+    - ``scale``: ``dynamic`` (torch's rule), ``auto`` (from the gradients' observed range), a number (fixed), or a
+      ``ScalerConfig``. The rules are for fp16 alone.
+    - ``retries``: backward passes repeated on one batch after an overflow; 4, or the ``ScalerConfig``'s.
+    - ``accumulate``: micro-batches to an optimiser step.
+    - ``max_grad_norm``: bound on the unscaled Euclidean norm. ``adaptive_clip``: factor of adaptive gradient clipping.
+    - ``scheduler``: stepped after each update that was applied, and only then.
+    - ``on_nonfinite``: ``stop`` raises on a non-finite gradient that no lower scale cures, naming the module where it
+      began; ``skip`` gives the batch up. Without it: ``skip`` under a guard, whose decision it then is, else ``stop``.
+    - ``detect_anomaly``: that error also names the forward's line, by autograd's anomaly mode; free until then.
+    - ``probe_every``: at every n-th optimiser step, measure on its last batch which fraction of the gradients the
+      format flushes to zero (two more passes; 0: never).
+    - ``run_dir``: a folder for ``metrics.jsonl``, a row an optimiser step. ``guard``: thresholds that decide when the
+      run leaves this precision; needs ``run_dir``, where it keeps a last good checkpoint, written every ``good_every``
+      updates that it finds healthy.
+    - ``say``: called on rank 0 with the line that tells the precision and its reason.
 
     Attributes: ``precision`` (requested, active, backend, reason), ``evidence`` (the probe's findings), ``steps``
     (optimiser steps attempted), ``updates`` (applied), ``skipped``, ``retried``, ``batches_seen``, ``ranks``.
@@ -76,32 +86,45 @@ class PrecisionTrainer:
         backend: Literal["auto", "native", "simulated"] = "auto",
         fallback: Literal["error", "warn"] = "error",
         scale: Literal["dynamic", "auto"] | float | ScalerConfig = "dynamic",
-        retries: int = 4,
+        retries: int | None = None,
         accumulate: int = 1,
         max_grad_norm: float = float("inf"),
         adaptive_clip: float | None = None,
         scheduler: Any = None,
-        on_nonfinite: Literal["stop", "skip"] = "stop",
+        on_nonfinite: Literal["stop", "skip"] | None = None,
         detect_anomaly: bool = False,
+        probe_every: int = 0,
+        run_dir: Path | str | None = None,
+        guard: GuardConfig | None = None,
+        good_every: int = 50,
         say: Callable[[str], None] = print,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.accumulate = check_options(accumulate, max_grad_norm, adaptive_clip, on_nonfinite)
+        on_nonfinite = on_nonfinite or ("stop" if guard is None else "skip")
+        self.accumulate = check_options(
+            accumulate, max_grad_norm, adaptive_clip, on_nonfinite, probe_every, is_fsdp(model)
+        )
         self.ranks = Ranks.of(model)
         self.detect_anomaly = detect_anomaly
+        self.probe_every = probe_every
+        self.flushed_fraction: float | None = None
         self.say = say if self.ranks.rank == 0 else lambda line: None
         self.device = device_of(model)
-        self._asked = _Asked(backend, fallback, scale, retries)
+        self._resolve = partial(resolved_role, backend=backend, fallback=fallback, device=self.device)
+        self._new_scaler = partial(scaler_for, scale, retries=retries)
+        named = named_parameters(model, optimizer)
+        clip = None if adaptive_clip is None else partial(adaptive_clip_, named.values(), adaptive_clip)
         self.optimizer_step = OptimizerStep(
-            named_parameters(model, optimizer),
+            named,
             optimizer,
             LossScaler.disabled(),  # of no precision yet: ``_use`` sets both
-            resolved_role("fp32", "auto", "error", self.device).active,
+            FP32,
             None,
             max_grad_norm,
             self._diagnose,
+            clip=clip,
             on_nonfinite=on_nonfinite,
             ranks=self.ranks,
         )
@@ -112,16 +135,19 @@ class PrecisionTrainer:
         self._window: list[Micro] = []
         self._keeper = Keeper(model, self.device)
         self._last: tuple[Any, LossFunction] | None = None
-        self._latest: StepOutcome | None = None
+        self.latest: StepOutcome | None = None
+        if guard is not None and run_dir is None:
+            raise MantissaError("PrecisionTrainer(guard=...) needs run_dir: its decisions and checkpoints live there")
+        self._watch = None if run_dir is None else Watch(self, run_dir, guard, good_every)
 
     def use(self, precision: str) -> None:
         """Compute in ``precision`` from the next step on, with a fresh scaler; checked by the probe and told."""
-        role = resolved_role(precision, self._asked.backend, self._asked.fallback, self.device)
+        role = self._resolve(precision)
         self.autocast = autocast_for(role, self.device)
         self.evidence = probe_autocast(self.autocast, self.device)
         self.precision = role
         self.optimizer_step.format = role.active
-        self.optimizer_step.scaler = self._asked.scaler(role)
+        self.optimizer_step.scaler = self._new_scaler(fmt=role.active)
         self.say(f"precision: {role.requested} asked, {role.active} active, {role.backend} ({role.reason})")
 
     @property
@@ -130,12 +156,10 @@ class PrecisionTrainer:
 
     @property
     def updates(self) -> int:
-        """Optimiser steps applied."""
         return self.optimizer_step.updates
 
     @property
     def skipped(self) -> int:
-        """Optimiser steps given up."""
         return self.optimizer_step.skipped
 
     def forward(self) -> AbstractContextManager[None]:
@@ -162,13 +186,13 @@ class PrecisionTrainer:
             self._last = (batch, loss_fn)
             micro = Micro(batch, loss_fn, float(weight))
             self.batches_seen += 1
-        if not self._window:
-            self._keeper.remember()
+        self._open()
         self._window.append(micro)
         try:
             if len(self._window) < self.accumulate:
                 self._add(micro, self.scaler.scale, last=False)
                 return self._waiting(micro.loss)
+            self._probe(micro)
             return self._close(pending=[micro])
         except BaseException:
             self.abandon()
@@ -198,8 +222,7 @@ class PrecisionTrainer:
 
     def forward_loss(self, batch: Any, loss_fn: LossFunction) -> Tensor:
         """The loss of a batch with its graph, fp32: the first half of ``step``, for loops that call backward apart."""
-        if not self._window:
-            self._keeper.remember()
+        self._open()
         with synchronising(self.model, self._is_last), self.autocast.forward():
             loss = loss_fn(self.model, batch)
         check_loss(loss)
@@ -245,7 +268,7 @@ class PrecisionTrainer:
 
     @property
     def accumulated(self) -> int:
-        """Micro-batches whose gradients wait for the optimiser's turn."""
+        """Micro-batches that wait for the optimiser's turn."""
         return len(self._window)
 
     def save_checkpoint(self, path: Path | str, extra: Mapping[str, Any] | None = None) -> Path:
@@ -274,30 +297,24 @@ class PrecisionTrainer:
         state = trainer_file.read(path, or_previous)
         if state["problem"] is not None:
             self.say(f"checkpoint: {state['problem']}; going on from {state['read_from']}")
-        return trainer_state.restore(self, state)
+        if self._watch is not None:
+            self._watch.resuming(state)
+        extra = trainer_state.restore(self, state)
+        if self._watch is not None:
+            self._watch.resumed()
+        return extra
 
     def stats(self) -> dict[str, Any]:
         """What happened so far. ``overflow_rate`` is skipped / attempted optimiser steps."""
-        latest, role = self._latest, self.precision
-        return {
-            "steps": self.steps,
-            "updates": self.updates,
-            "skipped": self.skipped,
-            "retried": self.retried,
-            "overflow_rate": self.skipped / self.steps if self.steps else 0.0,
-            "batches_seen": self.batches_seen,
-            "accumulated": self.accumulated,
-            "loss_scale": self.scaler.scale,
-            "grad_norm": latest.grad_norm if latest else None,
-            "max_scaled_grad": latest.max_scaled_grad if latest else None,
-            "precision_requested": role.requested,
-            "precision_active": role.active.name,
-            "backend": role.backend,
-            "reason": role.reason,
-            "device": str(self.device),
-            "rank": self.ranks.rank,
-            "world_size": self.ranks.world,
-        }
+        return trainer_state.stats_of(self)
+
+    def _open(self) -> None:
+        """Before a forward: where it is a window's first, keep what it will change."""
+        if self._window:
+            return
+        if self._watch is not None:
+            self._watch.begin()
+        self._keeper.remember()
 
     @property
     def _is_last(self) -> bool:
@@ -325,7 +342,8 @@ class PrecisionTrainer:
         return self._turn(backward, accumulated=pending is not None)
 
     def _turn(self, backward: Backward, accumulated: bool, repeatable: bool = True) -> StepOutcome:
-        total = self.ranks.sum_of(sum(micro.weight for micro in self._window))
+        weight = sum(micro.weight for micro in self._window)
+        total = self.ranks.sum_of(weight)
         if total == 0:
             raise MantissaError("every batch of this optimiser step has weight 0: there is nothing to learn from")
         share = self.accumulate * self.ranks.world / total  # 1 where every weight is 1
@@ -336,8 +354,10 @@ class PrecisionTrainer:
             self.scheduler.step()
         self.steps += 1
         self.retried += outcome.kind == "retried"
-        self._latest = outcome
+        self.latest = outcome
         self._window = []
+        if self._watch is not None:
+            self._watch.after(outcome, weight, total)
         return outcome
 
     def _add(self, micro: Micro, scale: float, last: bool) -> None:
@@ -352,35 +372,15 @@ class PrecisionTrainer:
                 (loss * (scale * micro.weight / self.accumulate)).backward()
         micro.loss = loss.detach()
 
+    def _probe(self, micro: Micro) -> None:
+        due = self.probe_every > 0 and (self.steps + 1) % self.probe_every == 0
+        self.flushed_fraction = None
+        if due and self.precision.active is not FP32:
+            factor = self.scaler.scale * (micro.weight or 1.0) / self.accumulate
+            self.flushed_fraction = flush_probe(self.model, micro, self.autocast, factor, self.device)
+
     def _diagnose(self, backward: Backward) -> str:
         scale = self.scaler.scale
         self.model.zero_grad(set_to_none=True)
         where = first_nonfinite(unwrapped(self.model), lambda: backward(scale))
-        return f"{where}; {_anomaly(lambda: backward(scale))}" if self.detect_anomaly else where
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What the caller asked for, kept for a change of precision."""
-
-    backend: Literal["auto", "native", "simulated"]
-    fallback: Literal["error", "warn"]
-    scale: Any
-    retries: int
-
-    def scaler(self, role: ResolvedRole) -> LossScaler:
-        retries = None if isinstance(self.scale, ScalerConfig) else self.retries
-        return scaler_for(self.scale, role.active, retries)
-
-
-def _anomaly(work: Callable[[], object]) -> str:
-    """What autograd's anomaly mode says of ``work``: the operation whose gradient is NaN, and the forward's line."""
-    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True):
-        warnings.simplefilter("always")
-        try:
-            work()
-        except RuntimeError as error:
-            trace = [line.strip() for w in caught for line in str(w.message).splitlines() if line.strip()]
-            files = [line for line in trace if line.startswith("File ")]
-            return f"anomaly mode: {error}" + (f", made at {files[-1]}" if files else "")
-    return "anomaly mode: no operation made a NaN gradient (it does not look for inf)"
+        return f"{where}; {anomaly(lambda: backward(scale))}" if self.detect_anomaly else where

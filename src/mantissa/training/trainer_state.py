@@ -16,6 +16,31 @@ if TYPE_CHECKING:
     from mantissa.training.trainer import PrecisionTrainer
 
 
+def stats_of(trainer: PrecisionTrainer) -> dict[str, Any]:
+    """What happened so far, for ``PrecisionTrainer.stats``."""
+    latest, role = trainer.latest, trainer.precision
+    return {
+        "steps": trainer.steps,
+        "updates": trainer.updates,
+        "skipped": trainer.skipped,
+        "retried": trainer.retried,
+        "overflow_rate": trainer.skipped / trainer.steps if trainer.steps else 0.0,
+        "batches_seen": trainer.batches_seen,
+        "accumulated": trainer.accumulated,
+        "loss_scale": trainer.scaler.scale,
+        "grad_norm": latest.grad_norm if latest else None,
+        "max_scaled_grad": latest.max_scaled_grad if latest else None,
+        "flushed_fraction": trainer.flushed_fraction,
+        "precision_requested": role.requested,
+        "precision_active": role.active.name,
+        "backend": role.backend,
+        "reason": role.reason,
+        "device": str(trainer.device),
+        "rank": trainer.ranks.rank,
+        "world_size": trainer.ranks.world,
+    }
+
+
 def state_of(trainer: PrecisionTrainer, extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """Everything, with whole tensors on the CPU. Collective: every rank calls it, and all get the same."""
     if trainer.accumulated:
@@ -48,26 +73,37 @@ def restore(trainer: PrecisionTrainer, state: Mapping[str, Any]) -> dict[str, An
     Everything is checked before anything is changed. The number of processes may differ from when it was written;
     ranks that were not there then keep their own generators, and are told of.
     """
-    model, optimizer = unwrapped(trainer.model), trainer.optimizer
-    present = model.state_dict()
-    _check_model(present, state["model_state_dict"])
-    _check_optimizer(optimizer, state["optimizer_state_dict"])
+    restore_learning(trainer, state)
     _set_scaler(trainer, state)
-    with torch.no_grad():
-        for name, value in present.items():
-            if isinstance(value, Tensor):
-                value.copy_(shard_like(state["model_state_dict"][name].to(value.dtype), value))
-    optimizer.load_state_dict(_sharded(state["optimizer_state_dict"], optimizer))
-    if trainer.scheduler is not None and state["scheduler_state_dict"] is not None:
-        trainer.scheduler.load_state_dict(state["scheduler_state_dict"])
-    trainer.abandon()
     trainer.steps = state["training_steps"]
     trainer.optimizer_step.skipped = state["overflow_steps"]
-    trainer.optimizer_step.updates = state["counters"]["updates"]
     trainer.retried = state["counters"]["retried"]
     trainer.batches_seen = state["counters"]["batches_seen"]
     _set_generators(trainer, state["generators"])
     return dict(state["extra"])
+
+
+def restore_learning(trainer: PrecisionTrainer, state: Mapping[str, Any]) -> None:
+    """Put back what was learnt: weights, optimiser, schedule and the count of updates; checked before it is changed.
+
+    Attempts, the scaler and the generators go on: what a fall back needs. Collective.
+    """
+    model, optimizer = unwrapped(trainer.model), trainer.optimizer
+    present = model.state_dict()
+    _check_model(present, state["model_state_dict"])
+    _check_optimizer(optimizer, state["optimizer_state_dict"])
+    trainer.abandon()  # first: it may put buffers back
+    saved = state["model_state_dict"]
+    model.load_state_dict(
+        {
+            name: shard_like(saved[name].to(value.dtype), value) if isinstance(value, Tensor) else saved[name]
+            for name, value in present.items()
+        }
+    )
+    optimizer.load_state_dict(_sharded(state["optimizer_state_dict"], optimizer))
+    if trainer.scheduler is not None and state["scheduler_state_dict"] is not None:
+        trainer.scheduler.load_state_dict(state["scheduler_state_dict"])
+    trainer.optimizer_step.updates = state["counters"]["updates"]
 
 
 def _set_scaler(trainer: PrecisionTrainer, state: Mapping[str, Any]) -> None:

@@ -1,0 +1,210 @@
+"""fp16's loss against fp32's on a task whose best loss is known, and what each loss-scaling policy loses to overflow.
+
+    python benchmarks/amp_loss.py [--threads 2] [--seeds 6] [--parts curve overflow]
+
+curve: the built-in task (best loss 0.25) is learned in fp32 and in fp16 from the same seeds (weights, samples, noise),
+and the loss on the same held-out samples is taken every 50 updates. fp16's mean over seeds must lie within fp32's range
+over seeds at every point. Two figures: the distance of the means in fp32's standard deviations, the largest of the
+curve; and the fraction of points within the range.
+
+overflow: each batch's loss is multiplied by a factor from a heavy tail (a Pareto distribution of exponent 0.8), so that
+gradients overflow again and again. torch's AMP (autocast and GradScaler, fixed policy: a batch that overflows is lost)
+and PrecisionTrainer (which repeats it at a lower scale) learn the same batches, with the same growth interval and
+clipping; natively, and ours also simulated and with scale="auto". Counted: batches lost. A step may be repeated 24
+times here, so that one factor of 1000 is no loss; what the default of 4 repeats loses stands beside it.
+
+Appends rows to results/amp_loss.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rows import append
+from torch import Tensor, nn
+
+from mantissa.bench.family import BEST_LOSS, ResidualMLP, loss_fn, make_batch, width_for
+from mantissa.bench.runner import RefusedError
+from mantissa.training import LossScaler, ScalerConfig
+from mantissa.training.trainer import PrecisionTrainer
+
+PARAMETERS, BATCH, LR = 30_000, 64, 1e-3
+UPDATES, EVERY = 400, 50
+GROWTH_INTERVAL = 40  # both policies': so that a short run meets as many overflows as a long one at torch's 2000
+RETRIES, USUAL_RETRIES = 24, 4
+
+
+def fresh(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = ResidualMLP(width_for(PARAMETERS))
+    return model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+
+def batches(seed: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return [make_batch(BATCH, generator) for _ in range(UPDATES)]
+
+
+HELD_OUT = make_batch(8192, torch.Generator().manual_seed(99))
+
+
+def held_out_loss(model: nn.Module) -> float:
+    """In fp32, from the master weights: what the training came to, not how it is evaluated."""
+    with torch.no_grad():
+        return loss_fn(model, HELD_OUT).item()
+
+
+def curve(precision: str, seed: int) -> tuple[list[float], PrecisionTrainer]:
+    model, optimizer = fresh(seed)
+    trainer = PrecisionTrainer(model, optimizer, precision, say=lambda line: None)
+    losses = []
+    for i, batch in enumerate(batches(seed), start=1):
+        trainer.step(batch, loss_fn)
+        if i % EVERY == 0:
+            losses.append(held_out_loss(model))
+    return losses, trainer
+
+
+def measure_curves(seeds: int) -> list[dict[str, Any]]:
+    reference = [curve("fp32", seed)[0] for seed in range(seeds)]
+    rows = []
+    for precision in ("fp16", "bf16"):
+        found = [curve(precision, seed) for seed in range(seeds)]
+        losses, trainer = [losses for losses, _ in found], found[0][1]
+        means = [statistics.mean(point) for point in zip(*losses, strict=True)]
+        base = list(zip(*reference, strict=True))
+        sigmas = [abs(m - statistics.mean(b)) / statistics.stdev(b) for m, b in zip(means, base, strict=True)]
+        inside = [min(b) <= m <= max(b) for m, b in zip(means, base, strict=True)]
+        about = {
+            "benchmark": "amp_loss",
+            "case": "curve",
+            "requested": precision,
+            "active": trainer.precision.active.name,
+            "kernels": trainer.precision.backend,
+            "seeds": seeds,
+            "updates": UPDATES,
+            "best_loss": BEST_LOSS,
+            "fp32_curve": [round(statistics.mean(b), 5) for b in base],
+            "fp32_spread": [round(statistics.stdev(b), 5) for b in base],
+            "curve": [round(m, 5) for m in means],
+            "skipped": sum(trainer.skipped for _, trainer in found),
+        }
+        final = {"value": means[-1], "min": min(c[-1] for c in losses), "max": max(c[-1] for c in losses)}
+        base_final = {"value": statistics.mean(base[-1]), "min": min(base[-1]), "max": max(base[-1])}
+        rows += [
+            about | {"metric": "final_loss", "unit": "ratio", **final},
+            about | {"metric": "fp32_final_loss", "unit": "ratio", **base_final},
+            about | {"metric": "largest_distance_in_fp32_sigmas", "unit": "ratio", "value": max(sigmas)},
+            about | {"metric": "points_within_fp32_range", "unit": "ratio", "value": sum(inside) / len(inside)},
+        ]
+    return rows
+
+
+def heavy_tailed(seed: int) -> list[tuple[tuple[Tensor, Tensor], float]]:
+    """The batches of ``seed``, each with a factor for its loss, at least 1: P(factor > f) = f^-0.8."""
+    uniform = torch.rand(UPDATES, generator=torch.Generator().manual_seed(2000 + seed), dtype=torch.float64)
+    return [(batch, float(u) ** (-1 / 0.8)) for batch, u in zip(batches(seed), uniform, strict=True)]
+
+
+def weighted_loss(model: nn.Module, batch: tuple[tuple[Tensor, Tensor], float]) -> Tensor:
+    return loss_fn(model, batch[0]) * batch[1]
+
+
+Outcome = tuple[int, int, float]  # batches lost, steps that were repeated, held-out loss
+
+
+def with_amp(seed: int) -> Outcome:
+    model, optimizer = fresh(seed)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=GROWTH_INTERVAL)
+    lost = 0
+    for batch in heavy_tailed(seed):
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.float16):
+            loss = weighted_loss(model, batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        lost += scaler.get_scale() < before  # it falls on overflow, and only then
+    return lost, 0, held_out_loss(model)
+
+
+def with_ours(backend: Any, retries: int, scale: str = "dynamic") -> Callable[[int], Outcome]:
+    rule: Any = ScalerConfig(growth_interval=GROWTH_INTERVAL, retries=retries) if scale == "dynamic" else scale
+
+    def run(seed: int) -> Outcome:
+        model, optimizer = fresh(seed)
+        trainer = PrecisionTrainer(
+            model, optimizer, "fp16", backend=backend, scale=rule, max_grad_norm=1.0, retries=retries,
+            say=lambda line: None,
+        )  # fmt: skip
+        if (type(trainer.scaler) is LossScaler) == (scale == "auto"):
+            raise RefusedError(f"scale={scale} was asked for, and a {type(trainer.scaler).__name__} is active")
+        for batch in heavy_tailed(seed):
+            trainer.step(batch, weighted_loss)
+        assert trainer.precision.active.name == "fp16"
+        return trainer.skipped, trainer.retried, held_out_loss(model)
+
+    return run
+
+
+def measure_overflow(seeds: int) -> list[dict[str, Any]]:
+    contenders = {
+        ("torch AMP", "native"): with_amp,
+        (f"mantissa, retries={RETRIES}", "native"): with_ours("native", RETRIES),
+        (f"mantissa, retries={RETRIES}", "simulated"): with_ours("simulated", RETRIES),
+        (f"mantissa, retries={USUAL_RETRIES} (default)", "native"): with_ours("native", USUAL_RETRIES),
+        ("mantissa, scale=auto", "simulated"): with_ours("simulated", USUAL_RETRIES, "auto"),
+    }
+    rows = []
+    for (name, kernels), run in contenders.items():
+        try:
+            found = [run(seed) for seed in range(seeds)]
+        except RefusedError as refusal:
+            print(f"refused: {name}: {refusal}")
+            continue
+        about = {
+            "benchmark": "amp_loss",
+            "case": "overflow",
+            "contender": name,
+            "requested": "fp16",
+            "active": "fp16",
+            "kernels": kernels,
+            "seeds": seeds,
+            "updates": UPDATES,
+            "growth_interval": GROWTH_INTERVAL,
+        }
+        metrics = (("batches_lost_per_run", "batches"), ("steps_retried_per_run", "steps"), ("final_loss", "ratio"))
+        for i, (metric, unit) in enumerate(metrics):
+            values = [outcome[i] for outcome in found]
+            summary = {"value": statistics.mean(values), "min": min(values), "max": max(values)}
+            rows.append(about | {"metric": metric, "unit": unit, **summary})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--parts", nargs="+", choices=("curve", "overflow"), default=["curve", "overflow"])
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    for part in arguments.parts:
+        rows = {"curve": measure_curves, "overflow": measure_overflow}[part](arguments.seeds)
+        for row in rows:
+            limits = f" ({row['min']:.4g}..{row['max']:.4g})" if "min" in row else ""
+            print(f"{row.get('contender', row['requested']):<30} {row['kernels']:<10} {row['metric']:<32} "
+                  f"{row['value']:.4g}{limits}")  # fmt: skip
+            assert math.isfinite(row["value"])
+        print(append("amp_loss.jsonl", rows, "cpu"), flush=True)
+
+
+if __name__ == "__main__":
+    main()

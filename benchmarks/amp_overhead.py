@@ -1,0 +1,150 @@
+"""What PrecisionTrainer costs over plain torch AMP: the same model, optimiser, data and clipping, step by step in turn.
+
+    python benchmarks/amp_overhead.py [--threads 2] [--rounds 40]
+
+AMP is what torch documents: autocast around forward and loss; for fp16 also GradScaler with ``unscale_`` before
+clipping; for fp32 neither. Ours computes natively, as AMP does. The ratio is taken within each round, in an order that
+alternates, so that a busy machine slows both alike. Target: at most 1.02 where the forward takes 10 ms or more.
+
+Native fp16 products are slow on a CPU, so fp16 is measured on a small model. Appends rows to
+results/amp_overhead.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rows import append
+from steps import interleaved, spread
+from torch import Tensor, nn
+
+from mantissa.bench.family import ResidualMLP, loss_fn, make_batch, width_for
+from mantissa.precision import format_named
+from mantissa.training.trainer import PrecisionTrainer
+
+MAX_NORM = 1.0
+
+
+class Transformer(nn.Module):
+    """A small encoder over 64 positions that reads the task's 32 numbers at each of them."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.last = nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layers(self.first(x)))
+
+
+def mlp_case(parameters: int, samples: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    return ResidualMLP(width_for(parameters)), make_batch(samples, torch.Generator().manual_seed(1))
+
+
+def transformer_case(width: int, layers: int, sequences: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    inputs, targets = make_batch(sequences * 64, torch.Generator().manual_seed(1))
+    return Transformer(width, layers), (inputs.view(sequences, 64, 32), targets.view(sequences, 64, 8))
+
+
+CASES: tuple[tuple[str, str, Callable[[], tuple[nn.Module, Any]]], ...] = (
+    ("mlp", "fp32", lambda: mlp_case(10_000_000, 512)),
+    ("mlp", "bf16", lambda: mlp_case(10_000_000, 1024)),
+    ("mlp", "fp16", lambda: mlp_case(300_000, 128)),
+    ("transformer", "fp32", lambda: transformer_case(256, 4, 16)),
+    ("transformer", "bf16", lambda: transformer_case(256, 4, 16)),
+)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def ours(precision: str, model: nn.Module, batch: Any) -> tuple[Callable[[], object], PrecisionTrainer]:
+    backend: Any = "auto" if precision == "fp32" else "native"
+    trainer = PrecisionTrainer(
+        model, optimizer_of(model), precision, backend=backend, max_grad_norm=MAX_NORM, say=lambda line: None
+    )
+    return lambda: trainer.step(batch, loss_fn), trainer
+
+
+def autocast(precision: str) -> Any:
+    if precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", format_named(precision).dtype)
+
+
+def amp(precision: str, model: nn.Module, batch: Any) -> Callable[[], object]:
+    optimizer = optimizer_of(model)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with autocast(precision):
+            loss = loss_fn(model, batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def forward_seconds(precision: str, model: nn.Module, batch: Any) -> float:
+    def forward() -> None:
+        with autocast(precision):
+            loss_fn(model, batch)
+
+    return statistics.median(interleaved({"forward": forward}, 2, 7)["forward"])
+
+
+def measure(name: str, precision: str, case: Callable[[], tuple[nn.Module, Any]], rounds: int) -> list[dict[str, Any]]:
+    model, batch = case()
+    other, _ = case()
+    mine, trainer = ours(precision, model, batch)
+    times = interleaved({"amp": amp(precision, other, batch), "ours": mine}, warm_up=4, rounds=rounds)
+    about = {
+        "benchmark": "amp_overhead",
+        "case": name,
+        "requested": precision,
+        "active": trainer.precision.active.name,
+        "kernels": trainer.precision.backend,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "samples": len(batch[0]),
+        "rounds": rounds,
+    }
+    ratios = [a / b for a, b in zip(times["ours"], times["amp"], strict=True)]
+    forward = forward_seconds(precision, other, batch)
+    return [
+        about | {"metric": "forward_seconds", "unit": "s", "value": forward},
+        about | {"metric": "amp_step_seconds", "unit": "s", **spread(times["amp"])},
+        about | {"metric": "our_step_seconds", "unit": "s", **spread(times["ours"])},
+        about | {"metric": "step_time_over_amp", "unit": "ratio", **spread(ratios)},
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=40)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    for name, precision, case in CASES:
+        rows = measure(name, precision, case, arguments.rounds)
+        for row in rows:
+            limits = f" ({row['quartile_low']:.4g}..{row['quartile_high']:.4g})" if "quartile_low" in row else ""
+            print(f"{name:<12} {precision:>5} {row['metric']:<20} {row['value']:.4g}{limits} {row['unit']}")
+        print(append("amp_overhead.jsonl", rows, "cpu"), flush=True)
+
+
+if __name__ == "__main__":
+    main()

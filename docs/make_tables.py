@@ -1,0 +1,396 @@
+"""Write the tables of the documentation's pages from the code and from the measured rows. Nothing is typed twice.
+
+Run ``python docs/make_tables.py``; it fills what stands between ``<!-- name -->`` and ``<!-- /name -->`` in each page.
+A test holds pages and code together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+RESULTS = DOCS.parent / "results"
+Row = dict[str, Any]
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    cells = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in cells)
+
+
+def filled(text: str, page: str) -> str:
+    """``text`` with every table of that page made anew."""
+    for mark, make in TABLES[page].items():
+        pattern = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", re.S)
+        if not pattern.search(text):
+            raise SystemExit(f"{page} has no place marked {mark}")
+        made = make()
+        text = pattern.sub(lambda found, made=made: f"{found[1]}\n{made}\n\n{found[2]}", text)
+    return text
+
+
+# guide.md
+
+
+def formats() -> str:
+    """The formats that a role can have."""
+    from mantissa.precision import BF16, FP16, FP32
+
+    def power(value: float) -> str:
+        return f"2^{round(math.log2(value))}"
+
+    lines = [
+        [
+            f"`{f.name}`",
+            str(f.mantissa_bits + 1),
+            f"{f.epsilon / 2:.2g}",
+            f"{f.largest:.3g}" if f.largest > 1e6 else f"{f.largest:g}",
+            power(f.smallest_normal),
+            power(f.smallest_subnormal),
+            "yes" if f.needs_loss_scaling else "no",
+        ]
+        for f in (FP32, BF16, FP16)
+    ]
+    header = ("format", "significant bits", "largest relative rounding error", "largest value", "smallest normal",
+              "smallest above 0", "loss scaling")  # fmt: skip
+    return table(header, lines)
+
+
+def _rows(name: str) -> list[Row]:
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def gap() -> str:
+    """The gap of the demo's runs on one thread, the newest of each seed: least and largest over the seeds."""
+    newest = {(r["precision"], r["seed"]): r for r in _rows("demo_runs") if r["threads"] == 1}
+    names = dict.fromkeys(precision for precision, _ in newest)
+    lines = []
+    for name in names:
+        mine = [row for (precision, _), row in newest.items() if precision == name]
+        shown = [_range([r[f"gap_{key}"] for r in mine]) for key in ("abs_logp_diff_mean", "k3", "seq_log_ratio_std")]
+        lines.append([f"`{name}`", str(len(mine)), *shown])
+    header = ("learner/rollout", "runs", "mean abs log-prob difference", "k3", "std of the sequence log-ratio")
+    return table(header, lines)
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.1e}" if low == high else f"{low:.1e} to {high:.1e}"
+
+
+def simulated() -> str:
+    """What simulation costs, by the benchmark's newest rows."""
+    rows = [r for r in _rows("simulated_step") if r["metric"] == "step_time_over_fp32"]
+    newest = {(r["hidden"], r["threads"], r["requested"]): r for r in rows}
+    lines = [
+        [
+            str(hidden),
+            str(threads),
+            f"`{name}`",
+            f"{r['value']:.2f} ({r['quartile_low']:.2f} to {r['quartile_high']:.2f})",
+        ]
+        for (hidden, threads, name), r in sorted(newest.items())
+    ]
+    return table(("hidden size", "threads", "simulated", "step time over fp32 (quartiles)"), lines)
+
+
+_DRIFT = {
+    "t3, start right, steady": "steady",
+    "t3, start right, up": "gradients grow",
+    "t3, start right, down": "gradients shrink",
+    "t3, start low, steady": "steady, first scale too low",
+}
+
+
+def scales() -> str:
+    """Loss-scale rules on gradients with heavy tails: skipped steps and flushed gradients, means over the seeds."""
+    newest = {(r["case"], r["contender"], r["metric"]): r["value"] for r in _rows("auto_scale")}
+    contenders = ("dynamic 400", "dynamic 2000", "auto")
+    lines = [
+        [said]
+        + [f"{newest[case, c, 'skipped_steps']:.1f}, {newest[case, c, 'flushed_fraction']:.2%}" for c in contenders]
+        for case, said in _DRIFT.items()
+    ]
+    return table(("gradients (Student's t, 3 degrees of freedom)", *contenders), lines)
+
+
+def _amp(case: str) -> dict[tuple[str, str, str], dict[str, Row]]:
+    """The newest rows of the comparison with torch's AMP: (contender, format, kernels) -> metric -> row."""
+    found: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in _rows("amp_loss"):
+        if row["case"] == case:
+            found.setdefault((row.get("contender", ""), row["active"], row["kernels"]), {})[row["metric"]] = row
+    return found
+
+
+def _spread(row: Row, digits: int) -> str:
+    return f"{row['value']:.{digits}f} ({row['min']:.{digits}f} to {row['max']:.{digits}f})"
+
+
+def losses() -> str:
+    """The final loss in each format, from the same seeds."""
+    curves = {fmt: by for (_, fmt, _), by in _amp("curve").items()}
+    first = next(iter(curves.values()))
+    lines = [["`fp32`", "native", _spread(first["fp32_final_loss"], 4)]]
+    lines += [[f"`{fmt}`", "simulated", _spread(by["final_loss"], 4)] for fmt, by in sorted(curves.items())]
+    return table(("format", "kernels", "final loss (range over seeds)"), lines)
+
+
+def lost() -> str:
+    """What each policy loses where gradients overflow again and again."""
+    lines = [
+        [
+            contender,
+            kernels,
+            _spread(by["batches_lost_per_run"], 1),
+            _spread(by["steps_retried_per_run"], 1),
+            _spread(by["final_loss"], 4),
+        ]
+        for (contender, _, kernels), by in _amp("overflow").items()
+    ]
+    return table(("trainer", "fp16 kernels", "batches lost a run", "steps retried a run", "final loss"), lines)
+
+
+# trainer.md
+
+
+def environment() -> str:
+    """The compat interface's environment variables."""
+    from mantissa.compat import ENVIRONMENT, FP16TrainingConfig
+
+    fields = {field.name: field for field in dataclasses.fields(FP16TrainingConfig)}
+    kinds = {bool: "`true` or `false`", float: "a number", int: "a whole number"}
+    lines = [
+        [f"`{variable}`", f"`{name}`", kinds[type(fields[name].default)], f"`{str(fields[name].default).lower()}`"]
+        for variable, name in ENVIRONMENT.items()
+    ]
+    return table(("variable", "field of the configuration", "value", "where not set"), lines)
+
+
+def overhead() -> str:
+    """A step against torch's AMP on the same model."""
+    newest = {(r["case"], r["requested"]): r for r in _rows("amp_overhead") if r["metric"] == "step_time_over_amp"}
+    lines = [
+        [case, f"`{fmt}`", f"{r['value']:.3f} ({r['quartile_low']:.3f} to {r['quartile_high']:.3f})"]
+        for (case, fmt), r in newest.items()
+    ]
+    return table(("model", "native on a CPU", "step time over torch AMP's (quartiles)"), lines)
+
+
+# production.md
+
+_STEP_PREFIXES = ("precision/", "train/")
+_STEP_NAMES = ("optim/lr", "optim/grad_norm", "optim/updates", "time/step")
+COUNTED = ("precision/overflows", "precision/retries", "precision/skipped")
+
+
+def prometheus_name(name: str) -> str:
+    """A metric's name as Prometheus takes it."""
+    return "mantissa_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+def _metric_lines(of_trainer: bool) -> str:
+    from mantissa.runs.metrics import METRICS
+
+    lines = []
+    for metric in METRICS:
+        trainers = metric.name.startswith(_STEP_PREFIXES) or metric.name in _STEP_NAMES
+        if trainers != of_trainer:
+            continue
+        names = [prometheus_name(metric.name)]
+        if metric.name in COUNTED:
+            names.append(f"{names[0]}_total")
+        said = " ".join(f"`{name}`" for name in names)
+        lines.append([f"`{metric.name}`", said, metric.formula, metric.unit, metric.healthy_text])
+    return table(("metric (and TensorBoard tag)", "Prometheus", "formula", "unit", "healthy"), lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alert:
+    """One rule: a Prometheus expression, how long it must hold, and what it says to whom is woken."""
+
+    name: str
+    watch: str
+    threshold: str
+    expression: str
+    hold: str
+    severity: str
+    meaning: str
+    action: str
+
+
+def alerts() -> list[Alert]:
+    """The alerts; thresholds are the guard's defaults and the metrics' healthy ranges."""
+    from mantissa.training import GuardConfig
+
+    guard = GuardConfig()
+    rate = "increase(mantissa_overflowed_steps_total[30m]) / increase(mantissa_steps_total[30m])"
+    return [
+        Alert("MantissaGuardActed", "`action` in `guard.jsonl`", "fall back or stop",
+              "increase(mantissa_guard_fall_backs_total[30m]) > 0 or mantissa_guard_severity == 4",
+              "0m", "page", "the run left low precision, or wanted to and could not",
+              "`mantissa guard RUN` says why; see [Rollback](rollback.md)"),
+        Alert("MantissaGuardAlert", "`action` in `guard.jsonl`", "alert", "mantissa_guard_severity == 2", "10m",
+              "ticket", "a threshold of the guard is passed; beyond the next one the run falls back",
+              "`mantissa guard RUN` names the rule and its numbers"),
+        Alert("MantissaOverflowing", "steps with `precision/overflows` > 0 / steps",
+              f"{guard.overflow_alert:.0%} of 30 minutes", f"{rate} > {guard.overflow_alert:g}", "0m", "ticket",
+              "gradients grow faster than the scale falls, or their tail is heavy",
+              "look at `optim/grad_norm`; `scale=\"auto\"`, a lower rate, or bf16"),
+        Alert("MantissaBatchesLost", "`precision/skipped`", "any in 30 minutes",
+              "increase(mantissa_precision_skipped_total[30m]) > 0", "0m", "ticket",
+              "a batch was given up: its retries all overflowed, or the loss was not finite",
+              "a row with `precision/retries` 0 and a loss that is not finite is a forward problem, not one of scale"),
+        Alert("MantissaLossNotFinite", "`train/loss`", "NaN or infinite",
+              "mantissa_train_loss != mantissa_train_loss or abs(mantissa_train_loss) > 3.4e38", "0m", "page",
+              "the forward left the format",
+              "the step was skipped; find the module (see [Troubleshooting](troubleshooting.md))"),
+        Alert("MantissaScaleLow", "`precision/loss_scale`", "below 16",
+              'mantissa_precision_loss_scale{format="fp16"} < 16',
+              "10m", "ticket", "a few halvings from the floor of 1, where an overflow ends the run",
+              "bf16, or lower the loss's own scale (a sum where a mean is meant)"),
+        Alert("MantissaGradientsSmall", "`precision/max_scaled_grad`", "below 2^-12 for an hour",
+              'mantissa_precision_max_scaled_grad{format="fp16"} < 0.000244', "1h", "ticket",
+              "the largest gradient is 12 binades below the limit: that much of the small ones is flushed for nothing",
+              "a shorter `growth_interval`, or `scale=\"auto\"`"),
+        Alert("MantissaSlow", "`speed` in the guard's numbers", f"below {guard.slow_warn:g} x the reference",
+              f"mantissa_guard_speed < {guard.slow_warn:g}", "1h", "ticket", "low precision does not pay here",
+              "`mantissa guard RUN --reference RUN2`; `mantissa bench` on this device"),
+        Alert("MantissaStalled", "age of the newest row", "20 steps' time",
+              "mantissa_row_age_seconds > 20 * mantissa_time_step", "0m", "page",
+              "the process hangs or is gone; on several ranks one may have died",
+              "look at the processes; resume from the checkpoint"),
+    ]  # fmt: skip
+
+
+def alert_table() -> str:
+    header = ("alert", "metric", "threshold", "meaning", "action")
+    return table(header, [[f"`{a.name}`", a.watch, a.threshold, a.meaning, a.action] for a in alerts()])
+
+
+def alert_rules() -> str:
+    """The same as a file of Prometheus rules."""
+    lines = ["```yaml", "groups:", "  - name: mantissa", "    rules:"]
+    for a in alerts():
+        lines += [f"      - alert: {a.name}", *_folded("        expr", a.expression), f"        for: {a.hold}"]
+        lines += [f"        labels: {{severity: {a.severity}}}", "        annotations:"]
+        lines += _folded("          summary", a.meaning)
+    return "\n".join([*lines, "```"])
+
+
+def _folded(key: str, text: str) -> list[str]:
+    """A key of YAML and its text, folded into lines that fit the page."""
+    indent = " " * (len(key) - len(key.lstrip()) + 2)
+    return [f"{key}: >-", *textwrap.wrap(text, 78, initial_indent=indent, subsequent_indent=indent)]
+
+
+# rollback.md
+
+_SETTINGS = {
+    "window": "optimiser steps that count, the newest",
+    "min_steps": "steps a rate, a mean or a median needs before it is judged",
+    "overflow_warn": "share of steps that overflowed at least once: warn above",
+    "overflow_alert": "alert above",
+    "overflow_fall_back": "fall back above",
+    "reference": "folder of a run to compare loss and speed with; without one these two rules are off",
+    "loss_warn": "how far the mean loss may lie above the reference's over the same steps: warn above",
+    "loss_fall_back": "fall back above",
+    "loss_floor": "least unit of that share, as a part of the loss the reference began with",
+    "slow_warn": "least share of the reference's speed, by median `time/step`",
+    "nonfinite_in_a_row": "losses that are not finite, one after the other: fall back at",
+    "divergence": "mean loss above the best window's, in times: fall back above; `null` is off",
+    "gates": "metric -> healthy range, such as those of the gap between rollout and learner",
+    "gate_warn": "share of steps with a metric outside its gate: warn above",
+    "gate_alert": "alert above",
+    "to": "the format to fall back to: `bf16` or `fp32`",
+    "max_fall_backs": "how often a run may fall back; one more is a stop",
+    "good_after": "steps free of trouble before a checkpoint may be called good again",
+}
+
+
+def guard_rules() -> str:
+    """The guard's rules with the default thresholds, by severity."""
+    from mantissa.training import GuardConfig
+
+    g = GuardConfig()
+    lines = [
+        ["overflow", "steps that overflowed / steps", f"> {g.overflow_warn:.0%}", f"> {g.overflow_alert:.0%}",
+         f"> {g.overflow_fall_back:.0%}"],
+        ["loss", "mean loss above the reference's, over the same steps", f"> {g.loss_warn:.0%}", "",
+         f"> {g.loss_fall_back:.0%}"],
+        ["nonfinite", "losses that are not finite, in a row", "1", "", f"{g.nonfinite_in_a_row}"],
+        ["divergence", "mean loss over the best window's so far", "", "",
+         "off" if g.divergence is None else f"> {g.divergence:g} x"],
+        ["speed", "reference's median step time / this run's", f"< {g.slow_warn:g} x", "", ""],
+        ["gate", "steps with a metric outside its range / steps", f"> {g.gate_warn:.0%}", f"> {g.gate_alert:.0%}", ""],
+    ]  # fmt: skip
+    return table(("rule", f"over the last {g.window} steps", "warn", "alert", "fall back"), lines)
+
+
+def guard_settings() -> str:
+    """Every field of ``GuardConfig``."""
+    from mantissa.training import GuardConfig
+
+    values = GuardConfig().to_dict()
+    if set(values) != set(_SETTINGS):
+        raise SystemExit(f"GuardConfig's fields have changed: {sorted(set(values) ^ set(_SETTINGS))}")
+    lines = [[f"`{name}`", f"`{json.dumps(value)}`", _SETTINGS[name]] for name, value in values.items()]
+    return table(("setting", "default", "what it does"), lines)
+
+
+# bench.md
+
+
+def bench_options() -> str:
+    """The command's options."""
+    from typer.main import get_command
+
+    from mantissa.cli import app
+
+    lines = []
+    for option in get_command(app).commands["bench"].params:  # type: ignore[attr-defined]
+        if "--help" in option.opts:
+            continue
+        default = option.show_default if isinstance(option.show_default, str) else option.default
+        shown = "" if default in (None, False) else str(default) if " " in str(default) else f"`{default}`"
+        lines.append([f"`{option.opts[0]}`", shown, option.help])
+    return table(("option", "default", "what it does"), lines)
+
+
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "guide.md": {
+        "formats": formats,
+        "gap": gap,
+        "simulated": simulated,
+        "scales": scales,
+        "losses": losses,
+        "lost": lost,
+    },
+    "trainer.md": {"environment": environment, "overhead": overhead},
+    "production.md": {
+        "alerts": alert_table,
+        "alert_rules": alert_rules,
+        "trainer_metrics": lambda: _metric_lines(True),
+        "rl_metrics": lambda: _metric_lines(False),
+    },
+    "rollback.md": {"guard_rules": guard_rules, "guard_settings": guard_settings},
+    "bench.md": {"bench_options": bench_options},
+}
+
+
+def main() -> None:
+    for page in TABLES:
+        path = DOCS / page
+        path.write_text(filled(path.read_text(), page))
+
+
+if __name__ == "__main__":
+    main()

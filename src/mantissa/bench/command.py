@@ -1,0 +1,147 @@
+"""What ``mantissa bench`` does: checks its options, measures, and writes one folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from mantissa.bench.plot import draw
+from mantissa.bench.profile import Profile, profile_runner
+from mantissa.bench.rows import Row, stamp, write_csv, write_jsonl
+from mantissa.bench.runner import engaged
+from mantissa.bench.scenarios import SCENARIOS, Setting, run_scenario, run_size
+from mantissa.bench.summary import SIMULATION, crossover_sentences
+from mantissa.bench.workload import Source, called, factory_named, parse_size
+from mantissa.errors import MantissaError, nearest
+from mantissa.files import disk_errors, write_atomically
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+SIZES = {"cpu": "10k,30k,100k,300k,1M,3M,10M", "cuda": "10k,100k,1M,3M,10M,30M,100M"}
+SIZE_BATCH = {"cpu": 256, "cuda": 4096}  # on a GPU: enough that products and not AdamW's memory traffic bound a step
+SCENARIO_PARAMETERS, SCENARIO_BATCH = 1_000_000, 32
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """The command's options. ``sizes`` and ``scenarios``: names or numbers; ``sizes`` None means the device's usual."""
+
+    device: str
+    model: str | None = None
+    precisions: tuple[str, ...] = PRECISIONS
+    backend: str = "auto"
+    sizes: tuple[str, ...] | None = None
+    scenarios: tuple[str, ...] = tuple(SCENARIOS)
+    batch: int | None = None
+    out: Path | None = None
+    repeats: int = 7
+    profile: bool = False
+
+    def __post_init__(self) -> None:
+        for what, names, known in (("--precision", self.precisions, PRECISIONS), ("--scenarios", self.scenarios,
+                                                                                 tuple(SCENARIOS))):  # fmt: skip
+            for name in names:
+                if name not in known:
+                    raise MantissaError(f"{what} {name}: expected of {', '.join(known)}{nearest(name, known)}")
+            if len(set(names)) < len(names):
+                raise MantissaError(f"{what} {','.join(names)}: one is named twice")
+        if not self.precisions:
+            raise MantissaError(f"--precision: expected at least one of {', '.join(PRECISIONS)}")
+        if self.backend not in ("auto", "native", "simulated"):
+            raise MantissaError(f"--backend {self.backend}: expected auto, native or simulated")
+        if self.repeats < 1:
+            raise MantissaError(f"--repeats {self.repeats}: expected 1 or more")
+        if self.batch is not None and self.batch < 1:
+            raise MantissaError(f"--batch {self.batch}: expected 1 or more samples")
+        if self.model is not None and self.sizes:
+            raise MantissaError(
+                "--sizes belongs to the built-in models; a --model has the size that its factory gives it"
+            )
+
+    def sources(self) -> list[Source]:
+        """What the sweep over sizes measures, small to large."""
+        if self.model is not None:
+            return [Source(self.model)]
+        names = SIZES[torch.device(self.device).type].split(",") if self.sizes is None else self.sizes
+        return [Source(parameters=size) for size in sorted({parse_size(name) for name in names})]
+
+    def scenario_source(self) -> Source:
+        """The model of the scenarios: one that the sweep shows to be no GPU's work, which the table says."""
+        return Source(self.model) if self.model is not None else Source(parameters=SCENARIO_PARAMETERS)
+
+
+@dataclass
+class Result:
+    """What was found. ``folder`` holds bench.csv, bench.jsonl, bench.png, summary.txt and what --profile adds."""
+
+    folder: Path
+    rows: list[Row] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    profiles: list[Profile] = field(default_factory=list)
+
+    def sentences(self) -> list[str]:
+        """The crossovers; and on a CPU what simulation is for."""
+        said = crossover_sentences(self.rows)
+        if any(row["backend"] == "simulated" for row in self.rows):
+            said.append(SIMULATION)
+        return said
+
+
+def run_bench(config: BenchConfig, say: Callable[[str], None]) -> Result:
+    """Measure everything ``config`` asks for. Rows are on disk as soon as they are made.
+
+    Rows whose precision did not engage are in ``Result.refused`` and nowhere else.
+    """
+    sources = config.sources()
+    if config.model is not None:
+        called(config.model, factory_named(config.model))  # what is wrong with it is said before anything is made
+    result = Result(_folder(config.out))
+    setting = Setting(config.precisions, config.device, config.backend, config.repeats, stamp(config.device),
+                      result.refused.append, say)  # fmt: skip
+    for name in config.scenarios:
+        batch = config.batch or SCENARIO_BATCH
+        result.rows += run_scenario(SCENARIOS[name], config.scenario_source(), batch, setting)
+        _write(result)
+    kind = torch.device(config.device).type
+    for source in sources:
+        result.rows += run_size(source, _sweep_batch(config, kind), setting)
+        _write(result)
+    if config.profile:
+        source = config.scenario_source()
+        batch = config.batch or SCENARIO_BATCH
+        for request in setting.requests(source):
+            say(f"profile: {request}")
+            for runner in engaged([request], 0, setting.refuse).values():
+                result.profiles.append(profile_runner(runner, batch, result.folder))
+    if result.rows:
+        draw(result.folder / "bench.png", result.rows)
+        write_atomically(result.folder / "summary.txt", "\n".join(result.sentences()) + "\n")
+    return result
+
+
+def _sweep_batch(config: BenchConfig, kind: str) -> int:
+    if config.batch is not None:
+        return config.batch
+    return SCENARIO_BATCH if config.model is not None else SIZE_BATCH[kind]
+
+
+def _folder(out: Path | None) -> Path:
+    """The folder, made. One that holds another bench's rows is refused."""
+    folder = out or Path("runs") / f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
+    if (folder / "bench.csv").exists():
+        raise MantissaError(f"--out {folder}: it holds a bench already; choose another folder")
+    with disk_errors(folder):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise MantissaError(f"--out {folder}: it is a file; choose another folder") from None
+    return folder
+
+
+def _write(result: Result) -> None:
+    if result.rows:
+        write_csv(result.folder / "bench.csv", result.rows)
+        write_jsonl(result.folder / "bench.jsonl", result.rows)

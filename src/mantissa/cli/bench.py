@@ -1,0 +1,145 @@
+"""``mantissa bench``: each precision's speed, memory and loss on this device, on the built-in models or on yours."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mantissa.cli.memory import keep_freed_memory
+from mantissa.cli.threads import crowded
+from mantissa.errors import MantissaError
+
+if TYPE_CHECKING:
+    from mantissa.bench import BenchConfig, Result
+
+_TABLE_WIDTH = 112  # a narrower terminal wraps lines; cut off numbers would be worse
+
+
+_Model = Annotated[
+    str | None,
+    typer.Option(metavar="PKG.MODULE:FACTORY", help="Your model: FACTORY() gives (model, make_batch, loss_fn)."),
+]
+_Sizes = Annotated[
+    str | None,
+    typer.Option(
+        help="Parameters of the built-in models, such as 10k,1M,1B; '' for none.",
+        show_default="10k to 10M on a CPU, to 100M on CUDA",
+    ),
+]
+_Scenarios = Annotated[
+    str, typer.Option(help="Of warmup (1 epoch, 128 samples), standard (3, 256), stress (5, 512); '' for none.")
+]
+_Batch = Annotated[
+    int | None, typer.Option(help="Samples a step.", show_default="32; over sizes 256 on a CPU, 4096 on CUDA")
+]
+
+
+def bench(
+    model: _Model = None,
+    precision: Annotated[str, typer.Option(help="Of fp32, bf16, fp16.")] = "fp32,bf16,fp16",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, native or simulated kernels for bf16 and fp16.")] = "auto",
+    sizes: _Sizes = None,
+    scenarios: _Scenarios = "warmup,standard,stress",
+    batch: _Batch = None,
+    out: Annotated[Path | None, typer.Option(help="Folder.", show_default="runs/bench-TIME")] = None,
+    repeats: Annotated[int, typer.Option(help="Interleaved repeats behind each median.")] = 7,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="torch's own")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Also trace where time and memory go.")] = False,
+) -> None:
+    """Time and measure training in each precision, in turn, on this device; name the size from which one is faster.
+
+    Writes bench.csv, bench.jsonl, bench.png and summary.txt. A row whose precision did not engage is refused.
+
+    FACTORY() returns (model, make_batch(batch_size, generator) -> batch, loss_fn(model, batch) -> scalar), or a
+    mantissa.bench.Workload, which also holds the optimiser and the best loss that can be reached.
+
+    [bold]Examples[/]
+
+    mantissa bench --repeats 5
+
+    mantissa bench --device cuda --sizes 1M,10M,100M,1B --scenarios ''
+
+    mantissa bench --model mine.bench:small_model --precision fp32,fp16 --profile
+    """
+    keep_freed_memory()
+    if profile:  # the profiler's own messages, which are not for the user
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from mantissa.bench import BenchConfig
+    from mantissa.rl.assemble import choose_device
+
+    chosen = str(choose_device(device))
+    names = None if sizes is None else _names(sizes)
+    _measure(
+        BenchConfig(chosen, model, _names(precision), backend, names, _names(scenarios), batch, out, repeats, profile),
+        threads,
+    )
+
+
+def _measure(config: BenchConfig, threads: int | None) -> None:
+    """Measure and show; refused rows are the error at the end."""
+    import torch
+
+    from mantissa.bench import run_bench
+
+    if threads is not None:
+        if threads < 1:
+            raise MantissaError(f"--threads {threads}: expected 1 or more")
+        torch.set_num_threads(threads)
+    warning = crowded(torch.get_num_threads())
+    if warning is not None:
+        typer.echo(warning)
+    result = run_bench(config, _progress)
+    _progress("")
+    _show(result)
+    if result.refused:
+        refused = "; ".join(dict.fromkeys(result.refused))
+        raise MantissaError(f"{refused}. The other rows are in {result.folder}" if result.rows else refused)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _progress(line: str) -> None:
+    """One line that is overwritten, on a terminal only."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+
+
+def _show(result: Result) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from mantissa.bench.summary import scenario_table, size_table
+
+    console = Console(markup=False, highlight=False)
+    console.width = max(console.width, _TABLE_WIDTH)
+    if result.rows:
+        row = result.rows[0]
+        console.print(Text(f"{row['device']}, {row['threads']} threads, torch {row['torch']}", style="bold"))
+        console.print(Text(f"peak memory: {row['memory_measure']}, for making the model and 3 steps", style="dim"))
+    for title, wanted, table in (
+        (f"training, {_models(result, False)}", False, scenario_table),
+        (f"one step, {_models(result, True)}", True, size_table),
+    ):
+        if any((row["scenario"] == "size") is wanted for row in result.rows):
+            console.print(Text(f"\n{title}", style="bold"))
+            console.print(table(result.rows))
+    for profile in result.profiles:
+        console.print("\n" + profile.text())
+    for sentence in result.sentences():
+        console.print("\n" + sentence)
+    if result.rows:
+        console.print(f"\nrows and plot: {result.folder}")
+
+
+def _models(result: Result, sweep: bool) -> str:
+    names = [row["model"] for row in result.rows if (row["scenario"] == "size") is sweep]
+    unique = list(dict.fromkeys(names))
+    return unique[0] if len(unique) == 1 else f"{len(unique)} residual MLPs"

@@ -1,0 +1,355 @@
+"""The guard: a plan for leaving low precision, as code. It reads what a run logs and says when to go back.
+
+A run in fp16 can fail in ways that its own loop does not see: it overflows so often that little is learned, its loss
+drifts from that of the same run in fp32, it is slower than fp32 would be. What is tolerable is decided before the run,
+as thresholds; the guard holds each step's row against them:
+
+    rule        over the window                                            says
+    nonfinite   losses that are not finite, in a row                       warn (the first), fall back
+    overflow    steps that overflowed / steps                              warn, alert, fall back
+    loss        mean loss above the reference's, over the same steps       warn, fall back
+    divergence  mean loss above the best mean so far (off by default)      fall back
+    speed       reference's median time of a step / this run's             warn
+    gate        steps with a metric outside its healthy range / steps      warn, alert
+
+The most severe action wins and every reason is kept. *Fall back* means: load the last good checkpoint and go on in a
+wider format. The guard does none of that itself; it decides, and then forgets its window, since the steps in it led to
+a state that is gone. Where no fall back is left, or the format is as wide already, the same trouble is *stop*.
+
+Decisions are a pure function of the rows (and of the reference, read once): no clock, no random numbers, sums that are
+rounded once. So they can be reproduced from ``metrics.jsonl``, and a guard can be rebuilt by replaying it. Two things
+follow for whoever writes the rows. Steps must go on counting over a fall back, and its rows stay in the file. And the
+guard is never restored from the checkpoint that a fall back loads: it would forget that it fell back.
+
+What the guard cannot see: a window is evidence of the past, and trouble may be some steps older than its decision. So
+``good`` asks for more than the absence of an alert.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+from mantissa.errors import MantissaError
+from mantissa.jsonl import Row
+from mantissa.training.guard_config import GuardConfig, Reference, finite_loss, mean, number
+
+Action = Literal["ok", "warn", "alert", "fall back", "stop"]
+ACTIONS: tuple[Action, ...] = get_args(Action)  # in the order of severity
+_AS_WIDE = {"bf16": ("bf16", "fp32"), "fp32": ("fp32",)}  # formats from which falling back to the key gains nothing
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the guard says after a step.
+
+    ``reasons``: one line for each rule that fired, the most severe first, beginning with the rule's name and a colon;
+    for "fall back" and "stop" one more line that says where to, or why not.
+    ``numbers``: every figure there was enough data for, whether its rule fired or not: ``steps`` (in the window),
+    ``overflowed_rate``, ``loss_mean``, ``nonfinite_in_a_row``, ``fall_backs`` (before this step) and, where measured,
+    ``best_loss_mean``, ``compared_loss_mean``, ``reference_loss_mean``, ``loss_excess``, ``speed``, ``outside/<gate>``.
+    """
+
+    step: int
+    action: Action
+    reasons: tuple[str, ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The names of the rules that fired, in the order of ``reasons``."""
+        names = (reason.partition(":")[0] for reason in self.reasons)
+        return tuple(name for name in names if name not in ACTIONS)
+
+    def row(self) -> Row:
+        """The decision as one flat row of JSON; ``from_row`` reads it."""
+        return {"step": self.step, "action": self.action, "reasons": "\n".join(self.reasons), **self.numbers}
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Decision:
+        """The inverse of ``row``. Raises ``MantissaError`` for a row that is no decision."""
+        numbers = {name: value for name, value in row.items() if name not in ("step", "action", "reasons")}
+        good = row.get("action") in ACTIONS and isinstance(row.get("reasons"), str)
+        if not good or not all(isinstance(value, int | float) for value in numbers.values()):
+            raise MantissaError(f"step {row.get('step')}: expected a decision of the guard, got {dict(row)!r:.80}")
+        return cls(row["step"], row["action"], tuple(row["reasons"].split("\n")) if row["reasons"] else (), numbers)
+
+
+def severity(action: Action) -> int:
+    """0 for ok up to 4 for stop."""
+    return ACTIONS.index(action)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What is kept of one row. None: the row did not say; a loss that is not finite is not kept either."""
+
+    step: int
+    overflowed: bool | None
+    loss: float | None
+    reference_loss: float | None
+    seconds: float | None
+    outside: dict[str, bool]
+
+
+Finding = tuple[Action, str]
+_Levels = tuple[tuple[Action, float], ...]
+
+
+class Guard:
+    """Watches one run. ``observe`` each row once, in order; no row is kept longer than the window.
+
+    ``reference``: read from ``config.reference`` where not given, which raises ``MantissaError`` when it is no run.
+    """
+
+    def __init__(self, config: GuardConfig | None = None, reference: Reference | None = None) -> None:
+        self.config = config or GuardConfig()
+        if reference is None and self.config.reference is not None:
+            reference = Reference.read(self.config.reference)
+        self.reference = reference
+        self.fall_backs = 0
+        self._last_step: int | None = None
+        self._quiet: int | None = None  # steps since the last trouble; None: there was none yet
+        self._updates: float | None = None  # the row before's optim/updates
+        self._lost = 0  # updates undone by going back to a checkpoint: step n continues what was step n - lost
+        self._forget()
+
+    def _forget(self) -> None:
+        self._window: deque[_Seen] = deque(maxlen=self.config.window)
+        self._nonfinite = 0
+        self._best: float | None = None
+        self._magnitude: float | None = None  # mean |loss| of the first losses: what the floor is a share of
+
+    @property
+    def good(self) -> bool:
+        """Whether a checkpoint written now may be called the last good one.
+
+        True before the first step and until trouble is seen; after trouble, when ``good_after`` steps were free of it.
+        Trouble: a loss that is not finite, a loss above the reference's by ``loss_warn``, an alert, or worse.
+        """
+        return self._quiet is None or self._quiet >= self.config.good_after
+
+    def observe(self, row: Mapping[str, Any]) -> Decision:
+        """Decide after one more row. Raises ``MantissaError`` for a row that is none, or out of order."""
+        step = row.get("step")
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise MantissaError(f"guard: expected a row with a whole number as its step, got {step!r}")
+        if self._last_step is not None and step <= self._last_step:
+            raise MantissaError(f"guard: expected a step after {self._last_step}, got {step}; give rows in their order")
+        seen = self._look(step, row)
+        self._last_step = step
+        self._window.append(seen)
+        numbers: dict[str, float] = {"steps": len(self._window)}
+        findings = [
+            finding
+            for rule in (_nonfinite, _overflow, _against_reference, _divergence, _speed, _gates)
+            for finding in rule(self, numbers)
+        ]
+        numbers["fall_backs"] = self.fall_backs
+        decision = self._decide(step, row.get("precision/format"), findings, numbers)
+        self._remember(decision)
+        return decision
+
+    def _look(self, step: int, row: Mapping[str, Any]) -> _Seen:
+        """Take from the row what the rules need, and keep count of what is not a matter of windows."""
+        loss, seconds = number(row, "train/loss"), number(row, "time/step")
+        overflows, updates = number(row, "precision/overflows"), number(row, "optim/updates")
+        gates = {name: (number(row, name), ends) for name, ends in self.config.gates.items()}
+        if updates is not None and math.isfinite(updates):
+            began_at = updates - (0 if number(row, "precision/skipped") else 1)
+            if self._updates is not None and updates < self._updates:
+                self._lost += round(self._updates - began_at)
+            self._updates = updates
+        if loss is not None:
+            self._nonfinite = 0 if finite_loss(loss) else self._nonfinite + 1
+        finite = loss if loss is not None and finite_loss(loss) else None
+        return _Seen(
+            step,
+            None if overflows is None else overflows > 0,
+            finite,
+            self.reference.loss.get(step - self._lost) if self.reference and finite is not None else None,
+            seconds if seconds is not None and math.isfinite(seconds) and seconds > 0 else None,
+            {name: not _inside(value, *ends) for name, (value, ends) in gates.items() if value is not None},
+        )
+
+    def _decide(self, step: int, fmt: object, findings: list[Finding], numbers: dict[str, float]) -> Decision:
+        findings = sorted(findings, key=lambda finding: -severity(finding[0]))  # stable: rules keep their order
+        action: Action = findings[0][0] if findings else "ok"
+        reasons = tuple(reason for _, reason in findings)
+        if action == "fall back":
+            used, to = self.config.max_fall_backs, self.config.to
+            if fmt in _AS_WIDE[to]:
+                action, why = "stop", f"the format is {fmt}, and {to} is no wider"
+            elif self.fall_backs >= used:
+                action, why = "stop", f"{self.fall_backs} of {used} fall backs are used up"
+            else:
+                why = f"to {to}, from the last good checkpoint"
+            reasons = (*reasons, f"{action}: {why}")
+        return Decision(step, action, reasons, numbers)
+
+    def _remember(self, decision: Decision) -> None:
+        trouble = self._nonfinite > 0 or severity(decision.action) >= severity("alert") or "loss" in decision.rules
+        if trouble:
+            self._quiet = 0
+        elif self._quiet is not None:
+            self._quiet += 1
+        if decision.action == "fall back":
+            self.fall_backs += 1
+            self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that later decisions depend on besides the config and the reference, as plain finite values for JSON."""
+        return {
+            "window": [asdict(seen) for seen in self._window],
+            "last_step": self._last_step,
+            "fall_backs": self.fall_backs,
+            "nonfinite": self._nonfinite,
+            "best": self._best,
+            "magnitude": self._magnitude,
+            "quiet": self._quiet,
+            "updates": self._updates,
+            "lost": self._lost,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the guard whose ``state_dict`` this is. For a resume, never for the checkpoint of a fall back."""
+        self._window = deque((_Seen(**seen) for seen in state["window"]), maxlen=self.config.window)
+        self._last_step, self.fall_backs = state["last_step"], int(state["fall_backs"])
+        self._nonfinite, self._best, self._magnitude = int(state["nonfinite"]), state["best"], state["magnitude"]
+        self._quiet, self._updates, self._lost = state["quiet"], state["updates"], int(state["lost"])
+
+    # for the rules below
+
+    def _enough(self, values: Iterable[Any]) -> list[Any]:
+        """The values that are not None; none at all where they are too few to be judged."""
+        known = [value for value in values if value is not None]
+        return known if len(known) >= self.config.enough else []
+
+
+def replay(
+    rows: Iterable[Mapping[str, Any]], config: GuardConfig, reference: Reference | None = None
+) -> list[Decision]:
+    """The decision after each of ``rows``: what a guard that watched the run has said."""
+    guard = Guard(config, reference)
+    return [guard.observe(row) for row in rows]
+
+
+def noteworthy(decisions: Iterable[Decision], before: Action = "ok") -> list[Decision]:
+    """Those that are logged: not ok, or the first that is ok again. ``before``: the action before the first."""
+    kept = []
+    for decision in decisions:
+        if decision.action != "ok" or before != "ok":
+            kept.append(decision)
+        before = decision.action
+    return kept
+
+
+# The rules: each adds its figures to ``numbers`` and returns what it found.
+
+
+def _nonfinite(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+    count, bound = guard._nonfinite, guard.config.nonfinite_in_a_row
+    numbers["nonfinite_in_a_row"] = count
+    if count == 0:
+        return []
+    plural = "loss is" if count == 1 else "losses are"
+    reason = f"nonfinite: the last {count} {plural} not finite (fall back at {bound} in a row)"
+    return [("fall back" if count >= bound else "warn", reason)]
+
+
+def _overflow(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+    known = guard._enough(seen.overflowed for seen in guard._window)
+    if not known:
+        return []
+    config = guard.config
+    rate = numbers["overflowed_rate"] = sum(known) / len(known)
+    levels: _Levels = (
+        ("warn", config.overflow_warn),
+        ("alert", config.overflow_alert),
+        ("fall back", config.overflow_fall_back),
+    )
+    return _highest(levels, rate, f"overflow: {rate:.1%} of {len(known)} steps overflowed")
+
+
+def _against_reference(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+    pairs = guard._enough(
+        (seen.loss, seen.reference_loss) if seen.reference_loss is not None else None for seen in guard._window
+    )
+    if not pairs or guard.reference is None:
+        return []
+    config = guard.config
+    ours, theirs = mean([pair[0] for pair in pairs]), mean([pair[1] for pair in pairs])
+    unit = max(abs(theirs), config.loss_floor * guard.reference.first_magnitude(config.enough))
+    excess = _excess(ours, theirs, unit)
+    numbers |= {"compared_loss_mean": ours, "reference_loss_mean": theirs, "loss_excess": excess}
+    said = f"loss: {ours:.4g} over {len(pairs)} steps, {excess:.1%} above the reference's {theirs:.4g}"
+    levels: _Levels = (("warn", config.loss_warn), ("fall back", config.loss_fall_back))
+    return _highest(levels, excess, said)
+
+
+def _divergence(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+    losses = guard._enough(seen.loss for seen in guard._window)
+    if not losses:
+        return []
+    config = guard.config
+    now = numbers["loss_mean"] = mean(losses)
+    if config.divergence is None:
+        return []
+    if guard._magnitude is None:
+        guard._magnitude = mean([abs(loss) for loss in losses])
+    best = guard._best = now if guard._best is None else min(now, guard._best)
+    numbers["best_loss_mean"] = best
+    excess = _excess(now, best, max(abs(best), config.loss_floor * guard._magnitude))
+    if excess <= config.divergence - 1:
+        return []
+    bound = f"fall back above {config.divergence:g} times"
+    return [("fall back", f"divergence: mean loss {now:.4g}, the best was {best:.4g} ({bound})")]
+
+
+def _speed(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+    known = guard._enough(seen.seconds for seen in guard._window)
+    if not known or guard.reference is None or guard.reference.seconds is None:
+        return []
+    ours, theirs = statistics.median(known), guard.reference.seconds
+    speed = numbers["speed"] = theirs / ours
+    if speed >= guard.config.slow_warn:
+        return []
+    name = f"the reference's ({guard.reference.format})" if guard.reference.format else "the reference's"
+    bound = f"warn below {guard.config.slow_warn:g}"
+    return [("warn", f"speed: {speed:.2f} x {name}, {ours:.3g} s a step against {theirs:.3g} s ({bound})")]
+
+
+def _gates(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+    config, found = guard.config, []
+    for name, (low, high) in config.gates.items():
+        known = guard._enough(seen.outside.get(name) for seen in guard._window)
+        if not known:
+            continue
+        share = numbers[f"outside/{name}"] = sum(known) / len(known)
+        ends = f"{'-inf' if low is None else f'{low:g}'} to {'inf' if high is None else f'{high:g}'}"
+        said = f"gate: {name} outside {ends} on {share:.0%} of {len(known)} steps"
+        found += _highest((("warn", config.gate_warn), ("alert", config.gate_alert)), share, said)
+    return found
+
+
+def _highest(levels: _Levels, share: float, said: str) -> list[Finding]:
+    """The most severe level whose threshold the share lies beyond, with that threshold in the reason."""
+    reached = [(action, bound) for action, bound in levels if share > bound]
+    return [(action, f"{said} ({action} above {100 * bound:g}%)") for action, bound in reached[-1:]]
+
+
+def _excess(value: float, base: float, unit: float) -> float:
+    """How far ``value`` lies above ``base``, in units that may be 0 (a base of 0 with no floor): then 0 or infinite."""
+    above = value - base
+    if unit > 0:
+        return above / unit
+    return math.copysign(math.inf, above) if above else 0.0
+
+
+def _inside(value: float, low: float | None, high: float | None) -> bool:
+    """Whether a gate's value is healthy; NaN never is."""
+    return (low is None or value >= low) and (high is None or value <= high)

@@ -1,0 +1,99 @@
+"""A row is refused where its precision did not engage; a runner that engages really computes in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mantissa.bench import runner as runner_module
+from mantissa.bench.runner import RefusedError, Request, Runner, engaged
+from mantissa.bench.workload import Source
+from mantissa.errors import MantissaError
+from mantissa.precision import FP32, format_named, is_on_grid
+
+SMALL = Source(parameters=5_000)
+
+
+def request(precision: str, backend: str = "auto") -> Request:
+    return Request(SMALL, precision, "cpu", backend)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_runner_learns_in_the_precision_it_names(precision: str) -> None:
+    runner = Runner(request(precision), seed=0)
+    seen: list[torch.Tensor] = []
+    hook = runner.workload.model.first.register_forward_hook(lambda module, inputs, out: seen.append(out))  # type: ignore[union-attr]
+    batches = runner.batches(4, 32, seed=1)
+    before = runner.loss(batches)
+    for _ in range(10):
+        for batch in batches:
+            runner.step(batch)
+    hook.remove()
+    assert runner.loss(batches) < 0.8 * before
+    assert all(is_on_grid(out.detach().float(), format_named(precision)).all() for out in seen)
+    if precision != "fp32":
+        assert not all(
+            is_on_grid(p.detach(), format_named(precision)).all() for p in runner.workload.model.parameters()
+        )
+
+
+def test_the_same_seed_gives_every_precision_the_same_weights_and_data() -> None:
+    runners = [Runner(request(precision), seed=3) for precision in ("fp32", "fp16")]
+    weights = [torch.nn.utils.parameters_to_vector(r.workload.model.parameters()) for r in runners]
+    data = [r.batches(2, 8, seed=4)[1] for r in runners]
+    assert torch.equal(*weights)
+    assert torch.equal(data[0][0], data[1][0])
+    assert torch.equal(data[0][1], data[1][1])
+
+
+def test_the_loss_of_an_evaluation_is_the_mean_over_batches_in_float64() -> None:
+    runner = Runner(request("fp32"), seed=0)
+    batches = runner.batches(3, 16, seed=5)
+    model = runner.workload.model.double()
+    with torch.no_grad():
+        expected = sum((model(x.double()) - y.double()).square().mean().item() for x, y in batches) / 3
+    model.float()
+    assert runner.loss(batches) == pytest.approx(expected, rel=1e-6)
+    assert model.training
+
+
+def test_another_active_format_is_refused_and_the_row_is_named(lying: Callable[..., None]) -> None:
+    lying("fp16", active=FP32, reason="a silent substitution")
+    with pytest.raises(RefusedError) as error:
+        Runner(request("fp16"), seed=0)
+    message = str(error.value)
+    assert "row refused (fp16, residual MLP of 5k, on cpu)" in message
+    assert "fp16 was requested and fp32 was active (a silent substitution)" in message
+
+
+def test_a_row_without_evidence_is_refused(lying: Callable[..., None]) -> None:
+    lying("bf16", evidence="")
+    with pytest.raises(RefusedError, match="no evidence that bf16 is active"):
+        Runner(request("bf16"), seed=0)
+
+
+def test_other_kernels_than_requested_are_refused(lying: Callable[..., None]) -> None:
+    lying("bf16", backend="native")
+    with pytest.raises(RefusedError, match="simulated kernels were requested and native ones were active"):
+        Runner(request("bf16", "simulated"), seed=0)
+
+
+def test_a_probe_that_fails_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise MantissaError("precision: fp32 is not active: expected 1.0000001, got 1.0")
+
+    monkeypatch.setattr(runner_module, "PrecisionTrainer", failing)
+    with pytest.raises(RefusedError, match=r"row refused \(fp32, .*expected 1.0000001, got 1.0"):
+        Runner(request("fp32"), seed=0)
+
+
+def test_those_that_engage_remain(lying: Callable[..., None]) -> None:
+    lying("bf16", active=FP32)
+    refused: list[str] = []
+    runners = engaged([request(p) for p in ("fp32", "bf16", "fp16")], 0, refused.append)
+    assert list(runners) == ["fp32", "fp16"]
+    assert len(refused) == 1
+    assert "bf16" in refused[0]

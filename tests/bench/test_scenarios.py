@@ -1,0 +1,159 @@
+"""Rows of scenarios and of the sweep: counts, losses and ratios against what they must be."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mantissa.bench import scenarios
+from mantissa.bench.family import BEST_LOSS
+from mantissa.bench.memory import training_peak
+from mantissa.bench.rows import COLUMNS, write_csv, write_jsonl
+from mantissa.bench.runner import Request, Runner
+from mantissa.bench.scenarios import SCENARIOS, run_scenario, run_size
+from mantissa.bench.workload import Source
+from mantissa.errors import MantissaError
+from mantissa.precision import FP32
+
+SMALL = Source(parameters=5_000)
+
+
+def test_the_scenarios_are_those_that_people_know() -> None:
+    found = {name: (s.epochs, s.samples) for name, s in SCENARIOS.items()}
+    assert found == {"warmup": (1, 128), "standard": (3, 256), "stress": (5, 512)}
+
+
+def test_a_scenarios_rows(setting: Callable) -> None:
+    shared, refused = setting()
+    rows = run_scenario(SCENARIOS["standard"], SMALL, 32, shared)
+    assert not refused
+    assert [row["precision"] for row in rows] == ["fp32", "bf16", "fp16"]
+    for row in rows:
+        assert list(row) == list(COLUMNS)
+        assert row["active"] == row["precision"]
+        assert (row["steps"], row["samples"], row["epochs"], row["batch_size"]) == (24, 256, 3, 32)
+        assert row["samples_per_s"] == pytest.approx(3 * 256 / row["duration_s"])
+        assert row["duration_low_s"] <= row["duration_s"] <= row["duration_high_s"]
+        assert row["best_loss"] == BEST_LOSS
+        assert row["excess_loss"] == row["final_loss"] - BEST_LOSS
+        assert BEST_LOSS < row["final_loss"] < 1.2
+        assert row["overflow_rate"] == 0
+        assert row["evidence"]
+    fp32 = rows[0]
+    assert (fp32["speed_up"], fp32["speed_up_low"], fp32["speed_up_high"]) == (1, 1, 1)
+    assert fp32["backend"] == "native"
+    for row in rows[1:]:  # the same seeds: paired losses differ by rounding, not by luck
+        assert row["final_loss"] == pytest.approx(fp32["final_loss"], rel=0.02)
+        assert row["final_loss"] != fp32["final_loss"]
+
+
+def test_the_final_loss_is_that_of_the_same_training_done_by_hand(setting: Callable) -> None:
+    shared, _ = setting(precisions=("fp32",), repeats=1)
+    (row,) = run_scenario(SCENARIOS["warmup"], SMALL, 32, shared)
+    runner = Runner(Request(SMALL, "fp32", "cpu"), seed=0)
+    workload = runner.workload
+    optimizer = workload.make_optimizer(workload.model.parameters())
+    for batch in runner.batches(4, 32, seed=0):
+        optimizer.zero_grad()
+        workload.loss_fn(workload.model, batch).backward()
+        optimizer.step()
+    held_out = runner.batches(32, 32, 1_000_003)
+    with torch.no_grad():
+        loss = sum(workload.loss_fn(workload.model, batch).item() for batch in held_out) / 32
+    assert row["final_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_without_fp32_there_is_no_ratio(setting: Callable) -> None:
+    shared, _ = setting(precisions=("bf16",), repeats=1)
+    (row,) = run_scenario(SCENARIOS["warmup"], SMALL, 128, shared)
+    assert row["speed_up"] is None
+    assert row["steps"] == 1
+
+
+def test_a_batch_larger_than_the_samples_is_all_of_them(setting: Callable) -> None:
+    shared, _ = setting(precisions=("fp32",), repeats=1)
+    (row,) = run_scenario(SCENARIOS["warmup"], SMALL, 1000, shared)
+    assert (row["batch_size"], row["steps"]) == (128, 1)
+
+
+def test_skipped_and_retried_steps_are_counted(setting: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Overflowing(Runner):
+        """Its loss is multiplied by 2^10: with torch's first scale, fp16 gradients overflow in the first steps."""
+
+        def step(self, batch: object) -> object:  # type: ignore[override]
+            def loss_fn(model: torch.nn.Module, batch: object) -> torch.Tensor:
+                return self.workload.loss_fn(model, batch) * 2.0**10  # type: ignore[arg-type]
+
+            return self.trainer.step(batch, loss_fn)
+
+    monkeypatch.setattr(scenarios, "Runner", Overflowing)
+    shared, _ = setting(precisions=("fp32", "fp16"), repeats=1)
+    fp32, fp16 = run_scenario(SCENARIOS["warmup"], SMALL, 32, shared)
+    assert (fp32["overflow_rate"], fp32["retried"]) == (0, 0)
+    # each attempt may lower the scale 4 times and then gives up: 5 halvings a skipped step
+    assert fp16["overflow_rate"] * 4 + fp16["retried"] >= 2
+    assert 0 < fp16["overflow_rate"] < 1
+
+
+def test_a_sizes_rows(setting: Callable) -> None:
+    shared, refused = setting()
+    rows = run_size(SMALL, 64, shared)
+    assert not refused
+    assert [(row["scenario"], row["precision"]) for row in rows] == [("size", p) for p in ("fp32", "bf16", "fp16")]
+    for row in rows:
+        assert list(row) == list(COLUMNS)
+        assert row["samples_per_s"] == pytest.approx(64 / row["duration_s"])
+        assert row["final_loss"] is None
+        assert row["speed_up_low"] <= row["speed_up"] <= row["speed_up_high"]
+        assert row["parameters"] == Runner(Request(SMALL, "fp32", "cpu"), 0).workload.parameters
+
+
+def test_a_row_that_did_not_engage_is_not_written(setting: Callable, lying: Callable[..., None]) -> None:
+    lying("fp16", active=FP32, reason="a silent substitution")
+    shared, refused = setting(repeats=1)
+    rows = run_size(SMALL, 16, shared) + run_scenario(SCENARIOS["warmup"], SMALL, 64, shared)
+    assert [row["precision"] for row in rows] == ["fp32", "bf16"] * 2
+    assert len(refused) == 2
+    assert all("row refused (fp16" in line for line in refused)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_peak_memory_of_a_process_is_at_least_weights_gradients_and_moments(precision: str) -> None:
+    few, many = (Request(Source(parameters=n), precision, "cpu") for n in (10_000, 4_000_000))
+    small, large = training_peak(few, 8), training_peak(many, 8)
+    assert small is not None
+    assert large is not None
+    # AdamW in fp32: weights, gradients, two moments of 4 bytes; bf16 may hold a copy of weights and their gradients
+    assert 4 * 4 * 4e6 * 0.97 <= large <= 4 * 4 * 4e6 * 1.6 + 16e6
+    assert small < 16e6  # and a large model's memory does not stay in a small one's row
+
+
+def test_out_of_memory_is_one_line(setting: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(scenarios, "training_peak", full)
+    with pytest.raises(MantissaError, match=r"residual MLP of 5k with batches of 16 does not fit on cpu in 3 prec"):
+        run_size(SMALL, 16, setting(repeats=1)[0])
+
+
+def test_csv_and_json_hold_the_same_rows(setting: Callable, tmp_path: Path) -> None:
+    shared, _ = setting(repeats=1)
+    rows = run_size(SMALL, 16, shared)
+    rows[2]["final_loss"] = float("inf")
+    write_csv(tmp_path / "bench.csv", rows)
+    write_jsonl(tmp_path / "bench.jsonl", rows)
+    with (tmp_path / "bench.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    lines = [json.loads(line) for line in (tmp_path / "bench.jsonl").read_text().splitlines()]
+    assert list(table[0]) == list(COLUMNS)
+    assert [list(line) for line in lines] == [list(COLUMNS)] * 3
+    for row, line, cells in zip(rows, lines, table, strict=True):
+        for name, value in row.items():
+            assert line[name] == ("Infinity" if value == float("inf") else value)
+            assert cells[name] == ("" if value is None else str(value))

@@ -1,0 +1,117 @@
+"""Spread, ratios, the order of rounds, and the crossover on tables made by hand."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mantissa.bench.summary import crossover_sentence
+from mantissa.bench.timing import Crossover, Spread, crossover, rotated, speed_up, step_seconds
+
+
+def table(**speeds: float | tuple[float, float, float]) -> dict[int, Spread]:
+    """``k10=1.2`` is 1.2 times fp32's speed at 10,000 parameters, give or take a hundredth."""
+    return {
+        int(name[1:]) * 1000: Spread(s, s - 0.01, s + 0.01) if isinstance(s, float) else Spread(s[1], s[0], s[2])
+        for name, s in speeds.items()
+    }
+
+
+@given(st.lists(st.floats(0.001, 1000), min_size=2, max_size=30))
+def test_the_spread_is_median_and_quartiles(values: list[float]) -> None:
+    spread = Spread.of(values)
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    assert (spread.low, spread.median, spread.high) == pytest.approx((low, middle, high), rel=1e-12)
+
+
+def test_a_single_measurement_has_no_spread() -> None:
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
+
+
+def test_speed_up_is_taken_within_a_round() -> None:
+    # The machine was ten times slower in the second round: the ratio of the medians would be 5.5 / 2.75 only by luck.
+    assert speed_up([1.0, 10.0, 1.0], [0.5, 5.0, 0.5]) == Spread(2.0, 2.0, 2.0)
+
+
+def test_every_round_runs_all_in_an_order_that_rotates() -> None:
+    called: list[str] = []
+
+    def step(name: str) -> None:
+        called.append(name)
+        time.sleep(0.021)  # longer than a block, so that each call is a measurement
+
+    times = step_seconds({n: (lambda n=n: step(n)) for n in "abc"}, "cpu", rounds=3, warm_up=1)  # type: ignore[misc]
+    assert "".join(called) == "abc" + "abc" + "bca" + "cab"
+    assert all(len(seconds) == 3 and min(seconds) >= 0.02 for seconds in times.values())
+
+
+def test_a_short_step_is_timed_in_blocks_and_reported_for_one() -> None:
+    calls = 0
+
+    def step() -> None:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.002)
+
+    seconds = step_seconds({"only": step}, "cpu", rounds=2, warm_up=3)["only"]
+    per_round = (calls - 3) / 2
+    assert 4 <= per_round <= 10
+    assert all(0.002 <= s < 0.006 for s in seconds)
+
+
+def test_rotation_covers_each_place() -> None:
+    orders = [rotated("abc", turn) for turn in range(3)]
+    assert all({order[place] for order in orders} == set("abc") for place in range(3))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [
+        (table(k10=0.5, k100=0.9, k1000=1.2, k10000=2.0), Crossover(1_000_000, 100_000, ())),
+        (table(k10=0.5, k100=0.9, k1000=0.95), Crossover(None, None, ())),
+        (table(k10=1.1, k100=1.5), Crossover(10_000, None, ())),
+        (table(k10=1.1, k100=0.9, k1000=1.3), Crossover(1_000_000, 100_000, (10_000,))),
+        (table(k10=0.9, k100=1.4, k1000=0.9), Crossover(None, None, (100_000,))),
+        (table(k10=0.5, k100=(0.99, 1.2, 1.3), k1000=1.2), Crossover(1_000_000, 100_000, ())),  # not three in four
+        (table(k1000=2.0, k10=0.5), Crossover(1_000_000, 10_000, ())),  # in any order
+    ],
+    ids=["in the middle", "never", "always", "after a relapse", "only once", "within the noise", "unsorted"],
+)
+def test_the_crossover(speeds: dict[int, Spread], expected: Crossover) -> None:
+    assert crossover(speeds) == expected
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=8))
+def test_from_the_crossover_on_every_size_is_faster_and_the_one_before_is_not(lows: list[float]) -> None:
+    speeds = {1000 * (i + 1): Spread(low * 1.1, low, low * 1.2) for i, low in enumerate(lows)}
+    found = crossover(speeds)
+    if found.first is not None:
+        assert all(s.low > 1 for n, s in speeds.items() if n >= found.first)
+    else:
+        assert speeds[max(speeds)].low <= 1
+    if found.before is not None:
+        assert speeds[found.before].low <= 1
+        assert (found.before, found.first) in pairwise(sorted(speeds))
+    slower_before = [n for n in speeds if found.first is None or n < found.first]
+    assert set(found.isolated) == {n for n in slower_before if speeds[n].low > 1}
+
+
+@pytest.mark.parametrize(
+    ("speeds", "words"),
+    [
+        (table(k10=0.5, k1200=1.3, k9000=2.5), ["from 1.2M parameters on", "0.50x as fast at 10k", "2.50x as fast"]),
+        (table(k10=0.5, k1200=0.7), ["no size from which on it is faster", "at best it is 0.70x as fast (at 1.2M)"]),
+        (table(k10=1.5, k1200=1.7), ["at every size measured, from 10k parameters on"]),
+        (table(k10=0.9, k100=1.4, k1000=0.9), ["no size from which on", "faster at 100k only"]),
+        (table(k250=0.5), ["takes 2.00x fp32's time a step, at 250k parameters"]),
+    ],
+)
+def test_the_sentence_names_the_size_and_the_numbers(speeds: dict[int, Spread], words: list[str]) -> None:
+    sentence = crossover_sentence("fp16", "simulated", speeds)
+    assert sentence.startswith("fp16 (simulated)")
+    assert all(part in sentence for part in words), sentence

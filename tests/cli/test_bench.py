@@ -1,0 +1,140 @@
+"""``mantissa bench`` from end to end on tiny models: files, sentences, refusals, and a user's own model."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mantissa.bench import COLUMNS, runner
+from mantissa.errors import MantissaError
+from mantissa.training.trainer import PrecisionTrainer
+
+MODEL = """
+import torch
+torch.manual_seed(0)
+def make_batch(n, generator): return {"x": torch.randn(n, 6, generator=generator)}
+def loss_fn(model, batch): return (model(batch["x"]).float() - batch["x"][:, :2]).square().mean()
+def factory(): return torch.nn.Linear(6, 2), make_batch, loss_fn
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty current folder with a user's model in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cli_users_model.py").write_text(MODEL)
+    yield tmp_path
+    sys.modules.pop("cli_users_model", None)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "bench.jsonl").read_text().splitlines()]
+
+
+def test_the_whole_command(here: Path, mantissa: Callable) -> None:
+    result = mantissa("bench", "--device", "cpu", "--sizes", "2k,8k", "--scenarios", "warmup", "--repeats", 2,
+                      "--threads", 2, "--out", "found", "--profile")  # fmt: skip
+    assert result.code == 0, result
+    found = here / "found"
+    rows = rows_of(found)
+    precisions = ["fp32", "bf16", "fp16"]
+    assert [(row["scenario"], row["precision"]) for row in rows] == [
+        (scenario, precision) for scenario in ("warmup", "size", "size") for precision in precisions
+    ]
+    with (found / "bench.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert list(table[0]) == list(COLUMNS)
+    assert len(table) == 9
+    assert {row["active"] for row in rows} == set(precisions)
+    assert all(row["evidence"] and row["peak_memory_bytes"] > 0 for row in rows)
+    assert (found / "bench.png").read_bytes().startswith(b"\x89PNG")
+    for precision in precisions:
+        assert (found / f"trace-{precision}.json").stat().st_size > 0
+        assert "backward" in (found / f"profile-{precision}.txt").read_text()
+    said = " ".join(result.out.split())
+    for precision in ("bf16", "fp16"):
+        assert f"{precision} (simulated)" in said
+    assert "Simulated precision costs time" in said
+    assert "x fp32's speed" in said
+    summary = " ".join((found / "summary.txt").read_text().split())
+    assert "of 2.42k to 6.74k parameters" in summary or "than fp32" in summary
+    assert summary in said
+
+
+def test_a_users_own_model(here: Path, mantissa: Callable) -> None:
+    result = mantissa("bench", "--device", "cpu", "--model", "cli_users_model:factory", "--precision", "fp32,fp16",
+                      "--scenarios", "warmup", "--repeats", 1)  # fmt: skip
+    assert result.code == 0, result
+    (folder,) = (here / "runs").iterdir()
+    assert folder.name.startswith("bench-")
+    rows = rows_of(folder)
+    assert [(row["scenario"], row["precision"]) for row in rows] == [
+        ("warmup", "fp32"), ("warmup", "fp16"), ("size", "fp32"), ("size", "fp16")
+    ]  # fmt: skip
+    assert all(row["model"] == "cli_users_model:factory" and row["parameters"] == 14 for row in rows)
+    assert all(row["best_loss"] is None and row["excess_loss"] is None for row in rows)
+    assert "not known" in result.out
+    assert "Simulated precision" in result.out
+
+
+def test_fp32_alone_says_nothing_of_simulation(here: Path, mantissa: Callable) -> None:
+    result = mantissa("bench", "--device", "cpu", "--precision", "fp32", "--sizes", "2k", "--scenarios", "",
+                      "--repeats", 1)  # fmt: skip
+    assert result.code == 0, result
+    assert "imulated" not in result.out
+
+
+def test_a_refused_row_is_named_and_the_others_are_kept(
+    here: Path, mantissa: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoFp16(PrecisionTrainer):
+        def __init__(self, model: Any, optimizer: Any, precision: str, **options: Any) -> None:
+            if precision == "fp16":
+                raise MantissaError("precision: fp16 is not active on cpu: it should show that it overflows")
+            super().__init__(model, optimizer, precision, **options)
+
+    monkeypatch.setattr(runner, "PrecisionTrainer", NoFp16)
+    result = mantissa("bench", "--device", "cpu", "--sizes", "2k", "--scenarios", "warmup", "--repeats", 1,
+                      "--out", "found")  # fmt: skip
+    message = result.error()
+    assert "row refused (fp16, residual MLP of 2k, on cpu): precision: fp16 is not active on cpu" in message
+    assert "The other rows are in found" in message
+    assert {row["precision"] for row in rows_of(here / "found")} == {"fp32", "bf16"}
+    assert "fp16" not in (here / "found" / "bench.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--precision", "fp61"], "--precision fp61: expected of fp32, bf16, fp16; did you mean 'fp16'?"),
+        (["--precision", "fp16,fp16"], "named twice"),
+        (["--precision", ""], "expected at least one of"),
+        (["--scenarios", "stres"], "did you mean 'stress'?"),
+        (["--sizes", "10x"], "size '10x': expected a number of parameters such as 10k"),
+        (["--device", "tpu"], "expected auto, cpu or cuda"),
+        (["--backend", "fast"], "expected auto, native or simulated"),
+        (["--repeats", "0"], "expected 1 or more"),
+        (["--threads", "0"], "expected 1 or more"),
+        (["--batch", "0"], "expected 1 or more samples"),
+        (["--model", "cli_users_model"], "expected pkg.module:factory"),
+        (["--model", "cli_users_model:factory_2"], "did you mean 'factory'?"),
+        (["--model", "cli_users_model:factory", "--sizes", "1M"], "--sizes belongs to the built-in models"),
+        (["--out", "cli_users_model.py"], "it is a file; choose another folder"),
+    ],
+)
+def test_what_a_user_gets_wrong(here: Path, mantissa: Callable, arguments: list[str], words: str) -> None:
+    assert words in mantissa("bench", "--device", "cpu", *arguments).error()
+    assert not (here / "runs").exists()
+
+
+def test_a_folder_with_a_bench_in_it_is_left_alone(here: Path, mantissa: Callable) -> None:
+    (here / "found").mkdir()
+    (here / "found" / "bench.csv").write_text("of another day")
+    assert "it holds a bench already" in mantissa("bench", "--device", "cpu", "--out", "found").error()
+    assert (here / "found" / "bench.csv").read_text() == "of another day"

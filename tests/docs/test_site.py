@@ -1,0 +1,166 @@
+"""The documentation site: it builds without a warning, its tables are the code's, and it quotes real messages."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import unquote
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+make_tables = script("make_tables")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole site, built strictly: a dead link, a missing anchor or a page outside the navigation fails here."""
+    folder = tmp_path_factory.mktemp("site")
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "true"}  # the theme's advertisement, which is no warning of ours
+    command = [sys.executable, "-W", "error", "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    return folder
+
+
+class Page(HTMLParser):
+    """What a page refers to, what it loads, and which anchors it has."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value for name, value in attrs if value}
+        self.anchors.update(values[name] for name in ("id", "name") if name in values)
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        self.loaded += [values[name] for name in ("src", "href") if name in values and tag != "a"]
+
+
+def test_every_link_and_anchor_of_the_built_site_exists(site: Path) -> None:
+    pages = {path.name: Page(path) for path in site.glob("*.html") if path.name != "404.html"}
+    assert {"index.html", "api.html", "guide.html", "results.html"} <= pages.keys()
+    followed = 0
+    for name, page in pages.items():
+        for link in page.links:
+            if re.match(r"[a-z]+:", link):
+                continue
+            target, _, anchor = unquote(link).partition("#")
+            target = target or name
+            assert (site / target).is_file(), f"{name} links to {link}"
+            assert not anchor or anchor in pages[target].anchors, f"{name} links to {link}"
+            followed += 1
+    assert followed > 100
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    for path in site.glob("*.html"):
+        foreign = [url for url in Page(path).loaded if re.match(r"(https?:)?//", url)]
+        assert not foreign, f"{path.name} loads {foreign}"
+    sheets = list((site / "assets" / "stylesheets").glob("*.css"))
+    assert sheets
+    for sheet in sheets:
+        assert not re.search(r"(url\(|@import) *[\"']?(https?:)?//", sheet.read_text()), sheet.name
+
+
+def test_the_public_api_names_every_export(site: Path) -> None:
+    import mantissa.training
+
+    page = Page(site / "api.html")
+    assert {name.lower() for name in mantissa.training.__all__} <= page.anchors
+    assert "guardconfig" in page.anchors
+
+
+@pytest.mark.parametrize("name", make_tables.TABLES)
+def test_tables_are_current(name: str) -> None:
+    text = (DOCS / name).read_text()
+    assert make_tables.filled(text, name) == text, "run: python docs/make_tables.py"
+
+
+def test_a_stale_table_is_found() -> None:
+    text = (DOCS / "rollback.md").read_text()
+    stale = text.replace("| overflow | steps that overflowed / steps | > 5%", "| overflow | steps | > 50%")
+    assert stale != text
+    assert make_tables.filled(stale, "rollback.md") == text
+
+
+def test_prometheus_names_are_distinct_and_those_of_the_page_s_function() -> None:
+    from mantissa.runs.metrics import METRICS
+
+    names = [make_tables.prometheus_name(metric.name) for metric in METRICS]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", name) for name in names)
+    source = re.search(r"def prometheus_name.*?\n\n", (DOCS / "production.md").read_text(), re.S)
+    assert source is not None
+    namespace = {"re": re}
+    exec(source[0], namespace)
+    assert [namespace["prometheus_name"](metric.name) for metric in METRICS] == names  # type: ignore[operator]
+
+
+def test_alerts_ask_for_series_that_are_exported() -> None:
+    import yaml
+
+    from mantissa.runs.metrics import METRICS
+
+    page = (DOCS / "production.md").read_text()
+    rules = yaml.safe_load(make_tables.alert_rules().removeprefix("```yaml\n").removesuffix("```"))
+    asked = {name for rule in rules["groups"][0]["rules"] for name in re.findall(r"mantissa_\w+", rule["expr"])}
+    known = {make_tables.prometheus_name(metric.name) for metric in METRICS}
+    known |= {f"{make_tables.prometheus_name(name)}_total" for name in make_tables.COUNTED}
+    known |= set(re.findall(r'values\["(mantissa_\w+)"\]', page))
+    assert asked <= known, asked - known
+
+
+@functools.cache
+def literals() -> list[str]:
+    """Every text in the package's code, with NUL where a value is filled in."""
+    found = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(p.value if isinstance(p, ast.Constant) else "\0" for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def quoted() -> list[str]:
+    """The messages of the troubleshooting page: the code spans that begin the rows of its first table."""
+    page = (DOCS / "troubleshooting.md").read_text().partition("## Symptoms")[0]
+    return re.findall(r"^\| `(.+?)` \|", page, re.M)
+
+
+@pytest.mark.parametrize("message", quoted())
+def test_quoted_messages_are_those_of_the_code(message: str) -> None:
+    pieces = [re.escape(piece) for piece in message.split("...")]
+    pattern = re.compile(".*?".join(pieces), re.S)
+    assert any(pattern.search(text) for text in literals()), message
+
+
+def test_the_page_quotes_messages() -> None:
+    assert len(quoted()) >= 20

@@ -1,0 +1,201 @@
+"""The guard against its rules in their slowest form, in exact fractions; and resumed ones against one that was not."""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mantissa.jsonl import decode, encode
+from mantissa.training import Decision, Guard, GuardConfig, Reference, replay
+from mantissa.training.guard import ACTIONS
+
+Rows = list[dict[str, Any]]
+
+LOSSES = st.sampled_from([None, math.nan, math.inf, 0.0, 0.25, 0.5, 0.5, 1.0, 1.0, 1.0, 1.125, 1.5, 3.0, -1.0])
+ROW = st.fixed_dictionaries(
+    {
+        "train/loss": LOSSES,
+        "precision/overflows": st.sampled_from([None, 0, 0, 0, 1, 4]),
+        "time/step": st.sampled_from([None, 1.0, 1.0, 1.5, 8.0]),
+        "gap/kl": st.sampled_from([None, 0.0, 0.0, 0.0, 2.0, math.nan]),
+        "precision/format": st.sampled_from([None, "fp16", "fp16", "bf16"]),
+    }
+)
+CONFIG = st.builds(
+    GuardConfig,
+    window=st.integers(1, 7),
+    min_steps=st.integers(1, 7),
+    overflow_warn=st.just(0.2),
+    overflow_alert=st.sampled_from([0.25, 0.5]),
+    overflow_fall_back=st.sampled_from([0.6, 1.0]),
+    nonfinite_in_a_row=st.integers(1, 4),
+    divergence=st.sampled_from([None, 1.3, 2.1]),
+    gates=st.just({"gap/kl": (None, 1.0)}),
+    max_fall_backs=st.integers(0, 2),
+    good_after=st.integers(0, 4),
+)
+REFERENCE = st.one_of(st.none(), st.lists(ROW, min_size=1, max_size=20))
+
+
+def numbered(rows: Rows) -> Rows:
+    return [{"step": i + 1} | {k: v for k, v in row.items() if v is not None} for i, row in enumerate(rows)]
+
+
+def exact(value: float) -> Fraction:
+    """A threshold as it is written: 0.2 is a fifth."""
+    return Fraction(str(value))
+
+
+def finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def median(values: list[float]) -> Fraction:
+    ordered = [Fraction(v) for v in sorted(values)]
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+def slow_loss_actions(recent: Rows, past: list[Rows], config: GuardConfig, reference: Rows) -> list[str]:
+    """The two rules for the mean loss. ``past``: every window since the last fall back, this one last."""
+    enough, found = min(config.min_steps, config.window), []
+    theirs = {row["step"]: row["train/loss"] for row in reference if finite(row.get("train/loss"))}
+    pairs = [
+        (Fraction(row["train/loss"]), Fraction(theirs[row["step"]]))
+        for row in recent
+        if finite(row.get("train/loss")) and row["step"] in theirs
+    ]
+    if len(pairs) >= enough:
+        ours, base = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+        first = [abs(Fraction(loss)) for _, loss in sorted(theirs.items())[:enough]]
+        unit = max(abs(base), exact(config.loss_floor) * sum(first) / len(first))
+        excess = (ours - base) / unit if unit else (ours > base) - (ours < base)
+        for action, bound in (("warn", config.loss_warn), ("fall back", config.loss_fall_back)):
+            assume(abs(excess - exact(bound)) > 1e-9)  # on the threshold itself, rounding may decide
+            found += [action] if excess > exact(bound) else []
+    known = [[Fraction(r["train/loss"]) for r in window if finite(r.get("train/loss"))] for window in past]
+    if config.divergence is not None and len(known[-1]) >= enough:
+        judged = [losses for losses in known if len(losses) >= enough]
+        means = [sum(losses) / len(losses) for losses in judged]
+        floor = exact(config.loss_floor) * sum(map(abs, judged[0])) / len(judged[0])
+        unit, rise = max(abs(min(means)), floor), means[-1] - min(means)
+        excess = rise / unit if unit else Fraction(rise > 0) * 10**9
+        assume(abs(excess - (exact(config.divergence) - 1)) > 1e-9)
+        found += ["fall back"] if excess > exact(config.divergence) - 1 else []
+    return found
+
+
+def slow_actions(recent: Rows, config: GuardConfig, reference: Rows) -> list[str]:
+    """The rules for overflow, gates and speed."""
+    enough, found = min(config.min_steps, config.window), []
+    overflowed = [row["precision/overflows"] > 0 for row in recent if "precision/overflows" in row]
+    outside = [not row["gap/kl"] <= 1.0 for row in recent if "gap/kl" in row]
+    overflow = (
+        ("warn", config.overflow_warn),
+        ("alert", config.overflow_alert),
+        ("fall back", config.overflow_fall_back),
+    )
+    for events, levels in (
+        (overflowed, overflow),
+        (outside, (("warn", config.gate_warn), ("alert", config.gate_alert))),
+    ):
+        if len(events) >= enough:
+            found += [action for action, bound in levels if Fraction(sum(events), len(events)) > exact(bound)]
+    times, theirs = ([row["time/step"] for row in rows if "time/step" in row] for rows in (recent, reference))
+    if len(times) >= enough and theirs:
+        found += ["warn"] if median(theirs) / median(times) < exact(config.slow_warn) else []
+    return found
+
+
+def slow_guard(rows: Rows, config: GuardConfig, reference: Rows) -> list[tuple[str, bool]]:
+    """(action, good) after each row, every time from the rows themselves."""
+    decided: list[tuple[str, bool]] = []
+    begin, fall_backs, trouble = 0, 0, None
+    for now, row in enumerate(rows):
+        windows = [rows[max(begin, end - config.window + 1) : end + 1] for end in range(begin, now + 1)]
+        since = [r["train/loss"] for r in rows[begin : now + 1] if "train/loss" in r]
+        bad = next((i for i, loss in enumerate(reversed(since)) if math.isfinite(loss)), len(since))
+        by_loss = slow_loss_actions(windows[-1], windows, config, reference)
+        found = [*by_loss, *slow_actions(windows[-1], config, reference)]
+        if bad:
+            found.append("fall back" if bad >= config.nonfinite_in_a_row else "warn")
+        action = max(found, key=ACTIONS.index, default="ok")
+        if bad or "warn" in by_loss or action in ("alert", "fall back"):
+            trouble = now
+        if action == "fall back" and (fall_backs >= config.max_fall_backs or row.get("precision/format") == "bf16"):
+            action = "stop"
+        if action == "fall back":
+            begin, fall_backs = now + 1, fall_backs + 1
+        decided.append((action, trouble is None or now - trouble >= config.good_after))
+    return decided
+
+
+@given(st.lists(ROW, max_size=25), CONFIG, REFERENCE)
+@settings(max_examples=300, deadline=None)
+def test_every_decision_is_that_of_the_slow_guard(rows: Rows, config: GuardConfig, reference: Rows | None) -> None:
+    rows, theirs = numbered(rows), numbered(reference or [])
+    guard, decided = Guard(config, Reference.of(theirs) if reference else None), []
+    for row in rows:
+        decided.append((guard.observe(row).action, guard.good))
+    assert decided == slow_guard(rows, config, theirs)
+
+
+@given(st.lists(ROW, max_size=25), CONFIG, REFERENCE, st.integers(0, 25))
+@settings(max_examples=150, deadline=None)
+def test_a_prefix_decides_alike_and_a_resumed_guard_goes_on_alike(
+    rows: Rows, config: GuardConfig, reference: Rows | None, cut: int
+) -> None:
+    rows, known = numbered(rows), Reference.of(numbered(reference)) if reference else None
+    whole = replay(rows, config, known)
+    assert replay(rows[:cut], config, known) == whole[:cut]
+    guard = Guard(config, known)
+    for row in rows[:cut]:
+        guard.observe(row)
+    resumed = Guard(GuardConfig.from_dict(json.loads(json.dumps(config.to_dict()))), known)
+    resumed.load_state_dict(json.loads(json.dumps(guard.state_dict(), allow_nan=False)))
+    assert [resumed.observe(row) for row in rows[cut:]] == whole[cut:]
+    for row in rows[cut:]:
+        guard.observe(row)
+    assert (resumed.good, resumed.state_dict()) == (guard.good, guard.state_dict())
+
+
+@given(st.lists(ROW, max_size=25), CONFIG)
+@settings(max_examples=60, deadline=None)
+def test_a_decision_is_a_row_and_back(rows: Rows, config: GuardConfig) -> None:
+    for decision in replay(numbered(rows), config):
+        assert Decision.from_row(decode(encode(decision.row()).encode())) == decision
+
+
+NAN = math.nan
+RUNS = {
+    "not finite": (GuardConfig(nonfinite_in_a_row=3, max_fall_backs=1), [1.0, NAN, NAN, NAN, 1.0, NAN, NAN, NAN], 0),
+    "diverging": (GuardConfig(window=2, divergence=2.0), [4.0, 1.0, 1.0, 1.5, 2.5, 2.5, 1.0, 1.0, 1.0, 3.0, 3.0], 0),
+    "a floor": (GuardConfig(window=1, divergence=2.0, max_fall_backs=0), [1.0, 0.0, 0.009, 0.0, 0.011], 0),
+    "going back": (GuardConfig(window=1), [4.0, 3.0, 2.0, NAN, NAN, 4.0, 3.0, 2.0, 1.0, 1.0], 5),
+    "quiet": (GuardConfig(nonfinite_in_a_row=2, good_after=4), [NAN, 1.0, 1.0, 1.0, 1.0, 1.0, NAN, 1.0], 0),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_resumed_after_any_step_it_goes_on_alike(name: str) -> None:
+    """``back``: the first step after going back to the initial weights, so that the reference is read from there."""
+    config, losses, back = RUNS[name]
+    rows: Rows = [
+        {"step": i + 1, "train/loss": loss, "optim/updates": i + 1 if i < back or not back else i + 1 - back}
+        for i, loss in enumerate(losses)
+    ]
+    reference = Reference.of([{"step": i, "train/loss": 5.0 - i} for i in range(1, 5)])
+    watched = Guard(config, reference)
+    whole = [(watched.observe(row), watched.good) for row in rows]
+    assert {decision.action for decision, _ in whole} > {"ok"}
+    for cut in range(len(rows)):
+        before, after = Guard(config, reference), Guard(config, reference)
+        for row in rows[:cut]:
+            before.observe(row)
+        after.load_state_dict(json.loads(json.dumps(before.state_dict(), allow_nan=False)))
+        assert [(after.observe(row), after.good) for row in rows[cut:]] == whole[cut:]
