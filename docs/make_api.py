@@ -17,6 +17,7 @@ from typing import Any
 ROOMS = (
     "mantissa.training",
     "mantissa.compat",
+    "mantissa.integrations",
     "mantissa.precision",
     "mantissa.kernels",
     "mantissa.mismatch",

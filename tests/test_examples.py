@@ -18,13 +18,15 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 ACCURACY = {"mlp": 0.95, "convnet": 0.9, "gru": 0.95, "transformer": 0.95}
 
 
-def run(name: str, *arguments: str, processes: int = 0, **environment: str) -> str:
+def run(name: str, *arguments: str, processes: int = 0, quiet: bool = True, **environment: str) -> str:
+    """What the example prints; ``quiet``: it must not warn, as other people's libraries do."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
-    command = [sys.executable, "-W", "error::UserWarning", *launch, str(EXAMPLES / f"{name}.py"), *arguments]
+    strict = ["-W", "error::UserWarning"] if quiet else []
+    command = [sys.executable, *strict, *launch, str(EXAMPLES / f"{name}.py"), *arguments]
     variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "Warning" not in done.stderr
+    assert not quiet or "Warning" not in done.stderr
     return done.stdout
 
 
@@ -34,10 +36,28 @@ def stats_in(printed: str) -> list[dict[str, Any]]:
 
 def test_every_example_is_here() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {*ACCURACY, "compat", "distributed"}
+    assert names == {*ACCURACY, "compat", "distributed", "accelerate_loop", "lightning_fit", "hf_trainer"}
     for path in EXAMPLES.glob("*.py"):
         assert f"examples/{path.name}" in ast.get_docstring(ast.parse(path.read_text())), "says how to run it"
         assert len(path.read_text().splitlines()) <= 75
+
+
+@pytest.mark.slow
+def test_lightning_learns_in_fp16() -> None:
+    pytest.importorskip("lightning", reason="needs lightning: pip install 'mantissa[lightning]'")
+    printed = run("lightning_fit", quiet=False)
+    assert "fp16 asked, fp16 active" in printed
+    assert float(re.findall(r"accuracy ([\d.]+)", printed)[0]) > 0.9
+    assert "steps 384, skipped 0" in printed
+
+
+@pytest.mark.slow
+def test_hugging_faces_trainer_learns_in_fp16() -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantissa[accelerate]'")
+    printed = run("hf_trainer", quiet=False)
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+), scale 65536", printed)]
+    assert len(losses) == 4
+    assert losses[-1] < 0.05 < losses[0]
 
 
 @pytest.mark.slow
