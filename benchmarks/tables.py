@@ -104,6 +104,23 @@ def demo_runs(rows: Sequence[Row]) -> str:
     return table(header, lines)
 
 
+def auto_scale(rows: Sequence[Row]) -> str:
+    """One line a kind of gradients, one column a rule: skipped steps / fraction of gradients flushed to zero."""
+    mine = {(r["case"], r["contender"], r["metric"]): r["value"] for r in rows if r["benchmark"] == "auto_scale"}
+    cases, rules = (list(dict.fromkeys(key[i] for key in mine)) for i in (0, 1))
+    lines = [
+        [
+            case,
+            *(
+                f"{mine[case, rule, 'skipped_steps']:.1f} / {mine[case, rule, 'flushed_fraction']:.2%}"
+                for rule in rules
+            ),
+        ]
+        for case in cases
+    ]
+    return table(["gradients", *rules], lines)
+
+
 def write_between(path: Path, mark: str, content: str) -> None:
     """Replace what stands between ``<!-- mark -->`` and ``<!-- /mark -->`` in ``path``."""
     before, opening, rest = path.read_text().partition(f"<!-- {mark} -->\n")
@@ -126,6 +143,8 @@ SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
      lambda r: generic(r, ["amp_overhead"], (*COMMON, "parameters")), {"amp_overhead"}),
     ("fp16's loss against fp32's where the best is 0.25; batches lost to overflow under a heavy-tailed loss",
      lambda r: generic(r, ["amp_loss"], (*COMMON, "seeds")), {"amp_loss"}),
+    ("Rules of loss scaling over 10,000 fp16 steps without retry: skipped steps / gradients flushed to zero, means of 5 "
+     "seeds", auto_scale, {"auto_scale"}),
     ("The demo's memory; import time beyond torch's own", lambda r: generic(r, ["demo", "import"], ("contender",)),
      {"demo", "import"}),
     ("Keeping freed memory", lambda r: generic(r, ["allocator"], ("contender", "requested", "threads")), {"allocator"}),
