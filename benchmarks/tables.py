@@ -143,7 +143,7 @@ SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
      lambda r: generic(r, ["amp_overhead"], (*COMMON, "parameters")), {"amp_overhead"}),
     ("fp16's loss against fp32's where the best is 0.25; batches lost to overflow under a heavy-tailed loss",
      lambda r: generic(r, ["amp_loss"], (*COMMON, "seeds")), {"amp_loss"}),
-    ("Rules of loss scaling over 10,000 fp16 steps without retry: skipped steps / gradients flushed to zero, means of 5 "
+    ("Rules of loss scaling, 10,000 fp16 steps without retry: skipped steps / gradients flushed to zero, means of 5 "
      "seeds", auto_scale, {"auto_scale"}),
     ("The demo's memory; import time beyond torch's own", lambda r: generic(r, ["demo", "import"], ("contender",)),
      {"demo", "import"}),
