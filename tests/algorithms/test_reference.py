@@ -67,7 +67,8 @@ def test_the_loss_and_its_gradient_are_those_of_scalar_math(kind: str, seed: int
     assert values(tallies)["reference/penalty"].item() == loss.item()
     mask = batch["mask_BT"]
     log_r = (batch["ref_logp_BT"] - batch["logp_BT"])[mask].tolist()
-    assert values(tallies)["reference/kl"].item() == pytest.approx(-math.fsum(log_r) / max(len(log_r), 1), rel=1e-12, abs=1e-15)
+    k1 = -math.fsum(log_r) / max(len(log_r), 1)
+    assert values(tallies)["reference/kl"].item() == pytest.approx(k1, rel=1e-9, abs=2e-15 * spread)
     k3 = math.fsum(by_hand("k3", x)[0] for x in log_r) / max(len(log_r), 1)
     assert values(tallies)["reference/k3_kl"].item() == pytest.approx(k3, rel=1e-9, abs=1e-25)
 
