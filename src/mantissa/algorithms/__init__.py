@@ -2,8 +2,21 @@
 
 from mantissa.algorithms.advantages import ADVANTAGES, AdvantageKind, advantage
 from mantissa.algorithms.aggregation import AggregationKind, aggregation_scale, batch_counts
-from mantissa.algorithms.correction import CORRECTION_PRESETS, CorrectionConfig, correction
-from mantissa.algorithms.losses import PolicyLossConfig, PPOClipConfig, ReinforceConfig, policy_loss
+from mantissa.algorithms.correction import correction, importance_weights
+from mantissa.algorithms.correction_config import CORRECTION_PRESETS, CorrectionConfig
+from mantissa.algorithms.flowrl import FlowRLConfig, flowrl_loss
+from mantissa.algorithms.losses import (
+    CISPOConfig,
+    DAPOConfig,
+    GSPOConfig,
+    PolicyLoss,
+    PolicyLossConfig,
+    PPOClipConfig,
+    ReinforceConfig,
+    policy_loss,
+)
+from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward
+from mantissa.algorithms.shaping import overlong_penalty
 from mantissa.algorithms.tally import Tally, TallyKind, merge, values
 
 __all__ = [
@@ -11,8 +24,14 @@ __all__ = [
     "CORRECTION_PRESETS",
     "AdvantageKind",
     "AggregationKind",
+    "CISPOConfig",
     "CorrectionConfig",
+    "DAPOConfig",
+    "FlowRLConfig",
+    "GSPOConfig",
+    "KLConfig",
     "PPOClipConfig",
+    "PolicyLoss",
     "PolicyLossConfig",
     "ReinforceConfig",
     "Tally",
@@ -21,7 +40,12 @@ __all__ = [
     "aggregation_scale",
     "batch_counts",
     "correction",
+    "flowrl_loss",
+    "importance_weights",
+    "kl_loss",
+    "kl_reward",
     "merge",
+    "overlong_penalty",
     "policy_loss",
     "values",
 ]
