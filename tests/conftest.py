@@ -1,4 +1,4 @@
-"""Every test runs in strict-promotion mode, with warnings as errors (pyproject), on at most two threads and a fixed seed."""
+"""Every test runs in strict-promotion mode, warnings being errors (pyproject), on at most two threads, seeded."""
 
 from __future__ import annotations
 
