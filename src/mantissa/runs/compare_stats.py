@@ -127,7 +127,9 @@ def distinguish(named: Sequence[tuple[str, Estimate]]) -> str:
     said = "; ".join(f"{higher} is above {_listed(lower)}" for higher, lower in above.items())
     rest = len(pairs) - len(differing)
     others = f" The other {rest} pairs are not distinguishable." if rest > 1 else ""
-    return f"{said}: their intervals do not overlap.{' The other pair is not distinguishable.' if rest == 1 else others}"
+    return (
+        f"{said}: their intervals do not overlap.{' The other pair is not distinguishable.' if rest == 1 else others}"
+    )
 
 
 def _listed(names: Sequence[str]) -> str:

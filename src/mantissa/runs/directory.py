@@ -127,9 +127,12 @@ class RunDirectory:
         if not path.is_file():
             return {}
         try:
-            return dict(json.loads(path.read_text()))
+            environment = json.loads(path.read_text())
         except ValueError as error:
             raise MantissaError(f"{path} is not JSON ({error}); restore or delete it") from None
+        if not isinstance(environment, dict):
+            raise MantissaError(f"{path}: expected keys and values, got {type(environment).__name__}; restore it")
+        return environment
 
     def record_resume(self, step: int, environment: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Note a resume after ``step``; returns and keeps what changed since the start, as key: [then, now].
