@@ -6,10 +6,10 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from mantissa.runs.directory import RunDirectory
+from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.metrics import METRICS
 from mantissa.runs.page import shortened, text
-from mantissa.runs.report import build_report, planned_steps
+from mantissa.runs.report import build_report
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 TITLES = (

@@ -125,11 +125,12 @@ def distinguish(named: Sequence[tuple[str, Estimate]]) -> str:
     for (higher, _), (lower, _) in differing:
         above.setdefault(higher, []).append(lower)
     said = "; ".join(f"{higher} is above {_listed(lower)}" for higher, lower in above.items())
+    said += ": their intervals do not overlap."
     rest = len(pairs) - len(differing)
-    others = f" The other {rest} pairs are not distinguishable." if rest > 1 else ""
-    return (
-        f"{said}: their intervals do not overlap.{' The other pair is not distinguishable.' if rest == 1 else others}"
-    )
+    if rest:
+        said += " The other pair is" if rest == 1 else f" The other {rest} pairs are"
+        said += " not distinguishable."
+    return said
 
 
 def _listed(names: Sequence[str]) -> str:

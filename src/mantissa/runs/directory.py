@@ -297,6 +297,13 @@ class RunDirectory:
             raise RuntimeError(f"{self.path} is open for reading only; use RunDirectory.open(path, write=True)")
 
 
+def planned_steps(config: dict[str, Any]) -> int | None:
+    """The number of steps the recipe asks for: ``steps`` at its top, or in the one section that has it."""
+    sections = [config, *(v for v in config.values() if isinstance(v, dict))]
+    found = [s["steps"] for s in sections if isinstance(s.get("steps"), int)]
+    return found[0] if found else None
+
+
 def rollout_schema() -> pyarrow.Schema:
     """The columns of ``rollouts/step-N.parquet``: one row a completion; log-probs in nats, fp32, one a token."""
     import pyarrow as pa

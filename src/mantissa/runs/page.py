@@ -58,6 +58,7 @@ th:first-child,td:first-child { padding-left:18px }
 tr:last-child td { border-bottom:0 } td { min-width:150px }
 td.v { min-width:64px; overflow-wrap:anywhere; font-variant-numeric:tabular-nums }
 .key { width:34px; height:10px; margin-right:7px; vertical-align:0 } th .key { display:block; margin:0 0 3px }
+.gap { margin-top:14px } .below { margin-top:8px } td .note { font-size:12.5px }
 td.n { min-width:0; font-variant-numeric:tabular-nums; white-space:nowrap }
 code,pre { font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace }
 pre { margin:0; white-space:pre-wrap; overflow-wrap:anywhere }

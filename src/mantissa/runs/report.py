@@ -17,7 +17,7 @@ import yaml
 
 from mantissa.files import write_atomically
 from mantissa.runs import page, plots
-from mantissa.runs.directory import RunDirectory
+from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.health import Excursion, check, judge, number, sentence
 from mantissa.runs.live import count, duration, small
 from mantissa.runs.metrics import METRICS
@@ -61,13 +61,6 @@ def build_report(run: RunDirectory) -> Path:
     document = page.page(f"{run.path.resolve().name} - Mantissa", body)
     write_atomically(run.report_path, document)
     return run.report_path
-
-
-def planned_steps(config: dict[str, Any]) -> int | None:
-    """The number of steps the recipe asks for: ``steps`` at its top, or in the one section that has it."""
-    sections = [config, *(v for v in config.values() if isinstance(v, dict))]
-    found = [s["steps"] for s in sections if isinstance(s.get("steps"), int)]
-    return found[0] if found else None
 
 
 def _subtitle(rows: Rows, config: dict[str, Any], environment: dict[str, Any]) -> str:
