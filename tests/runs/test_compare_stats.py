@@ -117,4 +117,4 @@ def test_overlap_is_never_a_difference() -> None:
     )
     d = ("d", made(0.55, 0.7))
     assert distinguish([a, b, d]).startswith("d is above a and b: their intervals do not overlap. The other pair is")
-    assert distinguish([a]) == "There is nothing to compare it with."
+    assert distinguish([a]) == "Only one of them logged it: there is nothing to compare it with."

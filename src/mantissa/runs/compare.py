@@ -29,10 +29,11 @@ from mantissa.runs.compare_said import (
     unequal_lengths,
 )
 from mantissa.runs.health import in_range, sentence
-from mantissa.runs.live import count, duration
+from mantissa.runs.live import count, duration, small
 from mantissa.runs.page import scale_text, text
 
 _MISSING = '<span class="note">not logged</span>'
+_ON_ONE_LINE = 4  # groups up to which both ends of a metric stand beside each other
 _PILLS = {"healthy": "good", "watch": "watch", "unhealthy": "bad"}
 
 
@@ -80,8 +81,7 @@ def document(comparison: Comparison) -> str:
 
 def _said(comparison: Comparison) -> str:
     """The card at the top: what can be said, and what must be known first."""
-    lines = [f"{final.title}: {final.said}" for final in comparison.finals]
-    lines += [
+    lines = [
         unequal_lengths(comparison),
         two_kinds(comparison.runs),
         grouping(comparison.groups),
@@ -90,7 +90,8 @@ def _said(comparison: Comparison) -> str:
     unwell = [run.name for run in comparison.runs if run.judgement.kind == "unhealthy"]
     if unwell:
         lines.append(f"Unhealthy: {', '.join(unwell)}; the reasons are below.")
-    items = "".join(f"<li>{text(line)}</li>" for line in lines if line)
+    finals = [f"<b>{text(final.title)}.</b> {text(final.said)}" for final in comparison.finals]
+    items = "".join(f"<li>{line}</li>" for line in (*finals, *(text(line) for line in lines if line)))
     return f'<div class="card verdict"><h2>What can be said</h2><ul>{items}</ul></div>'
 
 
@@ -106,7 +107,7 @@ def _runs(groups: Sequence[Group]) -> str:
         "Overflows: backward passes whose gradient overflowed; retries: those redone at a lower scale; given up: "
         "optimiser steps not taken. In all steps of the run."
     )
-    kinds = ("v", "v", "n", "n", "n", "n", "n", "n", "")
+    kinds = ("n", "v", "n", "n", "n", "n", "n", "n", "")
     return page.table(header, lines, kinds) + f'<p class="note below">{note}</p>'
 
 
@@ -144,9 +145,9 @@ def _finals(comparison: Comparison) -> str:
         cells = [_estimate(final, i) for final in comparison.finals]
         lines.append([_head(group), *cells, text(trained(group))])
     note = (
-        "95% intervals. Wilson: of one run, how well so many held-out problems measure it; for the mean of k samples it "
-        "errs on the wide side. t: Student's over seeds. Results are called different only where their intervals do not "
-        "overlap. The training accuracy is of the problems of those steps, sampled, by a policy that was still changing."
+        "95% intervals. Wilson: of one run, how well so many held-out problems measure it; for the mean of k samples "
+        "it errs on the wide side. t: Student's, over seeds. Results are called different only where their intervals "
+        "do not overlap. Training accuracy is of those steps' own problems, sampled, while the policy still changed."
     )
     table = page.table(header, lines, ("v", *("v" for _ in comparison.finals), "v"))
     gallery = f'<div class="plots">{plots}</div>' if plots else ""
@@ -167,13 +168,16 @@ def _estimate(final: Final, index: int) -> str:
 def _gap(groups: Sequence[Group]) -> str:
     lines = []
     missing = []
+    fold = " " if len(groups) <= _ON_ONE_LINE else "<br>"
     for metric in GAP_METRICS:
         ends = [ends_of(group, metric.name) for group in groups]
         if not any(ends):
             missing.append(metric.name)
             continue
-        cells = [_ends(metric, group, both) for group, both in zip(groups, ends, strict=True)]
-        lines.append([f"<code>{text(metric.name)}</code>", *cells, text(metric.unit), text(metric.healthy_text)])
+        cells = [_ends(metric, group, both, fold) for group, both in zip(groups, ends, strict=True)]
+        wanted = f"; healthy: {metric.healthy_text}" if metric.gated else ""
+        about = f'<div class="note">{text(metric.unit + wanted)}</div>'
+        lines.append([f"<code>{text(metric.name)}</code>{about}", *cells])
     if not lines:
         return '<p class="note">No run logged a gap metric.</p>'
     note = f"Each cell: mean over the first {ENDS} steps → mean over the last {ENDS}; over seeds, the mean of theirs."
@@ -182,21 +186,20 @@ def _gap(groups: Sequence[Group]) -> str:
     note += " Marked (!): not in the healthy range of the gates."
     if missing:
         note += f" Logged by none: {', '.join(missing)}."
-    header = ["metric", *map(_head, groups), "unit", "healthy"]
-    table = page.table(header, lines, ("n", *("v" for _ in groups), "n", "n"))
+    table = page.table(["metric", *map(_head, groups)], lines, "n" * (1 + len(groups)))
     return table + f'<p class="note below">{text(note)}</p>'
 
 
-def _ends(metric: Metric, group: Group, both: Ends | None) -> str:
+def _ends(metric: Metric, group: Group, both: Ends | None, fold: str) -> str:
     if both is None:
         return _MISSING
     first, last = (_marked(metric, value) for value in (both.first, both.last))
     of = f'<div class="note">{both.runs} of {len(group.runs)} runs</div>' if both.runs < len(group.runs) else ""
-    return f"{first} →<br>{last}{of}"
+    return f"{first}{fold}→ {last}{of}"
 
 
 def _marked(metric: Metric, value: float) -> str:
-    shown = "0" if value == 0 else f"{value:.2g}" if abs(value) < 0.01 else f"{value:.4g}"
+    shown = small(value) if abs(value) < 0.01 else f"{value:.4g}"
     return shown if in_range(metric, value) else f'<span class="pill bad">{shown} (!)</span>'
 
 

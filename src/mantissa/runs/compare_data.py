@@ -5,11 +5,11 @@ A run is a folder of ``mantissa train``, finished or not, or one of the drop-in 
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from mantissa.runs.page import shortened
 MOST = 8  # lines that a reader can keep apart
 _NAMES = ("seed", "name")  # keys of a recipe in which the runs of one group may differ
 _MACHINE = ("platform", "cores")  # facts of an environment in which they may, too
-_NOT_THERE = "(no such key)"
+_NOT_THERE = "(none)"
 _LONG = 34  # characters of a label made from what differs, above which the folder's name is better
 
 
@@ -231,11 +231,11 @@ def _walk(prefix: str, values: Sequence[Any], found: dict[str, list[str]]) -> No
 
 
 def _flat(groups: Sequence[Group], read: Callable[[Run], Mapping[str, str]]) -> list[Difference]:
-    """Differences of flat mappings."""
-    of_groups = [[read(run) for run in group.runs] for group in groups]
+    """Differences of flat mappings. A run that recorded nothing is no different; a group of such runs has None."""
+    of_groups = [[facts for run in group.runs if (facts := read(run))] for group in groups]
     found = []
     for name in dict.fromkeys(name for group in of_groups for facts in group for name in facts):
-        values = [[facts.get(name) for facts in group] for group in of_groups]
+        values = [[facts.get(name, _NOT_THERE) for facts in group] for group in of_groups]
         if len({value for group in values for value in group}) > 1:
             found.append(Difference(name, tuple(_joined(group) for group in values)))
     return found
@@ -250,11 +250,8 @@ def _written(value: Any) -> str:
 
 
 def _joined(values: Iterable[str | None]) -> str | None:
-    """The different values of one group's runs."""
-    found = list(dict.fromkeys(values))
-    if found == [None]:
-        return None
-    return ", ".join("not recorded" if value is None else value for value in found)
+    """The different values of one group's runs; None where there is none."""
+    return ", ".join(dict.fromkeys(value for value in values if value is not None)) or None
 
 
 def _labels(groups: Sequence[Group]) -> list[str]:
@@ -295,5 +292,6 @@ def _stem(names: Sequence[str]) -> str:
     """One folder's name, or what the names of several begin with."""
     if len(names) == 1:
         return names[0]
-    common = os.path.commonprefix(list(names)).rstrip("-_. ")
+    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    common = "".join(letters[0] for letters in same).rstrip("-_. ")
     return common if len(common) > 1 else names[0]

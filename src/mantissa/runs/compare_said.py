@@ -74,7 +74,7 @@ def times_said(comparison: Comparison) -> str:
     """Whether times can be compared."""
     differing = [d.name for d in comparison.environments if d.name in _CLOCKS]
     if differing:
-        return f"Times are not comparable: {_listed(differing)} differ{'s' if len(differing) == 1 else ''}."
+        return f"Times are not comparable: different {_listed(differing)}."
     if any(not run.facts for run in comparison.runs):
         return "Times may not be comparable: not every run recorded its device and threads."
     resumed = [run.name for run in comparison.runs if resumed_elsewhere(run)]
@@ -91,7 +91,10 @@ def unequal_lengths(comparison: Comparison) -> str:
     lasts = {run.last_step for run in comparison.runs}
     if len(lasts) == 1:
         return ""
-    return f"The runs ended at different steps, {min(lasts)} to {max(lasts)}: their last figures are of different training."
+    return (
+        f"The runs ended at different steps, {min(lasts)} to {max(lasts)}: their last figures are of different amounts "
+        "of training."
+    )
 
 
 def two_kinds(runs: Sequence[Run]) -> str:

@@ -115,7 +115,7 @@ def distinguish(named: Sequence[tuple[str, Estimate]]) -> str:
     """Which results differ, in a sentence; no order is given to results whose intervals overlap."""
     pairs = list(combinations(named, 2))
     if not pairs:
-        return "There is nothing to compare it with."
+        return "Only one of them logged it: there is nothing to compare it with."
     differing = [(a, b) if a[1].value > b[1].value else (b, a) for a, b in pairs if apart(a[1], b[1])]
     if not differing:
         if any(estimate.low is None for _, estimate in named):

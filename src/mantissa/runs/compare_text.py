@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mantissa.mismatch import GAP_METRICS
-from mantissa.runs.compare_curves import ends_of, rate, seconds_by_phase, total
+from mantissa.runs.compare_curves import ENDS, ends_of, rate, seconds_by_phase, total
 from mantissa.runs.compare_data import Group, Run
 from mantissa.runs.compare_said import (
     Comparison,
@@ -35,15 +35,20 @@ def show(comparison: Comparison, console: Console) -> None:
     """Print the summary."""
     groups = comparison.groups
     _print(console, "Runs", _runs(comparison))
+    for run in comparison.runs:
+        reasons = [*run.judgement.remarks, *(sentence(excursion) for excursion in run.excursions)]
+        if reasons:
+            more = f" And {len(reasons) - 1} more, on the page." if len(reasons) > 1 else ""
+            console.print(Text(f"{run.name}: {reasons[0]}{more}", style="dim"))
     for final in comparison.finals:
         if any(estimate is not None for _, estimate, _ in final.estimates):
             _print(console, final.title, _final(final))
             console.print(final.said)
-            console.print()
     if any("reward/accuracy" in run.rows[-1] for run in comparison.runs):
         trained_rows = [(group.title, trained(group)) for group in groups]
         _print(console, trained_title().capitalize(), _table(("run", "mean"), trained_rows))
-    _print(console, "Gap and time, at the end", _gap_and_time(groups))
+    _print(console, f"Gap (mean of the last {ENDS} steps) and time", _gap_and_time(groups))
+    console.print()
     for line in (
         grouping(groups),
         unequal_lengths(comparison),
@@ -56,9 +61,8 @@ def show(comparison: Comparison, console: Console) -> None:
 
 
 def _print(console: Console, title: str, table: Table) -> None:
-    console.print(Text(title, style="bold"))
+    console.print(Text(f"\n{title}", style="bold"))
     console.print(table)
-    console.print()
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
@@ -72,18 +76,14 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table
 
 def _runs(comparison: Comparison) -> Table:
     rows = [_run(group, run) for group in comparison.groups for run in group.runs]
-    return _table(("run", "folder", "steps", "overflow/retry/given up", "health"), rows)
+    return _table(("run", "folder", "steps", "overflow/retry/skip", "health"), rows)
 
 
 def _run(group: Group, run: Run) -> tuple[str | Text, ...]:
     counts = [total(run, f"precision/{name}") for name in ("overflows", "retries", "skipped")]
     events = _MISSING if counts == [None] * 3 else "/".join("?" if n is None else str(n) for n in counts)
-    judged = run.judgement
-    health = Text(judged.kind, style=_STYLES[judged.kind])
-    reason = [*judged.remarks, *(sentence(excursion) for excursion in run.excursions)][:1]
-    for line in reason:
-        health.append(f" {line}", style="not bold dim")
-    return group.label, run.name, progress(run), events, health
+    kind = run.judgement.kind
+    return group.label, run.name, progress(run), events, Text(kind, style=_STYLES[kind])
 
 
 def _final(final: Final) -> Table:

@@ -56,7 +56,7 @@ th { text-align:left; color:var(--muted); font-weight:500; font-size:13px }
 th,td { padding:6px 10px; vertical-align:top; border-bottom:1px solid var(--line) }
 th:first-child,td:first-child { padding-left:18px }
 tr:last-child td { border-bottom:0 } td { min-width:150px }
-td.v { min-width:64px; overflow-wrap:anywhere; font-variant-numeric:tabular-nums }
+th.n { white-space:nowrap } td.v { min-width:112px; overflow-wrap:anywhere; font-variant-numeric:tabular-nums }
 .key { width:34px; height:10px; margin-right:7px; vertical-align:0 } th .key { display:block; margin:0 0 3px }
 .gap { margin-top:14px } .below { margin-top:8px } td .note { font-size:12.5px }
 td.n { min-width:0; font-variant-numeric:tabular-nums; white-space:nowrap }
@@ -113,7 +113,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], kinds: Sequence[
     line, ``"v"`` narrow and folded; without it prose columns go by their names."""
     kinds = kinds or ["" if name in ("reason", "formula", "source") else "n" for name in header]
     classes = [f' class="{kind}"' if kind else "" for kind in kinds]
-    head = "".join(f"<th>{cell}</th>" for cell in header)
+    head = "".join(f"<th{kind}>{cell}</th>" for kind, cell in zip(classes, header, strict=True))
     lines = "".join(
         f"<tr>{''.join(f'<td{kind}>{cell}</td>' for kind, cell in zip(classes, row, strict=True))}</tr>" for row in rows
     )
