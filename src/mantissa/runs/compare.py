@@ -69,12 +69,12 @@ def document(comparison: Comparison) -> str:
         _gap(groups),
         "<h2>Time</h2>",
         f'<p class="sub">{text(times_said(comparison))}</p>',
-        f'<div class="plots">{page.plot(compare_plots.phases(groups))}</div>',
+        f'<div class="one">{page.plot(compare_plots.phases(groups))}</div>',
         _times(groups),
         "<h2>What differs</h2>",
-        _differences("recipe", comparison.recipes, groups, "The recipes are equal.", "no recipe"),
-        _differences("environment", comparison.environments, groups, "The environments are equal.", "not recorded"),
-        _differences("precision", comparison.precisions, groups, "The precision tables are equal.", "not recorded"),
+        _differences("recipe", comparison.recipes, groups, [run.config is not None for run in comparison.runs]),
+        _differences("environment", comparison.environments, groups, [bool(run.facts) for run in comparison.runs]),
+        _differences("precision", comparison.precisions, groups, [bool(run.precision) for run in comparison.runs]),
     ]
     return page.page(f"{title} - Mantissa", body)
 
@@ -206,23 +206,20 @@ def _marked(metric: Metric, value: float) -> str:
 def _times(groups: Sequence[Group]) -> str:
     phases = [seconds_by_phase(group) or {} for group in groups]
     names = list(dict.fromkeys(name for seconds in phases for name in seconds if name != "step"))
-    rows: list[tuple[str, list[str | None], str]] = [
-        ("all steps", [_duration(wall_clock(group)) for group in groups], ""),
-        ("one step", [_seconds(seconds.get("step")) for seconds in phases], "s"),
-    ]
-    rows += [(name.replace("_", " "), [_seconds(s.get(name)) for s in phases], "s a step") for name in names]
+    rows: list[tuple[str, list[str | None]]] = [("all steps", [_duration(wall_clock(group)) for group in groups])]
+    for name, title in (("step", "one step"), *((name, f"of it {name.replace('_', ' ')}") for name in names)):
+        rows.append((title, [_seconds(seconds.get(name)) for seconds in phases]))
     for title, metric in (("sampled", "rate/rollout_tokens_per_s"), ("trained on", "rate/learner_tokens_per_s")):
         rates = [rate(group, metric) for group in groups]
-        rows.append((title, [None if value is None else count(value) for value in rates], "tokens/s"))
-    for name in ("device", "cpu", "threads"):
-        rows.append((name, [_fact(group, name) for group in groups], ""))
+        rows.append((f"{title}, tokens/s", [None if value is None else count(value) for value in rates]))
+    rows += [(name, [_fact(group, name) for group in groups]) for name in ("device", "cpu", "threads")]
     lines = [
-        [text(name), *(_MISSING if cell is None else text(cell) for cell in cells), text(unit)]
-        for name, cells, unit in rows
+        [text(name), *(_MISSING if cell is None else text(cell) for cell in cells)]
+        for name, cells in rows
         if any(cell is not None for cell in cells)
     ]
     note = "Means over steps, and over seeds; rates are medians over steps. The warm start is not timed."
-    table = page.table(["", *map(_head, groups), "unit"], lines, ("n", *("v" for _ in groups), "n"))
+    table = page.table(["", *map(_head, groups)], lines, ("n", *("v" for _ in groups)))
     return f'<div class="gap">{table}</div><p class="note below">{note}</p>'
 
 
@@ -232,21 +229,26 @@ def _fact(group: Group, name: str) -> str | None:
 
 
 def _seconds(value: float | None) -> str | None:
-    return None if value is None else f"{value:.3g}"
+    if value is None:
+        return None
+    return f"{value:.3g} s" if value >= 1 or value == 0 else f"{1000 * value:.3g} ms"
 
 
 def _duration(value: float | None) -> str | None:
     return None if value is None else f"{value:.2g} s" if value < 10 else duration(value)
 
 
-def _differences(kind: str, found: Sequence[Difference], groups: Sequence[Group], same: str, missing: str) -> str:
+def _differences(kind: str, found: Sequence[Difference], groups: Sequence[Group], recorded: Sequence[bool]) -> str:
+    """A table of what differs, or a sentence. ``recorded``: which runs have such a thing at all."""
+    plural = {"recipe": "recipes", "environment": "environments", "precision": "precision tables"}[kind]
+    if not any(recorded):
+        return f'<p class="note below">No run recorded its {kind}.</p>'
     if not found:
-        return f'<p class="note below">{same}</p>'
+        which = "" if all(recorded) else f" of the {sum(recorded)} runs that recorded one"
+        return f'<p class="note below">The {plural}{which} are equal.</p>'
+    missing = '<span class="note">not recorded</span>'
     lines = [
-        [
-            f"<code>{text(d.name)}</code>",
-            *(f'<span class="note">{missing}</span>' if v is None else text(v) for v in d.values),
-        ]
+        [f"<code>{text(d.name)}</code>", *(missing if value is None else text(value) for value in d.values)]
         for d in found
     ]
     table = page.table([kind, *map(_head, groups)], lines, ("n", *("v" for _ in groups)))

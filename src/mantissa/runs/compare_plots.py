@@ -108,7 +108,8 @@ def _draw(axes: Axes, scale: Scale, found: Sequence[tuple[Group, Curve]]) -> int
         drawn = [(curve.steps, curve.mean, colour_of(group), _style(group)) for group, curve in found]
         return plots.log_lines(axes, drawn)
     for group, curve in found:
-        plots.curve(axes, curve.steps, curve.mean, colour_of(group), **_style(group))
+        path = {"drawstyle": "steps-mid"} if scale == "power of two" else {}
+        plots.curve(axes, curve.steps, curve.mean, colour_of(group), **_style(group), **path)
     if scale == "power of two":
         axes.set_yscale("log", base=2)
         low, high = min(c.low.min() for _, c in found), max(c.high.max() for _, c in found)

@@ -137,11 +137,15 @@ def _final(groups: Sequence[Group], recipes: Sequence[Difference], metric: str, 
     if not there:
         said = "No run has logged it."
     elif tasks:
-        said = (
-            f"Not compared: the questions are not the same ({_listed(tasks)} differ{'s' if len(tasks) == 1 else ''})."
-        )
+        said = f"Not compared: the questions are not the same (different {_listed(tasks)})."
     else:
         said = distinguish(there)
+        single = any(estimate is not None and len(group.runs) == 1 for group, estimate, _ in estimates)
+        if single and " above " in said:
+            said += (
+                " Where a single run stands for a recipe, this is about the policy that it made: another seed may do "
+                "otherwise."
+            )
     return Final(metric, title, estimates, said)
 
 

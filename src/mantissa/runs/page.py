@@ -56,9 +56,9 @@ th { text-align:left; color:var(--muted); font-weight:500; font-size:13px }
 th,td { padding:6px 10px; vertical-align:top; border-bottom:1px solid var(--line) }
 th:first-child,td:first-child { padding-left:18px }
 tr:last-child td { border-bottom:0 } td { min-width:150px }
-th.n { white-space:nowrap } td.v { min-width:112px; overflow-wrap:anywhere; font-variant-numeric:tabular-nums }
+th.n { white-space:nowrap } td.v { min-width:88px; overflow-wrap:anywhere; font-variant-numeric:tabular-nums }
 .key { width:34px; height:10px; margin-right:7px; vertical-align:0 } th .key { display:block; margin:0 0 3px }
-.gap { margin-top:14px } .below { margin-top:8px } td .note { font-size:12.5px }
+.gap { margin-top:14px } .one { max-width:640px } .below { margin-top:8px } td .note { font-size:12.5px }
 td.n { min-width:0; font-variant-numeric:tabular-nums; white-space:nowrap }
 code,pre { font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace }
 pre { margin:0; white-space:pre-wrap; overflow-wrap:anywhere }
