@@ -120,7 +120,7 @@ def _run(group: Group, run: Run) -> list[str]:
         reasons.append(f"And {len(run.excursions) - 2} more: see its report.")
     changed = resumed_elsewhere(run)
     if changed:
-        reasons.append(f"Resumed with another {', '.join(changed)}.")
+        reasons.append(f"Resumed where this had changed: {', '.join(changed)}.")
     said = f'<div class="note">{text(" ".join(reasons))}</div>' if reasons else ""
     return [
         _head(group, group.label),
