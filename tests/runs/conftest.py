@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from mantissa.jsonl import encode
 from mantissa.runs.directory import RunDirectory
@@ -152,3 +154,55 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
     yield build
     for run in made:
         run.close()
+
+
+WriteRun = Callable[..., Path]
+RECIPE: dict[str, Any] = {
+    "name": "sums",
+    "seed": 0,
+    "steps": 40,
+    "precision": {"preset": "fp16"},
+    "task": {"kind": "running_sum", "max_digits": 8, "train_size": 512, "heldout_size": 256},
+    "optimizer": {"lr": 5e-4, "betas": [0.9, 0.99]},
+    "loss_scaling": None,
+    "evaluation": {"every": 10, "problems": 64, "samples": 4},
+}
+
+
+@pytest.fixture
+def write_run(tmp_path: Path) -> WriteRun:
+    """Write a run's folder as it is: ``write_run(name, rows, config={...}, environment={...})``; None is no file.
+
+    ``config`` and ``environment`` are merged, one level deep, into a plain recipe and environment.
+    """
+
+    def write(
+        name: str, rows: list[dict], config: dict | None = RECIPE, environment: dict | None = ENVIRONMENT
+    ) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        if config is not None:
+            (folder / "config.yaml").write_text(yaml.safe_dump(RECIPE | config, sort_keys=False))
+        if environment is not None:
+            (folder / "environment.json").write_text(json.dumps(ENVIRONMENT | environment))
+        (folder / "metrics.jsonl").write_text("".join(encode(row) + "\n" for row in rows))
+        return folder
+
+    return write
+
+
+def learning_rows(steps: int = 40, seed: int = 0, gap: float = 1e-3) -> list[dict[str, Any]]:
+    """Rows whose evaluations are whole numbers of 64 problems, and of 4 samples each."""
+    generator = np.random.default_rng(seed)
+    rows = [metrics_row(step, steps, gap, generator) for step in range(1, steps + 1)]
+    for row in rows:
+        for name, n in (("eval/greedy_accuracy", 64), ("eval/avg_at_k", 256)):
+            if name in row:
+                row[name] = round(row[name] * n) / n
+    return rows
+
+
+@pytest.fixture
+def rows_of_a_run() -> Callable[..., list[dict[str, Any]]]:
+    """``rows_of_a_run(steps=40, seed=0, gap=1e-3)``."""
+    return learning_rows

@@ -1,54 +1,21 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 
 import pytest
 import yaml
 
-from mantissa.runs.directory import RunDirectory
+from html_page import Page
+from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.metrics import METRICS
 from mantissa.runs.page import shortened, text
-from mantissa.runs.report import build_report, planned_steps
+from mantissa.runs.report import build_report
 
-VOID = {"meta", "br", "hr", "img", "input", "link"}
 TITLES = (
     "Reward and accuracy", "Gap between rollout and learner", "Token probabilities: learner against rollout",
     "Sequence log-ratio against length", "Loss scale and overflows", "Time by phase", "Entropy of the policy",
     "Response length",
 )  # fmt: skip
-
-
-class Page(HTMLParser):
-    """Checks nesting, and collects text, attributes, and the text of each heading and card."""
-
-    def __init__(self, document: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.words: list[str] = []
-        self.attributes: list[tuple[str, str, str | None]] = []
-        self.tags: set[str] = set()
-        self.feed(document)
-        self.close()
-        assert self.open == [], f"not closed: {self.open}"
-        self.text = re.sub(r"\s+", " ", " ".join(self.words))
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes += [(tag, name, value) for name, value in attributes]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.attributes += [(tag, name, value) for name, value in attributes]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> without a start"
-        assert self.open.pop() == tag, f"</{tag}> closes something else"
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] not in ("style", "title"):
-            self.words.append(data)
 
 
 def report(run: RunDirectory) -> tuple[Page, str]:

@@ -127,9 +127,12 @@ class RunDirectory:
         if not path.is_file():
             return {}
         try:
-            return dict(json.loads(path.read_text()))
+            environment = json.loads(path.read_text())
         except ValueError as error:
             raise MantissaError(f"{path} is not JSON ({error}); restore or delete it") from None
+        if not isinstance(environment, dict):
+            raise MantissaError(f"{path}: expected keys and values, got {type(environment).__name__}; restore it")
+        return environment
 
     def record_resume(self, step: int, environment: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Note a resume after ``step``; returns and keeps what changed since the start, as key: [then, now].
@@ -292,6 +295,13 @@ class RunDirectory:
     def _require_lock(self) -> None:
         if self._lock is None:
             raise RuntimeError(f"{self.path} is open for reading only; use RunDirectory.open(path, write=True)")
+
+
+def planned_steps(config: dict[str, Any]) -> int | None:
+    """The number of steps the recipe asks for: ``steps`` at its top, or in the one section that has it."""
+    sections = [config, *(v for v in config.values() if isinstance(v, dict))]
+    found = [s["steps"] for s in sections if isinstance(s.get("steps"), int)]
+    return found[0] if found else None
 
 
 def rollout_schema() -> pyarrow.Schema:

@@ -9,9 +9,25 @@ from typing import Any, Literal
 
 from mantissa.mismatch.metrics import Metric
 from mantissa.runs.metrics import BY_NAME
+from mantissa.runs.series import series
 
 Verdict = Literal["healthy", "watch", "unhealthy"]
 _BRIEF = 0.1  # a metric out of its range for at most this share of the steps, and back by the end, is one to watch
+_HARDLY_ANY = 0.02  # accuracy on the best step below which a run is said to have learned next to nothing
+_HEADLINE = {
+    "healthy": "Healthy: every metric is in its range",
+    "watch": "Watch: a metric left its range for a while, and is back",
+    "unhealthy": "Unhealthy: metrics are out of their range",
+}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on a run that has done a step, a headline for it, and remarks that no single metric makes."""
+
+    kind: Verdict
+    headline: str
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,31 @@ def verdict(excursions: Sequence[Excursion]) -> Verdict:
     if not excursions:
         return "healthy"
     return "unhealthy" if any(f.serious for f in excursions) else "watch"
+
+
+def judge(rows: Sequence[dict[str, Any]], excursions: Sequence[Excursion]) -> Judgement:
+    """The verdict of the excursions; a run on which no completion was ever correct is unhealthy whatever they say."""
+    kind = verdict(excursions)
+    accuracy = series(rows, "reward/accuracy")[1]
+    if accuracy.size and not accuracy.any():
+        remark = "No completion was correct, on any step: there was nothing to learn from."
+        return Judgement("unhealthy", "Not learning: no completion was correct", (remark,))
+    if accuracy.size and accuracy.max() < _HARDLY_ANY:
+        remark = f"Hardly any completion was correct: {accuracy.max():.1%} on the best step."
+        return Judgement(kind, _HEADLINE[kind], (remark,))
+    return Judgement(kind, _HEADLINE[kind])
+
+
+def sentence(excursion: Excursion) -> str:
+    """What one metric did, in words."""
+    wanted = excursion.metric.healthy_text or "finite"
+    steps = "1 step" if excursion.steps_out == 1 else f"{excursion.steps_out} steps"
+    return f"{excursion.metric.name} was {number(excursion.worst)} (healthy: {wanted}), out of range on {steps}."
+
+
+def number(value: float) -> str:
+    """A metric's value for prose and tables: whole numbers whole, others with four digits."""
+    return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e12 else f"{value:.4g}"
 
 
 def _excess(metric: Metric, value: float) -> float:

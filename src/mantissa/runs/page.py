@@ -9,7 +9,8 @@ import html
 import re
 from collections.abc import Iterable, Sequence
 
-from mantissa.runs.plots import Plot
+from mantissa.runs.live import power_of_two
+from mantissa.runs.plots import Dash, Plot
 from mantissa.runs.svg import VARIABLES
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
@@ -18,11 +19,13 @@ _CSS = """
 :root { color-scheme: light dark;
   --page:#f6f6f4; --card:#ffffff; --line:#e2e1dc; --grid:#e6e5e0; --ink:#1c1d1f; --muted:#63656b;
   --good:#15803d; --watch:#a05a00; --bad:#b91c1c; --good-bg:#e9f6ed; --watch-bg:#fdf3e0; --bad-bg:#fdecec;
-  --c1:#2563c9; --c2:#c65a11; --c3:#15803d; --c4:#7e3fb8; --c5:#0e7f96; --c6:#c2256f; --c7:#8a6d3b; --c8:#9a9ca3; }
+  --c1:#2563c9; --c2:#c65a11; --c3:#15803d; --c4:#7e3fb8; --c5:#0e7f96; --c6:#c2256f; --c7:#8a6d3b; --c8:#9a9ca3;
+  --r1:#2563c9; --r2:#fd6214; --r3:#51002c; --r4:#c28491; --r5:#454300; --r6:#1c2a73; --r7:#a287c0; --r8:#95374c; }
 @media (prefers-color-scheme: dark) { :root {
   --page:#141517; --card:#1c1e21; --line:#303338; --grid:#2f3237; --ink:#e7e7e5; --muted:#9da1a8;
   --good:#6ccf8e; --watch:#f0b35a; --bad:#f58a8a; --good-bg:#16281d; --watch-bg:#2d2413; --bad-bg:#321b1c;
-  --c1:#77a6f7; --c2:#f29a57; --c3:#6ccf8e; --c4:#c197f0; --c5:#5cc4da; --c6:#f087b5; --c7:#cdb07c; --c8:#7d8188; } }
+  --c1:#77a6f7; --c2:#f29a57; --c3:#6ccf8e; --c4:#c197f0; --c5:#5cc4da; --c6:#f087b5; --c7:#cdb07c; --c8:#7d8188;
+  --r1:#77a6f7; --r2:#f84f1a; --r3:#fef0bd; --r4:#f4afd5; --r5:#a1f751; --r6:#7f51db; --r7:#a3626a; --r8:#d86e55; } }
 * { box-sizing:border-box }
 body { margin:0; background:var(--page); color:var(--ink);
   font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif }
@@ -53,6 +56,9 @@ th { text-align:left; color:var(--muted); font-weight:500; font-size:13px }
 th,td { padding:6px 10px; vertical-align:top; border-bottom:1px solid var(--line) }
 th:first-child,td:first-child { padding-left:18px }
 tr:last-child td { border-bottom:0 } td { min-width:150px }
+th.n { white-space:nowrap } td.v { min-width:88px; overflow-wrap:anywhere; font-variant-numeric:tabular-nums }
+.key { width:34px; height:10px; margin-right:7px; vertical-align:0 } th .key { display:block; margin:0 0 3px }
+.gap { margin-top:14px } .one { max-width:640px } .below { margin-top:8px } td .note { font-size:12.5px }
 td.n { min-width:0; font-variant-numeric:tabular-nums; white-space:nowrap }
 code,pre { font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace }
 pre { margin:0; white-space:pre-wrap; overflow-wrap:anywhere }
@@ -70,6 +76,12 @@ details { margin-top:14px } summary { cursor:pointer; font-weight:600; font-size
 def text(value: object) -> str:
     """Any value as text safe inside an element or a quoted attribute; control characters become visible."""
     return html.escape(_UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(value)))
+
+
+def scale_text(value: float) -> str:
+    """A loss scale: ``2¹⁶`` where it is a power of two, else the number."""
+    base, power, exponent = power_of_two(value).partition("^")
+    return base + exponent.translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")) if power else base
 
 
 def page(title: str, body: Iterable[str]) -> str:
@@ -96,12 +108,14 @@ def card(label: str, figure: str, note: str) -> str:
     )
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; header and cells are HTML already. Only prose columns break their lines."""
-    kinds = ["" if name in ("reason", "formula", "source") else ' class="n"' for name in header]
-    head = "".join(f"<th>{cell}</th>" for cell in header)
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], kinds: Sequence[str] | None = None) -> str:
+    """A table; header and cells are HTML already. ``kinds``: each column's class, ``""`` prose, ``"n"`` kept on one
+    line, ``"v"`` narrow and folded; without it prose columns go by their names."""
+    kinds = kinds or ["" if name in ("reason", "formula", "source") else "n" for name in header]
+    classes = [f' class="{kind}"' if kind else "" for kind in kinds]
+    head = "".join(f"<th{kind}>{cell}</th>" for kind, cell in zip(classes, header, strict=True))
     lines = "".join(
-        f"<tr>{''.join(f'<td{kind}>{cell}</td>' for kind, cell in zip(kinds, row, strict=True))}</tr>" for row in rows
+        f"<tr>{''.join(f'<td{kind}>{cell}</td>' for kind, cell in zip(classes, row, strict=True))}</tr>" for row in rows
     )
     return f'<div class="card wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
@@ -113,12 +127,23 @@ def plot(drawn: Plot) -> str:
         return "".join((*parts, f'<p class="said">{text(drawn.note)}</p></figure>'))
     parts.append(f'<p class="note">{text(drawn.note)}</p>')
     if drawn.legend:
+        dashes = drawn.dashes or (None,) * len(drawn.legend)
         entries = (
-            f'<span><i style="background:var({VARIABLES[colour]})"></i>{text(label)}</span>'
-            for label, colour in drawn.legend
+            f"<span>{key(colour, dash)}{text(label)}</span>"
+            for (label, colour), dash in zip(drawn.legend, dashes, strict=True)
         )
         parts.append(f'<div class="legend">{"".join(entries)}</div>')
     return "".join((*parts, drawn.svg, "</figure>"))
+
+
+def key(colour: str, dash: Dash | None) -> str:
+    """A legend's sample of a series: a square of its colour, or with ``dash`` (empty: solid) a stroke of its line."""
+    variable = VARIABLES[colour]
+    if dash is None:
+        return f'<i style="background:var({variable})"></i>'
+    broken = f' stroke-dasharray="{" ".join(f"{2 * length:g}" for length in dash)}"' if dash else ""
+    line = f'<line x1="0" y1="5" x2="34" y2="5" stroke="var({variable})" stroke-width="2.4"{broken}></line>'
+    return f'<svg class="key" width="34" height="10" viewBox="0 0 34 10" aria-hidden="true">{line}</svg>'
 
 
 def folded(title: str, content: str) -> str:

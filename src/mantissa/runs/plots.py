@@ -28,21 +28,25 @@ if TYPE_CHECKING:
 
 Rows = Sequence[dict[str, Any]]
 BLUE, ORANGE, GREEN, PURPLE, TEAL, PINK, BROWN, GREY = SERIES
+PHASE_COLOURS = (BLUE, PINK, TEAL, ORANGE, PURPLE, GREEN, BROWN, GREY)  # of PHASES and other
+Dash = tuple[float, ...]  # lengths of strokes and spaces in line widths; empty is solid
 _FEW = 12  # points up to which a line also shows its markers
 _MANY = 250  # points from which a line is thin, so that noise does not turn into a band
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure of the report. ``legend``: label and stand-in colour; ``svg`` is empty where ``note`` says it all."""
+    """A figure of a page. ``legend``: label and stand-in colour; ``svg`` is empty where ``note`` says it all."""
 
     title: str
     note: str
     svg: str = ""
     legend: tuple[tuple[str, str], ...] = ()
+    dashes: tuple[Dash, ...] = ()  # of each entry of the legend, where lines differ in more than colour
 
 
-def _line(axes: Axes, x: Array, y: Array, colour: str, **style: Any) -> None:
+def curve(axes: Axes, x: Array, y: Array, colour: str, **style: Any) -> None:
+    """A curve: with markers where it has few points, thin where it has many."""
     width = 0.8 if x.size > _MANY else 1.6
     axes.plot(x, y, **{"color": colour, "marker": "o" if x.size <= _FEW else "", "markersize": 3.5} | style, lw=width)
 
@@ -60,13 +64,13 @@ def learning(rows: Rows, warm_start: Rows) -> Plot:
         drawing = figure(5.6, 2.9)
         axes = drawing.subplots(1, 2, sharey=True, width_ratios=(1, 3)) if warm[0].size else [drawing.subplots()]
         main = axes[-1]
-        _line(main, *accuracy, BLUE)
+        curve(main, *accuracy, BLUE)
         if not same:
-            _line(main, *reward, ORANGE)
+            curve(main, *reward, ORANGE)
             legend.append(("mean reward", ORANGE))
         legend += _evaluations(main, rows)
         if warm[0].size:
-            _line(axes[0], *warm, PURPLE)
+            curve(axes[0], *warm, PURPLE)
             axes[0].set_title("warm start")
             axes[0].axvline(warm[0][-1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
             step_axis(axes[0], "update", ticks=3)
@@ -204,21 +208,10 @@ def gap(rows: Rows) -> Plot:
     positive = np.concatenate([y[y > 0] for _, _, _, y in drawn])
     if positive.size == 0:
         return Plot(title, "Exactly 0 at every step: no token's log-prob differed.")
-    floor = 10.0 ** (np.floor(np.log10(positive.min())) - 1)
-    zeros = 0
     with styled():
         drawing = figure()
         axes = drawing.subplots()
-        axes.set_yscale("log")
-        for _, colour, x, y in drawn:
-            at_zero = y <= 0  # k3 may be a hair below 0 by rounding
-            zeros += int(at_zero.sum())
-            _line(axes, x, np.where(at_zero, np.nan, y), colour)
-            axes.plot(
-                x[at_zero], np.full(at_zero.sum(), floor), "o", color=colour, markerfacecolor="none", markersize=4
-            )
-        if zeros:
-            axes.set_ylim(bottom=floor / 2)
+        zeros = log_lines(axes, [(x, y, colour, {}) for _, colour, x, y in drawn])
         axes.set_ylabel("nats")
         step_axis(axes)
         svg = to_svg(drawing, "gap", title)
@@ -226,6 +219,25 @@ def gap(rows: Rows) -> Plot:
     if zeros:
         note += " Open circles on the floor are exact zeros."
     return Plot(title, note, svg, tuple((label, colour) for label, colour, _, _ in drawn))
+
+
+def log_lines(axes: Axes, drawn: Sequence[tuple[Array, Array, str, dict[str, Any]]]) -> int:
+    """Curves (x, y, colour, style) on a log axis, what is 0 or below as open circles on its floor; how many are.
+
+    At least one value must be above 0. k3 may be a hair below 0 by rounding.
+    """
+    positive = np.concatenate([y[y > 0] for _, y, _, _ in drawn])
+    floor = 10.0 ** (np.floor(np.log10(positive.min())) - 1)
+    axes.set_yscale("log")
+    zeros = 0
+    for x, y, colour, style in drawn:
+        at_zero = y <= 0
+        zeros += int(at_zero.sum())
+        curve(axes, x, np.where(at_zero, np.nan, y), colour, **style)
+        axes.plot(x[at_zero], np.full(at_zero.sum(), floor), "o", color=colour, markerfacecolor="none", markersize=4)
+    if zeros:
+        axes.set_ylim(bottom=floor / 2)
+    return zeros
 
 
 def scaling(rows: Rows) -> Plot:
@@ -267,7 +279,7 @@ def time_by_phase(rows: Rows) -> Plot:
     times = phase_times(rows)
     if times is None:
         return Plot(title, "No times were logged.")
-    colours = dict(zip((*PHASES, "other"), (BLUE, PINK, TEAL, ORANGE, PURPLE, GREEN, BROWN, GREY), strict=True))
+    colours = dict(zip((*PHASES, "other"), PHASE_COLOURS, strict=True))
     with styled():
         drawing = figure()
         axes = drawing.subplots()
@@ -319,7 +331,7 @@ def _simple(title: str, rows: Rows, named: Sequence[tuple[str, str, str]], unit:
         drawing = figure()
         axes = drawing.subplots()
         for _, colour, x, y in drawn:
-            _line(axes, x, y, colour)
+            curve(axes, x, y, colour)
         axes.set_ylim(bottom=min(0.0, *(float(y.min()) for _, _, _, y in drawn)))
         axes.set_ylabel(unit)
         step_axis(axes)

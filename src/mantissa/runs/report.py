@@ -17,21 +17,15 @@ import yaml
 
 from mantissa.files import write_atomically
 from mantissa.runs import page, plots
-from mantissa.runs.directory import RunDirectory
-from mantissa.runs.health import Excursion, check, verdict
-from mantissa.runs.live import count, duration, power_of_two, small
+from mantissa.runs.directory import RunDirectory, planned_steps
+from mantissa.runs.health import Excursion, check, judge, number, sentence
+from mantissa.runs.live import count, duration, small
 from mantissa.runs.metrics import METRICS
-from mantissa.runs.page import text
+from mantissa.runs.page import scale_text, text
 from mantissa.runs.series import PHASES, ends, recent_rollouts, sequence_log_ratios, series
 
 Rows = Sequence[dict[str, Any]]
 _SAMPLES = 3  # of each kind: right, wrong
-_HARDLY_ANY = 0.02  # accuracy on the best step below which the report says so
-_HEADLINE = {
-    "healthy": "Healthy: every metric is in its range",
-    "watch": "Watch: a metric left its range for a while, and is back",
-    "unhealthy": "Unhealthy: metrics are out of their range",
-}
 
 
 def build_report(run: RunDirectory) -> Path:
@@ -69,13 +63,6 @@ def build_report(run: RunDirectory) -> Path:
     return run.report_path
 
 
-def planned_steps(config: dict[str, Any]) -> int | None:
-    """The number of steps the recipe asks for: ``steps`` at its top, or in the one section that has it."""
-    sections = [config, *(v for v in config.values() if isinstance(v, dict))]
-    found = [s["steps"] for s in sections if isinstance(s.get("steps"), int)]
-    return found[0] if found else None
-
-
 def _subtitle(rows: Rows, config: dict[str, Any], environment: dict[str, Any]) -> str:
     parts = []
     if rows:
@@ -100,29 +87,16 @@ def _verdict(rows: Rows, excursions: Sequence[Excursion], config: dict[str, Any]
     """The banner: the verdict, and what else a person must know before reading on."""
     if not rows:
         return '<div class="card verdict watch"><h2>No step has been finished</h2></div>'
-    kind = verdict(excursions)
-    said = [_sentence(f) for f in excursions[:4]]
+    judged = judge(rows, excursions)
+    said = [*judged.remarks, *(sentence(f) for f in excursions[:4])]
     if len(excursions) > 4:
         said.append(f"and {len(excursions) - 4} more, below.")
-    accuracy = series(rows, "reward/accuracy")[1]
-    headline = _HEADLINE[kind]
-    if accuracy.size and not accuracy.any():
-        said.insert(0, "No completion was correct, on any step: there was nothing to learn from.")
-        kind, headline = "unhealthy", "Not learning: no completion was correct"
-    elif accuracy.size and accuracy.max() < _HARDLY_ANY:
-        said.insert(0, f"Hardly any completion was correct: {accuracy.max():.1%} on the best step.")
     planned, last = planned_steps(config), rows[-1]["step"]
     if planned and last < planned:
         said.append(f"The last finished step is {last} of {planned}: the run was stopped, or is still going on.")
     items = "".join(f"<li>{text(line)}</li>" for line in said)
     listed = f"<ul>{items}</ul>" if items else ""
-    return f'<div class="card verdict {kind}"><h2>{text(headline)}</h2>{listed}</div>'
-
-
-def _sentence(excursion: Excursion) -> str:
-    wanted = excursion.metric.healthy_text or "finite"
-    steps = "1 step" if excursion.steps_out == 1 else f"{excursion.steps_out} steps"
-    return f"{excursion.metric.name} was {_number(excursion.worst)} (healthy: {wanted}), out of range on {steps}."
+    return f'<div class="card verdict {judged.kind}"><h2>{text(judged.headline)}</h2>{listed}</div>'
 
 
 def _cards(rows: Rows) -> list[str]:
@@ -162,7 +136,7 @@ def _overflow_card(rows: Rows) -> str:
     if scale.size == 0:
         return page.card("Overflows", "-", "not logged")
     note = f"{totals['retries']} retried, {totals['skipped']} optimiser steps given up; "
-    note += "no loss scaling" if scale[-1] == 1 else f"loss scale {_scale(scale[-1])} at the end"
+    note += "no loss scaling" if scale[-1] == 1 else f"loss scale {scale_text(scale[-1])} at the end"
     return page.card("Overflows", str(totals["overflows"]), note)
 
 
@@ -190,8 +164,8 @@ def _excursions(excursions: Sequence[Excursion]) -> str:
         lines.append(
             (
                 f'<code>{text(f.metric.name)}</code> <span class="pill {kind}">{word}</span>',
-                text(f"{_number(f.worst)} at step {f.worst_step}"),
-                text(_number(f.last)),
+                text(f"{number(f.worst)} at step {f.worst_step}"),
+                text(number(f.last)),
                 text(f.metric.healthy_text or "finite"),
                 text(f"{f.steps_out} of {f.steps}, first {f.first_step}"),
                 text(f.metric.formula),
@@ -269,7 +243,7 @@ def _glossary(rows: Rows) -> str:
     lines = [
         (
             f"<code>{text(m.name)}</code>",
-            text(_number(last[m.name])) if isinstance(last.get(m.name), int | float) else "",
+            text(number(last[m.name])) if isinstance(last.get(m.name), int | float) else "",
             text(m.unit),
             text(m.healthy_text),
             text(m.formula),
@@ -278,12 +252,3 @@ def _glossary(rows: Rows) -> str:
         for m in METRICS
     ]
     return page.table(("metric", "last", "unit", "healthy", "formula", "source"), lines)
-
-
-def _scale(value: float) -> str:
-    base, power, exponent = power_of_two(value).partition("^")
-    return base + exponent.translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")) if power else base
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e12 else f"{value:.4g}"

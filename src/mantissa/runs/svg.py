@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID, PAPER = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04"
 SERIES = ("#0a0b11", "#0a0b12", "#0a0b13", "#0a0b14", "#0a0b15", "#0a0b16", "#0a0b17", "#0a0b18")
-VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--card"} | {
-    colour: f"--c{i}" for i, colour in enumerate(SERIES, start=1)
-}
+# Whole runs beside each other: told apart by any two eyes, and by their dashes too (compare_plots).
+RUNS = ("#0a0b21", "#0a0b22", "#0a0b23", "#0a0b24", "#0a0b25", "#0a0b26", "#0a0b27", "#0a0b28")
+VARIABLES = (
+    {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--card"}
+    | {colour: f"--c{i}" for i, colour in enumerate(SERIES, start=1)}
+    | {colour: f"--r{i}" for i, colour in enumerate(RUNS, start=1)}
+)
 
 _STYLE: Any = {
     "svg.fonttype": "none",

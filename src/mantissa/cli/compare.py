@@ -1,0 +1,37 @@
+"""``mantissa compare``: several runs on one page, and in short on the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def compare(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUN RUN ...", help="Two or more runs' folders; they may still be running."),
+    ] = None,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The page.")] = Path("compare.html"),
+) -> None:
+    """Compare runs: curves, final accuracy with intervals, gap, time, what differs in their recipes.
+
+    Writes one self-contained page and prints a summary. Runs that differ only in their seed are taken together.
+    Results whose intervals overlap are not ranked.
+    A RUN is a folder of mantissa train, or the run_dir of a PrecisionTrainer.
+
+    [bold]Examples[/]
+
+    mantissa compare runs/fp16 runs/bf16
+
+    mantissa compare runs/demo-* -o demo.html
+    """
+    from rich.console import Console
+
+    from mantissa.runs.compare import build_comparison
+    from mantissa.runs.compare_text import show
+
+    comparison = build_comparison(runs or [], out)
+    show(comparison, Console(markup=False, highlight=False))
+    typer.echo(f"comparison: {out}")
