@@ -119,7 +119,10 @@ def _describe(error: ValidationError) -> str:
     return f"{key + ': ' if key else ''}{message}{got}{more}"
 
 
-_UNION_TAGS = {"running_sum", "addition", "chain", "countdown", "dataset", "ppo_clip", "reinforce"}
+_UNION_TAGS = {"running_sum", "addition", "chain", "countdown", "code", "dataset", "ppo_clip", "reinforce"} | {
+    "name",  # a reward by its name
+    "terms",  # or as a list
+}
 
 
 def _siblings(path: list[str]) -> list[str]:
@@ -131,7 +134,8 @@ def _siblings(path: list[str]) -> list[str]:
             options = _models_in(model.model_fields[part].annotation)
             model = options[0] if options else model
         elif part in _UNION_TAGS:
-            model = next(m for m in options if part in get_args(m.model_fields["kind"].annotation))
+            kinds = [m for m in options if "kind" in m.model_fields]  # a list of terms has none
+            model = next((m for m in kinds if part in get_args(m.model_fields["kind"].annotation)), model)
     return list(model.model_fields)
 
 

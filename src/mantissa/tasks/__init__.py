@@ -1,14 +1,17 @@
-"""Prompts, verifiers and rewards: generated arithmetic and countdown, math datasets, grading with a guard."""
+"""Prompts, verifiers and rewards: generated arithmetic, countdown and code, math datasets, grading with a guard."""
 
 from mantissa.tasks.config import (
     AdditionConfig,
     ChainConfig,
+    CodeConfig,
     CountdownConfig,
     DatasetConfig,
+    RewardTerm,
     RunningSumConfig,
     TaskConfig,
 )
 from mantissa.tasks.datasets import DatasetSummary, DatasetTask, read_problems
+from mantissa.tasks.functions import batched
 from mantissa.tasks.pool import Grader, WorkerStartError
 from mantissa.tasks.registry import build_task
 from mantissa.tasks.types import Message, Problem, Reward, SplitName, Task, Verifier
@@ -18,6 +21,7 @@ __all__ = [
     "VERIFIERS",
     "AdditionConfig",
     "ChainConfig",
+    "CodeConfig",
     "CountdownConfig",
     "DatasetConfig",
     "DatasetSummary",
@@ -26,12 +30,14 @@ __all__ = [
     "Message",
     "Problem",
     "Reward",
+    "RewardTerm",
     "RunningSumConfig",
     "SplitName",
     "Task",
     "TaskConfig",
     "Verifier",
     "WorkerStartError",
+    "batched",
     "build_task",
     "read_problems",
     "verifier_named",
