@@ -10,8 +10,10 @@ from mantissa.tasks.config import (
     RunningSumConfig,
     TaskConfig,
 )
+from mantissa.tasks.dapo_data import Preparation, prepare_dapo
 from mantissa.tasks.datasets import DatasetSummary, DatasetTask, read_problems
 from mantissa.tasks.functions import batched
+from mantissa.tasks.overlong import overlong_penalty
 from mantissa.tasks.pool import Grader, WorkerStartError
 from mantissa.tasks.registry import build_task
 from mantissa.tasks.types import Message, Problem, Reward, SplitName, Task, Verifier
@@ -28,6 +30,7 @@ __all__ = [
     "DatasetTask",
     "Grader",
     "Message",
+    "Preparation",
     "Problem",
     "Reward",
     "RewardTerm",
@@ -39,6 +42,8 @@ __all__ = [
     "WorkerStartError",
     "batched",
     "build_task",
+    "overlong_penalty",
+    "prepare_dapo",
     "read_problems",
     "verifier_named",
 ]
