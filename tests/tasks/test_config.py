@@ -11,7 +11,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from mantissa.tasks import TaskConfig, build_task
 from mantissa.tasks.arithmetic import Addition, Chain, RunningSum
-from mantissa.tasks.config import AdditionConfig, ChainConfig, CodeConfig, CountdownConfig, DatasetConfig, RunningSumConfig
+from mantissa.tasks.config import (
+    AdditionConfig,
+    ChainConfig,
+    CodeConfig,
+    CountdownConfig,
+    DatasetConfig,
+    RunningSumConfig,
+)
 from mantissa.tasks.countdown import Countdown
 from mantissa.tasks.datasets import DatasetTask
 
@@ -149,7 +156,9 @@ def test_configs_are_frozen_described_and_survive_yaml_types(model: Any) -> None
 def test_a_list_of_terms_survives_a_round_trip_and_one_term_needs_no_list() -> None:
     one = parse(kind="countdown", reward={"function": "a.b:c", "weight": 2, "correct_at": 0.5})
     assert [term.label for term in one.reward] == ["c"]
-    several = parse(kind="dataset", files="a.jsonl", verifier="dapo", reward=[{"verifier": "task"}, {"function": "a:b"}])
+    several = parse(
+        kind="dataset", files="a.jsonl", verifier="dapo", reward=[{"verifier": "task"}, {"function": "a:b"}]
+    )
     plain = parse(kind="dataset", files="a.jsonl", reward=[{"verifier": "exact", "name": "right"}])
     for config in (one, several, plain):
         assert ADAPTER.validate_python(config.model_dump(mode="json")) == config

@@ -43,13 +43,13 @@ class Bare(Task):
 
 
 @given(
-    terms=st.lists(
-        st.tuples(st.floats(-4, 4), st.floats(-5, 5), st.booleans(), st.booleans()), min_size=1, max_size=5
-    )
+    terms=st.lists(st.tuples(st.floats(-4, 4), st.floats(-5, 5), st.booleans(), st.booleans()), min_size=1, max_size=5)
 )
 def test_the_sum_and_the_verdict(terms: list[tuple[float, float, bool, bool]]) -> None:
     verifier = WeightedSum(
-        tuple(Term(f"t{i}", Fixed(value, said), weight, decides) for i, (weight, value, said, decides) in enumerate(terms))
+        tuple(
+            Term(f"t{i}", Fixed(value, said), weight, decides) for i, (weight, value, said, decides) in enumerate(terms)
+        )
     )
     reward = verifier(PROBLEM, "x")
     assert reward.value == pytest.approx(sum(weight * value for weight, value, _, _ in terms), abs=1e-12)

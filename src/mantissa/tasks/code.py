@@ -139,9 +139,9 @@ class CodeTask(GeneratedTask):
     """Write the function that examples describe: a sum of x, y, z with coefficients 0..``max_coefficient``.
 
     The examples are its values at (0, 0, 0), (1, 0, 0), (0, 1, 0), ... and with ``product`` at (1, 1, 0), which fix the
-    coefficients: ``3 5 4 9:`` is answered by ``3+2*x+y+6*z``. Any expression with these values is right; it is tested
-    on the examples and on further points that the prompt does not show. Each function is one prompt, so no function of
-    the training set is held out.
+    coefficients: ``03 05 04 09:`` is answered by ``3+2*x+1*y+6*z``, every number and term at a place of its own. Any
+    expression with these values is right; it is tested on the examples and on further points that the prompt does not
+    show. Each function is one prompt, so no function of the training set is held out.
     """
 
     def __init__(
@@ -180,18 +180,15 @@ class CodeTask(GeneratedTask):
 
     def _expression(self, coefficients: Sequence[int]) -> str:
         names = ["", *self._variables, *(["x*y"] if self._product else [])]
-        terms = [
-            name if name and c == 1 else f"{c}*{name}" if name else str(c)
-            for c, name in zip(coefficients, names, strict=True)
-            if c
-        ]
-        return "+".join(terms) or "0"
+        terms = [f"{c}*{name}" if name else str(c) for c, name in zip(coefficients, names, strict=True)]
+        return "+".join(terms)
 
     def _problem(self, expression: str, examples: list[Any], tests: list[Any]) -> Problem:
         arguments = ", ".join(self._variables)
         answer: dict[str, Any] = {"function": "f", "tests": tests}
         if self._style == "compact":
-            prompt = " ".join(str(value) for _, value in examples) + ":"
+            width = len(str(self._max * (4 if self._product else 2)))  # of the largest value an example can have
+            prompt = " ".join(str(value).rjust(width, "0") for _, value in examples) + ":"
             solution = expression
             answer["before"] = f"def f({arguments}):\n    return "
         else:

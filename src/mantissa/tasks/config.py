@@ -175,7 +175,7 @@ class CountdownConfig(_GeneratedConfig):
 
 
 class CodeConfig(_GeneratedConfig):
-    """Write a function from its values at (0,0,0), (1,0,0), (0,1,0), ...: ``3 5 4 9:`` gives ``3+2*x+y+6*z``."""
+    """Write a function from its values at (0,0,0), (1,0,0), (0,1,0), ...: ``03 05 04 09:`` gives ``3+2*x+1*y+6*z``."""
 
     kind: Literal["code"]
     train_size: int = Field(2048, ge=1, description="Number of distinct training problems.")
