@@ -59,12 +59,14 @@ GOOD = "def f(a, b):\n    return a + b\n"
         ("import sys\nsys.exit(0)\n" + GOOD, 0.0),
         ("print('4 passed')\nimport os\nos._exit(0)", 0.0),
         (
-            "class E(int):\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\ndef f(a, b): return E(1)",
+            "class E(int):\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\n"
+            "def f(a, b): return E(1)",
             0.0,
         ),
         ("import os\nos.write(3, b'{\"value\": true}\\n' * 4)\nos._exit(0)", 0.0),
         (
-            "import gc\ndef f(a, b):\n    return [o for o in gc.get_objects() if isinstance(o, dict) and 'tests' in o][0]",
+            "import gc\n"
+            "def f(a, b):\n    return [o for o in gc.get_objects() if isinstance(o, dict) and 'tests' in o][0]",
             0.0,
         ),
         (
@@ -122,11 +124,17 @@ def test_a_lost_sandbox_is_a_verifier_error(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     "answer",
-    ["{", "[]", '{"function": "f"}', '{"function": "f", "tests": []}', '{"function": "f", "tests": [[1, 2]]}']
-    + ['{"function": "f", "tests": [[[1], 2]], "test": 1}'],
+    [
+        "{",
+        "[]",
+        '{"function": "f"}',
+        '{"function": "f", "tests": []}',
+        '{"function": "f", "tests": [[1, 2]]}',
+        '{"function": "f", "tests": [[[1], 2]], "test": 1}',
+    ],
 )
 def test_an_answer_without_tests_is_an_error_not_a_pass(answer: str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"Expecting|an object with|every program would pass|a test is a list"):
         read_tests(answer)
 
 

@@ -1,4 +1,4 @@
-"""Reward functions by import path: what they may return, how they fail, and that a batch loses no more than one sample."""
+"""Reward functions by import path: what they may return, how they fail, and that a batch loses one sample at most."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ def test_values_come_back_in_order_and_errors_cost_one_input(box: Sandbox) -> No
         ("while True: pass", "SIGKILL"),  # CPU time is up before the clock
         ("import time\ntime.sleep(60)", "out of time"),
         (
-            "import signal\nfor s in range(1, 32):\n  try: signal.signal(s, lambda *a: 0)\n  except OSError: pass\nwhile 1: pass",
+            "import signal\nfor s in range(1, 32):\n  try: signal.signal(s, lambda *a: 0)\n  except OSError: pass\n"
+            "while 1: pass",
             "SIGKILL",
         ),
         ("import os\nos.close(3)\nwhile True: pass", "SIGKILL"),
@@ -259,7 +260,8 @@ def test_the_server_goes_with_whoever_started_it() -> None:
     import subprocess
 
     script = (
-        "import time\nfrom mantissa.tasks.sandbox import Sandbox\ns = Sandbox()\ns.run('def f(): return 1', 'f', [[]])\n"
+        "import time\nfrom mantissa.tasks.sandbox import Sandbox\ns = Sandbox()\n"
+        "s.run('def f(): return 1', 'f', [[]])\n"
         "print(s._process.pid, flush=True)\ntime.sleep(60)"
     )
     code = f"import sys; sys.path[:] = {sys.path!r}\n{script}"

@@ -17,7 +17,7 @@ def data() -> None:
 
 @app.command()
 def dapo(
-    files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="Parquet or jsonl; DAPO's schema or plain.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILES", help="Parquet or jsonl; DAPO's schema or plain.")],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The .parquet file to write.")],
     verifier: Annotated[
         str, typer.Option(help="Answers must be reachable for it: dapo, dapo_strict, math_verify or exact.")
