@@ -66,8 +66,6 @@ def test_only_the_clock_is_outside_the_promise_of_resume() -> None:
 
 
 def test_what_a_reward_is_made_of_needs_no_declaration_of_its_own() -> None:
-    from mantissa.runs.metrics import undeclared
-
     assert undeclared({"step": 1, "reward_part/brevity": 0.1, "reward_part/brevity/chars": 3, "reward_parts": 1}) == [
         "reward_parts"
     ]
