@@ -16,6 +16,7 @@ from mantissa.precision import PRESETS, PrecisionPolicy
 from mantissa.rl.config import RunConfig
 
 PAGE = Path(__file__).with_name("recipes.md")
+_WITH_TERMS = "`task` (`kind: running_sum`)"  # the terms of a reward are the same for every task: listed once
 _INTRO = """\
 # Recipes
 
@@ -58,10 +59,11 @@ def section(title: str, model: type[BaseModel]) -> list[str]:
     inner: list[str] = []
     for name, field in model.model_fields.items():
         nested = [] if name == "precision" else models_in(field.annotation)
+        described = nested and name == "reward" and title != _WITH_TERMS
         description = (field.description or "").replace("|", "\\|").replace("``", "`")
         where = f"section `{name}`" if nested else description
         lines.append(f"| `{name}` | {default_of(field)} | {description or where} |")
-        for option in nested:
+        for option in [] if described else nested:
             kind = option.model_fields.get("kind")
             label = f" (`kind: {get_args(kind.annotation)[0]}`)" if kind and len(nested) > 1 else ""
             path = name if title == "The run" else f"{title.split(' ')[0].strip('`')}.{name}"

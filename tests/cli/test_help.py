@@ -11,7 +11,7 @@ from mantissa import cli
 from mantissa.precision import PRESETS
 from mantissa.runs.metrics import METRICS
 
-COMMANDS = ("train", "sample", "report", "compare", "guard", "precision", "metrics")
+COMMANDS = ("train", "sample", "report", "compare", "guard", "precision", "metrics", "data")
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:

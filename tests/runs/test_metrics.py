@@ -19,6 +19,7 @@ CONTRACT = {
         "precision": "loss_scale overflows retries skipped max_scaled_grad flushed_fraction",
         "optim": "lr grad_norm updates",
         "rollout": "version tokens",
+        "reward_part": "NAME",
         "eval": "greedy_accuracy avg_at_k",
         "warm_start": "loss accuracy",
         "time": "step rollout reward learner_logp update sync eval checkpoint",
@@ -62,3 +63,9 @@ def test_only_the_clock_is_outside_the_promise_of_resume() -> None:
     dropped = row.keys() - deterministic(row).keys()
     assert dropped == {name for name in BY_NAME if name.split("/")[0] in ("time", "rate")}
     assert len(dropped) == 10
+
+
+def test_what_a_reward_is_made_of_needs_no_declaration_of_its_own() -> None:
+    assert undeclared({"step": 1, "reward_part/brevity": 0.1, "reward_part/brevity/chars": 3, "reward_parts": 1}) == [
+        "reward_parts"
+    ]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mantissa.tasks import Problem, Reward, SplitName, Task, Verifier
+from mantissa.tasks import Problem, Reward, SplitName, Task, Verifier, batched
 
 
 class Obedient(Verifier):
@@ -84,3 +84,47 @@ class FakeTask(Task):
 
     def _problems(self, name: SplitName) -> Sequence[Problem]:
         return ()
+
+
+# reward functions
+
+
+def length(problem: Problem, completion: str) -> float:
+    return len(completion) / 10
+
+
+def obey(problem: Problem, completion: str) -> object:
+    """Whatever the completion asks for, by Obedient's commands or as a value to return."""
+    values = {
+        "true": True,
+        "none": None,
+        "text": "1.0",
+        "inf": float("inf"),
+        "nan": float("nan"),
+        "dict": {"reward": 0.25, "correct": True, "words": 3},
+        "dict-float": {"reward": 1.0},
+        "dict-empty": {},
+        "dict-text": {"reward": 1.0, "why": "because"},
+        "dict-correct": {"reward": 1.0, "correct": 1},
+        "list": [1.0],
+    }
+    return values[completion] if completion in values else Obedient()(problem, completion).value
+
+
+@batched
+def lengths(problems: list[Problem], completions: list[str]) -> list[float]:
+    """Lengths; the log keeps the sizes of its calls in the file that the first problem's answer names."""
+    with open(problems[0].answer, "a") as file:
+        file.write(f"{len(completions)}\n")
+    for problem, completion in zip(problems, completions, strict=True):
+        if completion.split()[:1] in (["raise"], ["die"], ["hang"], ["segfault"]):
+            Obedient()(problem, completion)
+    return [float(len(completion)) for completion in completions]
+
+
+@batched
+def too_few(problems: list[Problem], completions: list[str]) -> list[float]:
+    return [1.0]
+
+
+not_a_function = 3

@@ -11,12 +11,19 @@ from pydantic import TypeAdapter, ValidationError
 
 from mantissa.tasks import TaskConfig, build_task
 from mantissa.tasks.arithmetic import Addition, Chain, RunningSum
-from mantissa.tasks.config import AdditionConfig, ChainConfig, CountdownConfig, DatasetConfig, RunningSumConfig
+from mantissa.tasks.config import (
+    AdditionConfig,
+    ChainConfig,
+    CodeConfig,
+    CountdownConfig,
+    DatasetConfig,
+    RunningSumConfig,
+)
 from mantissa.tasks.countdown import Countdown
 from mantissa.tasks.datasets import DatasetTask
 
 ADAPTER: TypeAdapter[Any] = TypeAdapter(TaskConfig)
-CONFIGS = (RunningSumConfig, AdditionConfig, ChainConfig, CountdownConfig, DatasetConfig)
+CONFIGS = (RunningSumConfig, AdditionConfig, ChainConfig, CountdownConfig, CodeConfig, DatasetConfig)
 
 
 def parse(**fields: Any) -> Any:
@@ -111,6 +118,22 @@ def test_a_dataset_with_every_option(tmp_path: Path) -> None:
         ({"kind": "dataset", "files": "a.jsonl", "heldout_files": "b.jsonl", "heldout_fraction": 0.1}, "both set"),
         ({"kind": "dataset", "files": "a.jsonl", "template": "Solve"}, "template lacks {problem}"),
         ({"kind": "dataset", "files": "a.jsonl", "limit": 0}, "greater than or equal to 1"),
+        ({"kind": "code", "variables": 1, "product": True}, "product needs variables of 2 or more"),
+        ({"kind": "code", "isolation": "none"}, "'required' or 'limits'"),
+        ({"kind": "chain", "reward": [{"verifier": "task", "weigth": 1}]}, "Extra inputs are not permitted"),
+        ({"kind": "chain", "reward": [{"weight": 1}]}, "exactly one of function and verifier"),
+        ({"kind": "chain", "reward": [{"verifier": "task", "function": "a:b"}]}, "exactly one of function and"),
+        ({"kind": "chain", "reward": [{"verifier": "task", "correct_at": 1}]}, "correct_at does nothing for a"),
+        ({"kind": "chain", "reward": [{"verifier": "task", "batch_size": 8}]}, "batch_size does nothing for a"),
+        ({"kind": "chain", "reward": [{"verifier": "task", "weight": float("nan")}]}, "finite number"),
+        ({"kind": "chain", "reward": [{"verifier": "sympy"}]}, "'math_verify'"),
+        ({"kind": "chain", "reward": [{"function": "rewards.score"}]}, "expected package.module:function"),
+        ({"kind": "chain", "reward": [{"function": "a:b"}, {"function": "c:b"}]}, "two terms of the reward are called"),
+        ({"kind": "chain", "reward": []}, "at least 1 item"),
+        (
+            {"kind": "dataset", "files": "a.jsonl", "verifier": "dapo", "reward": [{"verifier": "exact"}]},
+            "verifier does nothing beside a reward without",
+        ),
     ],
 )
 def test_refusals(fields: dict[str, Any], expected: str) -> None:
@@ -128,3 +151,26 @@ def test_configs_are_frozen_described_and_survive_yaml_types(model: Any) -> None
     for name, field in model.model_fields.items():
         assert name == "kind" or field.description, f"{model.__name__}.{name} lacks a description"
     assert ADAPTER.validate_json(config.model_dump_json()) == config
+
+
+def test_a_list_of_terms_survives_a_round_trip_and_one_term_needs_no_list() -> None:
+    one = parse(kind="countdown", reward={"function": "a.b:c", "weight": 2, "correct_at": 0.5})
+    assert [term.label for term in one.reward] == ["c"]
+    several = parse(
+        kind="dataset", files="a.jsonl", verifier="dapo", reward=[{"verifier": "task"}, {"function": "a:b"}]
+    )
+    plain = parse(kind="dataset", files="a.jsonl", reward=[{"verifier": "exact", "name": "right"}])
+    for config in (one, several, plain):
+        assert ADAPTER.validate_python(config.model_dump(mode="json")) == config
+
+
+def test_a_list_replaces_the_verifier_and_keeps_the_task(tmp_path: Path) -> None:
+    small = {"train_size": 5, "heldout_size": 0, "warm_start_size": 0}
+    terms = [{"verifier": "task", "weight": 0.5, "name": "sum"}, {"verifier": "exact", "weight": -2}]
+    task = build_task(parse(kind="chain", terms=3, reward=terms, **small), 0)
+    assert task.isolated
+    problem = task.split("train")[0]
+    assert problem == build_task(parse(kind="chain", terms=3, **small), 0).split("train")[0]
+    right = task.verify(problem, problem.answer)
+    assert (right.value, right.correct, right.parts) == (0.5 - 2, True, {"sum": 1.0, "exact": 1.0})
+    assert task.verify(problem, "x").value == 0.0

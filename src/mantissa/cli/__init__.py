@@ -7,7 +7,7 @@ from typing import cast
 
 import typer
 
-from mantissa.cli import bench, compare, guard, metrics, precision, report, sample, train
+from mantissa.cli import bench, compare, data, guard, metrics, precision, report, sample, train
 from mantissa.cli.threads import spin_briefly
 from mantissa.errors import MantissaError
 
@@ -29,6 +29,7 @@ for command in (
     metrics.metrics,
 ):
     app.command()(command)
+app.add_typer(data.app, name="data")
 
 # Typer has used click and, since 0.26, a copy of its own: this is the base of usage errors in either.
 _UsageError = cast(type[Exception], typer.BadParameter.__base__)

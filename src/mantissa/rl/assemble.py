@@ -180,6 +180,9 @@ def assemble(config: RunConfig) -> Parts:
         device=device,
         decode_text=tokenizer.decode,
     )
-    sampler = Sampler(engine, tokenizer, Grader(task, config.grading.timeout_s, config.grading.workers))
+    grading = config.grading
+    grader = Grader(task, grading.timeout_s, grading.workers, grading.memory_gib)
+    grader.start()  # a reward function that is not there shows now
+    sampler = Sampler(engine, tokenizer, grader)
     check_task(config, task, sampler, engine.max_length)
     return Parts(device, precision, evidence, tokenizer, model, task, learner, sampler, scaling)

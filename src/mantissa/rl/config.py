@@ -13,7 +13,7 @@ from mantissa.algorithms import AdvantageKind, AggregationKind, CorrectionConfig
 from mantissa.errors import MantissaError
 from mantissa.model import FreshModelConfig
 from mantissa.precision import NumberFormat, PrecisionPolicy, format_named
-from mantissa.tasks import TaskConfig
+from mantissa.tasks import CodeConfig, TaskConfig
 from mantissa.training import AutoScaler, LossScaler, ScalerConfig
 
 
@@ -203,8 +203,14 @@ class CheckpointConfig(Config):
 class GradingConfig(Config):
     """Limits on verifiers."""
 
-    timeout_s: float = Field(10.0, gt=0, description="Wall clock for one sample, which loses its reward beyond it.")
+    timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="Wall clock for one sample, which loses its reward beyond it; also for one call of a batched "
+        "function, whose samples are then graded one by one.",
+    )
     workers: int = Field(2, ge=1, description="Processes for verifiers that may hang.")
+    memory_gib: float = Field(4.0, gt=0, description="Address space of each of these processes.")
 
 
 class RunConfig(Config):
@@ -249,6 +255,11 @@ class RunConfig(Config):
             )
         if self.optimizer.updates_per_batch > self.rollout.prompts * self.rollout.samples:
             raise MantissaError("optimizer.updates_per_batch: expected at most one update a completion")
+        if isinstance(self.task, CodeConfig) and self.task.time_limit_s >= self.grading.timeout_s:
+            raise MantissaError(
+                f"task.time_limit_s={self.task.time_limit_s:g} is not below grading.timeout_s="
+                f"{self.grading.timeout_s:g}, which would count a slow program as a verifier error; raise the latter"
+            )
         if self.algorithm.advantage not in ("dr_grpo", "reinforce_pp") and self.rollout.samples < 2:
             raise MantissaError(f"algorithm.advantage={self.algorithm.advantage} needs rollout.samples of 2 or more")
         return self

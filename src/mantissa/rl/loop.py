@@ -7,6 +7,7 @@ seed and the position, so they come out the same, bit for bit.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from mantissa.rl.seeds import stream_slice
 from mantissa.rl.warm_start import warm_start
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
-from mantissa.runs.metrics import undeclared
+from mantissa.runs.metrics import REWARD_PART, undeclared
 from mantissa.runs.trackers import Trackers
 from mantissa.tasks import Problem, Reward
 from mantissa.training import Checkpoint, load_checkpoint, load_weights, save_checkpoint, saved_steps
@@ -232,7 +233,7 @@ class Loop:
 def _sample_metrics(sampled: Sampled, rewards: Sequence[Reward]) -> dict[str, float]:
     completions = [completion for group in sampled.groups for completion in group]
     lengths = [len(completion.tokens) for completion in completions]
-    return {
+    return _reward_parts(rewards) | {
         "reward/accuracy": sum(reward.correct for reward in rewards) / len(rewards),
         "reward/verifier_errors": sum(reward.error is not None for reward in rewards),
         "length/mean": sum(lengths) / len(lengths),
@@ -240,6 +241,15 @@ def _sample_metrics(sampled: Sampled, rewards: Sequence[Reward]) -> dict[str, fl
         "length/truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
         "rollout/tokens": sum(lengths),
     }
+
+
+def _reward_parts(rewards: Sequence[Reward]) -> dict[str, float]:
+    """The mean of each number that rewards are made of, over the completions that have it."""
+    values: dict[str, list[float]] = {}
+    for reward in rewards:
+        for name, value in reward.parts.items():
+            values.setdefault(name, []).append(value)
+    return {f"{REWARD_PART}{name}": math.fsum(many) / len(many) for name, many in sorted(values.items())}
 
 
 def _rollout_rows(

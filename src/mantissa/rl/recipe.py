@@ -120,7 +120,8 @@ def _describe(error: ValidationError) -> str:
 
 
 _LOSSES = {"ppo_clip", "reinforce", "dapo", "gspo", "cispo"}
-_UNION_TAGS = {"running_sum", "addition", "chain", "countdown", "dataset", *_LOSSES}
+_REWARDS = {"name", "terms"}  # a reward by its name, or as a list
+_UNION_TAGS = {"running_sum", "addition", "chain", "countdown", "code", "dataset", *_LOSSES, *_REWARDS}
 
 
 def _siblings(path: list[str]) -> list[str]:
@@ -132,7 +133,8 @@ def _siblings(path: list[str]) -> list[str]:
             options = _models_in(model.model_fields[part].annotation)
             model = options[0] if options else model
         elif part in _UNION_TAGS:
-            model = next(m for m in options if part in get_args(m.model_fields["kind"].annotation))
+            kinds = [m for m in options if "kind" in m.model_fields]  # a list of terms has none
+            model = next((m for m in kinds if part in get_args(m.model_fields["kind"].annotation)), model)
     return list(model.model_fields)
 
 

@@ -56,6 +56,8 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, *, resumed: bool) ->
         with Live(config.steps, done=done) as live:
             live.precision(parts.precision.rows())
             live.note(f"run {run.path}   device {parts.device}   parameters {_parameters(parts):,}")
+            for note in parts.sampler.grader.notes:
+                live.note(note)
             if resumed:
                 _note_changes(live, run.record_resume(done, _environment(parts)))
             Loop(config, parts, run, trackers, live).go()
@@ -85,7 +87,8 @@ def _environment(parts: Parts) -> dict[str, Any]:
     rows = parts.precision.rows()
     for row in rows:
         row["evidence"] = parts.evidence.get(row["role"], "")
-    return environment() | {"precision": rows, "training_device": str(parts.device)}
+    guards = list(parts.sampler.grader.notes)
+    return environment() | {"precision": rows, "training_device": str(parts.device), "grading": guards}
 
 
 def _parameters(parts: Parts) -> int:

@@ -29,6 +29,12 @@ def _ranged(name: str, formula: str, unit: str, healthy: tuple[float | None, flo
 LOOP_METRICS: tuple[Metric, ...] = (
     _plain("reward/accuracy", "completions judged correct / completions", "fraction"),
     _ranged("reward/verifier_errors", "completions on which the verifier failed (their reward is 0)", "count", (0, 0)),
+    _plain(
+        "reward_part/NAME",
+        "mean over completions without verifier error of what the reward is made of: a term before its weight, or a "
+        "number that a reward function returned",
+        "1",
+    ),
     _plain("length/mean", "mean response length, the stop token included", "tokens"),
     _plain("length/max", "largest response length", "tokens"),
     _ranged("length/truncated_fraction", "completions cut off at max_tokens / completions", "fraction", (0, 0.2)),
@@ -73,13 +79,14 @@ TRAINER_METRICS: tuple[Metric, ...] = (
 
 METRICS: tuple[Metric, ...] = (*LOOP_METRICS, *TRAINER_METRICS, *ALL_METRICS)
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
+REWARD_PART = "reward_part/"  # and any name: which there are is the recipe's to say
 _CLOCK = ("time/", "rate/")
 _LABELS = ("step", "precision/format")  # in rows, and no metrics: which step it is, and the format it computed in
 
 
 def undeclared(row: Mapping[str, Any]) -> list[str]:
     """The keys of a metrics row, labels aside, that no metric declares: anything here is a bug of the loop."""
-    return sorted(key for key in row if key not in _LABELS and key not in BY_NAME)
+    return sorted(key for key in row if key not in _LABELS and key not in BY_NAME and not key.startswith(REWARD_PART))
 
 
 def deterministic(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,20 @@ into the user's one line.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from mantissa.tasks.types import SplitName
 
@@ -30,10 +41,84 @@ class _GeneratedConfig(_Config):
         return {"train": self.train_size, "heldout": self.heldout_size, "warm_start": self.warm_start_size}
 
 
+class RewardTerm(_Config):
+    """One summand of the reward: a function by its import path, or a verifier by its name; exactly one of the two."""
+
+    function: str | None = Field(
+        None,
+        description="package.module:function, also looked for in the current folder. It is called with (problem, "
+        "completion), or if marked as batched with lists of both, and returns a number, a bool or a dict with reward.",
+    )
+    verifier: Literal["task", "exact", "math_verify", "dapo", "dapo_strict", "code"] | None = Field(
+        None, description="task is the task's own."
+    )
+    weight: float = Field(1.0, allow_inf_nan=False, description="Factor in the sum; 0 only logs the term.")
+    name: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9_.-]+$", description="Names the term in the log; its function's or verifier's name."
+    )
+    decides: bool = Field(
+        False,
+        description="Completions are correct where all terms with this say so; where no term has it, the first "
+        "verifier decides, or else the first function.",
+    )
+    correct_at: float | None = Field(
+        None, allow_inf_nan=False, description="A function's number means correct from here on; 1 where not given."
+    )
+    batch_size: int | None = Field(
+        None, ge=2, description="Samples in a call of a batched function; 64 where not given."
+    )
+
+    @field_validator("function")
+    @classmethod
+    def _import_path(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+            raise ValueError("expected package.module:function, such as rewards:brevity")
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> RewardTerm:
+        if (self.function is None) == (self.verifier is None):
+            raise ValueError("a term of the reward needs exactly one of function and verifier")
+        for name in ("correct_at", "batch_size"):
+            if self.verifier is not None and getattr(self, name) is not None:
+                raise ValueError(f"{name} does nothing for a verifier, only for a function; leave it out")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The term's name in the log."""
+        return self.name or self.verifier or str(self.function).partition(":")[2]
+
+
+def _terms(value: Any) -> Any:
+    return (value,) if isinstance(value, dict) else value
+
+
+def _distinct(terms: tuple[RewardTerm, ...]) -> tuple[RewardTerm, ...]:
+    labels = [term.label for term in terms]
+    twice = next((label for i, label in enumerate(labels) if label in labels[:i]), None)
+    if twice is not None:
+        raise ValueError(f"two terms of the reward are called {twice!r}; give one of them another name")
+    return terms
+
+
+_Terms = Annotated[tuple[RewardTerm, ...], Field(min_length=1), BeforeValidator(_terms), AfterValidator(_distinct)]
+_TERMS_HELP = "or a list of functions and verifiers with weights, whose sum is the reward"
+
+
+def _name_or_terms(value: Any) -> str:
+    return "terms" if isinstance(value, (list, tuple, dict)) else "name"
+
+
 _Reward = Annotated[
-    Literal["exact", "prefix"],
-    Field(description="exact: 1 for the right text, else 0. prefix: share of leading characters that are right."),
+    Annotated[Literal["exact", "prefix"], Tag("name")] | Annotated[_Terms, Tag("terms")],
+    Discriminator(_name_or_terms),
+    Field(
+        description="exact: 1 for the right text, else 0. prefix: share of leading characters that are right; "
+        f"{_TERMS_HELP}."
+    ),
 ]
+_OwnReward = Annotated[_Terms | None, Field(description=f"The task's own verdict where not given; {_TERMS_HELP}.")]
 
 
 class RunningSumConfig(_GeneratedConfig):
@@ -86,6 +171,43 @@ class CountdownConfig(_GeneratedConfig):
     style: Literal["compact", "text"] = Field(
         "compact", description="compact: '3 5 7:26=' for character-level policies. text: a sentence, <answer> tags."
     )
+    reward: _OwnReward = None
+
+
+class CodeConfig(_GeneratedConfig):
+    """Write a function from its values at (0,0,0), (1,0,0), (0,1,0), ...: ``03 05 04 09:`` gives ``3+2*x+1*y+6*z``."""
+
+    kind: Literal["code"]
+    train_size: int = Field(2048, ge=1, description="Number of distinct training problems.")
+    warm_start_size: int = Field(
+        4096, ge=0, description="Number of solved problems for the supervised warm start; disjoint from the others."
+    )
+    variables: int = Field(3, ge=1, le=3, description="Arguments of the function: x, y, z.")
+    max_coefficient: int = Field(9, ge=1, le=99, description="Coefficients are uniform in 0..max_coefficient.")
+    product: bool = Field(False, description="Add a term in x*y, and the example that shows it.")
+    style: Literal["compact", "text"] = Field(
+        "compact", description="compact: the body of a return, for character-level policies. text: a code block."
+    )
+    reward: Annotated[
+        Annotated[Literal["all", "fraction"], Tag("name")] | Annotated[_Terms, Tag("terms")],
+        Discriminator(_name_or_terms),
+        Field(description=f"all: 1 where every test passes, else 0. fraction: share of tests passed; {_TERMS_HELP}."),
+    ] = "all"
+    time_limit_s: float = Field(
+        2.0, gt=0, description="Wall clock of one program, which is wrong beyond it; below grading.timeout_s."
+    )
+    memory_mib: int = Field(256, ge=64, description="Address space of one program.")
+    isolation: Literal["required", "limits"] = Field(
+        "required",
+        description="required: refuse to run programs where the network cannot be kept from them. limits: run them "
+        "under resource limits alone if need be.",
+    )
+
+    @model_validator(mode="after")
+    def _product_of_two(self) -> CodeConfig:
+        if self.product and self.variables < 2:
+            raise ValueError("product needs variables of 2 or more")
+        return self
 
 
 def _one_or_many(value: Any) -> Any:
@@ -109,9 +231,12 @@ class DatasetConfig(_Config):
         lt=1,
         description="Share of prompts held out by a seeded hash; 0.05 where no heldout_files are given.",
     )
-    verifier: Literal["exact", "math_verify", "dapo", "dapo_strict"] = Field(
-        "math_verify", description="How an answer is graded; math_verify runs in processes of its own."
+    verifier: Literal["exact", "math_verify", "dapo", "dapo_strict", "code"] | None = Field(
+        None,
+        description="How an answer is graded; math_verify where not given, which runs in processes of its own. code "
+        "runs the program that was written, in a sandbox, on the tests that the answer holds.",
     )
+    reward: _OwnReward = None
     row_schema: Literal["plain", "dapo"] | None = Field(
         None, description="Schema of the rows; detected by their columns if null."
     )
@@ -130,11 +255,15 @@ class DatasetConfig(_Config):
     def _consistent(self) -> DatasetConfig:
         if self.heldout_files and self.heldout_fraction is not None:
             raise ValueError("heldout_files and heldout_fraction are both set; one of them would do nothing")
+        uses_own = self.reward is None or any(term.verifier == "task" for term in self.reward)
+        if self.verifier is not None and not uses_own:
+            raise ValueError("verifier does nothing beside a reward without {verifier: task}; leave it out")
         if self.template is not None and "{problem}" not in self.template:
             raise ValueError("template lacks {problem}, the place where each problem's text goes")
         return self
 
 
 TaskConfig = Annotated[
-    RunningSumConfig | AdditionConfig | ChainConfig | CountdownConfig | DatasetConfig, Field(discriminator="kind")
+    RunningSumConfig | AdditionConfig | ChainConfig | CountdownConfig | CodeConfig | DatasetConfig,
+    Field(discriminator="kind"),
 ]

@@ -24,6 +24,7 @@ from mantissa.tasks.types import Message
 Schema = Literal["plain", "dapo"]
 _PROBLEM_COLUMNS = ("problem", "question")
 _ROLES = ("system", "user", "assistant")
+_COLUMNS = (*_PROBLEM_COLUMNS, "answer", "prompt", "reward_model", "data_source", "ability", "extra_info")
 _BATCH_ROWS = 8192
 
 
@@ -41,11 +42,19 @@ class BadRow:
 
 @dataclass(frozen=True)
 class Row:
-    """A row that was read: the bare problem text or its chat messages, the answer as text, where it comes from."""
+    """A row that was read: the bare problem text or its chat messages, the answer as text, where it comes from.
+
+    ``number`` is the row's, as in ``BadRow``. ``ability``, ``style`` and ``index`` are the DAPO schema's, as they stand
+    there; None where a row lacks them.
+    """
 
     prompt: str | tuple[Message, ...]
     answer: str
     source: str
+    number: int
+    ability: str | None = None
+    style: str | None = None
+    index: str | None = None
 
 
 class _UnreadableError(ValueError):
@@ -79,7 +88,7 @@ def _read_parquet(path: Path, schema: Schema | None) -> Iterator[Row | BadRow]:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
             schema = _schema_of(columns, schema, path)
-            used = [c for c in (*_PROBLEM_COLUMNS, "answer", "prompt", "reward_model", "data_source") if c in columns]
+            used = [c for c in _COLUMNS if c in columns]
             number = 0
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=used):
                 for raw in batch.to_pylist():
@@ -131,17 +140,17 @@ def _schema_of(columns: Sequence[str], schema: Schema | None, path: Path) -> Sch
 
 def _row_or_report(raw: Mapping[str, Any], schema: Schema, path: Path, number: int) -> Row | BadRow:
     try:
-        return _plain_row(raw, path) if schema == "plain" else _dapo_row(raw, path)
+        return _plain_row(raw, path, number) if schema == "plain" else _dapo_row(raw, path, number)
     except _UnreadableError as error:
         return BadRow(str(path), number, str(error))
 
 
-def _plain_row(raw: Mapping[str, Any], path: Path) -> Row:
+def _plain_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
     column = next((c for c in _PROBLEM_COLUMNS if c in raw), _PROBLEM_COLUMNS[0])
-    return Row(_text(raw.get(column), column), _answer(raw.get("answer"), "answer"), path.stem)
+    return Row(_text(raw.get(column), column), _answer(raw.get("answer"), "answer"), path.stem, number)
 
 
-def _dapo_row(raw: Mapping[str, Any], path: Path) -> Row:
+def _dapo_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
     messages = raw.get("prompt")
     if not isinstance(messages, list) or not messages:
         raise _UnreadableError(f"'prompt' is {_shown(messages)}: expected a list of messages")
@@ -149,7 +158,20 @@ def _dapo_row(raw: Mapping[str, Any], path: Path) -> Row:
     if not isinstance(reward_model, dict):
         raise _UnreadableError(f"'reward_model' is {_shown(reward_model)}: expected an object with 'ground_truth'")
     answer = _answer(reward_model.get("ground_truth"), "reward_model.ground_truth")
-    return Row(tuple(_message(m) for m in messages), answer, str(raw.get("data_source") or path.stem))
+    extra = raw.get("extra_info")
+    return Row(
+        tuple(_message(m) for m in messages),
+        answer,
+        str(raw.get("data_source") or path.stem),
+        number,
+        _named(raw.get("ability")),
+        _named(reward_model.get("style")),
+        _named(extra.get("index")) if isinstance(extra, dict) else None,
+    )
+
+
+def _named(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 def _message(raw: Any) -> Message:

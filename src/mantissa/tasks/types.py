@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 from mantissa.errors import MantissaError
@@ -41,20 +42,23 @@ class Problem:
 class Reward:
     """What one completion earned.
 
-    ``error`` is set where the verifier raised, died or ran out of time: ``value`` is then the verifier's lowest, and
-    whoever logs the step counts it, since it says nothing about the completion.
+    ``error`` is set where the verifier raised, died or ran out of time: ``value`` is then the verifier's ``failure``,
+    and whoever logs the step counts it, since it says nothing about the completion. ``parts``: finite numbers by name
+    that the reward was made of, for the log.
     """
 
     value: float
     correct: bool
     error: str | None = None
+    parts: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 class Verifier(ABC):
     """Grades a completion. Instances are small and picklable: they travel to the worker processes.
 
     ``low`` and ``high`` bound the rewards. ``isolated`` is True where grading may hang or crash on hostile input, and
-    must therefore run in a process of its own.
+    must therefore run in a process of its own. ``chunk``: how many samples one call of ``grade`` likes to have; it may
+    depend on what ``prepare`` loads. ``failure``: what a sample earns on which the verifier failed.
     """
 
     low: ClassVar[float] = 0.0
@@ -62,7 +66,26 @@ class Verifier(ABC):
     isolated: ClassVar[bool] = False
 
     def prepare(self) -> None:  # noqa: B027 - most verifiers have nothing to prepare
-        """Do the slow part (imports) once, before the clock of the first sample starts."""
+        """Do the slow part (imports) once, before the clock of the first sample starts.
+
+        A ``MantissaError`` from here is the user's mistake and ends the run with its one line.
+        """
+
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know about how grading is guarded here, one line each; asked after ``prepare``."""
+        return ()
+
+    @property
+    def chunk(self) -> int:
+        return 1
+
+    @property
+    def failure(self) -> float:
+        return self.low
+
+    def grade(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
+        """Grade several at once; for verifiers that are faster so."""
+        return [self(problem, completion) for problem, completion in samples]
 
     @abstractmethod
     def __call__(self, problem: Problem, completion: str) -> Reward:
@@ -71,6 +94,14 @@ class Verifier(ABC):
     def judged(self, correct: bool) -> Reward:
         """The reward of a plain right-or-wrong verdict."""
         return Reward(self.high if correct else self.low, correct)
+
+    def checked(self, reward: object) -> Reward:
+        """``reward``, if it is one, finite and within the bounds (which NaN is not); else ``ValueError``."""
+        if not isinstance(reward, Reward):
+            raise ValueError(f"the verifier returned {type(reward).__name__}, not a Reward")
+        if not (self.low <= reward.value <= self.high and math.isfinite(reward.value)):
+            raise ValueError(f"reward {reward.value} lies outside [{self.low}, {self.high}]")
+        return reward
 
 
 class Task(ABC):
@@ -112,6 +143,11 @@ class Task(ABC):
     def verify(self, problem: Problem, completion: str) -> Reward:
         """Grade in this process and without a time limit; ``Grader`` is the guarded way."""
         return self.verifier(problem, completion)
+
+
+def describe(error: BaseException) -> str:
+    """One line about an exception: its type and the beginning of its text."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def prompt_text(prompt: str | tuple[Message, ...]) -> str:

@@ -10,13 +10,14 @@ dapo          in the last 300 characters the last ``Answer: ...`` is the answer 
               after normalisation
 dapo_strict   in the last 100 characters the last ``\boxed{}`` is the answer after     -1, 1     no
               normalisation
+code          the function in its last code block passes the tests in the answer       0, 1      yes
 ============  =======================================================================  ========  ========
 
-``142.0`` and ``142`` are equal under every one of them.
+``142.0`` and ``142`` are equal under every one of them but ``code``, which is in ``code.py``.
 
-``math_verify`` is the only one that may hang: ``\boxed{9^{9^{9^{9}}}}`` asks sympy for a number of 10^8 digits and
-more. The library's own time limits need SIGALRM in the main thread and are switched off; ``Grader`` runs the verifier
-in a process that it can kill.
+``math_verify`` is the only other one that may hang: ``\boxed{9^{9^{9^{9}}}}`` asks sympy for a number of 10^8 digits
+and more. The library's own time limits need SIGALRM in the main thread and are switched off; ``Grader`` runs the
+verifier in a process that it can kill.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any, ClassVar
 
 from mantissa.errors import MantissaError, nearest
 from mantissa.tasks.answers import last_boxed, normalize_answer, plain_number
+from mantissa.tasks.code import CodeVerifier
 from mantissa.tasks.types import Problem, Reward, Verifier
 
 TAIL_CHARACTERS = 300
@@ -131,6 +133,7 @@ VERIFIERS: dict[str, Callable[[], Verifier]] = {
     "math_verify": MathVerify,
     "dapo": Dapo,
     "dapo_strict": partial(Dapo, strict=True),
+    "code": CodeVerifier,
 }
 
 

@@ -7,32 +7,35 @@ process even in C code which never returns to Python. The timer is a backstop: t
 
 from __future__ import annotations
 
-import os
 import pickle
 import resource
 import signal
+import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from mantissa.tasks.types import Reward, Verifier
+from mantissa.errors import MantissaError
+from mantissa.tasks.types import Problem, Reward, Verifier, describe
 
 BACKSTOP_S = 1.0  # how much longer than the parent the kernel timer waits
-MEMORY_LIMIT_BYTES = (
-    4 * 2**30
-)  # address space: a verifier that builds 9^9^9^9 gets MemoryError, not the machine's memory
+_warned = False
 
 
-def main(descriptor: int, timeout_s: float) -> None:
-    """Serve the pipe at file ``descriptor`` until it closes. Replies: ("ready"|"failed", text), then (Reward|str)."""
+def main(descriptor: int, timeout_s: float, memory_bytes: int) -> None:
+    """Serve the pipe at file ``descriptor`` until it closes.
+
+    Replies: first ("ready", chunk, notes), ("refused", text) or ("failed", text), then lists of Reward or str.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent closes us
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    _limit_memory()
+    _limit_memory(memory_bytes)
     pipe = Connection(descriptor)
     try:
         verifier = _load(pipe)
         while verifier is not None:
-            problem, completion = pickle.loads(pipe.recv_bytes())
+            samples = pickle.loads(pipe.recv_bytes())
             signal.setitimer(signal.ITIMER_REAL, timeout_s + BACKSTOP_S)
-            reply = _grade(verifier, problem, completion)
+            reply = grade_samples(verifier, samples)
             signal.setitimer(signal.ITIMER_REAL, 0)
             pipe.send_bytes(pickle.dumps(reply))
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -41,9 +44,10 @@ def main(descriptor: int, timeout_s: float) -> None:
         pipe.close()
 
 
-def _limit_memory() -> None:
+def _limit_memory(limit: int) -> None:
+    """Bound the address space: a verifier that builds 9^9^9^9 gets MemoryError, not the machine's memory."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_LIMIT_BYTES)
+    limit = limit if hard == resource.RLIM_INFINITY else min(hard, limit)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
@@ -53,29 +57,43 @@ def _load(pipe: Connection) -> Verifier | None:
     try:
         verifier: Verifier = pickle.loads(payload)
         verifier.prepare()
+        ready = ("ready", verifier.chunk, verifier.notes())
+    except MantissaError as error:
+        pipe.send_bytes(pickle.dumps(("refused", str(error))))
+        return None
     except Exception as error:  # noqa: BLE001 - a verifier's own code may raise anything; the parent reports it
         pipe.send_bytes(pickle.dumps(("failed", describe(error))))
         return None
-    pipe.send_bytes(pickle.dumps(("ready", str(os.getpid()))))
+    pipe.send_bytes(pickle.dumps(ready))
     return verifier
 
 
-def _grade(verifier: Verifier, problem: object, completion: str) -> Reward | str:
+def grade_samples(verifier: Verifier, samples: Sequence[tuple[Problem, str]]) -> list[Reward | str]:
+    """The reward of each sample, or what went wrong with it.
+
+    Several are graded in one call. Where that call fails they are graded one by one, so that the failure costs the
+    sample that caused it and no other.
+    """
+    if len(samples) > 1:
+        try:
+            rewards = verifier.grade(samples)
+            if len(rewards) != len(samples):
+                raise ValueError(f"{len(rewards)} rewards for {len(samples)} samples")
+            return [verifier.checked(reward) for reward in rewards]
+        except BaseException as error:  # noqa: BLE001 - foreign code: even SystemExit costs one sample only
+            _warn_once(f"grading {len(samples)} samples at once failed ({describe(error)}); doing them one by one")
+    return [_grade(verifier, problem, completion) for problem, completion in samples]
+
+
+def _grade(verifier: Verifier, problem: Problem, completion: str) -> Reward | str:
     try:
-        return checked(verifier, verifier(problem, completion))  # type: ignore[arg-type]
+        return verifier.checked(verifier(problem, completion))
     except BaseException as error:  # noqa: BLE001 - foreign code: even SystemExit costs this sample only
         return describe(error)
 
 
-def checked(verifier: Verifier, reward: object) -> Reward:
-    """``reward``, if it is one and lies within the verifier's bounds (which NaN does not); else ``ValueError``."""
-    if not isinstance(reward, Reward):
-        raise ValueError(f"the verifier returned {type(reward).__name__}, not a Reward")
-    if not verifier.low <= reward.value <= verifier.high:
-        raise ValueError(f"reward {reward.value} lies outside [{verifier.low}, {verifier.high}]")
-    return reward
-
-
-def describe(error: BaseException) -> str:
-    """One line about an exception: its type and the beginning of its text."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+def _warn_once(text: str) -> None:
+    global _warned
+    if not _warned:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+    _warned = True

@@ -1,0 +1,203 @@
+"""Code: a policy writes a Python function, tests decide. And a small generated task that a tiny policy can learn.
+
+The verifier takes the program out of the completion, has the sandbox call its function with each test's arguments, and
+compares what comes back with what was expected, here. An answer holds the tests as JSON:
+
+    {"function": "f", "tests": [[[1, 2], 3], [[0, 5], 5]], "before": "def f(x, y):\\n    return "}
+
+Each test is a list of arguments and the value expected. ``before`` is optional: the completion as it is is put behind
+it. Without it the program is the last block fenced by three backticks, or the whole completion where there is none.
+
+Values are JSON's, so a tuple counts as a list. Numbers compare as numbers (4.0 is 4), but True is not 1.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
+
+from mantissa.errors import MantissaError
+from mantissa.tasks.generated import GeneratedTask
+from mantissa.tasks.sandbox import Isolation, Limits, Sandbox
+from mantissa.tasks.types import Problem, Reward, SplitName, Verifier, stable_id
+
+CodeReward = Literal["all", "fraction"]
+IsolationNeed = Literal["required", "limits"]
+Style = Literal["compact", "text"]
+MAX_PROGRAM_CHARACTERS = 100_000
+_FENCE = re.compile(r"^[ \t]*```[^\n`]*$", re.MULTILINE)
+_HIDDEN_TESTS = 4
+_LARGEST_INPUT = 20
+
+
+@lru_cache(maxsize=4)
+def _sandbox(limits: Limits) -> Sandbox:
+    return Sandbox(limits)  # one for all calls of a process: starting it costs more than many programs
+
+
+@lru_cache(maxsize=4)
+def _probed(limits: Limits) -> Isolation:
+    return _sandbox(limits).probe()
+
+
+@dataclass(frozen=True)
+class CodeVerifier(Verifier):
+    """Unit tests on a program that runs in a sandbox. 1 where all pass; with ``fraction``, the share that does.
+
+    ``parts``: ``passed``, the share of tests passed, and ``ended``, 1 where the program returned from every test. A
+    program that hangs, crashes or floods is wrong; that is no verifier error. ``isolation``: ``required`` refuses to
+    start where programs could reach the network; ``limits`` runs them all the same.
+    """
+
+    isolated: ClassVar[bool] = True
+
+    reward: CodeReward = "all"
+    time_limit_s: float = 2.0
+    memory_mib: int = 256
+    isolation: IsolationNeed = "required"
+
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self.time_limit_s, int(self.time_limit_s) + 1, self.memory_mib * 2**20)
+
+    def prepare(self) -> None:
+        """Start the sandbox and try it; raises ``MantissaError`` where it does not isolate as asked."""
+        found = _probed(self._limits)
+        if self.isolation == "required" and not found.no_network:
+            raise MantissaError(
+                f"programs cannot be kept from the network here ({', '.join(found.layers)}): run on Linux where user "
+                "namespaces or system-call filters are allowed, or accept it with isolation: limits"
+            )
+
+    def notes(self) -> tuple[str, ...]:
+        return (_probed(self._limits).describe(),)
+
+    def __call__(self, problem: Problem, completion: str) -> Reward:
+        function, tests, before = read_tests(problem.answer)
+        source = last_block(completion) if before is None else before + completion
+        if len(source) > MAX_PROGRAM_CHARACTERS or not is_text(source):
+            return Reward(0.0, False, parts={"passed": 0.0, "ended": 0.0})
+        outcome = _sandbox(self._limits).run(source, function, [arguments for arguments, _ in tests])
+        if outcome.ended == "sandbox lost":
+            raise RuntimeError("the sandbox died or fell silent")
+        expected = [value for _, value in tests]
+        # zip ends with the shorter: a program that ended early did not pass the rest
+        hits = sum("value" in o and same(o["value"], e) for o, e in zip(outcome.outputs, expected, strict=False))
+        passed, whole = hits / len(tests), outcome.ended == "returned" and len(outcome.outputs) == len(tests)
+        value = float(passed == 1) if self.reward == "all" else passed
+        return Reward(value, passed == 1, parts={"passed": passed, "ended": float(whole)})
+
+
+@lru_cache(maxsize=4096)
+def read_tests(answer: str) -> tuple[str, list[tuple[list[Any], Any]], str | None]:
+    """Function, tests and the text before the completion; raises ``ValueError`` for an answer that holds none."""
+    raw = json.loads(answer)
+    if not isinstance(raw, dict) or not {"function", "tests"} <= raw.keys() <= {"function", "tests", "before"}:
+        raise ValueError("the answer of a code problem is an object with function, tests and, if need be, before")
+    tests = raw["tests"]
+    if not isinstance(tests, list) or not tests:
+        raise ValueError("tests is empty or no list: every program would pass")
+    if not all(isinstance(t, list) and len(t) == 2 and isinstance(t[0], list) for t in tests):
+        raise ValueError("a test is a list of arguments and the value expected: [[1, 2], 3]")
+    return str(raw["function"]), [(arguments, value) for arguments, value in tests], raw.get("before")
+
+
+def last_block(text: str) -> str:
+    """The last block fenced by ``` that is closed; the whole text where there is none."""
+    fences = list(_FENCE.finditer(text))
+    blocks = [text[a.end() : b.start()] for a, b in list(pairwise(fences))[::2]]
+    return blocks[-1] if blocks else text
+
+
+def is_text(source: str) -> bool:
+    """False for text that no file can hold: lone surrogates, which broken bytes decode to."""
+    try:
+        source.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def same(got: Any, want: Any) -> bool:
+    """Equality of JSON values that tells True from 1."""
+    if isinstance(got, bool) or isinstance(want, bool):
+        return got is want
+    if isinstance(got, list) and isinstance(want, list):
+        return len(got) == len(want) and all(same(a, b) for a, b in zip(got, want, strict=True))
+    if isinstance(got, dict) and isinstance(want, dict):
+        return got.keys() == want.keys() and all(same(got[key], want[key]) for key in want)
+    return bool(got == want)
+
+
+class CodeTask(GeneratedTask):
+    """Write the function that examples describe: a sum of x, y, z with coefficients 0..``max_coefficient``.
+
+    The examples are its values at (0, 0, 0), (1, 0, 0), (0, 1, 0), ... and with ``product`` at (1, 1, 0), which fix the
+    coefficients: ``03 05 04 09:`` is answered by ``3+2*x+1*y+6*z``, every number and term at a place of its own. Any
+    expression with these values is right; it is tested on the examples and on further points that the prompt does not
+    show. Each function is one prompt, so no function of the training set is held out.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[SplitName, int],
+        seed: int,
+        variables: int = 3,
+        max_coefficient: int = 9,
+        product: bool = False,
+        style: Style = "compact",
+        verifier: CodeVerifier = CodeVerifier(),
+    ):
+        self._variables, self._max, self._product, self._style = "xyz"[:variables], max_coefficient, product, style
+        alphabet = f"0123456789 :+*{self._variables}" if style == "compact" else None
+        super().__init__("code", verifier, sizes, seed, alphabet)
+
+    def draw(self, rng: random.Random) -> Problem:
+        count = 1 + len(self._variables) + self._product
+        coefficients = [rng.randint(0, self._max) for _ in range(count)]
+        shown = self._examples()
+        hidden = [[rng.randint(2, _LARGEST_INPUT) for _ in self._variables] for _ in range(_HIDDEN_TESTS)]
+        tests = [[point, self._value(coefficients, point)] for point in [*shown, *hidden]]
+        examples = tests[: len(shown)]
+        return self._problem(self._expression(coefficients), examples, tests)
+
+    def _examples(self) -> list[list[int]]:
+        size = len(self._variables)
+        points = [[0] * size] + [[int(i == j) for j in range(size)] for i in range(size)]
+        return [*points, [1, 1] + [0] * (size - 2)] if self._product else points
+
+    def _features(self, point: Sequence[int]) -> list[int]:
+        return [1, *point, *([point[0] * point[1]] if self._product else [])]
+
+    def _value(self, coefficients: Sequence[int], point: Sequence[int]) -> int:
+        return sum(c * f for c, f in zip(coefficients, self._features(point), strict=True))
+
+    def _expression(self, coefficients: Sequence[int]) -> str:
+        names = ["", *self._variables, *(["x*y"] if self._product else [])]
+        terms = [f"{c}*{name}" if name else str(c) for c, name in zip(coefficients, names, strict=True)]
+        return "+".join(terms)
+
+    def _problem(self, expression: str, examples: list[Any], tests: list[Any]) -> Problem:
+        arguments = ", ".join(self._variables)
+        answer: dict[str, Any] = {"function": "f", "tests": tests}
+        if self._style == "compact":
+            width = len(str(self._max * (4 if self._product else 2)))  # of the largest value an example can have
+            prompt = " ".join(str(value).rjust(width, "0") for _, value in examples) + ":"
+            solution = expression
+            answer["before"] = f"def f({arguments}):\n    return "
+        else:
+            lines = "\n".join(f"f({', '.join(map(str, point))}) == {value}" for point, value in examples)
+            terms = ", ".join([*self._variables, *(["x*y"] if self._product else [])])
+            prompt = (
+                f"Write a Python function f({arguments}) that is a sum of {terms} with whole coefficients and a "
+                f"constant, and has these values:\n\n{lines}\n\nGive the function in one code block."
+            )
+            solution = f"```python\ndef f({arguments}):\n    return {expression}\n```"
+        source = json.dumps(answer, separators=(",", ":"))
+        return Problem(stable_id(self.name, prompt), prompt, source, self.name, solution)

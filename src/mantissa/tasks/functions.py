@@ -1,0 +1,154 @@
+"""A reward that is a plain Python function of the user's, named by its import path: ``my.module:score``.
+
+    def score(problem: Problem, completion: str) -> float | bool | dict: ...
+
+    @batched
+    def score(problems: list[Problem], completions: list[str]) -> list[float | bool | dict]: ...
+
+It is imported in the grading processes only, never in the one that trains, with the current folder first on the import
+path. What it may return, and what comes of it:
+
+- a finite number: the reward; the completion is correct where it reaches ``correct_at``
+- a bool: 1 and correct, or 0 and not
+- a dict: ``reward`` as above, optionally ``correct`` (a bool), and any other numbers, which are logged
+
+Anything else, NaN and infinity included, and any exception, is a verifier error: reward 0, counted, the text kept.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import numbers
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, TypeVar
+
+from mantissa.errors import MantissaError, nearest
+from mantissa.tasks.types import Problem, Reward, Verifier, describe
+
+DEFAULT_BATCH = 64
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def batched(function: _Function) -> _Function:
+    """Mark a reward function as one that takes lists of problems and completions and returns a list.
+
+    It sets ``function.batch = True``, which is all there is to it: write that line to do without this import.
+    """
+    function.batch = True  # type: ignore[attr-defined]
+    return function
+
+
+@dataclass(frozen=True)
+class FunctionVerifier(Verifier):
+    """The function at ``reference``, as a verifier. ``batch_size``: samples a call of a batched one; None is 64."""
+
+    low: ClassVar[float] = -math.inf
+    high: ClassVar[float] = math.inf
+    isolated: ClassVar[bool] = True
+
+    reference: str
+    correct_at: float = 1.0
+    batch_size: int | None = None
+
+    def prepare(self) -> None:
+        """Import the function; what prevents that is the user's to mend."""
+        function = load_function(self.reference)
+        if self.batch_size is not None and not getattr(function, "batch", False):
+            raise MantissaError(
+                f"reward function {self.reference}: batch_size does nothing, because the function takes one sample at "
+                "a time; leave it out, or mark the function with mantissa.tasks.batched"
+            )
+
+    @property
+    def chunk(self) -> int:
+        return (self.batch_size or DEFAULT_BATCH) if self._batched else 1
+
+    @property
+    def failure(self) -> float:
+        return 0.0
+
+    @property
+    def _batched(self) -> bool:
+        return bool(getattr(load_function(self.reference), "batch", False))
+
+    def __call__(self, problem: Problem, completion: str) -> Reward:
+        if self._batched:
+            return self.grade([(problem, completion)])[0]
+        return self._reward(load_function(self.reference)(problem, completion))
+
+    def grade(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
+        if not self._batched:
+            return [self(problem, completion) for problem, completion in samples]
+        results = load_function(self.reference)([problem for problem, _ in samples], [text for _, text in samples])
+        if isinstance(results, (str, bytes, Mapping)) or not hasattr(results, "__len__"):
+            raise TypeError(f"{self.reference} is batched and returned {_shown(results)}: expected a list")
+        if len(results) != len(samples):
+            raise ValueError(f"{self.reference} returned {len(results)} rewards for {len(samples)} samples")
+        return [self._reward(result) for result in results]
+
+    def _reward(self, result: Any) -> Reward:
+        if isinstance(result, Mapping):
+            if "reward" not in result:
+                raise ValueError(f"{self.reference} returned a dict without 'reward': it has {_listed(result)}")
+            value, correct = self._number(result["reward"])
+            said = result.get("correct", correct)
+            if not isinstance(_plain(said), bool):
+                raise TypeError(f"{self.reference}: 'correct' is {_shown(said)}: expected a bool")
+            parts = {str(key): self._number(x)[0] for key, x in result.items() if key not in ("reward", "correct")}
+            return Reward(value, bool(said), parts=parts)
+        return Reward(*self._number(result))
+
+    def _number(self, value: Any) -> tuple[float, bool]:
+        """The number, and whether it means correct."""
+        plain = _plain(value)
+        if isinstance(plain, bool):
+            return float(plain), plain
+        if not isinstance(plain, numbers.Real):
+            raise TypeError(f"{self.reference} returned {_shown(value)}: expected a number, a bool or a dict of them")
+        number = float(plain)
+        if not math.isfinite(number):
+            raise ValueError(f"{self.reference} returned {number}: expected a finite number")
+        return number, number >= self.correct_at
+
+
+def _plain(value: Any) -> Any:
+    """The Python number inside a scalar of numpy or torch; anything else as it is."""
+    item = None if isinstance(value, numbers.Number) else getattr(value, "item", None)
+    return item() if callable(item) else value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _listed(result: Mapping[Any, Any]) -> str:
+    return ", ".join(map(repr, result)) or "nothing"
+
+
+@lru_cache(maxsize=32)
+def load_function(reference: str) -> Callable[..., Any]:
+    """The function named ``package.module:function``, looked for in the current folder first.
+
+    Raises ``MantissaError`` where the module cannot be imported or has no such function.
+    """
+    module_name, _, name = reference.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # noqa: BLE001 - the user's own module may raise anything while it is imported
+        raise MantissaError(
+            f"reward function {reference}: cannot import {module_name} ({describe(error)}); expected a module that is "
+            f"installed, on PYTHONPATH or in the current folder {here}"
+        ) from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        what = "has no" if function is None else f"has a {type(function).__name__}, not a function, at"
+        raise MantissaError(f"reward function {reference}: {module_name} {what} {name!r}{nearest(name, vars(module))}")
+    return function

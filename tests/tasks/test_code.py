@@ -1,0 +1,219 @@
+"""The code verifier, and the generated task against Python's own evaluation of its solutions."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mantissa.errors import MantissaError
+from mantissa.tasks import Grader, Problem, SplitName, Task, build_task, code
+from mantissa.tasks.code import CodeTask, CodeVerifier, last_block, read_tests, same
+from mantissa.tasks.config import CodeConfig
+from mantissa.tasks.sandbox import Isolation, Outcome, Sandbox
+
+SIZES: dict[SplitName, int] = {"train": 40, "heldout": 15, "warm_start": 20}
+ANSWER = json.dumps({"function": "f", "tests": [[[1, 2], 3], [[5, 5], 10], [[0, 0], 0], [[-1, 4], 3]]})
+PROBLEM = Problem("p", "q", ANSWER, "s")
+
+
+class Bare(Task):
+    name = "bare"
+
+    def __init__(self, verifier: CodeVerifier) -> None:
+        self.verifier = verifier
+
+    def _problems(self, name: SplitName) -> Sequence[Problem]:
+        return ()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _close() -> Iterator[None]:
+    yield
+    for limits in (CodeVerifier()._limits, CodeVerifier(time_limit_s=0.5)._limits):
+        code._sandbox(limits).close()
+    code._sandbox.cache_clear()
+    code._probed.cache_clear()
+
+
+GOOD = "def f(a, b):\n    return a + b\n"
+
+
+@pytest.mark.parametrize(
+    ("completion", "passed"),
+    [
+        (GOOD, 1.0),
+        (f"First I thought\n```\ndef f(a, b): return 0\n```\nbut\n```python\n{GOOD}```\nis right.", 1.0),
+        (f"```python\n{GOOD}", 0.0),  # never closed, and the fence is no Python
+        ("def f(a, b):\n    return float(a + b)", 1.0),
+        ("def f(a, b):\n    return a * b", 0.25),
+        ("def f(a, b):\n    return abs(a) + abs(b)", 0.75),
+        ("def f(a, b):\n    return str(a + b)", 0.0),
+        ("def g(a, b):\n    return a + b", 0.0),
+        ("import sys\nsys.exit(0)\n" + GOOD, 0.0),
+        ("print('4 passed')\nimport os\nos._exit(0)", 0.0),
+        (
+            "class E(int):\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\n"
+            "def f(a, b): return E(1)",
+            0.0,
+        ),
+        ("import os\nos.write(3, b'{\"value\": true}\\n' * 4)\nos._exit(0)", 0.0),
+        (
+            "import gc\n"
+            "def f(a, b):\n    return [o for o in gc.get_objects() if isinstance(o, dict) and 'tests' in o][0]",
+            0.0,
+        ),
+        (
+            GOOD + "n = 0\ng = f\ndef f(a, b):\n    if a < 0:\n        __import__('os')._exit(0)\n    return g(a, b)",
+            0.75,
+        ),
+        ("\ud800", 0.0),
+        ("#" * 200_000 + "\n" + GOOD, 0.0),
+        ("", 0.0),
+    ],
+)
+def test_verdicts(completion: str, passed: float) -> None:
+    reward = CodeVerifier()(PROBLEM, completion)
+    assert reward.error is None
+    assert reward.parts["passed"] == passed
+    assert (reward.value, reward.correct) == (float(passed == 1), passed == 1)
+    assert CodeVerifier(reward="fraction")(PROBLEM, completion).value == passed
+
+
+def test_a_program_that_hangs_is_wrong_and_no_verifier_error() -> None:
+    verifier = CodeVerifier(time_limit_s=0.5)
+    reward = verifier(PROBLEM, GOOD + "g = f\ndef f(a, b):\n    while a == 0: pass\n    return g(a, b)")
+    assert (reward.value, reward.correct, reward.error) == (0.0, False, None)
+    assert reward.parts == {"passed": 0.5, "ended": 0.0}  # the two before it
+
+
+def test_in_grading_processes_with_a_hostile_program_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [GOOD, "while True: pass", GOOD, "import os\nwhile True: os.fork()", GOOD]
+    verifier = pickle.loads(pickle.dumps(CodeVerifier(time_limit_s=1.0)))
+    with Grader(Bare(verifier), timeout_s=20) as grader:
+        grader.start()
+        assert "cannot reach the network" in grader.notes[0]
+        rewards = grader.grade([(PROBLEM, text) for text in said])
+    assert [r.value for r in rewards] == [1.0, 0.0, 1.0, 0.0, 1.0]
+    assert [r.error for r in rewards] == [None] * 5
+
+
+def test_a_machine_without_isolation_is_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_one = Isolation(False, False, True, False, ("resource limits",))
+    monkeypatch.setattr(code, "_probed", lambda limits: open_one)
+    with pytest.raises(
+        MantissaError, match=r"cannot be kept from the network here \(resource limits\).*isolation: limits"
+    ):
+        CodeVerifier().prepare()
+    lax = CodeVerifier(isolation="limits")
+    lax.prepare()
+    assert "can read files, reach the network" in lax.notes()[0]
+
+
+def test_a_lost_sandbox_is_a_verifier_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sandbox, "run", lambda *_: Outcome("sandbox lost", ()))
+    with pytest.raises(RuntimeError, match="sandbox died"):
+        CodeVerifier()(PROBLEM, GOOD)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "{",
+        "[]",
+        '{"function": "f"}',
+        '{"function": "f", "tests": []}',
+        '{"function": "f", "tests": [[1, 2]]}',
+        '{"function": "f", "tests": [[[1], 2]], "test": 1}',
+    ],
+)
+def test_an_answer_without_tests_is_an_error_not_a_pass(answer: str) -> None:
+    with pytest.raises(ValueError, match=r"Expecting|an object with|every program would pass|a test is a list"):
+        read_tests(answer)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats(-3, 3) | st.text("ab", max_size=2),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+def strict(value: Any) -> Any:
+    """A value whose plain equality is the one wanted: bools marked, so that they are no numbers."""
+    if isinstance(value, bool):
+        return ("bool", value)
+    if isinstance(value, list):
+        return [strict(v) for v in value]
+    return {k: strict(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+@given(a=values, b=values)
+def test_equality_tells_true_from_one_at_any_depth(a: Any, b: Any) -> None:
+    assert same(a, b) == (strict(a) == strict(b))
+    assert same(a, json.loads(json.dumps(a)))
+
+
+def test_the_last_closed_block_counts() -> None:
+    assert last_block("x") == "x"
+    assert last_block("```py\na\n```\n```\nb\n```") == "\nb\n"
+    assert last_block("```py\na\n```\n```\nb") == "\na\n"
+    assert last_block("use `` ` `` and ```inline``` here") == "use `` ` `` and ```inline``` here"
+
+
+@pytest.mark.parametrize("product", [False, True])
+@pytest.mark.parametrize("variables", [2, 3])
+def test_solutions_have_the_values_that_prompts_show_and_tests_want(variables: int, product: bool) -> None:
+    task = CodeTask(SIZES, 3, variables, 9, product)
+    for problem in task.split("train"):
+        function, tests, before = read_tests(problem.answer)
+        namespace: dict[str, Any] = {}
+        exec(f"{before}{problem.solution}", namespace)
+        assert all(namespace[function](*arguments) == value for arguments, value in tests)
+        shown = [int(n) for n in str(problem.prompt).rstrip(":").split()]
+        assert [value for _, value in tests][: len(shown)] == shown
+        assert len(tests) == len(shown) + 4
+        assert set(str(problem.prompt)) | set(problem.solution or "") <= set(task.alphabet or "")
+    assert len({len(str(p.prompt)) for p in task.split("train")}) == 1  # every number at a place of its own
+
+
+def test_examples_fix_the_function_so_that_another_is_wrong() -> None:
+    task = CodeTask(SIZES, 0, 3)
+    problems = task.split("train", 5)
+    for problem in problems:
+        assert task.verify(problem, problem.solution or "").correct
+        for other in problems:
+            if other is not problem:
+                assert not task.verify(problem, other.solution or "").correct
+    shown = "".join(f"{v} if (x,y,z)==({x},{y},{z}) else " for (x, y, z), v in read_tests(problems[0].answer)[1][:4])
+    assert task.verify(problems[0], f"{shown}0").parts["passed"] == 0.5  # the examples by heart, no further point
+    assert task.verify(problems[0], f"({problems[0].solution})*2/2").correct  # any expression with these values
+
+
+def test_splits_share_no_function_and_depend_on_the_seed_alone() -> None:
+    for style in ("compact", "text"):
+        task = CodeTask(SIZES, 1, 2, style=style)  # type: ignore[arg-type]
+        solutions = [p.solution for name in SIZES for p in task.split(name)]
+        assert len(set(solutions)) == sum(SIZES.values())
+        again = CodeTask(SIZES, 1, 2, style=style)  # type: ignore[arg-type]
+        assert [p.solution for name in SIZES for p in again.split(name)] == solutions
+        assert CodeTask(SIZES, 2, 2).split("train") != task.split("train")
+
+
+def test_the_text_style_asks_for_a_block_and_grades_it() -> None:
+    config = CodeConfig(kind="code", style="text", variables=2, product=True, train_size=3, reward="fraction")
+    task = build_task(config, 0)
+    assert task.alphabet is None
+    problem = task.split("train")[0]
+    shown = re.findall(r"f\((\d), (\d)\) == (\d+)", str(problem.prompt))
+    assert [(a, b) for a, b, _ in shown] == [("0", "0"), ("1", "0"), ("0", "1"), ("1", "1")]
+    assert task.verify(problem, f"So:\n{problem.solution}").value == 1.0
+    wrong = task.verify(problem, f"```\ndef f(x, y):\n    return {shown[0][2]} if x + y == 0 else -1\n```")
+    assert 0 < wrong.value < 1
+    assert not wrong.correct
