@@ -77,6 +77,14 @@ class RolloutConfig(Config):
     slots: int = Field(256, ge=1, description="Rows decoded together; a finished row is refilled from the queue.")
 
 
+class ReferenceConfig(Config):
+    """A frozen copy of the policy as RL begins, scored on every batch; ``precision.reference`` is its format."""
+
+    refresh_every: int | None = Field(
+        None, ge=1, description="Optimiser steps after which it becomes the policy as it then is; null: never."
+    )
+
+
 class AlgorithmConfig(Config):
     """What is maximised, and how the gap between rollout and learner is corrected."""
 
@@ -88,6 +96,9 @@ class AlgorithmConfig(Config):
     )
     correction: CorrectionConfig = Field(
         CorrectionConfig(), description="A preset's name (none, token_tis, icepop, sequence_mis, ...) or its fields."
+    )
+    reference: ReferenceConfig | None = Field(
+        None, description="{} for a frozen one. By itself it is measured only; null: there is none."
     )
 
     @field_validator("loss", mode="before")
@@ -195,6 +206,11 @@ class RunConfig(Config):
             raise MantissaError(
                 f"loss_scaling does nothing for a {self.policy.train} learner (its exponent range is that of fp32); "
                 "leave it out, or set loss_scaling=null"
+            )
+        if self.policy.reference is not None and self.algorithm.reference is None:
+            raise MantissaError(
+                f"precision.reference={self.policy.reference} does nothing without a reference policy; leave it out, or "
+                "set algorithm.reference={}"
             )
         if self.optimizer.updates_per_batch > self.rollout.prompts * self.rollout.samples:
             raise MantissaError("optimizer.updates_per_batch: expected at most one update a completion")
