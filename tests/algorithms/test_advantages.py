@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mantissa.algorithms import ADVANTAGES, advantage, values
-from mantissa.algorithms.advantages import dr_grpo, grpo, rloo
+from mantissa.algorithms.advantages import dr_grpo, grpo, reinforce_pp, rloo
 
 # Multiples of 1/8 are exact in every format, so that "all equal" means the same to the oracle.
 REWARDS = st.integers(-16, 16).map(lambda n: n / 8)
@@ -20,6 +20,10 @@ BATCHES = st.lists(st.tuples(REWARDS, st.integers(-3, 3)), min_size=1, max_size=
 def oracle(kind: str, rewards: list[float], groups: list[int]) -> list[float]:
     """One response at a time, with the statistics module."""
     result = []
+    if kind == "reinforce_pp":
+        if len(set(rewards)) == 1:
+            return [0.0] * len(rewards)
+        return [(r - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6) for r in rewards]
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
         others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and j != i]
@@ -70,6 +74,20 @@ def test_known_values() -> None:
     torch.testing.assert_close(grpo(rewards, group)[0][:2], torch.tensor([0.5, -0.5]) / (3**-0.5 + 1e-6))
     assert dr_grpo(rewards, group)[0].tolist() == [0.5, -0.5, -0.5, 0.5, 0.0]
     torch.testing.assert_close(rloo(rewards, group)[0], torch.tensor([2 / 3, -2 / 3, -2 / 3, 2 / 3, 0.0]))
+    # mean 1.4, squared distances 0.16 + 1.96 + 1.96 + 0.16 + 12.96 = 17.2, over n - 1: 4.3
+    expected = torch.tensor([-0.4, -1.4, -1.4, -0.4, 3.6]) / (4.3**0.5 + 1e-6)
+    torch.testing.assert_close(reinforce_pp(rewards, group)[0], expected)
+
+
+def test_reinforce_pp_learns_from_groups_without_a_difference_and_counts_them() -> None:
+    """What sets it apart: one sample a prompt is enough, for the batch is its baseline."""
+    rewards, alone = torch.tensor([1.0, 0.0, 1.0]), torch.arange(3)
+    result, metrics = reinforce_pp(rewards, alone)
+    assert result.tolist() == pytest.approx([3**-0.5, -2 * 3**-0.5, 3**-0.5], rel=1e-5)
+    measured = values(metrics)
+    assert measured["advantage/degenerate_group_fraction"].item() == 1.0
+    assert measured["advantage/abs_max"].item() == result.abs().max().item()
+    assert dr_grpo(rewards, alone)[0].tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
@@ -91,8 +109,11 @@ def test_tiny_differences_beside_a_large_offset_survive() -> None:
 def test_a_bad_reward_stays_in_its_group_and_shows(kind: str, bad: float) -> None:
     result, _ = advantage(torch.tensor([bad, 1.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]), kind)
     assert not result[:2].isfinite().all()
-    assert result[2:].isfinite().all()
-    assert result[3] > 0
+    if kind == "reinforce_pp":
+        assert not result.isfinite().any()  # its group is the batch
+    else:
+        assert result[2:].isfinite().all()
+        assert result[3] > 0
 
 
 def test_no_responses() -> None:

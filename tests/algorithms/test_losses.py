@@ -12,10 +12,29 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from mantissa.algorithms import PolicyLossConfig, PPOClipConfig, ReinforceConfig, policy_loss, values
+from mantissa.algorithms import (
+    CISPOConfig,
+    DAPOConfig,
+    GSPOConfig,
+    PolicyLossConfig,
+    PPOClipConfig,
+    ReinforceConfig,
+    policy_loss,
+    values,
+)
 
 INF, NAN = float("inf"), float("nan")
-CONFIGS = (ReinforceConfig(), PPOClipConfig(), PPOClipConfig(clip_low=0.1, clip_high=0.28))
+CONFIGS = (
+    ReinforceConfig(),
+    PPOClipConfig(),
+    PPOClipConfig(clip_low=0.1, clip_high=0.28),
+    DAPOConfig(),
+    DAPOConfig(dual_clip=1.5),
+    DAPOConfig(dual_clip=INF),
+    GSPOConfig(),
+    GSPOConfig(clip_low=0.1, clip_high=0.2),
+    CISPOConfig(),
+)
 Batch = dict[str, Tensor]
 
 
@@ -46,29 +65,39 @@ def loss_and_gradient(batch: Batch, config: Any) -> tuple[Tensor, Tensor, dict[s
     return loss.detach(), logp_BT.grad, values(metrics)
 
 
+def bounded(x: float) -> float:
+    return min(max(x, -20.0), 20.0)
+
+
 def oracle(batch: Batch, config: Any) -> tuple[float, list[list[float]], int]:
-    """Loss, its gradient by hand, and how many tokens the clip holds; the gradient of a ratio is the ratio."""
-    loss, clipped = 0.0, 0
+    """Loss, its gradient by hand, and how many tokens the bound holds; the gradient of a ratio is the ratio."""
+    loss, held_tokens = 0.0, 0
     gradient = [[0.0] * batch["mask_BT"].shape[1] for _ in range(batch["mask_BT"].shape[0])]
     for i, row in enumerate(batch["mask_BT"].tolist()):
-        advantage = batch["advantage_B"][i].item()
-        for t, valid in enumerate(row):
-            if not valid:
+        a = batch["advantage_B"][i].item()
+        here = [t for t, valid in enumerate(row) if valid]
+        log_ratios = [batch["logp_BT"][i, t].item() - batch["old_logp_BT"][i, t].item() for t in here]
+        for t, log_ratio in zip(here, log_ratios, strict=True):
+            logp, weight, scale = (batch[name][i, t].item() for name in ("logp_BT", "weight_BT", "scale_BT"))
+            if isinstance(config, GSPOConfig):
+                log_ratio = math.fsum(log_ratios) / len(log_ratios)
+            ratio, inside = math.exp(bounded(log_ratio)), abs(log_ratio) <= 20
+            if isinstance(config, ReinforceConfig | CISPOConfig):
+                most = INF if isinstance(config, ReinforceConfig) else 1 + config.clip_high
+                factor = 1.0 if isinstance(config, ReinforceConfig) else min(ratio, most)
+                loss -= scale * weight * factor * a * logp
+                gradient[i][t] = -scale * weight * factor * a
+                held_tokens += ratio > most
                 continue
-            names = ("logp_BT", "old_logp_BT", "weight_BT", "scale_BT")
-            logp, old, weight, scale = (batch[name][i, t].item() for name in names)
-            if isinstance(config, ReinforceConfig):
-                loss -= scale * weight * advantage * logp
-                gradient[i][t] = -scale * weight * advantage
-                continue
-            ratio = math.exp(min(max(logp - old, -20.0), 20.0))
-            bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-            loss -= scale * weight * min(ratio * advantage, bounded * advantage)
-            held = bounded * advantage < ratio * advantage
-            clipped += held
-            if not held and abs(logp - old) <= 20:
-                gradient[i][t] = -scale * weight * advantage * ratio
-    return loss, gradient, clipped
+            clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+            value, held = min(ratio * a, clipped * a), clipped * a < ratio * a
+            if isinstance(config, DAPOConfig) and a < 0 and value < config.dual_clip * a:
+                value, held = config.dual_clip * a, True
+            loss -= scale * weight * value
+            held_tokens += held
+            if not held and inside:
+                gradient[i][t] = -scale * weight * a * ratio
+    return loss, gradient, held_tokens
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -81,25 +110,97 @@ def test_value_and_gradient_are_those_of_scalar_math(config: Any, seed: int, spr
     assert loss.item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
     torch.testing.assert_close(gradient, torch.tensor(by_hand, dtype=torch.float64), rtol=1e-12, atol=1e-14)
     assert metrics["policy/loss"].item() == loss.item()
-    if isinstance(config, PPOClipConfig):
+    if not isinstance(config, ReinforceConfig):
         assert metrics["policy/clip_fraction"].item() == pytest.approx(clipped / batch["mask_BT"].sum().item())
     else:
         assert "policy/clip_fraction" not in metrics
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(
+    "config", [c for c in CONFIGS if not isinstance(c, CISPOConfig | GSPOConfig)], ids=str
+)  # cispo detaches a factor; gspo has a test of its own below
 def test_gradient_passes_finite_differences(config: Any) -> None:
     batch = make_batch(7, 0.4)
     logp_BT = batch["logp_BT"].clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: policy_loss(**(batch | {"logp_BT": x}), config=config)[0], logp_BT)
 
 
+def sequence_batch(seed: int, spread: float = 0.3) -> Batch:
+    """A batch whose sequences have one weight and one scale each."""
+    batch = make_batch(seed, spread)
+    return batch | {name: batch[name][:, :1].expand(4, 5) for name in ("weight_BT", "scale_BT")}
+
+
+@pytest.mark.parametrize("config", [GSPOConfig(clip_low=0.1, clip_high=0.2), GSPOConfig(clip_low=1.0, clip_high=50)])
+@pytest.mark.parametrize("seed", range(4))
+def test_gspo_is_the_clipped_ratio_of_the_sequence_and_its_gradient_that_of_finite_differences(
+    config: GSPOConfig, seed: int
+) -> None:
+    """The paper's own form, one term a sequence: the same value, and (by differences of it) the same gradient."""
+    batch = sequence_batch(seed)
+
+    def sequences(logp_BT: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for i, mask in enumerate(batch["mask_BT"]):
+            if mask.any():
+                s = (logp_BT[i][mask] - batch["old_logp_BT"][i][mask]).mean().exp()
+                a = batch["advantage_B"][i]
+                term = torch.min(s * a, s.clamp(1 - config.clip_low, 1 + config.clip_high) * a)
+                total = total - batch["weight_BT"][i, 0] * batch["scale_BT"][i, 0] * mask.sum() * term
+        return total
+
+    loss, gradient, _ = loss_and_gradient(batch, config)
+    torch.testing.assert_close(loss, sequences(batch["logp_BT"]), rtol=1e-13, atol=0)
+    step, logp_BT = 1e-6, batch["logp_BT"]
+    for i in range(4):
+        for t in range(5):
+            nudge = torch.zeros_like(logp_BT)
+            nudge[i, t] = step
+            slope = (sequences(logp_BT + nudge) - sequences(logp_BT - nudge)) / (2 * step)
+            assert gradient[i, t].item() == pytest.approx(slope.item(), rel=1e-6, abs=1e-8)
+    assert gradient.abs().sum() > 0
+
+
+def test_gspo_clips_sequences_by_a_mean_that_fp32_would_blur() -> None:
+    """Gaps of 3.5e-4 in log-probs of -20, whose fp32 spacing is 1.9e-6: the band from 3e-4 to 4e-4 still decides."""
+    old = torch.full((1, 4096), -20.0)
+    logp = (old + 3.5e-4).requires_grad_()
+    true_gap = (logp.detach().double() - old.double()).mean().item()
+    assert 3e-4 < true_gap < 4e-4
+    one = torch.ones(1, 4096)
+    loss, metrics = policy_loss(logp, old, torch.ones(1), one.bool(), one, one / 4096, GSPOConfig())
+    assert loss.item() == pytest.approx(-math.exp(true_gap), rel=1.2e-7)
+    assert values(metrics)["policy/clip_fraction"].item() == 0.0
+    tighter = policy_loss(logp, old, torch.ones(1), one.bool(), one, one / 4096, GSPOConfig(clip_high=3e-4))[1]
+    assert values(tighter)["policy/clip_fraction"].item() == 1.0
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "gradient"), [(9.0, -1.0, 9.0), (11.0, -1.0, 0.0), (0.5, -1.0, 0.0),
+                                                              (1.25, 1.0, -1.25), (1.3, 1.0, 0.0)])  # fmt: skip
+def test_dapo_clips_higher_and_twice(ratio: float, advantage: float, gradient: float) -> None:
+    one = torch.ones(1, 1)
+    logp = torch.tensor([[math.log(ratio)]], requires_grad=True)
+    loss, _ = policy_loss(logp, 0 * one, torch.tensor([advantage]), one.bool(), one, one, DAPOConfig())
+    loss.backward()
+    assert logp.grad is not None
+    assert logp.grad.item() == pytest.approx(gradient, rel=1e-6)
+    assert loss.item() <= 10.0
+
+
+def test_cispo_bounds_the_weight_and_keeps_the_gradient() -> None:
+    one = torch.ones(1, 3)
+    logp = torch.tensor([[math.log(0.1), 0.0, math.log(3.0)]], requires_grad=True)
+    policy_loss(logp, 0 * one, torch.ones(1), one.bool(), one, one, CISPOConfig())[0].backward()
+    torch.testing.assert_close(logp.grad, torch.tensor([[-0.1, -1.0, -1.28]]))  # 3 is bounded, 0.1 is not
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if not isinstance(c, ReinforceConfig)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_at_ratio_one_ppo_has_the_gradient_of_reinforce(dtype: torch.dtype) -> None:
+def test_at_ratio_one_every_loss_has_the_gradient_of_reinforce(config: Any, dtype: torch.dtype) -> None:
     batch = make_batch(3, 0.0, dtype)
-    ppo, plain = loss_and_gradient(batch, PPOClipConfig())[1], loss_and_gradient(batch, ReinforceConfig())[1]
+    got, plain = loss_and_gradient(batch, config)[1], loss_and_gradient(batch, ReinforceConfig())[1]
     assert plain.abs().sum() > 0
-    torch.testing.assert_close(ppo, plain, rtol=4 * torch.finfo(dtype).eps, atol=0)
+    torch.testing.assert_close(got, plain, rtol=4 * torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -156,10 +257,11 @@ def test_what_lies_under_the_mask_never_matters(config: Any, seed: int, garbage:
 
 @pytest.mark.parametrize("gap", [25.0, -25.0, 100.0, -100.0, 1e30, -1e30])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_extreme_ratios_stay_finite_in_fp32(gap: float, sign: float) -> None:
+@pytest.mark.parametrize("kind", [PPOClipConfig, DAPOConfig, GSPOConfig])
+def test_extreme_ratios_stay_finite_in_fp32(gap: float, sign: float, kind: Any) -> None:
     one = torch.ones(1, 1)
     logp = torch.tensor([[gap]], requires_grad=True)
-    loss, metrics = policy_loss(logp, 0 * one, torch.tensor([sign]), one.bool(), one, one, PPOClipConfig())
+    loss, metrics = policy_loss(logp, 0 * one, torch.tensor([sign]), one.bool(), one, one, kind())
     loss.backward()
     assert loss.isfinite()
     assert logp.grad is not None

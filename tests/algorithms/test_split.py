@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mantissa.algorithms import (
+    CISPOConfig,
     CorrectionConfig,
+    DAPOConfig,
+    GSPOConfig,
     PPOClipConfig,
     ReinforceConfig,
     advantage,
@@ -67,20 +70,25 @@ def step(
         )
         loss.backward()
         total, tallies = total + loss.detach(), [*tallies, metrics]
-        # The correction's tallies add up as well, when it is made for each micro-batch.
-        apart = correction(old_BT[row], batch["rollout_BT"][row], batch["mask_BT"][row], corrected)[2]
-        tallies[-1] = tallies[-1] | apart
+        # The correction's tallies add up as well, when it is made for each micro-batch (a batch's mean cannot be).
+        if not corrected.normalize:
+            apart = correction(old_BT[row], batch["rollout_BT"][row], batch["mask_BT"][row], corrected)[2]
+            tallies[-1] = tallies[-1] | apart
     assert theta.grad is not None
     return total, theta.grad, values(merge(tallies))
 
 
 @pytest.mark.parametrize(("kind", "constant"), AGGREGATIONS)
-@pytest.mark.parametrize("config", [ReinforceConfig(), PPOClipConfig()], ids=lambda c: c.kind)
+@pytest.mark.parametrize(
+    "config", [ReinforceConfig(), PPOClipConfig(), DAPOConfig(), GSPOConfig(), CISPOConfig()], ids=lambda c: c.kind
+)
 @settings(deadline=None, max_examples=15)
 @given(
     seed=st.integers(0, 10_000),
     cuts=st.lists(st.integers(1, B - 1), unique=True, max_size=4),
-    correct=st.sampled_from(["none", "token_tis", "sequence_mis"]),
+    correct=st.sampled_from(
+        ["none", "token_tis", "sequence_mis", "sequence_rejection", "k3_rejection_token_tis", "token_tis_normalized"]
+    ),
 )
 def test_the_split_and_the_order_never_show(
     kind: str, constant: float | None, config: Any, seed: int, cuts: list[int], correct: str

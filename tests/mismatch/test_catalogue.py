@@ -8,6 +8,9 @@ import torch
 from mantissa.algorithms import (
     ADVANTAGES,
     CORRECTION_PRESETS,
+    CISPOConfig,
+    DAPOConfig,
+    GSPOConfig,
     PPOClipConfig,
     ReinforceConfig,
     advantage,
@@ -31,10 +34,10 @@ def test_correction(preset: str) -> None:
 def test_policy() -> None:
     reported = {
         config.kind: set(policy_loss(ONE, ONE, ONE[0], ONE.bool(), ONE, ONE, config)[1])
-        for config in (PPOClipConfig(), ReinforceConfig())
+        for config in (PPOClipConfig(), DAPOConfig(), GSPOConfig(), CISPOConfig(), ReinforceConfig())
     }
-    assert reported["ppo_clip"] == names(POLICY_METRICS)
-    assert reported["reinforce"] == names(POLICY_METRICS) - {"policy/clip_fraction"}
+    assert reported.pop("reinforce") == names(POLICY_METRICS) - {"policy/clip_fraction"}
+    assert all(metrics == names(POLICY_METRICS) for metrics in reported.values())
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)

@@ -2,8 +2,18 @@
 
 from mantissa.algorithms.advantages import ADVANTAGES, AdvantageKind, advantage
 from mantissa.algorithms.aggregation import AggregationKind, aggregation_scale, batch_counts
-from mantissa.algorithms.correction import CORRECTION_PRESETS, CorrectionConfig, correction
-from mantissa.algorithms.losses import PolicyLossConfig, PPOClipConfig, ReinforceConfig, policy_loss
+from mantissa.algorithms.correction import correction, importance_weights
+from mantissa.algorithms.correction_config import CORRECTION_PRESETS, CorrectionConfig
+from mantissa.algorithms.losses import (
+    CISPOConfig,
+    DAPOConfig,
+    GSPOConfig,
+    PolicyLoss,
+    PolicyLossConfig,
+    PPOClipConfig,
+    ReinforceConfig,
+    policy_loss,
+)
 from mantissa.algorithms.tally import Tally, TallyKind, merge, values
 
 __all__ = [
@@ -11,8 +21,12 @@ __all__ = [
     "CORRECTION_PRESETS",
     "AdvantageKind",
     "AggregationKind",
+    "CISPOConfig",
     "CorrectionConfig",
+    "DAPOConfig",
+    "GSPOConfig",
     "PPOClipConfig",
+    "PolicyLoss",
     "PolicyLossConfig",
     "ReinforceConfig",
     "Tally",
@@ -21,6 +35,7 @@ __all__ = [
     "aggregation_scale",
     "batch_counts",
     "correction",
+    "importance_weights",
     "merge",
     "policy_loss",
     "values",

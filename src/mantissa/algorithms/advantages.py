@@ -3,18 +3,28 @@
 Responses to one prompt form a group; ``group_B`` names it by any integer, in any order, and groups may differ in size.
 With n rewards r in a group, mean m and unbiased standard deviation s (divided by n - 1, as TRL and verl do):
 
-=========  ========================================  =============================
-name       A_i                                       source
-=========  ========================================  =============================
-grpo       (r_i - m) / (s + 1e-6)                    arXiv 2402.03300, section 4.1
-dr_grpo    r_i - m                                   arXiv 2503.20783
-rloo       r_i - mean of others = (r_i - m) n/(n-1)  arXiv 2402.14740
-=========  ========================================  =============================
+============  ========================================  =============================
+name          A_i                                       source
+============  ========================================  =============================
+grpo          (r_i - m) / (s + 1e-6)                    arXiv 2402.03300, section 4.1
+dr_grpo       r_i - m                                   arXiv 2503.20783
+rloo          r_i - mean of others = (r_i - m) n/(n-1)  arXiv 2402.14740
+reinforce_pp  (r_i - m) / (s + 1e-6) of the batch       arXiv 2501.03262
+============  ========================================  =============================
+
+REINFORCE++ has two published variants: one baseline for the whole batch, and one for each prompt followed by a
+normalisation over the batch ("-baseline"). This is the first, so that one sample a prompt is enough; without the KL
+term that the paper puts into the reward (that is ``kl_in_reward``, before this), and normalised over responses. Public
+code normalises over tokens, which counts a long response more often; here each counts once, like everywhere else.
 
 A group whose rewards are all equal (a group of one included) carries no gradient. Its advantages are exactly 0, decided
 by comparing its largest and smallest reward: the float64 mean of three rewards of 0.1 is not 0.1, and a rounding error
-divided by 1e-6 is a gradient. Sums are float64, so that the order of the batch does not show in an fp32 result beyond
-its last bit. A reward that is not finite makes its own group's advantages non-finite and no other's; nothing is hidden.
+divided by 1e-6 is a gradient. To ``reinforce_pp`` the batch is the group: it counts the groups without a difference of
+their own like the others, but only a batch without any difference has no gradient.
+
+Sums are float64, so that the order of the batch does not show in an fp32 result beyond its last bit. A reward that is
+not finite makes its own group's advantages non-finite and no other's (``reinforce_pp``: the batch's); nothing is
+hidden.
 """
 
 from __future__ import annotations
@@ -28,7 +38,7 @@ from torch import Tensor
 from mantissa.algorithms.tally import Tally
 
 STD_EPSILON = 1e-6
-AdvantageKind = Literal["grpo", "dr_grpo", "rloo"]
+AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]
 Advantage = tuple[Tensor, dict[str, Tally]]
 
 
@@ -47,19 +57,29 @@ def rloo(rewards_B: Tensor, group_B: Tensor) -> Advantage:
     return _advantage(rewards_B, group_B, lambda centred, std, count: centred * count / (count - 1).clamp(min=1))
 
 
+def reinforce_pp(rewards_B: Tensor, group_B: Tensor) -> Advantage:
+    """``(r - mean_batch) / (std_batch + 1e-6)``; see ``advantage`` for shapes and metrics."""
+    result, _ = grpo(rewards_B, torch.zeros_like(group_B))
+    _, metrics = grpo(rewards_B, group_B)
+    return result, metrics | {
+        "advantage/abs_max": Tally.of("max", result.abs(), torch.ones_like(group_B, dtype=torch.bool))
+    }
+
+
 ADVANTAGES: dict[AdvantageKind, Callable[[Tensor, Tensor], Advantage]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
 }
 
 
 def advantage(rewards_B: Tensor, group_B: Tensor, kind: AdvantageKind) -> Advantage:
-    """Advantage of each response within its group, by the estimator named ``kind``.
+    """Advantage of each response within its group (or the batch), by the estimator named ``kind``.
 
     ``rewards_B``: fp32 or float64. ``group_B``: int64, equal numbers share a prompt; every response of a prompt must be
     in this batch. Returns ``advantage_B`` in the rewards' dtype, and tallies: ``advantage/degenerate_group_fraction``
-    (groups without a gradient), ``advantage/abs_max``, ``reward/mean``, ``reward/min``, ``reward/max``.
+    (groups whose rewards are all equal), ``advantage/abs_max``, ``reward/mean``, ``reward/min``, ``reward/max``.
     """
     return ADVANTAGES[kind](rewards_B, group_B)
 

@@ -8,15 +8,27 @@ kind       loss of a token                                                      
 reinforce  -w * A * logp_theta                                                    Williams 1992; PG-IS of arXiv
                                                                                   2510.26788 with sequence w
 ppo_clip   -w * min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)                arXiv 1707.06347, equation 7
+dapo       the same, clip-higher; for A < 0 at most w * c * |A| (dual clip)       arXiv 2503.14476, section 3;
+                                                                                  dual clip: 1912.09729
+gspo       ppo_clip with the ratio of the sequence, exp(mean_t log ratio)         arXiv 2507.18071, section 4.1
+cispo      -w * stopgrad(min(ratio, 1 + high)) * A * logp_theta                   arXiv 2506.13585, section 3.1
 =========  =====================================================================  ============================
 
-At theta = old the two have the same gradient. The weight repairs rollout -> old, the ratio old -> theta: two gaps, two
-factors, neither assumed to be 1.
+At theta = old all have the same gradient where every token of a sequence has one weight and one scale. The weight
+repairs rollout -> old, the ratio old -> theta: two gaps, two factors, neither assumed to be 1.
+
+``dapo`` is its aggregation too: a mean over all tokens. ``gspo`` has one ratio a sequence. Its derivative is
+ratio * mean_t d logp, so a token's loss is the sequence's term with the gradient through that token's own logp
+(GSPO-token, section 4.3, which allows each token an advantage, and so a weight); summed over a sequence of one scale
+and weight that is section 4.1. Tokens that rejection took out of the mask would leave the mean, and the ratio would be
+that of another sequence: the configuration refuses rejection by token. ``cispo`` bounds a token's weight and never
+takes its gradient.
 
 Numerics. Everything is in the dtype of ``logp`` (fp32). Masked positions are replaced *before* the subtraction, so that
 neither their value nor their gradient passes through ``exp``: ``0 * inf`` is NaN in a backward pass too. The log-ratio
-is clamped to +-20, beyond which a token's ratio has no gradient. A valid log-prob that is not finite is not repaired
-here: it shows in ``policy/nonfinite``, and in the loss or in the gradient, for whoever guards the step to act on.
+is clamped to +-20, beyond which a token's ratio has no gradient. The clip of ``gspo`` is 7e-4 wide, so its mean is
+taken in float64. A valid log-prob that is not finite is not repaired here: it shows in ``policy/nonfinite``, and in the
+loss or in the gradient, for whoever guards the step to act on.
 
 Legend: B sequences, T response positions.
 """
@@ -51,7 +63,41 @@ class PPOClipConfig(BaseModel):
     clip_high: float = Field(0.2, gt=0, description="Above 1 + clip_high a ratio gains nothing by rising further.")
 
 
-PolicyLossConfig = Annotated[ReinforceConfig | PPOClipConfig, Field(discriminator="kind")]
+class DAPOConfig(BaseModel):
+    """``ppo_clip``, clip-higher, dual clip; goes with ``token_mean``, and was published with ``grpo`` advantages."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["dapo"] = Field("dapo", description="Clip-higher, dual clip, a mean over all tokens.")
+    clip_low: float = Field(0.2, gt=0, le=1, description="Below 1 - clip_low a ratio gains nothing by falling further.")
+    clip_high: float = Field(0.28, gt=0, description="Above 1 + clip_high a ratio gains nothing by rising further.")
+    dual_clip: float = Field(
+        10.0, gt=1, description="Where A < 0, a ratio above this has no gradient; .inf leaves only that of exp(20)."
+    )
+
+
+class GSPOConfig(BaseModel):
+    """``-w * min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A)`` with s = exp(mean over tokens of log ratio)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["gspo"] = Field("gspo", description="Clipped ratio of whole sequences, by the token.")
+    clip_low: float = Field(3e-4, gt=0, le=1, description="Below 1 - clip_low a ratio gains nothing by falling.")
+    clip_high: float = Field(4e-4, gt=0, description="Above 1 + clip_high a ratio gains nothing by rising.")
+
+
+class CISPOConfig(BaseModel):
+    """``-w * stopgrad(min(ratio, 1 + clip_high)) * A * logp``: every token keeps its gradient."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["cispo"] = Field("cispo", description="Policy gradient, weighted by the ratio bounded from above.")
+    clip_high: float = Field(0.28, gt=0, description="1 + clip_high is the largest weight; there is no smallest.")
+
+
+PolicyLoss = ReinforceConfig | PPOClipConfig | DAPOConfig | GSPOConfig | CISPOConfig
+PolicyLossConfig = Annotated[PolicyLoss, Field(discriminator="kind")]
+TokenLosses = tuple[Tensor, Tensor]
 
 
 def reinforce(logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor) -> Tensor:
@@ -61,15 +107,56 @@ def reinforce(logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor) -> Tenso
 
 def ppo_clip(
     logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, config: PPOClipConfig
-) -> tuple[Tensor, Tensor]:
+) -> TokenLosses:
     """``-w * min(ratio * A, clip(ratio) * A)`` for each token, and where the clip took its gradient away (bool, BT).
 
     All inputs BT in one dtype, nothing masked. A ratio exactly at a bound is not clipped.
     """
-    ratio = clamped_log_ratio(logp_BT, old_logp_BT).exp()
-    plain = ratio * advantage_BT
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage_BT
-    return -weight_BT * torch.minimum(plain, clipped), (clipped < plain).detach()
+    surrogate, held = _clipped(clamped_log_ratio(logp_BT, old_logp_BT).exp(), advantage_BT, config)
+    return -weight_BT * surrogate, held
+
+
+def dapo(
+    logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, config: DAPOConfig
+) -> TokenLosses:
+    """``-w * min(ratio * A, clip(ratio) * A)``, and for A < 0 ``-w * max(that min, c * A)``; see ``ppo_clip``."""
+    surrogate, held = _clipped(clamped_log_ratio(logp_BT, old_logp_BT).exp(), advantage_BT, config)
+    floor = torch.where(advantage_BT < 0, advantage_BT, 0.0) * min(config.dual_clip, torch.finfo(logp_BT.dtype).max)
+    capped = (advantage_BT < 0) & (surrogate < floor).detach()
+    return -weight_BT * torch.where(capped, floor, surrogate), held | capped
+
+
+def gspo(
+    logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor, config: GSPOConfig
+) -> TokenLosses:
+    """``-w * min(s * A, clip(s) * A)``, s the sequence's ratio, its gradient through each token's own logp.
+
+    All floats BT in one dtype, 0 where ``mask_BT`` is False. Also: where the clip took the gradient away (bool, BT).
+    """
+    difference = logp_BT.detach().double() - old_logp_BT.double()  # exact
+    mean_B1 = masked_sum(difference, mask_BT, -1).unsqueeze(-1) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    # The value is the mean alone (logp less itself is 0); the gradient is this token's, and none beyond the clamp.
+    log_s_BT = mean_B1.to(logp_BT.dtype) + (logp_BT - logp_BT.detach())
+    surrogate, held = _clipped(log_s_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(), advantage_BT, config)
+    return -weight_BT * surrogate, held
+
+
+def cispo(
+    logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, config: CISPOConfig
+) -> TokenLosses:
+    """``-w * stopgrad(min(ratio, 1 + high)) * A * logp``, and where the ratio was above its bound (bool, BT)."""
+    ratio = clamped_log_ratio(logp_BT.detach(), old_logp_BT).exp()
+    bounded = ratio.clamp(max=1 + config.clip_high)
+    return -weight_BT * bounded * advantage_BT * logp_BT, ratio > bounded
+
+
+def _clipped(
+    ratio: Tensor, advantage: Tensor, config: PPOClipConfig | DAPOConfig | GSPOConfig
+) -> tuple[Tensor, Tensor]:
+    """``min(ratio * A, clip(ratio) * A)``, and where the second is the smaller."""
+    plain = ratio * advantage
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage
+    return torch.minimum(plain, clipped), (clipped < plain).detach()
 
 
 def policy_loss(
@@ -79,37 +166,60 @@ def policy_loss(
     mask_BT: Tensor,
     weight_BT: Tensor,
     scale_BT: Tensor,
-    config: ReinforceConfig | PPOClipConfig,
+    config: PolicyLoss,
 ) -> tuple[Tensor, dict[str, Tally]]:
     """Loss of a micro-batch, ``sum over the mask of scale * loss_of_token``, and tallies.
 
     ``logp_BT``: the current policy's, with gradient. ``old_logp_BT``: the policy's at the start of the update (pass
     ``logp_BT.detach()`` for a single on-policy step). ``weight_BT`` and ``mask_BT``: from ``correction`` (its
     ``valid_BT``). ``scale_BT``: this micro-batch's rows of ``aggregation_scale``; with it, losses and gradients add up
-    to those of the whole batch. All floats one dtype (fp32, or float64). Only ``logp_BT`` receives a gradient.
+    to those of the whole batch, for whole sequences. All floats one dtype (fp32, or float64). Only ``logp_BT`` receives
+    a gradient.
 
     Tallies: ``policy/loss`` (sum), ``policy/ratio_mean``, ``policy/ratio_max``, ``policy/kl_old`` (k3 estimate of
-    KL(old || theta), nats/token), ``policy/nonfinite`` (valid tokens whose log-prob is not finite), and with
-    ``ppo_clip`` also ``policy/clip_fraction`` (valid tokens that the clip leaves without a gradient).
+    KL(old || theta), nats/token), ``policy/nonfinite`` (valid tokens whose log-prob is not finite), and, but for
+    ``reinforce``, also ``policy/clip_fraction`` (valid tokens that the clip leaves without a gradient; with ``cispo``,
+    whose weight it bounds).
     """
     logp = torch.where(mask_BT, logp_BT, 0.0)
     old = torch.where(mask_BT, old_logp_BT.detach(), 0.0)
     weight = torch.where(mask_BT, weight_BT.detach(), 0.0)
     advantage = torch.where(mask_BT, advantage_B.detach().unsqueeze(-1), 0.0)
     metrics: dict[str, Tally] = {}
-    if isinstance(config, PPOClipConfig):
-        losses, clipped = ppo_clip(logp, old, advantage, weight, config)
-        metrics["policy/clip_fraction"] = Tally.of("mean", clipped, mask_BT)
-    else:
+    if isinstance(config, ReinforceConfig):
         losses = reinforce(logp, advantage, weight)
+    else:
+        losses, bounded = _ratio_loss(logp, old, advantage, weight, mask_BT, config)
+        metrics["policy/clip_fraction"] = Tally.of("mean", bounded, mask_BT)
     loss = masked_sum(losses * torch.where(mask_BT, scale_BT, 0.0), mask_BT)
-    return loss, metrics | _drift(logp.detach(), old, mask_BT) | {
+    return loss, metrics | drift(logp.detach(), old, mask_BT) | {
         "policy/loss": Tally.of("sum", loss, torch.ones_like(loss, dtype=torch.bool))
     }
 
 
-def _drift(logp: Tensor, old: Tensor, mask: Tensor) -> dict[str, Tally]:
-    """How far theta is from old, in float64: within an update the log-ratio starts at rounding error."""
+def _ratio_loss(
+    logp: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    weight: Tensor,
+    mask: Tensor,
+    config: PPOClipConfig | DAPOConfig | GSPOConfig | CISPOConfig,
+) -> TokenLosses:
+    """Token losses of the kind that ``config`` is of, and where its bound acts."""
+    if isinstance(config, GSPOConfig):
+        return gspo(logp, old, advantage, weight, mask, config)
+    if isinstance(config, DAPOConfig):
+        return dapo(logp, old, advantage, weight, config)
+    if isinstance(config, CISPOConfig):
+        return cispo(logp, old, advantage, weight, config)
+    return ppo_clip(logp, old, advantage, weight, config)
+
+
+def drift(logp: Tensor, old: Tensor, mask: Tensor) -> dict[str, Tally]:
+    """How far theta is from old, in float64: within an update the log-ratio starts at rounding error.
+
+    ``logp`` and ``old``: detached, BT, 0 where ``mask`` is False.
+    """
     finite = mask & logp.isfinite() & old.isfinite()
     # Widened exactly, then replaced where not finite: those tokens are counted instead, and no tally here is NaN.
     log_ratio = torch.where(finite, logp.double() - old.double(), 0.0).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

@@ -20,7 +20,12 @@ CORRECTION_METRICS: tuple[Metric, ...] = (
     Metric("correction/masked_token_fraction", "share of valid tokens whose weight the mask made 0", "fraction"),
     Metric("correction/masked_sequence_fraction", "share of sequences with at least one such token", "fraction"),
     Metric("correction/truncated_token_fraction", "share of valid tokens with r above truncate_at", "fraction"),
-    Metric("correction/dropped_tokens", "tokens left out because a log-prob, or at the sequence level any of the "
+    Metric("correction/rejected_token_fraction", "share of tokens that rejection or veto took out of the loss",
+           "fraction"),
+    Metric("correction/rejected_sequence_fraction", "share of sequences of which it left no token", "fraction"),
+    Metric("correction/vetoed_sequence_fraction", "share of sequences with a token whose r is below veto_below",
+           "fraction"),
+    Metric("correction/dropped_tokens", "tokens left out because a log-prob, or where sequences are judged any of the "
            "sequence's, is not finite", "tokens", (0.0, 0.0), "by definition"),
 )  # fmt: skip
 
@@ -30,7 +35,8 @@ POLICY_METRICS: tuple[Metric, ...] = (
     Metric("policy/ratio_max", "max_t exp(logp_theta - logp_old)", "1"),
     Metric("policy/kl_old", "mean_t(ratio - 1 - log ratio), the k3 estimate of KL(old || theta)", "nats/token",
            source="Schulman 2020, k3"),
-    Metric("policy/clip_fraction", "share of tokens whose gradient the clip of ppo_clip takes away", "fraction"),
+    Metric("policy/clip_fraction", "share of tokens whose gradient the clip takes away (cispo: whose weight it bounds)",
+           "fraction"),
     Metric("policy/nonfinite", "valid tokens whose log-prob, old or current, is not finite", "tokens", (0.0, 0.0),
            "by definition"),
 )  # fmt: skip

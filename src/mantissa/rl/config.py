@@ -88,9 +88,11 @@ class ReferenceConfig(Config):
 class AlgorithmConfig(Config):
     """What is maximised, and how the gap between rollout and learner is corrected."""
 
-    advantage: AdvantageKind = Field("dr_grpo", description="grpo, dr_grpo or rloo.")
+    advantage: AdvantageKind = Field("dr_grpo", description="grpo, dr_grpo, rloo or reinforce_pp.")
     loss: PolicyLossConfig = Field(PPOClipConfig(), description="The policy loss and its parameters.")
-    aggregation: AggregationKind = Field("token_mean", description="How token losses become one number.")
+    aggregation: AggregationKind = Field(
+        "token_mean", description="How token losses become one number; seq_mean_token_mean where gspo is given none."
+    )
     aggregation_length: float | None = Field(
         None, gt=0, description="Length that seq_mean_token_sum_norm divides by; rollout.max_tokens where not given."
     )
@@ -108,10 +110,45 @@ class AlgorithmConfig(Config):
             return {"kind": "ppo_clip"} | value
         return {"kind": value} if isinstance(value, str) else value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _aggregation_of_the_loss(cls, values: Any) -> Any:
+        """A mean over sequences is part of gspo's definition, so it is what the name alone stands for."""
+        if not isinstance(values, dict) or "aggregation" in values:
+            return values
+        loss = values.get("loss")
+        kind = loss.get("kind") if isinstance(loss, dict) else getattr(loss, "kind", loss)
+        return values | {"aggregation": "seq_mean_token_mean"} if kind == "gspo" else values
+
     @model_validator(mode="after")
     def _length_is_used(self) -> Self:
         if self.aggregation_length is not None and self.aggregation != "seq_mean_token_sum_norm":
             raise ValueError(f"aggregation_length does nothing with aggregation={self.aggregation}; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        loss, corrected = self.loss.kind, self.correction
+        if loss == "dapo" and self.aggregation != "token_mean":
+            raise ValueError(
+                f"loss=dapo is a mean over all tokens, got aggregation={self.aggregation}; use token_mean, or "
+                "loss=ppo_clip with clip_high=0.28 for its clip alone"
+            )
+        if loss == "gspo" and corrected.reject_unit == "token":
+            raise ValueError(
+                "loss=gspo has one ratio for a whole sequence, and correction.reject_unit=token would take tokens out "
+                "of it; reject by sequence_sum, sequence_mean or sequence_max"
+            )
+        if loss == "reinforce" and corrected.bypass:
+            raise ValueError(
+                "correction.bypass does nothing with loss=reinforce, which has no ratio: its weights are already of "
+                "the current policy over the rollout's"
+            )
+        if loss == "reinforce" and corrected.normalize:
+            raise ValueError(
+                "correction.normalize needs weights that are known before the update, and loss=reinforce weighs by the "
+                "current policy, one micro-batch at a time; use ppo_clip, dapo, gspo or cispo, or normalize=false"
+            )
         return self
 
 
@@ -214,6 +251,6 @@ class RunConfig(Config):
             )
         if self.optimizer.updates_per_batch > self.rollout.prompts * self.rollout.samples:
             raise MantissaError("optimizer.updates_per_batch: expected at most one update a completion")
-        if self.algorithm.advantage != "dr_grpo" and self.rollout.samples < 2:
+        if self.algorithm.advantage not in ("dr_grpo", "reinforce_pp") and self.rollout.samples < 2:
             raise MantissaError(f"algorithm.advantage={self.algorithm.advantage} needs rollout.samples of 2 or more")
         return self

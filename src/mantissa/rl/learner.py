@@ -10,7 +10,11 @@ One update of a batch of completions:
    the whole part, whatever the split; then ``OptimizerStep``, which may repeat the backward at a lower loss scale.
 
 A completion whose advantage is exactly zero adds nothing to a gradient, so it is left out of the second pass (it still
-counts in the aggregation): late in training that is most of them.
+counts in the aggregation): late in training that is most of them. So is one of which rejection left no token (that one
+does not count). Where neither leaves any, there is no step.
+
+With ``bypass`` the loss's ratio is to the rollout's log-probs, not to ``old``. Scoring goes on as before: the gap is
+measured and rejection decided under the weights before the update, as in every other run.
 
 Legend: B completions, R response tokens right-padded, N response tokens flat.
 """
@@ -24,7 +28,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.algorithms import Tally, advantage, aggregation_scale, correction, merge, policy_loss
+from mantissa.algorithms import (
+    Tally,
+    advantage,
+    aggregation_scale,
+    correction,
+    importance_weights,
+    merge,
+    policy_loss,
+)
 from mantissa.kernels import Kernels, NativeKernels
 from mantissa.model import Decoder
 from mantissa.precision import FP32
@@ -151,7 +163,8 @@ class Learner:
         weight_BR, valid_BR, weights = correction(
             old_logp_BR, experience.rollout_logp_BR, sequences.mask_BR, self.algorithm.correction
         )
-        data = _Batch(experience, old_logp_BR, advantage_B, weight_BR, valid_BR)
+        anchor_BR = experience.rollout_logp_BR if self.algorithm.correction.bypass else old_logp_BR
+        data = _Batch(experience, anchor_BR, advantage_B, weight_BR, valid_BR)
         order = torch.randperm(len(sequences), generator=generator(self.seed, "update", step))
         parts = [part.to(advantage_B.device) for part in order.tensor_split(self.config.updates_per_batch)]
         outcomes, losses, trained, flushed = [], [], 0, None
@@ -160,7 +173,7 @@ class Learner:
             trained += sum(int(valid_BR[micro.rows].sum()) for micro in batches)
             if probe and index == 0 and batches:
                 flushed = self._flushed(data, batches[0])
-            if batches:  # else every advantage is zero, and momentum alone must not move the policy
+            if batches:  # else there is no gradient, and momentum alone must not move the policy
                 outcome, tally = self._step(data, batches)
                 outcomes.append(outcome)
                 losses.append(tally)
@@ -172,7 +185,7 @@ class Learner:
         """The micro-batches of one optimiser step: rows that carry a gradient, with the step's aggregation weights."""
         sequences = data.experience.sequences
         scale_BR = aggregation_scale(data.valid_BR[rows], self.algorithm.aggregation, self.aggregation_length)
-        alive = (data.advantage_B[rows] != 0).nonzero().squeeze(1)
+        alive = ((data.advantage_B[rows] != 0) & data.valid_BR[rows].any(1)).nonzero().squeeze(1)
         if len(alive) == 0:
             return []
         place = {int(row): i for i, row in enumerate(rows.tolist())}
@@ -222,13 +235,16 @@ class Learner:
         weights: dict[str, Tally] = {}
         if self.algorithm.loss.kind == "reinforce":
             # No ratio in this loss: its importance weight is of the current policy, not of the one before the update.
-            rollout_logp_BR = data.experience.rollout_logp_BR[micro.rows, :responses]
-            weight_BR, _, weights = correction(
-                logp_BR.detach(), rollout_logp_BR, sequences.mask_BR, self.algorithm.correction
+            weight_BR, weights = importance_weights(
+                logp_BR.detach(),
+                data.experience.rollout_logp_BR[micro.rows, :responses],
+                sequences.mask_BR,
+                data.valid_BR[micro.rows, :responses],
+                self.algorithm.correction,
             )
         loss, tallies = policy_loss(
             logp_BR,
-            data.old_logp_BR[micro.rows, :responses],
+            data.anchor_BR[micro.rows, :responses],
             data.advantage_B[micro.rows],
             data.valid_BR[micro.rows, :responses],
             weight_BR,
@@ -266,10 +282,10 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A scored batch with what the loss needs of each completion."""
+    """A scored batch with what the loss needs of each completion. ``anchor_BR``: the log-probs below its ratio."""
 
     experience: Experience
-    old_logp_BR: Tensor
+    anchor_BR: Tensor
     advantage_B: Tensor
     weight_BR: Tensor
     valid_BR: Tensor

@@ -119,7 +119,8 @@ def _describe(error: ValidationError) -> str:
     return f"{key + ': ' if key else ''}{message}{got}{more}"
 
 
-_UNION_TAGS = {"running_sum", "addition", "chain", "countdown", "dataset", "ppo_clip", "reinforce"}
+_LOSSES = {"ppo_clip", "reinforce", "dapo", "gspo", "cispo"}
+_UNION_TAGS = {"running_sum", "addition", "chain", "countdown", "dataset", *_LOSSES}
 
 
 def _siblings(path: list[str]) -> list[str]:
