@@ -12,7 +12,7 @@ from torch import Tensor
 from mantissa.errors import MantissaError
 from mantissa.kernels import NativeKernels, SimulatedKernels, reference_kernels
 from mantissa.model import load_model
-from mantissa.precision import FP16, is_on_grid, round_to_format
+from mantissa.precision import FP16, FP32, is_on_grid, round_to_format
 from mantissa.precision.numerics import token_logprob
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
@@ -83,23 +83,23 @@ def test_its_format_is_its_own(build: Build, train: str, reference: str) -> None
     assert parts.precision.reference.active is frozen.kernels.format
     assert frozen.kernels.format.name == reference
     assert "rounds 1+u/4 to 1" in parts.evidence["reference"]
-    assert all(is_on_grid(weight, frozen.kernels.format) for weight in frozen.weights.values())
-    # another format, other roundings: what it is measured against is a padded forward in float-rounded steps of its own
+    assert all(bool(is_on_grid(weight, frozen.kernels.format).all()) for weight in frozen.weights.values())
     batch = sequences()
     got = frozen.score(batch)
     assert not torch.equal(got, parts.learner.score(batch)[0])
-    error = (got - exact(parts, batch)).abs().max()
-    assert error < {"fp32": 1e-5, "fp16": 2e-2, "bf16": 1.6e-1}[reference]
+    error = float((got - unrounded(parts, batch)).abs().max())
+    low, high = {"fp32": (0, 1e-5), "fp16": (1e-4, 2e-2), "bf16": (1e-3, 1.6e-1)}[reference]
+    assert low <= error < high  # as far from the unrounded policy as its format, and not another, puts it
 
 
-def exact(parts: Parts, batch: Sequences) -> Tensor:
-    """The log-probs in float64 with unrounded weights, sequence by sequence, by nobody's packing."""
+def unrounded(parts: Parts, batch: Sequences) -> Tensor:
+    """The log-probs in fp32 with the masters themselves, sequence by sequence, without packing."""
     logp_BR = torch.zeros(batch.mask_BR.shape)
     with torch.no_grad():
         for row in range(len(batch)):
             prompt, length = int(batch.prompt_length_B[row]), int(batch.length_B[row])
             tokens = batch.tokens_BT[row : row + 1, :length]
-            kernels = NativeKernels(parts.precision.master.active)
+            kernels = NativeKernels(FP32)
             logits = parts.model.logits(parts.model(tokens, kernels), kernels)[0, prompt - 1 : length - 1]
             logp_BR[row, : length - prompt] = token_logprob(logits, tokens[0, prompt:])
     return logp_BR
@@ -174,12 +174,17 @@ def trained(train: Callable[..., RunDirectory], monkeypatch: pytest.MonkeyPatch)
 def test_a_run_counts_refreshes_and_keeps_what_it_was_held_to(trained: Callable[..., RunDirectory]) -> None:
     run = trained("algorithm.reference={refresh_every: 4}", "steps=5", "checkpoint={every: 1, keep: 6}")
     rows: list[dict[str, Any]] = run.read_metrics()
-    assert [row["reference/version"] for row in rows] == [0, 0, 4, 4, 8]  # two updates a step
-    assert [row["reference/refreshes"] for row in rows] == [0, 1, 1, 2, 2]
     folder = run.checkpoint_path(0).parent
-    for step, of in ((0, 0), (1, 0), (2, 2), (3, 2), (4, 4), (5, 4)):
-        stored, policy = load_checkpoint(folder, step).more["reference"], load_checkpoint(folder, of).policy
+    held_to, taken_at, refreshes = 0, 0, 0  # version and step of what is the reference now
+    for row in rows:
+        step = row["step"]
+        assert row["reference/version"] == held_to
+        if row["optim/updates"] - held_to >= 4:  # by how many, two a step, is up to the rewards
+            held_to, taken_at, refreshes = row["optim/updates"], step, refreshes + 1
+        assert row["reference/refreshes"] == refreshes
+        stored, policy = load_checkpoint(folder, step).more["reference"], load_checkpoint(folder, taken_at).policy
         assert all(torch.equal(stored[name], round_to_format(master, FP16)) for name, master in policy.items()), step
+    assert refreshes >= 1
 
 
 def test_the_reference_is_the_policy_after_the_warm_start(trained: Callable[..., RunDirectory]) -> None:

@@ -267,7 +267,8 @@ def time_by_phase(rows: Rows) -> Plot:
     times = phase_times(rows)
     if times is None:
         return Plot(title, "No times were logged.")
-    colours = dict(zip((*PHASES, "other"), (BLUE, PINK, TEAL, ORANGE, PURPLE, GREEN, BROWN, GREY), strict=True))
+    palette = (BLUE, PINK, TEAL, MUTED, ORANGE, PURPLE, GREEN, BROWN, GREY)
+    colours = dict(zip((*PHASES, "other"), palette, strict=True))
     with styled():
         drawing = figure()
         axes = drawing.subplots()
