@@ -27,12 +27,20 @@ ADVANTAGES: dict[str, Callable[[list[float]], list[float]]] = {
     "grpo": lambda group: [(r - sum(group) / len(group)) / (float(torch.tensor(group).std()) + 1e-6) for r in group],
     "rloo": lambda group: [r - (sum(group) - r) / (len(group) - 1) for r in group],
 }
+ADVANTAGES["reinforce_pp"] = ADVANTAGES["grpo"]  # of the batch as one group
 LOSSES = [
     ("ppo_clip", "token_mean", "dr_grpo", "token_tis"),
     ("ppo_clip", "seq_mean_token_mean", "grpo", "none"),
     ("ppo_clip", "seq_mean_token_sum_norm", "rloo", "icepop"),
     ("reinforce", "token_mean", "rloo", "sequence_is"),
     ("reinforce", "seq_mean_token_sum_norm", "dr_grpo", "sequence_mis"),
+    ("reinforce", "token_mean", "reinforce_pp", "sequence_rejection"),
+    ("dapo", "token_mean", "grpo", "sequence_rejection"),
+    ("gspo", "seq_mean_token_mean", "grpo", "sequence_mis"),
+    ("gspo", "seq_mean_token_mean", "grpo", "bypass"),
+    ("cispo", "token_mean", "reinforce_pp", "token_tis"),
+    ("cispo", "seq_mean_token_sum_norm", "dr_grpo", "bypass"),
+    ("ppo_clip", "token_mean", "dr_grpo", "bypass"),
 ]
 
 
@@ -125,32 +133,51 @@ def test_scores_are_those_of_a_loop_over_sequences(
     torch.testing.assert_close(experience.entropy_BR[mask].double(), torch.cat(entropies), rtol=0, atol=4e-6)
 
 
+def naive_term(loss: str, logp: Tensor, anchor: Tensor, j: int, a: float) -> Tensor:
+    """Minus the loss of token j of a sequence, without weight and scale."""
+    if loss == "reinforce":
+        return a * logp[j]
+    log_ratio = (logp - anchor).mean() if loss == "gspo" else logp[j] - anchor[j]
+    ratio = log_ratio.exp()
+    if loss == "cispo":
+        return a * logp[j] * min(float(ratio.detach()), 1.28)
+    low, high = {"ppo_clip": (0.8, 1.2), "dapo": (0.8, 1.28), "gspo": (1 - 3e-4, 1 + 4e-4)}[loss]
+    value = min(ratio * a, ratio.clamp(low, high) * a)
+    return max(value, torch.tensor(10.0 * a, dtype=torch.float64)) if loss == "dapo" and a < 0 else value
+
+
 def naive_loss(model: Any, experience: Experience, loss: str, aggregation: str, kind: str, corrected: str) -> Tensor:
-    """The loss of a whole batch, written out token by token. theta is old: the ratio is 1 in value, not in gradient."""
+    """The loss of a whole batch, written out token by token. theta is old, so but for bypass the ratio's value is 1."""
     logps, _ = naive_logps(model, experience)
     groups: dict[int, list[float]] = {}
     for group, reward in zip(experience.group_B.tolist(), experience.reward_B.tolist(), strict=True):
-        groups.setdefault(group, []).append(reward)
+        groups.setdefault(0 if kind == "reinforce_pp" else group, []).append(reward)
     advantages = [a for group in groups.values() for a in ADVANTAGES[kind](group)]
-    tokens, total = sum(map(len, logps)), torch.zeros((), dtype=torch.float64)
+    rollouts = [experience.rollout_logp_BR[row, : len(logp)].double() for row, logp in enumerate(logps)]
+    products = [float((logp.detach() - x).sum().exp()) for logp, x in zip(logps, rollouts, strict=True)]
+    kept = [corrected != "sequence_rejection" or 0.5 <= s <= 2.0 for s in products]
+    assert corrected != "sequence_rejection" or len(set(kept)) == 2
+    tokens = sum(len(logp) for logp, k in zip(logps, kept, strict=True) if k)
+    total = torch.zeros((), dtype=torch.float64)
     for row, logp in enumerate(logps):
-        gap = [float(logp[j].detach()) - float(experience.rollout_logp_BR[row, j]) for j in range(len(logp))]
-        for j in range(len(logp)):
-            r, s = math.exp(gap[j]), math.exp(sum(gap))
+        s, anchor = products[row], rollouts[row] if corrected == "bypass" else logp.detach()
+        for j in range(len(logp) if kept[row] else 0):
+            r = math.exp(float(logp[j].detach() - rollouts[row][j]))
             weight = {
                 "none": 1.0,
+                "bypass": 1.0,
                 "token_tis": min(r, 2.0),
                 "icepop": r if 0.5 <= r <= 5.0 else 0.0,
                 "sequence_is": s,
                 "sequence_mis": s if s <= 3.0 else 0.0,
+                "sequence_rejection": s,  # what is kept is at most 2 already
             }[corrected]
-            ratio = torch.exp(logp[j] - logp[j].detach()) if loss == "ppo_clip" else logp[j]
             scale = {
                 "token_mean": 1 / tokens,
-                "seq_mean_token_mean": 1 / (len(logps) * len(logp)),
-                "seq_mean_token_sum_norm": 1 / (len(logps) * 6),
+                "seq_mean_token_mean": 1 / (sum(kept) * len(logp)),
+                "seq_mean_token_sum_norm": 1 / (sum(kept) * 6),
             }[aggregation]
-            total = total - weight * advantages[row] * ratio * scale
+            total = total - weight * scale * naive_term(loss, logp, anchor, j, advantages[row])
     return total
 
 
@@ -203,6 +230,33 @@ def test_completions_without_advantage_are_skipped_and_change_nothing(
     loss, _ = policy_loss(logp, old, advantage_B, valid, weight, scale, parts.learner.algorithm.loss)
     loss.backward()
     close(skipped, {n: p.grad for n, p in parts.model.named_parameters() if p.grad is not None}, 1e-5)
+
+
+def test_a_batch_of_which_rejection_leaves_nothing_moves_nothing(learn: Callable[..., Parts]) -> None:
+    """Half a nat a token is far beyond the geometric band: no gradient, so no step, and momentum stays where it is."""
+    parts = learn("precision=fp32", "algorithm.correction=geometric", "optimizer.weight_decay=0.1")
+    learner = parts.learner
+    learner.update(sampled(parts, gap=0.0), 1, probe=False)  # momentum now exists
+    assert learner.version == 1
+    before = {name: weight.clone() for name, weight in learner.weights.items()}
+    update = learner.update(sampled(parts, gap=0.5), 2, probe=True)
+    assert update.outcomes == ()
+    assert update.trained_tokens == 0
+    assert float(update.tallies["correction/rejected_token_fraction"].value()) == 1.0
+    assert all(torch.equal(before[name], weight) for name, weight in learner.weights.items())
+
+
+def test_with_bypass_the_ratio_is_to_the_rollout_and_the_gap_is_still_measured(learn: Callable[..., Parts]) -> None:
+    parts = learn("precision=fp32", "algorithm.correction=bypass", "optimizer.lr=1e-9")
+    experience = sampled(parts, gap=0.1)
+    mask = experience.sequences.mask_BR
+    assert experience.old_logp_BR is not None
+    update = parts.learner.update(experience, 1, probe=False)
+    alive = (learner_advantages(experience) != 0).unsqueeze(1) & mask
+    log_r = (experience.old_logp_BR - experience.rollout_logp_BR)[alive].double()
+    assert float(update.tallies["policy/ratio_mean"].value()) == pytest.approx(float(log_r.exp().mean()), rel=1e-6)
+    assert float(log_r.abs().mean()) > 0.05
+    assert float(update.tallies["correction/weight_std"].value()) == 0.0
 
 
 def test_a_batch_without_any_advantage_moves_nothing(learn: Callable[..., Parts]) -> None:

@@ -34,6 +34,11 @@ COMBINATIONS = [
     ("fp16", "reinforce", "seq_mean_token_sum_norm", "rloo", "none"),
     ("bf16-train-fp16-rollout", "ppo_clip", "token_mean", "grpo", "sequence_tis"),
     ("bf16-train-fp16-rollout", "reinforce", "seq_mean_token_sum_norm", "rloo", "token_tis"),
+    ("fp32", "gspo", "seq_mean_token_mean", "grpo", "geometric"),
+    ("bf16", "dapo", "token_mean", "grpo", "token_tis_veto"),
+    ("fp16", "cispo", "token_mean", "reinforce_pp", "k3_rejection_token_tis"),
+    ("bf16-train-fp16-rollout", "gspo", "token_mean", "reinforce_pp", "token_tis_normalized"),
+    ("bf16-train-fp16-rollout", "dapo", "token_mean", "dr_grpo", "bypass"),
 ]
 
 
@@ -59,20 +64,20 @@ def test_every_choice_runs_and_measures_itself(
         assert [name for name, value in row.items() if not math.isfinite(value)] == []
     last = rows[-1]
     expected = {m.name for m in METRICS} - {"warm_start/loss", "warm_start/accuracy", "precision/flushed_fraction"}
-    expected -= {"time/checkpoint"} | (set() if loss == "ppo_clip" else {"policy/clip_fraction"})
+    expected -= {"time/checkpoint"} | ({"policy/clip_fraction"} if loss == "reinforce" else set())
     expected -= {m.name for m in TRAINER_METRICS}
     assert expected <= last.keys()  # nothing that was promised is missing
     assert last["optim/updates"] == 4
     rollouts = run.read_rollouts(2)
     assert len(rollouts) == 32
-    check_row_against_rollouts(last, rollouts)
+    check_row_against_rollouts(last, rollouts, 32 if kind == "reinforce_pp" else 4)
     gap = last["gap/abs_logp_diff_mean"]
     assert (gap > 1e-4) == (precision == "bf16-train-fp16-rollout")  # the same format on both sides: rounding only
     assert load_model(run.policy_path).config.vocab_size == 13
 
 
-def check_row_against_rollouts(row: dict[str, Any], rollouts: list[dict[str, Any]]) -> None:
-    """The step's row, recomputed from the completions on disk."""
+def check_row_against_rollouts(row: dict[str, Any], rollouts: list[dict[str, Any]], baseline: int) -> None:
+    """The step's row, recomputed from the completions on disk; ``baseline``: completions that share one."""
     tokens = [len(r["tokens"]) for r in rollouts]
     log_r = [b - a for r in rollouts for a, b in zip(r["rollout_logp"], r["learner_logp"], strict=True)]
     expected = {
@@ -89,8 +94,8 @@ def check_row_against_rollouts(row: dict[str, Any], rollouts: list[dict[str, Any
     }
     for name, value in expected.items():
         assert row[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name  # rewards are fp32
-    for start in range(0, len(rollouts), 4):  # a group's advantages sum to 0
-        assert sum(r["advantage"] for r in rollouts[start : start + 4]) == pytest.approx(0, abs=1e-5)
+    for start in range(0, len(rollouts), baseline):  # their advantages sum to 0
+        assert sum(r["advantage"] for r in rollouts[start : start + baseline]) == pytest.approx(0, abs=1e-5)
 
 
 @pytest.mark.parametrize("field", ["kv_cache", "logits"])

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
+from mantissa.algorithms import GSPOConfig
 from mantissa.errors import MantissaError
+from mantissa.rl.config import AlgorithmConfig
 from mantissa.rl.recipe import apply_overrides, load_recipe, make_config, parse_yaml
 
+TOKEN_REJECTION = "{reject_unit: token, reject_by: k3, reject_high: 0.1}"
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 
@@ -44,6 +47,21 @@ def test_a_loss_given_by_name_takes_fields(small: dict[str, Any]) -> None:
     assert config.algorithm.loss.clip_high == 0.3
 
 
+def test_a_loss_by_name_brings_the_aggregation_of_its_definition(small: dict[str, Any]) -> None:
+    def algorithm(*overrides: str) -> Any:
+        return make_config(apply_overrides(small, overrides), "test").algorithm
+
+    gspo = algorithm("algorithm.loss=gspo")
+    assert (gspo.loss.clip_low, gspo.loss.clip_high, gspo.aggregation) == (3e-4, 4e-4, "seq_mean_token_mean")
+    assert algorithm("algorithm.loss={kind: gspo, clip_high: 1e-3}").aggregation == "seq_mean_token_mean"
+    assert algorithm("algorithm.loss=gspo", "algorithm.aggregation=token_mean").aggregation == "token_mean"
+    assert AlgorithmConfig(loss=GSPOConfig()).aggregation == "seq_mean_token_mean"
+    dapo = algorithm("algorithm.loss=dapo", "algorithm.loss.dual_clip=5")
+    assert (dapo.loss.clip_high, dapo.loss.dual_clip, dapo.aggregation) == (0.28, 5.0, "token_mean")
+    assert algorithm("algorithm.loss=cispo", "algorithm.correction=geometric_token_tis").aggregation == "token_mean"
+    assert algorithm("rollout.samples=1", "algorithm.advantage=reinforce_pp").advantage == "reinforce_pp"
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("1e-3", 1e-3), ("2E5", 2e5), ("-1.5e-2", -0.015), ("3", 3), ("null", None), ("[a, b]", ["a", "b"])],
@@ -74,6 +92,12 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
         (["precision=bf16", "loss_scaling.initial=1024"], "loss_scaling does nothing for a bf16 learner"),
         (["algorithm.aggregation_length=3"], "aggregation_length does nothing with aggregation=token_mean"),
         (["algorithm.correction=tis"], r"unknown correction 'tis'"),
+        (["algorithm.loss=dapo", "algorithm.aggregation=seq_mean_token_mean"], "loss=dapo is a mean over all tokens"),
+        (["algorithm.loss=dapo", "algorithm.loss.clip_hi=3"], r"'algorithm\.loss\.clip_hi'; did you mean 'clip_high'"),
+        (["algorithm.loss=gspo", f"algorithm.correction={TOKEN_REJECTION}"], "one ratio for a whole sequence"),
+        (["algorithm.loss=reinforce", "algorithm.correction=bypass"], "bypass does nothing with loss=reinforce"),
+        (["algorithm.loss=reinforce", "algorithm.correction=token_tis_normalized"], "one micro-batch at a time"),
+        (["algorithm.correction={bypass: true, mode: mask, level: token, mask_high: 2}"], "bypass takes no weights"),
         (["algorithm.correction.truncate_at=2"], "truncate_at: correction is 'token_tis'"),
         (["rollout.samples=1", "algorithm.advantage=rloo"], r"needs rollout\.samples of 2 or more"),
         (["task.kind=sudoku"], r"task: .*'sudoku'"),
