@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.algorithms import (
@@ -40,10 +39,10 @@ from mantissa.algorithms import (
 from mantissa.kernels import Kernels, NativeKernels
 from mantissa.model import Decoder
 from mantissa.precision import FP32
-from mantissa.precision.numerics import entropy, token_logprob
+from mantissa.precision.numerics import entropy
 from mantissa.rl.config import AlgorithmConfig, OptimizerConfig
 from mantissa.rl.experience import Experience, Sequences
-from mantissa.rl.packing import Packed
+from mantissa.rl.forward import Forward, forward, scatter
 from mantissa.rl.seeds import generator
 from mantissa.training import (
     Backward,
@@ -123,17 +122,14 @@ class Learner:
         """The policy's version: optimiser steps applied. A skipped step does not advance it."""
         return self.step.updates
 
-    def logp(self, sequences: Sequences, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """Log-prob of each response token (N, fp32, differentiable) and the logits they came from (N, V, fp32).
+    def forward(self, sequences: Sequences, kernels: Kernels) -> Forward:
+        """One differentiable forward of the current weights; see ``forward.py``."""
+        return forward(self.model, kernels, sequences, self.temperature)
 
-        A prompt that several sequences share is computed once, and only positions that predict a response token reach
-        the output projection.
-        """
-        position_N, token_N = sequences.response_tokens()
-        packed = Packed.of(sequences)
-        hidden = F.embedding(packed.packed_BT.flatten()[position_N], packed.hidden(self.model, kernels))
-        logits_NV = self.model.logits(hidden, kernels)
-        return token_logprob(logits_NV, token_N, self.temperature), logits_NV
+    def logp(self, sequences: Sequences, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """Log-prob of each response token (N, fp32, differentiable) and the logits they came from (N, V, fp32)."""
+        passed = self.forward(sequences, kernels)
+        return passed.logp_N, passed.logits_NV
 
     def score(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every response token under the current weights; B, R, fp32, 0 at padding."""
