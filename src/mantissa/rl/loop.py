@@ -120,6 +120,7 @@ class Loop:
         load_weights(self.learner.weights, checkpoint.policy)
         self.learner.step.load_state_dict(checkpoint.state["step"])
         self.learner.step.load_optimizer_tensors(checkpoint.optimizer)
+        self.learner.load_beside(checkpoint.more)
         if self.reference is not None:
             self.reference.load(checkpoint.state["reference"], checkpoint.more["reference"])
         self.kept = list(checkpoint.state["kept"])
@@ -129,7 +130,7 @@ class Loop:
 
     def _save(self, step: int) -> None:
         state = {"step": self.learner.step.state_dict(), "kept": self.kept}
-        more: dict[str, dict[str, torch.Tensor]] = {}
+        more = self.learner.beside
         if self.reference is not None:
             state["reference"], more["reference"] = self.reference.state_dict(), self.reference.weights
         optimizer = self.learner.step.optimizer_tensors()
