@@ -11,6 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from mantissa.algorithms import CORRECTION_PRESETS
 from mantissa.precision import PRESETS, PrecisionPolicy
 from mantissa.rl.config import RunConfig
 
@@ -74,6 +75,11 @@ def page() -> str:
     lines += [" ".join((PrecisionPolicy.__doc__ or "").split("``fallback``")[0].split()).replace("``", "`")]
     lines += ["\n| preset | train | rollout |", "|---|---|---|"]
     lines += [f"| `{name}` | {policy.train} | {policy.rollout} |" for name, policy in PRESETS.items()]
+    lines += ["\n## Names for `algorithm.correction`\n", "Bounds are on r = learner / rollout.\n", "| name | fields |"]
+    lines += ["|---|---|"]
+    for name, correction in CORRECTION_PRESETS.items():
+        fields = correction.model_dump(exclude_defaults=True)
+        lines.append(f"| `{name}` | {', '.join(f'`{key}: {value}`' for key, value in fields.items()) or 'weight 1'} |")
     return "\n".join(lines) + "\n"
 
 

@@ -255,6 +255,23 @@ def test_what_lies_under_the_mask_never_matters(config: Any, seed: int, garbage:
     assert dirty_metrics == metrics
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@settings(deadline=None, max_examples=15)
+@given(seed=st.integers(0, 10_000), columns=st.integers(1, 4))
+def test_more_padding_changes_nothing(config: Any, seed: int, columns: int) -> None:
+    batch = make_batch(seed)
+    wider = {
+        name: torch.cat([x, torch.full((4, columns), NAN if x.is_floating_point() else 0, dtype=x.dtype)], 1)
+        for name, x in batch.items()
+        if name.endswith("_BT")
+    }
+    loss, gradient, metrics = loss_and_gradient(batch, config)
+    padded, padded_gradient, padded_metrics = loss_and_gradient(batch | wider, config)
+    torch.testing.assert_close(padded, loss, rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(padded_gradient[:, :5], gradient, rtol=1e-13, atol=0)
+    torch.testing.assert_close(padded_metrics, metrics, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("gap", [25.0, -25.0, 100.0, -100.0, 1e30, -1e30])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("kind", [PPOClipConfig, DAPOConfig, GSPOConfig])

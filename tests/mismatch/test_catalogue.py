@@ -10,14 +10,27 @@ from mantissa.algorithms import (
     CORRECTION_PRESETS,
     CISPOConfig,
     DAPOConfig,
+    FlowRLConfig,
     GSPOConfig,
+    KLConfig,
     PPOClipConfig,
     ReinforceConfig,
     advantage,
     correction,
+    flowrl_loss,
+    kl_loss,
+    kl_reward,
     policy_loss,
 )
-from mantissa.mismatch import ADVANTAGE_METRICS, ALL_METRICS, CORRECTION_METRICS, POLICY_METRICS, Metric
+from mantissa.mismatch import (
+    ADVANTAGE_METRICS,
+    ALL_METRICS,
+    CORRECTION_METRICS,
+    FLOWRL_METRICS,
+    POLICY_METRICS,
+    REFERENCE_METRICS,
+    Metric,
+)
 
 ONE = torch.ones(2, 2)
 
@@ -40,13 +53,23 @@ def test_policy() -> None:
     assert all(metrics == names(POLICY_METRICS) for metrics in reported.values())
 
 
+def test_flowrl_and_the_reference() -> None:
+    every = ONE.bool()
+    flowrl = flowrl_loss(ONE, ONE, ONE, ONE[0], ONE[0], every, ONE, ONE, FlowRLConfig())[1]
+    assert set(flowrl) == names(FLOWRL_METRICS) | (names(POLICY_METRICS) - {"policy/clip_fraction"})
+    config = KLConfig(coefficient=0.1)
+    assert set(kl_loss(ONE, ONE, every, ONE, ONE, config)[1]) == names(REFERENCE_METRICS)
+    assert set(kl_reward(ONE[0], ONE, ONE, every, config)[1]) == names(REFERENCE_METRICS)
+
+
 @pytest.mark.parametrize("kind", ADVANTAGES)
 def test_advantage(kind: str) -> None:
     assert set(advantage(ONE[0], torch.tensor([0, 0]), kind)[1]) == names(ADVANTAGE_METRICS)
 
 
 def test_each_is_declared_once_and_in_full() -> None:
-    assert len(names(ALL_METRICS)) == len(ALL_METRICS)
-    for metric in ALL_METRICS:
+    declared = (*ALL_METRICS, *FLOWRL_METRICS, *REFERENCE_METRICS)
+    assert len(names(declared)) == len(declared)
+    for metric in declared:
         assert all((metric.formula, metric.unit)), metric.name
         assert metric.source or not metric.gated, f"{metric.name} has a gate and no source for it"

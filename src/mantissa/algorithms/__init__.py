@@ -4,6 +4,7 @@ from mantissa.algorithms.advantages import ADVANTAGES, AdvantageKind, advantage
 from mantissa.algorithms.aggregation import AggregationKind, aggregation_scale, batch_counts
 from mantissa.algorithms.correction import correction, importance_weights
 from mantissa.algorithms.correction_config import CORRECTION_PRESETS, CorrectionConfig
+from mantissa.algorithms.flowrl import FlowRLConfig, flowrl_loss
 from mantissa.algorithms.losses import (
     CISPOConfig,
     DAPOConfig,
@@ -14,6 +15,8 @@ from mantissa.algorithms.losses import (
     ReinforceConfig,
     policy_loss,
 )
+from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward
+from mantissa.algorithms.shaping import overlong_penalty
 from mantissa.algorithms.tally import Tally, TallyKind, merge, values
 
 __all__ = [
@@ -24,7 +27,9 @@ __all__ = [
     "CISPOConfig",
     "CorrectionConfig",
     "DAPOConfig",
+    "FlowRLConfig",
     "GSPOConfig",
+    "KLConfig",
     "PPOClipConfig",
     "PolicyLoss",
     "PolicyLossConfig",
@@ -35,8 +40,12 @@ __all__ = [
     "aggregation_scale",
     "batch_counts",
     "correction",
+    "flowrl_loss",
     "importance_weights",
+    "kl_loss",
+    "kl_reward",
     "merge",
+    "overlong_penalty",
     "policy_loss",
     "values",
 ]

@@ -1,6 +1,13 @@
 """The gap between the policy that samples and the policy that learns: metrics, their healthy ranges, gates."""
 
-from mantissa.mismatch.catalogue import ADVANTAGE_METRICS, ALL_METRICS, CORRECTION_METRICS, POLICY_METRICS
+from mantissa.mismatch.catalogue import (
+    ADVANTAGE_METRICS,
+    ALL_METRICS,
+    CORRECTION_METRICS,
+    FLOWRL_METRICS,
+    POLICY_METRICS,
+    REFERENCE_METRICS,
+)
 from mantissa.mismatch.gates import GATES, Finding, check_gates
 from mantissa.mismatch.metrics import GAP_METRICS, Metric, gap_metrics
 
@@ -8,9 +15,11 @@ __all__ = [
     "ADVANTAGE_METRICS",
     "ALL_METRICS",
     "CORRECTION_METRICS",
+    "FLOWRL_METRICS",
     "GAP_METRICS",
     "GATES",
     "POLICY_METRICS",
+    "REFERENCE_METRICS",
     "Finding",
     "Metric",
     "check_gates",

@@ -31,7 +31,7 @@ CORRECTION_METRICS: tuple[Metric, ...] = (
 
 POLICY_METRICS: tuple[Metric, ...] = (
     Metric("policy/loss", "sum over tokens of scale x loss", "1"),
-    Metric("policy/ratio_mean", "mean_t exp(logp_theta - logp_old)", "1"),
+    Metric("policy/ratio_mean", "mean_t exp(logp_theta - logp_old); with bypass old is the rollout, here and below", "1"),
     Metric("policy/ratio_max", "max_t exp(logp_theta - logp_old)", "1"),
     Metric("policy/kl_old", "mean_t(ratio - 1 - log ratio), the k3 estimate of KL(old || theta)", "nats/token",
            source="Schulman 2020, k3"),
@@ -39,6 +39,31 @@ POLICY_METRICS: tuple[Metric, ...] = (
            "fraction"),
     Metric("policy/nonfinite", "valid tokens whose log-prob, old or current, is not finite", "tokens", (0.0, 0.0),
            "by definition"),
+)  # fmt: skip
+
+_KL = "Schulman 2020"
+
+FLOWRL_METRICS: tuple[Metric, ...] = (
+    Metric("flowrl/delta_mean", "mean_i(log Z + mean_t logp_theta - beta r_hat - mean_t logp_ref)", "nats",
+           source="arXiv 2509.15207"),
+    Metric("flowrl/delta_abs_mean", "mean_i|delta|; 0 where the policy matches the rewards", "nats"),
+    Metric("flowrl/log_z_mean", "mean_i log Z(x)", "nats"),
+    Metric("flowrl/weight_mean", "mean_i of w, the bounded ratio theta / old times the correction's weight", "1"),
+    Metric("flowrl/weight_max", "max_i of w", "1"),
+    Metric("flowrl/bounded_fraction", "share of tokens whose ratio (their sequence's, unless by token) a bound changed",
+           "fraction"),
+    Metric("flowrl/nonfinite", "valid tokens whose reference log-prob, and sequences whose log Z, is not finite",
+           "1", (0.0, 0.0), "by definition"),
+)  # fmt: skip
+
+REFERENCE_METRICS: tuple[Metric, ...] = (
+    Metric("reference/kl", "mean_t(logp_theta - logp_ref), the k1 estimate of KL(theta || ref)", "nats/token",
+           source=f"{_KL}, k1"),
+    Metric("reference/k3_kl", "mean_t(r - 1 - log r), log r = logp_ref - logp_theta", "nats/token",
+           source=f"{_KL}, k3"),
+    Metric("reference/penalty", "sum of what was added to the loss, or taken off the rewards", "1"),
+    Metric("reference/nonfinite", "valid tokens whose log-prob, the policy's or the reference's, is not finite",
+           "tokens", (0.0, 0.0), "by definition"),
 )  # fmt: skip
 
 ADVANTAGE_METRICS: tuple[Metric, ...] = (
@@ -49,4 +74,5 @@ ADVANTAGE_METRICS: tuple[Metric, ...] = (
     Metric("reward/max", "largest reward", "reward"),
 )  # fmt: skip
 
+# What a run can log. FLOWRL_METRICS and REFERENCE_METRICS join it with the reference policy.
 ALL_METRICS: tuple[Metric, ...] = (*GAP_METRICS, *CORRECTION_METRICS, *POLICY_METRICS, *ADVANTAGE_METRICS)

@@ -4,6 +4,7 @@ from mantissa.model.config import ModelConfig, RopeScaling
 from mantissa.model.config_file import read_config
 from mantissa.model.decoder import Attend, Decoder
 from mantissa.model.huggingface import empty_decoder, load_model, save_model
+from mantissa.model.partition import LogPartition
 from mantissa.model.presets import FreshModelConfig
 from mantissa.model.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer, load_tokenizer
 
@@ -11,6 +12,7 @@ __all__ = [
     "Attend",
     "Decoder",
     "FreshModelConfig",
+    "LogPartition",
     "ModelConfig",
     "RopeScaling",
     "Tokenizer",

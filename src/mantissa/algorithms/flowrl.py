@@ -1,0 +1,138 @@
+"""FlowRL: make responses as probable as they are good, rather than the best one certain (arXiv 2509.15207).
+
+    delta = log Z(x) + mean_t logp_theta - beta * r_hat - mean_t logp_ref
+    loss  = mean_i w_i * delta_i^2
+
+delta is 0 for every response exactly where ``mean_t logp = mean_t logp_ref + beta * r_hat - log Z``: the reference,
+tilted by the reward. ``r_hat`` is the group-normalised reward (the ``grpo`` advantage), and log Z(x) a learned number
+for each prompt, from ``mantissa.model.LogPartition``. A group whose rewards are all equal still teaches here: its
+completions are pulled to the reference. So are completions whose advantage is zero; none may be left out.
+
+The weight. Sources disagree: the paper clips the ratio of theta to the behaviour policy to [1 - eps, 1 + eps], the
+published recipe takes min(w, 10), and the original code computes the clip and uses the raw product. delta is
+normalised by length while that product is not, so it explodes with length. Here it is ``importance``, within
+``bounds``, of theta / old:
+
+=========  ==================================================================
+sequence   clip(prod_t ratio)
+geometric  clip(exp(mean_t log ratio)), normalised by length as delta is
+token      mean_t clip(ratio_t), each token bounded by itself
+=========  ==================================================================
+
+and the correction's weight of old / rollout multiplies in, which no published version does: w_i = mean_t of the product
+of the two. Where the correction weighs by sequence that is the product itself. All of w is detached.
+
+A mean over sequences is ``seq_mean_token_mean`` of ``aggregation_scale`` over the whole optimiser batch, so the split
+into micro-batches never shows. delta is a statement about a whole response: with rejection by token it would be one
+about what is left, so whoever builds a run refuses that.
+
+Numerics. The dtype of ``logp`` (fp32); log-ratios are summed in float64 and clamped to +-20 before ``exp``. Masked
+positions are replaced before they are used. What is valid and not finite is not repaired: ``policy/nonfinite`` and
+``flowrl/nonfinite`` count it, and the loss shows it.
+
+Legend: B sequences, T response positions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from torch import Tensor
+
+from mantissa.algorithms.losses import drift
+from mantissa.algorithms.tally import Tally
+from mantissa.errors import MantissaError
+from mantissa.precision.numerics import LOG_RATIO_BOUND, masked_mean, masked_sum
+
+
+class FlowRLConfig(BaseModel):
+    """``w * (log Z + mean_t logp - beta * r_hat - mean_t logp_ref)^2``, a mean over sequences."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["flowrl"] = Field("flowrl", description="Match the distribution of rewards.")
+    beta: float = Field(15.0, gt=0, description="How far a standard deviation of reward tilts the reference, in nats.")
+    importance: Literal["sequence", "geometric", "token"] = Field(
+        "geometric", description="Ratio of the current to the old policy: product, geometric mean, or each token's own."
+    )
+    bounds: tuple[float, float] = Field((0.8, 1.28), description="Smallest and largest of that ratio.")
+    detach_partition: bool = Field(
+        False, description="True: log Z trains its own head only, and sends no gradient into the policy."
+    )
+
+    @field_validator("bounds")
+    @classmethod
+    def _around_one(cls, bounds: tuple[float, float]) -> tuple[float, float]:
+        low, high = bounds
+        if not 0 <= low <= 1 <= high:
+            raise ValueError(f"expected two bounds with 1 between them, such as [0.8, 1.28], got [{low}, {high}]")
+        return bounds
+
+
+def flowrl_loss(
+    logp_BT: Tensor,
+    old_logp_BT: Tensor,
+    ref_logp_BT: Tensor | None,
+    log_z_B: Tensor | None,
+    reward_B: Tensor,
+    mask_BT: Tensor,
+    weight_BT: Tensor,
+    scale_BT: Tensor,
+    config: FlowRLConfig,
+) -> tuple[Tensor, dict[str, Tally]]:
+    """Loss of a micro-batch, ``sum_i scale_i * w_i * delta_i^2``, and tallies.
+
+    ``logp_BT``: the current policy's, with gradient. ``log_z_B``: log Z of each sequence's prompt, with gradient.
+    ``old_logp_BT``, ``ref_logp_BT``: the policy's before the update and the reference's. ``reward_B``: r_hat.
+    ``mask_BT``, ``weight_BT``: from ``correction``. ``scale_BT``: this micro-batch's rows of ``aggregation_scale`` with
+    ``seq_mean_token_mean``; a sequence's is their sum. All floats one dtype (fp32, or float64).
+
+    Tallies: those of ``policy_loss`` without a clip, and ``flowrl/delta_mean``, ``flowrl/delta_abs_mean``,
+    ``flowrl/log_z_mean``, ``flowrl/weight_mean``, ``flowrl/weight_max``, ``flowrl/bounded_fraction``,
+    ``flowrl/nonfinite``. Raises ``MantissaError`` where the reference's log-probs or log Z are missing.
+    """
+    if ref_logp_BT is None:
+        raise MantissaError(
+            "flowrl needs the reference policy's log-probs and got none: score the batch under a reference; without "
+            "one, there is nothing that the reward tilts"
+        )
+    if log_z_B is None:
+        raise MantissaError("flowrl needs log Z of each prompt and got none: pass what the log-partition head returns")
+    counted_B = mask_BT.any(-1)
+    logp, old, ref, weight, scale = (
+        torch.where(mask_BT, x, 0.0)
+        for x in (logp_BT, old_logp_BT.detach(), ref_logp_BT.detach(), weight_BT.detach(), scale_BT.detach())
+    )
+    log_z = torch.where(counted_B, log_z_B, 0.0)
+    reward = torch.where(counted_B, reward_B.detach(), 0.0)
+    delta = log_z + masked_mean(logp - ref, mask_BT, -1) - config.beta * reward
+    ratio_BT, bounded_BT = _importance(logp.detach(), old, mask_BT, config)
+    w = masked_mean(ratio_BT * weight, mask_BT, -1)
+    loss = masked_sum(scale.sum(-1) * w * delta.square(), counted_B)
+    known_B = counted_B & delta.isfinite()
+    nonfinite = (mask_BT & ~ref.isfinite()).sum() + (counted_B & ~log_z.isfinite()).sum()
+    return loss, drift(logp.detach(), old, mask_BT) | {
+        "policy/loss": Tally.of("sum", loss, torch.ones_like(loss, dtype=torch.bool)),
+        "flowrl/delta_mean": Tally.of("mean", delta, known_B),
+        "flowrl/delta_abs_mean": Tally.of("mean", delta.abs(), known_B),
+        "flowrl/log_z_mean": Tally.of("mean", log_z, counted_B & log_z.isfinite()),
+        "flowrl/weight_mean": Tally.of("mean", w, counted_B),
+        "flowrl/weight_max": Tally.of("max", w, counted_B),
+        "flowrl/bounded_fraction": Tally.of("mean", bounded_BT, mask_BT),
+        "flowrl/nonfinite": Tally.of("sum", nonfinite, torch.ones_like(nonfinite, dtype=torch.bool)),
+    }
+
+
+def _importance(logp: Tensor, old: Tensor, mask_BT: Tensor, config: FlowRLConfig) -> tuple[Tensor, Tensor]:
+    """Bounded ratio of theta to old at each token (a sequence's at all of its tokens), and where a bound acted."""
+    low, high = config.bounds
+    log_ratio = logp.double() - old.double()  # exact
+    if config.importance != "token":
+        log_ratio = masked_sum(log_ratio, mask_BT, -1).unsqueeze(-1)
+    if config.importance == "geometric":
+        log_ratio = log_ratio / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    bounded = ratio.clamp(low, high)
+    return bounded.to(logp.dtype).expand_as(logp), (ratio != bounded).expand_as(mask_BT)

@@ -1,0 +1,114 @@
+"""Staying near a reference policy: KL(theta || ref), estimated token by token, in the loss or in the reward.
+
+With log r = logp_ref - logp of a sampled token (so that theta is where samples come from):
+
+====  ==============  ==========================  =================================================================
+name  estimate        value, on average           its gradient as a loss, on average
+====  ==============  ==========================  =================================================================
+k1    -log r          KL(theta || ref)            0. E[d logp] = 0: it moves the policy at random and nowhere
+k2    (log r)^2 / 2   about KL, for small gaps    that of KL(theta || ref)
+k3    r - 1 - log r   KL(theta || ref)            that of KL(ref || theta), the other direction
+====  ==============  ==========================  =================================================================
+
+A good estimate of a value is not a loss with the right gradient (arXiv 2510.01555): the samples' own dependence on
+theta is what a loss leaves out. In the *reward* that dependence is what the policy gradient adds, so there k1 is the
+unbiased choice; in the *loss* it is k2, and k3 is what GRPO published. k1 in the loss is allowed, for comparisons: it
+is noise. All of this holds on policy; after several steps on one batch, a weight has to make up for it.
+
+Numerics. k3 is taken in float64 (``kl_estimate``) and its log r is bounded above by 20: where the reference is 4.9e8
+times as sure as the policy, there is no gradient; k1, k2 and the other side of k3 have no ``exp`` that could overflow.
+Masked positions are replaced first; what is valid and not finite is counted and shows.
+
+Legend: B sequences, T response positions.
+Sources: J. Schulman, "Approximating KL Divergence" (2020); arXiv 2402.03300, equation 4 (k3 in the loss); arXiv
+2510.01555 (gradients).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from mantissa.algorithms.tally import Tally
+from mantissa.errors import MantissaError
+from mantissa.precision.numerics import LOG_RATIO_BOUND, KLEstimator, kl_estimate, masked_sum
+
+
+class KLConfig(BaseModel):
+    """A penalty on the distance from the reference policy."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    where: Literal["loss", "reward"] = Field("loss", description="Added to each token's loss, or taken off the reward.")
+    estimator: KLEstimator = Field(
+        "k3", description="k1, k2 or k3. In the loss k2 has the gradient of KL(theta || ref), k3 that of KL(ref || "
+        "theta), k1 none on average; in the reward k1 is unbiased."
+    )  # fmt: skip
+    coefficient: float = Field(gt=0, description="Loss, or reward, for one nat.")
+
+
+def kl_loss(
+    logp_BT: Tensor,
+    ref_logp_BT: Tensor | None,
+    mask_BT: Tensor,
+    weight_BT: Tensor,
+    scale_BT: Tensor,
+    config: KLConfig,
+) -> tuple[Tensor, dict[str, Tally]]:
+    """``coefficient * sum over the mask of scale * w * estimate``, to be added to the policy's loss, and tallies.
+
+    ``logp_BT``: the current policy's, with gradient; only it receives one. ``ref_logp_BT``: the reference's.
+    ``weight_BT``: the correction's, with which rollout samples stand for the policy's own; ones for the published form.
+    ``scale_BT``: the policy loss's own ``aggregation_scale``. A completion without an advantage has a gradient here.
+    Tallies: ``reference/penalty`` (sum, as added), ``reference/kl``, ``reference/k3_kl``, ``reference/nonfinite``.
+    Raises ``MantissaError`` where the reference's log-probs are missing.
+    """
+    logp, ref = _known(logp_BT, ref_logp_BT, mask_BT)
+    weight, scale = (torch.where(mask_BT, x.detach(), 0.0) for x in (weight_BT, scale_BT))
+    penalty = config.coefficient * masked_sum(scale * weight * _estimate(ref - logp, config.estimator), mask_BT)
+    return penalty, _tallies(logp.detach(), ref, mask_BT) | {
+        "reference/penalty": Tally.of("sum", penalty, torch.ones_like(penalty, dtype=torch.bool))
+    }
+
+
+def kl_reward(
+    reward_B: Tensor, logp_BT: Tensor, ref_logp_BT: Tensor | None, mask_BT: Tensor, config: KLConfig
+) -> tuple[Tensor, dict[str, Tally]]:
+    """``reward - coefficient * sum_t estimate``, from which advantages are then made, and tallies.
+
+    ``logp_BT``: the policy's before the update. Nothing carries a gradient. Tallies as ``kl_loss``, with
+    ``reference/penalty`` the sum over sequences of what was taken off. A sequence with a valid log-prob that is not
+    finite gets a reward that is not.
+    """
+    logp, ref = _known(logp_BT.detach(), ref_logp_BT, mask_BT)
+    penalty_B = config.coefficient * masked_sum(_estimate(ref - logp, config.estimator), mask_BT, -1)
+    every_B = torch.ones_like(penalty_B, dtype=torch.bool)
+    return reward_B - penalty_B.to(reward_B.dtype), _tallies(logp, ref, mask_BT) | {
+        "reference/penalty": Tally.of("sum", penalty_B, every_B)
+    }
+
+
+def _known(logp_BT: Tensor, ref_logp_BT: Tensor | None, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    if ref_logp_BT is None:
+        raise MantissaError(
+            "a KL penalty needs the reference policy's log-probs and got none: score the batch under a reference, or "
+            "leave the penalty out"
+        )
+    return torch.where(mask_BT, logp_BT, 0.0), torch.where(mask_BT, ref_logp_BT.detach(), 0.0)
+
+
+def _estimate(log_r: Tensor, kind: KLEstimator) -> Tensor:
+    return kl_estimate(log_r.clamp(max=LOG_RATIO_BOUND) if kind == "k3" else log_r, kind)
+
+
+def _tallies(logp: Tensor, ref: Tensor, mask: Tensor) -> dict[str, Tally]:
+    finite = mask & logp.isfinite() & ref.isfinite()
+    log_r = torch.where(finite, ref.double() - logp.double(), 0.0)
+    return {
+        "reference/kl": Tally.of("mean", -log_r, finite),
+        "reference/k3_kl": Tally.of("mean", _estimate(log_r, "k3"), finite),
+        "reference/nonfinite": Tally.of("sum", mask & ~finite, mask),
+    }

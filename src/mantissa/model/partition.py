@@ -1,0 +1,111 @@
+"""The log-partition head of FlowRL: log Z(x), one number for a prompt, from the policy's own view of it.
+
+Two blocks of Linear, GELU, LayerNorm, Dropout, then Linear to 1, on the mean of the last hidden layer (after the final
+norm, as Hugging Face returns it) over the prompt's tokens (arXiv 2509.15207, and its code). It trains with the policy
+and is saved beside it; it is no part of the model that is exported or sampled from, so it is no part of ``Decoder``.
+
+Always fp32, parameters and arithmetic, whatever the policy's kernels are: log Z is a sum of several nats that squares
+in the loss, its cost is nothing beside one layer, and its gradient reaches the policy through one cast.
+
+Dropout without a generator. A backward pass that is repeated at a lower loss scale must repeat its forward's dropout,
+a resumed run that of the first one, and no split into micro-batches may change it. A generator's state would have to be
+kept, rewound and drawn from in a fixed order. So there is none: whether a unit is dropped is a hash (splitmix64, on
+integers, the same on every device) of the row's ``key``, the layer and the unit. Whoever calls makes keys from the
+run's seed, the step and the prompt, and the rest follows. Without keys nothing is dropped.
+
+Legend: B prompts, T positions, E hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64, whose products wrap around as splitmix64's do
+_MIX_1, _MIX_2 = -4658895280553007687, -7723592293110705685  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_BITS = 24  # of the hash: as many as make an fp32 uniform
+
+
+class LogPartition(nn.Module):
+    """``log Z`` of prompts. ``dropout``: the probability with which a unit is dropped after each block."""
+
+    def __init__(self, hidden_size: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout is a probability below 1, not {dropout}")
+        self.dropout = dropout
+        self.blocks = nn.ModuleList(_Block(hidden_size) for _ in range(2))
+        self.weight = nn.Parameter(torch.empty(1, hidden_size, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(1, dtype=torch.float32))
+
+    def initialize(self, generator: torch.Generator | None = None) -> LogPartition:
+        """Linear maps uniform in +-1/sqrt(E), their biases too (torch's default); norms 1 and 0. Returns self."""
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if "norm" in name:
+                    parameter.fill_(1.0 if name.endswith("norm_weight") else 0.0)
+                else:
+                    parameter.uniform_(-bound, bound, generator=generator)
+        return self
+
+    def forward(
+        self, hidden_BTE: Tensor, prompt_mask_BT: Tensor, key_B: Tensor | None = None, *, detach: bool = False
+    ) -> Tensor:
+        """log Z of each row's prompt, fp32, B.
+
+        ``hidden_BTE``: final hidden states, any float dtype. ``prompt_mask_BT``: bool, at least one True a row; the
+        rest may hold anything. ``key_B``: int64, a number for each row that names its dropout, different for different
+        prompts and steps; None drops nothing. ``detach``: send no gradient into the hidden states.
+        """
+        if detach:
+            hidden_BTE = hidden_BTE.detach()
+        kept_BTE = torch.where(prompt_mask_BT.unsqueeze(-1), hidden_BTE, torch.zeros_like(hidden_BTE))
+        wide_BTE = kept_BTE.float()  # exact: the mean of half-precision states is not one
+        x_BE = wide_BTE.sum(1) / prompt_mask_BT.sum(1, keepdim=True).float()
+        for layer, block in enumerate(self.blocks):
+            x_BE = block(x_BE)
+            if key_B is not None and self.dropout > 0:
+                kept_BE = kept_units(key_B, layer, x_BE.shape[1], self.dropout)
+                x_BE = torch.where(kept_BE, x_BE / (1 - self.dropout), 0.0)
+        return F.linear(x_BE, self.weight, self.bias).squeeze(-1)
+
+
+class _Block(nn.Module):
+    """LayerNorm(GELU(Linear(x)))."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, size, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(size, dtype=torch.float32))
+        self.norm_weight = nn.Parameter(torch.empty(size, dtype=torch.float32))
+        self.norm_bias = nn.Parameter(torch.empty(size, dtype=torch.float32))
+
+    def forward(self, x_BE: Tensor) -> Tensor:
+        inner_BE = F.gelu(F.linear(x_BE, self.weight, self.bias))
+        return F.layer_norm(inner_BE, inner_BE.shape[-1:], self.norm_weight, self.norm_bias)
+
+
+def kept_units(key_B: Tensor, layer: int, size: int, probability: float) -> Tensor:
+    """Which of ``size`` units of each row dropout keeps (bool, B by ``size``): a function of its arguments alone.
+
+    Unit e of layer l is dropped where the top 24 bits of ``mix(mix(key) + (l * size + e + 1) * golden)`` are below
+    ``probability * 2^24``; mix is the finaliser of splitmix64 (Steele, Lea and Flood 2014).
+    """
+    unit_E = torch.arange(layer * size + 1, (layer + 1) * size + 1, device=key_B.device)
+    hashed_BE = _mix(_mix(key_B).unsqueeze(-1) + unit_E * _GOLDEN)
+    return _shift(hashed_BE, 64 - _BITS) >= round(probability * (1 << _BITS))
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Right shift that fills with zeros; torch's own copies the sign of an int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

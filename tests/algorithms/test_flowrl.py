@@ -1,0 +1,264 @@
+"""FlowRL's loss against loops of scalar math, its gradient against differences, its fixed point, and any split."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from mantissa.algorithms import FlowRLConfig, aggregation_scale, correction, flowrl_loss, merge, values
+from mantissa.algorithms.correction_config import CORRECTION_PRESETS
+from mantissa.errors import MantissaError
+
+NAN, INF = float("nan"), float("inf")
+B, T = 6, 5
+CONFIGS = tuple(
+    FlowRLConfig(importance=importance, **more)
+    for importance in ("sequence", "geometric", "token")
+    for more in ({}, {"beta": 2.0, "bounds": (0.0, INF)}, {"bounds": (0.95, 1.05)})
+)
+Batch = dict[str, Any]
+
+
+def make_batch(seed: int, spread: float = 0.3, dtype: torch.dtype = torch.float64) -> Batch:
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=dtype)
+
+    old_BT = -normal(B, T).abs()
+    mask_BT = torch.arange(T) < torch.randint(0, T + 1, (B, 1), generator=random)
+    mask_BT[(seed + 1) % B] = True
+    return {
+        "logp_BT": old_BT + spread * normal(B, T),
+        "old_logp_BT": old_BT,
+        "ref_logp_BT": old_BT + spread * normal(B, T),
+        "log_z_B": normal(B),
+        "reward_B": normal(B),
+        "mask_BT": mask_BT,
+        "weight_BT": normal(B, T).abs(),
+        "scale_BT": aggregation_scale(mask_BT, "seq_mean_token_mean", dtype=dtype),
+    }
+
+
+def step(batch: Batch, config: FlowRLConfig) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """Loss, gradients of the log-probs and of log Z, and tallies."""
+    logp, log_z = batch["logp_BT"].clone().requires_grad_(), batch["log_z_B"].clone().requires_grad_()
+    loss, tallies = flowrl_loss(**(batch | {"logp_BT": logp, "log_z_B": log_z}), config=config)
+    loss.backward()
+    return loss.detach(), logp.grad, log_z.grad, tallies
+
+
+def oracle(batch: Batch, config: FlowRLConfig) -> tuple[float, list[list[float]], list[float], dict[str, float]]:
+    """The definition, one sequence at a time, and its gradient by hand: 2 w delta, shared among the tokens."""
+    mask = batch["mask_BT"].tolist()
+    count, low, high = sum(map(any, mask)), *config.bounds
+    loss, gradient, of_z, weights, deltas = 0.0, [[0.0] * T for _ in range(B)], [0.0] * B, [], []
+    for i in range(B):
+        here = [t for t in range(T) if mask[i][t]]
+        if not here:
+            continue
+
+        def mean(name: str, i: int = i, here: list[int] = here) -> float:
+            return math.fsum(batch[name][i, t].item() for t in here) / len(here)
+
+        z, reward = batch["log_z_B"][i].item(), batch["reward_B"][i].item()
+        delta = z + mean("logp_BT") - config.beta * reward - mean("ref_logp_BT")
+        log_ratios = [batch["logp_BT"][i, t].item() - batch["old_logp_BT"][i, t].item() for t in here]
+        if config.importance == "sequence":
+            log_ratios = [math.fsum(log_ratios)] * len(here)
+        elif config.importance == "geometric":
+            log_ratios = [math.fsum(log_ratios) / len(here)] * len(here)
+        ratios = [min(max(math.exp(min(max(x, -20), 20)), low), high) for x in log_ratios]
+        w = math.fsum(r * batch["weight_BT"][i, t].item() for r, t in zip(ratios, here, strict=True)) / len(here)
+        loss += w * delta**2 / count
+        of_z[i] = 2 * w * delta / count
+        for t in here:
+            gradient[i][t] = 2 * w * delta / count / len(here)
+        weights.append(w)
+        deltas.append(delta)
+    stats = {
+        "flowrl/weight_mean": sum(weights) / count,
+        "flowrl/weight_max": max(weights),
+        "flowrl/delta_mean": sum(deltas) / count,
+        "flowrl/delta_abs_mean": sum(map(abs, deltas)) / count,
+    }
+    return loss, gradient, of_z, stats
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10_000), spread=st.sampled_from([1e-6, 0.3, 30.0]))
+def test_value_and_gradients_are_those_of_scalar_math(config: FlowRLConfig, seed: int, spread: float) -> None:
+    batch = make_batch(seed, spread)
+    loss, of_logp, of_z, tallies = step(batch, config)
+    expected, gradient, z_gradient, stats = oracle(batch, config)
+    assert loss.item() == pytest.approx(expected, rel=1e-11)
+    scale = abs(expected) + 1
+    double = torch.float64
+    torch.testing.assert_close(of_logp, torch.tensor(gradient, dtype=double), rtol=1e-11, atol=1e-13 * scale)
+    torch.testing.assert_close(of_z, torch.tensor(z_gradient, dtype=double), rtol=1e-11, atol=1e-13 * scale)
+    measured = values(tallies)
+    assert measured["policy/loss"].item() == loss.item()
+    for name, value in stats.items():
+        assert measured[name].item() == pytest.approx(value, rel=1e-10, abs=1e-12), name
+
+
+def test_gradient_passes_finite_differences() -> None:
+    """Only of log Z and, with w held, of logp: bounds of exactly 1 make w a constant."""
+    batch = make_batch(3)
+    config = FlowRLConfig(bounds=(1.0, 1.0), beta=2.0)
+    inputs = batch["logp_BT"].clone().requires_grad_(), batch["log_z_B"].clone().requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda logp, z: flowrl_loss(**(batch | {"logp_BT": logp, "log_z_B": z}), config=config)[0], inputs
+    )
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_at_the_fixed_point_there_is_no_loss_and_no_gradient(config: FlowRLConfig, seed: int) -> None:
+    """mean logp = mean logp_ref + beta * r - log Z, in whatever way the tokens share it."""
+    batch = make_batch(seed)
+    mask, mean = batch["mask_BT"], lambda x: torch.where(batch["mask_BT"], x, 0.0).sum(-1) / counts
+    counts = mask.sum(-1).clamp(min=1)
+    target = mean(batch["ref_logp_BT"]) + config.beta * batch["reward_B"] - batch["log_z_B"]
+    batch["logp_BT"] = batch["logp_BT"] + (target - mean(batch["logp_BT"])).unsqueeze(-1)
+    loss, of_logp, of_z, tallies = step(batch, config)
+    heaviest = max(1.0, values(tallies)["flowrl/weight_max"].item())
+    assert loss.item() < 1e-20 * heaviest
+    assert of_logp.abs().max() < 1e-12 * heaviest
+    assert of_z.abs().max() < 1e-12 * heaviest
+    assert values(tallies)["flowrl/delta_abs_mean"].item() < 1e-13
+    off = step(batch | {"log_z_B": batch["log_z_B"] + 0.1}, config)
+    assert off[0] > 1e-4
+
+
+@pytest.mark.parametrize("config", CONFIGS[::3], ids=str)
+@pytest.mark.parametrize("preset", ["none", "token_tis", "sequence_mis", "sequence_rejection", "token_tis_normalized"])
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, B - 1), unique=True, max_size=3))
+def test_the_split_and_the_order_never_show(config: FlowRLConfig, preset: str, seed: int, cuts: list[int]) -> None:
+    batch = make_batch(seed)
+    rollout = batch["old_logp_BT"] + 0.2 * torch.randn(B, T, dtype=torch.float64)
+    weight, valid, _ = correction(batch["old_logp_BT"], rollout, batch["mask_BT"], CORRECTION_PRESETS[preset])
+    scale = aggregation_scale(valid, "seq_mean_token_mean", dtype=torch.float64)
+    batch |= {"mask_BT": valid, "weight_BT": weight, "scale_BT": scale}
+    whole = step(batch, config)
+    order = torch.randperm(B, generator=torch.Generator().manual_seed(seed))
+    total, of_logp, tallies = 0.0, torch.zeros(B, T, dtype=torch.float64), []
+    for rows in order.tensor_split(sorted(cuts)):
+        loss, gradient, _, tally = step({name: x[rows] for name, x in batch.items()}, config)
+        total, of_logp[rows], tallies = total + loss.item(), gradient, [*tallies, tally]
+    assert total == pytest.approx(whole[0].item(), rel=1e-12, abs=1e-14)
+    torch.testing.assert_close(of_logp, whole[1], rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(values(merge(tallies)), values(whole[3]), rtol=1e-12, atol=1e-13)
+
+
+def test_the_correction_multiplies_in() -> None:
+    batch = make_batch(5) | {"weight_BT": torch.ones(B, T, dtype=torch.float64)}
+    doubled = batch | {"weight_BT": torch.full((B, T), 2.0, dtype=torch.float64)}
+    torch.testing.assert_close(step(doubled, FlowRLConfig())[0], 2 * step(batch, FlowRLConfig())[0], rtol=1e-14, atol=0)
+
+
+def test_a_long_responses_raw_product_explodes_and_what_is_bounded_does_not() -> None:
+    """The reason for the bounds: 2,000 tokens, each 1% likelier than before, weigh 4e8 as a product."""
+    logp = torch.full((1, 2000), -1.0) + math.log(1.01)
+    arguments = (logp, torch.full_like(logp, -1.0), logp, torch.zeros(1), torch.zeros(1), logp < 0)
+    one = torch.ones_like(logp)
+    weights = {}
+    for importance, bounds in (("sequence", (0.0, INF)), ("geometric", (0.8, 1.28)), ("token", (0.8, 1.28))):
+        config = FlowRLConfig(importance=importance, bounds=bounds)
+        weights[importance] = values(flowrl_loss(*arguments, one, one, config)[1])["flowrl/weight_max"].item()
+    assert weights["sequence"] == pytest.approx(1.01**2000, rel=1e-3)
+    assert weights["geometric"] == pytest.approx(1.01, rel=1e-6)
+    assert weights["token"] == pytest.approx(1.01, rel=1e-6)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@settings(deadline=None, max_examples=15)
+@given(seed=st.integers(0, 999), garbage=st.lists(st.sampled_from([NAN, INF, -INF, 3e38]), min_size=7, max_size=7))
+def test_what_lies_under_the_mask_never_matters(config: FlowRLConfig, seed: int, garbage: list[float]) -> None:
+    batch = make_batch(seed)
+    names = ("logp_BT", "old_logp_BT", "ref_logp_BT", "weight_BT", "scale_BT")
+    dirty = {k: torch.where(batch["mask_BT"], batch[k], g) for k, g in zip(names, garbage, strict=False)}
+    kept = batch["mask_BT"].any(-1)
+    dirty |= {k: torch.where(kept, batch[k], g) for k, g in zip(("log_z_B", "reward_B"), garbage[5:], strict=True)}
+    clean = step(batch, config)
+    with torch.autograd.set_detect_anomaly(True):
+        got = step(batch | dirty, config)
+    for a, b in zip(got[:3], clean[:3], strict=True):
+        assert torch.equal(a, b)
+    assert values(got[3]) == values(clean[3])
+    wider = {k: torch.cat([x, torch.full((B, 2), NAN, dtype=x.dtype)], 1) for k, x in batch.items() if k in names}
+    wider["mask_BT"] = torch.cat([batch["mask_BT"], torch.zeros(B, 2, dtype=torch.bool)], 1)
+    padded = step(batch | wider, config)
+    torch.testing.assert_close(padded[0], clean[0], rtol=1e-13, atol=0)
+    torch.testing.assert_close(padded[1][:, :T], clean[1], rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("gap", [1e4, -1e4, 1e18])
+@pytest.mark.parametrize("importance", ["sequence", "geometric", "token"])
+def test_extreme_ratios_stay_finite_in_fp32(gap: float, importance: str) -> None:
+    batch = make_batch(1, dtype=torch.float32)
+    batch["old_logp_BT"] = batch["logp_BT"] - gap
+    loss, of_logp, of_z, tallies = step(batch, FlowRLConfig(importance=importance, bounds=(0.0, INF)))
+    assert loss.isfinite()
+    assert of_logp.isfinite().all()
+    assert of_z.isfinite().all()
+    assert all(value.isfinite() for value in values(tallies).values())
+
+
+@pytest.mark.parametrize("name", ["ref_logp_BT", "log_z_B"])
+def test_what_is_valid_and_not_finite_is_counted_and_shows(name: str) -> None:
+    batch = make_batch(2)
+    row = batch["mask_BT"].any(-1).nonzero()[0].item()
+    batch[name] = batch[name].clone()
+    batch[name][(row, 0) if name == "ref_logp_BT" else row] = -INF
+    loss, _, _, tallies = step(batch, FlowRLConfig())
+    assert not loss.isfinite()
+    measured = values(tallies)
+    assert measured.pop("policy/loss").isinf()
+    assert measured["flowrl/nonfinite"].item() == 1
+    assert all(value.isfinite() for value in measured.values())
+
+
+@pytest.mark.parametrize(("name", "message"), [("ref_logp_BT", "reference policy's"), ("log_z_B", "log Z")])
+def test_what_is_missing_is_an_error_not_a_default(name: str, message: str) -> None:
+    with pytest.raises(MantissaError, match=message):
+        flowrl_loss(**(make_batch(0) | {name: None}), config=FlowRLConfig())
+
+
+def test_only_the_policy_and_log_z_receive_a_gradient() -> None:
+    batch = make_batch(0)
+    others = {k: x.clone().requires_grad_() for k, x in batch.items() if k != "mask_BT"}
+    flowrl_loss(**others, mask_BT=batch["mask_BT"], config=FlowRLConfig())[0].backward()
+    assert {k for k, x in others.items() if x.grad is not None} == {"logp_BT", "log_z_B"}
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (3, 4)])
+def test_nothing_valid_has_no_loss_and_no_gradient(shape: tuple[int, int]) -> None:
+    junk, rows = torch.full(shape, NAN), torch.full(shape[:1], NAN)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    loss, of_logp, of_z, tallies = step(
+        {
+            "logp_BT": junk, "old_logp_BT": junk, "ref_logp_BT": junk, "log_z_B": rows, "reward_B": rows,
+            "mask_BT": mask, "weight_BT": junk, "scale_BT": junk,
+        },
+        FlowRLConfig(),
+    )  # fmt: skip
+    assert loss.item() == 0.0
+    assert torch.equal(of_logp, torch.zeros(shape))
+    assert torch.equal(of_z, torch.zeros(shape[:1]))
+    assert all(value.item() == 0 for value in values(tallies).values())
+
+
+@pytest.mark.parametrize("bounds", [(1.1, 1.3), (0.5, 0.9), (-0.1, 2.0), (NAN, 2.0)])
+def test_bounds_must_hold_one(bounds: tuple[float, float]) -> None:
+    with pytest.raises(ValidationError, match="1 between them"):
+        FlowRLConfig(bounds=bounds)

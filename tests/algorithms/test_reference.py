@@ -1,0 +1,199 @@
+"""KL to the reference: values by loops, and what each estimator's gradient does, by enumerating every outcome."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from mantissa.algorithms import KLConfig, aggregation_scale, kl_loss, kl_reward, merge, values
+from mantissa.errors import MantissaError
+
+NAN, INF = float("nan"), float("inf")
+KINDS = ("k1", "k2", "k3")
+B, T = 5, 4
+
+
+def make_batch(seed: int, spread: float = 0.3) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    logp = -torch.randn(B, T, generator=random, dtype=torch.float64).abs()
+    mask = torch.rand(B, T, generator=random) > 0.3
+    return {
+        "logp_BT": logp,
+        "ref_logp_BT": logp + spread * torch.randn(B, T, generator=random, dtype=torch.float64),
+        "mask_BT": mask,
+        "weight_BT": torch.rand(B, T, generator=random, dtype=torch.float64),
+        "scale_BT": aggregation_scale(mask, "token_mean", dtype=torch.float64),
+    }
+
+
+def by_hand(kind: str, log_r: float) -> tuple[float, float]:
+    """The estimate, and its derivative by logp (of which log r is minus that)."""
+    if kind == "k1":
+        return -log_r, 1.0
+    if kind == "k2":
+        return log_r**2 / 2, -log_r
+    x = min(log_r, 20.0)
+    return math.expm1(x) - x, -math.expm1(x) if log_r <= 20 else 0.0
+
+
+def config(kind: str, where: str = "loss") -> KLConfig:
+    return KLConfig(where=where, estimator=kind, coefficient=0.25)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 10_000), spread=st.sampled_from([1e-6, 0.3, 15.0]))
+def test_the_loss_and_its_gradient_are_those_of_scalar_math(kind: str, seed: int, spread: float) -> None:
+    batch = make_batch(seed, spread)
+    logp = batch["logp_BT"].clone().requires_grad_()
+    loss, tallies = kl_loss(**(batch | {"logp_BT": logp}), config=config(kind))
+    loss.backward()
+    expected, gradient = 0.0, [[0.0] * T for _ in range(B)]
+    for i, t in batch["mask_BT"].nonzero().tolist():
+        log_r = batch["ref_logp_BT"][i, t].item() - batch["logp_BT"][i, t].item()
+        value, slope = by_hand(kind, log_r)
+        factor = 0.25 * batch["scale_BT"][i, t].item() * batch["weight_BT"][i, t].item()
+        expected += factor * value
+        gradient[i][t] = factor * slope
+    assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-22)
+    torch.testing.assert_close(logp.grad, torch.tensor(gradient, dtype=torch.float64), rtol=1e-9, atol=1e-18)
+    assert values(tallies)["reference/penalty"].item() == loss.item()
+    mask = batch["mask_BT"]
+    log_r = (batch["ref_logp_BT"] - batch["logp_BT"])[mask].tolist()
+    assert values(tallies)["reference/kl"].item() == pytest.approx(-math.fsum(log_r) / max(len(log_r), 1), abs=1e-15)
+    k3 = math.fsum(by_hand("k3", x)[0] for x in log_r) / max(len(log_r), 1)
+    assert values(tallies)["reference/k3_kl"].item() == pytest.approx(k3, rel=1e-9, abs=1e-25)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10_000))
+def test_in_the_reward_it_is_the_sum_over_the_response(kind: str, seed: int) -> None:
+    batch = make_batch(seed)
+    reward = torch.arange(B, dtype=torch.float64)
+    shaped, tallies = kl_reward(reward, batch["logp_BT"], batch["ref_logp_BT"], batch["mask_BT"], config(kind))
+    taken = 0.0
+    for i in range(B):
+        here = batch["mask_BT"][i].nonzero().flatten().tolist()
+        log_r = [(batch["ref_logp_BT"][i, t] - batch["logp_BT"][i, t]).item() for t in here]
+        penalty = 0.25 * math.fsum(by_hand(kind, x)[0] for x in log_r)
+        taken += penalty
+        assert shaped[i].item() == pytest.approx(i - penalty, rel=1e-12, abs=1e-14)
+    assert values(tallies)["reference/penalty"].item() == pytest.approx(taken, rel=1e-11, abs=1e-14)
+
+
+def expected_gradient(kind: str, theta: Tensor, reference: Tensor) -> Tensor:
+    """E over theta's own samples of the loss's gradient: every outcome, by its probability, one token each."""
+    logits = theta.clone().requires_grad_()
+    logp = torch.log_softmax(logits, 0).unsqueeze(-1)
+    every = torch.ones_like(logp, dtype=torch.bool)
+    ref = torch.log_softmax(reference, 0).unsqueeze(-1)
+    scale = logp.detach().exp()
+    loss, _ = kl_loss(logp, ref, every, torch.ones_like(scale), scale, KLConfig(estimator=kind, coefficient=1.0))
+    loss.backward()
+    assert logits.grad is not None
+    return logits.grad
+
+
+def kl_gradient(theta: Tensor, reference: Tensor, forward: bool) -> Tensor:
+    """The derivative of KL(theta || ref), or of KL(ref || theta), by theta's logits."""
+    logits = theta.clone().requires_grad_()
+    p, q = torch.log_softmax(logits, 0), torch.log_softmax(reference, 0)
+    kl = (q.exp() * (q - p)).sum() if forward else (p.exp() * (p - q)).sum()
+    return torch.autograd.grad(kl, logits)[0]
+
+
+def test_what_each_estimators_gradient_is_of() -> None:
+    """k1 as a loss does nothing on average, k2 is KL(theta || ref), k3 the other direction."""
+    random = torch.Generator().manual_seed(4)
+    theta, reference = (torch.randn(7, generator=random, dtype=torch.float64) for _ in range(2))
+    reverse, forward = (kl_gradient(theta, reference, forward=direction) for direction in (False, True))
+    assert (reverse - forward).abs().max() > 0.05
+    close = {"rtol": 1e-12, "atol": 1e-15}
+    torch.testing.assert_close(expected_gradient("k1", theta, reference), torch.zeros_like(theta), rtol=0, atol=1e-15)
+    torch.testing.assert_close(expected_gradient("k2", theta, reference), reverse, **close)
+    torch.testing.assert_close(expected_gradient("k3", theta, reference), forward, **close)
+
+
+def test_in_the_reward_k1_has_the_gradient_of_the_divergence() -> None:
+    """The policy gradient of reward -k1, every outcome by its probability, is minus that of KL(theta || ref)."""
+    random = torch.Generator().manual_seed(5)
+    theta, reference = (torch.randn(7, generator=random, dtype=torch.float64) for _ in range(2))
+    logits = theta.clone().requires_grad_()
+    logp = torch.log_softmax(logits, 0)
+    ref = torch.log_softmax(reference, 0).unsqueeze(-1)
+    every = torch.ones(7, 1, dtype=torch.bool)
+    kl = KLConfig(where="reward", estimator="k1", coefficient=1.0)
+    reward, _ = kl_reward(torch.zeros(7, dtype=torch.float64), logp.unsqueeze(-1), ref, every, kl)
+    assert not reward.requires_grad
+    gained = torch.autograd.grad((logp.detach().exp() * reward * logp).sum(), logits)[0]
+    torch.testing.assert_close(gained, -kl_gradient(theta, reference, forward=False), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 999), garbage=st.sampled_from([NAN, INF, -INF, 3e38]))
+def test_what_lies_under_the_mask_never_matters(kind: str, seed: int, garbage: float) -> None:
+    batch = make_batch(seed)
+    mask = batch["mask_BT"]
+    dirty = {k: torch.where(mask, x, garbage) if k != "mask_BT" else x for k, x in batch.items()}
+    gradients = []
+    for data in (batch, dirty):
+        logp = data["logp_BT"].clone().requires_grad_()
+        with torch.autograd.set_detect_anomaly(True):
+            loss, _ = kl_loss(**(data | {"logp_BT": logp}), config=config(kind))
+            loss.backward()
+        reward, _ = kl_reward(torch.zeros(B), data["logp_BT"], data["ref_logp_BT"], mask, config(kind))
+        gradients.append((loss.detach(), logp.grad, reward))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_split_never_shows(kind: str) -> None:
+    batch = make_batch(8)
+    whole, tallies = kl_loss(**batch, config=config(kind))
+    parts = [kl_loss(**{k: x[r] for k, x in batch.items()}, config=config(kind)) for r in ([3, 0], [4], [1, 2])]
+    assert sum(p[0].item() for p in parts) == pytest.approx(whole.item(), rel=1e-13)
+    torch.testing.assert_close(values(merge([p[1] for p in parts])), values(tallies), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("gap", "pull"), [(100.0, {"k1": 1, "k2": 100, "k3": 1}), (-100.0, {"k1": 1, "k2": -100, "k3": 0})]
+)
+def test_a_policy_far_from_the_reference_is_still_pulled_back(gap: float, pull: dict[str, float]) -> None:
+    """In fp32. Only k3's exp is bounded, on the side where the policy has nearly given the token up."""
+    for kind in KINDS:
+        logp = torch.full((1, 1), gap, requires_grad=True)
+        one = torch.ones(1, 1)
+        kl_loss(logp, 0 * one, one.bool(), one, one, KLConfig(estimator=kind, coefficient=1.0))[0].backward()
+        assert logp.grad is not None
+        assert logp.grad.item() == pytest.approx(pull[kind], abs=1e-6), kind
+
+
+def test_missing_or_broken_reference_log_probs_do_not_pass_unseen() -> None:
+    batch: dict[str, Any] = make_batch(1)
+    with pytest.raises(MantissaError, match="reference policy's log-probs and got none"):
+        kl_loss(**(batch | {"ref_logp_BT": None}), config=config("k3"))
+    with pytest.raises(MantissaError, match="reference policy's log-probs and got none"):
+        kl_reward(torch.zeros(B), batch["logp_BT"], None, batch["mask_BT"], config("k1"))
+    row, column = batch["mask_BT"].nonzero()[0].tolist()
+    batch["ref_logp_BT"][row, column] = -INF
+    loss, tallies = kl_loss(**batch, config=config("k2"))
+    assert not loss.isfinite()
+    measured = values(tallies)
+    assert measured["reference/nonfinite"].item() == 1
+    assert measured["reference/kl"].isfinite()
+    assert measured["reference/k3_kl"].isfinite()
+
+
+@pytest.mark.parametrize("fields", [{"coefficient": 0.0}, {"coefficient": -1.0}, {}, {"coefficient": 1, "kind": "k1"}])
+def test_a_penalty_has_a_positive_coefficient(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        KLConfig(**fields)
