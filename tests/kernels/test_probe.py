@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.errors import MantissaError
-from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels, learner_kernels, probe, reference_kernels, rollout_kernels
+from mantissa.kernels import (
+    Kernels,
+    NativeKernels,
+    SimulatedKernels,
+    learner_kernels,
+    probe,
+    reference_kernels,
+    rollout_kernels,
+)
 from mantissa.precision import BF16, FP16, FP32, PRESETS, NumberFormat, PrecisionPolicy, resolve, round_to_format
 
 formats = pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)

@@ -206,7 +206,7 @@ def test_the_scorings_graph_gives_the_update_of_a_forward_of_its_own(
             parts.learner._kept = None
         parts.learner.update(experience, 1, probe=False)
         weights.append(parts.learner.weights | head_of(parts.learner).weights)
-    tolerance = 1e-7 if precision == "fp32" else 3e-5
+    tolerance = {"fp32": 1e-7, "fp16": 3e-5, "bf16": 3e-4}[precision]  # gradients of half are summed in another order
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, rtol=0, atol=tolerance)
 
@@ -267,7 +267,9 @@ def test_the_head_is_fp32_in_every_precision(build: Callable[..., Parts]) -> Non
 
 def test_the_policy_moves_towards_the_reference_tilted_by_the_reward(build: Callable[..., Parts]) -> None:
     """The same batch again and again: |delta| falls, and what was rewarded is now likelier than what was not."""
-    parts = build("precision=fp32", "algorithm.loss={kind: flowrl, beta: 0.5, partition_dropout: 0}", "optimizer.lr=3e-3")
+    parts = build(
+        "precision=fp32", "algorithm.loss={kind: flowrl, beta: 0.5, partition_dropout: 0}", "optimizer.lr=3e-3"
+    )
     learner, experience = parts.learner, sampled(parts)
     deltas = []
     for step in range(1, 61):
@@ -336,11 +338,12 @@ def test_a_run_in_every_precision_measures_itself(
     trained: Callable[..., RunDirectory], precision: str, more: tuple[str, ...]
 ) -> None:
     run = trained(f"precision={precision}", *more)
-    updates = 2 if "optimizer.updates_per_batch=2" in more else 1
+    updates, skipped = 2 if "optimizer.updates_per_batch=2" in more else 1, 0.0
     for row in run.read_metrics():
+        skipped += row["precision/skipped"]  # fp16: these gradients are hundreds of times those of a clipped ratio
         assert [name for name, value in row.items() if not math.isfinite(value)] == []
         assert row["flowrl/nonfinite"] == row["reference/nonfinite"] == row["policy/nonfinite"] == 0
-        assert row["optim/updates"] == updates * row["step"]  # all-equal rewards included
+        assert row["optim/updates"] + skipped == updates * row["step"]  # all-equal rewards included
         assert row["flowrl/delta_abs_mean"] > 0
     first, last = run.read_metrics()
     exact = "precision.reference=fp16" not in more

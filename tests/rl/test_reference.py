@@ -133,7 +133,9 @@ def test_weights_it_cannot_hold_and_weights_it_does_not_have(build: Build) -> No
         reference.take({"other": torch.zeros(1)}, 1)
     with torch.no_grad():
         weights["model.norm.weight"][3] = 70000.0
-    with pytest.raises(MantissaError, match=r"model\.norm\.weight is not finite in fp16; choose a precision\.reference"):
+    with pytest.raises(
+        MantissaError, match=r"model\.norm\.weight is not finite in fp16; choose a precision\.reference"
+    ):
         reference.take(weights, 1)
     with pytest.raises(RuntimeError, match="holds no weights"):
         reference.score(sequences())
