@@ -180,8 +180,8 @@ class AlgorithmConfig(Config):
             )
         if self.advantage != "grpo":
             raise ValueError(
-                f"loss=flowrl takes the group-normalised reward, got advantage={self.advantage}; use grpo, and beta for "
-                "its strength"
+                f"loss=flowrl takes the group-normalised reward, got advantage={self.advantage}; use grpo, and beta "
+                "for its strength"
             )
         if self.aggregation != "seq_mean_token_mean":
             raise ValueError(
@@ -302,8 +302,8 @@ class RunConfig(Config):
             )
         if self.policy.reference is not None and self.algorithm.reference is None:
             raise MantissaError(
-                f"precision.reference={self.policy.reference} does nothing without a reference policy; leave it out, or "
-                "set algorithm.reference={}"
+                f"precision.reference={self.policy.reference} does nothing without a reference policy; leave it out, "
+                "or set algorithm.reference={}"
             )
         if self.optimizer.updates_per_batch > self.rollout.prompts * self.rollout.samples:
             raise MantissaError("optimizer.updates_per_batch: expected at most one update a completion")

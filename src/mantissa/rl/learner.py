@@ -286,7 +286,10 @@ class Learner:
 
 @dataclass(frozen=True)
 class _Kept:
-    """The differentiable log-probs of a scoring, and what they are of; prompts' mean states in the order ``order_B``."""
+    """The differentiable log-probs of a scoring, and what they are of.
+
+    ``prompt_BE``: the prompts' mean states, with FlowRL, in the order of ``order_B`` (rows of the batch).
+    """
 
     sequences: Sequences
     version: int

@@ -67,11 +67,11 @@ class OptimizerStep:
 
     ``parameters``: named fp32 masters. ``lr_at``: learning rate of update number n (0 for the first), which a parameter
     group multiplies by its own ``lr_scale``, if it has one; None leaves the optimiser's rates to its owner.
-    ``max_grad_norm``: clip bound on the unscaled Euclidean norm (inf: measure, never clip). ``clip``: adaptive clipping,
-    applied to the unscaled gradients before the bound; returns the fraction of units it changed. ``diagnose``: given
-    the backward, returns the name of what first became non-finite; called only before stopping. ``on_nonfinite``: what
-    to do about a non-finite gradient that no lower scale can cure: ``stop`` raises, ``skip`` gives the batch up.
-    ``ranks``: the processes that must decide alike.
+    ``max_grad_norm``: clip bound on the unscaled Euclidean norm (inf: measure, never clip). ``clip``: adaptive
+    clipping, applied to the unscaled gradients before the bound; returns the fraction of units it changed.
+    ``diagnose``: given the backward, returns the name of what first became non-finite; called only before stopping.
+    ``on_nonfinite``: what to do about a non-finite gradient that no lower scale can cure: ``stop`` raises, ``skip``
+    gives the batch up. ``ranks``: the processes that must decide alike.
     """
 
     def __init__(
