@@ -101,7 +101,7 @@ def oracle(batch: Batch, config: Any) -> tuple[float, list[list[float]], int]:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 10_000), spread=st.sampled_from([1e-6, 0.1, 1.0, 40.0]))
 def test_value_and_gradient_are_those_of_scalar_math(config: Any, seed: int, spread: float) -> None:
     batch = make_batch(seed, spread)

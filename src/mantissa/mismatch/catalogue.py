@@ -31,7 +31,7 @@ CORRECTION_METRICS: tuple[Metric, ...] = (
 
 POLICY_METRICS: tuple[Metric, ...] = (
     Metric("policy/loss", "sum over tokens of scale x loss", "1"),
-    Metric("policy/ratio_mean", "mean_t exp(logp_theta - logp_old); with bypass old is the rollout, here and below", "1"),
+    Metric("policy/ratio_mean", "mean_t exp(logp_theta - logp_old); with bypass old is the rollout", "1"),
     Metric("policy/ratio_max", "max_t exp(logp_theta - logp_old)", "1"),
     Metric("policy/kl_old", "mean_t(ratio - 1 - log ratio), the k3 estimate of KL(old || theta)", "nats/token",
            source="Schulman 2020, k3"),
