@@ -51,6 +51,8 @@ def test_version_1_is_read_as_one_without_further_files(tmp_path: Path) -> None:
     assert list(header["files"]) == ["policy.safetensors", "optimizer.safetensors"]  # what version 1 had
     (path / "state.json").write_text(json.dumps(header | {"version": 1}))
     assert load_checkpoint(tmp_path).more == {}
+    with pytest.raises(MantissaError, match="checkpoint step-1 holds no reference: the run that wrote it had none"):
+        load_checkpoint(tmp_path).part("reference")
     assert torch.equal(load_checkpoint(tmp_path).policy["b"], checkpoint(1).policy["b"])
 
 

@@ -40,6 +40,7 @@ from mantissa.rl.objective import Micro, advantages, drift_from_reference, every
 from mantissa.rl.seeds import generator
 from mantissa.training import (
     Backward,
+    Checkpoint,
     LossScaler,
     OptimizerStep,
     StepOutcome,
@@ -127,10 +128,10 @@ class Learner:
         """What trains with the policy and is no part of it, by name: saved in checkpoints, never exported or synced."""
         return {} if self.flow is None else {"partition": self.flow.weights}
 
-    def load_beside(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def load_beside(self, checkpoint: Checkpoint) -> None:
         """The inverse of ``beside``."""
         if self.flow is not None:
-            self.flow.load(tensors["partition"])
+            self.flow.load(checkpoint.part("partition"))
 
     @property
     def version(self) -> int:

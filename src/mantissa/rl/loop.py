@@ -120,9 +120,10 @@ class Loop:
         load_weights(self.learner.weights, checkpoint.policy)
         self.learner.step.load_state_dict(checkpoint.state["step"])
         self.learner.step.load_optimizer_tensors(checkpoint.optimizer)
-        self.learner.load_beside(checkpoint.more)
+        self.learner.load_beside(checkpoint)
         if self.reference is not None:
-            self.reference.load(checkpoint.state["reference"], checkpoint.more["reference"])
+            weights = checkpoint.part("reference")
+            self.reference.load(checkpoint.state["reference"], weights)
         self.kept = list(checkpoint.state["kept"])
         self.run.rewind(checkpoint.step)
         self.live.note(f"resumed after step {checkpoint.step}")

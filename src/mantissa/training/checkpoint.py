@@ -46,6 +46,15 @@ class Checkpoint:
     state: dict[str, Any]
     more: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
+    def part(self, name: str) -> dict[str, Tensor]:
+        """One of ``more``; a ``MantissaError`` where this checkpoint was written without it."""
+        if name not in self.more:
+            raise MantissaError(
+                f"checkpoint step-{self.step} holds no {name}: the run that wrote it had none; start a new run with "
+                "model.path set to that one's folder"
+            )
+        return self.more[name]
+
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Write ``folder/step-N`` atomically and delete all but the newest ``keep``. Returns the new folder.
