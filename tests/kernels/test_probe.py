@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.errors import MantissaError
-from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels, learner_kernels, probe, rollout_kernels
+from mantissa.kernels import (
+    Kernels,
+    NativeKernels,
+    SimulatedKernels,
+    learner_kernels,
+    probe,
+    reference_kernels,
+    rollout_kernels,
+)
 from mantissa.precision import BF16, FP16, FP32, PRESETS, NumberFormat, PrecisionPolicy, resolve, round_to_format
 
 formats = pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
@@ -42,8 +50,10 @@ def test_every_honest_family_passes(family: object, logits_format: NumberFormat,
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_kernels_of_every_preset_pass(preset: str) -> None:
-    precision = resolve(PRESETS[preset], "cpu")
+    precision = resolve(PRESETS[preset], "cpu", reference=True)
+    assert precision.reference is not None
     for kernels, role in (
+        (reference_kernels(precision), precision.reference),
         (learner_kernels(precision), precision.learner),
         (rollout_kernels(precision), precision.rollout),
     ):

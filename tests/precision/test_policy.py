@@ -39,7 +39,7 @@ def test_presets(preset: str, train: str, rollout: str) -> None:
     policy = PrecisionPolicy.parse(preset)
     assert policy == PRESETS[preset] == PrecisionPolicy.parse({"preset": preset})
     assert (policy.train, policy.rollout, policy.logits, policy.kv_cache) == (train, rollout, "fp32", None)
-    assert (policy.backend, policy.fallback) == ("auto", "error")
+    assert (policy.backend, policy.fallback, policy.reference) == ("auto", "error", None)
 
 
 def test_every_preset_is_tested_here() -> None:
@@ -75,6 +75,8 @@ def test_a_policy_is_frozen() -> None:
         ({"train": "e4m3"}, "precision.train=e4m3: no role runs in fp8 yet"),
         ({"train": "e4m3fn"}, "precision.train=e4m3fn: no role runs in fp8 yet"),
         ({"kv_cache": "e5m2"}, "precision.kv_cache=e5m2: no role runs in fp8 yet"),
+        ({"reference": "fp8"}, "precision.reference=fp8: no role runs in fp8 yet"),
+        ({"reference": 16}, "precision.reference=16: expected a format's name"),
         ({"train": "fp61"}, "precision.train: unknown number format 'fp61'"),
         ({"train": None}, "precision.train=None: expected a format's name, one of fp32, bf16, fp16"),
         ({"logits": 32}, "precision.logits=32: expected a format's name"),
@@ -126,6 +128,35 @@ def test_the_table_is_plain_strings_one_line_a_role() -> None:
     assert [r["kernels"] for r in rows] == ["simulated", "simulated", "native", "simulated", "simulated"]
     assert all(isinstance(v, str) and v and "\n" not in v for r in rows for v in r.values())
     assert "rounded to bf16 on both sides" in rows[3]["reason"]
+
+
+@pytest.mark.parametrize("reference", [None, *ROLES])
+@pytest.mark.parametrize("train", ROLES)
+def test_a_reference_is_as_the_learner_unless_asked_for(train: str, reference: str | None) -> None:
+    resolved = resolve(PrecisionPolicy(train=train, reference=reference), "cpu", reference=True)
+    role = resolved.reference
+    assert role is not None
+    assert [r["role"] for r in resolved.rows()] == ["learner", "rollout", "reference", "master", "logits", "kv_cache"]
+    assert role.requested == (reference or "as learner")
+    assert role.active.name == (reference or train)
+    assert role.backend == ("native" if role.active is FP32 else "simulated")
+    assert ("differ by rounding" in role.reason) == (role.active is not resolved.learner.active)
+    assert re.fullmatch(r"[^\n]{10,140}[^.]", role.reason)
+
+
+def test_without_a_reference_there_is_no_line_for_it() -> None:
+    assert resolve(PRESETS["fp16"], "cpu").reference is None
+    asked = resolve(PrecisionPolicy(reference="bf16"), "cpu").reference  # to name its format is to want one
+    assert asked is not None
+    assert asked.active is BF16
+
+
+def test_a_simulated_reference_alone_is_something_to_simulate() -> None:
+    role = resolve(PrecisionPolicy(reference="fp16", backend="simulated"), "cpu").reference
+    assert role is not None
+    assert role.backend == "simulated"
+    message = error_of(lambda: PrecisionPolicy(reference="fp32", backend="simulated"))
+    assert message.startswith("precision.backend=simulated: train and rollout are fp32")
 
 
 def test_the_default_cache_says_that_it_is_the_rollouts() -> None:

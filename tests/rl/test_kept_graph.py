@@ -57,13 +57,13 @@ def learn(learner: Learner, forget: bool, batch: Experience | None = None) -> tu
 
 def update_counted(learner: Learner, scored: Experience) -> tuple[Update, dict[str, Tensor], int]:
     calls: list[Any] = []
-    forward = learner.logp
+    forward = learner.forward
 
     def counted(*arguments: Any) -> Any:
         calls.append(arguments)
         return forward(*arguments)
 
-    learner.logp = counted  # type: ignore[method-assign]
+    learner.forward = counted  # type: ignore[method-assign]
     update = learner.update(scored, 1, probe=False)
     return update, {n: p.detach().clone() for n, p in learner.model.named_parameters()}, len(calls)
 

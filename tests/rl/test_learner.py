@@ -207,13 +207,13 @@ def test_completions_without_advantage_are_skipped_and_change_nothing(
     parts = learn("precision=fp32")
     experience = sampled(parts)
     widths: list[int] = []
-    original = Learner.logp
+    original = Learner.forward
 
     def counting(self: Learner, sequences: Any, kernels: Any) -> Any:
         widths.append(len(sequences))
         return original(self, sequences, kernels)
 
-    monkeypatch.setattr(Learner, "logp", counting)
+    monkeypatch.setattr(Learner, "forward", counting)
     skipped = gradients(parts.learner, experience)
     alive = sum(widths)
     # Now with every row in the pass: the same loss, by hand, over all rows at once.
@@ -224,7 +224,7 @@ def test_completions_without_advantage_are_skipped_and_change_nothing(
     old, mask = experience.old_logp_BR, experience.sequences.mask_BR
     assert old is not None
     weight, valid, _ = correction(old, experience.rollout_logp_BR, mask, parts.learner.algorithm.correction)
-    logp_N, _ = original(parts.learner, experience.sequences, parts.learner.kernels)
+    logp_N = original(parts.learner, experience.sequences, parts.learner.kernels).logp_N
     logp = torch.zeros(mask.shape).index_put(mask.nonzero(as_tuple=True), logp_N)
     scale = aggregation_scale(valid, "token_mean")
     loss, _ = policy_loss(logp, old, advantage_B, valid, weight, scale, parts.learner.algorithm.loss)

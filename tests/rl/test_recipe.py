@@ -14,6 +14,7 @@ from mantissa.rl.config import AlgorithmConfig
 from mantissa.rl.recipe import apply_overrides, load_recipe, make_config, parse_yaml
 
 TOKEN_REJECTION = "{reject_unit: token, reject_by: k3, reject_high: 0.1}"
+FLOWRL = ("algorithm.reference={}", "algorithm.loss=flowrl")
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 
@@ -62,6 +63,14 @@ def test_a_loss_by_name_brings_the_aggregation_of_its_definition(small: dict[str
     assert algorithm("rollout.samples=1", "algorithm.advantage=reinforce_pp").advantage == "reinforce_pp"
 
 
+def test_the_name_flowrl_stands_for_all_that_it_is(small: dict[str, Any]) -> None:
+    config = make_config(apply_overrides(small, [*FLOWRL, "algorithm.loss.beta=5"]), "test").algorithm
+    assert (config.loss.kind, config.advantage, config.aggregation) == ("flowrl", "grpo", "seq_mean_token_mean")
+    assert config.loss.beta == 5
+    assert config.reference is not None
+    assert config.reference.refresh_every is None
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("1e-3", 1e-3), ("2E5", 2e5), ("-1.5e-2", -0.015), ("3", 3), ("null", None), ("[a, b]", ["a", "b"])],
@@ -103,6 +112,26 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
         (["algorithm.loss=reinforce", "algorithm.correction=token_tis_normalized"], "one micro-batch at a time"),
         (["algorithm.correction={bypass: true, mode: mask, level: token, mask_high: 2}"], "bypass takes no weights"),
         (["algorithm.correction.truncate_at=2"], "truncate_at: correction is 'token_tis'"),
+        (["precision.reference=bf16"], r"precision\.reference=bf16 does nothing without a reference policy"),
+        (["algorithm.loss=flowrl"], r"tilts a reference policy.*there is none; set algorithm\.reference=\{\}"),
+        (["algorithm.kl.coefficient=0.1"], r"algorithm\.kl is the distance from a reference policy, and there is none"),
+        (
+            [*FLOWRL, "algorithm.advantage=dr_grpo"],
+            "loss=flowrl takes the group-normalised reward, got advantage=dr_gr",
+        ),
+        ([*FLOWRL, "algorithm.aggregation=token_mean"], "loss=flowrl is a mean over sequences"),
+        ([*FLOWRL, "algorithm.kl.coefficient=0.1"], "would hold the policy to the reference twice"),
+        (
+            [*FLOWRL, "algorithm.correction={reject_unit: token, reject_by: k1, reject_high: 2}"],
+            "about whole responses",
+        ),
+        ([*FLOWRL, "algorithm.loss.bounds=[2, 3]"], r"two bounds with 1 between them.*got \[2\.0, 3\.0\]"),
+        ([*FLOWRL, "algorithm.loss.betta=3"], r"unknown key 'algorithm\.loss\.betta'; did you mean 'beta'\?"),
+        (
+            ["algorithm.reference.refresh=3"],
+            r"unknown key 'algorithm\.reference\.refresh'; did you mean 'refresh_every'",
+        ),
+        (["algorithm.reference.refresh_every=0"], r"algorithm\.reference\.refresh_every: input should be greater than"),
         (["rollout.samples=1", "algorithm.advantage=rloo"], r"needs rollout\.samples of 2 or more"),
         (["task.kind=sudoku"], r"task: .*'sudoku'"),
         (["steps={"], r"override 'steps=\{'.*not valid YAML"),

@@ -42,6 +42,16 @@ RECIPES = {
         "algorithm.loss=reinforce",
         "task.reward=prefix",
     ],
+    # A head with dropout, and a reference that is taken anew within the run.
+    "flowrl": [
+        "steps=5",
+        "checkpoint={every: 2, keep: 3}",
+        "algorithm.loss=flowrl",
+        "algorithm.reference={refresh_every: 3}",
+        "optimizer.updates_per_batch=1",
+        "loss_scaling={growth_interval: 2, initial: 4096, retries: 9}",
+        "task.reward=prefix",
+    ],
 }
 
 
@@ -145,6 +155,12 @@ MOMENTS: dict[str, list[tuple[str, Moment]]] = {
         ("in a checkpoint", lambda run: half_written(run, "checkpoints/.step-3.*.tmp")),
         ("past a checkpoint", lambda run: rows(run, "metrics.jsonl", 4)),
     ],
+    "flowrl": [
+        ("in the reference", lambda run: half_written(run, "checkpoints/.step-2.*.tmp/reference.safetensors")),
+        ("past a checkpoint", lambda run: rows(run, "metrics.jsonl", 3)),
+        ("after a refresh", lambda run: rows(run, "metrics.jsonl", 4)),
+        ("in the head", lambda run: half_written(run, "checkpoints/.step-5.*.tmp/partition.safetensors")),
+    ],
 }
 
 
@@ -171,6 +187,11 @@ def test_a_run_killed_everywhere_ends_with_the_bits_of_one_left_alone(
         assert len(set(scales)) > 1  # the state that had to survive did change
         assert sum(row["precision/overflows"] for row in expected["metrics"]) > 0
         assert expected["metrics"][-1]["optim/updates"] >= 6
+    if name == "flowrl":
+        assert {"partition.safetensors", "reference.safetensors"} <= {Path(key).name for key in expected}
+        refreshes = [row["reference/refreshes"] for row in expected["metrics"]]
+        assert refreshes[0] < refreshes[-1]
+        assert "policy/partition.safetensors" not in expected
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -26,6 +27,33 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     for ours, theirs in ((loaded.policy, original.policy), (loaded.optimizer, original.optimizer)):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_further_files_are_part_of_it_and_dtypes_stay(tmp_path: Path) -> None:
+    more = {"reference": {"a.weight": torch.arange(6.0).to(torch.bfloat16)}, "partition": {"b": torch.tensor([0.1])}}
+    plain = checkpoint(1)
+    path = save_checkpoint(tmp_path, dataclasses.replace(plain, more=more), keep=1)
+    assert (path / "reference.safetensors").is_file()
+    loaded = load_checkpoint(tmp_path)
+    assert loaded.more.keys() == more.keys()
+    for name, tensors in more.items():
+        assert all(torch.equal(loaded.more[name][key], value) for key, value in tensors.items())
+        assert all(loaded.more[name][key].dtype == value.dtype for key, value in tensors.items())
+    (path / "reference.safetensors").write_bytes(b"short")
+    with pytest.raises(MantissaError, match=r"reference\.safetensors is damaged: expected \d+ bytes, found 5"):
+        load_checkpoint(tmp_path)
+
+
+def test_version_1_is_read_as_one_without_further_files(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, checkpoint(1), keep=1)
+    header = json.loads((path / "state.json").read_text())
+    assert header["version"] == 2
+    assert list(header["files"]) == ["policy.safetensors", "optimizer.safetensors"]  # what version 1 had
+    (path / "state.json").write_text(json.dumps(header | {"version": 1}))
+    assert load_checkpoint(tmp_path).more == {}
+    with pytest.raises(MantissaError, match="checkpoint step-1 holds no reference: the run that wrote it had none"):
+        load_checkpoint(tmp_path).part("reference")
+    assert torch.equal(load_checkpoint(tmp_path).policy["b"], checkpoint(1).policy["b"])
 
 
 def test_keeps_the_newest(tmp_path: Path) -> None:
@@ -93,7 +121,7 @@ def damage_bytes(path: Path) -> None:
         (damage_header, "no readable state.json"),
         (damage_missing, "damaged: expected .* found None"),
         (damage_foreign, "not a checkpoint of this program"),
-        (damage_newer, "version 99, this program reads version 1"),
+        (damage_newer, "version 99, this program reads versions 1 and 2"),
         (damage_bytes, "damaged"),
     ],
 )

@@ -188,3 +188,14 @@ def test_learning_rate_rises_then_stays_or_falls_to_zero() -> None:
     assert [constant(n) for n in (0, 1, 3, 4, 1000)] == [0.25, 0.5, 1.0, 1.0, 1.0]
     assert [falling(n) for n in (0, 1, 5, 9, 10, 11)] == pytest.approx([0.5, 0.9, 0.5, 0.1, 0.0, 0.0])
     assert learning_rate(0.5, 0)(0) == 0.5
+
+
+def test_a_group_with_a_scale_of_its_own_moves_by_that_much_more() -> None:
+    """Adam's first step is the rate itself; the outcome reports the first group's."""
+    parameters = {name: torch.nn.Parameter(torch.zeros(3)) for name in "ab"}
+    groups = [{"params": [parameters["a"]]}, {"params": [parameters["b"]], "lr_scale": 20.0}]
+    step = OptimizerStep(parameters, torch.optim.AdamW(groups, lr=0.0), LossScaler.disabled(), FP32, lambda n: 1e-3)
+    outcome = step.run(lambda scale: (scale * sum(p.sum() for p in parameters.values())).backward())  # type: ignore
+    assert outcome.lr == 1e-3
+    torch.testing.assert_close(parameters["a"].detach(), torch.full((3,), -1e-3))
+    torch.testing.assert_close(parameters["b"].detach(), torch.full((3,), -2e-2))

@@ -15,7 +15,7 @@ from mantissa.algorithms.losses import (
     ReinforceConfig,
     policy_loss,
 )
-from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward
+from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward, reference_drift
 from mantissa.algorithms.shaping import overlong_penalty
 from mantissa.algorithms.tally import Tally, TallyKind, merge, values
 
@@ -47,5 +47,6 @@ __all__ = [
     "merge",
     "overlong_penalty",
     "policy_loss",
+    "reference_drift",
     "values",
 ]

@@ -61,6 +61,10 @@ class FlowRLConfig(BaseModel):
     detach_partition: bool = Field(
         False, description="True: log Z trains its own head only, and sends no gradient into the policy."
     )
+    partition_lr: float | None = Field(
+        None, gt=0, description="Learning rate of log Z's head, on the policy's schedule; optimizer.lr where not given."
+    )
+    partition_dropout: float = Field(0.1, ge=0, lt=1, description="Share of the head's units dropped in training.")
 
     @field_validator("bounds")
     @classmethod

@@ -91,6 +91,14 @@ def kl_reward(
     }
 
 
+def reference_drift(logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> dict[str, Tally]:
+    """How far a policy is from the reference: ``reference/kl``, ``reference/k3_kl``, ``reference/nonfinite``.
+
+    Both log-probs fp32 or float64, of one dtype; ``mask_BT`` bool. Nothing carries a gradient.
+    """
+    return _tallies(*_known(logp_BT.detach(), ref_logp_BT, mask_BT), mask_BT)
+
+
 def _known(logp_BT: Tensor, ref_logp_BT: Tensor | None, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     if ref_logp_BT is None:
         raise MantissaError(

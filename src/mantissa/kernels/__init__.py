@@ -8,7 +8,7 @@ from mantissa.kernels.interface import Kernels
 from mantissa.kernels.native import NativeKernels
 from mantissa.kernels.probe import probe
 from mantissa.kernels.simulated import SimulatedKernels
-from mantissa.precision import ResolvedPrecision
+from mantissa.precision import ResolvedPrecision, ResolvedRole
 
 
 def learner_kernels(precision: ResolvedPrecision) -> Kernels:
@@ -21,10 +21,20 @@ def learner_kernels(precision: ResolvedPrecision) -> Kernels:
 
 def rollout_kernels(precision: ResolvedPrecision) -> Kernels:
     """The kernels of the rollout: weights given are the engine's own copy, already on the grid."""
-    role, logits = precision.rollout, precision.logits.active
+    return _kernels_of_a_copy(precision.rollout, precision)
+
+
+def reference_kernels(precision: ResolvedPrecision) -> Kernels:
+    """The kernels of the reference policy: weights given are its own copy, already on the grid."""
+    if precision.reference is None:
+        raise ValueError("this precision was resolved without a reference policy")
+    return _kernels_of_a_copy(precision.reference, precision)
+
+
+def _kernels_of_a_copy(role: ResolvedRole, precision: ResolvedPrecision) -> Kernels:
     if role.backend == "native":
-        return NativeKernels(role.active, logits)
-    return SimulatedKernels(role.active, logits, weights_on_grid=True)
+        return NativeKernels(role.active, precision.logits.active)
+    return SimulatedKernels(role.active, precision.logits.active, weights_on_grid=True)
 
 
 __all__ = [
@@ -36,5 +46,6 @@ __all__ = [
     "learner_kernels",
     "probe",
     "probe_autocast",
+    "reference_kernels",
     "rollout_kernels",
 ]

@@ -74,5 +74,11 @@ ADVANTAGE_METRICS: tuple[Metric, ...] = (
     Metric("reward/max", "largest reward", "reward"),
 )  # fmt: skip
 
-# What a run can log. FLOWRL_METRICS and REFERENCE_METRICS join it with the reference policy.
-ALL_METRICS: tuple[Metric, ...] = (*GAP_METRICS, *CORRECTION_METRICS, *POLICY_METRICS, *ADVANTAGE_METRICS)
+ALL_METRICS: tuple[Metric, ...] = (
+    *GAP_METRICS,
+    *CORRECTION_METRICS,
+    *POLICY_METRICS,
+    *FLOWRL_METRICS,
+    *REFERENCE_METRICS,
+    *ADVANTAGE_METRICS,
+)

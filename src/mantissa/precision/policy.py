@@ -36,30 +36,34 @@ def _role_format(key: str, name: Any) -> NumberFormat:
 class PrecisionPolicy:
     """The precision asked for, by role.
 
-    ``train``: the learner's forward and backward. ``rollout``: the sampling policy. ``logits``: the format in which
-    both roles hold logits before the fp32 log-softmax. ``kv_cache``: the rollout's cache; None means as ``rollout``.
-    It may be coarser than the rollout, never finer: fp32 > fp16 > bf16 by mantissa.
+    ``train``: the learner's forward and backward. ``rollout``: the sampling policy. ``reference``: the frozen policy
+    that some algorithms compare with; None means as ``train``, where two equal policies have equal log-probs to the
+    last bit. In another format their difference begins at its rounding error, and an algorithm learns from that.
+    ``logits``: the format in which every role holds logits before the fp32 log-softmax. ``kv_cache``: the rollout's
+    cache; None means as ``rollout``. It may be coarser than the rollout, never finer: fp32 > fp16 > bf16 by mantissa.
     ``backend``: which kernel family; ``auto`` is native on CUDA, simulated for fp16 and bf16 on a CPU.
     ``fallback``: what to do where the GPU lacks a format's arithmetic: refuse, or warn and use fp32.
     """
 
     train: str = "fp32"
     rollout: str = "fp32"
+    reference: str | None = None
     logits: str = "fp32"
     kv_cache: str | None = None
     backend: Literal["auto", "native", "simulated"] = "auto"
     fallback: Literal["error", "warn"] = "error"
 
     def __post_init__(self) -> None:
-        for name in ("train", "rollout", "logits", "kv_cache"):
+        for name in ("train", "rollout", "reference", "logits", "kv_cache"):
             value = getattr(self, name)
-            if value is None and name == "kv_cache":
+            if value is None and name in ("reference", "kv_cache"):
                 continue
             object.__setattr__(self, name, _role_format(f"precision.{name}", value).name)
         for name, allowed in (("backend", ("auto", "native", "simulated")), ("fallback", ("error", "warn"))):
             if getattr(self, name) not in allowed:
                 raise MantissaError(f"precision.{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
-        if self.backend == "simulated" and self.train == self.rollout == "fp32":
+        roles = {self.train, self.rollout, self.reference or self.train}
+        if self.backend == "simulated" and roles == {"fp32"}:
             raise MantissaError(
                 "precision.backend=simulated: train and rollout are fp32, which is never simulated; choose fp16 or "
                 "bf16 for one of them, or leave backend out"
@@ -111,7 +115,10 @@ class ResolvedRole:
 
 @dataclass(frozen=True)
 class ResolvedPrecision:
-    """A policy on a device. ``roles`` is the table that is printed and recorded with every result."""
+    """A policy on a device. ``roles`` is the table that is printed and recorded with every result.
+
+    ``reference`` is None where nothing uses one.
+    """
 
     policy: PrecisionPolicy
     device: str
@@ -120,10 +127,12 @@ class ResolvedPrecision:
     master: ResolvedRole
     logits: ResolvedRole
     kv_cache: ResolvedRole
+    reference: ResolvedRole | None = None
 
     @property
     def roles(self) -> tuple[ResolvedRole, ...]:
-        return (self.learner, self.rollout, self.master, self.logits, self.kv_cache)
+        reference = () if self.reference is None else (self.reference,)
+        return (self.learner, self.rollout, *reference, self.master, self.logits, self.kv_cache)
 
     def rows(self) -> list[dict[str, str]]:
         """The table as plain strings (role, requested, active, kernels, reason), for files and screens."""
@@ -139,8 +148,11 @@ class ResolvedPrecision:
         ]
 
 
-def resolve(policy: PrecisionPolicy, device: torch.device | str) -> ResolvedPrecision:
-    """Decide what each role will really use on ``device``. Raises ``MantissaError`` where the answer would differ."""
+def resolve(policy: PrecisionPolicy, device: torch.device | str, *, reference: bool = False) -> ResolvedPrecision:
+    """Decide what each role will really use on ``device``. Raises ``MantissaError`` where the answer would differ.
+
+    ``reference``: whether there will be a reference policy; a ``policy`` that names its format says so too.
+    """
     device = _existing(device)
     learner = _resolve_role("learner", policy.train, policy, device)
     rollout = _resolve_role("rollout", policy.rollout, policy, device)
@@ -156,7 +168,21 @@ def resolve(policy: PrecisionPolicy, device: torch.device | str) -> ResolvedPrec
     else:
         why = f"asked for: logits are rounded to {policy.logits} on both sides before the fp32 log-softmax"
     logits = ResolvedRole("logits", policy.logits, format_named(policy.logits), rollout.backend, why)
-    return ResolvedPrecision(policy, str(device), learner, rollout, master, logits, _resolve_kv_cache(policy, rollout))
+    frozen = _resolve_reference(policy, learner, device) if reference or policy.reference else None
+    cache = _resolve_kv_cache(policy, rollout)
+    return ResolvedPrecision(policy, str(device), learner, rollout, master, logits, cache, frozen)
+
+
+def _resolve_reference(policy: PrecisionPolicy, learner: ResolvedRole, device: torch.device) -> ResolvedRole:
+    """The reference's role; where no format was asked for, the learner's own, fallback included."""
+    if policy.reference is None:
+        why = "as the learner: equal weights give equal log-probs, to the last bit"
+        return ResolvedRole("reference", "as learner", learner.active, learner.backend, why)
+    role = _resolve_role("reference", policy.reference, policy, device)
+    if (role.active, role.backend) == (learner.active, learner.backend):
+        return role
+    why = f"asked for: beside a {learner.active} learner its log-probs differ by rounding, from the first step"
+    return dataclasses.replace(role, reason=why) if role.active.name == role.requested else role
 
 
 def _existing(device: torch.device | str) -> torch.device:

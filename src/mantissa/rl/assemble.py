@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from mantissa.errors import MantissaError
-from mantissa.kernels import learner_kernels, probe, rollout_kernels
+from mantissa.kernels import learner_kernels, probe, reference_kernels, rollout_kernels
 from mantissa.model import (
     Decoder,
     Tokenizer,
@@ -22,6 +22,7 @@ from mantissa.model import (
 from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.config import LossScalingConfig, ModelSource, RunConfig
 from mantissa.rl.learner import Learner
+from mantissa.rl.reference import Reference
 from mantissa.rl.sampling import Sampler
 from mantissa.rl.seeds import generator
 from mantissa.rollout import NativeEngine
@@ -42,6 +43,7 @@ class Parts:
     learner: Learner
     sampler: Sampler
     scaling: LossScalingConfig
+    reference: Reference | None = None
 
     def new_scaler(self) -> LossScaler:
         """A loss scaler for the learner's format, at its first scale."""
@@ -78,13 +80,17 @@ def be_deterministic(device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def prove(policy: PrecisionPolicy, device: torch.device) -> tuple[ResolvedPrecision, dict[str, str]]:
-    """Resolve a policy on a device and probe both roles' kernels; returns the table and each probe's evidence."""
-    resolved = resolve(policy, device)
+def prove(
+    policy: PrecisionPolicy, device: torch.device, *, reference: bool = False
+) -> tuple[ResolvedPrecision, dict[str, str]]:
+    """Resolve a policy on a device and probe every role's kernels; returns the table and each probe's evidence."""
+    resolved = resolve(policy, device, reference=reference)
     evidence = {
         "learner": probe(learner_kernels(resolved), device),
         "rollout": probe(rollout_kernels(resolved), device),
     }
+    if resolved.reference is not None:
+        evidence["reference"] = probe(reference_kernels(resolved), device)
     return resolved, evidence
 
 
@@ -155,7 +161,7 @@ def assemble(config: RunConfig) -> Parts:
     """Build every part; nothing is written yet, so a mistake in the recipe leaves no folder behind."""
     device = choose_device(config.device)
     be_deterministic(device)
-    precision, evidence = prove(config.policy, device)
+    precision, evidence = prove(config.policy, device, reference=config.algorithm.reference is not None)
     task = build_task(config.task, config.seed)
     model, tokenizer = load_policy(config.model, task, config.seed)
     model = model.to(device)
@@ -185,4 +191,22 @@ def assemble(config: RunConfig) -> Parts:
     grader.start()  # a reward function that is not there shows now
     sampler = Sampler(engine, tokenizer, grader)
     check_task(config, task, sampler, engine.max_length)
-    return Parts(device, precision, evidence, tokenizer, model, task, learner, sampler, scaling)
+    reference = new_reference(config, precision, model, device)
+    return Parts(device, precision, evidence, tokenizer, model, task, learner, sampler, scaling, reference)
+
+
+def new_reference(
+    config: RunConfig, precision: ResolvedPrecision, model: Decoder, device: torch.device
+) -> Reference | None:
+    """The reference policy, still without weights; None where the recipe asks for none."""
+    section = config.algorithm.reference
+    if section is None:
+        return None
+    return Reference(
+        model.config,
+        reference_kernels(precision),
+        temperature=config.rollout.temperature,
+        micro_batch_tokens=config.optimizer.micro_batch_tokens,
+        refresh_every=section.refresh_every,
+        device=device,
+    )

@@ -5,11 +5,19 @@ Unknown keys are errors, and so are keys that would do nothing. Fields say what 
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from mantissa.algorithms import AdvantageKind, AggregationKind, CorrectionConfig, PolicyLossConfig, PPOClipConfig
+from mantissa.algorithms import (
+    AdvantageKind,
+    AggregationKind,
+    CorrectionConfig,
+    FlowRLConfig,
+    KLConfig,
+    PolicyLoss,
+    PPOClipConfig,
+)
 from mantissa.errors import MantissaError
 from mantissa.model import FreshModelConfig
 from mantissa.precision import NumberFormat, PrecisionPolicy, format_named
@@ -77,13 +85,27 @@ class RolloutConfig(Config):
     slots: int = Field(256, ge=1, description="Rows decoded together; a finished row is refilled from the queue.")
 
 
+LossConfig = Annotated[PolicyLoss | FlowRLConfig, Field(discriminator="kind")]
+
+
+class ReferenceConfig(Config):
+    """A frozen copy of the policy as RL begins, scored on every batch; ``precision.reference`` is its format."""
+
+    refresh_every: int | None = Field(
+        None, ge=1, description="Optimiser steps after which it becomes the policy as it then is; null: never."
+    )
+
+
 class AlgorithmConfig(Config):
     """What is maximised, and how the gap between rollout and learner is corrected."""
 
-    advantage: AdvantageKind = Field("dr_grpo", description="grpo, dr_grpo, rloo or reinforce_pp.")
-    loss: PolicyLossConfig = Field(PPOClipConfig(), description="The policy loss and its parameters.")
+    advantage: AdvantageKind = Field(
+        "dr_grpo", description="grpo, dr_grpo, rloo or reinforce_pp; grpo where flowrl is given none."
+    )
+    loss: LossConfig = Field(PPOClipConfig(), description="The policy loss and its parameters.")
     aggregation: AggregationKind = Field(
-        "token_mean", description="How token losses become one number; seq_mean_token_mean where gspo is given none."
+        "token_mean",
+        description="How token losses become one number; seq_mean_token_mean where gspo or flowrl is given none.",
     )
     aggregation_length: float | None = Field(
         None, gt=0, description="Length that seq_mean_token_sum_norm divides by; rollout.max_tokens where not given."
@@ -91,6 +113,10 @@ class AlgorithmConfig(Config):
     correction: CorrectionConfig = Field(
         CorrectionConfig(), description="A preset's name (none, token_tis, icepop, sequence_mis, ...) or its fields."
     )
+    reference: ReferenceConfig | None = Field(
+        None, description="{} for a frozen one; by itself it is measured only. null: there is none."
+    )
+    kl: KLConfig | None = Field(None, description="A penalty on the distance from the reference; null: none.")
 
     @field_validator("loss", mode="before")
     @classmethod
@@ -101,13 +127,17 @@ class AlgorithmConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _aggregation_of_the_loss(cls, values: Any) -> Any:
-        """A mean over sequences is part of gspo's definition, so it is what the name alone stands for."""
-        if not isinstance(values, dict) or "aggregation" in values:
+    def _what_the_loss_stands_for(cls, values: Any) -> Any:
+        """A mean over sequences is part of gspo's and flowrl's definition, and grpo's advantage of flowrl's."""
+        if not isinstance(values, dict):
             return values
         loss = values.get("loss")
         kind = loss.get("kind") if isinstance(loss, dict) else getattr(loss, "kind", loss)
-        return values | {"aggregation": "seq_mean_token_mean"} if kind == "gspo" else values
+        implied: dict[str, dict[str, str]] = {
+            "gspo": {"aggregation": "seq_mean_token_mean"},
+            "flowrl": {"aggregation": "seq_mean_token_mean", "advantage": "grpo"},
+        }
+        return implied.get(kind, {}) | values if isinstance(kind, str) else values
 
     @model_validator(mode="after")
     def _length_is_used(self) -> Self:
@@ -137,6 +167,43 @@ class AlgorithmConfig(Config):
             raise ValueError(
                 "correction.normalize needs weights that are known before the update, and loss=reinforce weighs by the "
                 "current policy, one micro-batch at a time; use ppo_clip, dapo, gspo or cispo, or normalize=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _flowrl_is_whole(self) -> Self:
+        if self.loss.kind != "flowrl":
+            return self
+        if self.reference is None:
+            raise ValueError(
+                "loss=flowrl tilts a reference policy by the reward, and there is none; set algorithm.reference={}"
+            )
+        if self.advantage != "grpo":
+            raise ValueError(
+                f"loss=flowrl takes the group-normalised reward, got advantage={self.advantage}; use grpo, and beta "
+                "for its strength"
+            )
+        if self.aggregation != "seq_mean_token_mean":
+            raise ValueError(
+                f"loss=flowrl is a mean over sequences, got aggregation={self.aggregation}; use seq_mean_token_mean"
+            )
+        if self.correction.reject_unit == "token":
+            raise ValueError(
+                "loss=flowrl is about whole responses, and correction.reject_unit=token would take tokens out of them; "
+                "reject by sequence_sum, sequence_mean or sequence_max"
+            )
+        if self.kl is not None:
+            raise ValueError(
+                "algorithm.kl with loss=flowrl would hold the policy to the reference twice, and to another "
+                "distribution than flowrl's; set kl=null, and a lower beta to stay nearer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kl_has_a_reference(self) -> Self:
+        if self.kl is not None and self.reference is None:
+            raise ValueError(
+                "algorithm.kl is the distance from a reference policy, and there is none; set algorithm.reference={}"
             )
         return self
 
@@ -252,6 +319,11 @@ class RunConfig(Config):
             raise MantissaError(
                 f"loss_scaling does nothing for a {self.policy.train} learner (its exponent range is that of fp32); "
                 "leave it out, or set loss_scaling=null"
+            )
+        if self.policy.reference is not None and self.algorithm.reference is None:
+            raise MantissaError(
+                f"precision.reference={self.policy.reference} does nothing without a reference policy; leave it out, "
+                "or set algorithm.reference={}"
             )
         if self.optimizer.updates_per_batch > self.rollout.prompts * self.rollout.samples:
             raise MantissaError("optimizer.updates_per_batch: expected at most one update a completion")

@@ -81,6 +81,7 @@ class Experience:
 
     ``rollout_logp_BR``: fp32, from the engine. ``reward_B``: fp32. ``group_B``: int64, the prompt within the batch.
     ``old_logp_BR`` and ``entropy_BR``: fp32, the learner's before the update; None until ``with_learner`` fills them.
+    ``ref_logp_BR``: fp32, the reference's; None where there is no reference.
     """
 
     sequences: Sequences
@@ -89,6 +90,7 @@ class Experience:
     group_B: Tensor
     old_logp_BR: Tensor | None = None
     entropy_BR: Tensor | None = None
+    ref_logp_BR: Tensor | None = None
 
     @staticmethod
     def build(
@@ -110,3 +112,6 @@ class Experience:
 
     def with_learner(self, logp_BR: Tensor, entropy_BR: Tensor) -> Experience:
         return replace(self, old_logp_BR=logp_BR, entropy_BR=entropy_BR)
+
+    def with_reference(self, logp_BR: Tensor) -> Experience:
+        return replace(self, ref_logp_BR=logp_BR)

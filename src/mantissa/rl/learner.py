@@ -25,28 +25,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from mantissa.algorithms import (
-    Tally,
-    advantage,
-    aggregation_scale,
-    correction,
-    importance_weights,
-    merge,
-    policy_loss,
-)
+from mantissa.algorithms import FlowRLConfig, Tally, aggregation_scale, correction, merge
 from mantissa.kernels import Kernels, NativeKernels
 from mantissa.model import Decoder
 from mantissa.precision import FP32
-from mantissa.precision.numerics import entropy, token_logprob
+from mantissa.precision.numerics import entropy
 from mantissa.rl.config import AlgorithmConfig, OptimizerConfig
 from mantissa.rl.experience import Experience, Sequences
-from mantissa.rl.packing import Packed
+from mantissa.rl.flow import Flow
+from mantissa.rl.forward import Forward, forward, scatter
+from mantissa.rl.objective import Micro, advantages, drift_from_reference, every_row_counts, micro_loss
 from mantissa.rl.seeds import generator
 from mantissa.training import (
     Backward,
+    Checkpoint,
     LossScaler,
     OptimizerStep,
     StepOutcome,
@@ -91,20 +85,31 @@ class Learner:
         norm = algorithm.aggregation == "seq_mean_token_sum_norm"
         self.aggregation_length = aggregation_length if norm else None
         self._kept: _Kept | None = None
+        self.flow: Flow | None = None
+        if isinstance(algorithm.loss, FlowRLConfig):
+            self.flow = Flow(model.config.hidden_size, algorithm.loss, seed, next(model.parameters()).device)
         decay_until = steps * config.updates_per_batch if config.decay == "linear" else None
-        self.step = self.optimizer_step(learning_rate(config.lr, config.warmup, decay_until), scaler)
+        self.step = self.optimizer_step(learning_rate(config.lr, config.warmup, decay_until), scaler, self.flow)
 
-    def optimizer_step(self, lr_at: Callable[[int], float], scaler: LossScaler) -> OptimizerStep:
-        """A fresh optimiser over the masters, behind the one optimiser step."""
+    def optimizer_step(
+        self, lr_at: Callable[[int], float], scaler: LossScaler, flow: Flow | None = None
+    ) -> OptimizerStep:
+        """A fresh optimiser over the masters (and FlowRL's head, if it is given), behind the one optimiser step."""
         optimizer = adamw(
             self.model, betas=self.config.betas, eps=self.config.eps, weight_decay=self.config.weight_decay
         )
 
+        parameters = dict(self.model.named_parameters())
+        watched: nn.Module = self.model
+        if flow is not None:
+            parameters |= flow.join(optimizer, self.config.lr)
+            watched = nn.ModuleDict({"policy": self.model, "partition": flow.head})
+
         def diagnose(backward: Backward) -> str:
-            return first_nonfinite(self.model, lambda: backward(scaler.scale))
+            return first_nonfinite(watched, lambda: backward(scaler.scale))
 
         return OptimizerStep(
-            dict(self.model.named_parameters()),
+            parameters,
             optimizer,
             scaler,
             self.kernels.format,
@@ -119,21 +124,28 @@ class Learner:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     @property
+    def beside(self) -> dict[str, dict[str, Tensor]]:
+        """What trains with the policy and is no part of it, by name: saved in checkpoints, never exported or synced."""
+        return {} if self.flow is None else {"partition": self.flow.weights}
+
+    def load_beside(self, checkpoint: Checkpoint) -> None:
+        """The inverse of ``beside``."""
+        if self.flow is not None:
+            self.flow.load(checkpoint.part("partition"))
+
+    @property
     def version(self) -> int:
         """The policy's version: optimiser steps applied. A skipped step does not advance it."""
         return self.step.updates
 
-    def logp(self, sequences: Sequences, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """Log-prob of each response token (N, fp32, differentiable) and the logits they came from (N, V, fp32).
+    def forward(self, sequences: Sequences, kernels: Kernels) -> Forward:
+        """One differentiable forward of the current weights; see ``forward.py``."""
+        return forward(self.model, kernels, sequences, self.temperature, prompts=self.flow is not None)
 
-        A prompt that several sequences share is computed once, and only positions that predict a response token reach
-        the output projection.
-        """
-        position_N, token_N = sequences.response_tokens()
-        packed = Packed.of(sequences)
-        hidden = F.embedding(packed.packed_BT.flatten()[position_N], packed.hidden(self.model, kernels))
-        logits_NV = self.model.logits(hidden, kernels)
-        return token_logprob(logits_NV, token_N, self.temperature), logits_NV
+    def logp(self, sequences: Sequences, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """Log-prob of each response token (N, fp32, differentiable) and the logits they came from (N, V, fp32)."""
+        passed = self.forward(sequences, kernels)
+        return passed.logp_N, passed.logits_NV
 
     def score(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every response token under the current weights; B, R, fp32, 0 at padding."""
@@ -145,13 +157,13 @@ class Learner:
         for rows in parts:
             part = sequences.select(rows)
             with torch.set_grad_enabled(keep):
-                logp_N, logits_NV = self.logp(part, self.kernels)
+                passed = self.forward(part, self.kernels)
             row, column = part.mask_BR.nonzero(as_tuple=True)
             if keep:
-                graph_BR = logp_BR.index_put((rows[row], column), logp_N)
-                self._kept = _Kept(sequences, self.version, graph_BR)
-            logp_BR[rows[row], column] = logp_N.detach()
-            entropy_BR[rows[row], column] = entropy(logits_NV.detach(), self.temperature)
+                graph_BR = logp_BR.index_put((rows[row], column), passed.logp_N)
+                self._kept = _Kept(sequences, self.version, graph_BR, rows, passed.prompt_BE)
+            logp_BR[rows[row], column] = passed.logp_N.detach()
+            entropy_BR[rows[row], column] = entropy(passed.logits_NV.detach(), self.temperature)
         return logp_BR, entropy_BR
 
     def update(self, experience: Experience, step: int, probe: bool) -> Update:
@@ -159,12 +171,13 @@ class Learner:
         old_logp_BR = experience.old_logp_BR
         assert old_logp_BR is not None, "score the experience first"
         sequences = experience.sequences
-        advantage_B, tallies = advantage(experience.reward_B, experience.group_B, self.algorithm.advantage)
+        advantage_B, tallies = advantages(experience, self.algorithm)
         weight_BR, valid_BR, weights = correction(
             old_logp_BR, experience.rollout_logp_BR, sequences.mask_BR, self.algorithm.correction
         )
         anchor_BR = experience.rollout_logp_BR if self.algorithm.correction.bypass else old_logp_BR
-        data = _Batch(experience, anchor_BR, advantage_B, weight_BR, valid_BR)
+        key_B = None if self.flow is None else self.flow.keys(experience.group_B, step)
+        data = _Batch(experience, anchor_BR, advantage_B, weight_BR, valid_BR, key_B)
         order = torch.randperm(len(sequences), generator=generator(self.seed, "update", step))
         parts = [part.to(advantage_B.device) for part in order.tensor_split(self.config.updates_per_batch)]
         outcomes, losses, trained, flushed = [], [], 0, None
@@ -179,13 +192,15 @@ class Learner:
                 losses.append(tally)
         merged = merge(losses)
         # Where the loss made its own weights (reinforce), their tallies in ``merged`` replace those of ``old``.
-        return Update(tuple(outcomes), {**tallies, **weights, **merged}, advantage_B, trained, flushed)
+        tallies = {**tallies, **weights, **merged, **drift_from_reference(experience)}
+        return Update(tuple(outcomes), tallies, advantage_B, trained, flushed)
 
     def _micro_batches(self, data: _Batch, rows: Tensor) -> list[_MicroBatch]:
         """The micro-batches of one optimiser step: rows that carry a gradient, with the step's aggregation weights."""
         sequences = data.experience.sequences
         scale_BR = aggregation_scale(data.valid_BR[rows], self.algorithm.aggregation, self.aggregation_length)
-        alive = ((data.advantage_B[rows] != 0) & data.valid_BR[rows].any(1)).nonzero().squeeze(1)
+        pulled_B = (data.advantage_B[rows] != 0) | every_row_counts(self.algorithm)
+        alive = (pulled_B & data.valid_BR[rows].any(1)).nonzero().squeeze(1)
         if len(alive) == 0:
             return []
         place = {int(row): i for i, row in enumerate(rows.tolist())}
@@ -196,14 +211,15 @@ class Learner:
         """One optimiser step over its micro-batches."""
         tallies: list[dict[str, Tally]] = []
         kept, self._kept = self._kept, None
-        graphs = [kept.logp_BR] if kept is not None and self._usable(kept, data, batches) else []
+        graphs = [kept] if kept is not None and self._usable(kept, data, batches) else []
         del kept  # what is not used must not hold its memory through the step
 
         def backward(scale: float) -> None:
             tallies.clear()  # a repeated backward counts once
             for micro in batches:
-                graph_BR = graphs.pop() if graphs else None  # serves one backward, which frees it
-                loss, tally = self._loss(data, micro, self.kernels, graph_BR)
+                graph = graphs.pop() if graphs else None  # serves one backward, which frees it
+                loss, tally = self._loss(data, micro, self.kernels, graph)
+                del graph
                 tallies.append(tally)
                 (loss * scale).backward()
 
@@ -220,38 +236,36 @@ class Learner:
         return same and len(batches) == 1 and 3 * len(batches[0].rows) > 2 * len(kept.logp_BR)
 
     def _loss(
-        self, data: _Batch, micro: _MicroBatch, kernels: Kernels, graph_BR: Tensor | None = None
+        self, data: _Batch, micro: _MicroBatch, kernels: Kernels, kept: _Kept | None = None
     ) -> tuple[Tensor, dict[str, Tally]]:
-        """Loss of a micro-batch; ``graph_BR``: the whole batch's differentiable log-probs, where they exist already."""
-        sequences = data.experience.sequences.select(micro.rows)
+        """Loss of a micro-batch; ``kept``: the scoring's graph, where it can serve."""
+        experience, rows = data.experience, micro.rows
+        sequences = experience.sequences.select(rows)
         responses = sequences.mask_BR.shape[1]
-        if graph_BR is not None:
-            logp_BR = graph_BR[micro.rows, :responses]
+        if kept is not None:
+            logp_BR, prompt_BE = kept.logp_BR[rows, :responses], kept.prompts(rows)
         else:
-            logp_N, _ = self.logp(sequences, kernels)
-            empty_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=logp_N.device)
-            logp_BR = empty_BR.index_put(sequences.mask_BR.nonzero(as_tuple=True), logp_N)
-        weight_BR = data.weight_BR[micro.rows, :responses]
-        weights: dict[str, Tally] = {}
-        if self.algorithm.loss.kind == "reinforce":
-            # No ratio in this loss: its importance weight is of the current policy, not of the one before the update.
-            weight_BR, weights = importance_weights(
-                logp_BR.detach(),
-                data.experience.rollout_logp_BR[micro.rows, :responses],
+            passed = self.forward(sequences, kernels)
+            logp_BR, prompt_BE = scatter(passed.logp_N, sequences.mask_BR), passed.prompt_BE
+        log_z_B = None
+        if self.flow is not None and prompt_BE is not None and data.key_B is not None:
+            log_z_B = self.flow.log_z(prompt_BE, data.key_B[rows])
+        ref_logp_BR = experience.ref_logp_BR
+        return micro_loss(
+            Micro(
+                logp_BR,
+                data.anchor_BR[rows, :responses],
+                experience.rollout_logp_BR[rows, :responses],
+                None if ref_logp_BR is None else ref_logp_BR[rows, :responses],
+                data.advantage_B[rows],
                 sequences.mask_BR,
-                data.valid_BR[micro.rows, :responses],
-                self.algorithm.correction,
-            )
-        loss, tallies = policy_loss(
-            logp_BR,
-            data.anchor_BR[micro.rows, :responses],
-            data.advantage_B[micro.rows],
-            data.valid_BR[micro.rows, :responses],
-            weight_BR,
-            micro.scale_BR[:, :responses],
-            self.algorithm.loss,
+                data.valid_BR[rows, :responses],
+                data.weight_BR[rows, :responses],
+                micro.scale_BR[:, :responses],
+                log_z_B,
+            ),
+            self.algorithm,
         )
-        return loss, {**tallies, **weights}
 
     def _flushed(self, data: _Batch, micro: _MicroBatch) -> float | None:
         """Fraction of gradients that the format flushes to zero, on up to 8 completions, against fp32 kernels."""
@@ -273,22 +287,35 @@ class Learner:
 
 @dataclass(frozen=True)
 class _Kept:
-    """The differentiable log-probs of a scoring, and what they are of."""
+    """The differentiable log-probs of a scoring, and what they are of.
+
+    ``prompt_BE``: the prompts' mean states, with FlowRL, in the order of ``order_B`` (rows of the batch).
+    """
 
     sequences: Sequences
     version: int
     logp_BR: Tensor
+    order_B: Tensor
+    prompt_BE: Tensor | None
+
+    def prompts(self, rows: Tensor) -> Tensor | None:
+        """The mean states of these rows of the batch."""
+        return None if self.prompt_BE is None else self.prompt_BE[self.order_B.argsort()[rows]]
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """A scored batch with what the loss needs of each completion. ``anchor_BR``: the log-probs below its ratio."""
+    """A scored batch with what the loss needs of each completion.
+
+    ``anchor_BR``: the log-probs below the loss's ratio. ``key_B``: names of the dropout of FlowRL's head.
+    """
 
     experience: Experience
     anchor_BR: Tensor
     advantage_B: Tensor
     weight_BR: Tensor
     valid_BR: Tensor
+    key_B: Tensor | None
 
 
 @dataclass(frozen=True)

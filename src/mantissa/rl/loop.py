@@ -41,7 +41,7 @@ class Loop:
 
     def __init__(self, config: RunConfig, parts: Parts, run: RunDirectory, trackers: Trackers, live: Live) -> None:
         self.config, self.parts, self.run, self.trackers, self.live = config, parts, run, trackers, live
-        self.learner, self.sampler = parts.learner, parts.sampler
+        self.learner, self.sampler, self.reference = parts.learner, parts.sampler, parts.reference
         rollout = config.rollout
         self.params = self.sampler.params(rollout.max_tokens, rollout.temperature, rollout.stop)
         self.train: Sequence[Problem] = parts.task.split("train")
@@ -88,6 +88,8 @@ class Loop:
                 report,
             )
         self.sampler.engine.sync(self.learner.weights, self.learner.version)
+        if self.reference is not None:
+            self.reference.take(self.learner.weights, self.learner.version)
         self.kept = self._perfectible()
         self._save(0)
         return 0
@@ -119,6 +121,10 @@ class Loop:
         load_weights(self.learner.weights, checkpoint.policy)
         self.learner.step.load_state_dict(checkpoint.state["step"])
         self.learner.step.load_optimizer_tensors(checkpoint.optimizer)
+        self.learner.load_beside(checkpoint)
+        if self.reference is not None:
+            weights = checkpoint.part("reference")
+            self.reference.load(checkpoint.state["reference"], weights)
         self.kept = list(checkpoint.state["kept"])
         self.run.rewind(checkpoint.step)
         self.live.note(f"resumed after step {checkpoint.step}")
@@ -126,8 +132,11 @@ class Loop:
 
     def _save(self, step: int) -> None:
         state = {"step": self.learner.step.state_dict(), "kept": self.kept}
+        more = self.learner.beside
+        if self.reference is not None:
+            state["reference"], more["reference"] = self.reference.state_dict(), self.reference.weights
         optimizer = self.learner.step.optimizer_tensors()
-        checkpoint = Checkpoint(step, self.learner.weights, optimizer, state)
+        checkpoint = Checkpoint(step, self.learner.weights, optimizer, state, more)
         save_checkpoint(self._checkpoints, checkpoint, self.config.checkpoint.keep)
 
     @property
@@ -154,12 +163,19 @@ class Loop:
         )
         with self._timed("learner_logp"):
             experience = experience.with_learner(*self.learner.score(experience.sequences))
+        if self.reference is not None:
+            with self._timed("reference_logp"):
+                experience = experience.with_reference(self.reference.score(experience.sequences))
         with self._timed("update"):
             update = self.learner.update(experience, step, probe=step % _PROBE_EVERY == 1)
         with self._timed("sync"):
             if self.learner.version != version:
                 self.sampler.engine.sync(self.learner.weights, self.learner.version)
         row: dict[str, float] = {"step": step, "rollout/version": version}
+        if self.reference is not None:
+            row["reference/version"] = self.reference.version  # of the one that this step was held to
+            self.reference.follow(self.learner.weights, self.learner.version)
+            row["reference/refreshes"] = self.reference.refreshes
         row |= _sample_metrics(sampled, rewards) | self._learner_metrics(experience, update)
         last = step == config.steps
         if config.evaluation and (step % config.evaluation.every == 0 or last):

@@ -31,13 +31,14 @@ class Packed:
 
     ``tokens_N``, ``positions_N``: each packed position's token and its place in its sequence. ``source_N``: a flat B*T
     position it stands for. ``packed_BT``: the packed position of each one; 0 where there is none (padding and last
-    tokens), which no position that counts sees.
+    tokens), which no position that counts sees. ``owner_B``: the first sequence with the same prompt.
     """
 
     tokens_N: Tensor
     positions_N: Tensor
     source_N: Tensor
     packed_BT: Tensor
+    owner_B: Tensor
 
     @staticmethod
     def of(sequences: Sequences) -> Packed:
@@ -53,7 +54,7 @@ class Packed:
         source_N = kept_BT.flatten().nonzero().squeeze(1)
         number_BT = (kept_BT.flatten().cumsum(0) - 1).view(rows, width)
         packed_BT = torch.where(prompt_BT, number_BT[owner_B], number_BT).masked_fill_(~real_BT, 0)
-        return Packed(tokens_BT.flatten()[source_N], source_N % width, source_N, packed_BT)
+        return Packed(tokens_BT.flatten()[source_N], source_N % width, source_N, packed_BT, owner_B)
 
     def hidden(self, model: Decoder, kernels: Kernels) -> Tensor:
         """Final hidden states of the packed positions, N,E."""

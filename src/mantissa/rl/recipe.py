@@ -119,7 +119,7 @@ def _describe(error: ValidationError) -> str:
     return f"{key + ': ' if key else ''}{message}{got}{more}"
 
 
-_LOSSES = {"ppo_clip", "reinforce", "dapo", "gspo", "cispo"}
+_LOSSES = {"ppo_clip", "reinforce", "dapo", "gspo", "cispo", "flowrl"}
 _REWARDS = {"name", "terms"}  # a reward by its name, or as a list
 _UNION_TAGS = {"running_sum", "addition", "chain", "countdown", "code", "dataset", *_LOSSES, *_REWARDS}
 

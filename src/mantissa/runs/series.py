@@ -16,7 +16,7 @@ from mantissa.errors import MantissaError
 from mantissa.runs.directory import RunDirectory
 
 Array = NDArray[np.float64]
-PHASES = ("rollout", "reward", "learner_logp", "update", "sync", "eval", "checkpoint")
+PHASES = ("rollout", "reward", "learner_logp", "reference_logp", "update", "sync", "eval", "checkpoint")
 
 
 def series(rows: Iterable[dict[str, Any]], name: str) -> tuple[Array, Array]:

@@ -4,11 +4,12 @@ A checkpoint is a folder ``step-N``:
 
 - ``policy.safetensors``     fp32 master weights, by Hugging Face parameter name
 - ``optimizer.safetensors``  Adam's moments and step counts, as ``<parameter>/<field>``
+- ``<name>.safetensors``     what else a run needs, such as its reference policy; none, one or several
 - ``state.json``             format and version, counters, scaler, data position, and the size of each file
 
 It is written beside and renamed, so a folder named ``step-N`` is complete, whatever kills the process. There is no
 generator state in it: every random draw in Mantissa is a function of the run's seed and a position, so the position is
-enough.
+enough. Version 1 had no further files; it is read as what it is, a checkpoint without any.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,32 @@ from mantissa.errors import MantissaError
 from mantissa.files import disk_errors, give_usual_mode, remove_leftovers, replace_directory, temporary_beside
 
 FORMAT = "mantissa-checkpoint"
-VERSION = 1
-_FILES = ("policy.safetensors", "optimizer.safetensors")
+VERSION = 2
+_READABLE = (1, 2)
+_FILES = ("policy", "optimizer")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a training run needs to go on: master weights, the optimiser's tensors, and plain state."""
+    """What a training run needs to go on: master weights, the optimiser's tensors, plain state, and further tensors.
+
+    ``more``: one file each, by name. A name is a plain word, and neither ``policy`` nor ``optimizer``.
+    """
 
     step: int
     policy: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     state: dict[str, Any]
+    more: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    def part(self, name: str) -> dict[str, Tensor]:
+        """One of ``more``; a ``MantissaError`` where this checkpoint was written without it."""
+        if name not in self.more:
+            raise MantissaError(
+                f"checkpoint step-{self.step} holds no {name}: the run that wrote it had none; start a new run with "
+                "model.path set to that one's folder"
+            )
+        return self.more[name]
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
@@ -48,6 +63,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """
     from safetensors.torch import save_file
 
+    assert not set(checkpoint.more) & set(_FILES), "these names are taken"
+    parts = {"policy": checkpoint.policy, "optimizer": checkpoint.optimizer, **checkpoint.more}
     final = folder / f"step-{checkpoint.step}"
     with disk_errors(final):
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,9 +72,9 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
         temporary = temporary_beside(final)
         temporary.mkdir()
         try:
-            for name, tensors in zip(_FILES, (checkpoint.policy, checkpoint.optimizer), strict=True):
-                _save(save_file, tensors, temporary / name)
-            sizes = {name: (temporary / name).stat().st_size for name in _FILES}
+            for name, tensors in parts.items():
+                _save(save_file, tensors, temporary / _file(name))
+            sizes = {_file(name): (temporary / _file(name)).stat().st_size for name in parts}
             state = {
                 "format": FORMAT,
                 "version": VERSION,
@@ -73,6 +90,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
         for step in saved_steps(folder)[:-keep]:
             shutil.rmtree(folder / f"step-{step}")
     return final
+
+
+def _file(name: str) -> str:
+    return f"{name}.safetensors"
 
 
 def _save(save_file: Any, tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -111,10 +132,10 @@ def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
         if found != size:
             raise MantissaError(f"checkpoint {path / name} is damaged: expected {size} bytes, found {found}; {advice}")
     try:
-        policy, optimizer = (load_file(path / name) for name in _FILES)
+        parts = {name.removesuffix(".safetensors"): load_file(path / name) for name in header["files"]}
     except SafetensorError as error:
         raise MantissaError(f"checkpoint {path} is damaged: {error}; {advice}") from error
-    return Checkpoint(chosen, policy, optimizer, header["state"])
+    return Checkpoint(chosen, parts.pop("policy"), parts.pop("optimizer"), header["state"], parts)
 
 
 def _read_header(path: Path, advice: str) -> dict[str, Any]:
@@ -124,9 +145,9 @@ def _read_header(path: Path, advice: str) -> dict[str, Any]:
         raise MantissaError(f"checkpoint {path} has no readable state.json ({error}); {advice}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise MantissaError(f"{path} is not a checkpoint of this program: its state.json has another format; {advice}")
-    if header.get("version") != VERSION:
+    if header.get("version") not in _READABLE:
         raise MantissaError(
-            f"checkpoint {path} has version {header.get('version')}, this program reads version {VERSION}: "
+            f"checkpoint {path} has version {header.get('version')}, this program reads versions 1 and 2: "
             "resume it with the version of mantissa that wrote it"
         )
     return header

@@ -65,12 +65,13 @@ class StepOutcome:
 class OptimizerStep:
     """One optimiser, its scaler and its schedule; ``run`` is one step.
 
-    ``parameters``: named fp32 masters. ``lr_at``: learning rate of update number n (0 for the first); None leaves the
-    optimiser's rates to its owner. ``max_grad_norm``: clip bound on the unscaled Euclidean norm (inf: measure, never
-    clip). ``clip``: adaptive clipping, applied to the unscaled gradients before the bound; returns the fraction of
-    units it changed. ``diagnose``: given the backward, returns the name of what first became non-finite; called only
-    before stopping. ``on_nonfinite``: what to do about a non-finite gradient that no lower scale can cure: ``stop``
-    raises, ``skip`` gives the batch up. ``ranks``: the processes that must decide alike.
+    ``parameters``: named fp32 masters. ``lr_at``: learning rate of update number n (0 for the first), which a parameter
+    group multiplies by its own ``lr_scale``, if it has one; None leaves the optimiser's rates to its owner.
+    ``max_grad_norm``: clip bound on the unscaled Euclidean norm (inf: measure, never clip). ``clip``: adaptive
+    clipping, applied to the unscaled gradients before the bound; returns the fraction of units it changed.
+    ``diagnose``: given the backward, returns the name of what first became non-finite; called only before stopping.
+    ``on_nonfinite``: what to do about a non-finite gradient that no lower scale can cure: ``stop`` raises, ``skip``
+    gives the batch up. ``ranks``: the processes that must decide alike.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class OptimizerStep:
             torch._foreach_mul_(gradients, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
         if self.lr_at is not None:
             for group in self.optimizer.param_groups:
-                group["lr"] = self.lr_at(self.updates)
+                group["lr"] = self.lr_at(self.updates) * group.get("lr_scale", 1.0)
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

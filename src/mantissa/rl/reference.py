@@ -1,0 +1,106 @@
+"""The reference: a frozen copy of the policy that some algorithms hold the learner to, in a precision of its own.
+
+It is taken from the fp32 masters when RL begins (after any warm start), rounded once to its format and kept in its
+kernels' dtype: on a GPU a bf16 reference takes two bytes a weight. The learner rounds the same masters by the same rule
+where it uses them, so in the learner's own format an unchanged policy and its reference have equal log-probs to the
+last bit, and their KL begins at exactly 0. In another format it begins at the rounding error of the two.
+
+``refresh_every`` makes the reference follow: after that many optimiser steps it becomes a copy of the policy as it then
+is. What it is a copy of is part of a checkpoint, tensors and all: they cannot be had from the masters of a later step.
+
+Legend: B sequences, R response tokens right-padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mantissa.errors import MantissaError
+from mantissa.kernels import Kernels
+from mantissa.model import Decoder, ModelConfig
+from mantissa.precision import round_to_format
+from mantissa.rl.experience import Sequences
+from mantissa.rl.forward import forward
+from mantissa.training import load_weights
+
+
+class Reference:
+    """A frozen policy. ``version``: the learner's version that it is a copy of; -1 before the first ``take``.
+
+    ``refresh_every``: optimiser steps after which it is taken anew; None: never. ``refreshes``: how often it was.
+    ``micro_batch_tokens``: padded tokens that a forward holds.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        *,
+        temperature: float,
+        micro_batch_tokens: int,
+        refresh_every: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.kernels, self.temperature = kernels, temperature
+        self.micro_batch_tokens, self.refresh_every = micro_batch_tokens, refresh_every
+        with torch.device("meta"):  # neither memory nor random values for what ``take`` overwrites
+            model = Decoder(config).requires_grad_(False)
+        self.model = model.to(kernels.dtype).to_empty(device=torch.device(device))
+        self.version, self.refreshes = -1, 0
+
+    def take(self, masters: Mapping[str, Tensor], version: int) -> None:
+        """Become a copy of the policy with these fp32 masters, rounded once.
+
+        A master that rounds to inf is an error: comparing with such a policy would compare with nothing.
+        """
+        self.version = -1  # until every tensor is there: half a copy is nobody's policy
+        if set(masters) != set(self.weights):
+            raise MantissaError("reference: the policy's tensors are not those of this model")
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(round_to_format(masters[name].detach(), self.kernels.format))
+                if not bool(parameter.isfinite().all()):
+                    raise MantissaError(
+                        f"reference: {name} is not finite in {self.kernels.format}; choose a precision.reference with "
+                        "more range (bf16, fp32)"
+                    )
+        self.version = version
+
+    def follow(self, masters: Mapping[str, Tensor], version: int) -> bool:
+        """Be taken anew where ``refresh_every`` updates have passed since the last time; whether it was."""
+        if self.refresh_every is None or version - self.version < self.refresh_every:
+            return False
+        self.take(masters, version)
+        self.refreshes += 1
+        return True
+
+    def score(self, sequences: Sequences) -> Tensor:
+        """Log-prob of every response token under the reference; B, R, fp32, 0 at padding."""
+        if self.version < 0:
+            raise RuntimeError("the reference holds no weights yet: take it first")
+        logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=sequences.mask_BR.device)
+        rows_B = torch.arange(len(sequences), device=sequences.mask_BR.device)
+        with torch.no_grad():
+            for rows in sequences.micro_batches(rows_B, self.micro_batch_tokens):
+                part = sequences.select(rows)
+                row, column = part.mask_BR.nonzero(as_tuple=True)
+                logp_BR[rows[row], column] = forward(self.model, self.kernels, part, self.temperature).logp_N
+        return logp_BR
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The rounded copy, by parameter name, in the kernels' dtype."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers; the tensors are ``weights``."""
+        return {"version": self.version, "refreshes": self.refreshes}
+
+    def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of ``state_dict`` and ``weights``, bit for bit."""
+        load_weights(self.weights, tensors)
+        self.version, self.refreshes = int(state["version"]), int(state["refreshes"])
