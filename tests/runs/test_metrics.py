@@ -19,9 +19,10 @@ CONTRACT = {
         "precision": "loss_scale overflows retries skipped max_scaled_grad flushed_fraction",
         "optim": "lr grad_norm updates",
         "rollout": "version tokens",
+        "reference": "version refreshes kl k3_kl penalty nonfinite",
         "eval": "greedy_accuracy avg_at_k",
         "warm_start": "loss accuracy",
-        "time": "step rollout reward learner_logp update sync eval checkpoint",
+        "time": "step rollout reward learner_logp reference_logp update sync eval checkpoint",
         "rate": "rollout_tokens_per_s learner_tokens_per_s",
         "advantage": "degenerate_group_fraction",
     }.items()
