@@ -20,9 +20,10 @@ CONTRACT = {
         "optim": "lr grad_norm updates",
         "rollout": "version tokens",
         "reward_part": "NAME",
+        "reference": "version refreshes kl k3_kl penalty nonfinite",
         "eval": "greedy_accuracy avg_at_k",
         "warm_start": "loss accuracy",
-        "time": "step rollout reward learner_logp update sync eval checkpoint",
+        "time": "step rollout reward learner_logp reference_logp update sync eval checkpoint",
         "rate": "rollout_tokens_per_s learner_tokens_per_s",
         "advantage": "degenerate_group_fraction",
     }.items()
