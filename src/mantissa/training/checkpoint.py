@@ -4,6 +4,7 @@ A checkpoint is a folder ``step-N``:
 
 - ``policy.safetensors``     fp32 master weights, by Hugging Face parameter name
 - ``optimizer.safetensors``  Adam's moments and step counts, as ``<parameter>/<field>``
+- ``extra.safetensors``      tensors of the state, where it has any: completions sampled ahead
 - ``state.json``             format and version, counters, scaler, data position, and the size of each file
 
 It is written beside and renamed, so a folder named ``step-N`` is complete, whatever kills the process. There is no
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,18 @@ from mantissa.files import disk_errors, give_usual_mode, remove_leftovers, repla
 FORMAT = "mantissa-checkpoint"
 VERSION = 1
 _FILES = ("policy.safetensors", "optimizer.safetensors")
+_EXTRA = "extra.safetensors"  # written only where there is something in it
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a training run needs to go on: master weights, the optimiser's tensors, and plain state."""
+    """What a training run needs to go on: master weights, the optimiser's tensors, plain state and its tensors."""
 
     step: int
     policy: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     state: dict[str, Any]
+    extra: dict[str, Tensor] = field(default_factory=dict)
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
@@ -55,9 +58,12 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
         temporary = temporary_beside(final)
         temporary.mkdir()
         try:
-            for name, tensors in zip(_FILES, (checkpoint.policy, checkpoint.optimizer), strict=True):
+            files = dict(zip(_FILES, (checkpoint.policy, checkpoint.optimizer), strict=True))
+            if checkpoint.extra:
+                files[_EXTRA] = checkpoint.extra
+            for name, tensors in files.items():
                 _save(save_file, tensors, temporary / name)
-            sizes = {name: (temporary / name).stat().st_size for name in _FILES}
+            sizes = {name: (temporary / name).stat().st_size for name in files}
             state = {
                 "format": FORMAT,
                 "version": VERSION,
@@ -112,9 +118,10 @@ def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
             raise MantissaError(f"checkpoint {path / name} is damaged: expected {size} bytes, found {found}; {advice}")
     try:
         policy, optimizer = (load_file(path / name) for name in _FILES)
+        extra = load_file(path / _EXTRA) if _EXTRA in header["files"] else {}
     except SafetensorError as error:
         raise MantissaError(f"checkpoint {path} is damaged: {error}; {advice}") from error
-    return Checkpoint(chosen, policy, optimizer, header["state"])
+    return Checkpoint(chosen, policy, optimizer, header["state"], extra)
 
 
 def _read_header(path: Path, advice: str) -> dict[str, Any]:
