@@ -151,7 +151,9 @@ def test_a_group_that_is_kept_has_advantages_and_one_whose_rewards_are_equal_has
 
 def test_used_up_tries_are_an_error_or_less_to_train_on() -> None:
     fates = ["all_right", "kept", "all_wrong", "equal", "kept", "all_right"]
-    with pytest.raises(MantissaError, match=r"2 of 3 groups have a gradient after 2 .*\(6 prompts: 2 all right, 1 all wr"):
+    with pytest.raises(
+        MantissaError, match=r"2 of 3 groups have a gradient after 2 .*\(6 prompts: 2 all right, 1 all wr"
+    ):
         chosen(fates, 3, DynamicConfig(max_generation_batches=2))  # type: ignore[arg-type]
     go_on = DynamicConfig(max_generation_batches=2, when_exhausted="continue")
     assert chosen(fates, 3, go_on) == [1, 4]  # type: ignore[arg-type]

@@ -127,7 +127,7 @@ class Ahead:
 
     def start(self, step: int, weights: Weights, version: int, ahead: Sequence[Batch]) -> None:
         if self._stream is None:
-            torch.set_num_threads(self._threads - self._threads // 2)
+            torch.set_num_threads(shares(self._threads)[0])
         for batch in ahead:
             self._batches[batch.step] = Future()
             self._batches[batch.step].set_result(batch)
@@ -173,7 +173,7 @@ class Ahead:
     def _work(self) -> None:
         """The thread: one order after another. An error goes to whoever asks for the batch, and to those after it."""
         if self._stream is None:
-            torch.set_num_threads(max(1, self._threads // 2))  # of this thread; the learner's stay as they are
+            torch.set_num_threads(shares(self._threads)[1])  # of this thread; the learner's stay as they are
         failure: BaseException | None = None
         while (order := self._orders.get()) is not None and not self._stopped.is_set():
             if failure is None:
@@ -201,6 +201,11 @@ class Ahead:
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def shares(threads: int) -> tuple[int, int]:
+    """Of ``threads`` of a CPU, the learner's and the sampler's: one at least for each."""
+    return max(1, threads - threads // 2), max(1, threads // 2)
 
 
 def lag_metrics(completions: Sequence[Completion], version: int, bound: int) -> dict[str, float]:
