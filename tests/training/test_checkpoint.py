@@ -28,6 +28,22 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_tensors_of_the_state_have_a_file_where_there_are_any(tmp_path: Path) -> None:
+    extra = {"ahead/4/tokens": torch.tensor([3, 2**40]), "ahead/4/logp": torch.tensor([-0.1, -1e-30])}
+    plain = checkpoint(4)
+    save_checkpoint(tmp_path, plain, keep=2)
+    path = tmp_path / "step-5"
+    save_checkpoint(tmp_path, Checkpoint(5, plain.policy, plain.optimizer, {}, extra), keep=2)
+    assert load_checkpoint(tmp_path, 4).extra == {}
+    assert not (tmp_path / "step-4" / "extra.safetensors").exists()
+    loaded = load_checkpoint(tmp_path, 5).extra
+    assert loaded.keys() == extra.keys()
+    assert all(torch.equal(loaded[name], extra[name]) for name in extra)
+    (path / "extra.safetensors").unlink()
+    with pytest.raises(MantissaError, match=r"extra\.safetensors is damaged.*delete .*step-5 to go on from step-4"):
+        load_checkpoint(tmp_path)
+
+
 def test_keeps_the_newest(tmp_path: Path) -> None:
     for step in (2, 10, 9, 11):
         save_checkpoint(tmp_path, checkpoint(step), keep=2)

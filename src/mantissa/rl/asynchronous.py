@@ -18,8 +18,8 @@ A checkpoint after step k holds the batches of the ``behind`` steps after it, as
 made them are gone. To write it the loop waits for them. The one batch that the checkpoint's own weights sample is not
 in it; a resume samples it again.
 
-One thread samples, on half of torch's threads on a CPU (the learner keeps the other half), on a stream of its own on a
-GPU. Evaluation uses the same engine, between two batches.
+One Python thread samples: on a CPU with a third of torch's threads, the learner keeps the others; on a GPU on a stream
+of its own. Evaluation uses the same engine, between two batches.
 """
 
 from __future__ import annotations
@@ -204,8 +204,9 @@ class Ahead:
 
 
 def shares(threads: int) -> tuple[int, int]:
-    """Of ``threads`` of a CPU, the learner's and the sampler's: one at least for each."""
-    return max(1, threads - threads // 2), max(1, threads // 2)
+    """Of ``threads`` of a CPU, the learner's and the sampler's: a third for the sampler, and one at least for each."""
+    sampler = max(1, threads // 3)
+    return max(1, threads - sampler), sampler
 
 
 def lag_metrics(completions: Sequence[Completion], version: int, bound: int) -> dict[str, float]:
