@@ -102,10 +102,10 @@ def test_a_restart_packs_as_a_new_cache_does_and_keeps_the_memory() -> None:
     cache.fit(60, 2)
     cache.fit(50, 2)
     assert cache.length == 64  # 50 is too near to be packed for
-    addresses = {flat.data_ptr() for flat in (*cache._flat, cache._spare)}
     cache.restart()
     cache.fit(50, 0)
     assert cache.length == 64
+    addresses = {flat.data_ptr() for flat in (*cache._flat, cache._spare)}
     cache.restart()
     cache.fit(41, 0)
     assert cache.length == 48
