@@ -52,6 +52,23 @@ RECIPES = {
         "loss_scaling={growth_interval: 2, initial: 4096, retries: 9}",
         "task.reward=prefix",
     ],
+    # Prompts by the policy's own doing, so the data position is state; the tries of one step differ from the next's.
+    "dynamic": [
+        "steps=5",
+        "checkpoint.every=2",
+        "task.reward=prefix",
+        "rollout={prompts: 7, samples: 3, dynamic: {batch_prompts: 2, max_generation_batches: 40}, "
+        "overlong: {buffer: 4}, max_tokens: 6}",
+    ],
+    # Three steps ahead, in a thread: whatever it had sampled when the process died must come out again.
+    "ahead": [
+        "steps=7",
+        "checkpoint.every=2",
+        "task.reward=prefix",
+        "rollout.max_policy_lag=6",
+        "rollout.dynamic={batch_prompts: 3, max_generation_batches: 40}",
+        "loss_scaling={growth_interval: 2, initial: 1048576, retries: 9}",
+    ],
 }
 
 
@@ -161,6 +178,19 @@ MOMENTS: dict[str, list[tuple[str, Moment]]] = {
         ("after a refresh", lambda run: rows(run, "metrics.jsonl", 4)),
         ("in the head", lambda run: half_written(run, "checkpoints/.step-5.*.tmp/partition.safetensors")),
     ],
+    "dynamic": [
+        ("after a step", lambda run: rows(run, "metrics.jsonl", 1)),
+        ("past a checkpoint", lambda run: rows(run, "metrics.jsonl", 3)),
+        ("in a checkpoint", lambda run: half_written(run, "checkpoints/.step-4.*.tmp")),
+    ],
+    "ahead": [
+        ("in the first checkpoint", lambda run: half_written(run, "checkpoints/.step-0.*.tmp")),
+        ("after a step", lambda run: rows(run, "metrics.jsonl", 1)),
+        ("in what was sampled ahead", lambda run: half_written(run, "checkpoints/.step-2.*.tmp/ahead.safetensors")),
+        ("past a checkpoint", lambda run: rows(run, "metrics.jsonl", 3)),
+        ("past the next", lambda run: rows(run, "metrics.jsonl", 5)),
+        ("in a checkpoint that holds one batch", lambda run: half_written(run, "checkpoints/.step-6.*.tmp")),
+    ],
 }
 
 
@@ -192,6 +222,10 @@ def test_a_run_killed_everywhere_ends_with_the_bits_of_one_left_alone(
         refreshes = [row["reference/refreshes"] for row in expected["metrics"]]
         assert refreshes[0] < refreshes[-1]
         assert "policy/partition.safetensors" not in expected
+    if name in ("dynamic", "ahead"):
+        assert len({row["dynamic/generation_batches"] for row in expected["metrics"]}) > 1  # the position is no product
+    if name == "ahead":
+        assert max(row["rollout/lag_max"] for row in expected["metrics"]) >= 4
 
 
 @pytest.mark.slow

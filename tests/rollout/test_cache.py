@@ -94,3 +94,19 @@ def test_clear_forgets_what_was_not_finite() -> None:
     cache.clear()
     cache.fit(16, 1)
     check(cache, {0: [torch.zeros(2, LAYERS, HEADS, SIZE)] * 16}, 1)
+
+
+def test_a_restart_packs_as_a_new_cache_does_and_keeps_the_memory() -> None:
+    """Otherwise the width that attention sums over would depend on what was sampled before."""
+    cache = KVCache(CONFIG, 3, torch.float32, torch.device("cpu"))
+    cache.fit(60, 2)
+    cache.fit(50, 2)
+    assert cache.length == 64  # 50 is too near to be packed for
+    cache.restart()
+    cache.fit(50, 0)
+    assert cache.length == 64
+    addresses = {flat.data_ptr() for flat in (*cache._flat, cache._spare)}
+    cache.restart()
+    cache.fit(41, 0)
+    assert cache.length == 48
+    assert {flat.data_ptr() for flat in cache._flat} <= addresses

@@ -11,19 +11,20 @@ from mantissa.runs.series import PHASES
 CONTRACT = {
     f"{group}/{name}"
     for group, names in {
-        "reward": "mean accuracy verifier_errors",
+        "reward": "mean accuracy verifier_errors accuracy_trained overlong_penalty overlong_fraction",
         "length": "mean max truncated_fraction",
         "policy": "loss entropy clip_fraction kl_old ratio_mean ratio_max",
         "gap": "k3_kl abs_logp_diff_mean abs_logp_diff_max",
         "correction": "weight_mean weight_std weight_min weight_max ess masked_token_fraction masked_sequence_fraction",
         "precision": "loss_scale overflows retries skipped max_scaled_grad flushed_fraction",
         "optim": "lr grad_norm updates",
-        "rollout": "version tokens",
+        "rollout": "version tokens lag_mean lag_max",
+        "dynamic": "generation_batches prompts all_right all_wrong equal kept_fraction surplus trained",
         "reward_part": "NAME",
         "reference": "version refreshes kl k3_kl penalty nonfinite",
         "eval": "greedy_accuracy avg_at_k",
         "warm_start": "loss accuracy",
-        "time": "step rollout reward learner_logp reference_logp update sync eval checkpoint",
+        "time": "step background rollout reward learner_logp reference_logp update sync eval checkpoint",
         "rate": "rollout_tokens_per_s learner_tokens_per_s",
         "advantage": "degenerate_group_fraction",
     }.items()
@@ -37,7 +38,8 @@ def test_everything_the_loop_logs_is_declared_once() -> None:
     assert {m.name for m in LOOP_METRICS} <= CONTRACT, "declared, but nobody promised to log it"
     assert set(METRICS) == {*LOOP_METRICS, *TRAINER_METRICS, *ALL_METRICS}
     assert {f"time/{phase}" for phase in PHASES} == {m.name for m in METRICS if m.name.startswith("time/")} - {
-        "time/step"
+        "time/step",
+        "time/background",  # beside the step, no phase of it
     }
 
 

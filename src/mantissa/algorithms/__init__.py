@@ -16,7 +16,6 @@ from mantissa.algorithms.losses import (
     policy_loss,
 )
 from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward, reference_drift
-from mantissa.algorithms.shaping import overlong_penalty
 from mantissa.algorithms.tally import Tally, TallyKind, merge, values
 
 __all__ = [
@@ -45,7 +44,6 @@ __all__ = [
     "kl_loss",
     "kl_reward",
     "merge",
-    "overlong_penalty",
     "policy_loss",
     "reference_drift",
     "values",

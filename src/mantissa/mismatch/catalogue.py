@@ -69,7 +69,7 @@ REFERENCE_METRICS: tuple[Metric, ...] = (
 ADVANTAGE_METRICS: tuple[Metric, ...] = (
     Metric("advantage/degenerate_group_fraction", "share of groups whose rewards are all equal", "fraction"),
     Metric("advantage/abs_max", "max|A|", "1"),
-    Metric("reward/mean", "mean reward", "reward"),
+    Metric("reward/mean", "mean reward of the completions trained on, any overlong penalty included", "reward"),
     Metric("reward/min", "smallest reward", "reward"),
     Metric("reward/max", "largest reward", "reward"),
 )  # fmt: skip

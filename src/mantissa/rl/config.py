@@ -70,6 +70,34 @@ class PerfectibleConfig(Config):
     high: float = Field(0.8, ge=0, le=1, description="Largest success rate that is kept.")
 
 
+class DynamicConfig(Config):
+    """Train on ``rollout.prompts`` groups with a gradient: drop those whose rewards are all equal and sample further.
+
+    That is DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). Whether a group is dropped is judged by the
+    verifier's rewards, before an overlong penalty, and also after it where there is one.
+    """
+
+    batch_prompts: int | None = Field(
+        None, ge=1, description="Prompts sampled at a time; rollout.prompts where not given."
+    )
+    max_generation_batches: int = Field(
+        10, ge=1, description="Times that a step samples batch_prompts prompts at most."
+    )
+    when_exhausted: Literal["error", "continue"] = Field(
+        "error", description="After that many: stop with an error, or go on with the groups there are."
+    )
+
+
+class OverlongConfig(Config):
+    """Reward less what a response is too long: min(0, -(length - (max_tokens - buffer)) / buffer * factor).
+
+    That is DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4). Advantages see it, accuracy does not.
+    """
+
+    buffer: int = Field(ge=1, description="Tokens before rollout.max_tokens over which the penalty grows.")
+    factor: float = Field(1.0, gt=0, allow_inf_nan=False, description="The penalty of a response of max_tokens tokens.")
+
+
 class RolloutConfig(Config):
     """How each step samples. Log-probs are under softmax(logits / temperature), on both sides.
 
@@ -83,6 +111,24 @@ class RolloutConfig(Config):
     temperature: float = Field(1.0, gt=0, description="Divides the logits, for the rollout and the learner alike.")
     stop: tuple[str, ...] = Field((), description="Strings that end a completion, besides the end token.")
     slots: int = Field(256, ge=1, description="Rows decoded together; a finished row is refilled from the queue.")
+    dynamic: DynamicConfig | None = Field(None, description="None: every group sampled is trained on.")
+    overlong: OverlongConfig | None = Field(None, description="None: length costs nothing.")
+    max_policy_lag: int = Field(
+        0,
+        ge=0,
+        description="Optimiser steps that completions may be older than the learner; 0 samples and learns in turn.",
+    )
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        if self.dynamic is not None and self.samples < 2:
+            raise ValueError("dynamic drops groups whose rewards are all equal, so samples=1 drops all; use 2 or more")
+        if self.overlong is not None and self.overlong.buffer >= self.max_tokens:
+            raise ValueError(
+                f"overlong.buffer={self.overlong.buffer}: expected less than max_tokens={self.max_tokens}, or every "
+                "response would be too long"
+            )
+        return self
 
 
 LossConfig = Annotated[PolicyLoss | FlowRLConfig, Field(discriminator="kind")]
@@ -310,6 +356,11 @@ class RunConfig(Config):
         return fields
 
     @property
+    def steps_behind(self) -> int:
+        """RL steps that sampling is behind: as many as ``rollout.max_policy_lag`` optimiser steps surely hold."""
+        return self.rollout.max_policy_lag // self.optimizer.updates_per_batch
+
+    @property
     def policy(self) -> PrecisionPolicy:
         return PrecisionPolicy.parse(self.precision)
 
@@ -327,6 +378,12 @@ class RunConfig(Config):
             )
         if self.optimizer.updates_per_batch > self.rollout.prompts * self.rollout.samples:
             raise MantissaError("optimizer.updates_per_batch: expected at most one update a completion")
+        lag, updates = self.rollout.max_policy_lag, self.optimizer.updates_per_batch
+        if 0 < lag < updates:
+            raise MantissaError(
+                f"rollout.max_policy_lag={lag} does nothing with optimizer.updates_per_batch={updates}: a step makes "
+                f"{updates} versions, so sampling one step ahead needs {updates} or more; raise it, or set it to 0"
+            )
         if isinstance(self.task, CodeConfig) and self.task.time_limit_s >= self.grading.timeout_s:
             raise MantissaError(
                 f"task.time_limit_s={self.task.time_limit_s:g} is not below grading.timeout_s="

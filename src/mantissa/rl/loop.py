@@ -1,4 +1,4 @@
-"""The loop: sample, grade, measure the gap, learn, hand over the weights, write everything down.
+"""The loop: take graded completions, measure the gap, learn, hand over the weights, write everything down.
 
 Steps count from 1. A checkpoint ``step-N`` holds the state after step N; ``step-0`` is the state after the warm start.
 Resuming reads the newest, forgets what was logged after it, and repeats those steps: every draw is a function of the
@@ -7,7 +7,6 @@ seed and the position, so they come out the same, bit for bit.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,17 +19,17 @@ from mantissa.errors import MantissaError
 from mantissa.mismatch import gap_metrics
 from mantissa.model import save_model
 from mantissa.rl.assemble import Parts
+from mantissa.rl.asynchronous import Ahead, InTurn, Source, lag_metrics
+from mantissa.rl.batches import Batch, Collector, pack, unpack
 from mantissa.rl.config import RunConfig
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Update
-from mantissa.rl.sampling import Sampled
-from mantissa.rl.seeds import stream_slice
 from mantissa.rl.warm_start import warm_start
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
-from mantissa.runs.metrics import REWARD_PART, undeclared
+from mantissa.runs.metrics import undeclared
 from mantissa.runs.trackers import Trackers
-from mantissa.tasks import Problem, Reward
+from mantissa.tasks import Problem
 from mantissa.training import Checkpoint, load_checkpoint, load_weights, save_checkpoint, saved_steps
 
 _PROBE_EVERY = 10  # steps between measurements of flushed gradients: each costs a forward and backward of 8 completions
@@ -47,6 +46,9 @@ class Loop:
         self.train: Sequence[Problem] = parts.task.split("train")
         self.heldout: Sequence[Problem] = parts.task.split("heldout")
         self.kept: list[int] = []
+        self.position = 0  # prompts sampled for the steps taken
+        self.ahead: list[Batch] = []  # batches of later steps that a checkpoint held
+        self.source: Source
         self._seconds: dict[str, float] = {}
 
     def go(self) -> None:
@@ -55,11 +57,24 @@ class Loop:
             step = self._restore()
         else:
             step = self._begin()
-        self.sampler.engine.sync(self.learner.weights, self.learner.version)
-        while step < self.config.steps:
-            step += 1
-            self._step(step)
+        self.source = self._source()
+        self.source.start(step, self.learner.weights, self.learner.version, self.ahead)
+        try:
+            while step < self.config.steps:
+                step += 1
+                self._step(step)
+        finally:
+            self.source.close()
         save_model(self.parts.model, self.parts.tokenizer, self.run.policy_path)
+
+    def _source(self) -> Source:
+        """Where batches come from, at the position after the last that was sampled."""
+        config, engine = self.config, self.sampler.engine
+        collector = Collector(self.sampler, self.train, self.kept, config.rollout, self.params, config.seed)
+        collector.position = self.ahead[-1].position if self.ahead else self.position
+        if config.steps_behind == 0:
+            return InTurn(collector, engine)
+        return Ahead(collector, engine, config.steps_behind, config.steps, self.parts.device)
 
     # the beginning, and beginning again
 
@@ -126,15 +141,21 @@ class Loop:
             weights = checkpoint.part("reference")
             self.reference.load(checkpoint.state["reference"], weights)
         self.kept = list(checkpoint.state["kept"])
+        self.position = checkpoint.state.get("position", checkpoint.step * self.config.rollout.prompts)
+        ahead = checkpoint.more.get("ahead", {})
+        self.ahead = unpack(ahead, checkpoint.state.get("ahead", ()), self.train, self.sampler)
         self.run.rewind(checkpoint.step)
         self.live.note(f"resumed after step {checkpoint.step}")
         return checkpoint.step
 
     def _save(self, step: int) -> None:
-        state = {"step": self.learner.step.state_dict(), "kept": self.kept}
+        state = {"step": self.learner.step.state_dict(), "kept": self.kept, "position": self.position}
         more = self.learner.beside
         if self.reference is not None:
             state["reference"], more["reference"] = self.reference.state_dict(), self.reference.weights
+        sampled, state["ahead"] = pack(self.source.pending(step) if step else ())
+        if sampled:
+            more["ahead"] = sampled
         optimizer = self.learner.step.optimizer_tensors()
         checkpoint = Checkpoint(step, self.learner.weights, optimizer, state, more)
         save_checkpoint(self._checkpoints, checkpoint, self.config.checkpoint.keep)
@@ -147,17 +168,16 @@ class Loop:
 
     def _step(self, step: int) -> None:
         config, started = self.config, time.perf_counter()
-        indices = stream_slice(
-            len(self.kept), (step - 1) * config.rollout.prompts, config.rollout.prompts, config.seed, "prompts"
-        )
-        problems = [self.train[self.kept[index]] for index in indices]
         version = self.learner.version
         with self._timed("rollout"):
-            sampled = self.sampler.sample(
-                problems, config.rollout.samples, self.params, version, config.seed, "rollout", step
-            )
-        with self._timed("reward"):
-            rewards = self.sampler.grader.grade(sampled.pairs())
+            batch = self.source.take(step)
+        if config.steps_behind:
+            self._seconds["background"] = sum(batch.seconds.values())
+        else:
+            self._seconds |= batch.seconds
+        sampled, rewards = batch.sampled, batch.rewards
+        completions = [completion for group in sampled.groups for completion in group]
+        lag = lag_metrics(completions, version, config.rollout.max_policy_lag)
         experience = Experience.build(
             sampled.prompts, sampled.groups, [reward.value for reward in rewards], self.parts.device
         )
@@ -168,21 +188,21 @@ class Loop:
                 experience = experience.with_reference(self.reference.score(experience.sequences))
         with self._timed("update"):
             update = self.learner.update(experience, step, probe=step % _PROBE_EVERY == 1)
-        with self._timed("sync"):
-            if self.learner.version != version:
-                self.sampler.engine.sync(self.learner.weights, self.learner.version)
-        row: dict[str, float] = {"step": step, "rollout/version": version}
+        self.position = batch.position
+        row: dict[str, float] = {"step": step, "rollout/version": batch.version, **lag, **batch.metrics}
         if self.reference is not None:
             row["reference/version"] = self.reference.version  # of the one that this step was held to
             self.reference.follow(self.learner.weights, self.learner.version)
             row["reference/refreshes"] = self.reference.refreshes
-        row |= _sample_metrics(sampled, rewards) | self._learner_metrics(experience, update)
+        row |= self._learner_metrics(experience, update)
         last = step == config.steps
         if config.evaluation and (step % config.evaluation.every == 0 or last):
-            with self._timed("eval"):
+            with self._timed("eval"), self.source.engine(self.learner.weights, self.learner.version):
                 row |= self._evaluate(step)
-        self.run.write_rollouts(step, _rollout_rows(step, sampled, rewards, experience, update))
-        row |= self._clock(started, row["rollout/tokens"], update.trained_tokens)
+        with self._timed("sync"):  # after the evaluation, which would wait for the batch that this begins
+            self.source.hand_over(step, self.learner.weights, self.learner.version)
+        self.run.write_rollouts(step, _rollout_rows(batch, experience, update))
+        row |= self._clock(started, batch, update.trained_tokens)
         assert not undeclared(row), f"metrics that the catalogue does not declare: {undeclared(row)}"
         self.run.append_metrics(row)  # before the checkpoint: a resume forgets rows after it, and can add none
         self.trackers.log(step, row)
@@ -238,40 +258,18 @@ class Loop:
                 torch.cuda.synchronize()
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
-    def _clock(self, started: float, sampled_tokens: float, trained_tokens: int) -> dict[str, float]:
+    def _clock(self, started: float, batch: Batch, trained_tokens: int) -> dict[str, float]:
         row = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
         row["time/step"] = time.perf_counter() - started
-        row["rate/rollout_tokens_per_s"] = sampled_tokens / self._seconds["rollout"]
+        if batch.seconds:  # none where a resume read the batch from its checkpoint
+            row["rate/rollout_tokens_per_s"] = batch.metrics["rollout/tokens"] / batch.seconds["rollout"]
         row["rate/learner_tokens_per_s"] = trained_tokens / self._seconds["update"]
         return row
 
 
-def _sample_metrics(sampled: Sampled, rewards: Sequence[Reward]) -> dict[str, float]:
-    completions = [completion for group in sampled.groups for completion in group]
-    lengths = [len(completion.tokens) for completion in completions]
-    return _reward_parts(rewards) | {
-        "reward/accuracy": sum(reward.correct for reward in rewards) / len(rewards),
-        "reward/verifier_errors": sum(reward.error is not None for reward in rewards),
-        "length/mean": sum(lengths) / len(lengths),
-        "length/max": max(lengths),
-        "length/truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
-        "rollout/tokens": sum(lengths),
-    }
-
-
-def _reward_parts(rewards: Sequence[Reward]) -> dict[str, float]:
-    """The mean of each number that rewards are made of, over the completions that have it."""
-    values: dict[str, list[float]] = {}
-    for reward in rewards:
-        for name, value in reward.parts.items():
-            values.setdefault(name, []).append(value)
-    return {f"{REWARD_PART}{name}": math.fsum(many) / len(many) for name, many in sorted(values.items())}
-
-
-def _rollout_rows(
-    step: int, sampled: Sampled, rewards: Sequence[Reward], experience: Experience, update: Update
-) -> list[dict[str, Any]]:
+def _rollout_rows(batch: Batch, experience: Experience, update: Update) -> list[dict[str, Any]]:
     """One row a completion, as ``runs.directory.rollout_schema`` declares."""
+    sampled, rewards = batch.sampled, batch.rewards
     assert experience.old_logp_BR is not None
     learner_logp = experience.old_logp_BR.cpu()
     rows: list[dict[str, Any]] = []
@@ -281,7 +279,7 @@ def _rollout_rows(
             length = len(completion.tokens)
             rows.append(
                 {
-                    "step": step,
+                    "step": batch.step,
                     "problem_id": problem.id,
                     "sample": sample,
                     "prompt": problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1].content,

@@ -49,11 +49,19 @@ class Sampler:
         return SamplingParams(max_tokens, temperature, top_k, top_p, tuple(self.tokenizer.eos_ids), stop)
 
     def sample(
-        self, problems: Sequence[Problem], samples: int, params: SamplingParams, version: int, *seed: int | str
+        self,
+        problems: Sequence[Problem],
+        samples: int,
+        params: SamplingParams,
+        version: int,
+        *seed: int | str,
+        first: int = 0,
     ) -> Sampled:
-        """Sample each problem ``samples`` times; completion (i, j) depends on ``seed``, i and j alone."""
+        """Sample each problem ``samples`` times; completion (i, j) depends on ``seed``, ``first`` + i and j alone."""
         prompts = [self.encode(problem) for problem in problems]
-        requests = [Request(tuple(prompt), derive_seed(*seed, index), samples) for index, prompt in enumerate(prompts)]
+        requests = [
+            Request(tuple(prompt), derive_seed(*seed, index), samples) for index, prompt in enumerate(prompts, first)
+        ]
         groups = self.engine.generate(requests, params, version)
         texts = [self.tokenizer.decode(completion.tokens) for group in groups for completion in group]
         return Sampled(problems, prompts, groups, texts)

@@ -35,6 +35,7 @@ class KVCache:
         self._dtype, self._device = dtype, device
         self._blocks = 2 * config.num_hidden_layers  # keys and values of a layer lie at 2 * layer and 2 * layer + 1
         self._row_heads_NK = torch.arange(slots * self._heads, device=device).view(slots, self._heads)
+        self._stream: torch.cuda.Stream | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -43,6 +44,18 @@ class KVCache:
         self._flat = [torch.zeros(0, dtype=self._dtype, device=self._device) for _ in range(self._blocks)]
         self._spare = self._flat[0].clone()
         self._views_NKSD = [self._view(flat) for flat in self._flat]
+
+    def restart(self) -> None:
+        """Before a new set of rows: pack anew, so that nothing depends on what was held before. Memory is kept.
+
+        Memory that was taken on another CUDA stream is given back instead: freed later, while this stream still reads
+        it, it would be that stream's to overwrite.
+        """
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        if stream != self._stream:
+            self._stream = stream
+            self.clear()
+        self.length = 0
 
     def fit(self, length: int, rows: int) -> None:
         """Pack the blocks for ``length`` positions a row, keeping the first ``rows`` rows as far as they fit.

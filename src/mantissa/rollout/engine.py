@@ -99,6 +99,7 @@ class NativeEngine:
         if version != self._version:
             raise MantissaError(f"policy version {version} was asked for, {self._version} is loaded: call sync first")
         self._check_requests(requests, params)
+        self._cache.restart()
         generation = Generation(
             self.model,
             self.kernels,

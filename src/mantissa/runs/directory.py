@@ -3,7 +3,7 @@
     config.yaml                the resolved recipe; its presence is what makes a folder a run
     environment.json           versions, device, precision table
     metrics.jsonl              one row a step            warm_start.jsonl   one row an evaluation of the warm start
-    rollouts/step-N.parquet    every completion of step N with its rewards and log-probs
+    rollouts/step-N.parquet    every completion that step N trained on, its reward and log-probs
     checkpoints/step-N/        all that resume needs     policy/            the trained model, Hugging Face layout
     report.html   tensorboard/   run.lock
 

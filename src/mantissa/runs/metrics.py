@@ -27,7 +27,18 @@ def _ranged(name: str, formula: str, unit: str, healthy: tuple[float | None, flo
 
 
 LOOP_METRICS: tuple[Metric, ...] = (
-    _plain("reward/accuracy", "completions judged correct / completions", "fraction"),
+    _plain("reward/accuracy", "completions judged correct / completions, over everything sampled", "fraction"),
+    _plain("reward/accuracy_trained", "the same over the groups trained on, where sampling is dynamic", "fraction"),
+    _plain("reward/overlong_penalty", "mean of what length took from the reward, over everything sampled", "reward"),
+    _plain("reward/overlong_fraction", "completions with such a penalty / completions", "fraction"),
+    _plain("dynamic/generation_batches", "times that the step sampled prompts", "count"),
+    _plain("dynamic/prompts", "prompts sampled this step, each of them a group", "count"),
+    _plain("dynamic/all_right", "groups dropped, every completion right", "count"),
+    _plain("dynamic/all_wrong", "groups dropped, no completion right", "count"),
+    _plain("dynamic/equal", "groups dropped, some right and all rewards equal", "count"),
+    _plain("dynamic/kept_fraction", "groups whose rewards differ / groups sampled", "fraction"),
+    _plain("dynamic/surplus", "groups whose rewards differ beyond rollout.prompts, dropped", "count"),
+    _plain("dynamic/trained", "groups whose rewards differ that were trained on", "count"),
     _ranged("reward/verifier_errors", "completions on which the verifier failed (their reward is 0)", "count", (0, 0)),
     _plain(
         "reward_part/NAME",
@@ -57,13 +68,16 @@ LOOP_METRICS: tuple[Metric, ...] = (
     _plain("rollout/version", "policy version that sampled this step", "version"),
     _plain("reference/version", "policy version that this step's reference is a copy of", "version"),
     _plain("reference/refreshes", "times that the reference was taken anew since the run began", "count"),
-    _plain("rollout/tokens", "response tokens sampled this step", "tokens"),
+    _plain("rollout/lag_mean", "mean over completions of learner's version - version that sampled", "versions"),
+    _plain("rollout/lag_max", "largest such lag; beyond rollout.max_policy_lag the run stops", "versions"),
+    _plain("rollout/tokens", "response tokens sampled this step, of dropped groups too", "tokens"),
     _plain("eval/greedy_accuracy", "held-out problems solved by the most probable completion / problems", "fraction"),
     _plain("eval/avg_at_k", "mean over held-out problems of the share of k samples that are correct", "fraction"),
     _plain("warm_start/loss", "mean_t of -logp of the supervised token", "nats/token"),
     _plain("warm_start/accuracy", "problems solved after this many warm-start updates / problems", "fraction"),
     _plain("time/step", "wall clock of the whole step", "s"),
-    _plain("time/rollout", "wall clock of sampling", "s"),
+    _plain("time/rollout", "wall clock of sampling; of waiting for it where rollout.max_policy_lag > 0", "s"),
+    _plain("time/background", "wall clock of sampling and verification beside earlier steps", "s"),
     _plain("time/reward", "wall clock of verification", "s"),
     _plain("time/learner_logp", "wall clock of the learner's log-probs of the samples", "s"),
     _plain("time/reference_logp", "wall clock of the reference's log-probs of the samples", "s"),
@@ -71,7 +85,7 @@ LOOP_METRICS: tuple[Metric, ...] = (
     _plain("time/sync", "wall clock of handing the weights to the rollout", "s"),
     _plain("time/eval", "wall clock of evaluation", "s"),
     _plain("time/checkpoint", "wall clock of writing the checkpoint", "s"),
-    _plain("rate/rollout_tokens_per_s", "rollout/tokens / time/rollout", "tokens/s"),
+    _plain("rate/rollout_tokens_per_s", "rollout/tokens / wall clock of sampling", "tokens/s"),
     _plain("rate/learner_tokens_per_s", "response tokens trained on / time/update", "tokens/s"),
 )
 

@@ -1,0 +1,225 @@
+"""From a position in the data to the graded groups of one step.
+
+A step's batch is a function of the run's seed, the step, the weights that sample it and the data position: an integer,
+the number of prompts sampled before. Without dynamic sampling it is ``(step - 1) * rollout.prompts``; with it, it
+counts every prompt, dropped ones included. So whoever holds the weights and the position can make a batch again, or
+ahead of time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mantissa.rl.config import RolloutConfig
+from mantissa.rl.dynamic import Fate, chosen, dynamic_metrics, fate
+from mantissa.rl.overlong import overlong_penalty, shaped
+from mantissa.rl.sampling import Sampled, Sampler
+from mantissa.rl.seeds import stream_slice
+from mantissa.rollout import Completion, SamplingParams
+from mantissa.runs.metrics import REWARD_PART
+from mantissa.tasks import Problem, Reward
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step learns from.
+
+    ``version``: the weights that sampled it. ``position``: prompts sampled up to and with this batch. ``indices``: each
+    group's training problem. ``rewards``: flat; their values as advantages see them, overlong penalty included.
+    ``metrics``: of everything sampled, dropped groups included. ``seconds``: wall clock of ``rollout`` and ``reward``.
+    """
+
+    step: int
+    version: int
+    position: int
+    indices: Sequence[int]
+    sampled: Sampled
+    rewards: Sequence[Reward]
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One prompt's completions, graded and shaped."""
+
+    index: int
+    problem: Problem
+    prompt: Sequence[int]
+    completions: Sequence[Completion]
+    texts: Sequence[str]
+    rewards: Sequence[Reward]
+    fate: Fate
+
+
+class Collector:
+    """Samples and grades batch after batch; ``position`` is the number of prompts sampled so far."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        problems: Sequence[Problem],
+        kept: Sequence[int],
+        config: RolloutConfig,
+        params: SamplingParams,
+        seed: int,
+    ) -> None:
+        self.sampler, self.config, self.params, self.seed = sampler, config, params, seed
+        self.problems, self.kept = problems, kept
+        self.position = 0
+        self._seconds: dict[str, float] = {}
+
+    def collect(self, step: int, version: int) -> Batch:
+        """The batch of ``step``, sampled by the engine's weights, which are ``version``."""
+        config, dynamic = self.config, self.config.dynamic
+        self._seconds = {"rollout": 0.0, "reward": 0.0}
+        if dynamic is None:
+            groups = self._generate(step, version, config.prompts, 0)
+            return self._batch(step, version, groups, groups, {})
+        groups, tries, kept = [], 0, 0
+        while kept < config.prompts and tries < dynamic.max_generation_batches:
+            groups += self._generate(step, version, dynamic.batch_prompts or config.prompts, len(groups))
+            tries, kept = tries + 1, sum(group.fate == "kept" for group in groups)
+        fates = [group.fate for group in groups]
+        trained = [groups[index] for index in chosen(fates, config.prompts, dynamic)]
+        rewards = [reward for group in trained for reward in group.rewards]
+        metrics = dynamic_metrics(fates, min(kept, config.prompts), tries)
+        metrics["reward/accuracy_trained"] = sum(reward.correct for reward in rewards) / len(rewards)
+        return self._batch(step, version, groups, trained, metrics)
+
+    def _generate(self, step: int, version: int, count: int, first: int) -> list[_Group]:
+        """Sample and grade the next ``count`` prompts, the step's prompts ``first`` and on."""
+        samples, seed = self.config.samples, self.seed
+        places = stream_slice(len(self.kept), self.position, count, seed, "prompts")
+        self.position += count
+        indices = [self.kept[place] for place in places]
+        problems = [self.problems[index] for index in indices]
+        started = time.perf_counter()
+        sampled = self.sampler.sample(problems, samples, self.params, version, seed, "rollout", step, first=first)
+        generated = time.perf_counter()
+        graded = self.sampler.grader.grade(sampled.pairs())
+        self._seconds["rollout"] += generated - started
+        self._seconds["reward"] += time.perf_counter() - generated
+        groups = []
+        for number, (index, problem) in enumerate(zip(indices, problems, strict=True)):
+            flat = slice(number * samples, (number + 1) * samples)
+            completions, rewards = sampled.groups[number], graded[flat]
+            penalised = [shaped(r, self._penalty(c)) for r, c in zip(rewards, completions, strict=True)]
+            groups.append(
+                _Group(
+                    index,
+                    problem,
+                    sampled.prompts[number],
+                    completions,
+                    sampled.texts[flat],
+                    penalised,
+                    fate(rewards, penalised),
+                )
+            )
+        return groups
+
+    def _penalty(self, completion: Completion) -> float:
+        return overlong_penalty(len(completion.tokens), self.config.max_tokens, self.config.overlong)
+
+    def _batch(
+        self,
+        step: int,
+        version: int,
+        groups: Sequence[_Group],
+        trained: Sequence[_Group],
+        metrics: dict[str, float],
+    ) -> Batch:
+        sampled = Sampled(
+            [group.problem for group in trained],
+            [group.prompt for group in trained],
+            [group.completions for group in trained],
+            [text for group in trained for text in group.texts],
+        )
+        rewards = [reward for group in trained for reward in group.rewards]
+        whole = self._sample_metrics(groups) | metrics
+        indices = [group.index for group in trained]
+        return Batch(step, version, self.position, indices, sampled, rewards, whole, self._seconds)
+
+    def _sample_metrics(self, groups: Sequence[_Group]) -> dict[str, float]:
+        """Metrics of everything that was sampled."""
+        completions = [completion for group in groups for completion in group.completions]
+        rewards = [reward for group in groups for reward in group.rewards]
+        lengths = [len(completion.tokens) for completion in completions]
+        metrics: dict[str, float] = {
+            "reward/accuracy": sum(reward.correct for reward in rewards) / len(rewards),
+            "reward/verifier_errors": sum(reward.error is not None for reward in rewards),
+            "length/mean": sum(lengths) / len(lengths),
+            "length/max": max(lengths),
+            "length/truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
+            "rollout/tokens": sum(lengths),
+        }
+        metrics |= _reward_parts(rewards)
+        if self.config.overlong is not None:
+            penalties = [self._penalty(completion) for completion in completions]
+            metrics["reward/overlong_penalty"] = sum(penalties) / len(penalties)
+            metrics["reward/overlong_fraction"] = sum(penalty < 0 for penalty in penalties) / len(penalties)
+        return metrics
+
+
+def _reward_parts(rewards: Sequence[Reward]) -> dict[str, float]:
+    """The mean of each number that rewards are made of, over the completions that have it."""
+    values: dict[str, list[float]] = {}
+    for reward in rewards:
+        for name, value in reward.parts.items():
+            values.setdefault(name, []).append(value)
+    return {f"{REWARD_PART}{name}": math.fsum(many) / len(many) for name, many in sorted(values.items())}
+
+
+def pack(batches: Sequence[Batch]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Batches as tensors and plain values, for a checkpoint. ``seconds`` are left out: a resume spends none."""
+    tensors, plain = {}, []
+    for batch in batches:
+        completions = [completion for group in batch.sampled.groups for completion in group]
+        tensors[f"ahead/{batch.step}/tokens"] = torch.tensor([t for c in completions for t in c.tokens])
+        tensors[f"ahead/{batch.step}/lengths"] = torch.tensor([len(c.tokens) for c in completions])
+        tensors[f"ahead/{batch.step}/logp"] = torch.cat([c.logp_T for c in completions])
+        plain.append(
+            {
+                "step": batch.step,
+                "version": batch.version,
+                "position": batch.position,
+                "indices": list(batch.indices),
+                "finish_reasons": [c.finish_reason for c in completions],
+                "rewards": [[r.value, r.correct, r.error, dict(r.parts)] for r in batch.rewards],
+                "metrics": dict(batch.metrics),
+            }
+        )
+    return tensors, plain
+
+
+def unpack(
+    tensors: Mapping[str, Tensor], plain: Sequence[dict[str, Any]], problems: Sequence[Problem], sampler: Sampler
+) -> list[Batch]:
+    """The batches that ``pack`` was given; prompts and texts are made again by the sampler's tokenizer."""
+    batches = []
+    for state in plain:
+        tokens, lengths, logp = (tensors[f"ahead/{state['step']}/{name}"] for name in ("tokens", "lengths", "logp"))
+        parts, reasons = lengths.tolist(), state["finish_reasons"]
+        flat = [
+            Completion(tuple(part.tolist()), logp_T.clone(), reason, state["version"])
+            for part, logp_T, reason in zip(tokens.split(parts), logp.split(parts), reasons, strict=True)
+        ]
+        indices, size = state["indices"], len(flat) // len(state["indices"])
+        sampled = Sampled(
+            [problems[index] for index in indices],
+            [sampler.encode(problems[index]) for index in indices],
+            [flat[start : start + size] for start in range(0, len(flat), size)],
+            [sampler.tokenizer.decode(completion.tokens) for completion in flat],
+        )
+        rewards = [Reward(*reward) for reward in state["rewards"]]
+        batches.append(
+            Batch(state["step"], state["version"], state["position"], indices, sampled, rewards, state["metrics"], {})
+        )
+    return batches

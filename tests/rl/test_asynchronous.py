@@ -1,0 +1,301 @@
+"""Sampling ahead: the schedule, what a checkpoint holds, errors across threads, and the lag in every number."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mantissa.errors import MantissaError
+from mantissa.rl.assemble import Parts
+from mantissa.rl.asynchronous import Ahead, InTurn, lag_metrics, shares
+from mantissa.rl.config import RunConfig
+from mantissa.rl.recipe import make_config
+from mantissa.rl.sampling import Sampled
+from mantissa.rl.session import resume
+from mantissa.rollout import Completion
+from mantissa.runs.directory import RunDirectory
+from mantissa.runs.metrics import deterministic
+from mantissa.training import load_checkpoint, load_weights
+
+Train = Callable[..., RunDirectory]
+CPU = torch.device("cpu")
+
+
+class FakeEngine:
+    """Holds one number as its weights, and notices when two use it at once."""
+
+    def __init__(self) -> None:
+        self.version, self.value, self.user = -1, -1.0, threading.Lock()
+
+    def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
+        assert self.user.acquire(blocking=False)
+        self.version, self.value = version, float(weights["w"])
+        self.user.release()
+
+
+class FakeCollector:
+    """Batches that say which weights made them; slow, and broken at one step if told so."""
+
+    def __init__(self, engine: FakeEngine, slow: float = 0.0, broken: int = 0) -> None:
+        self.engine, self.slow, self.broken, self.asked = engine, slow, broken, list[int]()
+
+    def collect(self, step: int, version: int) -> Any:
+        from mantissa.rl.batches import Batch
+
+        self.asked.append(step)
+        assert self.engine.user.acquire(blocking=False)
+        value = self.engine.value
+        time.sleep(self.slow)
+        if step == self.broken:
+            self.engine.user.release()
+            raise MantissaError("the policy has diverged")
+        assert (self.engine.value, self.engine.version) == (value, version)
+        self.engine.user.release()
+        return Batch(step, version, step, (), Sampled((), (), (), ()), (), {"value": value}, {})
+
+
+@pytest.fixture
+def ahead() -> Iterator[Callable[..., tuple[Ahead, FakeEngine, FakeCollector]]]:
+    """Makes ``Ahead`` over fakes, ``behind`` steps and to step 9; closed at the end."""
+    made: list[Ahead] = []
+
+    def make(behind: int, **of_collector: Any) -> tuple[Ahead, FakeEngine, FakeCollector]:
+        engine = FakeEngine()
+        collector = FakeCollector(engine, **of_collector)
+        made.append(Ahead(collector, engine, behind, 9, CPU))  # type: ignore[arg-type]
+        return made[-1], engine, collector
+
+    yield make
+    for source in made:
+        source.close()
+
+
+def learn(source: Ahead | InTurn, after: int, until: int, weights: dict[str, Tensor], slow: float = 0.0) -> list[Any]:
+    """Steps ``after + 1`` to ``until``, each of which makes two versions and changes the weights in place."""
+    taken = []
+    for step in range(after + 1, until + 1):
+        taken.append(source.take(step))
+        time.sleep(slow)
+        weights["w"] += 2
+        source.hand_over(step, weights, 2 * step)
+    return taken
+
+
+@pytest.mark.parametrize("behind", [1, 2, 3, 20])
+@pytest.mark.parametrize(("sampling", "learning"), [(0.0, 0.0), (0.004, 0.0), (0.0, 0.004)])
+def test_step_k_is_sampled_by_the_weights_of_a_fixed_step(
+    ahead: Callable[..., Any], behind: int, sampling: float, learning: float
+) -> None:
+    source, _, collector = ahead(behind, slow=sampling)
+    weights = {"w": torch.tensor(0.0)}
+    source.start(0, weights, 0, [])
+    taken = learn(source, 0, 9, weights, learning)
+    assert collector.asked == list(range(1, 10))  # in order, each once, and none beyond the last
+    for step, batch in enumerate(taken, 1):
+        made_after = max(0, step - 1 - behind)
+        assert (batch.step, batch.version, batch.metrics["value"]) == (step, 2 * made_after, 2.0 * made_after)
+
+
+def test_in_turn_step_k_is_sampled_by_the_weights_of_the_step_before() -> None:
+    engine = FakeEngine()
+    source = InTurn(FakeCollector(engine), engine)  # type: ignore[arg-type]
+    weights = {"w": torch.tensor(0.0)}
+    source.start(0, weights, 0, [])
+    assert [batch.version for batch in learn(source, 0, 9, weights)] == [2 * step for step in range(9)]
+    assert source.pending(9) == []
+
+
+@pytest.mark.parametrize("behind", [1, 3])
+@pytest.mark.parametrize("stop", [1, 2, 5, 8, 9])
+def test_a_checkpoint_holds_what_its_own_weights_cannot_make_again(
+    ahead: Callable[..., Any], behind: int, stop: int
+) -> None:
+    source, _, _ = ahead(behind)
+    weights = {"w": torch.tensor(0.0)}
+    source.start(0, weights, 0, [])
+    learn(source, 0, stop, weights)
+    kept = source.pending(stop)
+    assert [batch.step for batch in kept] == list(range(stop + 1, min(stop + behind, 9) + 1))
+    resumed, _, collector = ahead(behind)
+    resumed.start(stop, {"w": torch.tensor(2.0 * stop)}, 2 * stop, kept)
+    expected = learn(source, stop, 9, weights)
+    assert learn(resumed, stop, 9, {"w": torch.tensor(2.0 * stop)}) == expected
+    assert collector.asked == list(range(stop + 1 + behind, 10))
+
+
+def test_evaluation_has_the_engine_to_itself_and_batches_get_their_own_weights_after_it(
+    ahead: Callable[..., Any],
+) -> None:
+    source, engine, _ = ahead(1, slow=0.003)
+    weights = {"w": torch.tensor(0.0)}
+    source.start(0, weights, 0, [])
+    for step in range(1, 9):
+        batch = source.take(step)
+        assert batch.metrics["value"] == 2.0 * max(0, step - 2)
+        weights["w"] += 2
+        with source.engine(weights, 2 * step):
+            with engine.user:
+                time.sleep(0.002)
+            assert (engine.value, engine.version) == (2.0 * step, 2 * step)
+        source.hand_over(step, weights, 2 * step)
+
+
+def test_an_error_of_the_thread_reaches_the_step_that_needs_its_batch(ahead: Callable[..., Any]) -> None:
+    source, _, collector = ahead(2, broken=3)
+    weights = {"w": torch.tensor(0.0)}
+    source.start(0, weights, 0, [])
+    learn(source, 0, 2, weights)
+    for step in (3, 4):
+        with pytest.raises(MantissaError, match="the policy has diverged"):
+            source.take(step)
+    assert collector.asked == [1, 2, 3]  # later positions would be wrong
+    source.close()
+
+
+def test_the_threads_are_shared_out_and_given_back(ahead: Callable[..., Any]) -> None:
+    assert [shares(threads) for threads in (1, 2, 3, 4, 6, 8)] == [(1, 1), (1, 1), (2, 1), (3, 1), (4, 2), (6, 2)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    source, _, collector = ahead(1)
+    seen: list[int] = []
+    collect = collector.collect
+    collector.collect = lambda *given: (seen.append(torch.get_num_threads()), collect(*given))[1]
+    source.start(0, {"w": torch.tensor(0.0)}, 0, [])
+    source.take(1)
+    assert (torch.get_num_threads(), seen[0]) == (2, 1)
+    source.close()
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(before)
+
+
+def test_a_lag_beyond_the_bound_is_an_error() -> None:
+    def of(*versions: int) -> list[Completion]:
+        return [Completion((1,), torch.zeros(1), "stop", version) for version in versions]
+
+    assert lag_metrics(of(5, 5, 2), 6, 4) == {"rollout/lag_mean": 2.0, "rollout/lag_max": 4}
+    with pytest.raises(MantissaError, match=r"version 5 reached .* version 10: a lag of 5, .*max_policy_lag=4"):
+        lag_metrics(of(6, 5), 10, 4)
+    with pytest.raises(MantissaError, match=r"version 11 reached .* version 10: a lag of -1"):
+        lag_metrics(of(10, 11), 10, 4)
+    with pytest.raises(MantissaError, match=r"a lag of 1, expected 0 to rollout\.max_policy_lag=0"):
+        lag_metrics(of(9), 10, 0)
+
+
+def test_a_bound_that_no_step_fits_in_is_a_mistake(configure: Callable[..., RunConfig]) -> None:
+    with pytest.raises(MantissaError, match=r"max_policy_lag=1 does nothing with optimizer\.updates_per_batch=2"):
+        configure("rollout.max_policy_lag=1")
+    with pytest.raises(MantissaError, match=r"rollout\.max_policy_lag: .*got -1"):
+        configure("rollout.max_policy_lag=-1")
+    steps = {lag: configure(f"rollout.max_policy_lag={lag}").steps_behind for lag in (0, 2, 3, 4, 9)}
+    assert steps == {0: 0, 2: 1, 3: 1, 4: 2, 9: 4}
+
+
+# Whole runs. Two optimiser steps a batch: a bound of 4 versions is two RL steps.
+
+QUICK = ("steps=6", "warm_start.steps=20", "warm_start.evaluate_every=20", "task.reward=prefix", "precision=fp32")
+LATE = (*QUICK, "rollout.max_policy_lag=4", "checkpoint={every: 1, keep: 9}")
+
+
+@pytest.fixture
+def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mantissa.rl.session.build_report", lambda run: run.report_path)
+
+
+@pytest.mark.usefixtures("_no_report")
+def test_the_lag_is_in_the_numbers_and_the_correction_sees_it(train: Train) -> None:
+    late, prompt = train(*LATE), train(*QUICK)
+    rows = late.read_metrics()
+    after = [0, *(int(row["optim/updates"]) for row in rows)]  # a step without a gradient makes no version
+    versions = [after[max(0, step - 3)] for step in range(1, 7)]
+    assert [row["rollout/version"] for row in rows] == versions
+    lags = [now - then for now, then in zip(after, versions, strict=False)]
+    assert [row["rollout/lag_max"] for row in rows] == [row["rollout/lag_mean"] for row in rows] == lags
+    assert lags[0] == 0
+    assert lags[1] > 0
+    assert max(lags) == 4
+    assert all(row["gap/abs_logp_diff_mean"] < 1e-6 for row in prompt.read_metrics())  # fp32: no gap but the lag
+    assert all(row["rollout/lag_max"] == 0 and "time/background" not in row for row in prompt.read_metrics())
+    for row in rows:
+        rollouts = late.read_rollouts(row["step"])
+        assert {r["policy_version"] for r in rollouts} == {row["rollout/version"]}
+        pairs = [p for r in rollouts for p in zip(r["learner_logp"], r["rollout_logp"], strict=True)]
+        learner, rollout = torch.tensor(pairs, dtype=torch.float64).T
+        assert row["gap/abs_logp_diff_mean"] == pytest.approx(float((learner - rollout).abs().mean()), rel=1e-6)
+        weight = (learner - rollout).clamp(-20, 20).exp().clamp(max=2)  # token_tis
+        assert row["correction/weight_mean"] == pytest.approx(float(weight.mean()), rel=1e-6)
+        assert row["correction/weight_std"] == pytest.approx(float(weight.std(correction=0)), rel=1e-5, abs=1e-7)
+        assert (row["gap/abs_logp_diff_mean"] > 1e-4) == (row["rollout/lag_max"] > 0)
+
+
+@pytest.mark.usefixtures("_no_report")
+@pytest.mark.parametrize("behind", [0, 2])
+def test_every_completion_is_what_the_checkpoint_of_its_version_samples(
+    train: Train, parts_of: Callable[[RunConfig], Parts], behind: int
+) -> None:
+    """The naive way to be late: load the weights after step max(0, k - 1 - behind), and sample step k's prompts.
+
+    Or, with ``behind=0``, not to be: what a recipe without the key has always done.
+    """
+    from mantissa.rl.seeds import stream_slice
+
+    torch.set_num_threads(1)  # as Ahead's sampler has them
+    run = train(*LATE) if behind else train(*QUICK, LATE[-1])
+    config = make_config(run.config, "test")
+    parts = parts_of(config)
+    problems = parts.task.split("train")
+    for step in range(1, 7):
+        made_after = max(0, step - 1 - behind)
+        saved = load_checkpoint(run.checkpoint_path(0).parent, made_after)
+        load_weights(parts.learner.weights, saved.policy)
+        version = saved.state["step"]["updates"]
+        parts.sampler.engine.sync(parts.learner.weights, version)
+        chosen = stream_slice(len(problems), (step - 1) * 8, 8, 0, "prompts")
+        params = parts.sampler.params(6, 1.0)
+        expected = parts.sampler.sample([problems[i] for i in chosen], 4, params, version, 0, "rollout", step)
+        rows = run.read_rollouts(step)
+        completions = [c for group in expected.groups for c in group]
+        assert [row["tokens"] for row in rows] == [list(c.tokens) for c in completions]
+        assert [row["rollout_logp"] for row in rows] == [c.logp_T.tolist() for c in completions]
+        assert {row["policy_version"] for row in rows} == {version}
+    torch.set_num_threads(2)
+
+
+@pytest.mark.usefixtures("_no_report")
+@pytest.mark.parametrize("more", [(), ("rollout.dynamic.batch_prompts=3", "rollout.overlong.buffer=4")])
+def test_a_run_resumed_after_any_step_gives_the_same_bits(train: Train, tmp_path: Path, more: tuple[str, ...]) -> None:
+    run = train(*LATE, *more)
+    whole = files(run.path)
+    for stop in range(6):
+        path = tmp_path / f"stopped-{stop}"
+        shutil.copytree(run.path, path, ignore=shutil.ignore_patterns("policy", "run.lock"))
+        for later in range(stop + 1, 7):
+            shutil.rmtree(path / "checkpoints" / f"step-{later}")
+        resume(path)
+        resumed = RunDirectory.open(path)
+        assert [deterministic(r) for r in resumed.read_metrics()] == [deterministic(r) for r in run.read_metrics()]
+        assert all(resumed.read_rollouts(step) == run.read_rollouts(step) for step in range(1, 7))
+        assert files(path) == whole
+    held = [load_checkpoint(run.path / "checkpoints", step).state["ahead"] for step in range(7)]
+    assert [[batch["step"] for batch in ahead] for ahead in held] == [[], [2, 3], [3, 4], [4, 5], [5, 6], [6], []]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every byte of the checkpoints and of the policy."""
+    found = [*folder.glob("checkpoints/*/*"), *folder.glob("policy/*")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+@pytest.mark.usefixtures("_no_report")
+def test_a_failure_while_sampling_ahead_stops_the_run_with_its_own_words(train: Train) -> None:
+    before = threading.active_count()
+    with pytest.raises(MantissaError, match=r"rollout\.dynamic: \d of 8 groups have a gradient after 1 "):
+        train(*LATE, "task.reward=exact", "warm_start=null", "rollout.dynamic.max_generation_batches=1")
+    assert threading.active_count() == before

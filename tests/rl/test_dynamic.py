@@ -1,0 +1,250 @@
+"""Dynamic sampling against a loop over single prompts: what is kept, what is counted, where the data stands."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mantissa.algorithms import advantage
+from mantissa.errors import MantissaError
+from mantissa.rl.batches import Collector, pack, unpack
+from mantissa.rl.config import DynamicConfig, OverlongConfig, RolloutConfig, RunConfig
+from mantissa.rl.dynamic import chosen, fate
+from mantissa.rl.overlong import overlong_penalty, shaped
+from mantissa.rl.sampling import Sampled
+from mantissa.rl.seeds import derive_seed, stream_slice
+from mantissa.rollout import Completion, SamplingParams
+from mantissa.runs.directory import RunDirectory
+from mantissa.runs.metrics import deterministic
+from mantissa.tasks import Problem, Reward
+from mantissa.training import load_checkpoint
+
+PROBLEMS = [Problem(f"p-{i}", "x", "1", "s") for i in range(9)]
+VALUES = st.sampled_from([0.0, 1.0, 0.5, 0.1, 0.1 + 1e-12, -1.0])
+
+
+class FakeSampler:
+    """Completions and verdicts that are functions of the seed, the prompt's number in the step and the sample."""
+
+    def __init__(self, right: float) -> None:
+        self.right = right
+        self.grader = self
+        self.tokenizer = self
+
+    def encode(self, problem: Problem) -> list[int]:
+        return [int(problem.id[2:]) + 1]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return ",".join(map(str, tokens))
+
+    def completion(self, seed: int, sample: int, version: int) -> Completion:
+        draw = random.Random(f"{seed}/{sample}")
+        tokens = tuple(draw.randrange(1000) for _ in range(draw.randint(1, 8)))
+        logp_T = torch.tensor([draw.uniform(-3, 0) for _ in tokens])
+        return Completion(tokens, logp_T, draw.choice(("stop", "length")), version)
+
+    def sample(
+        self, problems: Sequence[Problem], samples: int, params: Any, version: int, *seed: int | str, first: int = 0
+    ) -> Sampled:
+        seeds = [derive_seed(*seed, first + i) for i in range(len(problems))]
+        groups = [[self.completion(s, j, version) for j in range(samples)] for s in seeds]
+        texts = [self.decode(c.tokens) for group in groups for c in group]
+        return Sampled(problems, [self.encode(p) for p in problems], groups, texts)
+
+    def verdict(self, text: str) -> Reward:
+        correct = random.Random(text).random() < self.right
+        return Reward(float(correct), correct, None if correct else "it's wrong")
+
+    def grade(self, pairs: Sequence[tuple[Problem, str]]) -> list[Reward]:
+        return [self.verdict(text) for _, text in pairs]
+
+
+def collector(sampler: FakeSampler, config: RolloutConfig, kept: Sequence[int]) -> Collector:
+    return Collector(sampler, PROBLEMS, kept, config, SamplingParams(8), 7)  # type: ignore[arg-type]
+
+
+def naive(
+    sampler: FakeSampler, config: RolloutConfig, kept: Sequence[int], step: int, start: int
+) -> tuple[list[tuple[int, list[tuple[int, ...]]]], dict[str, float], int]:
+    """Groups trained on (problem, tokens), counts, and the position after: one prompt after another, by hand."""
+    dynamic = config.dynamic
+    assert dynamic is not None
+    per_try = dynamic.batch_prompts or config.prompts
+    good: list[tuple[int, list[tuple[int, ...]]]] = []
+    count = dict.fromkeys(("prompts", "all_right", "all_wrong", "equal", "good"), 0)
+    while count["prompts"] < per_try * dynamic.max_generation_batches:
+        place = stream_slice(len(kept), start + count["prompts"], 1, 7, "prompts")[0]
+        seed = derive_seed(7, "rollout", step, count["prompts"])
+        group = [sampler.completion(seed, j, 0) for j in range(config.samples)]
+        right = [sampler.verdict(sampler.decode(c.tokens)).correct for c in group]
+        final = [
+            float(r) + overlong_penalty(len(c.tokens), config.max_tokens, config.overlong)
+            for r, c in zip(right, group, strict=True)
+        ]
+        count["prompts"] += 1
+        if all(right):
+            count["all_right"] += 1
+        elif not any(right):
+            count["all_wrong"] += 1
+        elif max(final) - min(final) < 1e-9:
+            count["equal"] += 1
+        else:
+            count["good"] += 1
+            good.append((kept[place], [c.tokens for c in group]))
+        if count["prompts"] % per_try == 0 and count["good"] >= config.prompts:
+            break
+    return good[: config.prompts], count, start + count["prompts"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    right=st.sampled_from([0.1, 0.5, 0.9]),
+    prompts=st.integers(1, 6),
+    samples=st.integers(2, 4),
+    batch=st.none() | st.integers(1, 9),
+    kept=st.lists(st.integers(0, 8), min_size=1, max_size=9, unique=True),
+    overlong=st.none() | st.just(OverlongConfig(buffer=1, factor=1.0)),
+)
+def test_it_keeps_what_a_naive_loop_keeps(
+    right: float, prompts: int, samples: int, batch: int | None, kept: list[int], overlong: OverlongConfig | None
+) -> None:
+    dynamic = DynamicConfig(batch_prompts=batch, max_generation_batches=60, when_exhausted="continue")
+    config = RolloutConfig(prompts=prompts, samples=samples, max_tokens=8, dynamic=dynamic, overlong=overlong)
+    sampler = FakeSampler(right)
+    ours, position = collector(sampler, config, kept), 0
+    for step in (1, 2, 3):
+        made = ours.collect(step, 0)
+        groups, count, position = naive(sampler, config, kept, step, position)
+        assert made.position == ours.position == position
+        assert len(groups) == prompts  # 60 tries are always enough here
+        found = [[c.tokens for c in group] for group in made.sampled.groups]
+        assert list(zip(made.indices, found, strict=True)) == groups
+        assert [problem.id for problem in made.sampled.problems] == [f"p-{index}" for index in made.indices]
+        for name in ("prompts", "all_right", "all_wrong", "equal"):
+            assert made.metrics[f"dynamic/{name}"] == count[name], name
+        assert made.metrics["dynamic/generation_batches"] == count["prompts"] / (batch or prompts)
+        assert made.metrics["dynamic/kept_fraction"] == count["good"] / count["prompts"]
+        assert made.metrics["dynamic/surplus"] == count["good"] - prompts
+        assert made.metrics["dynamic/trained"] == prompts
+
+
+@given(st.lists(st.tuples(VALUES, st.booleans(), st.sampled_from([0.0, -0.5, -1.0])), min_size=2, max_size=5))
+def test_a_group_that_is_kept_has_advantages_and_one_whose_rewards_are_equal_has_none(
+    group: list[tuple[float, bool, float]],
+) -> None:
+    graded = [Reward(value, correct) for value, correct, _ in group]
+    final = [shaped(reward, penalty) for reward, (_, _, penalty) in zip(graded, group, strict=True)]
+    alive = [
+        bool(advantage(torch.tensor([r.value for r in rewards]), torch.zeros(len(group)).long(), "dr_grpo")[0].any())
+        for rewards in (graded, final)
+    ]
+    verdicts = {correct for _, correct, _ in group}
+    why = {True: "all_right", False: "all_wrong"}[next(iter(verdicts))] if len(verdicts) == 1 else "equal"
+    assert fate(graded, final) == ("kept" if all(alive) else why)
+
+
+def test_used_up_tries_are_an_error_or_less_to_train_on() -> None:
+    fates = ["all_right", "kept", "all_wrong", "equal", "kept", "all_right"]
+    with pytest.raises(
+        MantissaError, match=r"2 of 3 groups have a gradient after 2 .*\(6 prompts: 2 all right, 1 all wr"
+    ):
+        chosen(fates, 3, DynamicConfig(max_generation_batches=2))  # type: ignore[arg-type]
+    go_on = DynamicConfig(max_generation_batches=2, when_exhausted="continue")
+    assert chosen(fates, 3, go_on) == [1, 4]  # type: ignore[arg-type]
+    assert chosen(["kept", "equal", "kept", "kept"], 2, DynamicConfig()) == [0, 2]
+    assert chosen(["all_right"] * 4, 3, go_on) == [0, 1, 2]  # nothing to learn from, but something to measure
+
+
+def test_where_every_group_is_kept_nothing_changes() -> None:
+    sampler = FakeSampler(0.5)
+    config = RolloutConfig(prompts=1, samples=64, max_tokens=8)  # 64 tosses of a coin are never all alike
+    dynamic = config.model_copy(update={"dynamic": DynamicConfig()})
+    for step in (1, 2):
+        plain, ours = (collector(sampler, c, [3, 4, 5]).collect(step, 5) for c in (config, dynamic))
+        assert [c.tokens for c in plain.sampled.groups[0]] == [c.tokens for c in ours.sampled.groups[0]]
+        assert (plain.rewards, plain.position, plain.version) == (ours.rewards, ours.position, 5)
+        assert plain.metrics.items() <= ours.metrics.items()
+
+
+def test_accuracy_is_over_everything_sampled_and_over_what_is_trained_on_apart() -> None:
+    dynamic = DynamicConfig(batch_prompts=40, when_exhausted="continue")
+    config = RolloutConfig(prompts=8, samples=2, max_tokens=8, dynamic=dynamic)
+    made = collector(FakeSampler(0.9), config, range(9)).collect(1, 0)
+    assert made.metrics["reward/accuracy_trained"] == 0.5  # one of two, by construction
+    assert 0.8 < made.metrics["reward/accuracy"] < 0.98
+    assert made.metrics["rollout/tokens"] > sum(len(c.tokens) for group in made.sampled.groups for c in group)
+
+
+def test_batches_survive_a_checkpoint_to_the_last_bit() -> None:
+    sampler = FakeSampler(0.5)
+    config = RolloutConfig(prompts=4, samples=3, max_tokens=8, dynamic=DynamicConfig())
+    ours = collector(sampler, config, range(9))
+    made = [ours.collect(step, version) for step, version in ((4, 9), (5, 11))]
+    again = unpack(*pack(made), PROBLEMS, sampler)  # type: ignore[arg-type]
+    for one, other in zip(made, again, strict=True):
+        names = ("step", "version", "position", "indices", "metrics", "rewards")
+        assert all(getattr(one, name) == getattr(other, name) for name in names)
+        assert one.sampled.problems == other.sampled.problems
+        assert (one.sampled.prompts, one.sampled.texts) == (other.sampled.prompts, other.sampled.texts)
+        for a, b in zip(one.sampled.groups, other.sampled.groups, strict=True):
+            for c, d in zip(a, b, strict=True):
+                assert (c.tokens, c.finish_reason, c.policy_version) == (d.tokens, d.finish_reason, d.policy_version)
+                assert torch.equal(c.logp_T, d.logp_T)
+    assert pack([]) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.dynamic={}", "rollout.samples=1"], "rollout: dynamic drops groups .*use 2 or more"),
+        (["rollout.dynamic.max_generation_batches=0"], r"max_generation_batches: .*got 0"),
+        (["rollout.dynamic.when_exhausted=stop"], r"rollout\.dynamic\.when_exhausted: .*got 'stop'"),
+        (["rollout.dynamic.max_batches=3"], r"unknown key 'rollout\.dynamic\.max_batches'"),
+    ],
+)
+def test_mistakes(configure: Callable[..., RunConfig], overrides: list[str], message: str) -> None:
+    with pytest.raises(MantissaError, match=message):
+        configure(*overrides)
+
+
+QUICK = ("steps=3", "warm_start.steps=4", "warm_start.evaluate_every=4", "task.reward=prefix", "evaluation=null")
+
+
+@pytest.fixture(autouse=True)
+def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mantissa.rl.session.build_report", lambda run: run.report_path)
+
+
+def test_a_run_trains_on_full_batches_that_all_carry_a_gradient(train: Callable[..., RunDirectory]) -> None:
+    more = ("rollout.dynamic.batch_prompts=3", "checkpoint.every=1")
+    run, again = train(*QUICK, *more), train(*QUICK, *more)
+    rows = run.read_metrics()
+    assert [deterministic(row) for row in rows] == [deterministic(row) for row in again.read_metrics()]
+    for row in rows:
+        rollouts = run.read_rollouts(row["step"])
+        assert len(rollouts) == 8 * 4
+        groups = [[r["reward"] for r in rollouts[start : start + 4]] for start in range(0, 32, 4)]
+        assert all(len(set(group)) > 1 for group in groups)
+        assert row["advantage/degenerate_group_fraction"] == 0
+        assert row["dynamic/prompts"] == 3 * row["dynamic/generation_batches"] >= 9
+        assert row["reward/accuracy_trained"] == sum(r["correct"] for r in rollouts) / 32
+    total = sum(row["dynamic/prompts"] for row in rows)
+    assert load_checkpoint(run.checkpoint_path(0).parent).state["position"] == total > 24
+
+
+def test_a_run_out_of_tries_stops_or_goes_on(train: Callable[..., RunDirectory]) -> None:
+    hopeless = (*QUICK, "task.reward=exact", "warm_start=null", "rollout.dynamic.max_generation_batches=2")
+    with pytest.raises(MantissaError, match=r"rollout\.dynamic: 0 of 8 groups .* 2 generation batches \(16 prompts: 0"):
+        train(*hopeless)
+    for row in train(*hopeless, "rollout.dynamic.when_exhausted=continue").read_metrics():
+        assert (row["dynamic/trained"], row["dynamic/all_wrong"], row["optim/updates"]) == (0, 16, 0)
+    few = (*QUICK, "rollout.dynamic={max_generation_batches: 1, when_exhausted: continue, batch_prompts: 2}")
+    run = train(*few, "optimizer.updates_per_batch=32")  # more updates than completions that are left: empty parts
+    assert all(row["dynamic/prompts"] == 2 for row in run.read_metrics())
+    assert all(0 < len(run.read_rollouts(step)) <= 8 for step in (1, 2, 3))
