@@ -18,6 +18,7 @@ from mantissa.algorithms import values
 from mantissa.errors import MantissaError
 from mantissa.mismatch import gap_metrics
 from mantissa.model import save_model
+from mantissa.rl.adapters import FrozenBase
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
 from mantissa.rl.experience import Experience
@@ -45,6 +46,7 @@ class Loop:
         self.params = self.sampler.params(rollout.max_tokens, rollout.temperature, rollout.stop)
         self.train: Sequence[Problem] = parts.task.split("train")
         self.heldout: Sequence[Problem] = parts.task.split("heldout")
+        self.base = FrozenBase(config.model, parts.model, parts.tokenizer, run)
         self.kept: list[int] = []
         self._seconds: dict[str, float] = {}
 
@@ -58,6 +60,7 @@ class Loop:
         while step < self.config.steps:
             step += 1
             self._step(step)
+        self.base.export()
         save_model(self.parts.model, self.parts.tokenizer, self.run.policy_path)
 
     # the beginning, and beginning again
@@ -75,17 +78,19 @@ class Loop:
                     f"accuracy {row['warm_start/accuracy']:.3f}"
                 )
 
-            warm_start(
-                self.learner,
-                self.sampler,
-                self.parts.task.split("warm_start"),
-                self.heldout[: config.warm_start.problems],
-                config.warm_start,
-                self.parts.new_scaler(),
-                self.params,
-                self.parts.device,
-                report,
-            )
+            with self.base.warming():
+                warm_start(
+                    self.learner,
+                    self.sampler,
+                    self.parts.task.split("warm_start"),
+                    self.heldout[: config.warm_start.problems],
+                    config.warm_start,
+                    self.parts.new_scaler(),
+                    self.params,
+                    self.parts.device,
+                    report,
+                )
+        self.base.keep()
         self.sampler.engine.sync(self.learner.weights, self.learner.version)
         self.kept = self._perfectible()
         self._save(0)
@@ -115,7 +120,8 @@ class Loop:
 
     def _restore(self) -> int:
         checkpoint = load_checkpoint(self._checkpoints)
-        load_weights(self.learner.weights, checkpoint.policy)
+        self.base.restore(checkpoint.state)
+        load_weights(self.learner.trained, checkpoint.policy)
         self.learner.step.load_state_dict(checkpoint.state["step"])
         self.learner.step.load_optimizer_tensors(checkpoint.optimizer)
         self.kept = list(checkpoint.state["kept"])
@@ -124,9 +130,9 @@ class Loop:
         return checkpoint.step
 
     def _save(self, step: int) -> None:
-        state = {"step": self.learner.step.state_dict(), "kept": self.kept}
+        state = {"step": self.learner.step.state_dict(), "kept": self.kept} | self.base.state()
         optimizer = self.learner.step.optimizer_tensors()
-        checkpoint = Checkpoint(step, self.learner.weights, optimizer, state)
+        checkpoint = Checkpoint(step, self.learner.trained, optimizer, state)
         save_checkpoint(self._checkpoints, checkpoint, self.config.checkpoint.keep)
 
     @property

@@ -55,7 +55,7 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, *, resumed: bool) ->
     try:
         with Live(config.steps, done=done) as live:
             live.precision(parts.precision.rows())
-            live.note(f"run {run.path}   device {parts.device}   parameters {_parameters(parts):,}")
+            live.note(f"run {run.path}   device {parts.device}   parameters {_parameters(parts)}")
             if resumed:
                 _note_changes(live, run.record_resume(done, _environment(parts)))
             Loop(config, parts, run, trackers, live).go()
@@ -88,5 +88,7 @@ def _environment(parts: Parts) -> dict[str, Any]:
     return environment() | {"precision": rows, "training_device": str(parts.device)}
 
 
-def _parameters(parts: Parts) -> int:
-    return sum(parameter.numel() for parameter in parts.model.parameters())
+def _parameters(parts: Parts) -> str:
+    total = sum(parameter.numel() for parameter in parts.model.parameters())
+    training = sum(parameter.numel() for parameter in parts.learner.trained.values())
+    return f"{total:,}" if training == total else f"{total:,}, of which {training:,} train"
