@@ -105,9 +105,10 @@ def save_model(
     """Write a Hugging Face folder: config, weights in ``dtype`` (fp32, bf16, fp16), tokenizer, generation config.
 
     Adapters are merged in. ``weights`` replaces the decoder's own weights, for a sharded model whose tensors were
-    gathered first. More than ``shard_bytes`` bytes of weights go to several files with an index. Written beside and then renamed, so ``path`` is
-    the old folder or the new one, never a mixture. Raises ``MantissaError``: a weight that is non-finite or beyond
-    ``dtype``'s range, a tokenizer with more ids than embeddings, a ``path`` that holds anything but a model's files.
+    gathered first. More than ``shard_bytes`` bytes of weights go to several files with an
+    index. Written beside and then renamed, so ``path`` is the old folder or the new one, never a mixture. Raises
+    ``MantissaError``: a weight that is non-finite or beyond ``dtype``'s range, a tokenizer with more ids than
+    embeddings, a ``path`` that holds anything but a model's files.
     """
     path, fmt = Path(path), _storage_format(dtype)
     if shard_bytes < 1:
