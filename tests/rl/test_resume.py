@@ -69,6 +69,14 @@ RECIPES = {
         "rollout.dynamic={batch_prompts: 3, max_generation_batches: 40}",
         "loss_scaling={growth_interval: 2, initial: 1048576, retries: 9}",
     ],
+    "lora": [
+        "steps=4",
+        "checkpoint.every=2",
+        "optimizer.lr=1e-2",
+        "rollout.prompts=24",
+        "task.reward=prefix",
+        "model.lora={rank: 2, alpha: 4}",
+    ],
 }
 
 
@@ -137,7 +145,8 @@ def recipe(configure: Callable[..., RunConfig], tmp_path: Path) -> Callable[[str
 def contents(folder: Path) -> dict[str, Any]:
     """Everything that must be equal to the last bit: rows less what the clock says, and whole files."""
     run = RunDirectory.open(folder)
-    files = [*folder.glob("checkpoints/*/*"), *folder.glob("policy/*"), folder / "config.yaml"]
+    files = [*folder.glob("checkpoints/*/*"), *folder.glob("policy/*"), *folder.glob("base/*")]
+    files += [*folder.glob("adapter/*.safetensors"), folder / "config.yaml"]
     return {
         "metrics": [deterministic(row) for row in run.read_metrics()],
         "warm start": run.read_warm_start(),
@@ -190,6 +199,15 @@ MOMENTS: dict[str, list[tuple[str, Moment]]] = {
         ("past a checkpoint", lambda run: rows(run, "metrics.jsonl", 3)),
         ("past the next", lambda run: rows(run, "metrics.jsonl", 5)),
         ("in a checkpoint that holds one batch", lambda run: half_written(run, "checkpoints/.step-6.*.tmp")),
+    ],
+    "lora": [
+        ("in the warm start, which trains the base", lambda run: rows(run, "warm_start.jsonl", 1)),
+        ("in the base", lambda run: half_written(run, ".base.*.tmp")),
+        ("before the first checkpoint", lambda run: (run / "base").exists()),
+        ("in a checkpoint", lambda run: half_written(run, "checkpoints/.step-2.*.tmp")),
+        ("past a checkpoint", lambda run: rows(run, "metrics.jsonl", 3)),
+        ("in the adapter", lambda run: half_written(run, ".adapter.*.tmp")),
+        ("in the policy", lambda run: half_written(run, ".policy.*.tmp")),
     ],
 }
 

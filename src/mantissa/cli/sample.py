@@ -11,7 +11,7 @@ _TEXT_COLUMN = 20  # where the text of a completion begins; its further lines ar
 
 def sample(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face folder, or a hub name.")
+        str, typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face or adapter's folder, or a hub name.")
     ],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
     n: Annotated[int, typer.Option("-n", min=1, help="How many completions.")] = 1,
@@ -30,17 +30,16 @@ def sample(
     Printed for each: total log-prob under the sampling distribution, why it ended, text.
     """
     from mantissa.kernels import rollout_kernels
-    from mantissa.model import load_model, load_tokenizer
+    from mantissa.model import policy_weights
     from mantissa.precision import PrecisionPolicy
+    from mantissa.rl.adapters import open_policy
     from mantissa.rl.assemble import choose_device, policy_folder, prove
     from mantissa.rl.seeds import derive_seed
     from mantissa.rollout import NativeEngine, Request, SamplingParams
 
     chosen = choose_device(device)
     resolved, _ = prove(PrecisionPolicy.parse(precision), chosen)
-    folder = policy_folder(model)
-    policy = load_model(folder)
-    tokenizer = load_tokenizer(folder, policy.config.vocab_size)
+    policy, tokenizer = open_policy(policy_folder(model), None, 0)
     tokens = tokenizer.encode_prompt([{"role": "user", "content": prompt}] if chat else prompt)
     engine = NativeEngine(
         policy.config,
@@ -51,7 +50,7 @@ def sample(
         device=chosen,
         decode_text=tokenizer.decode,
     )
-    engine.sync(dict(policy.named_parameters()), 0)
+    engine.sync(policy_weights(policy), 0)
     params = SamplingParams(max_tokens, temperature, top_k, top_p, tokenizer.eos_ids, tuple(stop or ()))
     (group,) = engine.generate([Request(tuple(tokens), derive_seed(seed, "sample"), n)], params, 0)
     role = resolved.rollout

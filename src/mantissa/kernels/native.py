@@ -116,8 +116,10 @@ class _HalfProductToFloat(torch.autograd.Function):
         return logits_NV.view(*x_NE.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
         x_NE, weight_VE = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_NV = grads[0].to(x_NE.dtype)
+        if not ctx.needs_input_grad[1]:  # type: ignore[attr-defined]
+            return grad_NV @ weight_VE, None  # a frozen head: V by E values that nobody reads
         flat_grad, flat_x = grad_NV.reshape(-1, grad_NV.shape[-1]), x_NE.reshape(-1, x_NE.shape[-1])
         return grad_NV @ weight_VE, flat_grad.t() @ flat_x

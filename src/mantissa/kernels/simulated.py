@@ -89,7 +89,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fmt: NumberFormat, result_fmt: NumberFormat
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.fmt, ctx.has_bias = fmt, bias is not None
+        ctx.fmt = fmt
         return round_to_format_(F.linear(x, weight, bias), result_fmt)
 
     @staticmethod
@@ -99,7 +99,7 @@ class _Linear(torch.autograd.Function):
         flat = grad.reshape(-1, grad.shape[-1])
         grad_x = round_to_format_(grad @ weight, ctx.fmt) if ctx.needs_input_grad[0] else None
         grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
-        grad_bias = flat.sum(0) if ctx.has_bias else None
+        grad_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None
 
 
@@ -118,12 +118,14 @@ class _RMSNorm(torch.autograd.Function):
         return round_to_format_(round_to_format_(normed, fmt).mul_(weight), fmt)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
         grad = round_to_format(grads[0], ctx.fmt)
         normed = x * scale
-        grad_weight = round_to_format_(round_to_format(normed, ctx.fmt).mul_(grad), ctx.fmt)
-        grad_weight = grad_weight.reshape(-1, x.shape[-1]).sum(0)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            products = round_to_format_(round_to_format(normed, ctx.fmt).mul_(grad), ctx.fmt)
+            grad_weight = products.reshape(-1, x.shape[-1]).sum(0)
         grad_normed = round_to_format_(grad * weight, ctx.fmt)
         projection = (grad_normed * normed).mean(-1, keepdim=True)
         grad_x = grad_normed.sub_(normed.mul_(projection)).mul_(scale)

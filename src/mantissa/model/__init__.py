@@ -1,10 +1,20 @@
 """One decoder for the Llama, Qwen2 and Qwen3 families, its tokenizer, and the way from and to a Hugging Face folder."""
 
-from mantissa.model.config import ModelConfig, RopeScaling
+from mantissa.model.config import LoraShape, ModelConfig, RopeScaling
 from mantissa.model.config_file import read_config
 from mantissa.model.decoder import Attend, Decoder
 from mantissa.model.huggingface import empty_decoder, load_model, save_model
+from mantissa.model.lora import (
+    LoraConfig,
+    attach,
+    base_digest,
+    base_parameters,
+    policy_weights,
+    trained_parameters,
+    training_base,
+)
 from mantissa.model.partition import LogPartition
+from mantissa.model.peft_folder import is_adapter, load_adapter, read_shape, save_adapter
 from mantissa.model.presets import FreshModelConfig
 from mantissa.model.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer, load_tokenizer
 
@@ -13,14 +23,26 @@ __all__ = [
     "Decoder",
     "FreshModelConfig",
     "LogPartition",
+    "LoraConfig",
+    "LoraShape",
     "ModelConfig",
     "RopeScaling",
     "Tokenizer",
+    "attach",
+    "base_digest",
+    "base_parameters",
     "byte_tokenizer",
     "character_tokenizer",
     "empty_decoder",
+    "is_adapter",
+    "load_adapter",
     "load_model",
     "load_tokenizer",
+    "policy_weights",
     "read_config",
+    "read_shape",
+    "save_adapter",
     "save_model",
+    "trained_parameters",
+    "training_base",
 ]

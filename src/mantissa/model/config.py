@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 Family = Literal["llama", "qwen2", "qwen3"]
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # what adapters may adapt
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,21 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+
+
+@dataclass(frozen=True)
+class LoraShape:
+    """Rank, scale and place of a policy's adapters."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = TARGETS
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """What the product B A is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @dataclass(frozen=True)

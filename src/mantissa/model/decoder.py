@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.kernels import Kernels
-from mantissa.model.config import ModelConfig
+from mantissa.model.config import LoraShape, ModelConfig
 
 
 class Attend(Protocol):
@@ -122,6 +122,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.lora: LoraShape | None = None  # set where adapters were attached (``lora.attach``)
         self.model = Backbone(config)
         self.lm_head = None if config.tie_word_embeddings else Projection(config.hidden_size, config.vocab_size, False)
 

@@ -27,6 +27,7 @@ from mantissa.model.config import ModelConfig
 from mantissa.model.config_file import config_fields, read_config
 from mantissa.model.decoder import Decoder
 from mantissa.model.hub import find_folder, read_json
+from mantissa.model.lora import base_parameters, policy_weights
 from mantissa.model.tokenizer import Tokenizer
 from mantissa.precision import FORMATS, NumberFormat, format_named
 
@@ -103,10 +104,11 @@ def save_model(
 ) -> None:
     """Write a Hugging Face folder: config, weights in ``dtype`` (fp32, bf16, fp16), tokenizer, generation config.
 
-    ``weights`` replaces the decoder's own state dict, for a sharded model whose tensors were gathered first. More than
-    ``shard_bytes`` bytes of weights go to several files with an index. Written beside and then renamed, so ``path`` is
-    the old folder or the new one, never a mixture. Raises ``MantissaError``: a weight that is non-finite or beyond
-    ``dtype``'s range, a tokenizer with more ids than embeddings, a ``path`` that holds anything but a model's files.
+    Adapters are merged in. ``weights`` replaces the decoder's own weights, for a sharded model whose tensors were
+    gathered first. More than ``shard_bytes`` bytes of weights go to several files with an
+    index. Written beside and then renamed, so ``path`` is the old folder or the new one, never a mixture. Raises
+    ``MantissaError``: a weight that is non-finite or beyond ``dtype``'s range, a tokenizer with more ids than
+    embeddings, a ``path`` that holds anything but a model's files.
     """
     path, fmt = Path(path), _storage_format(dtype)
     if shard_bytes < 1:
@@ -215,8 +217,8 @@ def _write_weights(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    wanted = {name: parameter.shape for name, parameter in decoder.named_parameters()}
-    source = decoder.state_dict() if weights is None else weights
+    wanted = {name: parameter.shape for name, parameter in base_parameters(decoder).items()}
+    source = policy_weights(decoder) if weights is None else weights
     if {name: tensor.shape for name, tensor in source.items()} != wanted:
         differing = sorted(set(source) ^ set(wanted)) or sorted(n for n in wanted if source[n].shape != wanted[n])
         raise ValueError(f"weights do not match the decoder's parameters, first at {differing[0]}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -14,12 +13,12 @@ from mantissa.kernels import learner_kernels, probe, reference_kernels, rollout_
 from mantissa.model import (
     Decoder,
     Tokenizer,
+    attach,
     byte_tokenizer,
     character_tokenizer,
-    load_model,
-    load_tokenizer,
 )
 from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.config import LossScalingConfig, ModelSource, RunConfig
 from mantissa.rl.learner import Learner
 from mantissa.rl.reference import Reference
@@ -94,22 +93,10 @@ def prove(
     return resolved, evidence
 
 
-def policy_folder(path: str) -> str:
-    """A run's folder stands for the policy it trained."""
-    inside = Path(path) / "policy"
-    if (Path(path) / "config.yaml").is_file():
-        if not inside.is_dir():
-            raise MantissaError(f"{path} is a run without a policy yet: it is written at the end; resume the run first")
-        return str(inside)
-    return path
-
-
 def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, Tokenizer]:
-    """The policy's fp32 masters and its tokenizer."""
+    """The policy's fp32 masters, adapters attached where the recipe asks for them, and its tokenizer."""
     if source.path is not None:
-        folder = policy_folder(source.path)
-        model = load_model(folder)
-        return model, load_tokenizer(folder, model.config.vocab_size)
+        return open_policy(policy_folder(source.path), source.lora, seed)
     assert source.fresh is not None  # the configuration's own check
     if source.tokenizer == "characters":
         if task.alphabet is None:
@@ -118,6 +105,8 @@ def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, To
     else:
         tokenizer = byte_tokenizer()
     model = Decoder(source.fresh.model(tokenizer.vocab_size)).initialize(generator(seed, "weights"))
+    if source.lora is not None:
+        attach(model, source.lora.shape(), generator(seed, "lora"))
     return model, tokenizer
 
 

@@ -19,7 +19,7 @@ from mantissa.algorithms import (
     PPOClipConfig,
 )
 from mantissa.errors import MantissaError
-from mantissa.model import FreshModelConfig
+from mantissa.model import FreshModelConfig, LoraConfig
 from mantissa.precision import NumberFormat, PrecisionPolicy, format_named
 from mantissa.tasks import CodeConfig, TaskConfig
 from mantissa.training import AutoScaler, LossScaler, ScalerConfig
@@ -34,11 +34,14 @@ class Config(BaseModel):
 class ModelSource(Config):
     """Where the policy comes from: exactly one of ``path`` and ``fresh``."""
 
-    path: str | None = Field(None, description="Hugging Face folder, a run's folder, or a hub name.")
+    path: str | None = Field(
+        None, description="Hugging Face folder, a run's folder, a hub name, or an adapter's folder."
+    )
     fresh: FreshModelConfig | None = Field(None, description="A new policy of this shape with random weights.")
     tokenizer: Literal["bytes", "characters"] | None = Field(
         None, description="A fresh policy's: every byte (the default), or the characters of a generated task."
     )
+    lora: LoraConfig | None = Field(None, description="None: every weight trains, and there are no adapters.")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -46,6 +49,8 @@ class ModelSource(Config):
             raise ValueError("expected exactly one of model.path and model.fresh; set the other to null")
         if self.path is not None and self.tokenizer is not None:
             raise ValueError("model.tokenizer does nothing beside model.path, which brings its own; leave it out")
+        if self.fresh is not None and self.lora is not None and self.lora.path is not None:
+            raise ValueError("model.lora.path belongs to a base: give that as model.path, not model.fresh")
         return self
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from mantissa.algorithms import FlowRLConfig, Tally, aggregation_scale, correction, merge
 from mantissa.kernels import Kernels, NativeKernels
-from mantissa.model import Decoder
+from mantissa.model import Decoder, policy_weights, trained_parameters
 from mantissa.precision import FP32
 from mantissa.precision.numerics import entropy
 from mantissa.rl.config import AlgorithmConfig, OptimizerConfig
@@ -119,9 +119,14 @@ class Learner:
         )
 
     @property
-    def weights(self) -> dict[str, Tensor]:
-        """The fp32 masters by name."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+    def weights(self) -> Mapping[str, Tensor]:
+        """The policy's fp32 weights by name: the masters, or with adapters the merged ones, made when asked for."""
+        return policy_weights(self.model)
+
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """The fp32 masters that train, by name: every weight, or the adapters alone."""
+        return {name: parameter.detach() for name, parameter in trained_parameters(self.model).items()}
 
     @property
     def beside(self) -> dict[str, dict[str, Tensor]]:

@@ -18,6 +18,7 @@ from mantissa.algorithms import values
 from mantissa.errors import MantissaError
 from mantissa.mismatch import gap_metrics
 from mantissa.model import save_model
+from mantissa.rl.adapters import FrozenBase
 from mantissa.rl.assemble import Parts
 from mantissa.rl.asynchronous import Ahead, InTurn, Source, lag_metrics
 from mantissa.rl.batches import Batch, Collector, pack, unpack
@@ -45,6 +46,7 @@ class Loop:
         self.params = self.sampler.params(rollout.max_tokens, rollout.temperature, rollout.stop)
         self.train: Sequence[Problem] = parts.task.split("train")
         self.heldout: Sequence[Problem] = parts.task.split("heldout")
+        self.base = FrozenBase(config.model, parts.model, parts.tokenizer, run)
         self.kept: list[int] = []
         self.position = 0  # prompts sampled for the steps taken
         self.ahead: list[Batch] = []  # batches of later steps that a checkpoint held
@@ -65,6 +67,7 @@ class Loop:
                 self._step(step)
         finally:
             self.source.close()
+        self.base.export()
         save_model(self.parts.model, self.parts.tokenizer, self.run.policy_path)
 
     def _source(self) -> Source:
@@ -91,17 +94,19 @@ class Loop:
                     f"accuracy {row['warm_start/accuracy']:.3f}"
                 )
 
-            warm_start(
-                self.learner,
-                self.sampler,
-                self.parts.task.split("warm_start"),
-                self.heldout[: config.warm_start.problems],
-                config.warm_start,
-                self.parts.new_scaler(),
-                self.params,
-                self.parts.device,
-                report,
-            )
+            with self.base.warming():
+                warm_start(
+                    self.learner,
+                    self.sampler,
+                    self.parts.task.split("warm_start"),
+                    self.heldout[: config.warm_start.problems],
+                    config.warm_start,
+                    self.parts.new_scaler(),
+                    self.params,
+                    self.parts.device,
+                    report,
+                )
+        self.base.keep()
         self.sampler.engine.sync(self.learner.weights, self.learner.version)
         if self.reference is not None:
             self.reference.take(self.learner.weights, self.learner.version)
@@ -133,7 +138,8 @@ class Loop:
 
     def _restore(self) -> int:
         checkpoint = load_checkpoint(self._checkpoints)
-        load_weights(self.learner.weights, checkpoint.policy)
+        self.base.restore(checkpoint.state)
+        load_weights(self.learner.trained, checkpoint.policy)
         self.learner.step.load_state_dict(checkpoint.state["step"])
         self.learner.step.load_optimizer_tensors(checkpoint.optimizer)
         self.learner.load_beside(checkpoint)
@@ -150,6 +156,7 @@ class Loop:
 
     def _save(self, step: int) -> None:
         state = {"step": self.learner.step.state_dict(), "kept": self.kept, "position": self.position}
+        state |= self.base.state()
         more = self.learner.beside
         if self.reference is not None:
             state["reference"], more["reference"] = self.reference.state_dict(), self.reference.weights
@@ -157,7 +164,7 @@ class Loop:
         if sampled:
             more["ahead"] = sampled
         optimizer = self.learner.step.optimizer_tensors()
-        checkpoint = Checkpoint(step, self.learner.weights, optimizer, state, more)
+        checkpoint = Checkpoint(step, self.learner.trained, optimizer, state, more)
         save_checkpoint(self._checkpoints, checkpoint, self.config.checkpoint.keep)
 
     @property

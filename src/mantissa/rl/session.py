@@ -55,7 +55,7 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, *, resumed: bool) ->
     try:
         with Live(config.steps, done=done) as live:
             live.precision(parts.precision.rows())
-            live.note(f"run {run.path}   device {parts.device}   parameters {_parameters(parts):,}")
+            live.note(f"run {run.path}   device {parts.device}   parameters {_parameters(parts)}")
             for note in parts.sampler.grader.notes:
                 live.note(note)
             if resumed:
@@ -91,5 +91,7 @@ def _environment(parts: Parts) -> dict[str, Any]:
     return environment() | {"precision": rows, "training_device": str(parts.device), "grading": guards}
 
 
-def _parameters(parts: Parts) -> int:
-    return sum(parameter.numel() for parameter in parts.model.parameters())
+def _parameters(parts: Parts) -> str:
+    total = sum(parameter.numel() for parameter in parts.model.parameters())
+    training = sum(parameter.numel() for parameter in parts.learner.trained.values())
+    return f"{total:,}" if training == total else f"{total:,}, of which {training:,} train"

@@ -5,6 +5,7 @@
     metrics.jsonl              one row a step            warm_start.jsonl   one row an evaluation of the warm start
     rollouts/step-N.parquet    every completion that step N trained on, its reward and log-probs
     checkpoints/step-N/        all that resume needs     policy/            the trained model, Hugging Face layout
+    base/  adapter/            with LoRA: what was frozen (a fresh policy's), and the adapters in peft's format
     report.html   tensorboard/   run.lock
 
 One process writes a run, and holds a lock while it does. The lock is the kernel's (flock): it dies with its holder, so
@@ -241,6 +242,14 @@ class RunDirectory:
     @property
     def policy_path(self) -> Path:
         return self.path / "policy"
+
+    @property
+    def base_path(self) -> Path:
+        return self.path / "base"
+
+    @property
+    def adapter_path(self) -> Path:
+        return self.path / "adapter"
 
     @property
     def tensorboard_path(self) -> Path:

@@ -9,9 +9,9 @@ from torch import nn
 
 
 def adamw(model: nn.Module, *, betas: tuple[float, float], eps: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW over a model's parameters; weight decay on matrices only (norms and biases are left alone)."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    """AdamW over a model's parameters that train; weight decay on matrices only (norms and biases are left alone)."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 

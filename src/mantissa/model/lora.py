@@ -1,0 +1,229 @@
+"""Low-rank adapters whose policy is, to the bit, the merged one: W' = W + s B A in fp32, and only then rounded.
+
+A projection's frozen weight W (F,E) gets two fp32 masters, A (r,E) and B (F,r), and the scale s = alpha / r
+(alpha / sqrt(r) with ``rslora``). The usual forward computes W x and s B (A x) side by side. That is another order of
+roundings than that of the merged weight which the rollout multiplies, so learner and rollout would differ by more than
+their kernels do. Here the learner merges too: each use of a projection computes W' with autograd through it, and the
+kernels round it once, as they round any master. The rollout's copy is the rounding of the same fp32 product, made anew
+from W, A and B at each sync; nothing is ever merged into W or unmerged from it.
+
+The gradient of W' is what training W would have (and is rounded by the kernels alike); A and B get s B^T G and s G A^T
+of it. The price against full fine-tuning: a product of rank r per matrix and forward, and the merged matrix itself. The
+gain: no gradient, no moments for W.
+
+There is no dropout on the adapters' input: it would make the learner's policy another one than the one that sampled.
+
+Sources: E. Hu et al., "LoRA: low-rank adaptation of large language models" (2021), arXiv:2106.09685; the scale of
+rank-stabilised LoRA: D. Kalajdzievski (2023), arXiv:2312.03732. The first values of A are those of peft: uniform within
++-1/sqrt(E); B begins at zero.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+from mantissa.errors import MantissaError, nearest
+from mantissa.kernels import Kernels
+from mantissa.model.config import TARGETS, LoraShape
+from mantissa.model.decoder import Decoder, Layer, Projection
+
+MATRICES = ("lora_A", "lora_B")
+
+
+class LoraConfig(BaseModel):
+    """Low-rank adapters (LoRA) on frozen weights, merged in fp32 before they are rounded, for both policies alike.
+    A fresh policy's warm start trains all its weights, and the result is frozen and saved as `base/` in the run; a
+    given model is frozen from the start, and its warm start trains the adapters. The run ends with the adapters in
+    `adapter/`, in peft's format, and with them merged in `policy/`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int | None = Field(None, ge=1, description="Columns of B and rows of A; required without `path`.")
+    alpha: float | None = Field(
+        None, gt=0, description="The adapters' product counts alpha / rank; required without `path`."
+    )
+    targets: tuple[str, ...] | None = Field(
+        None, description="Projections that get adapters, in every layer; all seven where not given."
+    )
+    rslora: bool | None = Field(None, description="Scale by alpha / sqrt(rank) instead; false where not given.")
+    dropout: float = Field(0.0, description="Only 0: the learner's policy must be the one that sampled.")
+    path: str | None = Field(
+        None, description="A folder in peft's format, such as a run's `adapter`, to continue from."
+    )
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.dropout != 0:
+            raise MantissaError(
+                f"dropout={self.dropout:g}: with dropout the learner would score other policies than the merged one "
+                "that sampled; leave it out"
+            )
+        if self.path is None:
+            missing = [name for name in ("rank", "alpha") if getattr(self, name) is None]
+            if missing:
+                raise MantissaError(f"expected {' and '.join(missing)} (or path, the folder of a stored adapter)")
+        if self.targets is not None:
+            _check_targets(self.targets)
+        return self
+
+    def shape(self, stored: LoraShape | None = None, where: str = "") -> LoraShape:
+        """What to attach: what the fields say, or the shape ``stored`` in ``where``, with which they must agree."""
+        if stored is None:
+            assert self.rank is not None  # the validator's work
+            assert self.alpha is not None
+            return LoraShape(self.rank, self.alpha, self.targets or TARGETS, bool(self.rslora))
+        mine = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets, "rslora": self.rslora}
+        for name, value in mine.items():
+            theirs = getattr(stored, name)
+            same = set(value) == set(theirs) if isinstance(value, tuple) else value == theirs
+            if value is not None and not same:
+                shown, found = (", ".join(v) if isinstance(v, tuple) else v for v in (value, theirs))
+                raise MantissaError(
+                    f"model.lora.{name}={shown}, but the adapter in {where} has {found}; leave {name} out, or "
+                    "start a new adapter without path"
+                )
+        return stored
+
+
+def _check_targets(targets: tuple[str, ...]) -> None:
+    if not targets:
+        raise MantissaError(f"targets: expected at least one of {', '.join(TARGETS)}")
+    for target in targets:
+        if target not in TARGETS:
+            hint = nearest(target, TARGETS) or f"; expected some of {', '.join(TARGETS)}"
+            raise MantissaError(f"targets: no projection is called {target!r}{hint}")
+    if len(set(targets)) != len(targets):
+        raise MantissaError(f"targets: {', '.join(targets)}: one is named twice")
+
+
+def merge(weight_FE: Tensor, a_RE: Tensor, b_FR: Tensor, scale: float) -> Tensor:
+    """W + scale * B A in fp32: the one place that computes it, for the learner, the rollout and the export."""
+    return torch.addmm(weight_FE, b_FR, a_RE, alpha=scale)
+
+
+class AdaptedProjection(Projection):
+    """A projection with adapters: the kernels see the merged weight as a master."""
+
+    def __init__(self, plain: Projection, rank: int, scale: float) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.bias = plain.weight, plain.bias
+        outputs, inputs = plain.weight.shape
+        self.scale = scale
+        self.lora_A = nn.Parameter(torch.empty(rank, inputs, device=plain.weight.device))
+        self.lora_B = nn.Parameter(torch.zeros(outputs, rank, device=plain.weight.device))
+
+    def merged(self) -> Tensor:
+        """The fp32 weight that this projection stands for; F,E, differentiable in the adapters."""
+        return merge(self.weight, self.lora_A, self.lora_B, self.scale)
+
+    def forward(self, x: Tensor, kernels: Kernels) -> Tensor:
+        return kernels.linear(x, self.merged(), self.bias)
+
+
+def attach(decoder: Decoder, shape: LoraShape, generator: torch.Generator) -> None:
+    """Freeze the decoder and give every target projection adapters; ``generator`` (CPU) draws the first A.
+
+    The policy does not change: B is zero. Names of the base's parameters stay; an adapter's are the projection's with
+    ``lora_A`` and ``lora_B``.
+    """
+    if decoder.lora is not None:
+        raise ValueError("the decoder has adapters already")
+    _check_targets(shape.targets)
+    decoder.requires_grad_(False)
+    for layer in decoder.model.layers:
+        assert isinstance(layer, Layer)
+        for block in (layer.self_attn, layer.mlp):
+            for name in [name for name in shape.targets if hasattr(block, name)]:
+                plain = getattr(block, name)
+                adapted = AdaptedProjection(plain, shape.rank, shape.scale)
+                limit = plain.weight.shape[1] ** -0.5
+                drawn = torch.empty(adapted.lora_A.shape).uniform_(-limit, limit, generator=generator)
+                with torch.no_grad():
+                    adapted.lora_A.copy_(drawn)
+                setattr(block, name, adapted)
+    decoder.lora = shape
+
+
+def adapter_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
+    """A and B of every adapter, by name; empty where there are none."""
+    return {name: p for name, p in decoder.named_parameters() if name.rpartition(".")[2] in MATRICES}
+
+
+def base_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
+    """The decoder's parameters less its adapters: Hugging Face's names."""
+    return {name: p for name, p in decoder.named_parameters() if name.rpartition(".")[2] not in MATRICES}
+
+
+def trained_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
+    """What RL moves, and a checkpoint holds: the adapters where there are some, else every parameter."""
+    return adapter_parameters(decoder) or base_parameters(decoder)
+
+
+def policy_weights(decoder: Decoder) -> Mapping[str, Tensor]:
+    """The fp32 weights that the policy multiplies, by Hugging Face's names: masters, adapters merged in.
+
+    Where there are adapters the mapping merges a matrix anew each time it is asked for, so that one is held at a time.
+    """
+    weights = {name: parameter.detach() for name, parameter in base_parameters(decoder).items()}
+    return weights if decoder.lora is None else _Merged(decoder, weights)
+
+
+class _Merged(Mapping[str, Tensor]):
+    def __init__(self, decoder: Decoder, weights: dict[str, Tensor]) -> None:
+        self._weights = weights
+        self._adapted = {
+            f"{name}.weight": module
+            for name, module in decoder.named_modules()
+            if isinstance(module, AdaptedProjection)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        module = self._adapted.get(name)
+        if module is None:
+            return self._weights[name]
+        with torch.no_grad():
+            return module.merged()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights  # the inherited one would merge to find out
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+@contextmanager
+def training_base(decoder: Decoder) -> Iterator[None]:
+    """Within this, the base is what trains and the adapters rest. An optimiser made here moves the base."""
+    if any(bool(b.any()) for name, b in adapter_parameters(decoder).items() if name.endswith("lora_B")):
+        raise ValueError("the adapters have been trained: their base must stay as it is")
+    adapters, base = adapter_parameters(decoder).values(), base_parameters(decoder).values()
+    for parameters, trains in ((adapters, False), (base, True)):
+        for parameter in parameters:
+            parameter.requires_grad_(trains)
+    try:
+        yield
+    finally:
+        for parameters, trains in ((adapters, True), (base, False)):
+            for parameter in parameters:
+                parameter.requires_grad_(trains)
+                parameter.grad = None
+
+
+def base_digest(decoder: Decoder) -> str:
+    """SHA-256 over the names, shapes and fp32 bytes of the base's weights, in the order of their names; hexadecimal."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(base_parameters(decoder).items()):
+        digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
+        digest.update(parameter.detach().cpu().contiguous().numpy().data)
+    return digest.hexdigest()

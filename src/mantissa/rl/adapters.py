@@ -1,0 +1,151 @@
+"""A run with low-rank adapters: where its base and its first adapters come from, and what keeps the base the same.
+
+Checkpoints hold the adapters and their optimiser alone. The base is
+
+- the model that the recipe names, where it names one: read again at a resume, and known again by its digest;
+- what the warm start made of a fresh policy's random weights, all of which it trains: saved once, as ``base/`` in the
+  run, before the first checkpoint.
+
+So a checkpoint and its base belong together or the resume says that they do not.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from mantissa.errors import MantissaError
+from mantissa.model import (
+    Decoder,
+    LoraConfig,
+    Tokenizer,
+    attach,
+    base_digest,
+    base_parameters,
+    is_adapter,
+    load_adapter,
+    load_model,
+    load_tokenizer,
+    read_shape,
+    save_adapter,
+    save_model,
+    training_base,
+)
+from mantissa.model.hub import find_folder
+from mantissa.rl.config import ModelSource
+from mantissa.rl.seeds import generator
+from mantissa.runs.directory import RunDirectory
+from mantissa.training import load_weights
+
+
+def policy_folder(path: str) -> str:
+    """A run's folder stands for the policy it trained."""
+    inside = Path(path) / "policy"
+    if (Path(path) / "config.yaml").is_file():
+        if not inside.is_dir():
+            raise MantissaError(f"{path} is a run without a policy yet: it is written at the end; resume the run first")
+        return str(inside)
+    return path
+
+
+def open_policy(path: str, lora: LoraConfig | None, seed: int) -> tuple[Decoder, Tokenizer]:
+    """The policy in a model's or an adapter's folder (or on the hub), with the adapters that ``lora`` asks for."""
+    base, adapter = locate(path, lora)
+    stored = None if adapter is None else read_shape(adapter)[0]
+    shape = None
+    if lora is not None:
+        shape = lora.shape(stored, str(adapter))  # before the weights are read: a mistake shows at once
+    elif stored is not None:
+        shape = stored
+    model = load_model(base)
+    tokenizer = load_tokenizer(base, model.config.vocab_size)
+    if shape is not None:
+        attach(model, shape, generator(seed, "lora"))
+    if adapter is not None:
+        load_adapter(model, adapter)
+    return model, tokenizer
+
+
+def locate(path: str, lora: LoraConfig | None) -> tuple[str, Path | None]:
+    """The base (a folder or hub name) and the folder of the stored adapter, if there is one to continue from."""
+    folder = find_folder(path, weights=False)
+    given = None if lora is None or lora.path is None else _adapter_folder(lora.path)
+    if not is_adapter(folder):
+        if given is None and (folder / "adapter_config.json").is_file():
+            raise MantissaError(
+                f"{path} holds both a model and an adapter: give model.lora.path={path} too to continue from both, or "
+                "move adapter_config.json away"
+            )
+        return path, given
+    if given is not None:
+        raise MantissaError(f"model.path={path} is an adapter, and so is model.lora.path: give its base as model.path")
+    adapter = find_folder(path)
+    base = read_shape(adapter)[1]
+    if base is None or (Path(base).is_absolute() and not Path(base).is_dir()):
+        where = "does not say what it adapts" if base is None else f"adapts {base}, which is not there"
+        raise MantissaError(f"{path}: the adapter {where}; give its base as model.path and this as model.lora.path")
+    return base, adapter
+
+
+def _adapter_folder(path: str) -> Path:
+    """A run's folder stands for the adapter it trained."""
+    if (Path(path) / "config.yaml").is_file():
+        if not (Path(path) / "adapter").is_dir():
+            raise MantissaError(f"{path} is a run without an adapter: it was not trained with lora, or is not finished")
+        return Path(path) / "adapter"
+    return find_folder(path)
+
+
+class FrozenBase:
+    """The base of one run's policy. Where it has no adapters there is nothing to freeze: nothing happens."""
+
+    def __init__(self, source: ModelSource, model: Decoder, tokenizer: Tokenizer, run: RunDirectory) -> None:
+        self._source, self._model, self._tokenizer, self._run = source, model, tokenizer, run
+        self._digest: str | None = None
+
+    def warming(self) -> AbstractContextManager[None]:
+        """Around the warm start: a fresh policy's trains the base, any other one what RL trains."""
+        return training_base(self._model) if self._own else nullcontext()
+
+    def keep(self) -> None:
+        """After the warm start: save the base where nothing else could give it back."""
+        if self._own:
+            save_model(self._model, self._tokenizer, self._run.base_path, weights=base_parameters(self._model))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint says of the base: its digest."""
+        if self._model.lora is None:
+            return {}
+        self._digest = self._digest or base_digest(self._model)
+        return {"base": self._digest}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Put the base back that a checkpoint's adapters were trained on; ``MantissaError`` where it is another one."""
+        if self._model.lora is None:
+            return
+        if self._own:
+            saved = load_model(self._run.base_path)
+            load_weights(base_parameters(self._model), base_parameters(saved))
+        if self.state()["base"] != state.get("base"):
+            where = self._run.base_path if self._own else f"model.path={self._source.path}"
+            raise MantissaError(
+                f"{where} is not the base that this run's adapters were trained on: its weights differ; put the "
+                "original back to resume, or start a new run"
+            )
+
+    def export(self) -> None:
+        """Write the adapters in peft's format, naming their base."""
+        if self._model.lora is not None:
+            save_adapter(self._model, self._run.adapter_path, self._name())
+
+    @property
+    def _own(self) -> bool:
+        """Whether the run made its base itself."""
+        return self._model.lora is not None and self._source.fresh is not None
+
+    def _name(self) -> str:
+        if self._source.path is None:
+            return str(self._run.base_path.resolve())
+        base = locate(policy_folder(self._source.path), self._source.lora)[0]
+        return str(Path(base).resolve()) if Path(base).is_dir() else base

@@ -1,0 +1,273 @@
+"""Adapters against their formula in float64, and what they must leave alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from mantissa.errors import MantissaError
+from mantissa.kernels import NativeKernels, SimulatedKernels
+from mantissa.model import (
+    Decoder,
+    FreshModelConfig,
+    LoraConfig,
+    LoraShape,
+    attach,
+    base_digest,
+    base_parameters,
+    policy_weights,
+    trained_parameters,
+    training_base,
+)
+from mantissa.model.lora import adapter_parameters
+from mantissa.precision import BF16, FP16, FP32
+from mantissa.training import adamw
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+KERNELS = {"fp32": NativeKernels(FP32), "fp16": SimulatedKernels(FP16), "bf16": SimulatedKernels(BF16)}
+
+
+def adapted(shape: LoraShape | None = None, trained: bool = True, seed: int = 0) -> Decoder:
+    """A small decoder with adapters; ``trained``: B is not zero."""
+    draw = torch.Generator().manual_seed(seed)
+    fresh = FreshModelConfig(hidden_size=24, layers=2, heads=2, kv_heads=1, head_dim=12, intermediate_size=40)
+    model = Decoder(fresh.model(30)).initialize(draw)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=draw))
+    attach(model, shape or LoraShape(3, 8.0), draw)
+    if trained:
+        with torch.no_grad():
+            for name, parameter in adapter_parameters(model).items():
+                if name.endswith("lora_B"):
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
+    return model
+
+
+@pytest.fixture(name="tokens_BT")
+def _tokens() -> Tensor:
+    return torch.randint(0, 30, (2, 9), generator=torch.Generator().manual_seed(3))
+
+
+def plain_twin(model: Decoder) -> Decoder:
+    """A decoder without adapters."""
+    return Decoder(model.config)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_the_merged_weight_is_the_formula_in_float64(rslora: bool) -> None:
+    model = adapted(LoraShape(3, 8.0, ALL, rslora))
+    scale = 8 / math.sqrt(3) if rslora else 8 / 3
+    own, merged = dict(model.named_parameters()), policy_weights(model)
+    assert len(merged) == len(list(plain_twin(model).parameters()))
+    changed = 0
+    for name, weight in merged.items():
+        a, b = (own.get(name.removesuffix("weight") + matrix) for matrix in ("lora_A", "lora_B"))
+        if a is None or b is None:
+            assert weight.data_ptr() == own[name].data_ptr()
+            continue
+        expected = own[name].double() + scale * (b.double() @ a.double())
+        torch.testing.assert_close(weight.double(), expected, rtol=0, atol=4e-7)
+        assert not torch.equal(weight, own[name])
+        changed += 1
+    assert changed == 14
+
+
+@pytest.mark.parametrize("precision", list(KERNELS))
+def test_the_forward_is_to_the_bit_that_of_the_merged_model(precision: str, tokens_BT: Tensor) -> None:
+    """What no low-rank side path could promise, and what makes learner and rollout one policy."""
+    model, kernels = adapted(), KERNELS[precision]
+    plain = plain_twin(model)
+    plain.load_state_dict(dict(policy_weights(model)))
+    assert torch.equal(model(tokens_BT, kernels), plain(tokens_BT, kernels))
+
+
+def test_a_new_adapter_changes_nothing_and_begins_as_pefts_does(tokens_BT: Tensor) -> None:
+    model = adapted(LoraShape(4, 8.0, ("q_proj", "down_proj")), trained=False)
+    plain = plain_twin(model)
+    plain.load_state_dict({name: p.detach() for name, p in base_parameters(model).items()})
+    assert torch.equal(model(tokens_BT, KERNELS["fp32"]), plain(tokens_BT, KERNELS["fp32"]))
+    adapters = adapter_parameters(model)
+    assert len(adapters) == 2 * 2 * 2
+    for name, parameter in adapters.items():
+        matrix = parameter.detach()
+        if name.endswith("lora_B"):
+            assert not matrix.any()
+        else:
+            limit = matrix.shape[1] ** -0.5  # kaiming_uniform_(a=sqrt(5)): sqrt(6 / (6 * fan_in))
+            assert 0.9 * limit < float(matrix.abs().max()) <= limit
+            assert abs(float(matrix.mean())) < 0.25 * limit
+
+
+def gradients(model: Decoder, tokens_BT: Tensor, kernels: object) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    logits = model.logits(model(tokens_BT, kernels), kernels)  # type: ignore[arg-type]
+    (-logits.log_softmax(-1)[:, :-1].gather(-1, tokens_BT[:, 1:, None]).mean() * 64).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Float64(NativeKernels):
+    """The native operations in float64: for the oracle."""
+
+    def __init__(self) -> None:
+        super().__init__(FP32)
+        self.dtype = torch.float64
+
+    def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        return x_NE * torch.rsqrt(x_NE.square().mean(-1, keepdim=True) + eps) * weight_E
+
+    def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+        half = x_BHTD.shape[-1] // 2
+        turned = torch.cat((-x_BHTD[..., half:], x_BHTD[..., :half]), -1)
+        return x_BHTD * cos_BTD.double().unsqueeze(1) + turned * sin_BTD.double().unsqueeze(1)
+
+    def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
+        group, length = q_BHTD.shape[1] // k_BKTD.shape[1], q_BHTD.shape[2]
+        k, v = k_BKTD.repeat_interleave(group, 1), v_BKTD.repeat_interleave(group, 1)
+        scores = q_BHTD @ k.transpose(-1, -2) / math.sqrt(q_BHTD.shape[-1])
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        return scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+
+
+def oracle_gradients(model: Decoder, tokens_BT: Tensor) -> dict[str, Tensor]:
+    """Of A and B in float64, through a plain decoder whose weights are written out as W + s B A."""
+    kernels, plain = Float64(), plain_twin(model).double()
+    own = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    written = {
+        name: own[name] + 8 / 3 * own[name[:-6] + "lora_B"] @ own[name[:-6] + "lora_A"]
+        if name[:-6] + "lora_A" in own
+        else own[name]
+        for name in base_parameters(model)
+    }
+
+    class Whole(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain = plain
+
+        def forward(self, tokens_BT: Tensor) -> Tensor:
+            return self.plain(tokens_BT, kernels) @ self.plain.head_weight.t()
+
+    logits = functional_call(Whole(), {f"plain.{name}": weight for name, weight in written.items()}, (tokens_BT,))
+    loss = -logits.log_softmax(-1)[:, :-1].gather(-1, tokens_BT[:, 1:, None]).mean() * 64
+    names = list(adapter_parameters(model))
+    return dict(zip(names, torch.autograd.grad(loss, [own[name] for name in names]), strict=True))
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("fp16", 0.02), ("bf16", 0.15)])
+def test_gradients_are_those_of_float64_and_of_the_adapters_alone(
+    precision: str, tolerance: float, tokens_BT: Tensor
+) -> None:
+    model = adapted()
+    found, expected = gradients(model, tokens_BT, KERNELS[precision]), oracle_gradients(model, tokens_BT)
+    assert found.keys() == expected.keys() == trained_parameters(model).keys()
+    for name, gradient in found.items():
+        error = float((gradient.double() - expected[name]).norm() / expected[name].norm())
+        assert error < tolerance, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_gradient_is_the_projection_of_what_training_the_weight_would_get(precision: str, tokens_BT: Tensor) -> None:
+    """s B^T G and s G A^T, G as the kernels round it for a weight that trains."""
+    model, kernels = adapted(), KERNELS[precision]
+    plain = plain_twin(model)
+    plain.load_state_dict(dict(policy_weights(model)))
+    full, found = gradients(plain, tokens_BT, kernels), gradients(model, tokens_BT, kernels)
+    own = {name: p.detach() for name, p in model.named_parameters()}
+    for name in found:
+        stem, _, matrix = name.rpartition(".")
+        g, a, b = (x.double() for x in (full[f"{stem}.weight"], own[f"{stem}.lora_A"], own[f"{stem}.lora_B"]))
+        expected = 8 / 3 * (b.t() @ g if matrix == "lora_A" else g @ a.t())
+        torch.testing.assert_close(found[name].double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_frozen_weights_have_no_gradient_no_moments_and_keep_their_bits(tokens_BT: Tensor) -> None:
+    model = adapted()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = adamw(model, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    for parameter in base_parameters(model).values():
+        assert not parameter.requires_grad
+    gradients(model, tokens_BT, KERNELS["fp16"])
+    optimizer.step()
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(optimizer.state) == 28
+    for name, parameter in base_parameters(model).items():
+        assert parameter.grad is None, name
+        assert torch.equal(parameter, before[name]), name
+    moved = [not torch.equal(p, before[name]) for name, p in adapter_parameters(model).items()]
+    assert all(moved)
+
+
+def test_the_base_trains_before_the_adapters_do_and_never_after(tokens_BT: Tensor) -> None:
+    model = adapted(trained=False)
+    with training_base(model):
+        assert set(gradients(model, tokens_BT, KERNELS["fp32"])) == set(base_parameters(model))
+        full = adamw(model, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+        assert sum(len(group["params"]) for group in full.param_groups) == len(base_parameters(model))
+    assert all(p.grad is None for p in model.parameters())
+    assert set(gradients(model, tokens_BT, KERNELS["fp32"])) == set(adapter_parameters(model))
+    with pytest.raises(ValueError, match="adapters have been trained"), training_base(adapted()):
+        pass
+
+
+def test_the_digest_is_of_the_base_alone() -> None:
+    model, digest = adapted(), base_digest(adapted())
+    with torch.no_grad():
+        for matrix in adapter_parameters(model).values():
+            matrix.add_(1.0)
+    assert base_digest(model) == digest == base_digest(adapted(trained=False))
+    with torch.no_grad():
+        weight = model.model.norm.weight
+        weight[5] = torch.nextafter(weight[5], torch.tensor(9.0))
+    assert base_digest(model) != digest
+
+
+def test_adapters_are_attached_once() -> None:
+    with pytest.raises(ValueError, match="has adapters already"):
+        attach(adapted(), LoraShape(2, 2.0), torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, r"expected rank and alpha \(or path"),
+        ({"rank": 4}, "expected alpha"),
+        ({"rank": 4, "alpha": 8, "targets": ["q_prj"]}, "no projection is called 'q_prj'; did you mean 'q_proj'"),
+        ({"rank": 4, "alpha": 8, "targets": ["embed"]}, "no projection is called 'embed'; expected some of q_proj"),
+        ({"rank": 4, "alpha": 8, "targets": []}, "expected at least one of q_proj"),
+        ({"rank": 4, "alpha": 8, "targets": ["q_proj", "q_proj"]}, "one is named twice"),
+        ({"rank": 4, "alpha": 8, "dropout": 0.1}, "dropout=0.1: with dropout the learner would score"),
+        ({"rank": 0, "alpha": 8}, "greater than or equal to 1"),
+        ({"rank": 4, "alpha": 0}, "greater than 0"),
+    ],
+)
+def test_what_cannot_be_attached_is_refused(fields: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        LoraConfig(**fields)
+
+
+def test_a_stored_adapter_and_the_recipe_must_agree() -> None:
+    stored = LoraShape(8, 16.0, ("q_proj", "v_proj"), True)
+    agreeing: list[dict] = [{}, {"rank": 8}, {"targets": ["v_proj", "q_proj"], "alpha": 16, "rslora": True}]
+    for fields in agreeing:
+        assert LoraConfig(path="x", **fields).shape(stored, "x") == stored
+    cases: list[tuple[dict, str]] = [
+        ({"rank": 4}, "model.lora.rank=4, but the adapter in x has 8; leave rank out"),
+        ({"alpha": 8}, "alpha=8.0, but the adapter in x has 16.0"),
+        ({"targets": ["q_proj"]}, "targets=q_proj, but the adapter in x has q_proj, v_proj"),
+        ({"rslora": False}, "rslora=False, but the adapter in x has True"),
+    ]
+    for fields, said in cases:
+        with pytest.raises(MantissaError, match=said):
+            LoraConfig(path="x", **fields).shape(stored, "x")
+
+
+def test_the_default_is_every_projection() -> None:
+    assert LoraConfig(rank=2, alpha=4).shape() == LoraShape(2, 4.0, ALL, False)
+    assert LoraShape(16, 32.0).scale == 2.0
+    assert LoraShape(16, 32.0, rslora=True).scale == 8.0
