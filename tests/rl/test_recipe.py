@@ -15,7 +15,7 @@ from mantissa.rl.recipe import apply_overrides, load_recipe, make_config, parse_
 
 TOKEN_REJECTION = "{reject_unit: token, reject_by: k3, reject_high: 0.1}"
 FLOWRL = ("algorithm.reference={}", "algorithm.loss=flowrl")
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
