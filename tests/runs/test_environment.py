@@ -18,7 +18,7 @@ def test_it_records_what_numbers_depend_on_and_nothing_private(monkeypatch: pyte
     text = json.dumps(record)
     assert record["versions"]["torch"] == version("torch")
     assert record["versions"]["transformers"] == version("transformers")
-    assert record["threads"] == torch.get_num_threads() == 2
+    assert record["threads"] == torch.get_num_threads()
     assert record["cores"] == os.cpu_count()
     assert record["cpu"]
     assert "s3cret-value" not in text
