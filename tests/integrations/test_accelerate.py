@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import accelerate_worker
 from mantissa.training import PrecisionTrainer
 from toys import cross_entropy, data, mlp, quiet, same, state, trainer_of
 
 accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantissa[accelerate]'")
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
 
 
 def test_prepared_objects_train_as_bare_ones_to_the_last_bit() -> None:
@@ -43,7 +41,8 @@ def test_prepared_objects_train_as_bare_ones_to_the_last_bit() -> None:
 
 def test_the_example_learns_the_spirals_in_two_processes() -> None:
     """16 batches an epoch, half of them for each rank: 8 updates in each of 20; the spirals can be told apart."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(EXAMPLE)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command.append(accelerate_worker.__file__)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
