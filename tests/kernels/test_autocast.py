@@ -348,3 +348,41 @@ def test_a_parameter_used_twice_is_cast_once_and_its_gradients_meet_in_half(fmt:
     assert h.dtype == fmt.dtype
     expected = math.inf if fmt is FP16 else round_by_arithmetic(torch.tensor(2 * big), fmt).item()
     assert grad.item() == expected  # 80000 is no value of fp16
+
+
+class Product(nn.Module):
+    """x @ W, which reaches the dispatcher whole under inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+INFERENCE = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 8)), (32, 64), True),
+    "conv": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 3)), (4, 3, 16, 16), True),
+    "product": (Product, (32, 64), True),
+    "transformer": (lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), (4, 10, 32), True),
+    "gru": (lambda: nn.GRU(16, 32, batch_first=True), (4, 10, 16), False),  # comes apart into other products there
+}
+
+
+@pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("name", INFERENCE)
+def test_inference_mode_rounds_as_no_grad_does(name: str, fmt: NumberFormat) -> None:
+    make, shape, exact = INFERENCE[name]
+    model, x = make().eval(), torch.randn(shape)
+    autocast = Autocast(fmt, "simulated", "cpu")
+    with autocast.forward(), torch.no_grad():
+        expected = model(x)
+    with torch.inference_mode(), autocast.forward():
+        got = model(x)
+    expected, got = ((y[0] if isinstance(y, tuple) else y).float() for y in (expected, got))
+    if exact:
+        assert torch.equal(got, expected)
+    else:
+        assert (got - model(x)[0]).abs().max() > 0  # it did round
+        torch.testing.assert_close(got, expected, rtol=0, atol=2 * fmt.epsilon)

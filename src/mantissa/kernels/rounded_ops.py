@@ -50,6 +50,7 @@ _FIRST_RESULT_HALF = str.split("""
     native_batch_norm native_batch_norm_backward _native_batch_norm_legit
     _batch_norm_with_update batch_norm_backward log_sigmoid_forward log_sigmoid_backward
 """)
+_COMPOSITE_OR_OWN = ("CompositeImplicitAutograd", "CPU", "CUDA")
 _MIXES = str.split("cat stack where index_put scatter_add index_copy index_add dot vdot lerp addcmul addcdiv")
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -85,6 +86,9 @@ class RoundedOps(TorchDispatchMode):
         rule = _RULES.get(func)
         if rule is None:
             rule = _RULES[func] = _rule_of(func)
+        if rule is _decompose:
+            with self:
+                return _decompose(func, args, kwargs or {})
         return rule(func, args, kwargs or {})
 
 
@@ -92,6 +96,14 @@ def rounding() -> RoundedOps | None:
     """The innermost ``RoundedOps`` that is active, on autograd's threads too."""
     modes = _get_current_dispatch_mode_stack()
     return next((mode for mode in reversed(modes) if isinstance(mode, RoundedOps)), None)
+
+
+def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Under ``torch.inference_mode`` operations made of others arrive whole (``matmul``, ``conv2d``): take them apart,
+    as autograd's dispatch does elsewhere, so that their parts come here. By torch's own kernel for it: ``decompose``
+    would prefer a reference in Python, with other roundings. (``linear`` arrives whole too and rounds once, where a
+    recurrent layer's product and bias round apart: there the last bit may differ from ``no_grad``'s.)"""
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def _pass(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -228,7 +240,8 @@ def _rule_of(func: Any) -> Rule:
         return _round_once
     if plain in _MIXES or torch.Tag.pointwise in func.tags:
         return _promote
-    return _pass
+    has = [torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in _COMPOSITE_OR_OWN]
+    return _decompose if has == [True, False, False] else _pass
 
 
 def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
