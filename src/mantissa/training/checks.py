@@ -34,6 +34,7 @@ def named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def device_of(model: nn.Module) -> torch.device:
+    """The one device that all of a model's parameters are on."""
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
         listed = ", ".join(sorted(map(str, devices))) or "none: the model has no parameters"
@@ -71,6 +72,7 @@ def resolved_role(precision: str, backend: Any, fallback: Any, device: torch.dev
 def check_options(
     accumulate: int, max_grad_norm: float, adaptive_clip: float | None, on_nonfinite: str, probe_every: int, fsdp: bool
 ) -> int:
+    """Refuse options that mean nothing, alone or together; returns ``accumulate``."""
     checks = (
         (
             isinstance(accumulate, int) and accumulate >= 1,
@@ -93,6 +95,7 @@ def check_options(
 
 
 def check_loss(loss: Any) -> None:
+    """Refuse what cannot be learnt from: anything but a floating-point scalar with a gradient."""
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         what = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
         raise MantissaError(f"loss_fn must return the batch's mean loss, a scalar floating-point tensor; got {what}")

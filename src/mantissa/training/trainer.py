@@ -47,7 +47,7 @@ from mantissa.training.guard_config import GuardConfig
 from mantissa.training.scaler import LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome
 from mantissa.training.trainer_state import OpenWindow
-from mantissa.training.watch import Watch
+from mantissa.training.watch import watch_for
 from mantissa.training.window import Keeper, LossFunction, Micro, mean_loss
 
 
@@ -135,9 +135,7 @@ class PrecisionTrainer:
         self._keeper = Keeper(model, self.device)
         self._last: tuple[Any, LossFunction] | None = None
         self.latest: StepOutcome | None = None
-        if guard is not None and run_dir is None:
-            raise MantissaError("PrecisionTrainer(guard=...) needs run_dir: its decisions and checkpoints live there")
-        self._watch = None if run_dir is None else Watch(self, run_dir, guard, good_every)
+        self._watch = watch_for(self, run_dir, guard, good_every)
 
     def use(self, precision: str) -> None:
         """Compute in ``precision`` from the next step on, with a fresh scaler; checked by the probe and told."""

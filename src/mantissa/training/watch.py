@@ -171,3 +171,14 @@ class Watch:
     @staticmethod
     def _why(decision: Decision | None) -> str:
         return "; ".join(decision.reasons) if decision else "rank 0 says why"
+
+
+def watch_for(
+    trainer: PrecisionTrainer, folder: Path | str | None, config: GuardConfig | None, good_every: int
+) -> Watch | None:
+    """The watch over a trainer; None without a run directory, which a guard cannot do without (``MantissaError``)."""
+    if folder is not None:
+        return Watch(trainer, folder, config, good_every)
+    if config is not None:
+        raise MantissaError("PrecisionTrainer(guard=...) needs run_dir: its decisions and checkpoints live there")
+    return None
