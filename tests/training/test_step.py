@@ -86,6 +86,7 @@ def test_a_skipped_step_leaves_nothing_behind(poison: float) -> None:
     before, updates = snapshot(step), step.updates
     outcome = step.run(gradients(model, [1.0, poison]))
     assert (outcome.kind, outcome.overflows, outcome.lr) == ("skipped", 3, 0.0)
+    assert outcome.retries == 2  # the third overflow ended the step
     assert not outcome.applied
     after = snapshot(step)
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -7,9 +7,8 @@ from mantissa.training import StepOutcome
 
 def counts_of(outcome: StepOutcome) -> dict[str, int]:
     """Backward passes that overflowed, those redone at a lower scale, and whether the step was given up (0 or 1)."""
-    skipped = int(not outcome.applied)
     return {
         "precision/overflows": outcome.overflows,
-        "precision/retries": outcome.overflows - skipped,
-        "precision/skipped": skipped,
+        "precision/retries": outcome.retries,
+        "precision/skipped": int(not outcome.applied),
     }

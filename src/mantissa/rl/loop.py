@@ -230,7 +230,7 @@ class Loop:
         applied = [outcome for outcome in outcomes if outcome.applied]
         row["precision/loss_scale"] = step.scaler.scale
         row["precision/overflows"] = sum(outcome.overflows for outcome in outcomes)
-        row["precision/retries"] = sum(outcome.overflows for outcome in applied)
+        row["precision/retries"] = sum(outcome.retries for outcome in outcomes)
         row["precision/skipped"] = sum(not outcome.applied for outcome in outcomes)
         row["optim/updates"] = step.updates
         if applied:

@@ -58,6 +58,11 @@ class StepOutcome:
         """True where the optimiser stepped."""
         return self.kind in ("stepped", "retried")
 
+    @property
+    def retries(self) -> int:
+        """Backward passes redone at a lower scale: one after each overflow, but none after that of a step given up."""
+        return self.overflows - (self.kind == "skipped")
+
     def __str__(self) -> str:
         return f"retried({self.overflows})" if self.kind == "retried" else self.kind
 

@@ -128,7 +128,7 @@ class Watch:
             "precision/format": trainer.precision.active.name,
             "precision/loss_scale": outcome.scale,
             "precision/overflows": outcome.overflows,
-            "precision/retries": outcome.overflows if outcome.applied else max(0, outcome.overflows - 1),
+            "precision/retries": outcome.retries,
             "precision/skipped": int(not outcome.applied),
             "precision/max_scaled_grad": outcome.max_scaled_grad,
             "optim/lr": outcome.lr,
