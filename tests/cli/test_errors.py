@@ -35,7 +35,7 @@ def dataset(*files: Path) -> dict[str, Any]:
     [
         (["optimiser.lr=1"], "unknown key 'optimiser'; did you mean 'optimizer'?"),
         (["rollout.prompt=1"], "unknown key 'rollout.prompt'; did you mean 'prompts'?"),
-        (["precision=fp8"], "no role runs in fp8 yet"),
+        (["precision=fp9"], "unknown precision preset 'fp9'"),
         (["precision=bf61"], "did you mean 'bf16'?"),
         (["precision.rollout=int4"], "unknown number format 'int4'"),
         (["precision.master=bf16"], "master"),

@@ -43,7 +43,7 @@ def test_presets(preset: str, train: str, rollout: str) -> None:
 
 
 def test_every_preset_is_tested_here() -> None:
-    assert set(PRESETS) == {"fp32", "bf16", "fp16", "bf16-train-fp16-rollout"}
+    assert set(PRESETS) == {"fp32", "bf16", "fp16", "fp8", "bf16-train-fp16-rollout", "fp8-rollout"}
 
 
 def test_fields_override_the_preset_and_without_one_fp32() -> None:
@@ -67,15 +67,25 @@ def test_a_policy_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("fp61", "unknown precision preset 'fp61': expected one of fp32, bf16, fp16, bf16-train-fp16-rollout"),
+        ("fp61", "unknown precision preset 'fp61': expected one of fp32, bf16, fp16, fp8, bf16-train-fp16-rollout"),
         ({"preset": 16}, "unknown precision preset 16: expected one of"),
-        ("fp8", "precision=fp8: no role runs in fp8 yet; choose one of fp32, bf16, fp16, bf16-train-fp16-rollout"),
-        ("fp8-rollout", "precision=fp8-rollout: no role runs in fp8 yet"),
-        ({"rollout": "fp8"}, "precision.rollout=fp8: no role runs in fp8 yet; choose one of fp32, bf16, fp16"),
-        ({"train": "e4m3"}, "precision.train=e4m3: no role runs in fp8 yet"),
-        ({"train": "e4m3fn"}, "precision.train=e4m3fn: no role runs in fp8 yet"),
-        ({"kv_cache": "e5m2"}, "precision.kv_cache=e5m2: no role runs in fp8 yet"),
-        ({"reference": "fp8"}, "precision.reference=fp8: no role runs in fp8 yet"),
+        ({"train": "e4m3"}, "precision.train=e4m3: say fp8, and choose gradients by precision.fp8.backward; expected"),
+        ({"train": "e4m3fn"}, "precision.train=e4m3fn: say fp8"),
+        ({"kv_cache": "e5m2"}, "precision.kv_cache=e5m2: say fp8"),
+        ({"logits": "fp8"}, "precision.logits=fp8: it is never fp8; expected one of fp32, bf16, fp16"),
+        ({"fp8": {"base": "fp16"}}, "precision.fp8 does nothing where no role is fp8"),
+        ({"preset": "fp8", "fp8": {"base": "fp32"}}, "precision.fp8.base='fp32': expected one of bf16, fp16"),
+        ({"preset": "fp8", "fp8": {"backward": "fp16"}}, "precision.fp8.backward='fp16': expected one of e4m3, e5m2"),
+        ({"preset": "fp8", "fp8": {"scale": 2}}, "precision.fp8.scale=2: expected one of fp32, power_of_two"),
+        ({"preset": "fp8", "fp8": {"exclude": "down_proj"}}, "precision.fp8.exclude='down_proj': expected a list"),
+        ({"preset": "fp8", "fp8": {"bass": "fp16"}}, "unknown key precision.fp8.bass; did you mean 'base'?"),
+        ({"preset": "fp8", "fp8": "bf16"}, "precision.fp8='bf16': expected fields"),
+        ({"kernels": "exakt"}, "precision.kernels='exakt': expected one of fast, exact"),
+        ({"on_mismatch": "warn"}, "precision.on_mismatch does nothing with kernels=fast"),
+        ({"check_every": 2}, "precision.check_every does nothing with kernels=fast"),
+        ({"kernels": "exact", "check_every": 0}, "precision.check_every=0: expected a number of steps"),
+        ({"kernels": "exact", "on_mismatch": "go"}, "precision.on_mismatch='go': expected one of stop, warn"),
+        ({"preset": "fp8-rollout", "kernels": "exact"}, "precision.kernels=exact: train=bf16 and rollout=fp8 round to"),
         ({"reference": 16}, "precision.reference=16: expected a format's name"),
         ({"train": "fp61"}, "precision.train: unknown number format 'fp61'"),
         ({"train": None}, "precision.train=None: expected a format's name, one of fp32, bf16, fp16"),

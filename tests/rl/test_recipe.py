@@ -90,7 +90,7 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
         (["rollout.top_p=0.9"], r"unknown key 'rollout\.top_p'"),
         (["precision.rolout=bf16"], r"unknown key precision\.rolout; did you mean 'rollout'\?"),
         (["precision=fp15"], r"unknown precision preset 'fp15'.*did you mean 'fp16'\?"),
-        (["precision=fp8"], "no role runs in fp8 yet"),
+        (["precision.fp8.base=fp16"], r"precision\.fp8 does nothing where no role is fp8"),
         (["precision.rollout=int4"], r"precision\.rollout: unknown number format 'int4'"),
         (["steps=0"], r"steps: input should be greater than or equal to 1, got 0"),
         (["steps=many"], r"steps: input should be a valid integer.*got 'many'"),

@@ -51,7 +51,7 @@ class Autocast:
 
     def __init__(self, fmt: NumberFormat, backend: Backend, device_type: str) -> None:
         if fmt != FP32 and fmt.name not in _HALF_FORMATS:
-            raise MantissaError(f"precision={fmt}: modules run in fp32, {' or '.join(_HALF_FORMATS)}, not in fp8 yet")
+            raise MantissaError(f"precision={fmt}: modules run in fp32, {' or '.join(_HALF_FORMATS)}, not in fp8")
         if not torch.amp.autocast_mode.is_autocast_available(device_type):
             raise MantissaError(f"device={device_type}: torch has no autocast for it; choose cpu or cuda")
         self.format = fmt

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mantissa.precision import NumberFormat
+from mantissa.precision import BlockScaled, NumberFormat
 
 
 class Kernels(Protocol):
@@ -46,12 +46,21 @@ class Kernels(Protocol):
         """The compute copy of a master weight: rounded to the format. Differentiable: its gradient is rounded too."""
         ...
 
+    def copied(self, master: Tensor, layer: str = "") -> Tensor | BlockScaled:
+        """What a policy that does not train keeps of a master: rounded once, or quantised once. No gradient."""
+        ...
+
     def embedding(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
         """Rows of the embedding table, in the format. ``weight_VE`` is the master."""
         ...
 
-    def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
-        """x @ weight^T + bias, rounded once. Weight and bias are masters."""
+    def linear(
+        self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
+    ) -> Tensor:
+        """x @ weight^T + bias, rounded once. Weight and bias are masters, or the copies that ``copied`` made.
+
+        ``layer`` is the projection's name in the model: where the fp8 policy names it, both operands are quantised.
+        """
         ...
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:

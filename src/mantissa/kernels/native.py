@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.kernels.attention import CausalAttention
-from mantissa.precision import FP32, NumberFormat, round_to_format
+from mantissa.precision import FP32, BlockScaled, NumberFormat, round_to_format
 
 
 class NativeKernels:
@@ -36,7 +36,13 @@ class NativeKernels:
     def embedding(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
         return F.embedding(tokens_BT, weight_VE).to(self.dtype)  # gather first: only the rows used are cast
 
-    def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    def copied(self, master: Tensor, layer: str = "") -> Tensor | BlockScaled:
+        return self.weight(master)
+
+    def linear(
+        self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
+    ) -> Tensor:
+        assert isinstance(weight_FE, Tensor)  # nothing is quantised here
         return F.linear(x_NE, self.weight(weight_FE), None if bias_F is None else self.weight(bias_F))
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:

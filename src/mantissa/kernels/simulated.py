@@ -18,6 +18,7 @@ product with 128 features in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from torch import Tensor
 
 from mantissa.kernels.attention import CausalAttention
 from mantissa.kernels.native import cached_probabilities, rotate_fp32
-from mantissa.precision import FP32, NumberFormat, round_to_format, round_to_format_
+from mantissa.precision import FP32, BlockScaled, NumberFormat, round_to_format, round_to_format_
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class SimulatedKernels:
@@ -50,12 +53,22 @@ class SimulatedKernels:
         rows = F.embedding(tokens_BT, weight_VE)
         return rows if self.weights_on_grid else round_to_format(rows, self.format)
 
-    def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    def copied(self, master: Tensor, layer: str = "") -> Tensor | BlockScaled:
+        return round_to_format(master.detach(), self.format)
+
+    def product(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
+        """x @ weight^T + bias of operands on their grids, fp32, not rounded; an exact family replaces it."""
+        return F.linear(x_NE, weight_FE, bias_F)
+
+    def linear(
+        self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
+    ) -> Tensor:
+        assert isinstance(weight_FE, Tensor)  # a simulated copy holds the codes' values
         bias = None if bias_F is None else self.weight(bias_F)
-        return _Linear.apply(x_NE, self.weight(weight_FE), bias, self.format, self.format)
+        return _Linear.apply(x_NE, self.weight(weight_FE), bias, self.format, self.format, self.product)
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
-        logits = _Linear.apply(x_NE, self.weight(weight_VE), None, self.format, FP32)
+        logits = _Linear.apply(x_NE, self.weight(weight_VE), None, self.format, FP32, self.product)
         return round_to_format(logits, self.logits_format)
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -86,21 +99,27 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fmt: NumberFormat, result_fmt: NumberFormat
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        fmt: NumberFormat,
+        result_fmt: NumberFormat,
+        product: Product,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.fmt = fmt
-        return round_to_format_(F.linear(x, weight, bias), result_fmt)
+        return round_to_format_(product(x, weight, bias), result_fmt)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         grad = round_to_format(grads[0], ctx.fmt)
         flat = grad.reshape(-1, grad.shape[-1])
         grad_x = round_to_format_(grad @ weight, ctx.fmt) if ctx.needs_input_grad[0] else None
         grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
         grad_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mantissa.kernels import Kernels
 from mantissa.model.config import LoraShape, ModelConfig
+from mantissa.precision import BlockScaled
 
 
 class Attend(Protocol):
@@ -26,15 +27,24 @@ class Attend(Protocol):
 
 
 class Projection(nn.Module):
-    """Weight and bias of a linear map, without a forward: the kernels compute it."""
+    """Weight and bias of a linear map; the kernels compute it.
+
+    ``name``: its name in the decoder, by which an fp8 policy knows it. ``scales``: those of a weight held as 8-bit
+    codes, in a policy that does not train; None where the weight is an ordinary tensor.
+    """
+
+    name: str = ""
+    scales: Tensor | None
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.register_buffer("scales", None, persistent=False)
 
     def forward(self, x: Tensor, kernels: Kernels) -> Tensor:
-        return kernels.linear(x, self.weight, self.bias)
+        weight = self.weight if self.scales is None else BlockScaled(self.weight, self.scales)
+        return kernels.linear(x, weight, self.bias, self.name)
 
 
 class Norm(nn.Module):
@@ -125,6 +135,9 @@ class Decoder(nn.Module):
         self.lora: LoraShape | None = None  # set where adapters were attached (``lora.attach``)
         self.model = Backbone(config)
         self.lm_head = None if config.tie_word_embeddings else Projection(config.hidden_size, config.vocab_size, False)
+        for name, module in self.named_modules():
+            if isinstance(module, Projection):
+                module.name = name
 
     def initialize(self, generator: torch.Generator | None = None) -> Decoder:
         """Fill the weights: norms 1, biases 0, matrices normal with ``initializer_range``. Returns self."""

@@ -114,7 +114,8 @@ class AdaptedProjection(Projection):
 
     def __init__(self, plain: Projection, rank: int, scale: float) -> None:
         nn.Module.__init__(self)
-        self.weight, self.bias = plain.weight, plain.bias
+        self.weight, self.bias, self.name = plain.weight, plain.bias, plain.name
+        self.register_buffer("scales", None, persistent=False)
         outputs, inputs = plain.weight.shape
         self.scale = scale
         self.lora_A = nn.Parameter(torch.empty(rank, inputs, device=plain.weight.device))
@@ -125,7 +126,7 @@ class AdaptedProjection(Projection):
         return merge(self.weight, self.lora_A, self.lora_B, self.scale)
 
     def forward(self, x: Tensor, kernels: Kernels) -> Tensor:
-        return kernels.linear(x, self.merged(), self.bias)
+        return kernels.linear(x, self.merged(), self.bias, self.name)
 
 
 def attach(decoder: Decoder, shape: LoraShape, generator: torch.Generator) -> None:

@@ -1,7 +1,10 @@
 """Number formats, rounding, the policy that assigns formats to roles, safe numerics, strict promotion."""
 
+from mantissa.precision.blocks import BlockScaled
 from mantissa.precision.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, NumberFormat, format_named
-from mantissa.precision.policy import PRESETS, PrecisionPolicy, ResolvedPrecision, ResolvedRole, resolve
+from mantissa.precision.fp8 import Fp8Policy
+from mantissa.precision.policy import PRESETS, PrecisionPolicy
+from mantissa.precision.resolve import ResolvedPrecision, ResolvedRole, resolve
 from mantissa.precision.rounding import is_on_grid, round_by_arithmetic, round_to_format, round_to_format_
 from mantissa.precision.strict import StrictPromotion
 
@@ -13,6 +16,8 @@ __all__ = [
     "FP16",
     "FP32",
     "PRESETS",
+    "BlockScaled",
+    "Fp8Policy",
     "NumberFormat",
     "PrecisionPolicy",
     "ResolvedPrecision",

@@ -56,6 +56,8 @@ def resolved_role(precision: str, backend: Any, fallback: Any, device: torch.dev
     """
     if backend == "simulated" and precision in ("fp32", "float32"):
         backend = "auto"  # fp32 is never simulated: the same arithmetic
+    if precision == "fp8":
+        raise MantissaError("precision=fp8: modules run in fp32, fp16 or bf16; fp8 is for the policies of a recipe")
     policy = PrecisionPolicy(train=precision, rollout=precision, backend=backend, fallback=fallback)
     role = resolve(policy, device).learner
     if fallback == "warn" and backend == "auto" and device.type == "cpu" and role.backend == "simulated":
