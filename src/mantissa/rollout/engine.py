@@ -1,8 +1,8 @@
 """The native rollout engine: our decoder, our kernels, a cache, continuous batching, and weights that are checked.
 
-The engine owns a rounded copy of the learner's weights. ``sync`` rounds each fp32 master once and stores the result in
-the kernels' dtype (native kernels: the half dtype itself; simulated kernels: fp32 values on the grid), so the rollout
-multiplies exactly the values that the learner multiplies: its ``kernels.weight(master)`` is the same rounding.
+The engine owns a copy of the learner's weights (``model/copies.py``). ``sync`` rounds or quantises each fp32 master
+once, so the rollout multiplies exactly the values that the learner multiplies, whose kernels do the same to the same
+masters.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError, nearest
+from mantissa.errors import MantissaError
 from mantissa.kernels import Kernels
-from mantissa.model import Decoder, ModelConfig
-from mantissa.precision import NumberFormat, round_to_format
+from mantissa.model import CopiedPolicy, ModelConfig
+from mantissa.precision import NumberFormat
 from mantissa.rollout.cache import KVCache
 from mantissa.rollout.generation import EngineStats, Generation
 from mantissa.rollout.types import Completion, Request, SamplingParams
@@ -51,10 +51,8 @@ class NativeEngine:
         self.device = torch.device(device)
         self.stats = EngineStats()
         self._decode_text = decode_text
-        with torch.device("meta"):  # no memory and no random initial values that sync would overwrite
-            model = Decoder(config).requires_grad_(False)
-        self.model = model.to(kernels.dtype).to_empty(device=self.device)
-        self._poison()
+        self._copies = CopiedPolicy(config, kernels, self.device, "sync")
+        self.model = self._copies.decoder
         self._version = -1
         self._cache = KVCache(config, slots, kernels.dtype, self.device)
 
@@ -64,28 +62,14 @@ class NativeEngine:
         return self._version
 
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Load fp32 masters by name, rounded once, and stamp them ``version``. See ``RolloutEngine.sync``.
+        """Load fp32 masters by name, rounded or quantised once, and stamp them ``version``. See ``RolloutEngine.sync``.
 
         A master beyond the format's largest value would become inf and is an error, as is one that is not finite.
         """
         if version < 0:
             raise ValueError(f"policy version {version}: expected 0 or more")
         self._version = -1  # from here on the engine refuses to generate, until every check has passed
-        self._poison()
-        self._check_names(weights)
-        names, peaks = [], []
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                master = weights[name].detach().to(self.device)
-                rounded = round_to_format(master, self.kernels.format)
-                parameter.copy_(rounded)
-                names.append(name)
-                # The largest magnitude of the master and of what is now stored; NaN wins a maximum, so one that was
-                # not written shows. One transfer to the host for all tensors.
-                peaks.append(torch.stack((master.abs().amax(), parameter.float().abs().amax())))
-            peaks_N2 = torch.stack(peaks).cpu()
-        for name, (master_peak, stored_peak) in zip(names, peaks_N2.tolist(), strict=True):
-            self._check_peak(name, master_peak, stored_peak)
+        self._copies.take(weights)
         self._version = version
 
     def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:
@@ -123,41 +107,6 @@ class NativeEngine:
             self.stats = generation.stats()
         return completions
 
-    def _poison(self) -> None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.fill_(float("nan"))
-
-    def _check_names(self, weights: Mapping[str, Tensor]) -> None:
-        expected = dict(self.model.named_parameters())
-        for name in expected:
-            if name not in weights:
-                raise MantissaError(f"sync: weight {name} is missing{nearest(name, weights)}; send every parameter")
-        for name, master in weights.items():
-            if name not in expected:
-                tied = "; the head is tied to the embedding and is not sent" if name == "lm_head.weight" else ""
-                raise MantissaError(f"sync: unknown weight {name}{tied or nearest(name, expected)}")
-            if master.shape != expected[name].shape:
-                raise MantissaError(
-                    f"sync: weight {name} has shape {tuple(master.shape)}, expected {tuple(expected[name].shape)}"
-                )
-            if master.dtype != torch.float32:
-                raise MantissaError(
-                    f"sync: weight {name} is {master.dtype}, expected the fp32 master: a second rounding changes values"
-                )
-
-    def _check_peak(self, name: str, master_peak: float, stored_peak: float) -> None:
-        fmt = self.kernels.format
-        if not _finite(master_peak):
-            raise MantissaError(f"sync: weight {name} holds {master_peak}: expected finite values; training diverged")
-        if _finite(stored_peak):
-            return
-        if stored_peak != stored_peak:
-            raise MantissaError(f"sync: weight {name} was not written in full: NaN is left after the copy")
-        raise MantissaError(
-            f"sync: weight {name} holds {master_peak:g}, which {fmt} cannot (largest {fmt.largest:g}): use bf16 or fp32"
-        )
-
     def _check_requests(self, requests: Sequence[Request], params: SamplingParams) -> None:
         vocabulary = self.config.vocab_size
         if params.stop and self._decode_text is None:
@@ -179,7 +128,3 @@ class NativeEngine:
                     f"request {index}: {len(prompt)} prompt tokens and max_tokens={params.max_tokens} exceed "
                     f"max_length={self.max_length}; shorten the prompt, lower max_tokens or raise max_length"
                 )
-
-
-def _finite(x: float) -> bool:
-    return x - x == 0.0
