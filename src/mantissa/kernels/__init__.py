@@ -8,6 +8,7 @@ from mantissa.kernels.interface import Kernels
 from mantissa.kernels.native import NativeKernels
 from mantissa.kernels.probe import probe
 from mantissa.kernels.simulated import SimulatedKernels
+from mantissa.kernels.trace import Pick, Traced, first_difference, operation
 from mantissa.precision import ResolvedPrecision, ResolvedRole
 
 
@@ -41,9 +42,13 @@ __all__ = [
     "Autocast",
     "Kernels",
     "NativeKernels",
+    "Pick",
     "SimulatedKernels",
+    "Traced",
     "autocast_for",
+    "first_difference",
     "learner_kernels",
+    "operation",
     "probe",
     "probe_autocast",
     "reference_kernels",

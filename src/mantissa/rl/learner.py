@@ -156,7 +156,7 @@ class Learner:
         """Log-prob and entropy of every response token under the current weights; B, R, fp32, 0 at padding."""
         logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=sequences.mask_BR.device)
         entropy_BR = torch.zeros_like(logp_BR)
-        parts = sequences.micro_batches(self._all_rows(sequences), self.config.micro_batch_tokens)
+        parts = self.scoring_parts(sequences)
         keep = len(parts) == 1 and self.config.updates_per_batch == 1
         self._kept = None  # before the forward: two graphs at a time would be one too many
         for rows in parts:
@@ -170,6 +170,10 @@ class Learner:
             logp_BR[rows[row], column] = passed.logp_N.detach()
             entropy_BR[rows[row], column] = entropy(passed.logits_NV.detach(), self.temperature)
         return logp_BR, entropy_BR
+
+    def scoring_parts(self, sequences: Sequences) -> list[Tensor]:
+        """The rows of each micro-batch that ``score`` computes."""
+        return sequences.micro_batches(self._all_rows(sequences), self.config.micro_batch_tokens)
 
     def update(self, experience: Experience, step: int, probe: bool) -> Update:
         """Learn from one scored batch. ``step`` keys the split into parts; ``probe`` measures flushed gradients too."""

@@ -8,17 +8,26 @@ masters.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mantissa.errors import MantissaError
-from mantissa.kernels import Kernels
+from mantissa.kernels import Kernels, Traced
 from mantissa.model import CopiedPolicy, ModelConfig
 from mantissa.precision import NumberFormat
 from mantissa.rollout.cache import KVCache
-from mantissa.rollout.generation import EngineStats, Generation
+from mantissa.rollout.generation import EngineStats, Generation, Watched
 from mantissa.rollout.types import Completion, Request, SamplingParams
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one ``generate`` was asked."""
+
+    requests: tuple[Request, ...]
+    params: SamplingParams
 
 
 class NativeEngine:
@@ -26,7 +35,8 @@ class NativeEngine:
 
     ``kv_format``: the grid that keys and values are rounded to before anything attends to them, in prefill and decode
     alike. ``slots``: rows decoded at a time. ``max_length``: prompt and response tokens of one sample together.
-    ``decode_text``: token ids to text, needed for stop strings only. ``stats`` describes the last ``generate``.
+    ``decode_text``: token ids to text, needed for stop strings only. ``stats`` describes the last ``generate``;
+    ``calls`` are those since the last ``sync``, so that each can be sampled again.
     """
 
     def __init__(
@@ -50,6 +60,7 @@ class NativeEngine:
         self.slots, self.max_length = slots, max_length
         self.device = torch.device(device)
         self.stats = EngineStats()
+        self.calls: list[Call] = []
         self._decode_text = decode_text
         self._copies = CopiedPolicy(config, kernels, self.device, "sync")
         self.model = self._copies.decoder
@@ -71,6 +82,7 @@ class NativeEngine:
         self._version = -1  # from here on the engine refuses to generate, until every check has passed
         self._copies.take(weights)
         self._version = version
+        self.calls.clear()
 
     def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:
         """Sample every request; result[i][j] is sample j of request i. See ``RolloutEngine.generate``.
@@ -83,18 +95,36 @@ class NativeEngine:
         if version != self._version:
             raise MantissaError(f"policy version {version} was asked for, {self._version} is loaded: call sync first")
         self._check_requests(requests, params)
+        self.calls.append(Call(tuple(requests), params))
+        return self._run(requests, params, self.kernels, None)
+
+    def again(self, call: Call) -> list[list[Completion]]:
+        """Sample a call again: the same tokens and log-probs, where the machine does not interfere."""
+        return self._run(call.requests, call.params, self.kernels, None)
+
+    def replay(self, call: Call, kernels: Traced, job: int) -> list[list[Completion]]:
+        """Sample a call again with ``kernels`` (this engine's, traced), noting what they give for one sample.
+
+        ``job``: the sample's number among all samples of all requests of the call, in order.
+        """
+        return self._run(call.requests, call.params, kernels, Watched(job, kernels))
+
+    def _run(
+        self, requests: Sequence[Request], params: SamplingParams, kernels: Kernels, watched: Watched | None
+    ) -> list[list[Completion]]:
         self._cache.restart()
         generation = Generation(
             self.model,
-            self.kernels,
+            kernels,
             self.kv_format,
             self._cache,
             self.slots,
             self.device,
             requests,
             params,
-            version,
+            self._version,
             self._decode_text,
+            watched,
         )
         finished = False
         try:
