@@ -170,7 +170,7 @@ def read_case(path: Path | str) -> StoredCase:
     if facts["version"] != _VERSION:
         raise MantissaError(f"{path}: written in version {facts['version']} of this format, expected {_VERSION}")
     requests = tuple(Request(tuple(r["prompt_tokens"]), int(r["seed"]), int(r["samples"])) for r in facts["requests"])
-    params: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in facts["params"].items()}
+    params: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in facts["params"].items()}
     part = Sequences(**{field.name: tensors[f"part.{field.name}"] for field in dataclasses.fields(Sequences)})
     model, precision = facts["model"], facts["precision"]
     if model["rope_scaling"] is not None:
