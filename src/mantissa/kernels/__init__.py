@@ -17,7 +17,7 @@ def learner_kernels(precision: ResolvedPrecision) -> Kernels:
     role, logits = precision.learner, precision.logits.active
     if role.backend == "native":
         return NativeKernels(role.active, logits)
-    return SimulatedKernels(role.active, logits)
+    return SimulatedKernels(role.active, logits, fp8=role.fp8)
 
 
 def rollout_kernels(precision: ResolvedPrecision) -> Kernels:
@@ -35,7 +35,7 @@ def reference_kernels(precision: ResolvedPrecision) -> Kernels:
 def _kernels_of_a_copy(role: ResolvedRole, precision: ResolvedPrecision) -> Kernels:
     if role.backend == "native":
         return NativeKernels(role.active, precision.logits.active)
-    return SimulatedKernels(role.active, precision.logits.active, weights_on_grid=True)
+    return SimulatedKernels(role.active, precision.logits.active, weights_on_grid=True, fp8=role.fp8)
 
 
 __all__ = [
