@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mantissa.kernels.attention import CausalAttention
 from mantissa.kernels.native import cached_probabilities, rotate_fp32
-from mantissa.precision import FP32, BlockScaled, NumberFormat, round_to_format, round_to_format_
+from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format, round_to_format_
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -38,8 +38,14 @@ class SimulatedKernels:
     ``weights_on_grid``: the weights given are already rounded (a rollout's own copy), so they are not rounded again.
     """
 
-    def __init__(self, fmt: NumberFormat, logits_format: NumberFormat = FP32, weights_on_grid: bool = False) -> None:
-        if fmt is FP32:
+    def __init__(
+        self,
+        fmt: NumberFormat,
+        logits_format: NumberFormat = FP32,
+        weights_on_grid: bool = False,
+        fp8: Fp8Policy | None = None,
+    ) -> None:
+        if fmt is FP32 and type(self) is SimulatedKernels:
             raise ValueError("fp32 needs no simulation: use NativeKernels")
         self.format = fmt
         self.dtype = torch.float32
@@ -143,7 +149,8 @@ class _RMSNorm(torch.autograd.Function):
         normed = x * scale
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            products = round_to_format_(round_to_format(normed, ctx.fmt).mul_(grad), ctx.fmt)
+            rounded = round_to_format(normed, ctx.fmt)  # in fp32 the same tensor, which is needed again
+            products = round_to_format_(rounded * grad if rounded is normed else rounded.mul_(grad), ctx.fmt)
             grad_weight = products.reshape(-1, x.shape[-1]).sum(0)
         grad_normed = round_to_format_(grad * weight, ctx.fmt)
         projection = (grad_normed * normed).mean(-1, keepdim=True)
