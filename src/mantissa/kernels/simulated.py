@@ -44,7 +44,7 @@ class SimulatedKernels:
         weights_on_grid: bool = False,
         fp8: Fp8Policy | None = None,
     ) -> None:
-        if fmt is FP32:
+        if fmt is FP32 and type(self) is SimulatedKernels:
             raise ValueError("fp32 needs no simulation: use NativeKernels")
         self.format = fmt
         self.dtype = torch.float32
@@ -154,7 +154,8 @@ class _RMSNorm(torch.autograd.Function):
         normed = x * scale
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            products = round_to_format_(round_to_format(normed, ctx.fmt).mul_(grad), ctx.fmt)
+            rounded = round_to_format(normed, ctx.fmt)  # in fp32 the same tensor, which is needed again
+            products = round_to_format_(rounded * grad if rounded is normed else rounded.mul_(grad), ctx.fmt)
             grad_weight = products.reshape(-1, x.shape[-1]).sum(0)
         grad_normed = round_to_format_(grad * weight, ctx.fmt)
         projection = (grad_normed * normed).mean(-1, keepdim=True)
