@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mantissa.kernels.attention import CausalAttention
 from mantissa.kernels.exact_plan import Choice
-from mantissa.precision import NumberFormat, round_to_format, round_to_format_
+from mantissa.precision import NumberFormat, round_cached, round_to_format_
 
 KEYS = 16  # keys come in multiples of this: the widest vector of a CPU, so that a softmax's lanes stay the same
 VALUES = 128  # keys of one sum of P V
@@ -44,7 +44,7 @@ class ExactAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q_BHTD: Tensor,
         k_BKTD: Tensor,
@@ -57,7 +57,7 @@ class ExactAttention(torch.autograd.Function):
         group = heads // kv_heads
         step = choice.rows // math.gcd(group, choice.rows)  # positions that make whole multiples of rows
         q = _padded(q_BHTD.reshape(batch * kv_heads, group, length, size), 2, step)
-        k, v = (_padded(round_to_format(x, kv_fmt).flatten(0, 1), 1, KEYS) for x in (k_BKTD, v_BKTD))
+        k, v = (_padded(round_cached(x, kv_fmt).flatten(0, 1), 1, KEYS) for x in (k_BKTD, v_BKTD))
         out = q.new_empty(batch * kv_heads, group, length, size)
         for start in range(0, length, _QUERIES):
             stop, padded = min(start + _QUERIES, length), min(start + _QUERIES, q.shape[2])
@@ -72,7 +72,7 @@ class ExactAttention(torch.autograd.Function):
         return out.view(q_BHTD.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (*CausalAttention.backward(ctx, *grads), None, None)
 
 
@@ -80,7 +80,7 @@ def cached(
     q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor, fmt: NumberFormat, choice: Choice
 ) -> Tensor:
     """One query a row against the first ``length_B`` keys of a cache. Shape of ``q``."""
-    (batch, heads, size), (kv_heads, keys) = q_BHD.shape, k_BKSD.shape[1:3]
+    (batch, heads, size), (kv_heads, _) = q_BHD.shape, k_BKSD.shape[1:3]
     group = heads // kv_heads
     q = _padded(q_BHD.reshape(batch * kv_heads, group, size), 1, choice.rows)
     k, v = (_padded(x.flatten(0, 1), 1, KEYS) for x in (k_BKSD, v_BKSD))
@@ -145,10 +145,7 @@ def _in_tiles(q_NMD: Tensor, k_NSD: Tensor, v_NSD: Tensor, mask: Tensor, fmt: Nu
 def _tiles(heads: int, count: int, keys: int, rows: int) -> list[tuple[int, int, int]]:
     """Head, first row and first key of every tile, keys in order."""
     return [
-        (head, row, start)
-        for head in range(heads)
-        for row in range(0, count, rows)
-        for start in range(0, keys, _TILE)
+        (head, row, start) for head in range(heads) for row in range(0, count, rows) for start in range(0, keys, _TILE)
     ]
 
 
