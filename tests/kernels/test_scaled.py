@@ -287,6 +287,23 @@ def test_a_decoders_gradients_point_where_fp32s_do(base: NumberFormat, backward:
             assert similarity < 0.9999, name  # three digits a value: it cannot be better than this
 
 
+@scales
+@bases
+def test_a_policy_of_copies_has_the_learners_log_probs_to_the_bit(base: NumberFormat, scale: str) -> None:
+    """One forward of the same shape: what is left to differ is the kernels, and they are the same."""
+    model, tokens = decoder()
+    fp8 = Fp8Policy(base=base.name, scale=scale, exclude=("layers.1.mlp",))  # type: ignore[arg-type]
+    learner, rollout = SimulatedKernels(base, fp8=fp8), SimulatedKernels(base, weights_on_grid=True, fp8=fp8)
+    copy = Decoder(model.config)
+    with torch.no_grad():
+        for (name, master), kept in zip(model.named_parameters(), copy.parameters(), strict=True):
+            kept.copy_(rollout.copied(master, name.removesuffix(".weight")))  # type: ignore[arg-type]
+        expected = model.logits(model(tokens, learner), learner)
+        assert torch.equal(copy.logits(copy(tokens, rollout), rollout), expected)
+        plain = SimulatedKernels(base)
+        assert not torch.equal(model.logits(model(tokens, plain), plain), expected)
+
+
 def test_a_decoders_layers_are_all_quantised_but_the_excluded() -> None:
     model, tokens = decoder()
     seen: list[str] = []
