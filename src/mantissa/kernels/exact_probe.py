@@ -157,23 +157,14 @@ def _cache_differs(
 
 
 def _long_differs(q: Tensor, kv: Tensor, length: int, choice: Choice) -> str:
-    """The last 64 positions of a sequence of ``length``, as training computes them and from a longer cache."""
-    count = min(64, length)
-    keys = -(-length // exact_attention.KEYS) * exact_attention.KEYS
-    group = q.shape[1] // kv.shape[2]
-    position = torch.arange(length - count, length)
-    mask_TS = torch.zeros(count, keys).masked_fill_(torch.arange(keys) > position.unsqueeze(1), float("-inf"))
-    rows = q[:, :, :count].reshape(kv.shape[2], group, count, -1)
-    padded = -(-count // choice.rows) * choice.rows
-    rows = torch.cat((rows, rows[:, :, : padded - count]), 2).flatten(1, 2)
-    mask_TS = torch.cat((mask_TS, mask_TS[: padded - count]))
-    k, v = kv[0, 0], kv[1, 0]
-    block = exact_attention.attended(rows, k[:, :keys], v[:, :keys], mask_TS.repeat(group, 1), FP32, choice)
-    block = block.view(*k.shape[:1], group, padded, -1)
-    for i in {0, count // 2, count - 1}:
-        got = exact_attention.cached(q[:, :, i], kv[0], kv[1], position[i : i + 1] + 1, FP32, choice)
-        if not torch.equal(got.view(kv.shape[2], group, -1), block[:, :, i]):
-            return f"decode at position {int(position[i])}"
+    """The last positions of a sequence of ``length``, as training or a chunk has them, and from a longer cache."""
+    count = min(q.shape[2], length)
+    expected = exact_attention.causal(q[:, :, :count], kv[0, :, :, :length], kv[1, :, :, :length], FP32, choice)
+    for i in sorted({0, count // 2, count - 1}):
+        position = length - count + i
+        got = exact_attention.cached(q[:, :, i], kv[0], kv[1], torch.tensor([position + 1]), FP32, choice)
+        if not torch.equal(got, expected[:, :, i]):
+            return f"decode at position {position}"
     return ""
 
 
