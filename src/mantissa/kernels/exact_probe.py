@@ -26,7 +26,8 @@ from mantissa.precision import FP32, ResolvedRole
 PRODUCTS = (Choice("padded rows", 16), Choice("row tiles", 64), Choice("fp64", 16))
 ATTENTION = (Choice("padded rows", 4), Choice("padded rows", 16), Choice("row tiles", 16), Choice("fp64", 16))
 _COUNTS = (1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 17, 19, 31, 33, 37, 47, 64, 65, 97, 129, 200, 255, 509)
-_OPERATIONS = 1.2e10  # floating-point operations that the products' probe may spend: 0.1 s at 100 GFLOP/s
+_FEW = (1, 5, 17, 33)  # where a row is dear: a head of 150,000 words
+_OPERATIONS = 1.5e10  # floating-point operations that the products' probe may spend: 0.15 s at 100 GFLOP/s
 _SMALL = (8, 8)  # the products by which ``probe`` proves a format
 
 
@@ -83,9 +84,10 @@ def _first(what: str, choices: tuple[Choice, ...], check: Check, only: Way | Non
 def _product_check(size: tuple[int, int], rows: int, budget: float, generator: torch.Generator) -> Check:
     """Rows among 1 to ``rows`` others, at two offsets, with the weight at another alignment in memory."""
     outputs, inputs = size
-    affordable = int(budget / (2 * inputs * outputs * 4))  # most of four times the rows of the largest count
-    most = max(40, min(rows, affordable))
-    counts = [n for n in _COUNTS if n < most] + [most]
+    affordable = int(budget / (2 * inputs * outputs))  # rows in all: two thread counts, two offsets
+    spent = 4 * sum(_COUNTS)
+    most = max(_FEW[-1] + 3, min(rows, (affordable - spent) // 4))
+    counts = [n for n in (_COUNTS if affordable > spent else _FEW) if n < most] + [most]
     x_ME = torch.randn(most, inputs, generator=generator)
     shifted = torch.randn(outputs * inputs + 1, generator=generator)[1:].view(outputs, inputs)
     aligned = shifted.clone()
