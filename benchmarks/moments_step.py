@@ -2,10 +2,11 @@
 
     python benchmarks/moments_step.py [--device cpu] [--threads 2] [--rounds 30]
 
-Needs torchao. A decoder of 4.6 million weights (hidden 256, 4 layers) on next tokens of a fixed periodic text, in fp32.
+Needs torchao. A decoder of 4.2 million weights (hidden 256, 4 layers) on next tokens of a fixed periodic text, in fp32.
 The two optimisers take turns; ``seconds`` is the median of ``optimizer.step()`` alone, ``update_seconds`` of forward,
-backward and step, ``first_seconds`` the first step, in which torchao compiles its update once for each shape. ``apart``:
-distance between the two policies' weights over the distance that fp32's went. Rows go to ``results/moments_step.jsonl``.
+backward and step, ``first_seconds`` the first step, in which torchao compiles its update once for each shape.
+``apart``: distance between the two policies' weights over the distance that fp32's went. Rows go to
+``results/moments_step.jsonl``.
 """
 
 from __future__ import annotations
