@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mantissa.kernels.native import NativeKernels
-from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format
+from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_cached, round_to_format
 
 
 class ExactNativeKernels(NativeKernels):
@@ -83,7 +83,7 @@ class _AsCached(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fmt: NumberFormat) -> Tensor:
-        return round_to_format(x, fmt)
+        return round_cached(x, fmt)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

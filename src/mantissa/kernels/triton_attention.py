@@ -53,12 +53,13 @@ def attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, first_B: Tensor) -
     if out.numel() == 0:
         return out
     fp32 = q.dtype == torch.float32
-    tile = 32 if fp32 else 64  # 64 rows fill a warpgroup's tensor core instruction; fp32 operands take twice the room
+    # 64 rows fill a warpgroup's tensor core instruction. fp32 has none: a larger tile would spill its registers.
+    tile, warps, stages = (16, 8, 1) if fp32 else (64, 4, 2)
     tiles = ceil_div(queries * (heads // kv_heads), tile)
     _attention[(tiles * rows * kv_heads,)](
         q, k, v, first, out, queries, keys, tiles, math.log2(math.e) / math.sqrt(size),
         HEADS=heads, KV_HEADS=kv_heads, SIZE=size, BLOCK_D=power_of_two_above(size, 16), BLOCK_Q=tile, BLOCK_K=KEYS,
-        num_warps=4, num_stages=1 if fp32 else 2, **LAUNCH,
+        num_warps=warps, num_stages=stages, **LAUNCH,
     )  # fmt: skip
     return out
 
@@ -108,6 +109,7 @@ def _attention(
     largest = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_Q,), dtype=tl.float32)
     mixed = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
+    tl.assume(end > 0)
     for block in range(0, end, BLOCK_K):
         s = block + tl.arange(0, BLOCK_K)
         in_k = (s < limit)[None, :] & (d < SIZE)[:, None]

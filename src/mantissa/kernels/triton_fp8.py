@@ -5,9 +5,11 @@
 - dW = dy^T x: both quantised again along the tokens, which is what this product sums over.
 
 With ``backward: high`` the last two are ordinary products in the base format, of dy as it is, the values of W's codes,
-and x as it was before it was quantised. Results are rounded to the base format, but for dW: it belongs to the fp32
-master and stays in fp32. The fast and the exact family share this forward product, which is row-invariant as it stands:
-a scale belongs to one row, and the product's tiles do not depend on the number of rows.
+and x as it was before it was quantised. Each result is rounded to the base format once, dW too (fp16's overflow must
+reach the loss scaler), which is then held in the master's fp32.
+
+The fast and the exact family share this forward product. It is row-invariant as it stands: a scale belongs to one row,
+and the product's tiles do not depend on the number of rows.
 
 Interpreted on a CPU and compiled for sm_90; not yet run on a GPU.
 """
@@ -20,20 +22,13 @@ import torch
 from torch import Tensor
 
 from mantissa.kernels.triton_products import quantize, scaled_matmul
-from mantissa.precision import E4M3, BlockScaled, Fp8Policy, NumberFormat
+from mantissa.precision import E4M3, SQUARE, BlockScaled, Fp8Policy, NumberFormat, dequantize
 from mantissa.precision.fp8 import BLOCK
 
 
 def quantized_weight(master_FE: Tensor, fp8: Fp8Policy) -> BlockScaled:
     """Codes and scales of an fp32 master, in blocks of 128 by 128."""
     return quantize(master_FE.detach(), E4M3, BLOCK, fp8.power_of_two)
-
-
-def dequantized(weight: BlockScaled, dtype: torch.dtype) -> Tensor:
-    """The values of a weight's codes, rounded to ``dtype``."""
-    rows, columns = weight.codes.shape
-    scales = weight.scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-    return (weight.codes.float() * scales).to(dtype)
 
 
 class Fp8Linear(torch.autograd.Function):
@@ -69,16 +64,16 @@ class Fp8Linear(torch.autograd.Function):
 
 def _grad_x(grad_NF: Tensor, weight_FE: BlockScaled, fmt: NumberFormat | None, power_of_two: bool) -> Tensor:
     if fmt is None:
-        return grad_NF @ dequantized(weight_FE, grad_NF.dtype)
+        return grad_NF @ dequantize(weight_FE, SQUARE, grad_NF.dtype)
     transposed = BlockScaled(weight_FE.codes.t().contiguous(), weight_FE.scales.t().contiguous())
     return scaled_matmul(quantize(grad_NF, fmt, 1, power_of_two), transposed, None, grad_NF.dtype)
 
 
 def _grad_weight(grad_NF: Tensor, x_NE: Tensor, fmt: NumberFormat | None, power_of_two: bool) -> Tensor:
     if fmt is None:
-        return (grad_NF.t() @ x_NE).float()  # the master's dtype; the product is rounded to the base
+        return (grad_NF.t() @ x_NE).float()  # the master's dtype, from here on
     grad, x = (quantize(_by_tokens(a), f, 1, power_of_two) for a, f in ((grad_NF, fmt), (x_NE, E4M3)))
-    return scaled_matmul(grad, x, None, torch.float32, weight_rows=1)
+    return scaled_matmul(grad, x, None, x_NE.dtype, weight_rows=1).float()
 
 
 def _by_tokens(x_NE: Tensor) -> Tensor:

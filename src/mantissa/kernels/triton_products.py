@@ -126,7 +126,7 @@ def quantize(x_MK: Tensor, fmt: NumberFormat, block_rows: int, power_of_two: boo
 
 
 def _checked(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.shape[1] == 0:
         raise ValueError(f"a product of {tuple(x.shape)} with the transpose of {tuple(weight.shape)}")
     if x.dtype != weight.dtype and not x.dtype.itemsize == weight.dtype.itemsize == 1:
         raise TypeError(f"a product of {x.dtype} with {weight.dtype}: cast one of them on a line of its own")
@@ -173,6 +173,7 @@ def _product(
     w_tile = weight + n.to(tl.int64)[None, :] * K + k[:, None]
     in_rows, in_columns = (m < rows)[:, None], (n < N)[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    tl.assume(K > 0)  # without it the assembler serialises some shapes' wgmma
     for start in range(0, K, BLOCK_K):
         if EVEN_K:
             a = tl.load(x_tile, mask=in_rows, other=0.0)
@@ -199,6 +200,7 @@ def _scaled_product(
     w_tile = weight + n.to(tl.int64)[None, :] * K + k[:, None]
     in_rows, in_columns = m < rows, n < N
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    tl.assume(blocks > 0)
     for block in range(0, blocks):
         if EVEN_K:
             a = tl.load(x_tile, mask=in_rows[:, None], other=0.0)
