@@ -2,8 +2,8 @@
 
 The interpreter executes a kernel program by program with numpy. That shows that masks, places and the order of blocks
 are right; it cannot show what a tensor core does. As it comes (3.6), it cuts bf16 and fp8 off in place of rounding
-them, multiplies the *bit patterns* of bf16, and asks of numpy a conversion that numpy 2.4 refuses; ``repair`` replaces
-these casts and the product with torch's, which round as the GPU does.
+them, multiplies the *bit patterns* of bf16, rounds twice in a fused multiply-add, and asks of numpy a conversion that
+numpy 2.4 refuses. ``repair`` gives it casts that round as the GPU's do, and sums in float64 that are rounded once.
 """
 
 from __future__ import annotations
@@ -57,6 +57,17 @@ def repair() -> None:
         product = np.matmul(wide_values(a), wide_values(b)).astype(np.float32)
         return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
 
+    def fma(self: Any, a: Any, b: Any, c: Any) -> Any:
+        once = a.data.astype(float) * b.data + c.data  # the product of two fp32 values is exact in float64
+        return interpreter.TensorHandle(once.astype(np.float32), c.dtype.scalar)
+
+    execute = interpreter.GridExecutor.__call__
+
+    def quiet(self: Any, *args: Any, **given: Any) -> Any:
+        with np.errstate(all="ignore"):  # a GPU does not warn of inf - inf
+            return execute(self, *args, **given)
+
+    interpreter.GridExecutor.__call__ = quiet
     patch_tensor = interpreter._patch_lang_tensor
 
     def patched_tensor(tensor: Any, scope: Any) -> None:
@@ -66,6 +77,7 @@ def repair() -> None:
     interpreter._patch_lang_tensor = patched_tensor
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = dot
+    interpreter.InterpreterBuilder.create_fma = fma
 
 
 if INTERPRETED:

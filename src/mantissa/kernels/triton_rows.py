@@ -60,7 +60,7 @@ class RMSNorm(torch.autograd.Function):
         normed = wide * scale
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            products = normed.to(x.dtype).mul_(grads[0])
+            products = normed.to(x.dtype) * grads[0]
             grad_weight = products.reshape(-1, x.shape[-1]).sum(0)
         grad_normed = (grads[0] * weight).float()
         projection = (grad_normed * normed).mean(-1, keepdim=True)
