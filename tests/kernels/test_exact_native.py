@@ -204,7 +204,9 @@ def test_keys_and_values_are_rounded_as_the_cache_rounds_them() -> None:
     leaves, plain = ([x.clone().requires_grad_() for x in xs] for xs in ((q, k, v), (q, *rounded)))
     ours = torch.autograd.grad(with_cache.causal_attention(*leaves).sum(), leaves)
     theirs = torch.autograd.grad(without.causal_attention(*plain).sum(), plain)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    slack = 0.0 if INTERPRETED else 4 * FP16.epsilon  # a GPU's flash backward adds up in any order
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=slack, atol=slack)
 
 
 # ---- fp8

@@ -127,11 +127,12 @@ def test_gradients_are_the_fast_family_s(fmt: NumberFormat) -> None:
     seed = torch.randn(2, 4, 70, 16).to(fmt.dtype).to(DEVICE)
     fast = torch.autograd.grad(NativeKernels(fmt).causal_attention(*leaves), leaves, seed)
     exact = torch.autograd.grad(ExactNativeKernels(fmt).causal_attention(*leaves), leaves, seed)
+    slack = 0.0 if INTERPRETED else 4 * fmt.epsilon  # a GPU's flash backward adds up in any order
     for ours, theirs in zip(exact, fast, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        torch.testing.assert_close(ours, theirs, rtol=slack, atol=slack)
     only = leaves[0].detach(), leaves[1].detach(), leaves[2]  # frozen queries and keys
     (grad_v,) = torch.autograd.grad(ExactNativeKernels(fmt).causal_attention(*only), only[2], seed)
-    torch.testing.assert_close(grad_v, fast[2], rtol=fmt.epsilon, atol=fmt.epsilon)
+    torch.testing.assert_close(grad_v, fast[2], rtol=4 * fmt.epsilon, atol=4 * fmt.epsilon)
 
 
 def test_one_dtype() -> None:
