@@ -50,6 +50,11 @@ class ExactNativeKernels(NativeKernels):
         logits = _Linear.apply(x_NE, self.weight(weight_VE), None, torch.float32)
         return round_to_format(logits, self.logits_format)
 
+    def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
+        from mantissa.kernels.triton_rows import token_logprob  # torch's sums depend on how a row of odd length lies
+
+        return token_logprob(logits_NV, tokens_N, temperature)
+
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         from mantissa.kernels.triton_rows import RMSNorm
 

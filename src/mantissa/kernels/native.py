@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mantissa.kernels.attention import CausalAttention
 from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format
+from mantissa.precision.numerics import token_logprob
 
 
 class NativeKernels:
@@ -67,6 +68,9 @@ class NativeKernels:
         weight = self.weight(weight_VE)
         logits = F.linear(x_NE, weight) if self.format is FP32 else _HalfProductToFloat.apply(x_NE, weight)
         return round_to_format(logits, self.logits_format)
+
+    def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
+        return token_logprob(logits_NV, tokens_N, temperature)
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         x = x_NE.float()  # the sum of squares of fp16 values overflows fp16 from |x| = 256 on
