@@ -52,7 +52,9 @@ def test_products_are_right_and_rows_are_their_own(choice: Choice, rows: int) ->
 
 def test_fp64_products_are_the_rounded_sum() -> None:
     x, weight = drawn(5, 48), drawn(24, 48, seed=1)
-    exact = torch.tensor([[math.fsum(a * b for a, b in zip(r, w, strict=True)) for w in weight.tolist()] for r in x.tolist()])
+    exact = torch.tensor(
+        [[math.fsum(a * b for a, b in zip(r, w, strict=True)) for w in weight.tolist()] for r in x.tolist()]
+    )
     assert torch.equal(product(x, weight, PRODUCTS[2]), exact.float())
 
 

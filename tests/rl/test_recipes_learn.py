@@ -47,6 +47,7 @@ MARGINS: dict[str, tuple[int, float]] = {
     "flowrl": (20, 0.10),
     "lora": (20, 0.11),
     "async": (20, 0.12),
+    "fp8": (20, 0.10),
     "code": (24, 0.04),
 }
 Row = dict[str, Any]

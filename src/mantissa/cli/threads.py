@@ -35,6 +35,16 @@ def spin_briefly() -> bool:
     return True
 
 
+def unsteady() -> str | None:
+    """A warning where the machine's load decides on the number of threads; None where it does not."""
+    if os.environ.get("OMP_DYNAMIC", "").lower() != "true":
+        return None
+    return (
+        "warning: OMP_DYNAMIC=true lets the machine's load choose the number of threads at each operation, and with it "
+        "the order of sums: a resumed run will not have the same bits; leave it out"
+    )
+
+
 def crowded(threads: int) -> str | None:
     """A warning where ``threads`` and the machine's present load are more than its cores; None where they fit."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

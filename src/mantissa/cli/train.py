@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mantissa.cli.memory import keep_freed_memory
-from mantissa.cli.threads import crowded
+from mantissa.cli.threads import crowded, unsteady
 from mantissa.errors import MantissaError
 
 
@@ -48,6 +48,7 @@ def train(
     from mantissa.rl import resume as resume_run
     from mantissa.rl import start as start_run
 
+    _warn_if(unsteady())
     if resume is not None:
         if recipe is not None or overrides:
             raise MantissaError(
