@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
 from mantissa.precision import NumberFormat
-from mantissa.training.distributed import ALONE, Ranks, grad_norm, local
+from mantissa.training.distributed import ALONE, Ranks, grad_norm, local, shard_like
 from mantissa.training.scaler import LossScaler
 
 Backward = Callable[[float], Tensor | None]
@@ -203,13 +203,18 @@ class OptimizerStep:
         return tensors
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of ``optimizer_tensors``; a tensor of a parameter that is not here is an error."""
+        """The inverse of ``optimizer_tensors``, from whole tensors; one of a parameter that is not here is an error.
+
+        What has its parameter's shape goes where that is, and is sharded as that is. Collective where it is.
+        """
         self.optimizer.state.clear()
         for key, value in tensors.items():
             name, _, field = key.rpartition("/")
             if name not in self.parameters:
                 raise MantissaError(f"checkpoint's optimiser state names {name!r}, which this model does not have")
-            self.optimizer.state[self.parameters[name]][field] = value.clone()
+            owner = self.parameters[name]
+            placed = shard_like(value, owner.detach()) if value.dim() and value.shape == owner.shape else value
+            self.optimizer.state[owner][field] = placed.clone()
 
 
 def _largest_of(gradients: list[Tensor]) -> Tensor:
