@@ -5,8 +5,8 @@ forward. ``Traced`` stands in front of a family, passes every call on, and of ea
 places: a digest of each, and in full only those of one operation at one position. Two traces of one sequence, one from
 each side, then tell where they part: the first position, and there the first operation.
 
-A digest is a weighted sum of the vector's bits modulo 2^64. Equal vectors have equal digests; that unequal ones do too
-has a chance of about 2^-32 at worst (all the difference in one element's sign).
+A digest is a sum of the vector's bits with odd weights, modulo 2^64. Equal vectors have equal digests; vectors that
+differ in one element never have, and others by a chance of about 2^-64.
 """
 
 from __future__ import annotations

@@ -169,7 +169,8 @@ def _resolve_role(role: str, requested: str, policy: PrecisionPolicy, device: to
     resolved = _resolve_base(role, requested, policy, device)
     if policy.kernels == "fast":
         return resolved
-    if (resolved.backend == "simulated") == (device.type == "cuda"):
+    exact_on_cpu = resolved.backend == "simulated" or resolved.active is FP32  # fp32 is never simulated
+    if not (resolved.backend == "native" if device.type == "cuda" else exact_on_cpu):
         raise MantissaError(
             f"precision.kernels=exact: on {device.type} the {role} would run on {resolved.backend} {resolved.name} "
             "kernels, which have no exact form; leave precision.backend out"

@@ -89,6 +89,7 @@ class Learner:
         self.temperature, self.seed = temperature, seed
         norm = algorithm.aggregation == "seq_mean_token_sum_norm"
         self.aggregation_length = aggregation_length if norm else None
+        self.reuse_scoring = True  # keep the graph of ``score`` for the update, where it can serve
         self._kept: _Kept | None = None
         self.flow: Flow | None = None
         if isinstance(algorithm.loss, FlowRLConfig):
@@ -164,7 +165,8 @@ class Learner:
         logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=sequences.mask_BR.device)
         entropy_BR = torch.zeros_like(logp_BR)
         parts = self.scoring_parts(sequences)
-        keep = len(parts) == 1 and self.config.updates_per_batch == 1 and self.team.alone
+        keep = self.reuse_scoring and self.team.alone
+        keep = keep and len(parts) == 1 and self.config.updates_per_batch == 1
         self._kept = None  # before the forward: two graphs at a time would be one too many
         for rows in parts:
             part = sequences.select(rows if len(rows) else self._all_rows(sequences)[:1])

@@ -57,6 +57,8 @@ class Loop:
         self.exactness: Exactness | None = None
         if config.policy.kernels == "exact":
             assert isinstance(parts.sampler.engine, NativeEngine)
+            # A sum of gradients must not depend on whether its step was checked.
+            self.learner.reuse_scoring = (config.policy.check_every or 1) == 1
             self.exactness = Exactness(config.policy, parts.learner, parts.sampler.engine, run, live.note)
         self._seconds: dict[str, float] = {}
 

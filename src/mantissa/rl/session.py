@@ -79,6 +79,8 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, *, resumed: bool) ->
         with _screen(config.steps, done, first) as live:
             live.precision(parts.precision.rows())
             live.note(f"run {run.path}   device {_devices(parts)}   parameters {_parameters(parts)}")
+            for line in parts.plan.lines() if parts.plan else ():
+                live.note(f"exact: {line}")
             for note in parts.sampler.grader.notes:
                 live.note(note)
             if resumed and first:
@@ -122,9 +124,10 @@ def _environment(parts: Parts) -> dict[str, Any]:
     for row in rows:
         row["evidence"] = parts.evidence.get(row["role"], "")
     guards = list(parts.sampler.grader.notes)
+    exact = {"exact": parts.plan.lines()} if parts.plan else {}
     device, team = str(parts.device), parts.team
     several = {} if team.alone else {"processes": team.ranks.world, "parallel": team.kind}
-    return environment() | {"precision": rows, "training_device": device, "grading": guards} | several
+    return environment() | {"precision": rows, "training_device": device, "grading": guards} | exact | several
 
 
 def _devices(parts: Parts) -> str:

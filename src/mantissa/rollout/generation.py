@@ -25,7 +25,7 @@ from torch import Tensor
 from mantissa.errors import MantissaError
 from mantissa.kernels import Kernels, Pick, Traced
 from mantissa.model import Decoder
-from mantissa.precision import NumberFormat, round_to_format
+from mantissa.precision import NumberFormat, round_cached
 from mantissa.rollout.cache import KVCache
 from mantissa.rollout.sampling import sample
 from mantissa.rollout.stopping import StopStrings
@@ -150,7 +150,7 @@ class Generation:
         places = self.cache.places(state_4B[_POSITION])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = round_to_format(k, self.kv_format), round_to_format(v, self.kv_format)
+            k, v = round_cached(k, self.kv_format), round_cached(v, self.kv_format)
             keys, values = self.cache.append(layer, k, v, places)
             return self.kernels.cached_attention(q.squeeze(2), keys, values, lengths_B).unsqueeze(2)
 
@@ -230,7 +230,7 @@ class Generation:
         padding_P1T1 = (positions_1T >= lengths_P.unsqueeze(1))[:, None, :, None]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = round_to_format(k, self.kv_format), round_to_format(v, self.kv_format)
+            k, v = round_cached(k, self.kv_format), round_cached(v, self.kv_format)
             kv_2LPKTD[0, layer], kv_2LPKTD[1, layer] = k, v
             return self.kernels.causal_attention(q, k, v)
 
