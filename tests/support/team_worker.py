@@ -10,6 +10,7 @@ import copy
 import json
 import math
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Learner
 from mantissa.rl.team import joined
 from mantissa.rollout import NativeEngine
+from mantissa.runs.directory import RunDirectory
 from mantissa.training import StepOutcome
 from mantissa.training.distributed import whole
 
@@ -56,7 +58,13 @@ def gradients(recipe: Recipe, folder: Path) -> dict[str, Any]:
             found.update(whole(gradients))
             return StepOutcome("stepped", 0, 1.0, 1.0, 0.0, 0.0)
 
-        learner.step.run = run  # type: ignore[method-assign]
+        real, rows = learner._step, []
+
+        def step(data: Any, batches: Any) -> Any:
+            rows.extend(len(micro.rows) for micro in batches if micro.counts)
+            return real(data, batches)
+
+        learner.step.run, learner._step = run, step  # type: ignore[method-assign]
         update = learner.update(experience, 1, probe=True)
         parts.close()
         return {
@@ -69,6 +77,7 @@ def gradients(recipe: Recipe, folder: Path) -> dict[str, Any]:
             "advantage": update.advantage_B,
             "trained": update.trained_tokens,
             "flushed": update.flushed_fraction,
+            "rows": sum(rows),
             "tallies": {name: float(value) for name, value in values(update.tallies).items()},
             "weights": dict(whole(dict(learner.weights))),
         }
@@ -96,7 +105,15 @@ def train(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def go_on(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Resume a copy of a run that is there, for more steps than it was made for."""
+    """Resume a copy of the run ``recipe["of"]`` as if it had been stopped after step 2."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        shutil.copytree(recipe["of"], folder)
+        shutil.rmtree(folder / "policy")
+        for step in RunDirectory.open(folder).checkpoint_steps():
+            if step > 2:
+                shutil.rmtree(folder / "checkpoints" / f"step-{step}")
+    if dist.is_initialized():
+        dist.barrier()
     resume(folder, {"nproc": recipe["nproc"]} | ({"parallel": recipe["parallel"]} if recipe.get("parallel") else {}))
     return {}
 

@@ -43,8 +43,9 @@ def launch(arguments: Sequence[str], nproc: int, run_dir: str) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # it tells the story of every process; one line does
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # they tell of every process; one line is enough
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -90,7 +91,7 @@ def blame(failures: Mapping[int, Any], run_dir: str) -> MantissaError:
     if failure.exitcode < 0:
         what = f"was killed by {signal.Signals(-failure.exitcode).name}"
         if failure.exitcode == -signal.SIGKILL:
-            what += " (out of memory, where nobody did it)"
+            what += " (as the system does where memory runs out)"
     elif failure.exitcode == _LOST:
         what = f"lost another one: {failure.message}"
     else:

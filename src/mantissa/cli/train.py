@@ -105,7 +105,8 @@ def _start_ranks(config: RunConfig, resume: Path | None, given: list[str]) -> No
         launch(["train", "--resume", str(resume), *given], config.nproc, str(resume))
         return
     folder = config.run_dir or str(default_path(config.name))
-    launch(["train", *given, f"run_dir={folder}"], config.nproc, folder)
+    named = [] if config.run_dir else [f"run_dir={folder}"]
+    launch(["train", *given, *named], config.nproc, folder)
 
 
 def _changes(resume: Path, given: list[str]) -> dict[str, Any]:

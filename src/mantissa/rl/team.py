@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import heapq
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -171,6 +172,8 @@ class Team:
             module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a part of the batch's
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
         register_fsdp_forward_method(model, "within")
+        # Exact kernels' logits are a view of a larger tensor. FSDP2 fears in-place changes of it; nobody makes any.
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
         return model
 
 
