@@ -106,6 +106,7 @@ class Setting:
         if world == 2:
             yield job("overflow", "overflow", self.recipe(OVERFLOW))
             yield job("mismatch", "mismatch", self.recipe(MISMATCH))
+            yield job("stop", "stop", self.recipe((*RUN, "precision=fp32")))
 
     def launch(self, world: int) -> Path:
         folder = self.folder / str(world)
@@ -304,6 +305,14 @@ def test_a_rollout_that_differs_on_one_rank_stops_all(launched: dict[int, Path],
         assert list((launched[2] / f"{kind}-mismatch").glob("mismatch-step-1.safetensors"))
     else:
         assert "parallel=ddp names the operation" in message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_no_scale_can_cure_on_one_rank_stops_all(launched: dict[int, Path], kind: str) -> None:
+    said = {mine["error"] for mine in left((2, launched[2]), f"{kind}-stop")}
+    assert len(said) == 1
+    assert "non-finite gradient at loss scale 1" in said.copy().pop()
+    assert "first non-finite value: the gradient of the output of " in said.pop()
 
 
 def weights_of(path: Path) -> dict[str, Tensor]:

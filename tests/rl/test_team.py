@@ -135,6 +135,24 @@ def test_gradients_are_added_in_buckets_and_frozen_parameters_left_alone(monkeyp
     assert frozen.grad is None
 
 
+@pytest.mark.parametrize("differs", [False, True])
+def test_ranks_that_went_apart_are_found(differs: bool) -> None:
+    tensors = {"a": torch.randn(5), "b": torch.randn(3, 3), "c": torch.zeros(2)}
+
+    class Gathering(Ranks):
+        def gather(self, value: Any) -> list[Any]:
+            bits = tensors["b"].view(torch.int32).long().sum().item()
+            assert value[1] == bits
+            return [value, value, [value[0], value[1] + differs, value[2]]]
+
+    team = Team(Gathering(0, 3))
+    if not differs:
+        team.check_alike(tensors)
+        return
+    with pytest.raises(MantissaError, match="hold different weights: b differs on rank 2; a device"):
+        team.check_alike(tensors)
+
+
 def test_completions_survive_the_way() -> None:
     group = [
         Completion((5, 6, 7), torch.tensor([-0.5, -0.0, float("nan")]), "stop", 3),

@@ -165,8 +165,27 @@ def mismatch(recipe: Recipe, folder: Path) -> dict[str, Any]:
     return {"error": ""}
 
 
+def stop(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """A loss on the last rank whose gradient is not finite in fp32, which no scale can cure: every rank must stop."""
+    real = Learner._loss
+
+    def loss(self: Learner, *rest: Any) -> Any:
+        value, tallies = real(self, *rest)
+        last = self.team.ranks.rank == self.team.ranks.world - 1
+        return (value * math.inf if last and rest[1].counts else value), tallies
+
+    Learner._loss = loss  # type: ignore[method-assign]
+    try:
+        start(make_config(recipe | {"run_dir": str(folder)}, "test"))
+    except MantissaError as error:
+        return {"error": str(error)}
+    finally:
+        Learner._loss = real  # type: ignore[method-assign]
+    return {"error": ""}
+
+
 SCENARIOS: dict[str, Callable[[Recipe, Path], dict[str, Any]]] = {
-    f.__name__: f for f in (gradients, train, go_on, overflow, mismatch)
+    f.__name__: f for f in (gradients, train, go_on, overflow, mismatch, stop)
 }
 
 

@@ -112,8 +112,9 @@ class Learner:
             watched = nn.ModuleDict({"policy": self.model, "partition": flow.head})
 
         def diagnose(backward: Backward) -> str:
-            found = first_nonfinite(watched, lambda: backward(scaler.scale))
-            return self.team.said(None if found.startswith("nothing") else found) or found
+            found = self.team.ranks.gather(first_nonfinite(watched, lambda: backward(scaler.scale)))
+            # the sum over ranks carries it to all parameters: what saw it in an output saw it where it began
+            return min(found, key=lambda text: (text.startswith("nothing"), "the output of" not in text))
 
         return OptimizerStep(
             parameters,

@@ -165,6 +165,7 @@ class Loop:
         return checkpoint.step
 
     def _save(self, step: int) -> None:
+        self.team.check_alike(self.learner.trained)
         trained = self.team.whole(self.learner.trained)
         optimizer = self.team.whole(self.learner.step.optimizer_tensors())
         if not self.team.first:

@@ -145,6 +145,23 @@ class Team:
                 kept[name] = full.detach().cpu()
         return kept
 
+    def check_alike(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise where ranks that should hold the same fp32 tensors do not: their sums of bits, as integers, differ.
+
+        They can only go apart through a fault, such as a product that is not the same twice; and then silently.
+        """
+        if self.alone or self.sharded:
+            return
+        sums = [tensor.detach().view(torch.int32).sum(dtype=torch.int64) for tensor in tensors.values()]
+        everybodys = self.ranks.gather(torch.stack(sums).tolist())
+        for name, *found in zip(tensors, *everybodys, strict=True):
+            if len(set(found)) > 1:
+                raise MantissaError(
+                    f"ranks that learn alike hold different weights: {name} differs on rank "
+                    f"{next(rank for rank, value in enumerate(found) if value != found[0])}; a device or a kernel does "
+                    "not repeat its results; resume from the last checkpoint, and look at that device"
+                )
+
     def decided(self, value: T) -> T:
         """Rank 0's ``value``: what the others found may be newer or older."""
         found: T = self.ranks.gather(value)[0]
@@ -231,4 +248,4 @@ def joined(config: RunConfig, device: torch.device) -> Iterator[Team]:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), "cpu")
     yield Team(ranks, config.parallel or "ddp")
-    ranks.barrier()  # the others wait for the report: a rank that ends early looks like one that died
+    ranks.gather(None)  # the others wait for the report: a rank that ends early looks like one that died
