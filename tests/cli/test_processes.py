@@ -209,6 +209,7 @@ def test_the_rank_that_failed_by_itself_is_blamed(tmp_path: Path) -> None:
         1,
     )
     assert said(r0=stopped, r1=lost)[0].startswith("process 0 (pid 77) was killed by SIGTERM")
+    assert said(r0=lost, r1=Failure(130)) == ("interrupted; nothing was begun that needs to be resumed", 130)
     assert said(r1=lost) == (f"process 1 (pid 77) lost another one: connection closed{nothing}", 1)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()

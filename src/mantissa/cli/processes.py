@@ -88,6 +88,8 @@ def blame(failures: Mapping[int, Any], run_dir: str) -> MantissaError:
     rank, failure = min(failures.items(), key=order)
     if failure.exitcode == _USER:
         return MantissaError(failure.message)
+    if failure.exitcode == StoppedError.exit_code:
+        return StoppedError(f"interrupted{_go_on(run_dir)}")
     if failure.exitcode < 0:
         what = f"was killed by {signal.Signals(-failure.exitcode).name}"
         if failure.exitcode == -signal.SIGKILL:
@@ -112,9 +114,10 @@ def as_rank() -> Iterator[None]:
     Python's own exit is not taken: gloo's threads abort it now and then.
     """
     _die_with_launcher()
-    code = 0
+    code = _FAILED
     try:
         yield
+        code = 0
     except MantissaError as error:
         code = error.exit_code
         _tell(str(error), code)
@@ -123,13 +126,11 @@ def as_rank() -> Iterator[None]:
     except RuntimeError as error:
         if not _connection_lost(error):
             sys.excepthook(type(error), error, error.__traceback__)
-            code = _FAILED
         else:
             code = _LOST
             _tell(" ".join(str(error).split()).partition(". This may indicate")[0], code)
     except Exception as error:  # noqa: BLE001 - printed whole; then this process must end, and not by unwinding
         sys.excepthook(type(error), error, error.__traceback__)
-        code = _FAILED
     finally:
         with suppress(OSError):
             sys.stdout.flush()

@@ -52,7 +52,7 @@ def train(
 
     world = world_size()
     if world is None:
-        _run(recipe, overrides or [], resume, 1)
+        _run(recipe, overrides or [], resume, None)
         return
     from mantissa.cli.processes import as_rank
 
@@ -60,8 +60,8 @@ def train(
         _run(recipe, overrides or [], resume, world)
 
 
-def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: int) -> None:
-    """``world``: how many processes do this; where there is one, it may start more."""
+def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: int | None) -> None:
+    """``world``: how many processes do this; None: this one alone, and it may start others."""
     import torch
 
     from mantissa.rl import load_recipe, resumed_config
@@ -71,20 +71,21 @@ def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: 
     given = [] if recipe is None else [str(recipe), *overrides]
     if resume is not None:
         changes = _changes(resume, given)
-        if world > 1:
+        if world is not None:
             changes.setdefault("nproc", world)
         config = resumed_config(resume, changes)
     elif recipe is None:
         raise MantissaError("expected a recipe, such as recipes/demo.yaml, or --resume RUN")
     else:
-        config = load_recipe(recipe, overrides, nproc=world if world > 1 else None)
-    if world == 1 and config.nproc > 1:
+        config = load_recipe(recipe, overrides, nproc=world)
+    if world is None and config.nproc > 1:
         _start_ranks(config, resume, given)
         return
-    if world == 1 or os.environ.get("RANK") == "0":
-        _warn_if(crowded(torch.get_num_threads(), world))
+    first = world is None or os.environ["RANK"] == "0"
+    if first:
+        _warn_if(crowded(torch.get_num_threads(), world or 1))
     report = start_run(config) if resume is None else resume_run(resume, changes)
-    if world == 1 or os.environ.get("RANK") == "0":
+    if first:
         typer.echo(f"report: {report}")
 
 
