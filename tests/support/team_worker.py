@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import mantissa.rl.session
 from mantissa.algorithms import values
 from mantissa.errors import MantissaError
+from mantissa.model.decoder import Norm
 from mantissa.precision.strict import StrictPromotion
 from mantissa.rl import make_config, resume, start
 from mantissa.rl.assemble import Parts, assemble
@@ -119,20 +121,37 @@ def go_on(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def overflow(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """A run in which the first backward of step 2 overflows on the last rank alone, and that of step 3 always."""
+    """A run in which one number of one gradient overflows on the last rank: in step 2 once, in step 3 always.
+
+    It is the first of the last norm's, which with FSDP2 is rank 0's to keep: no other rank sees it by itself.
+    """
     outcomes: list[str] = []
     real, real_update = Learner._loss, Learner.update
     state = {"step": 0, "losses": 0}
 
+    class Poison(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            return weight.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            grad = grad.clone()
+            last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+            if last and ((state["step"] == 2 and state["losses"] == 1) or state["step"] == 3):
+                grad[0] = math.inf
+            return grad
+
+    def norm(self: Norm, x: Tensor, kernels: Any) -> Tensor:
+        return kernels.rms_norm(x, Poison.apply(self.weight) if self.weight.requires_grad else self.weight, self.eps)
+
     def loss(self: Learner, *rest: Any) -> Any:
-        value, tallies = real(self, *rest)
         state["losses"] += 1
-        last = self.team.ranks.rank == self.team.ranks.world - 1
-        bad = (state["step"] == 2 and state["losses"] == 1) or state["step"] == 3
-        return (value * math.inf if last and bad and rest[1].counts else value), tallies
+        return real(self, *rest)
 
     def update(self: Learner, experience: Experience, step: int, probe: bool) -> Any:
         state.update(step=step, losses=0)
+        self.model.model.norm.forward = norm.__get__(self.model.model.norm)  # type: ignore[method-assign]
         result = real_update(self, experience, step, probe)
         outcomes.extend(f"{step} {outcome} {outcome.scale:g}" for outcome in result.outcomes)
         return result
