@@ -43,7 +43,7 @@ def measure(hidden: int, rounds: int) -> list[dict[str, Any]]:
         role = resolve(asked[name], "cpu").learner
         about = {
             "benchmark": "fp8_step",
-            "variant": name,
+            "contender": name,
             "requested": asked[name].train,
             "active": "fp8" if role.fp8 is not None else role.active.name,
             "products": role.name if role.fp8 is None else f"{role.fp8}, scale {role.fp8.scale}",
@@ -70,7 +70,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     rows = measure(arguments.hidden, arguments.rounds)
     for row in rows:
-        print(f"{row['variant']:>16} {row['metric']:<20} {row['value']:.4g} {row['unit']}")
+        print(f"{row['contender']:>16} {row['metric']:<20} {row['value']:.4g} {row['unit']}")
     print(append("fp8_step.jsonl", rows, "cpu"))
 
 

@@ -174,6 +174,7 @@ def test_completions_survive_the_way() -> None:
         (["nproc=9"], "nproc=9, but rollout.prompts=8"),
         (["nproc=2", "rollout.max_policy_lag=4"], "rollout.max_policy_lag=4 with nproc=2"),
         (["nproc=2", "parallel=fsdp2", "model.lora={rank: 2, alpha: 4}"], "parallel=fsdp2 with model.lora"),
+        (["nproc=2", "parallel=fsdp2", "optimizer.moments=8bit"], "parallel=fsdp2 with optimizer.moments=8bit"),
         (["nproc=0"], "nproc: input should be greater than or equal to 1, got 0"),
         (["nproc=2", "parallel=horovod"], "parallel: input should be 'ddp' or 'fsdp2', got 'horovod'"),
     ],

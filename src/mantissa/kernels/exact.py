@@ -27,6 +27,8 @@ from mantissa.kernels.exact_plan import ExactPlan
 from mantissa.kernels.simulated import SimulatedKernels, _SwiGLU
 from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_to_format_
 
+_PART = 1 << 19  # values of SwiGLU at a time: 2 MB
+
 
 class ExactKernels(SimulatedKernels):
     """The operations in ``fmt``, fp32 included, on fp32 tensors, by the ways that ``plan`` names. See ``Kernels``.
@@ -71,6 +73,11 @@ class _ExactSwiGLU(_SwiGLU):
     def forward(ctx: Any, gate: Tensor, up: Tensor, fmt: NumberFormat) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.fmt = fmt
-        silu = gate.neg().exp_().add_(1.0)
-        torch.div(gate, silu, out=silu)
-        return round_to_format_(round_to_format_(silu, fmt).mul_(up), fmt)
+        out = torch.empty(gate.shape, device=gate.device)
+        # Part by part, so that the next operation finds in the cache what the last one wrote.
+        parts = zip(*(x.reshape(-1).split(_PART) for x in (gate, up, out)), strict=True)
+        for gate_N, up_N, out_N in parts:
+            torch.neg(gate_N, out=out_N).exp_().add_(1.0)
+            torch.div(gate_N, out_N, out=out_N)
+            round_to_format_(round_to_format_(out_N, fmt).mul_(up_N), fmt)
+        return out

@@ -12,7 +12,7 @@ What a row's number may depend on is its query and the keys and values up to its
   where its length suggests (at some 200 terms, here), a short one not at all.
 - The number of rows is a multiple of what the probe found sufficient, or every product is a tile of one size.
 
-``rows``, one function, serves all three uses: what differs is the mask. The rounding points are the fast family's:
+``attended``, one function, serves all three uses: what differs is the mask. The rounding points are the fast family's:
 scores and softmax in fp32, the normalised probabilities rounded to the format, the result rounded once.
 
 Of the two possible schemes, softmax over all keys (two-pass) and a running maximum (online), this is the first: the
@@ -34,7 +34,9 @@ from mantissa.precision import NumberFormat, round_cached, round_to_format_
 KEYS = 16  # keys come in multiples of this: the widest vector of a CPU, so that a softmax's lanes stay the same
 VALUES = 128  # keys of one sum of P V
 _TILE = 64  # keys of one tile, where every product is a tile
-_QUERIES = 64  # positions at a time in training: a multiple of every number of rows that the probe tries
+_LONG = (
+    128  # up to here 16 positions at a time save a quarter of all scores; beyond, 32 save their share in fewer calls
+)
 
 
 class ExactAttention(torch.autograd.Function):
@@ -53,20 +55,10 @@ class ExactAttention(torch.autograd.Function):
         kv_fmt: NumberFormat,
         choice: Choice,
     ) -> Tensor:
-        (batch, heads, length, size), kv_heads = q_BHTD.shape, k_BKTD.shape[1]
-        group = heads // kv_heads
-        step = choice.rows // math.gcd(group, choice.rows)  # positions that make whole multiples of rows
-        q = _padded(q_BHTD.reshape(batch * kv_heads, group, length, size), 2, step)
-        k, v = (_padded(round_cached(x, kv_fmt).flatten(0, 1), 1, KEYS) for x in (k_BKTD, v_BKTD))
-        out = q.new_empty(batch * kv_heads, group, length, size)
-        for start in range(0, length, _QUERIES):
-            stop, padded = min(start + _QUERIES, length), min(start + _QUERIES, q.shape[2])
-            keys = -(-padded // KEYS) * KEYS
-            mask = torch.full((padded - start, keys), float("-inf"), device=q.device).triu_(start + 1)
-            rows_NMD = attended(
-                q[:, :, start:padded].flatten(1, 2), k[:, :keys], v[:, :keys], mask.repeat(group, 1), fmt, choice
-            )
-            out[:, :, start:stop] = rows_NMD.view(-1, group, padded - start, size)[:, :, : stop - start]
+        k, v = round_cached(k_BKTD, kv_fmt), round_cached(v_BKTD, kv_fmt)
+        length = q_BHTD.shape[2]
+        q, k, v = _laid_out(q_BHTD, k, v, choice)
+        out = _causal(q, k, v, length, length, fmt, choice)
         ctx.save_for_backward(q[:, :, :length], k[:, :length], v[:, :length], out)
         ctx.fmt, ctx.shape = fmt, q_BHTD.shape
         return out.view(q_BHTD.shape)
@@ -74,6 +66,39 @@ class ExactAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (*CausalAttention.backward(ctx, *grads), None, None)
+
+
+def causal(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, fmt: NumberFormat, choice: Choice) -> Tensor:
+    """Queries of the last T of S positions against the keys up to each of them: T = S but in a chunk of a prefill.
+
+    Shape of ``q``. No gradient.
+    """
+    q, k, v = _laid_out(q_BHTD, k_BKSD, v_BKSD, choice)
+    return _causal(q, k, v, q_BHTD.shape[2], k_BKSD.shape[2], fmt, choice).view(q_BHTD.shape)
+
+
+def _laid_out(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
+    """q as N,G,T,D and k, v as N,S,D, contiguous, with zeros behind: whole multiples of rows, and keys for them all."""
+    kv_heads, first = k_BKSD.shape[1], k_BKSD.shape[2] - q_BHTD.shape[2]
+    group = q_BHTD.shape[1] // kv_heads
+    q = _padded(q_BHTD, 2, choice.rows // math.gcd(group, choice.rows))
+    k, v = (_padded(x, 2, KEYS, first + q.shape[2]).flatten(0, 1) for x in (k_BKSD, v_BKSD))
+    return q.view(-1, group, *q.shape[2:]), k, v
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, length: int, last: int, fmt: NumberFormat, choice: Choice) -> Tensor:
+    """The first ``length`` positions of ``q``, of which the last stands at ``last`` - 1. Shape N,G,length,D."""
+    group, first = q.shape[1], last - length
+    out = q.new_empty(len(q), group, length, q.shape[3])
+    queries = 16 if last <= _LONG else 32  # a multiple of every number of rows that the probe tries
+    for start in range(0, length, queries):
+        stop, padded = min(start + queries, length), min(start + queries, q.shape[2])
+        keys = -(-(first + padded) // KEYS) * KEYS
+        mask = torch.full((padded - start, keys), float("-inf"), device=q.device).triu_(first + start + 1)
+        scores = mask.repeat(group, 1).repeat(len(q), 1, 1)
+        rows_NMD = attended(q[:, :, start:padded].flatten(1, 2), k[:, :keys], v[:, :keys], scores, fmt, choice)
+        out[:, :, start:stop] = rows_NMD.view(len(q), group, padded - start, -1)[:, :, : stop - start]
+    return out
 
 
 def cached(
@@ -86,73 +111,68 @@ def cached(
     k, v = (_padded(x.flatten(0, 1), 1, KEYS) for x in (k_BKSD, v_BKSD))
     beyond_BS = torch.arange(k.shape[1], device=q.device) >= length_B.unsqueeze(1)
     mask_BS = torch.zeros(beyond_BS.shape, device=q.device).masked_fill_(beyond_BS, float("-inf"))
-    mask_N1S = mask_BS.repeat_interleave(kv_heads, 0).unsqueeze(1)
-    return attended(q, k, v, mask_N1S, fmt, choice)[:, :group].reshape(q_BHD.shape)
+    scores = mask_BS[:, None, None].repeat(1, kv_heads, q.shape[1], 1).flatten(0, 1)
+    return attended(q, k, v, scores, fmt, choice)[:, :group].reshape(q_BHD.shape)
 
 
-def attended(q_NMD: Tensor, k_NSD: Tensor, v_NSD: Tensor, mask: Tensor, fmt: NumberFormat, choice: Choice) -> Tensor:
-    """round(round(softmax(q k^T / sqrt(D) + mask)) v). ``mask``: 0 or -inf, broadcast to N,M,S. Shape of ``q``."""
+def attended(
+    q_NMD: Tensor, k_NSD: Tensor, v_NSD: Tensor, scores_NMS: Tensor, fmt: NumberFormat, choice: Choice
+) -> Tensor:
+    """round(round(softmax(q k^T / sqrt(D))) v). Shape of ``q``.
+
+    ``scores_NMS``: 0 where a query sees a key and -inf where not; the scores are written over it.
+    """
     if choice.way == "row tiles":
-        return _in_tiles(q_NMD, k_NSD, v_NSD, mask, fmt, choice.rows)
+        return _in_tiles(q_NMD, k_NSD, v_NSD, scores_NMS, fmt, choice.rows)
     scale = q_NMD.shape[-1] ** -0.5
-    wide = choice.way == "fp64"
-    if wide:
-        scores = torch.bmm(q_NMD.double(), k_NSD.double().transpose(1, 2)).mul_(scale).float().add_(mask)
-        p = torch.softmax(scores.double(), dim=-1).float()
-    else:
-        # Mask and scale enter with the product: on their own they would each be one more pass over the scores.
-        scores = torch.baddbmm(mask, q_NMD, k_NSD.transpose(1, 2), alpha=scale)
-        p = torch.softmax(scores, dim=-1)
-    p = round_to_format_(p, fmt)
-    if wide:
+    if choice.way == "fp64":
+        scores_NMS += torch.bmm(q_NMD.double(), k_NSD.double().transpose(1, 2)).mul_(scale).float()
+        p = round_to_format_(torch.softmax(scores_NMS.double(), dim=-1).float(), fmt)
         return round_to_format_(torch.bmm(p.double(), v_NSD.double()).float(), fmt)
-    return round_to_format_(_summed(p, v_NSD, VALUES), fmt)
+    # Mask and scale enter with the product: on their own they would each be one more pass over the scores.
+    scores_NMS.baddbmm_(q_NMD, k_NSD.transpose(1, 2), alpha=scale)
+    p = round_to_format_(torch.softmax(scores_NMS, dim=-1), fmt)
+    return round_to_format_(_summed(p, v_NSD), fmt)
 
 
-def _summed(p_NMS: Tensor, v_NSD: Tensor, block: int) -> Tensor:
+def _summed(p_NMS: Tensor, v_NSD: Tensor) -> Tensor:
     """P V, block of keys by block of keys, in order."""
-    total = torch.bmm(p_NMS[:, :, :block], v_NSD[:, :block])
-    for start in range(block, p_NMS.shape[2], block):
-        total += torch.bmm(p_NMS[:, :, start : start + block], v_NSD[:, start : start + block])
+    total = torch.bmm(p_NMS[:, :, :VALUES], v_NSD[:, :VALUES])
+    for start in range(VALUES, p_NMS.shape[2], VALUES):
+        total += torch.bmm(p_NMS[:, :, start : start + VALUES], v_NSD[:, start : start + VALUES])
     return total
 
 
-def _in_tiles(q_NMD: Tensor, k_NSD: Tensor, v_NSD: Tensor, mask: Tensor, fmt: NumberFormat, rows: int) -> Tensor:
-    """The same with every product one tile: ``rows`` queries of one head by ``_TILE`` keys; sums over keys too."""
+def _in_tiles(q_NMD: Tensor, k_NSD: Tensor, v_NSD: Tensor, scores_NMS: Tensor, fmt: NumberFormat, rows: int) -> Tensor:
+    """The same with every product one tile, ``rows`` queries of one head by ``_TILE`` keys, and sums over keys too."""
     heads, count, size = q_NMD.shape
-    keys = v_NSD.shape[1]
     k, v = _padded(k_NSD, 1, _TILE), _padded(v_NSD, 1, _TILE)
-    whole = k.shape[1]
-    p = torch.full((heads, count, whole), float("-inf"), device=q_NMD.device)
-    for head, row, start in _tiles(heads, count, whole, rows):
-        tile_RS = torch.mm(q_NMD[head, row : row + rows], k[head, start : start + _TILE].t())
-        p[head, row : row + rows, start : start + _TILE] = tile_RS
-    p = p.mul_(size**-0.5)
-    p[:, :, :keys] += mask
-    p[:, :, keys:] = float("-inf")
+    p = torch.full((heads, count, k.shape[1]), float("-inf"), device=q_NMD.device)
+    p[:, :, : scores_NMS.shape[2]] = scores_NMS
+    tiles = _tiles(heads, count, k.shape[1], rows)
+    for head, row, key in tiles:
+        tile_RS = torch.mm(q_NMD[head, row : row + rows], k[head, key : key + _TILE].t())
+        p[head, row : row + rows, key : key + _TILE] += tile_RS.mul_(size**-0.5)
     p = p.sub_(p.amax(-1, keepdim=True)).exp_()
-    total = p[:, :, :_TILE].sum(-1, keepdim=True)
-    for start in range(_TILE, whole, _TILE):
-        total += p[:, :, start : start + _TILE].sum(-1, keepdim=True)
-    p = round_to_format_(p.div_(total), fmt)
+    sums = [p[:, :, key : key + _TILE].sum(-1, keepdim=True) for key in range(0, k.shape[1], _TILE)]
+    p = round_to_format_(p.div_(sum(sums[1:], sums[0])), fmt)
     out = torch.zeros(q_NMD.shape, device=q_NMD.device)
-    for head, row, start in _tiles(heads, count, whole, rows):
-        part = torch.mm(p[head, row : row + rows, start : start + _TILE], v[head, start : start + _TILE])
-        out[head, row : row + rows] += part
+    for head, row, key in tiles:
+        out[head, row : row + rows] += torch.mm(
+            p[head, row : row + rows, key : key + _TILE], v[head, key : key + _TILE]
+        )
     return round_to_format_(out, fmt)
 
 
 def _tiles(heads: int, count: int, keys: int, rows: int) -> list[tuple[int, int, int]]:
     """Head, first row and first key of every tile, keys in order."""
-    return [
-        (head, row, start) for head in range(heads) for row in range(0, count, rows) for start in range(0, keys, _TILE)
-    ]
+    return [(head, row, key) for head in range(heads) for row in range(0, count, rows) for key in range(0, keys, _TILE)]
 
 
-def _padded(x: Tensor, dim: int, multiple: int) -> Tensor:
-    """``x``, contiguous, with zeros behind it along ``dim`` up to a multiple; ``x`` itself where it is that already."""
+def _padded(x: Tensor, dim: int, multiple: int, least: int = 0) -> Tensor:
+    """``x``, contiguous, with zeros behind it along ``dim`` up to a multiple that is at least ``least``."""
     length = x.shape[dim]
-    padded = -(-length // multiple) * multiple
+    padded = -(-max(length, least) // multiple) * multiple
     if padded == length:
         return x.contiguous()
     shape = list(x.shape)

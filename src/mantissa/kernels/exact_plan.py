@@ -15,7 +15,7 @@ Which one holds is measured (``exact_probe.py``), never assumed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,17 +87,17 @@ class ExactPlan:
     ``names``: of the products. ``checked``: what else was found to be row-invariant, and over what.
     """
 
-    products: Mapping[tuple[int, int], Choice]
+    products: Mapping[tuple[int, ...], Choice]
     attention: Choice
     names: Mapping[tuple[int, int], str] = dataclasses.field(default_factory=dict)
     checked: str = ""
 
-    def product(self, size: Iterable[int]) -> Choice:
+    def product(self, size: tuple[int, ...]) -> Choice:
         """The choice for a weight of this shape; ``ValueError`` where the plan was made for another model."""
-        key = tuple(size)
-        if key not in self.products:
-            raise ValueError(f"the exact plan has no product of shape {key}: it was made for another model")
-        return self.products[key]  # type: ignore[index]
+        choice = self.products.get(size)
+        if choice is None:
+            raise ValueError(f"the exact plan has no product of shape {tuple(size)}: it was made for another model")
+        return choice
 
     def lines(self) -> list[str]:
         """What was chosen, and why, for the screen: products that share both are one line."""

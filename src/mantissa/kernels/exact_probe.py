@@ -26,7 +26,8 @@ from mantissa.precision import FP32, ResolvedRole
 PRODUCTS = (Choice("padded rows", 16), Choice("row tiles", 64), Choice("fp64", 16))
 ATTENTION = (Choice("padded rows", 4), Choice("padded rows", 16), Choice("row tiles", 16), Choice("fp64", 16))
 _COUNTS = (1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 17, 19, 31, 33, 37, 47, 64, 65, 97, 129, 200, 255, 509)
-_OPERATIONS = 1.2e10  # floating-point operations that the products' probe may spend: 0.1 s at 100 GFLOP/s
+_FEW = (1, 5, 17, 33)  # where a row is dear: a head of 150,000 words
+_OPERATIONS = 1.5e10  # floating-point operations that the products' probe may spend: 0.15 s at 100 GFLOP/s
 _SMALL = (8, 8)  # the products by which ``probe`` proves a format
 
 
@@ -83,9 +84,10 @@ def _first(what: str, choices: tuple[Choice, ...], check: Check, only: Way | Non
 def _product_check(size: tuple[int, int], rows: int, budget: float, generator: torch.Generator) -> Check:
     """Rows among 1 to ``rows`` others, at two offsets, with the weight at another alignment in memory."""
     outputs, inputs = size
-    affordable = int(budget / (2 * inputs * outputs * 4))  # most of four times the rows of the largest count
-    most = max(40, min(rows, affordable))
-    counts = [n for n in _COUNTS if n < most] + [most]
+    affordable = int(budget / (2 * inputs * outputs))  # rows in all: two thread counts, two offsets
+    spent = 4 * sum(_COUNTS)
+    most = max(_FEW[-1] + 3, min(rows, (affordable - spent) // 4))
+    counts = [n for n in (_COUNTS if affordable > spent else _FEW) if n < most] + [most]
     x_ME = torch.randn(most, inputs, generator=generator)
     shifted = torch.randn(outputs * inputs + 1, generator=generator)[1:].view(outputs, inputs)
     aligned = shifted.clone()
@@ -157,23 +159,14 @@ def _cache_differs(
 
 
 def _long_differs(q: Tensor, kv: Tensor, length: int, choice: Choice) -> str:
-    """The last 64 positions of a sequence of ``length``, as training computes them and from a longer cache."""
-    count = min(64, length)
-    keys = -(-length // exact_attention.KEYS) * exact_attention.KEYS
-    group = q.shape[1] // kv.shape[2]
-    position = torch.arange(length - count, length)
-    mask_TS = torch.zeros(count, keys).masked_fill_(torch.arange(keys) > position.unsqueeze(1), float("-inf"))
-    rows = q[:, :, :count].reshape(kv.shape[2], group, count, -1)
-    padded = -(-count // choice.rows) * choice.rows
-    rows = torch.cat((rows, rows[:, :, : padded - count]), 2).flatten(1, 2)
-    mask_TS = torch.cat((mask_TS, mask_TS[: padded - count]))
-    k, v = kv[0, 0], kv[1, 0]
-    block = exact_attention.attended(rows, k[:, :keys], v[:, :keys], mask_TS.repeat(group, 1), FP32, choice)
-    block = block.view(*k.shape[:1], group, padded, -1)
-    for i in {0, count // 2, count - 1}:
-        got = exact_attention.cached(q[:, :, i], kv[0], kv[1], position[i : i + 1] + 1, FP32, choice)
-        if not torch.equal(got.view(kv.shape[2], group, -1), block[:, :, i]):
-            return f"decode at position {int(position[i])}"
+    """The last positions of a sequence of ``length``, as training or a chunk has them, and from a longer cache."""
+    count = min(q.shape[2], length)
+    expected = exact_attention.causal(q[:, :, :count], kv[0, :, :, :length], kv[1, :, :, :length], FP32, choice)
+    for i in sorted({0, count // 2, count - 1}):
+        position = length - count + i
+        got = exact_attention.cached(q[:, :, i], kv[0], kv[1], torch.tensor([position + 1]), FP32, choice)
+        if not torch.equal(got, expected[:, :, i]):
+            return f"decode at position {position}"
     return ""
 
 

@@ -9,8 +9,8 @@ from mantissa.kernels.exact_plan import Choice
 
 
 def product(x_NE: Tensor, weight_FE: Tensor, choice: Choice) -> Tensor:
-    """x @ weight^T in fp32, any leading shape, by the way chosen. No gradient flows through it."""
-    rows_ME, weight_EF = x_NE.detach().reshape(-1, x_NE.shape[-1]), weight_FE.detach().t()
+    """x @ weight^T in fp32, any leading shape, by the way chosen. To be called without gradients."""
+    rows_ME, weight_EF = x_NE.reshape(-1, x_NE.shape[-1]), weight_FE.t()
     if choice.way == "fp64":
         out_MF = _in_multiples(rows_ME.double(), weight_EF.double(), choice.rows).float()
     elif choice.way == "row tiles":

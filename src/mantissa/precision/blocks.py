@@ -21,8 +21,8 @@ product. There a block that holds inf or NaN becomes NaN throughout: a gradient 
 finite one.
 
 Cost on a CPU: torch takes 1.4 ms per million values to turn e4m3 into fp32. ``round_in_blocks`` makes no codes: for
-|y| in [2^e, 2^(e+1)) adding and subtracting 1.5 * 2^(e + 23 - mantissa bits) rounds y in fp32's own addition, 0.4 ms
-per million with scales and all, on two threads.
+|y| in [2^e, 2^(e+1)) adding and subtracting 1.5 * 2^(e + 23 - mantissa bits) rounds y in fp32's own addition: 0.4 to
+0.8 ms per million with scales and all, on two threads.
 
 Sources: DeepSeek-AI, "DeepSeek-V3 technical report" (2024), section 3.3.2 (1x128 and 128x128 scales); the formats:
 ``formats.py``.

@@ -58,6 +58,11 @@ def _check_processes(config: RunConfig) -> None:
             "learning is for one process (two threads of each would talk to the others at once); set "
             "rollout.max_policy_lag=0"
         )
+    if config.parallel == "fsdp2" and config.optimizer.moments == "8bit":
+        raise MantissaError(
+            "parallel=fsdp2 with optimizer.moments=8bit: blocks of a slice are not those of the whole, so another number "
+            "of processes could not resume; use parallel=ddp, or optimizer.moments=fp32"
+        )
     if config.parallel == "fsdp2" and config.model.lora is not None:
         raise MantissaError(
             "parallel=fsdp2 with model.lora: adapters are merged into whole matrices, and what would be divided, "

@@ -102,7 +102,11 @@ class Learner:
     ) -> OptimizerStep:
         """A fresh optimiser over the masters (and FlowRL's head, if it is given), behind the one optimiser step."""
         optimizer = adamw(
-            self.model, betas=self.config.betas, eps=self.config.eps, weight_decay=self.config.weight_decay
+            self.model,
+            betas=self.config.betas,
+            eps=self.config.eps,
+            weight_decay=self.config.weight_decay,
+            moments=self.config.moments,
         )
 
         parameters = dict(self.model.named_parameters())

@@ -23,9 +23,18 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.files import write_atomically
-from mantissa.kernels import Kernels, Pick, Traced, first_difference, operation
+from mantissa.kernels import (
+    Kernels,
+    Pick,
+    Traced,
+    first_difference,
+    learner_kernels,
+    operation,
+    rollout_kernels,
+)
 from mantissa.model import Decoder, ModelConfig, RopeScaling
-from mantissa.precision import Fp8Policy, PrecisionPolicy
+from mantissa.precision import Fp8Policy, PrecisionPolicy, resolve
+from mantissa.rl.assemble import exact_plan
 from mantissa.rl.experience import Sequences
 from mantissa.rl.forward import forward
 from mantissa.rl.packing import Packed
@@ -185,3 +194,33 @@ def read_case(path: Path | str) -> StoredCase:
         {name.removeprefix("weights."): t for name, t in tensors.items() if name.startswith("weights.")},
         **facts["engine"],
     )
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay found: where the sides part (None: nowhere), and how the exact kernels computed here."""
+
+    culprit: Culprit | None
+    plan: list[str]
+
+
+def replay(stored: StoredCase, device: torch.device) -> Replayed:
+    """Build both sides of a stored case on this machine, and locate where they part."""
+    precision = resolve(stored.policy, device)
+    model = Decoder(stored.model)
+    model.load_state_dict(stored.weights)
+    model = model.to(device)
+    plan = exact_plan(precision, model, device)
+    engine = NativeEngine(
+        stored.model,
+        rollout_kernels(precision, plan),
+        kv_format=precision.kv_cache.active,
+        slots=stored.slots,
+        max_length=stored.max_length,
+        device=device,
+    )
+    engine.sync(dict(model.named_parameters()), 0)
+    case = stored.case
+    part = Sequences(**{f.name: getattr(case.part, f.name).to(device) for f in dataclasses.fields(Sequences)})
+    culprit = locate(engine, model, learner_kernels(precision, plan), dataclasses.replace(case, part=part))
+    return Replayed(culprit, plan.lines() if plan else [])

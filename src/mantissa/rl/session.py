@@ -26,6 +26,7 @@ from mantissa.runs.environment import environment
 from mantissa.runs.live import Live
 from mantissa.runs.report import build_report
 from mantissa.runs.trackers import from_names
+from mantissa.training.moments import described
 
 
 def start(config: RunConfig) -> Path:
@@ -77,7 +78,7 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, *, resumed: bool) ->
     trackers = from_names(config.trackers if first else (), run, done if resumed else None)
     try:
         with _screen(config.steps, done, first) as live:
-            live.precision(parts.precision.rows())
+            live.precision(_precision(parts))
             live.note(f"run {run.path}   device {_devices(parts)}   parameters {_parameters(parts)}")
             for line in parts.plan.lines() if parts.plan else ():
                 live.note(f"exact: {line}")
@@ -120,7 +121,7 @@ def _note_changes(live: Live, changed: dict[str, list[Any]]) -> None:
 
 def _environment(parts: Parts) -> dict[str, Any]:
     """Where the run runs, and the precision table with what the probes saw."""
-    rows = parts.precision.rows()
+    rows = _precision(parts)
     for row in rows:
         row["evidence"] = parts.evidence.get(row["role"], "")
     guards = list(parts.sampler.grader.notes)
@@ -134,6 +135,18 @@ def _devices(parts: Parts) -> str:
     if parts.team.alone:
         return str(parts.device)
     return f"{parts.device.type}, {parts.team.ranks.world} processes ({parts.team.kind})"
+
+
+def _precision(parts: Parts) -> list[dict[str, str]]:
+    """The precision table; where Adam's moments are not as the masters, with a line of their own."""
+    rows = parts.precision.rows()
+    moments = described(parts.learner.step.optimizer)
+    if moments is not None:
+        at = next(index for index, row in enumerate(rows) if row["role"] == "master")
+        rows[at]["reason"] = "weights and what updates them; Adam moments are the next line"
+        line = {"role": "moments", "requested": "8bit", "active": "8bit", "kernels": "torchao", "reason": moments}
+        rows.insert(at + 1, line)
+    return rows
 
 
 def _parameters(parts: Parts) -> str:

@@ -8,6 +8,7 @@ from mantissa.training.distributed import Ranks, distribute
 from mantissa.training.guard import Decision, Guard, replay
 from mantissa.training.guard_config import GuardConfig, Reference
 from mantissa.training.guard_log import GuardLog, GuardSettings, open_guard
+from mantissa.training.moments import Moments
 from mantissa.training.optimizer import adamw, learning_rate
 from mantissa.training.scaler import FixedScaler, LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome
@@ -25,6 +26,7 @@ __all__ = [
     "GuardLog",
     "GuardSettings",
     "LossScaler",
+    "Moments",
     "OptimizerStep",
     "PrecisionTrainer",
     "Ranks",

@@ -3,7 +3,7 @@
 A checkpoint is a folder ``step-N``:
 
 - ``policy.safetensors``     fp32 master weights, by Hugging Face parameter name
-- ``optimizer.safetensors``  Adam's moments and step counts, as ``<parameter>/<field>``
+- ``optimizer.safetensors``  Adam's moments and step counts, as ``<parameter>/<field>`` (8-bit ones in three parts)
 - ``<name>.safetensors``     what else a run needs, such as its reference policy; none, one or several
 - ``state.json``             format and version, counters, scaler, data position, and the size of each file
 

@@ -1,0 +1,161 @@
+"""What exact kernels cost on a CPU: rollout, learner and the whole step of RL against the fast family, in each format.
+
+    python benchmarks/exact_cost.py [--threads 2] [--rounds 9]
+
+Two decoders: the demo's (hidden 64, 4 layers) and one of hidden 256. A step is 64 prompts of 16 tokens, 8 samples each
+of 24 new tokens; ``rollout`` samples them with the engine, ``score`` is the learner's forward without a graph,
+``update`` its forward, backward and AdamW step, ``step`` all of it and the hand-over of the weights. Exact and fast take
+turns, and a ratio is taken within each round, so that a busy machine slows both alike. Targets: the whole step at most
+1.3 times fast in fp32, and no slower than fast in the halves. Each exact step's log-probs are compared, all of them:
+a row with one that differs is refused. Rows go to ``results/exact_cost.jsonl``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from rows import append
+from steps import decoder_config
+
+from mantissa.cli.memory import keep_freed_memory
+from mantissa.kernels import ModelShapes, learner_kernels, plan_exact, rollout_kernels
+from mantissa.model import Decoder, ModelConfig
+from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.rl.experience import Sequences
+from mantissa.rl.forward import forward
+from mantissa.rollout import NativeEngine, Request, SamplingParams
+from mantissa.training import adamw
+
+PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 16, 24
+SCALE = 2.0**10  # a static loss scale, so that fp16's gradients are numbers and not zeros
+PARTS = ("rollout", "score", "update", "step")
+DEMO = ModelConfig("qwen3", 14, 64, 192, 4, 4, 2, 32, tie_word_embeddings=True, qk_norm=True)
+
+
+class Stepper:
+    """One policy and its rollout; a call does one step and says how long each part took."""
+
+    def __init__(self, config: ModelConfig, precision: str, kind: str) -> None:
+        self.precision = resolve(PrecisionPolicy(train=precision, rollout=precision, kernels=kind), "cpu")  # type: ignore[arg-type]
+        self.model = Decoder(config).initialize(torch.Generator().manual_seed(0))
+        self.plan = None
+        if kind == "exact":
+            shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+            weights = dict(self.model.named_parameters())
+            length = PROMPT_TOKENS + NEW_TOKENS
+            shapes = ModelShapes.of(weights, *shape, length=length, rows=PROMPTS * SAMPLES * length)
+            self.plan = plan_exact(shapes, self.precision.learner, "cpu")
+        self.kernels = learner_kernels(self.precision, self.plan)
+        self.engine = NativeEngine(
+            config,
+            rollout_kernels(self.precision, self.plan),
+            kv_format=self.precision.kv_cache.active,
+            slots=PROMPTS * SAMPLES,
+            max_length=PROMPT_TOKENS + NEW_TOKENS,
+        )
+        self.optimizer = adamw(self.model, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1e-4
+        self._draw = torch.Generator().manual_seed(1)
+        self._version, self.compared, self.different = 0, 0, 0
+        self._sync()
+
+    def _sync(self) -> None:
+        self._version += 1
+        self.engine.sync(dict(self.model.named_parameters()), self._version)
+
+    def __call__(self) -> dict[str, float]:
+        vocabulary = self.model.config.vocab_size
+        prompts = torch.randint(0, vocabulary, (PROMPTS, PROMPT_TOKENS), generator=self._draw).tolist()
+        requests = [Request(tuple(prompt), seed=i, samples=SAMPLES) for i, prompt in enumerate(prompts)]
+        start = time.perf_counter()
+        sampled = self.engine.generate(requests, SamplingParams(max_tokens=NEW_TOKENS), self._version)
+        rolled = time.perf_counter()
+        pairs = [(r.prompt_tokens, c) for r, row in zip(requests, sampled, strict=True) for c in row]
+        sequences = Sequences.build([p for p, _ in pairs], [c.tokens for _, c in pairs], torch.device("cpu"))
+        built = time.perf_counter()
+        with torch.no_grad():
+            logp_N = forward(self.model, self.kernels, sequences, 1.0).logp_N
+        scored = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        (forward(self.model, self.kernels, sequences, 1.0).logp_N.mean() * -SCALE).backward()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(SCALE)
+        self.optimizer.step()
+        updated = time.perf_counter()
+        self._sync()
+        done = time.perf_counter()
+        rollout_logp_N = torch.cat([c.logp_T for _, c in pairs])
+        self.compared += len(logp_N)
+        self.different += int((logp_N != rollout_logp_N).sum())
+        step = done - start - (built - rolled)
+        return dict(zip(PARTS, (rolled - start, scored - built, updated - scored, step), strict=True))
+
+
+def measure(name: str, config: ModelConfig, precision: str, rounds: int) -> list[dict[str, Any]]:
+    """Rows of one decoder in one format: seconds of either family, and ratios."""
+    steppers = {kind: Stepper(config, precision, kind) for kind in ("fast", "exact")}
+    times: dict[str, list[dict[str, float]]] = {kind: [] for kind in steppers}
+    for i in range(rounds + 2):  # two for warming up
+        for kind in list(steppers) if i % 2 else list(steppers)[::-1]:
+            taken = steppers[kind]()
+            if i >= 2:
+                times[kind].append(taken)
+    exact = steppers["exact"]
+    if exact.different:
+        raise SystemExit(f"refused: {exact.different} of {exact.compared} log-probs differ in {name} {precision}")
+    rows: list[dict[str, Any]] = []
+    for part in PARTS:
+        for kind, stepper in steppers.items():
+            seconds = [taken[part] for taken in times[kind]]
+            role = stepper.precision.learner
+            about = {
+                "benchmark": "exact_cost",
+                "requested": precision,
+                "active": role.active.name,
+                "kernels": role.kernels,
+                "family": kind,
+                "model": name,
+                "hidden": config.hidden_size,
+                "part": part,
+                "tokens": PROMPTS * SAMPLES * NEW_TOKENS,
+                "rounds": rounds,
+                "compared": stepper.compared,
+                "different": stepper.different,
+            }
+            rows.append(about | {"metric": "seconds", "unit": "s", **spread(seconds)})
+            if kind == "exact":
+                ratios = [mine / fast[part] for mine, fast in zip(seconds, times["fast"], strict=True)]
+                rows.append(about | {"metric": "time_over_fast", "unit": "ratio", **spread(ratios)})
+    return rows
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"value": middle, "quartile_low": low, "quartile_high": high}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    keep_freed_memory()  # as the command has it
+    torch.set_num_threads(arguments.threads)
+    for name, config in (("demo", DEMO), ("hidden 256", decoder_config(256, 4))):
+        for precision in ("fp32", "bf16", "fp16"):
+            rows = measure(name, config, precision, arguments.rounds)
+            for row in rows:
+                if row["metric"] == "time_over_fast":
+                    low, value, high = (row[k] for k in ("quartile_low", "value", "quartile_high"))
+                    print(f"{name:>10} {precision} {row['part']:<8} {value:.3f} ({low:.3f}-{high:.3f}) of fast")
+            print(append("exact_cost.jsonl", rows, "cpu"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Exact kernels, operation by operation: against float64, against the fast family, and a row against itself elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from exact_policies import FAMILIES, exactly, make_model
+from mantissa.kernels import (
+    ExactKernels,
+    ExactPlan,
+    NativeKernels,
+    SimulatedKernels,
+    learner_kernels,
+    probe,
+    reference_kernels,
+    rollout_kernels,
+)
+from mantissa.kernels.exact_attention import ExactAttention, cached, causal
+from mantissa.kernels.exact_plan import Choice
+from mantissa.kernels.exact_products import product
+from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, is_on_grid, resolve, round_to_format
+
+PRODUCTS = [Choice("padded rows", 16), Choice("row tiles", 64), Choice("fp64", 16)]
+ATTENTION = [Choice("padded rows", 4), Choice("padded rows", 16), Choice("row tiles", 16), Choice("fp64", 16)]
+FORMATS = [FP32, BF16, FP16]
+
+
+def plan_for(*sizes: tuple[int, int], attention: Choice = ATTENTION[0]) -> ExactPlan:
+    return ExactPlan(dict.fromkeys(((8, 8), *sizes), PRODUCTS[0]), attention)
+
+
+def drawn(*shape: int, seed: int = 0, fmt: NumberFormat = FP32) -> Tensor:
+    return round_to_format(torch.randn(shape, generator=torch.Generator().manual_seed(seed)), fmt)
+
+
+@pytest.mark.parametrize("choice", PRODUCTS, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 16, 63, 64, 65, 200])
+def test_products_are_right_and_rows_are_their_own(choice: Choice, rows: int) -> None:
+    x, weight = drawn(200, 48), drawn(24, 48, seed=1)
+    got = product(x[:rows], weight, choice)
+    expected = x[:rows].double() @ weight.double().t()
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-5)
+    assert torch.equal(got, product(x, weight, choice)[:rows])
+    assert torch.equal(product(x[:rows].view(1, rows, 48), weight, choice)[0], got)
+
+
+def test_fp64_products_are_the_rounded_sum() -> None:
+    x, weight = drawn(5, 48), drawn(24, 48, seed=1)
+    exact = torch.tensor(
+        [[math.fsum(a * b for a, b in zip(r, w, strict=True)) for w in weight.tolist()] for r in x.tolist()]
+    )
+    assert torch.equal(product(x, weight, PRODUCTS[2]), exact.float())
+
+
+def test_a_bias_is_added_after_the_sum_and_rounded_with_it() -> None:
+    x, weight, bias = drawn(7, 48), drawn(24, 48, seed=1), drawn(24, seed=2)
+    for fmt in FORMATS:
+        kernels = ExactKernels(fmt, plan_for((24, 48)))
+        a, w, b = (round_to_format(t, fmt) for t in (x, weight, bias))
+        assert torch.equal(kernels.linear(a, weight, bias), round_to_format(product(a, w, PRODUCTS[0]) + b, fmt))
+
+
+def test_a_product_the_plan_does_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no product of shape \(24, 40\): it was made for another model"):
+        ExactKernels(FP32, plan_for((24, 48))).linear(drawn(7, 40), drawn(24, 40))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_swiglu_is_right_wherever_a_value_stands(fmt: NumberFormat) -> None:
+    gate = torch.cat((drawn(5000, seed=3, fmt=fmt) * 6, torch.tensor([0.0, -0.0, 88.0, -88.0, -104.0, -1e4, 1e4])))
+    gate = round_to_format(gate, fmt)
+    up = drawn(len(gate), seed=4, fmt=fmt)
+    kernels = ExactKernels(fmt, plan_for())
+    got = kernels.swiglu(gate, up)
+    assert bool(is_on_grid(got, fmt).all())
+    silu = F.silu(gate.double()).float() if fmt is FP32 else round_to_format(F.silu(gate.double()).float(), fmt)
+    torch.testing.assert_close(got, round_to_format(silu * up, fmt), rtol=2 * max(fmt.epsilon, 1e-7), atol=1e-30)
+    for start, count in ((0, 1), (1, 3), (7, 17), (4990, 10)):
+        part = slice(start, start + count)
+        assert torch.equal(kernels.swiglu(gate[part], up[part]), got[part])
+
+
+def test_swiglu_in_parts_is_swiglu() -> None:
+    gate, up = drawn(3, 200_003), drawn(3, 200_003, seed=1)  # more than one part, and none a whole number of rows
+    got = ExactKernels(BF16, plan_for()).swiglu(gate, up)
+    silu = round_to_format(gate / (1 + torch.exp(-gate)), BF16)
+    assert torch.equal(got, round_to_format(silu * up, BF16))
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The oracle: softmax(q k^T / sqrt(D)) v, causal, of float64, differentiable, no blocks."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
+    return torch.softmax(scores.masked_fill(future, float("-inf")), -1) @ v
+
+
+@pytest.mark.parametrize("choice", ATTENTION, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "length"), [(4, 2, 39), (3, 3, 5), (5, 1, 150), (2, 1, 300)])
+def test_attention_and_its_gradients_against_float64(choice: Choice, heads: int, kv_heads: int, length: int) -> None:
+    tensors = [drawn(2, n, length, 16, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads))]
+    mine = [t.clone().requires_grad_() for t in tensors]
+    oracle = [t.double().requires_grad_() for t in tensors]
+    got, expected = ExactAttention.apply(*mine, FP32, FP32, choice), attended(*oracle)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=5e-6)
+    seed = drawn(*got.shape, seed=9)
+    got.backward(seed)
+    expected.backward(seed.double())
+    for m, o in zip(mine, oracle, strict=True):
+        assert m.grad is not None
+        assert o.grad is not None
+        torch.testing.assert_close(m.grad.double(), o.grad, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP16], ids=str)
+def test_attention_rounds_where_the_fast_family_does(fmt: NumberFormat) -> None:
+    """Up to a probability that another order of the sum tips over: nearly all values are the fast family's own."""
+    q, k, v = drawn(3, 4, 33, 16, fmt=fmt), drawn(3, 2, 33, 16, seed=1, fmt=fmt), drawn(3, 2, 33, 16, seed=2, fmt=fmt)
+    got = ExactKernels(fmt, plan_for()).causal_attention(q, k, v)
+    fast = SimulatedKernels(fmt).causal_attention(q, k, v)
+    assert bool(is_on_grid(got, fmt).all())
+    assert float((got == fast).float().mean()) > 0.97
+
+
+@pytest.mark.parametrize("choice", ATTENTION, ids=str)
+def test_a_query_is_the_same_in_training_in_a_chunk_and_in_decode(choice: Choice) -> None:
+    q, k, v = drawn(2, 4, 150, 16), drawn(2, 2, 150, 16, seed=1), drawn(2, 2, 150, 16, seed=2)
+    whole = causal(q, k, v, BF16, choice)
+    for first, last in ((0, 7), (7, 8), (8, 50), (50, 150)):
+        chunk = causal(q[:, :, first:last], k[:, :, :last], v[:, :, :last], BF16, choice)
+        assert torch.equal(chunk, whole[:, :, first:last])
+    for position, keys in ((0, 16), (15, 16), (16, 32), (100, 112), (149, 160), (30, 320)):
+        cache = drawn(2, 2, 2, keys, 16, seed=3) * 50  # what lies behind the length is rubbish
+        kept = min(keys, 150)
+        cache[0, :, :, :kept], cache[1, :, :, :kept] = k[:, :, :kept], v[:, :, :kept]
+        cache[:, :, :, position + 1 :] *= -3
+        got = cached(q[:, :, position], cache[0], cache[1], torch.full((2,), position + 1), BF16, choice)
+        assert torch.equal(got, whole[:, :, position])
+        alone = cached(q[1:, :, position], cache[0, 1:], cache[1, 1:], torch.tensor([position + 1]), BF16, choice)
+        assert torch.equal(alone, whole[1:, :, position])
+
+
+def test_keys_and_values_are_rounded_as_the_cache_would_and_gradients_pass() -> None:
+    q, k, v = drawn(2, 4, 9, 16, fmt=FP16), drawn(2, 2, 9, 16, seed=1, fmt=FP16), drawn(2, 2, 9, 16, seed=2, fmt=FP16)
+    coarse = ExactKernels(FP16, plan_for(), kv_format=BF16)
+    plain = ExactKernels(FP16, plan_for())
+    assert plain.kv_format is FP16
+    rounded = round_to_format(k, BF16), round_to_format(v, BF16)
+    assert torch.equal(coarse.causal_attention(q, k, v), plain.causal_attention(q, *rounded))
+    assert not torch.equal(coarse.causal_attention(q, k, v), plain.causal_attention(q, k, v))
+    gradients = []
+    for kernels, given in ((coarse, (k, v)), (plain, rounded)):
+        leaves = [t.clone().requires_grad_() for t in given]
+        kernels.causal_attention(q, *leaves).backward(drawn(2, 4, 9, 16, seed=3))
+        gradients.append([t.grad for t in leaves])
+    for through, at in zip(*gradients, strict=True):
+        assert torch.equal(through, at)  # the rounding's own gradient is one: nothing more is rounded
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_fp32_a_decoder_and_its_gradients_are_the_native_familys(family: str) -> None:
+    """The backward passes of the simulated family, where rounding is the identity and may not alias."""
+    model = make_model(FAMILIES[family])
+    sizes = {tuple(w.shape) for w in model.parameters() if w.dim() == 2}
+    tokens = torch.randint(0, 24, (3, 21), generator=torch.Generator().manual_seed(1))
+    gradients: list[dict[str, Tensor]] = []
+    for kernels in (ExactKernels(FP32, plan_for(*sizes)), NativeKernels(FP32)):  # type: ignore[arg-type]
+        model.zero_grad(set_to_none=True)
+        logits = model.logits(model(tokens, kernels), kernels)
+        F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    mine, native = gradients
+    assert mine.keys() == native.keys()
+    for name, grad in native.items():
+        assert (mine[name] - grad).norm() <= 2e-5 * grad.norm(), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_kernels_are_chosen_by_role_and_prove_their_format(precision: str) -> None:
+    resolved, plan = exactly(precision, kv_cache="bf16", logits="bf16"), plan_for()
+    resolved = dataclasses.replace(resolved, reference=resolved.learner)
+    learner, rollout = learner_kernels(resolved, plan), rollout_kernels(resolved, plan)
+    reference = reference_kernels(resolved, plan)
+    for kernels in (learner, rollout, reference):
+        assert isinstance(kernels, ExactKernels)
+        assert (kernels.format.name, kernels.logits_format, kernels.kv_format) == (precision, BF16, BF16)
+        assert kernels.plan is plan
+        assert "keeps 1+u" in probe(kernels, "cpu")
+    assert (learner.weights_on_grid, rollout.weights_on_grid, reference.weights_on_grid) == (False, True, True)  # type: ignore[union-attr]
+    for choose in (learner_kernels, rollout_kernels, reference_kernels):
+        with pytest.raises(ValueError, match="kernels are exact: pass the plan that plan_exact made"):
+            choose(resolved)
+    fast = resolve(PrecisionPolicy(train="bf16", rollout="bf16"), "cpu")
+    assert type(learner_kernels(fast)) is SimulatedKernels
+
+
+def test_simulating_fp32_stays_an_error() -> None:
+    with pytest.raises(ValueError, match="fp32 needs no simulation"):
+        SimulatedKernels(FP32)

@@ -1,0 +1,177 @@
+"""Policies of each family with exact kernels, what they sample, and how many log-probs the learner scores otherwise.
+
+Legend: N response tokens, flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mantissa.kernels import ExactPlan, Kernels, ModelShapes, learner_kernels, plan_exact, rollout_kernels
+from mantissa.kernels.exact_plan import Way
+from mantissa.model import Decoder, ModelConfig, policy_weights
+from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.rl.experience import Sequences
+from mantissa.rl.forward import forward
+from mantissa.rollout import NativeEngine, Request, SamplingParams
+
+VOCABULARY = 24
+FAMILIES = {  # head sizes of 16, 32 and 64; a key head for two queries, for four and for one; biases, head norms
+    "llama": ModelConfig("llama", VOCABULARY, 32, 56, 2, 2, 1, 16, rope_theta=500.0, initializer_range=0.3),
+    "qwen2": ModelConfig(
+        "qwen2", VOCABULARY, 48, 72, 1, 4, 1, 32, qkv_bias=True, tie_word_embeddings=True, initializer_range=0.3
+    ),
+    "qwen3": ModelConfig("qwen3", VOCABULARY, 40, 64, 1, 2, 2, 64, qk_norm=True, initializer_range=0.3),
+}
+FORMATS = ("fp32", "bf16", "fp16")
+
+
+def make_model(config: ModelConfig) -> Decoder:
+    """fp32 masters with biases and norms that matter."""
+    model = Decoder(config).initialize(torch.Generator().manual_seed(11))
+    generator = torch.Generator().manual_seed(12)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "norm.weight")):
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def shapes_of(model: Decoder, length: int = 256) -> ModelShapes:
+    config, weights = model.config, dict(policy_weights(model))
+    heads = (config.num_attention_heads, config.num_key_value_heads)
+    return ModelShapes.of(weights, *heads, config.head_dim, length=length, rows=512)
+
+
+def exactly(precision: str, **fields: Any) -> ResolvedPrecision:
+    """A format for both policies, with exact kernels."""
+    return resolve(PrecisionPolicy(train=precision, rollout=precision, kernels="exact", **fields), "cpu")
+
+
+@dataclass
+class Sampled:
+    """Prompts, responses and the rollout's log-probs, completion by completion."""
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    logp: list[Tensor]
+
+    @property
+    def logp_N(self) -> Tensor:
+        return torch.cat(self.logp)
+
+
+class Policies:
+    """A learner and its rollout, exact or not."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        precision: ResolvedPrecision,
+        *,
+        slots: int = 8,
+        length: int = 256,
+        only: Way | None = None,
+        plan: ExactPlan | None = None,
+    ) -> None:
+        self.model, self.precision, self.plan = model, precision, plan
+        if precision.learner.exact and plan is None:
+            self.plan = plan_exact(shapes_of(model, length), precision.learner, "cpu", only)
+        self.learner = learner_kernels(precision, self.plan)
+        self.rollout = rollout_kernels(precision, self.plan)
+        cache = precision.kv_cache.active
+        self.engine = NativeEngine(model.config, self.rollout, kv_format=cache, slots=slots, max_length=length)
+        self.version = 0
+        self.sync()
+
+    def sync(self) -> None:
+        self.version += 1
+        self.engine.sync(policy_weights(self.model), self.version)
+
+    def sample(self, requests: Sequence[Request], tokens: int = 40, temperature: float = 1.0) -> Sampled:
+        params = SamplingParams(max_tokens=tokens, temperature=temperature, stop_token_ids=(0,))
+        sampled = Sampled([], [], [])
+        for request, row in zip(requests, self.engine.generate(requests, params, self.version), strict=True):
+            for completion in row:
+                sampled.prompts.append(list(request.prompt_tokens))
+                sampled.responses.append(list(completion.tokens))
+                sampled.logp.append(completion.logp_T)
+        return sampled
+
+    def score(
+        self, sampled: Sampled, micro: int | None = None, temperature: float = 1.0, kernels: Kernels | None = None
+    ) -> Tensor:
+        """The learner's log-probs N, in micro-batches of so many sequences (None: all at once)."""
+        count = len(sampled.prompts)
+        parts = []
+        for start in range(0, count, micro or count):
+            rows = slice(start, start + (micro or count))
+            batch = Sequences.build(sampled.prompts[rows], sampled.responses[rows], torch.device("cpu"))
+            parts.append(forward(self.model, kernels or self.learner, batch, temperature).logp_N)
+        return torch.cat(parts)
+
+    def different(self, sampled: Sampled, **how: Any) -> int:
+        """How many of the log-probs differ, in any bit."""
+        scored_N = self.score(sampled, **how).detach()
+        assert scored_N.shape == sampled.logp_N.shape
+        return int((scored_N.view(torch.int32) != sampled.logp_N.view(torch.int32)).sum())
+
+
+def ragged(count: int, seed: int = 5, longest: int = 30, samples: int = 3) -> list[Request]:
+    """Prompts of 1 to ``longest`` tokens, each sampled 1 to ``samples`` times."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    return [
+        Request(
+            tuple(torch.randint(1, VOCABULARY, (n,), generator=generator).tolist()), seed=i, samples=1 + i % samples
+        )
+        for i, n in enumerate(lengths)
+    ]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class OtherLibrary(TorchDispatchMode):
+    """Products of a library that adds in an order of its own: the sum of a row is cut where ``cut(rows, terms)`` says.
+
+    Only of fp32: what it does to float64 vanishes when the sum is rounded, unless ``error`` is more than a rounding.
+    """
+
+    def __init__(self, cut: Callable[[int, int], int], error: float = 0.0) -> None:
+        super().__init__()
+        self.cut, self.error, self.calls = cut, error, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func._schema.name
+        if name in ("aten::mm", "aten::bmm"):
+            self.calls += 1
+            total = self._product(*args)
+            return kwargs["out"].copy_(total) if "out" in kwargs else total
+        if name == "aten::baddbmm_":
+            self.calls += 1
+            return args[0].add_(self._product(args[1], args[2]).mul_(kwargs.get("alpha", 1)))
+        return func(*args, **kwargs)
+
+    def _product(self, x: Tensor, y: Tensor) -> Tensor:
+        terms = x.shape[-1]
+        cut = min(max(self.cut(x.shape[-2], terms), 1), terms)
+        total = x[..., :cut] @ y[..., :cut, :]
+        if cut < terms:
+            total = total + x[..., cut:] @ y[..., cut:, :]
+        return total * (1 + self.error * (self.calls % 7)) if self.error else total
