@@ -60,8 +60,8 @@ def _check_processes(config: RunConfig) -> None:
         )
     if config.parallel == "fsdp2" and config.optimizer.moments == "8bit":
         raise MantissaError(
-            "parallel=fsdp2 with optimizer.moments=8bit: blocks of a slice are not those of the whole, so another number "
-            "of processes could not resume; use parallel=ddp, or optimizer.moments=fp32"
+            "parallel=fsdp2 with optimizer.moments=8bit: blocks of a slice are not those of the whole, so another "
+            "number of processes could not resume; use parallel=ddp, or optimizer.moments=fp32"
         )
     if config.parallel == "fsdp2" and config.model.lora is not None:
         raise MantissaError(
