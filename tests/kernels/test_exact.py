@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from exact_policies import FAMILIES, exactly, make_model
 from torch import Tensor
 
+from exact_policies import FAMILIES, exactly, make_model
 from mantissa.kernels import (
     ExactKernels,
     ExactPlan,

@@ -45,13 +45,16 @@ def unsteady() -> str | None:
     )
 
 
-def crowded(threads: int) -> str | None:
-    """A warning where ``threads`` and the machine's present load are more than its cores; None where they fit."""
+def crowded(threads: int, processes: int = 1) -> str | None:
+    """A warning where ``processes`` of ``threads`` each and the machine's present load are more than its cores; None
+    where they fit, and where there is no thread to spare."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0]
-    if threads == 1 or threads + load < cores + 1:
+    total = threads * processes
+    if threads == 1 or total + load < cores + 1:
         return None
+    fitting = max(1, min(threads - 1, (cores - round(load)) // processes))
     return (
-        f"warning: {threads} threads on {cores} cores that already carry a load of {load:.1f}: each step may take many "
-        f"times as long; OMP_NUM_THREADS={max(1, min(threads - 1, cores - round(load)))} in front of the command helps"
+        f"warning: {total} threads on {cores} cores that already carry a load of {load:.1f}: each step may take many "
+        f"times as long; OMP_NUM_THREADS={fitting} in front of the command helps"
     )

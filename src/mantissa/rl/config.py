@@ -341,6 +341,12 @@ class RunConfig(Config):
     steps: int = Field(ge=1, description="RL steps.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one.")
     run_dir: str | None = Field(None, description="The run's folder; runs/<name>-<time> where not given.")
+    nproc: int = Field(
+        1, ge=1, description="Processes, one a GPU; mantissa train starts them, under torchrun it is their number."
+    )
+    parallel: Literal["ddp", "fsdp2"] | None = Field(
+        None, description="ddp (what null stands for): every process holds the learner; fsdp2: each holds a slice."
+    )
     precision: dict[str, Any] = Field({"preset": "fp32"}, description="A preset's name, or fields with a preset.")
     model: ModelSource
     task: TaskConfig

@@ -4,7 +4,7 @@ from mantissa.training.auto_scale import AutoRule, AutoScaler
 from mantissa.training.checkpoint import Checkpoint, load_checkpoint, load_weights, save_checkpoint, saved_steps
 from mantissa.training.clipping import adaptive_clip_
 from mantissa.training.diagnosis import first_nonfinite, flushed_fraction, gradients_of
-from mantissa.training.distributed import distribute
+from mantissa.training.distributed import Ranks, distribute
 from mantissa.training.guard import Decision, Guard, replay
 from mantissa.training.guard_config import GuardConfig, Reference
 from mantissa.training.guard_log import GuardLog, GuardSettings, open_guard
@@ -29,6 +29,7 @@ __all__ = [
     "Moments",
     "OptimizerStep",
     "PrecisionTrainer",
+    "Ranks",
     "Reference",
     "ScalerConfig",
     "StepOutcome",

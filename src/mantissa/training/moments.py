@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
+from mantissa.training.distributed import is_dtensor, shard_like
 
 Moments = Literal["fp32", "8bit"]
 BLOCK = 256
@@ -113,7 +114,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def restored(
     optimizer: torch.optim.Optimizer, name: str, parameter: nn.Parameter, plain: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The inverse of ``flattened``, bit for bit, on the parameter's device.
+    """The inverse of ``flattened``, bit for bit, on the parameter's device, and sharded as the parameter is.
 
     ``MantissaError`` where the tensors hold fp32 moments and the optimiser would make 8-bit ones, or the reverse.
     """
@@ -129,7 +130,9 @@ def restored(
     state: dict[str, Tensor] = {}
     for key, value in plain.items():
         field, _, inner = key.partition(".")
-        if inner in ("", "codes"):
+        if value.dim() and is_dtensor(parameter):  # fp32: a slice has no blocks of its own
+            state[field] = shard_like(value, parameter.detach())
+        elif inner in ("", "codes"):
             device = torch.device("cpu") if field == "step" and counted_there else parameter.device
             state[field] = _eight_bit(plain, field, device) if inner else value.to(device, copy=True)
     return state

@@ -208,9 +208,10 @@ class OptimizerStep:
         return tensors
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of ``optimizer_tensors``; a tensor of a parameter that is not here is an error.
+        """The inverse of ``optimizer_tensors``, from whole tensors; one of a parameter that is not here is an error.
 
-        So are moments of another precision than this optimiser's. After an error the state is what it was.
+        So are moments of another precision than this optimiser's. After an error the state is what it was. Collective
+        where parameters are sharded.
         """
         fields: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
