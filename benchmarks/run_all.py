@@ -25,6 +25,7 @@ def commands(threads: int) -> list[list[str]]:
         ["rl_step_vs_trl.py", *count, "--rounds", "7"],
         ["rollout_vs_generate.py", *count, "--repeats", "5"],
         ["simulated_step.py", *count, "--rounds", "9"],
+        ["fp8_step.py", *count, "--rounds", "9"],
         ["lora_step.py", *count, "--rounds", "9"],
         ["amp_overhead.py", *count, "--rounds", "20"],
         ["amp_loss.py", *count],

@@ -74,9 +74,9 @@ def test_the_rollout_multiplies_what_the_learner_multiplies(learn: Learn, precis
     seen: dict[str, torch.Tensor] = {}
     linear = type(learner.kernels).linear
 
-    def watch(self: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+    def watch(self: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any = None, layer: str = "") -> torch.Tensor:
         seen[str(len(seen))] = self.weight(weight).detach()
-        return linear(self, x, weight, bias)
+        return linear(self, x, weight, bias, layer)
 
     kernels = type("Watched", (type(learner.kernels),), {"linear": watch})(*_made_of(learner.kernels))
     learner.logp(experience.sequences, kernels)

@@ -67,7 +67,7 @@ def test_every_choice_runs_and_measures_itself(
     expected -= {"reward_part/NAME"}  # only where a reward has parts
     expected -= {"time/checkpoint"} | ({"policy/clip_fraction"} if loss == "reinforce" else set())
     expected -= {m.name for m in TRAINER_METRICS}
-    expected = {name for name in expected if not name.startswith(("flowrl/", "reference/", "time/reference"))}
+    expected = {name for name in expected if not name.startswith(("flowrl/", "reference/", "time/reference", "exact/"))}
     expected -= {m.name for m in METRICS if m.name.startswith("dynamic/")}  # of choices that are off
     expected -= {"reward/accuracy_trained", "reward/overlong_penalty", "reward/overlong_fraction", "time/background"}
     assert expected <= last.keys()  # nothing that was promised is missing

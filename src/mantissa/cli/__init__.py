@@ -7,7 +7,7 @@ from typing import cast
 
 import typer
 
-from mantissa.cli import bench, compare, data, guard, metrics, precision, report, sample, train
+from mantissa.cli import bench, compare, data, guard, metrics, precision, replay, report, sample, train
 from mantissa.cli.threads import spin_briefly
 from mantissa.errors import MantissaError
 
@@ -22,6 +22,7 @@ for command in (
     train.train,
     sample.sample,
     report.report,
+    replay.replay,
     compare.compare,
     guard.guard,
     bench.bench,

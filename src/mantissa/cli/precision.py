@@ -19,13 +19,14 @@ def precision(
     from rich.table import Table
     from rich.text import Text
 
-    from mantissa.precision import PRESETS, PrecisionPolicy
+    from mantissa.precision import PRESETS, PrecisionPolicy, resolve
     from mantissa.rl.assemble import choose_device, prove
 
     chosen = choose_device(device)
     console = Console(markup=False, highlight=False)
     for name in [preset] if preset else PRESETS:
-        resolved, evidence = prove(PrecisionPolicy.parse(name), chosen)
+        resolved = resolve(PrecisionPolicy.parse(name), chosen)
+        evidence = prove(resolved, chosen)
         console.print(Text(f"{name} on {chosen}", style="bold"))
         table = Table(box=None, pad_edge=False, header_style="dim")
         for column in ("role", "requested", "active", "kernels"):

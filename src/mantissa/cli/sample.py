@@ -31,14 +31,15 @@ def sample(
     """
     from mantissa.kernels import rollout_kernels
     from mantissa.model import policy_weights
-    from mantissa.precision import PrecisionPolicy
+    from mantissa.precision import PrecisionPolicy, resolve
     from mantissa.rl.adapters import open_policy
     from mantissa.rl.assemble import choose_device, policy_folder, prove
     from mantissa.rl.seeds import derive_seed
     from mantissa.rollout import NativeEngine, Request, SamplingParams
 
     chosen = choose_device(device)
-    resolved, _ = prove(PrecisionPolicy.parse(precision), chosen)
+    resolved = resolve(PrecisionPolicy.parse(precision), chosen)
+    prove(resolved, chosen)
     policy, tokenizer = open_policy(policy_folder(model), None, 0)
     tokens = tokenizer.encode_prompt([{"role": "user", "content": prompt}] if chat else prompt)
     engine = NativeEngine(
@@ -54,7 +55,7 @@ def sample(
     params = SamplingParams(max_tokens, temperature, top_k, top_p, tokenizer.eos_ids, tuple(stop or ()))
     (group,) = engine.generate([Request(tuple(tokens), derive_seed(seed, "sample"), n)], params, 0)
     role = resolved.rollout
-    typer.echo(f"rollout in {role.active.name} ({role.backend} kernels): {role.reason}", err=True)
+    typer.echo(f"rollout in {role.name} ({role.backend} kernels): {role.reason}", err=True)
     for completion in group:
         text = tokenizer.decode(completion.tokens).replace("\n", "\n" + " " * _TEXT_COLUMN)
         typer.echo(f"{float(completion.logp_T.double().sum()):10.4f}  {completion.finish_reason:6}  {text}")

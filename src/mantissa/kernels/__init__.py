@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mantissa.errors import MantissaError
 from mantissa.kernels.autocast import Autocast, autocast_for
 from mantissa.kernels.autocast_probe import probe_autocast
 from mantissa.kernels.exact import ExactKernels
@@ -11,7 +12,8 @@ from mantissa.kernels.interface import Kernels
 from mantissa.kernels.native import NativeKernels
 from mantissa.kernels.probe import probe
 from mantissa.kernels.simulated import SimulatedKernels
-from mantissa.precision import ResolvedPrecision, ResolvedRole
+from mantissa.kernels.trace import Pick, Traced, first_difference, operation
+from mantissa.precision import NumberFormat, ResolvedPrecision, ResolvedRole
 
 
 def learner_kernels(precision: ResolvedPrecision, plan: ExactPlan | None = None) -> Kernels:
@@ -23,8 +25,8 @@ def learner_kernels(precision: ResolvedPrecision, plan: ExactPlan | None = None)
     if role.exact:
         return _exact(role, precision, plan, weights_on_grid=False)
     if role.backend == "native":
-        return NativeKernels(role.active, logits)
-    return SimulatedKernels(role.active, logits)
+        return _native(role, logits)
+    return SimulatedKernels(role.active, logits, fp8=role.fp8)
 
 
 def rollout_kernels(precision: ResolvedPrecision, plan: ExactPlan | None = None) -> Kernels:
@@ -43,8 +45,8 @@ def _kernels_of_a_copy(role: ResolvedRole, precision: ResolvedPrecision, plan: E
     if role.exact:
         return _exact(role, precision, plan, weights_on_grid=True)
     if role.backend == "native":
-        return NativeKernels(role.active, precision.logits.active)
-    return SimulatedKernels(role.active, precision.logits.active, weights_on_grid=True)
+        return _native(role, precision.logits.active)
+    return SimulatedKernels(role.active, precision.logits.active, weights_on_grid=True, fp8=role.fp8)
 
 
 def _exact(role: ResolvedRole, precision: ResolvedPrecision, plan: ExactPlan | None, weights_on_grid: bool) -> Kernels:
@@ -56,6 +58,14 @@ def _exact(role: ResolvedRole, precision: ResolvedPrecision, plan: ExactPlan | N
     return ExactKernels(role.active, plan, logits, weights_on_grid, cache, role.fp8)
 
 
+def _native(role: ResolvedRole, logits: NumberFormat) -> Kernels:
+    if role.fp8 is not None:
+        raise MantissaError(
+            f"precision: {role.role} asked for fp8, which has no native kernels yet; set precision.backend=simulated"
+        )
+    return NativeKernels(role.active, logits)
+
+
 __all__ = [
     "Autocast",
     "ExactKernels",
@@ -63,9 +73,13 @@ __all__ = [
     "Kernels",
     "ModelShapes",
     "NativeKernels",
+    "Pick",
     "SimulatedKernels",
+    "Traced",
     "autocast_for",
+    "first_difference",
     "learner_kernels",
+    "operation",
     "plan_exact",
     "probe",
     "probe_autocast",

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mantissa.kernels.attention import CausalAttention
 from mantissa.kernels.exact_plan import Choice
-from mantissa.precision import NumberFormat, round_to_format, round_to_format_
+from mantissa.precision import NumberFormat, round_cached, round_to_format_
 
 KEYS = 16  # keys come in multiples of this: the widest vector of a CPU, so that a softmax's lanes stay the same
 VALUES = 128  # keys of one sum of P V
@@ -44,7 +44,7 @@ class ExactAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q_BHTD: Tensor,
         k_BKTD: Tensor,
@@ -53,7 +53,7 @@ class ExactAttention(torch.autograd.Function):
         kv_fmt: NumberFormat,
         choice: Choice,
     ) -> Tensor:
-        k, v = round_to_format(k_BKTD, kv_fmt), round_to_format(v_BKTD, kv_fmt)
+        k, v = round_cached(k_BKTD, kv_fmt), round_cached(v_BKTD, kv_fmt)
         length = q_BHTD.shape[2]
         q, k, v = _laid_out(q_BHTD, k, v, choice)
         out = _causal(q, k, v, length, length, fmt, choice)
@@ -62,7 +62,7 @@ class ExactAttention(torch.autograd.Function):
         return out.view(q_BHTD.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (*CausalAttention.backward(ctx, *grads), None, None)
 
 
@@ -105,7 +105,7 @@ def cached(
     q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor, fmt: NumberFormat, choice: Choice
 ) -> Tensor:
     """One query a row against the first ``length_B`` keys of a cache. Shape of ``q``."""
-    (batch, heads, size), (kv_heads, keys) = q_BHD.shape, k_BKSD.shape[1:3]
+    (batch, heads, size), (kv_heads, _) = q_BHD.shape, k_BKSD.shape[1:3]
     group = heads // kv_heads
     q = _padded(q_BHD.reshape(batch * kv_heads, group, size), 1, choice.rows)
     k, v = (_padded(x.flatten(0, 1), 1, KEYS) for x in (k_BKSD, v_BKSD))

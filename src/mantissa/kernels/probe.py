@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.kernels.interface import Kernels
+from mantissa.kernels.probe_fp8 import Check, fp8_checks
 from mantissa.precision import FP32, round_to_format
 
 
@@ -25,20 +26,21 @@ def probe(kernels: Kernels, device: torch.device | str) -> str:
     1 + u stays; 1 + u/4 becomes 1; 2/u + 1 + 1 becomes 2/u + 2 (it stays 2/u where the accumulator is rounded to the
     format after each addition). A master weight of 1 + u/4 becomes 1, unless the weights given are already on the grid.
     Logits of 1 + u/4 are rounded to the logits' format only. In fp16, 60000 * 2 becomes inf and 2^-26 becomes 0.
-    For fp32 the first check is what TF32 would fail: 1 + 2^-23 must stay.
-    Raises ``MantissaError`` naming the check that failed.
+    For fp32 the first check is what TF32 would fail: 1 + 2^-23 must stay. Where some products have fp8 operands those
+    of ``fp8_checks`` follow; the others prove the base. Raises ``MantissaError`` naming the check that failed.
     """
-    checks = _forward_checks(kernels, device) + _gradient_checks(kernels, device)
-    for what, got, expected in checks:
-        if got != expected:
-            raise MantissaError(
-                f"precision: {kernels.format} is not active in the {type(kernels).__name__} on {device}: it should "
-                f"show that it {what} (expected {expected!r}, got {got!r}); check TF32 settings and the torch build"
-            )
-    return "; ".join(what for what, _, _ in checks)
-
-
-Check = tuple[str, float, float]  # what it shows, the value it gave, the value it must give
+    checks = {kernels.format.name: _forward_checks(kernels, device) + _gradient_checks(kernels, device)}
+    fp8 = getattr(kernels, "fp8", None)
+    if fp8 is not None:
+        checks["fp8"] = fp8_checks(kernels, fp8, device)
+    for name, asked in checks.items():
+        for what, got, expected in asked:
+            if got != expected:
+                raise MantissaError(
+                    f"precision: {name} is not active in the {type(kernels).__name__} on {device}: it should "
+                    f"show that it {what} (expected {expected!r}, got {got!r}); check TF32 settings and the torch build"
+                )
+    return "; ".join(what for asked in checks.values() for what, _, _ in asked)
 
 
 def _forward_checks(kernels: Kernels, device: torch.device | str) -> list[Check]:

@@ -18,7 +18,6 @@ product with 128 features in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,15 +26,15 @@ from torch import Tensor
 
 from mantissa.kernels.attention import CausalAttention
 from mantissa.kernels.native import cached_probabilities, rotate_fp32
+from mantissa.kernels.scaled import Product, ScaledLinear, weight_values
 from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format, round_to_format_
-
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class SimulatedKernels:
     """The operations in ``fmt``, on fp32 tensors. See ``Kernels`` for each one's contract.
 
     ``weights_on_grid``: the weights given are already rounded (a rollout's own copy), so they are not rounded again.
+    ``fp8``: which projections have fp8 operands (``scaled.py``); ``fmt`` is then their base.
     """
 
     def __init__(
@@ -51,6 +50,7 @@ class SimulatedKernels:
         self.dtype = torch.float32
         self.logits_format = logits_format
         self.weights_on_grid = weights_on_grid
+        self.fp8 = fp8
 
     def weight(self, master: Tensor) -> Tensor:
         return master if self.weights_on_grid else round_to_format(master, self.format)
@@ -60,6 +60,8 @@ class SimulatedKernels:
         return rows if self.weights_on_grid else round_to_format(rows, self.format)
 
     def copied(self, master: Tensor, layer: str = "") -> Tensor | BlockScaled:
+        if self.fp8 is not None and master.dim() == 2 and self.fp8.quantizes(layer):
+            return weight_values(master, self.fp8)
         return round_to_format(master.detach(), self.format)
 
     def product(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
@@ -71,6 +73,9 @@ class SimulatedKernels:
     ) -> Tensor:
         assert isinstance(weight_FE, Tensor)  # a simulated copy holds the codes' values
         bias = None if bias_F is None else self.weight(bias_F)
+        if self.fp8 is not None and self.fp8.quantizes(layer):
+            on_grid = self.weights_on_grid
+            return ScaledLinear.apply(x_NE, weight_FE, bias, self.fp8, self.format, self.product, on_grid)
         return _Linear.apply(x_NE, self.weight(weight_FE), bias, self.format, self.format, self.product)
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:

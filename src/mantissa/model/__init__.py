@@ -2,6 +2,7 @@
 
 from mantissa.model.config import LoraShape, ModelConfig, RopeScaling
 from mantissa.model.config_file import read_config
+from mantissa.model.copies import CopiedPolicy
 from mantissa.model.decoder import Attend, Decoder
 from mantissa.model.huggingface import empty_decoder, load_model, save_model
 from mantissa.model.lora import (
@@ -20,6 +21,7 @@ from mantissa.model.tokenizer import Tokenizer, byte_tokenizer, character_tokeni
 
 __all__ = [
     "Attend",
+    "CopiedPolicy",
     "Decoder",
     "FreshModelConfig",
     "LogPartition",

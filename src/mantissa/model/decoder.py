@@ -152,6 +152,11 @@ class Decoder(nn.Module):
         return self
 
     @property
+    def projections(self) -> list[str]:
+        """The names of its linear maps."""
+        return [name for name, module in self.named_modules() if isinstance(module, Projection)]
+
+    @property
     def head_weight(self) -> Tensor:
         """The output projection, V by E: its own, or the embedding table where the two are tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight

@@ -1,6 +1,15 @@
 """Number formats, rounding, the policy that assigns formats to roles, safe numerics, strict promotion."""
 
-from mantissa.precision.blocks import BlockScaled
+from mantissa.precision.blocks import (
+    ALONG_COLUMNS,
+    ALONG_ROWS,
+    SQUARE,
+    BlockScaled,
+    dequantize,
+    quantize,
+    round_cached,
+    round_in_blocks,
+)
 from mantissa.precision.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, NumberFormat, format_named
 from mantissa.precision.fp8 import Fp8Policy
 from mantissa.precision.policy import PRESETS, PrecisionPolicy
@@ -9,6 +18,8 @@ from mantissa.precision.rounding import is_on_grid, round_by_arithmetic, round_t
 from mantissa.precision.strict import StrictPromotion
 
 __all__ = [
+    "ALONG_COLUMNS",
+    "ALONG_ROWS",
     "BF16",
     "E4M3",
     "E5M2",
@@ -16,6 +27,7 @@ __all__ = [
     "FP16",
     "FP32",
     "PRESETS",
+    "SQUARE",
     "BlockScaled",
     "Fp8Policy",
     "NumberFormat",
@@ -23,10 +35,14 @@ __all__ = [
     "ResolvedPrecision",
     "ResolvedRole",
     "StrictPromotion",
+    "dequantize",
     "format_named",
     "is_on_grid",
+    "quantize",
     "resolve",
     "round_by_arithmetic",
+    "round_cached",
+    "round_in_blocks",
     "round_to_format",
     "round_to_format_",
 ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mantissa.errors import MantissaError, nearest
-from mantissa.precision.formats import format_named
+from mantissa.precision.formats import NumberFormat, format_named
 from mantissa.precision.fp8 import Fp8Policy
 
 Backend = Literal["native", "simulated"]
@@ -114,6 +114,12 @@ class PrecisionPolicy:
                 f"precision.kernels=exact: train={self.train} and rollout={self.rollout} round to different numbers, "
                 "and no kernels make them equal; choose one format for both, or kernels=fast"
             )
+
+    def format_of(self, requested: str) -> NumberFormat:
+        """The format in which values flow in a role that was asked to be ``requested``: of fp8, its base."""
+        if requested == "fp8" and self.fp8 is not None:
+            return format_named(self.fp8.base)
+        return format_named(requested)
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> PrecisionPolicy:

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from mantissa.errors import MantissaError
-from mantissa.kernels import learner_kernels, probe, reference_kernels, rollout_kernels
+from mantissa.kernels import (
+    ExactPlan,
+    ModelShapes,
+    learner_kernels,
+    plan_exact,
+    probe,
+    reference_kernels,
+    rollout_kernels,
+)
 from mantissa.model import (
     Decoder,
     Tokenizer,
@@ -17,7 +25,7 @@ from mantissa.model import (
     byte_tokenizer,
     character_tokenizer,
 )
-from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.precision import ResolvedPrecision, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.config import LossScalingConfig, ModelSource, RunConfig
 from mantissa.rl.learner import Learner
@@ -43,6 +51,7 @@ class Parts:
     sampler: Sampler
     scaling: LossScalingConfig
     reference: Reference | None = None
+    plan: ExactPlan | None = None
 
     def new_scaler(self) -> LossScaler:
         """A loss scaler for the learner's format, at its first scale."""
@@ -79,18 +88,26 @@ def be_deterministic(device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def prove(
-    policy: PrecisionPolicy, device: torch.device, *, reference: bool = False
-) -> tuple[ResolvedPrecision, dict[str, str]]:
-    """Resolve a policy on a device and probe every role's kernels; returns the table and each probe's evidence."""
-    resolved = resolve(policy, device, reference=reference)
+def prove(precision: ResolvedPrecision, device: torch.device, plan: ExactPlan | None = None) -> dict[str, str]:
+    """Probe every role's kernels on a device; returns what each probe saw, by role. Exact kernels need their plan."""
     evidence = {
-        "learner": probe(learner_kernels(resolved), device),
-        "rollout": probe(rollout_kernels(resolved), device),
+        "learner": probe(learner_kernels(precision, plan), device),
+        "rollout": probe(rollout_kernels(precision, plan), device),
     }
-    if resolved.reference is not None:
-        evidence["reference"] = probe(reference_kernels(resolved), device)
-    return resolved, evidence
+    if precision.reference is not None:
+        evidence["reference"] = probe(reference_kernels(precision, plan), device)
+    return evidence
+
+
+def exact_plan(precision: ResolvedPrecision, model: Decoder, device: torch.device) -> ExactPlan | None:
+    """How exact kernels will compute this model here, found by probing; None where no role is exact, or on CUDA."""
+    if not precision.learner.exact or device.type != "cpu":
+        return None
+    config = model.config
+    shapes = ModelShapes.of(
+        dict(model.named_parameters()), config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    )
+    return plan_exact(shapes, precision.learner, device)
 
 
 def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, Tokenizer]:
@@ -150,14 +167,18 @@ def assemble(config: RunConfig) -> Parts:
     """Build every part; nothing is written yet, so a mistake in the recipe leaves no folder behind."""
     device = choose_device(config.device)
     be_deterministic(device)
-    precision, evidence = prove(config.policy, device, reference=config.algorithm.reference is not None)
+    precision = resolve(config.policy, device, reference=config.algorithm.reference is not None)
     task = build_task(config.task, config.seed)
     model, tokenizer = load_policy(config.model, task, config.seed)
     model = model.to(device)
+    if config.policy.fp8 is not None:
+        config.policy.fp8.check(model.projections)
+    plan = exact_plan(precision, model, device)
+    evidence = prove(precision, device, plan)
     scaling = config.loss_scaling or LossScalingConfig()
     learner = Learner(
         model,
-        learner_kernels(precision),
+        learner_kernels(precision, plan),
         config.algorithm,
         config.optimizer,
         scaling.scaler(precision.learner.active),
@@ -168,7 +189,7 @@ def assemble(config: RunConfig) -> Parts:
     )
     engine = NativeEngine(
         model.config,
-        rollout_kernels(precision),
+        rollout_kernels(precision, plan),
         kv_format=precision.kv_cache.active,
         slots=config.rollout.slots,
         max_length=model.config.max_position_embeddings,
@@ -180,12 +201,12 @@ def assemble(config: RunConfig) -> Parts:
     grader.start()  # a reward function that is not there shows now
     sampler = Sampler(engine, tokenizer, grader)
     check_task(config, task, sampler, engine.max_length)
-    reference = new_reference(config, precision, model, device)
-    return Parts(device, precision, evidence, tokenizer, model, task, learner, sampler, scaling, reference)
+    reference = new_reference(config, precision, plan, model, device)
+    return Parts(device, precision, evidence, tokenizer, model, task, learner, sampler, scaling, reference, plan)
 
 
 def new_reference(
-    config: RunConfig, precision: ResolvedPrecision, model: Decoder, device: torch.device
+    config: RunConfig, precision: ResolvedPrecision, plan: ExactPlan | None, model: Decoder, device: torch.device
 ) -> Reference | None:
     """The reference policy, still without weights; None where the recipe asks for none."""
     section = config.algorithm.reference
@@ -193,7 +214,7 @@ def new_reference(
         return None
     return Reference(
         model.config,
-        reference_kernels(precision),
+        reference_kernels(precision, plan),
         temperature=config.rollout.temperature,
         micro_batch_tokens=config.optimizer.micro_batch_tokens,
         refresh_every=section.refresh_every,

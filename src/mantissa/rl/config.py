@@ -20,8 +20,9 @@ from mantissa.algorithms import (
 )
 from mantissa.errors import MantissaError
 from mantissa.model import FreshModelConfig, LoraConfig
-from mantissa.precision import NumberFormat, PrecisionPolicy, format_named
-from mantissa.tasks import CodeConfig, TaskConfig
+from mantissa.precision import NumberFormat, PrecisionPolicy
+from mantissa.rl.config_checks import check_together
+from mantissa.tasks import TaskConfig
 from mantissa.training import AutoScaler, LossScaler, ScalerConfig
 
 
@@ -370,30 +371,6 @@ class RunConfig(Config):
         return PrecisionPolicy.parse(self.precision)
 
     @model_validator(mode="after")
-    def _nothing_without_effect(self) -> Self:
-        if self.loss_scaling is not None and not format_named(self.policy.train).needs_loss_scaling:
-            raise MantissaError(
-                f"loss_scaling does nothing for a {self.policy.train} learner (its exponent range is that of fp32); "
-                "leave it out, or set loss_scaling=null"
-            )
-        if self.policy.reference is not None and self.algorithm.reference is None:
-            raise MantissaError(
-                f"precision.reference={self.policy.reference} does nothing without a reference policy; leave it out, "
-                "or set algorithm.reference={}"
-            )
-        if self.optimizer.updates_per_batch > self.rollout.prompts * self.rollout.samples:
-            raise MantissaError("optimizer.updates_per_batch: expected at most one update a completion")
-        lag, updates = self.rollout.max_policy_lag, self.optimizer.updates_per_batch
-        if 0 < lag < updates:
-            raise MantissaError(
-                f"rollout.max_policy_lag={lag} does nothing with optimizer.updates_per_batch={updates}: a step makes "
-                f"{updates} versions, so sampling one step ahead needs {updates} or more; raise it, or set it to 0"
-            )
-        if isinstance(self.task, CodeConfig) and self.task.time_limit_s >= self.grading.timeout_s:
-            raise MantissaError(
-                f"task.time_limit_s={self.task.time_limit_s:g} is not below grading.timeout_s="
-                f"{self.grading.timeout_s:g}, which would count a slow program as a verifier error; raise the latter"
-            )
-        if self.algorithm.advantage not in ("dr_grpo", "reinforce_pp") and self.rollout.samples < 2:
-            raise MantissaError(f"algorithm.advantage={self.algorithm.advantage} needs rollout.samples of 2 or more")
+    def _fields_agree(self) -> Self:
+        check_together(self)
         return self

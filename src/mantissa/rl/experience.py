@@ -81,6 +81,7 @@ class Experience:
 
     ``rollout_logp_BR``: fp32, from the engine. ``reward_B``: fp32. ``group_B``: int64, the prompt within the batch.
     ``old_logp_BR`` and ``entropy_BR``: fp32, the learner's before the update; None until ``with_learner`` fills them.
+    With exact kernels a step that is not checked has the rollout's log-probs there, and no entropy.
     ``ref_logp_BR``: fp32, the reference's; None where there is no reference.
     """
 
@@ -110,7 +111,7 @@ class Experience:
         reward_B = torch.tensor(rewards, dtype=torch.float32, device=device)
         return Experience(sequences, logp_BR.to(device), reward_B, group_B)
 
-    def with_learner(self, logp_BR: Tensor, entropy_BR: Tensor) -> Experience:
+    def with_learner(self, logp_BR: Tensor, entropy_BR: Tensor | None) -> Experience:
         return replace(self, old_logp_BR=logp_BR, entropy_BR=entropy_BR)
 
     def with_reference(self, logp_BR: Tensor) -> Experience:

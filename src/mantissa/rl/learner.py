@@ -84,6 +84,7 @@ class Learner:
         self.temperature, self.seed = temperature, seed
         norm = algorithm.aggregation == "seq_mean_token_sum_norm"
         self.aggregation_length = aggregation_length if norm else None
+        self.reuse_scoring = True  # keep the graph of ``score`` for the update, where it can serve
         self._kept: _Kept | None = None
         self.flow: Flow | None = None
         if isinstance(algorithm.loss, FlowRLConfig):
@@ -156,8 +157,8 @@ class Learner:
         """Log-prob and entropy of every response token under the current weights; B, R, fp32, 0 at padding."""
         logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=sequences.mask_BR.device)
         entropy_BR = torch.zeros_like(logp_BR)
-        parts = sequences.micro_batches(self._all_rows(sequences), self.config.micro_batch_tokens)
-        keep = len(parts) == 1 and self.config.updates_per_batch == 1
+        parts = self.scoring_parts(sequences)
+        keep = self.reuse_scoring and len(parts) == 1 and self.config.updates_per_batch == 1
         self._kept = None  # before the forward: two graphs at a time would be one too many
         for rows in parts:
             part = sequences.select(rows)
@@ -170,6 +171,10 @@ class Learner:
             logp_BR[rows[row], column] = passed.logp_N.detach()
             entropy_BR[rows[row], column] = entropy(passed.logits_NV.detach(), self.temperature)
         return logp_BR, entropy_BR
+
+    def scoring_parts(self, sequences: Sequences) -> list[Tensor]:
+        """The rows of each micro-batch that ``score`` computes."""
+        return sequences.micro_batches(self._all_rows(sequences), self.config.micro_batch_tokens)
 
     def update(self, experience: Experience, step: int, probe: bool) -> Update:
         """Learn from one scored batch. ``step`` keys the split into parts; ``probe`` measures flushed gradients too."""

@@ -23,9 +23,11 @@ from mantissa.rl.assemble import Parts
 from mantissa.rl.asynchronous import Ahead, InTurn, Source, lag_metrics
 from mantissa.rl.batches import Batch, Collector, pack, unpack
 from mantissa.rl.config import RunConfig
+from mantissa.rl.exactness import Exactness
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Update
 from mantissa.rl.warm_start import warm_start
+from mantissa.rollout import NativeEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
 from mantissa.runs.metrics import undeclared
@@ -51,6 +53,12 @@ class Loop:
         self.position = 0  # prompts sampled for the steps taken
         self.ahead: list[Batch] = []  # batches of later steps that a checkpoint held
         self.source: Source
+        self.exactness: Exactness | None = None
+        if config.policy.kernels == "exact":
+            assert isinstance(parts.sampler.engine, NativeEngine)
+            # A sum of gradients must not depend on whether its step was checked.
+            self.learner.reuse_scoring = (config.policy.check_every or 1) == 1
+            self.exactness = Exactness(config.policy, parts.learner, parts.sampler.engine, run, live.note)
         self._seconds: dict[str, float] = {}
 
     def go(self) -> None:
@@ -188,15 +196,21 @@ class Loop:
         experience = Experience.build(
             sampled.prompts, sampled.groups, [reward.value for reward in rewards], self.parts.device
         )
-        with self._timed("learner_logp"):
-            experience = experience.with_learner(*self.learner.score(experience.sequences))
+        exact: dict[str, float] = {}
+        if self.exactness is None or self.exactness.due(step):
+            with self._timed("learner_logp"):
+                experience = experience.with_learner(*self.learner.score(experience.sequences))
+            if self.exactness is not None:
+                exact = self.exactness.check(step, experience)
+        else:  # the promise, used: these are the learner's own, to the last bit
+            experience = experience.with_learner(experience.rollout_logp_BR, None)
         if self.reference is not None:
             with self._timed("reference_logp"):
                 experience = experience.with_reference(self.reference.score(experience.sequences))
         with self._timed("update"):
             update = self.learner.update(experience, step, probe=step % _PROBE_EVERY == 1)
         self.position = batch.position
-        row: dict[str, float] = {"step": step, "rollout/version": batch.version, **lag, **batch.metrics}
+        row: dict[str, float] = {"step": step, "rollout/version": batch.version, **lag, **exact, **batch.metrics}
         if self.reference is not None:
             row["reference/version"] = self.reference.version  # of the one that this step was held to
             self.reference.follow(self.learner.weights, self.learner.version)
@@ -222,10 +236,11 @@ class Loop:
     def _learner_metrics(self, experience: Experience, update: Update) -> dict[str, float]:
         sequences, step = experience.sequences, self.learner.step
         assert experience.old_logp_BR is not None
-        assert experience.entropy_BR is not None
-        gap = gap_metrics(experience.rollout_logp_BR, experience.old_logp_BR, sequences.mask_BR)
-        row = {name: float(value) for name, value in {**gap, **values(update.tallies)}.items()}
-        row["policy/entropy"] = float(experience.entropy_BR[sequences.mask_BR].double().mean())
+        row = {name: float(value) for name, value in values(update.tallies).items()}
+        if experience.entropy_BR is not None:  # scored: what was not measured is not logged
+            gap = gap_metrics(experience.rollout_logp_BR, experience.old_logp_BR, sequences.mask_BR)
+            row |= {name: float(value) for name, value in gap.items()}
+            row["policy/entropy"] = float(experience.entropy_BR[sequences.mask_BR].double().mean())
         outcomes = update.outcomes
         applied = [outcome for outcome in outcomes if outcome.applied]
         row["precision/loss_scale"] = step.scaler.scale
@@ -278,7 +293,7 @@ def _rollout_rows(batch: Batch, experience: Experience, update: Update) -> list[
     """One row a completion, as ``runs.directory.rollout_schema`` declares."""
     sampled, rewards = batch.sampled, batch.rewards
     assert experience.old_logp_BR is not None
-    learner_logp = experience.old_logp_BR.cpu()
+    learner_logp = None if experience.entropy_BR is None else experience.old_logp_BR.cpu()  # None: not scored
     rows: list[dict[str, Any]] = []
     for problem, group in zip(sampled.problems, sampled.groups, strict=True):
         for sample, completion in enumerate(group):
@@ -301,7 +316,7 @@ def _rollout_rows(batch: Batch, experience: Experience, update: Update) -> list[
                     "advantage": float(update.advantage_B[index]),
                     "tokens": list(completion.tokens),
                     "rollout_logp": completion.logp_T.tolist(),
-                    "learner_logp": learner_logp[index, :length].tolist(),
+                    "learner_logp": None if learner_logp is None else learner_logp[index, :length].tolist(),
                 }
             )
     return rows

@@ -19,10 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError
 from mantissa.kernels import Kernels
-from mantissa.model import Decoder, ModelConfig
-from mantissa.precision import round_to_format
+from mantissa.model import CopiedPolicy, ModelConfig
 from mantissa.rl.experience import Sequences
 from mantissa.rl.forward import forward
 from mantissa.training import load_weights
@@ -47,27 +45,16 @@ class Reference:
     ) -> None:
         self.kernels, self.temperature = kernels, temperature
         self.micro_batch_tokens, self.refresh_every = micro_batch_tokens, refresh_every
-        with torch.device("meta"):  # neither memory nor random values for what ``take`` overwrites
-            model = Decoder(config).requires_grad_(False)
-        self.model = model.to(kernels.dtype).to_empty(device=torch.device(device))
+        self._copies = CopiedPolicy(config, kernels, device, "reference")
         self.version, self.refreshes = -1, 0
 
     def take(self, masters: Mapping[str, Tensor], version: int) -> None:
-        """Become a copy of the policy with these fp32 masters, rounded once.
+        """Become a copy of the policy with these fp32 masters, rounded or quantised once.
 
-        A master that rounds to inf is an error: comparing with such a policy would compare with nothing.
+        A master that the format cannot hold is an error: comparing with such a policy would compare with nothing.
         """
         self.version = -1  # until every tensor is there: half a copy is nobody's policy
-        if set(masters) != set(self.weights):
-            raise MantissaError("reference: the policy's tensors are not those of this model")
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(round_to_format(masters[name].detach(), self.kernels.format))
-                if not bool(parameter.isfinite().all()):
-                    raise MantissaError(
-                        f"reference: {name} is not finite in {self.kernels.format}; choose a precision.reference with "
-                        "more range (bf16, fp32)"
-                    )
+        self._copies.take(masters)
         self.version = version
 
     def follow(self, masters: Mapping[str, Tensor], version: int) -> bool:
@@ -88,13 +75,13 @@ class Reference:
             for rows in sequences.micro_batches(rows_B, self.micro_batch_tokens):
                 part = sequences.select(rows)
                 row, column = part.mask_BR.nonzero(as_tuple=True)
-                logp_BR[rows[row], column] = forward(self.model, self.kernels, part, self.temperature).logp_N
+                logp_BR[rows[row], column] = forward(self._copies.decoder, self.kernels, part, self.temperature).logp_N
         return logp_BR
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The rounded copy, by parameter name, in the kernels' dtype."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        """The copy, by parameter name, as the kernels hold it."""
+        return self._copies.weights
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers; the tensors are ``weights``."""
@@ -102,5 +89,6 @@ class Reference:
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """The inverse of ``state_dict`` and ``weights``, bit for bit."""
+        self._copies.make_room(tensors)
         load_weights(self.weights, tensors)
         self.version, self.refreshes = int(state["version"]), int(state["refreshes"])

@@ -56,6 +56,8 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, *, resumed: bool) ->
         with Live(config.steps, done=done) as live:
             live.precision(parts.precision.rows())
             live.note(f"run {run.path}   device {parts.device}   parameters {_parameters(parts)}")
+            for line in parts.plan.lines() if parts.plan else ():
+                live.note(f"exact: {line}")
             for note in parts.sampler.grader.notes:
                 live.note(note)
             if resumed:
@@ -88,7 +90,8 @@ def _environment(parts: Parts) -> dict[str, Any]:
     for row in rows:
         row["evidence"] = parts.evidence.get(row["role"], "")
     guards = list(parts.sampler.grader.notes)
-    return environment() | {"precision": rows, "training_device": str(parts.device), "grading": guards}
+    exact = {"exact": parts.plan.lines()} if parts.plan else {}
+    return environment() | {"precision": rows, "training_device": str(parts.device), "grading": guards} | exact
 
 
 def _parameters(parts: Parts) -> str:

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from mantissa.errors import MantissaError
-from mantissa.kernels import Kernels
+from mantissa.kernels import Kernels, Pick, Traced
 from mantissa.model import Decoder
-from mantissa.precision import NumberFormat, round_to_format
+from mantissa.precision import NumberFormat, round_cached
 from mantissa.rollout.cache import KVCache
 from mantissa.rollout.sampling import sample
 from mantissa.rollout.stopping import StopStrings
@@ -67,6 +67,14 @@ class _Prefilled:
     admitted: int = 0
 
 
+@dataclass(frozen=True)
+class Watched:
+    """A sample to follow: its number among the jobs (all samples of all requests, in order), and who takes notes."""
+
+    job: int
+    kernels: Traced
+
+
 @dataclass
 class _Counters:
     prefill_tokens: int = 0
@@ -89,6 +97,7 @@ class Generation:
     params: SamplingParams
     version: int
     decode_text: Callable[[Sequence[int]], str] | None
+    watched: Watched | None = None
     counters: _Counters = field(default_factory=_Counters)
 
     def __post_init__(self) -> None:
@@ -141,10 +150,11 @@ class Generation:
         places = self.cache.places(state_4B[_POSITION])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = round_to_format(k, self.kv_format), round_to_format(v, self.kv_format)
+            k, v = round_cached(k, self.kv_format), round_cached(v, self.kv_format)
             keys, values = self.cache.append(layer, k, v, places)
             return self.kernels.cached_attention(q.squeeze(2), keys, values, lengths_B).unsqueeze(2)
 
+        self._watch_slot(rows)
         tokens_B1, positions_B1 = state_4B[_TOKEN].unsqueeze(1), state_4B[_POSITION].unsqueeze(1)
         hidden_B1E = self.model.hidden(tokens_B1, self.kernels, positions_B1, attend)
         logits_BV = self.model.logits(hidden_B1E.squeeze(1), self.kernels)
@@ -203,6 +213,7 @@ class Generation:
         for row, (prompt, _) in enumerate(batch):
             tokens_PT[row, : len(prompt)] = torch.tensor(prompt)
         lengths_P = torch.tensor(lengths, device=self.device)
+        self._watch_prompt(batch)
         kv, logits_PV = self._prefill_forward(tokens_PT.to(self.device), lengths_P)
         self.counters.prefills += 1
         self.counters.prefill_tokens += sum(lengths)
@@ -219,7 +230,7 @@ class Generation:
         padding_P1T1 = (positions_1T >= lengths_P.unsqueeze(1))[:, None, :, None]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = round_to_format(k, self.kv_format), round_to_format(v, self.kv_format)
+            k, v = round_cached(k, self.kv_format), round_cached(v, self.kv_format)
             kv_2LPKTD[0, layer], kv_2LPKTD[1, layer] = k, v
             return self.kernels.causal_attention(q, k, v)
 
@@ -243,6 +254,22 @@ class Generation:
         self._state_4S[:, target_B] = self._state_4S[:, source_B]
         for per_slot in (self._job_S, self._count_S, self._length_S, self._tokens_ST, self._logp_ST):
             per_slot[target] = per_slot[source]
+
+    # One sample under observation: what the kernels are told before each forward
+
+    def _watch_prompt(self, batch: Sequence[tuple[tuple[int, ...], list[int]]]) -> None:
+        if self.watched is None:
+            return
+        job = self.watched.job
+        row = next((row for row, (_, waiting) in enumerate(batch) if job in waiting), None)
+        self.watched.kernels.begin(None if row is None else _prompt_in(row, len(batch[row][0])))
+
+    def _watch_slot(self, rows: int) -> None:
+        if self.watched is None:
+            return
+        slots = np.flatnonzero(self._job_S[:rows] == self.watched.job)
+        at = _token_in(int(slots[0]), int(self._length_S[slots[0]])) if len(slots) else None
+        self.watched.kernels.begin(at)
 
     # Results
 
@@ -277,3 +304,23 @@ class Generation:
             finish_reason="stop" if stopped else "length",
             policy_version=self.version,
         )
+
+
+def _prompt_in(row: int, length: int) -> Pick:
+    """Every position of the prompt in ``row`` of a prefill, whose logits are those of its end."""
+
+    def pick(kind: str, rows: Tensor) -> tuple[Tensor, Tensor]:
+        if kind == "logits":
+            return rows[row : row + 1], torch.tensor([length - 1], device=rows.device)
+        return rows[row, :length], torch.arange(length, device=rows.device)
+
+    return pick
+
+
+def _token_in(slot: int, position: int) -> Pick:
+    """The one position that a decode step computes for a slot."""
+
+    def pick(kind: str, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return rows[slot : slot + 1], torch.tensor([position], device=rows.device)
+
+    return pick

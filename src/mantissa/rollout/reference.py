@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mantissa.kernels import Kernels
 from mantissa.model import Decoder
-from mantissa.precision import NumberFormat, round_to_format
+from mantissa.precision import NumberFormat, round_cached
 from mantissa.rollout.types import Completion, Request, SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -57,7 +57,7 @@ def reference_logits(model: Decoder, kernels: Kernels, kv_format: NumberFormat, 
     """Logits (fp32, T by V) after each of ``tokens``, by one forward pass without a cache."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return kernels.causal_attention(q, round_to_format(k, kv_format), round_to_format(v, kv_format))
+        return kernels.causal_attention(q, round_cached(k, kv_format), round_cached(v, kv_format))
 
     device = next(model.parameters()).device
     with torch.no_grad():

@@ -50,6 +50,10 @@ LOOP_METRICS: tuple[Metric, ...] = (
     _plain("length/max", "largest response length", "tokens"),
     _ranged("length/truncated_fraction", "completions cut off at max_tokens / completions", "fraction", (0, 0.2)),
     _plain("policy/entropy", "mean_t of -sum_v p_theta(v) log p_theta(v)", "nats/token"),
+    _plain(
+        "exact/checked_tokens", "log-probs compared bit by bit, with exact kernels, in a step that is checked", "tokens"
+    ),
+    _ranged("exact/mismatched_tokens", "of these, how many differ between rollout and learner", "tokens", (0, 0)),
     _plain("precision/loss_scale", "factor on the loss before backward; 1 is no scaling", "1"),
     _ranged("precision/overflows", "backward passes that overflowed, this step", "count", (0, 1)),
     _ranged("precision/retries", "backward passes redone at a lower scale, this step", "count", (0, 1)),

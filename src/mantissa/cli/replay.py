@@ -1,0 +1,34 @@
+"""``mantissa replay``: both sides of a mismatch again, from the file that the run wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def replay(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="RUN/mismatch-step-N.safetensors.")],
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Run both sides of a log-prob mismatch again and name the first operation that differs.
+
+    Exits with 1 where they differ, with 0 where every operation agrees on this machine.
+    """
+    from mantissa.rl.assemble import be_deterministic, choose_device
+    from mantissa.rl.replay import read_case
+    from mantissa.rl.replay import replay as run_again
+
+    chosen = choose_device(device)
+    be_deterministic(chosen)
+    stored = read_case(file)
+    typer.echo(f"seen by the run: {stored.note}")
+    found = run_again(stored, chosen)
+    for line in found.plan:
+        typer.echo(f"exact: {line}")
+    if found.culprit is None:
+        typer.echo(f"here ({chosen}) every operation gives both sides the same numbers")
+        return
+    typer.echo(f"here ({chosen}) they part in {found.culprit}")
+    raise typer.Exit(1)

@@ -1,0 +1,119 @@
+"""Kernels that show what they give: to find the first operation in which two policies that should agree do not.
+
+A decoder calls the same operations in the same order whoever runs it, so an operation is known by its number within a
+forward. ``Traced`` stands in front of a family, passes every call on, and of each result notes the vectors at chosen
+places: a digest of each, and in full only those of one operation at one position. Two traces of one sequence, one from
+each side, then tell where they part: the first position, and there the first operation.
+
+A digest is a sum of the vector's bits with odd weights, modulo 2^64. Equal vectors have equal digests; vectors that
+differ in one element never have, and others by a chance of about 2^-64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mantissa.kernels.interface import Kernels
+from mantissa.precision import BlockScaled
+
+# From an operation's kind and result, the vectors to note (n, features) and their positions in the sequence (n).
+Pick = Callable[[str, Tensor], tuple[Tensor, Tensor]]
+
+_HEADS_FIRST = ("rotate", "attention")  # results B,H,T,D; the others are B,T,... and the logits N,V
+
+
+class Traced:
+    """A family that is watched. ``begin`` starts a forward; between forwards it forgets nothing.
+
+    ``digests``: for each (position, number of the operation), a digest of the vector that it gave there. ``names``:
+    what operation a number is. ``kept``: the vector at ``keep``.
+    """
+
+    def __init__(self, kernels: Kernels, keep: tuple[int, int] | None = None) -> None:
+        self._kernels, self._keep = kernels, keep
+        self._pick: Pick | None = None
+        self._number = 0
+        self.digests: dict[tuple[int, int], int] = {}
+        self.names: dict[int, str] = {}
+        self.kept: Tensor | None = None
+
+    def begin(self, pick: Pick | None) -> None:
+        """Start a forward, and note what ``pick`` chooses of each result; None notes nothing."""
+        self._pick, self._number = pick, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)  # format, dtype, weight, copied: nothing that a forward computes
+
+    def embedding(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
+        return self._note("embedding", "embedding", self._kernels.embedding(tokens_BT, weight_VE))
+
+    def linear(
+        self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
+    ) -> Tensor:
+        return self._note("linear", layer or "linear", self._kernels.linear(x_NE, weight_FE, bias_F, layer))
+
+    def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
+        return self._note("logits", "logits", self._kernels.logits(x_NE, weight_VE))
+
+    def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        return self._note("rms_norm", "rms_norm", self._kernels.rms_norm(x_NE, weight_E, eps))
+
+    def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
+        return self._note("swiglu", "swiglu", self._kernels.swiglu(gate_NE, up_NE))
+
+    def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+        return self._note("rotate", "rotate", self._kernels.rotate(x_BHTD, cos_BTD, sin_BTD))
+
+    def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
+        return self._note("add", "add", self._kernels.add(x_NE, y_NE))
+
+    def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
+        return self._note("attention", "attention", self._kernels.causal_attention(q_BHTD, k_BKTD, v_BKTD))
+
+    def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
+        out_BHD = self._kernels.cached_attention(q_BHD, k_BKSD, v_BKSD, length_B)
+        self._note("attention", "attention", out_BHD.unsqueeze(2))
+        return out_BHD
+
+    def _note(self, kind: str, name: str, out: Tensor) -> Tensor:
+        number, self._number = self._number, self._number + 1
+        self.names.setdefault(number, name)
+        if self._pick is None:
+            return out
+        rows = out.detach().transpose(1, 2) if kind in _HEADS_FIRST else out.detach()
+        vectors, positions = self._pick(kind, rows)
+        vectors = vectors.reshape(len(positions), -1).float()
+        for position, digest in zip(positions.tolist(), _digests(vectors).tolist(), strict=True):
+            self.digests[position, number] = digest
+        if self._keep is not None and self._keep[1] == number and (at := positions == self._keep[0]).any():
+            self.kept = vectors[at][0].cpu()
+        return out
+
+
+def first_difference(one: Traced, other: Traced) -> tuple[int, int] | None:
+    """The first (position, operation) that both noted and in which they differ; None where there is none."""
+    return next((at for at in sorted(one.digests) if one.digests[at] != other.digests.get(at, one.digests[at])), None)
+
+
+def operation(names: dict[int, str], number: int) -> str:
+    """What an operation is, in words: a projection's name in the model, or another's and the projection next to it."""
+    name = names[number]
+    if "." in name or name in ("embedding", "logits"):
+        return name
+    projections = [n for n in names if "." in names[n]]
+    if not projections:
+        return name
+    near = min(projections, key=lambda n: (abs(n - number), n))
+    return f"{name} {'after' if near < number else 'before'} {names[near]}"
+
+
+def _digests(vectors: Tensor) -> Tensor:
+    """One int64 a row: sum of (bits + 1) * odd weights, modulo 2^64."""
+    bits = vectors.contiguous().view(torch.int32).to(torch.int64) + 1
+    index = torch.arange(1, vectors.shape[1] + 1, device=vectors.device, dtype=torch.int64)
+    weights = (index * 0x9E3779B97F4A7C1 ^ (index << 17)) | 1
+    return (bits * weights).sum(-1)

@@ -1,0 +1,143 @@
+"""Policies that do not train: a decoder whose weights are copies of a learner's masters, in their kernels' own form.
+
+A copy is made once from the fp32 master: rounded to the format, or for a layer in fp8 quantised to codes and scales.
+What is kept is what the kernels multiply: fp32 values on the grid (simulated), a half dtype (native), or the codes
+themselves with their scales beside them (native fp8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from mantissa.errors import MantissaError, nearest
+from mantissa.kernels import Kernels
+from mantissa.model.config import ModelConfig
+from mantissa.model.decoder import Decoder, Projection
+from mantissa.precision import BlockScaled
+
+
+class CopiedPolicy:
+    """A decoder that holds copies. ``who`` begins its errors: ``sync``, ``reference``.
+
+    It holds NaN until ``take`` has succeeded: a policy with half its weights is nobody's policy.
+    """
+
+    def __init__(self, config: ModelConfig, kernels: Kernels, device: torch.device | str, who: str) -> None:
+        self.kernels, self.who = kernels, who
+        with torch.device("meta"):  # neither memory nor random values for what ``take`` overwrites
+            decoder = Decoder(config).requires_grad_(False)
+        self.decoder = decoder.to(kernels.dtype).to_empty(device=torch.device(device))
+        self._poison()
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """What is kept, by parameter name, in its own dtype; the scales of codes as ``NAME.scales``."""
+        kept: dict[str, Tensor] = {}
+        for name, owner, parameter in self._parameters():
+            kept[name] = parameter.detach()
+            if isinstance(owner, Projection) and owner.scales is not None and parameter is owner.weight:
+                kept[f"{name}.scales"] = owner.scales
+        return kept
+
+    def take(self, masters: Mapping[str, Tensor]) -> None:
+        """Become a copy of the policy with these fp32 masters, each rounded or quantised once.
+
+        Fails closed: the destination is filled with NaN first and checked after. A missing, unknown, misshapen or
+        non-finite tensor, one that is not fp32, and one beyond the format's largest value are errors that name it.
+        """
+        self._poison()
+        self._check_names(masters)
+        names, peaks = [], []
+        with torch.no_grad():
+            for name, owner, parameter in self._parameters():
+                master = masters[name].detach().to(parameter.device)
+                kept = self._keep(owner, parameter, master)
+                names.append(name)
+                # The largest magnitude of the master and of what is now stored; NaN wins a maximum, so one that was
+                # not written shows. One transfer to the host for all tensors.
+                peaks.append(torch.stack((master.abs().amax(), kept.float().abs().amax())))
+            peaks_N2 = torch.stack(peaks).cpu()
+        for name, (master_peak, stored_peak) in zip(names, peaks_N2.tolist(), strict=True):
+            self._check_peak(name, master_peak, stored_peak)
+
+    def _keep(self, owner: nn.Module, parameter: nn.Parameter, master: Tensor) -> Tensor:
+        """Copy one master into its place; returns what now lies there."""
+        weight_of = isinstance(owner, Projection) and parameter is owner.weight
+        copy = self.kernels.copied(master, owner.name if isinstance(owner, Projection) and weight_of else "")
+        if isinstance(copy, Tensor):
+            return parameter.copy_(copy)
+        assert isinstance(owner, Projection)  # nothing else has a name, and only what has one is quantised
+        self._make_room(owner, copy)
+        assert owner.scales is not None
+        owner.weight.copy_(copy.codes)
+        owner.scales.copy_(copy.scales)
+        return torch.stack((owner.weight.float().abs().amax(), owner.scales.amax()))
+
+    @staticmethod
+    def _make_room(owner: Projection, copy: BlockScaled) -> None:
+        """The first time that a weight comes as codes; from then on they are copied into the same place."""
+        if owner.scales is None:
+            owner.weight = nn.Parameter(torch.empty_like(copy.codes), requires_grad=False)
+            owner.scales = torch.empty_like(copy.scales)
+
+    def make_room(self, tensors: Mapping[str, Tensor]) -> None:
+        """Before ``weights`` are overwritten by those of another such policy: hold codes wherever that one did."""
+        for name, owner, parameter in self._parameters():
+            scales = tensors.get(f"{name}.scales")
+            if scales is not None and isinstance(owner, Projection):
+                device = parameter.device
+                self._make_room(owner, BlockScaled(tensors[name].to(device), scales.to(device)))
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+        """Every parameter with its name and the module it belongs to."""
+        for prefix, module in self.decoder.named_modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                yield f"{prefix}.{name}", module, parameter
+
+    def _poison(self) -> None:
+        with torch.no_grad():
+            for tensor in self.weights.values():
+                tensor.fill_(float("nan"))
+
+    def _check_names(self, masters: Mapping[str, Tensor]) -> None:
+        expected = {name: parameter for name, _, parameter in self._parameters()}
+        for name in expected:
+            if name not in masters:
+                raise MantissaError(
+                    f"{self.who}: weight {name} is missing{nearest(name, masters)}; send every parameter"
+                )
+        for name, master in masters.items():
+            if name not in expected:
+                tied = "; the head is tied to the embedding and is not sent" if name == "lm_head.weight" else ""
+                raise MantissaError(f"{self.who}: unknown weight {name}{tied or nearest(name, expected)}")
+            if master.shape != expected[name].shape:
+                raise MantissaError(
+                    f"{self.who}: weight {name} has shape {tuple(master.shape)}, expected {tuple(expected[name].shape)}"
+                )
+            if master.dtype != torch.float32:
+                raise MantissaError(
+                    f"{self.who}: weight {name} is {master.dtype}, expected the fp32 master: a second rounding changes "
+                    "values"
+                )
+
+    def _check_peak(self, name: str, master_peak: float, stored_peak: float) -> None:
+        fmt = self.kernels.format
+        if not _finite(master_peak):
+            raise MantissaError(
+                f"{self.who}: weight {name} holds {master_peak}: expected finite values; training diverged"
+            )
+        if _finite(stored_peak):
+            return
+        if stored_peak != stored_peak:
+            raise MantissaError(f"{self.who}: weight {name} was not written in full: NaN is left after the copy")
+        raise MantissaError(
+            f"{self.who}: weight {name} holds {master_peak:g}, which {fmt} cannot (largest {fmt.largest:g}): use bf16 "
+            "or fp32"
+        )
+
+
+def _finite(x: float) -> bool:
+    return x - x == 0.0

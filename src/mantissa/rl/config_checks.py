@@ -1,0 +1,55 @@
+"""What a configuration's fields must not say together: keys that would do nothing, wishes that exclude each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mantissa.errors import MantissaError
+from mantissa.tasks import CodeConfig
+
+if TYPE_CHECKING:
+    from mantissa.rl.config import RunConfig
+
+
+def check_together(config: RunConfig) -> None:
+    """Raise ``MantissaError`` at the first pair of fields that do not go together."""
+    _check_precision(config)
+    _check_rollout(config)
+    if isinstance(config.task, CodeConfig) and config.task.time_limit_s >= config.grading.timeout_s:
+        raise MantissaError(
+            f"task.time_limit_s={config.task.time_limit_s:g} is not below grading.timeout_s="
+            f"{config.grading.timeout_s:g}, which would count a slow program as a verifier error; raise the latter"
+        )
+
+
+def _check_precision(config: RunConfig) -> None:
+    policy = config.policy
+    if config.loss_scaling is not None and not policy.format_of(policy.train).needs_loss_scaling:
+        raise MantissaError(
+            f"loss_scaling does nothing for a {policy.train} learner (its exponent range is that of fp32); "
+            "leave it out, or set loss_scaling=null"
+        )
+    if policy.reference is not None and config.algorithm.reference is None:
+        raise MantissaError(
+            f"precision.reference={policy.reference} does nothing without a reference policy; leave it out, "
+            "or set algorithm.reference={}"
+        )
+    if policy.kernels == "exact" and config.rollout.max_policy_lag:
+        raise MantissaError(
+            f"precision.kernels=exact with rollout.max_policy_lag={config.rollout.max_policy_lag}: completions of "
+            "other weights have other log-probs, so there is nothing that must be equal; set rollout.max_policy_lag=0"
+        )
+
+
+def _check_rollout(config: RunConfig) -> None:
+    rollout, updates = config.rollout, config.optimizer.updates_per_batch
+    if updates > rollout.prompts * rollout.samples:
+        raise MantissaError("optimizer.updates_per_batch: expected at most one update a completion")
+    if 0 < rollout.max_policy_lag < updates:
+        raise MantissaError(
+            f"rollout.max_policy_lag={rollout.max_policy_lag} does nothing with optimizer.updates_per_batch={updates}: "
+            f"a step makes {updates} versions, so sampling one step ahead needs {updates} or more; raise it, or set it "
+            "to 0"
+        )
+    if config.algorithm.advantage not in ("dr_grpo", "reinforce_pp") and rollout.samples < 2:
+        raise MantissaError(f"algorithm.advantage={config.algorithm.advantage} needs rollout.samples of 2 or more")
