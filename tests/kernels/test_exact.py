@@ -1,4 +1,4 @@
-"""Exact kernels, operation by operation: against float64, against the fast family, and a row against itself elsewhere."""
+"""Exact kernels, one by one: against float64, against the fast family, and a row against itself elsewhere."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from exact_policies import FAMILIES, exactly, make_model
 from torch import Tensor
 
+from exact_policies import FAMILIES, exactly, make_model
 from mantissa.kernels import (
     ExactKernels,
     ExactPlan,
@@ -52,8 +52,8 @@ def test_products_are_right_and_rows_are_their_own(choice: Choice, rows: int) ->
 
 def test_fp64_products_are_the_rounded_sum() -> None:
     x, weight = drawn(5, 48), drawn(24, 48, seed=1)
-    exact = torch.tensor([[math.fsum(a * b for a, b in zip(r, w, strict=True)) for w in weight.tolist()] for r in x.tolist()])
-    assert torch.equal(product(x, weight, PRODUCTS[2]), exact.float())
+    sums = [[math.fsum(a * b for a, b in zip(r, w, strict=True)) for w in weight.tolist()] for r in x.tolist()]
+    assert torch.equal(product(x, weight, PRODUCTS[2]), torch.tensor(sums))
 
 
 def test_a_bias_is_added_after_the_sum_and_rounded_with_it() -> None:

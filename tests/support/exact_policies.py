@@ -64,7 +64,7 @@ class Sampled:
     logp: list[Tensor]
 
     @property
-    def logp_N(self) -> Tensor:
+    def logp_N(self) -> Tensor:  # noqa: N802
         return torch.cat(self.logp)
 
 

@@ -34,7 +34,7 @@ from mantissa.precision import NumberFormat, round_cached, round_to_format_
 KEYS = 16  # keys come in multiples of this: the widest vector of a CPU, so that a softmax's lanes stay the same
 VALUES = 128  # keys of one sum of P V
 _TILE = 64  # keys of one tile, where every product is a tile
-_LONG = 128  # up to here 16 positions at a time save a quarter of all scores; beyond, 32 save their share in fewer calls
+_LONG = 128  # up to here 16 positions at a time save a quarter of all scores; beyond, 32 do with fewer calls
 
 
 class ExactAttention(torch.autograd.Function):
@@ -84,9 +84,7 @@ def _laid_out(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, choice: Choice) ->
     return q.view(-1, group, *q.shape[2:]), k, v
 
 
-def _causal(
-    q: Tensor, k: Tensor, v: Tensor, length: int, last: int, fmt: NumberFormat, choice: Choice
-) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, length: int, last: int, fmt: NumberFormat, choice: Choice) -> Tensor:
     """The first ``length`` positions of ``q``, of which the last stands at ``last`` - 1. Shape N,G,length,D."""
     group, first = q.shape[1], last - length
     out = q.new_empty(len(q), group, length, q.shape[3])
@@ -143,9 +141,7 @@ def _summed(p_NMS: Tensor, v_NSD: Tensor) -> Tensor:
     return total
 
 
-def _in_tiles(
-    q_NMD: Tensor, k_NSD: Tensor, v_NSD: Tensor, scores_NMS: Tensor, fmt: NumberFormat, rows: int
-) -> Tensor:
+def _in_tiles(q_NMD: Tensor, k_NSD: Tensor, v_NSD: Tensor, scores_NMS: Tensor, fmt: NumberFormat, rows: int) -> Tensor:
     """The same with every product one tile, ``rows`` queries of one head by ``_TILE`` keys, and sums over keys too."""
     heads, count, size = q_NMD.shape
     k, v = _padded(k_NSD, 1, _TILE), _padded(v_NSD, 1, _TILE)
@@ -160,15 +156,14 @@ def _in_tiles(
     p = round_to_format_(p.div_(sum(sums[1:], sums[0])), fmt)
     out = torch.zeros(q_NMD.shape, device=q_NMD.device)
     for head, row, key in tiles:
-        out[head, row : row + rows] += torch.mm(p[head, row : row + rows, key : key + _TILE], v[head, key : key + _TILE])
+        p_RS, v_SD = p[head, row : row + rows, key : key + _TILE], v[head, key : key + _TILE]
+        out[head, row : row + rows] += torch.mm(p_RS, v_SD)
     return round_to_format_(out, fmt)
 
 
 def _tiles(heads: int, count: int, keys: int, rows: int) -> list[tuple[int, int, int]]:
     """Head, first row and first key of every tile, keys in order."""
-    return [
-        (head, row, key) for head in range(heads) for row in range(0, count, rows) for key in range(0, keys, _TILE)
-    ]
+    return [(head, row, key) for head in range(heads) for row in range(0, count, rows) for key in range(0, keys, _TILE)]
 
 
 def _padded(x: Tensor, dim: int, multiple: int, least: int = 0) -> Tensor:
