@@ -4,10 +4,10 @@
 
 Two decoders: the demo's (hidden 64, 4 layers) and one of hidden 256. A step is 64 prompts of 16 tokens, 8 samples each
 of 24 new tokens; ``rollout`` samples them with the engine, ``score`` is the learner's forward without a graph,
-``update`` its forward, backward and AdamW step, ``step`` all of it and the hand-over of the weights. Exact and fast take
-turns, and a ratio is taken within each round, so that a busy machine slows both alike. Targets: the whole step at most
-1.3 times fast in fp32, and no slower than fast in the halves. Each exact step's log-probs are compared, all of them:
-a row with one that differs is refused. Rows go to ``results/exact_cost.jsonl``.
+``update`` its forward, backward and AdamW step, ``step`` all of it and the hand-over of the weights. Exact and fast
+take turns, and a ratio is taken within each round, so that a busy machine slows both alike. Targets: the whole step at
+most 1.3 times fast in fp32, and no slower than fast in the halves. All log-probs of the exact steps are compared: where
+one differs, no row is written. Rows go to ``results/exact_cost.jsonl``.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from mantissa.rl.experience import Sequences
 from mantissa.rl.forward import forward
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 
-VOCABULARY = 24
+VOCABULARY = 96
 FAMILIES = {  # head sizes of 16, 32 and 64; a key head for two queries, for four and for one; biases, head norms
-    "llama": ModelConfig("llama", VOCABULARY, 32, 56, 2, 2, 1, 16, rope_theta=500.0, initializer_range=0.3),
+    "llama": ModelConfig("llama", VOCABULARY, 32, 56, 2, 2, 1, 16, rope_theta=500.0, initializer_range=0.2),
     "qwen2": ModelConfig(
         "qwen2", VOCABULARY, 48, 72, 1, 4, 1, 32, qkv_bias=True, tie_word_embeddings=True, initializer_range=0.3
     ),
@@ -64,7 +64,7 @@ class Sampled:
     logp: list[Tensor]
 
     @property
-    def logp_N(self) -> Tensor:
+    def logp_N(self) -> Tensor:  # noqa: N802
         return torch.cat(self.logp)
 
 

@@ -34,9 +34,7 @@ from mantissa.precision import NumberFormat, round_cached, round_to_format_
 KEYS = 16  # keys come in multiples of this: the widest vector of a CPU, so that a softmax's lanes stay the same
 VALUES = 128  # keys of one sum of P V
 _TILE = 64  # keys of one tile, where every product is a tile
-_LONG = (
-    128  # up to here 16 positions at a time save a quarter of all scores; beyond, 32 save their share in fewer calls
-)
+_LONG = 128  # up to here 16 positions at a time save a quarter of all scores; beyond, 32 do with fewer calls
 
 
 class ExactAttention(torch.autograd.Function):
@@ -158,9 +156,8 @@ def _in_tiles(q_NMD: Tensor, k_NSD: Tensor, v_NSD: Tensor, scores_NMS: Tensor, f
     p = round_to_format_(p.div_(sum(sums[1:], sums[0])), fmt)
     out = torch.zeros(q_NMD.shape, device=q_NMD.device)
     for head, row, key in tiles:
-        out[head, row : row + rows] += torch.mm(
-            p[head, row : row + rows, key : key + _TILE], v[head, key : key + _TILE]
-        )
+        p_RS, v_SD = p[head, row : row + rows, key : key + _TILE], v[head, key : key + _TILE]
+        out[head, row : row + rows] += torch.mm(p_RS, v_SD)
     return round_to_format_(out, fmt)
 
 

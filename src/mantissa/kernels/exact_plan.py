@@ -57,9 +57,9 @@ class ModelShapes:
         return ModelShapes(tuple(products), heads, kv_heads, head_dim, products[-1][2], length, rows)
 
     @property
-    def sizes(self) -> dict[tuple[int, int], str]:
+    def sizes(self) -> dict[tuple[int, ...], str]:
         """Names of the distinct products, by (features out, features in), which is their weight's shape."""
-        names: dict[tuple[int, int], list[str]] = {}
+        names: dict[tuple[int, ...], list[str]] = {}
         for name, inputs, outputs in self.products:
             short = name.rsplit(".", 1)[-1]
             known = names.setdefault((outputs, inputs), [])
@@ -89,7 +89,7 @@ class ExactPlan:
 
     products: Mapping[tuple[int, ...], Choice]
     attention: Choice
-    names: Mapping[tuple[int, int], str] = dataclasses.field(default_factory=dict)
+    names: Mapping[tuple[int, ...], str] = dataclasses.field(default_factory=dict)
     checked: str = ""
 
     def product(self, size: tuple[int, ...]) -> Choice:

@@ -28,7 +28,7 @@ ATTENTION = (Choice("padded rows", 4), Choice("padded rows", 16), Choice("row ti
 _COUNTS = (1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 17, 19, 31, 33, 37, 47, 64, 65, 97, 129, 200, 255, 509)
 _FEW = (1, 5, 17, 33)  # where a row is dear: a head of 150,000 words
 _OPERATIONS = 1.5e10  # floating-point operations that the products' probe may spend: 0.15 s at 100 GFLOP/s
-_SMALL = (8, 8)  # the products by which ``probe`` proves a format
+_SMALL: tuple[int, ...] = (8, 8)  # the products by which ``probe`` proves a format
 
 
 def plan_exact(
@@ -48,7 +48,7 @@ def plan_exact(
     sizes = {**shapes.sizes, _SMALL: ""}
     budget = _OPERATIONS / len(sizes)
     with torch.no_grad():
-        products = {}
+        products: dict[tuple[int, ...], Choice] = {}
         for size, names in sizes.items():
             check = _product_check(size, shapes.rows, budget, generator)
             products[size] = _first(f"the product {names} {size[1]}x{size[0]}", PRODUCTS, check, only, role)
@@ -81,7 +81,7 @@ def _first(what: str, choices: tuple[Choice, ...], check: Check, only: Way | Non
     )
 
 
-def _product_check(size: tuple[int, int], rows: int, budget: float, generator: torch.Generator) -> Check:
+def _product_check(size: tuple[int, ...], rows: int, budget: float, generator: torch.Generator) -> Check:
     """Rows among 1 to ``rows`` others, at two offsets, with the weight at another alignment in memory."""
     outputs, inputs = size
     affordable = int(budget / (2 * inputs * outputs))  # rows in all: two thread counts, two offsets

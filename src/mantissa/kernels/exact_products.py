@@ -1,4 +1,7 @@
-"""A matrix product of which each row depends on that row and the weights alone: the three ways of ``exact_plan``."""
+"""A matrix product of which each row depends on that row and the weights alone: the three ways of ``exact_plan``.
+
+Legend: M rows, E features in, F features out, R rows of a tile.
+"""
 
 from __future__ import annotations
 
@@ -10,40 +13,30 @@ from mantissa.kernels.exact_plan import Choice
 
 def product(x_NE: Tensor, weight_FE: Tensor, choice: Choice) -> Tensor:
     """x @ weight^T in fp32, any leading shape, by the way chosen. To be called without gradients."""
-    rows_ME, weight_EF = x_NE.reshape(-1, x_NE.shape[-1]), weight_FE.t()
-    if choice.way == "fp64":
-        out_MF = _in_multiples(rows_ME.double(), weight_EF.double(), choice.rows).float()
-    elif choice.way == "row tiles":
-        out_MF = _in_tiles(rows_ME, weight_EF, choice.rows)
+    out_NF = x_NE.new_empty(*x_NE.shape[:-1], weight_FE.shape[0])
+    x_ME, weight_EF, out_MF = x_NE.reshape(-1, x_NE.shape[-1]), weight_FE.t(), out_NF.view(-1, weight_FE.shape[0])
+    if choice.way == "row tiles":
+        for start in range(0, len(x_ME), choice.rows):
+            _fill(out_MF[start : start + choice.rows], x_ME[start : start + choice.rows], weight_EF, choice.rows)
+    elif choice.way == "padded rows":
+        whole = len(x_ME) - len(x_ME) % choice.rows  # as many as there are multiples of rows, without a copy
+        _fill(out_MF[:whole], x_ME[:whole], weight_EF, choice.rows)
+        _fill(out_MF[whole:], x_ME[whole:], weight_EF, choice.rows)
     else:
-        out_MF = _in_multiples(rows_ME, weight_EF, choice.rows)
-    return out_MF.view(*x_NE.shape[:-1], -1)
+        wide_MF = torch.empty(out_MF.shape, dtype=torch.float64, device=out_MF.device)
+        _fill(wide_MF, x_ME.double(), weight_EF.double(), choice.rows)
+        out_MF.copy_(wide_MF)  # rounded once
+    return out_NF
 
 
-def _in_multiples(x_ME: Tensor, weight_EF: Tensor, rows: int) -> Tensor:
-    """As many rows as there are whole multiples of ``rows`` at once, and the rest with zeros added, without a copy."""
-    whole = len(x_ME) - len(x_ME) % rows
-    if whole == len(x_ME):
-        return torch.mm(x_ME, weight_EF)
-    out_MF = x_ME.new_empty(len(x_ME), weight_EF.shape[1])
-    if whole:
-        torch.mm(x_ME[:whole], weight_EF, out=out_MF[:whole])
-    out_MF[whole:] = torch.mm(_padded(x_ME[whole:], rows), weight_EF)[: len(x_ME) - whole]
-    return out_MF
-
-
-def _in_tiles(x_ME: Tensor, weight_EF: Tensor, rows: int) -> Tensor:
-    out_MF = x_ME.new_empty(len(x_ME), weight_EF.shape[1])
-    for start in range(0, len(x_ME), rows):
-        tile_RE = x_ME[start : start + rows]
-        if len(tile_RE) == rows:
-            torch.mm(tile_RE, weight_EF, out=out_MF[start : start + rows])
-        else:
-            out_MF[start:] = torch.mm(_padded(tile_RE, rows), weight_EF)[: len(tile_RE)]
-    return out_MF
-
-
-def _padded(x_ME: Tensor, rows: int) -> Tensor:
-    padded = x_ME.new_zeros(rows, x_ME.shape[1])
-    padded[: len(x_ME)] = x_ME
-    return padded
+def _fill(out_MF: Tensor, x_ME: Tensor, weight_EF: Tensor, rows: int) -> None:
+    """out = x @ weight in one call, with zeros added up to a multiple of ``rows`` where M is none."""
+    count, missing = len(x_ME), -len(x_ME) % rows
+    if not count:
+        return
+    if not missing:
+        torch.mm(x_ME, weight_EF, out=out_MF)
+        return
+    padded_ME = x_ME.new_zeros(count + missing, x_ME.shape[1])
+    padded_ME[:count] = x_ME
+    out_MF.copy_(torch.mm(padded_ME, weight_EF)[:count])

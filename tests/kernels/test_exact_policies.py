@@ -1,0 +1,227 @@
+"""The claim itself: what the engine said of a token when it sampled it is, in every bit, what the learner says of it.
+
+The engine is the real one: a cache, slots that fall free and are filled again, prompts computed once for all samples,
+a batch that shrinks. The learner is the real forward over packed sequences, with its graph. What is compared is fp32
+log-probs as integers, so that not even the sign of a zero passes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import exact_worker
+from exact_policies import FAMILIES, FORMATS, Policies, exactly, make_model, ragged
+from mantissa.kernels import ExactKernels
+from mantissa.kernels.exact_attention import causal
+from mantissa.kernels.exact_plan import WAYS
+from mantissa.model import Decoder, LoraShape, attach, trained_parameters
+from mantissa.precision import FP16, PrecisionPolicy, resolve
+from mantissa.rollout import Request
+
+
+@pytest.mark.slow
+def test_a_million_log_probs_are_equal(tmp_path: Path) -> None:
+    run_worker(["many", *FORMATS], tmp_path, {"OMP_NUM_THREADS": "1"})
+    compared, different = zip(*torch.load(tmp_path / "0.pt").values(), strict=True)
+    assert sum(compared) >= 1_000_000
+    assert sum(different) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("precision", [*FORMATS, "fp8"])
+def test_whatever_the_batch_a_token_has_one_log_prob(family: str, precision: str) -> None:
+    """Batches of 1 to 64 in the engine draw the same tokens at the same log-probs; micro-batches of 1 to 8 agree."""
+    plan, samples = None, []
+    for slots in (1, 3, 8, 64):
+        policies = Policies(make_model(FAMILIES[family]), exactly(precision), slots=slots, plan=plan)
+        plan = policies.plan
+        samples.append(policies.sample(ragged(7), tokens=16))
+    for other in samples[1:]:
+        assert other.responses == samples[0].responses
+        assert torch.equal(other.logp_N, samples[0].logp_N)
+    assert len(samples[0].logp_N) > 60
+    for micro in (None, 8, 2, 1):
+        assert policies.different(samples[0], micro=micro) == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("precision", FORMATS)
+def test_every_way_is_equal_from_end_to_end(way: Any, precision: str) -> None:
+    policies = Policies(make_model(FAMILIES["llama"]), exactly(precision), only=way)
+    assert policies.plan is not None
+    assert policies.plan.attention.way == way
+    sampled = policies.sample(ragged(9), tokens=30)
+    assert len(sampled.logp_N) > 200
+    for micro in (None, 2):
+        assert policies.different(sampled, micro=micro) == 0
+
+
+@pytest.mark.parametrize("precision", [*FORMATS, "fp8"])
+def test_equal_after_every_update_and_at_any_temperature(precision: str) -> None:
+    """The compared log-probs are the very ones that the gradient is taken of."""
+    policies = Policies(make_model(FAMILIES["qwen3"]), exactly(precision))
+    optimizer = torch.optim.AdamW(policies.model.parameters(), lr=0.01)
+    first = policies.score(policies.sample(ragged(4), tokens=5)).detach()
+    for update, temperature in enumerate((1.0, 0.7, 1.3, 0.25)):
+        sampled = policies.sample(ragged(8, seed=update), tokens=30, temperature=temperature)
+        scored_N = policies.score(sampled, temperature=temperature)
+        assert scored_N.requires_grad
+        assert torch.equal(scored_N, sampled.logp_N)
+        optimizer.zero_grad()
+        (-1024 * (scored_N * torch.linspace(-1, 1, len(scored_N))).mean()).backward()
+        optimizer.step()
+        policies.sync()
+    assert not torch.equal(policies.score(policies.sample(ragged(4), tokens=5)).detach()[:8], first[:8])
+
+
+@pytest.mark.parametrize(("precision", "cache"), [("fp16", "bf16"), ("fp32", "bf16"), ("fp16", "fp8"), ("fp8", "fp8")])
+def test_a_coarser_cache_is_the_learners_too(precision: str, cache: str) -> None:
+    policies = Policies(make_model(FAMILIES["llama"]), exactly(precision, kv_cache=cache))
+    sampled = policies.sample(ragged(8), tokens=30)
+    for micro in (None, 1):
+        assert policies.different(sampled, micro=micro) == 0
+    assert isinstance(policies.learner, ExactKernels)
+    policies.learner.kv_format = policies.learner.format  # a learner that forgets the cache
+    assert policies.different(sampled) > len(sampled.logp_N) // 2
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+def test_logits_in_half_and_adapters_merged(precision: str) -> None:
+    model = Decoder(FAMILIES["qwen2"]).initialize(torch.Generator().manual_seed(2))
+    attach(model, LoraShape(rank=3, alpha=6.0), torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in trained_parameters(model).values():
+            parameter.normal_(0.0, 0.3, generator=generator)
+    policies = Policies(model, exactly(precision, logits="bf16"))
+    sampled = policies.sample(ragged(8), tokens=30)
+    for micro in (None, 1):
+        scored_N = policies.score(sampled, micro=micro)
+        assert scored_N.requires_grad
+        assert torch.equal(scored_N, sampled.logp_N)
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+@pytest.mark.parametrize("chunk", [1, 5, 16, 33])
+def test_a_prompt_fed_in_chunks_is_the_prompt(precision: str, chunk: int) -> None:
+    """Drives the decoder with a cache of the test's own, through the attention that prefill and training use."""
+    policies = Policies(make_model(FAMILIES["qwen3"]), exactly(precision))
+    model, kernels, plan = policies.model, policies.learner, policies.plan
+    assert plan is not None
+    tokens = torch.randint(1, 96, (3, 70), generator=torch.Generator().manual_seed(1))
+    held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if layer in held:
+            k, v = torch.cat((held[layer][0], k), 2), torch.cat((held[layer][1], v), 2)
+        held[layer] = (k, v)
+        return causal(q, k, v, kernels.format, plan.attention)
+
+    parts = []
+    with torch.no_grad():
+        for start in range(0, 70, chunk):
+            piece = tokens[:, start : start + chunk]
+            positions = torch.arange(start, start + piece.shape[1]).unsqueeze(0)
+            parts.append(model.logits(model.hidden(piece, kernels, positions, attend), kernels))
+        whole = model.logits(model(tokens, kernels), kernels)
+    assert torch.equal(torch.cat(parts, 1), whole)
+
+
+class Changed:
+    """One side with one operation another: each of these is a change that equality must notice."""
+
+    @staticmethod
+    def silu(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    @staticmethod
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    @staticmethod
+    def head(hidden: Tensor, weight: Tensor) -> Tensor:
+        return (hidden.bfloat16().float() @ weight.bfloat16().float().t()).bfloat16().float()
+
+    @staticmethod
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+
+@pytest.mark.parametrize(
+    ("operation", "change", "side"),
+    [
+        ("swiglu", Changed.silu, "learner"),
+        ("causal_attention", Changed.sdpa, "learner"),
+        ("logits", Changed.head, "learner"),
+        ("product", Changed.product, "rollout"),  # three slots: the fast routine for few rows
+    ],
+)
+def test_one_operation_changed_on_one_side_is_noticed(
+    operation: str, change: Any, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies = Policies(make_model(FAMILIES["qwen3"]), exactly("fp32"), slots=3)
+    requests = [*ragged(6), Request((5,), seed=1, samples=4)]
+    sampled = policies.sample(requests, tokens=33)
+    assert policies.different(sampled, micro=1) == 0
+    monkeypatch.setattr(getattr(policies, side), operation, change)
+    if side == "rollout":
+        sampled = policies.sample(requests, tokens=33)
+    assert policies.different(sampled, micro=1) > 0
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+def test_the_fast_family_is_not_equal(precision: str) -> None:
+    """The comparison can fail: the same policies without exact kernels."""
+    policies = Policies(
+        make_model(FAMILIES["qwen2"]), resolve(PrecisionPolicy(train=precision, rollout=precision), "cpu")
+    )
+    sampled = policies.sample(ragged(10), tokens=30)
+    assert policies.different(sampled, micro=2) > 0
+
+
+def test_a_trained_weight_that_was_not_synced_is_noticed() -> None:
+    policies = Policies(make_model(FAMILIES["llama"]), exactly("fp16"))
+    with torch.no_grad():
+        weight = policies.model.model.layers[1].mlp.down_proj.weight
+        weight[0, 0] += 2 * FP16.epsilon * max(1.0, float(weight[0, 0].abs()))
+    sampled = policies.sample(ragged(10), tokens=30)
+    assert policies.different(sampled) > 0
+    policies.sync()
+    assert policies.different(policies.sample(ragged(10), tokens=30)) == 0
+
+
+def test_whatever_the_threads_a_token_has_one_log_prob(tmp_path: Path) -> None:
+    run_worker(["threads", *FORMATS], tmp_path, {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "passive"})
+    for precision, (compared, different) in torch.load(tmp_path / "0.pt").items():
+        assert compared > 2500
+        assert different == 0, precision
+
+
+@pytest.mark.slow
+def test_two_ranks_with_sharded_weights(tmp_path: Path) -> None:
+    """FSDP2 on gloo: each rank's own samples, weights gathered for each layer, before and after an update."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run_worker([*FORMATS], tmp_path, {"OMP_NUM_THREADS": "1"}, torchrun)
+    for rank in (0, 1):
+        for precision, (compared, different, moved) in torch.load(tmp_path / f"{rank}.pt").items():
+            assert compared > 300
+            assert different == 0, f"rank {rank}, {precision}"
+            assert moved > 0.005
+
+
+def run_worker(arguments: list[str], folder: Path, environment: dict[str, str], launcher: Sequence[str] = ()) -> None:
+    command = [sys.executable, *launcher, exact_worker.__file__, str(folder), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=240, env=os.environ | environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,166 @@
+"""The probe: what it chooses here, what it falls back on with libraries that sum otherwise, and when it gives up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from exact_policies import FAMILIES, OtherLibrary, Policies, exactly, make_model, ragged, shapes_of, threads
+from mantissa.errors import MantissaError
+from mantissa.kernels import ModelShapes, plan_exact
+from mantissa.kernels import exact_probe as probe_module
+from mantissa.kernels.exact_plan import WAYS, ExactPlan
+from mantissa.model import Decoder, LoraShape, attach
+from mantissa.precision import PrecisionPolicy, resolve
+
+SHAPES = ModelShapes(
+    (("layers.0.q_proj", 48, 32), ("layers.1.q_proj", 48, 32), ("lm_head", 48, 24)), 4, 2, 16, 24, 96, 128
+)
+ROLE = exactly("bf16").learner
+
+
+def ways(plan: ExactPlan) -> set[str]:
+    return {choice.way for choice in plan.products.values()}
+
+
+def test_some_way_holds_on_this_machine_and_the_lines_say_which() -> None:
+    with threads(2):
+        plan = plan_exact(SHAPES, ROLE, "cpu")
+    lines = plan.lines()
+    assert set(plan.products) == {(32, 48), (24, 48), (8, 8)}
+    assert lines[0].startswith(f"products q_proj 48x32; lm_head 48x24: {plan.products[32, 48]}: ")
+    assert lines[0].endswith("equal over 1 to 128 rows")
+    assert lines[-2].startswith(f"attention: {plan.attention}: ")
+    assert "equal over 1 to 96 positions, caches to 160" in lines[-2]
+    for what in ("rms_norm 16", "rms_norm 48", "swiglu 48", "log_softmax 24", "rotation 8", "1 and 2 threads"):
+        assert what in lines[-1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_can_be_asked_for(way: str) -> None:
+    plan = plan_exact(SHAPES, ROLE, "cpu", way)  # type: ignore[arg-type]
+    assert ways(plan) == {way}
+    assert plan.attention.way == way
+    assert way in plan.lines()[0]
+
+
+def test_the_number_of_threads_is_restored_whatever_happens() -> None:
+    with threads(2):
+        plan_exact(SHAPES, ROLE, "cpu")
+        assert torch.get_num_threads() == 2
+        with pytest.raises(MantissaError), OtherLibrary(lambda rows, terms: terms, error=1e-3):
+            plan_exact(SHAPES, ROLE, "cpu")
+        assert torch.get_num_threads() == 2
+
+
+LIBRARIES: dict[str, tuple[Callable[[int, int], int], set[str], str]] = {
+    # few rows by another routine: what is padded never meets it
+    "gemv": (lambda rows, terms: terms // 2 if rows < 4 else terms, {"padded rows"}, "padded rows (4)"),
+    # attention's few rows need more padding than four
+    "few": (lambda rows, terms: terms // 2 if rows < 16 else terms, {"padded rows"}, "padded rows (16)"),
+    # a cut that depends on the number of rows: only tiles of one size hold
+    "rows": (lambda rows, terms: 1 + rows // 16 % terms, {"row tiles"}, "row tiles (16)"),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_that_sums_otherwise_gets_the_cheapest_way_that_holds(name: str) -> None:
+    cut, products, attention = LIBRARIES[name]
+    with OtherLibrary(cut) as library:
+        plan = plan_exact(SHAPES, ROLE, "cpu")
+    assert library.calls > 100
+    assert ways(plan) == products
+    assert str(plan.attention) == attention
+
+
+class Unsteady(OtherLibrary):
+    """A library whose sums are cut elsewhere at every call, as by threads that share the work as they come."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda rows, terms: 1 + self.calls * 7 % terms)
+
+
+def test_where_nothing_repeats_fp64_still_does_and_the_reason_is_told() -> None:
+    with Unsteady():
+        plan = plan_exact(SHAPES, ROLE, "cpu")
+    assert ways(plan) == {"fp64"}
+    assert plan.attention.way == "fp64"
+    why = plan.products[32, 48].why
+    assert why.startswith("padded rows (16) differ at ")
+    assert "; row tiles (64) differ at " in why
+    assert why.endswith("equal over 1 to 128 rows")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("library", ["rows", "unsteady"])
+def test_with_such_a_library_log_probs_are_equal_all_the_same(library: str, precision: str) -> None:
+    """End to end on the fallbacks that the probe chose; the fast family, on the same library, is not equal."""
+    requests = ragged(6, samples=2)
+    with Unsteady() if library == "unsteady" else OtherLibrary(LIBRARIES["rows"][0]):
+        exact = Policies(make_model(FAMILIES["qwen2"]), exactly(precision))
+        assert exact.plan is not None
+        assert ways(exact.plan) == {"fp64" if library == "unsteady" else "row tiles"}
+        sampled = exact.sample(requests, tokens=12)
+        for micro in (None, 1):
+            assert exact.different(sampled, micro=micro) == 0
+        fast = Policies(exact.model, resolve(PrecisionPolicy(train=precision, rollout=precision), "cpu"))
+        sampled = fast.sample(requests, tokens=12)
+        assert len(sampled.logp_N) > 60
+        assert fast.different(sampled, micro=1) > 0
+
+
+def test_where_not_even_fp64_repeats_the_run_does_not_start() -> None:
+    message = (
+        r"precision.kernels=exact: on this CPU no way of computing the product q_proj 48x32 gives a row the same bits "
+        r"wherever it stands, in bf16 \(padded rows \(16\) differ at 1 rows, 1 threads; row tiles \(64\) differ at .*; "
+        r"fp64 differ at .*\); choose kernels=fast, or another torch build"
+    )
+    with OtherLibrary(lambda rows, terms: terms, error=1e-3), pytest.raises(MantissaError, match=message):
+        plan_exact(SHAPES, ROLE, "cpu")
+
+
+def test_an_operation_with_one_way_only_must_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SwiGLU as torch has it: its exponential for what is left over from whole vectors is another one."""
+    from mantissa.kernels.simulated import SimulatedKernels
+
+    class Careless(probe_module.ExactKernels):
+        swiglu = SimulatedKernels.swiglu
+
+    monkeypatch.setattr(probe_module, "ExactKernels", Careless)
+    with pytest.raises(MantissaError, match=r"on this CPU swiglu 48 gives a row other bits among \d+ rows than among"):
+        plan_exact(SHAPES, ROLE, "cpu")
+
+
+def test_a_role_that_is_not_exact_or_not_on_a_cpu_is_a_programmers_error() -> None:
+    with pytest.raises(ValueError, match="an exact role on a CPU, not for simulated learner on cpu"):
+        plan_exact(SHAPES, resolve(PrecisionPolicy(train="bf16"), "cpu").learner, "cpu")
+    with pytest.raises(ValueError, match="not for exact simulated learner on cuda"):
+        plan_exact(SHAPES, ROLE, "cuda")
+    with pytest.raises(ValueError, match="only='tiles': expected one of padded rows, row tiles, fp64"):
+        plan_exact(SHAPES, ROLE, "cpu", "tiles")  # type: ignore[arg-type]
+
+
+def test_shapes_of_a_model_are_its_products() -> None:
+    """A tied head multiplies the embedding; an untied one is a matrix of its own, and the embedding no product."""
+    sizes = {name: shapes_of(make_model(config)).sizes for name, config in FAMILIES.items()}
+    assert sizes["qwen2"] == {
+        (96, 48): "lm_head (tied)",
+        (128, 48): "q_proj",
+        (32, 48): "k_proj, v_proj",
+        (48, 128): "o_proj",
+        (72, 48): "gate_proj, up_proj",
+        (48, 72): "down_proj",
+    }
+    assert sizes["llama"][96, 32] == "lm_head"
+    shapes = shapes_of(make_model(FAMILIES["llama"]))
+    assert (shapes.vocabulary, shapes.heads, shapes.kv_heads, shapes.head_dim) == (96, 2, 1, 16)
+
+
+def test_adapters_are_no_products() -> None:
+    model = Decoder(dataclasses.replace(FAMILIES["qwen3"], tie_word_embeddings=True)).initialize()
+    plain = ModelShapes.of(dict(model.named_parameters()), 2, 2, 64)
+    attach(model, LoraShape(rank=2, alpha=4.0), torch.Generator().manual_seed(0))
+    assert ModelShapes.of(dict(model.named_parameters()), 2, 2, 64).sizes == plain.sizes

@@ -1,0 +1,111 @@
+"""Tests of exact kernels that need processes of their own.
+
+``torchrun exact_worker.py FOLDER FORMAT...``: under FSDP2 every rank holds a shard of each weight, samples prompts of
+its own with a whole copy, scores them with the shards gathered layer by layer, and takes a step; twice. It leaves
+``FOLDER/<rank>.pt``: compared and different log-probs of each format, and the largest change of a weight.
+
+``exact_worker.py FOLDER threads FORMAT...``: samples and scores with 1, 2 and 4 threads. It leaves ``FOLDER/0.pt``:
+compared and different log-probs of each format. (A process of its own because threads that wait by spinning, which is
+decided at start, take minutes where there are fewer cores than threads.)
+
+``exact_worker.py FOLDER many FORMAT...``: the same of many samples of every family, on one thread and without strict
+promotion, whose look at every operation would be half of the time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from exact_policies import FAMILIES, Policies, exactly, make_model, ragged, shapes_of, threads
+from mantissa.kernels import plan_exact
+from mantissa.precision.strict import StrictPromotion
+from mantissa.training import distribute
+from mantissa.training.distributed import whole
+
+
+def compare(precision: str, rank: int) -> tuple[int, int, float]:
+    """Log-probs compared, how many differ, and how far a weight has moved: a test on still weights would prove less."""
+    resolved = exactly(precision)
+    policies = Policies(make_model(FAMILIES["qwen3"]), resolved)  # the engine, and the plan
+    sharded = distribute(make_model(FAMILIES["qwen3"]), "fsdp2")
+    for method in ("hidden", "logits"):
+        register_fsdp_forward_method(sharded, method)
+    policies.model = sharded  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.01)
+    before = whole(sharded.state_dict())
+    compared, different = 0, 0
+    for update in range(2):
+        policies.version += 1
+        weights = {name: value.float() for name, value in whole(sharded.state_dict()).items()}
+        policies.engine.sync(weights, policies.version)
+        sampled = policies.sample(ragged(8, seed=10 * update + rank), tokens=30)
+        scored_N = policies.score(sampled)
+        compared += len(scored_N)
+        different += int((scored_N != sampled.logp_N).sum())
+        optimizer.zero_grad()
+        (-1024 * scored_N.mean()).backward()
+        optimizer.step()
+    moved = max(float((whole(p) - before[name]).abs().max()) for name, p in sharded.state_dict().items())
+    return compared, different, moved
+
+
+def thread(precision: str) -> tuple[int, int]:
+    """Every count samples, and scores what the first sampled, at once and one by one.
+
+    Eleven rows on two threads are the case in which a library was seen to give one of them fewer than four.
+    """
+    with threads(4):
+        plan = plan_exact(shapes_of(make_model(FAMILIES["qwen2"])), exactly(precision).learner, "cpu")
+    policies = Policies(make_model(FAMILIES["qwen2"]), exactly(precision), slots=11, plan=plan)
+    first, compared, different = None, 0, 0
+    for count in (1, 2, 4):
+        with threads(count):
+            sampled = policies.sample(ragged(12, samples=3), tokens=25)
+            first = first or sampled
+            for logp_N in (sampled.logp_N, policies.score(first), policies.score(first, micro=1)):
+                compared += len(logp_N)
+                different += int((logp_N != first.logp_N).sum())
+    return compared, different
+
+
+def many(precision: str) -> tuple[int, int]:
+    """Ragged prompts, shared ones, more jobs than slots, long caches; scored in three sizes of micro-batch."""
+    torch.set_num_threads(1)
+    compared, different = 0, 0
+    for config in FAMILIES.values():
+        policies = Policies(make_model(config), exactly(precision), slots=128)
+        sampled = policies.sample(ragged(80, samples=8), tokens=220)
+        assert policies.engine.stats.prefills > 1
+        assert policies.engine.stats.occupancy < 1
+        for micro in (None, 64, 16):
+            different += policies.different(sampled, micro=micro)
+            compared += len(sampled.logp_N)
+    return compared, different
+
+
+def main() -> None:
+    folder, *formats = sys.argv[1:]
+    warnings.simplefilter("error")
+    if formats[0] in ("threads", "many"):
+        work = thread if formats[0] == "threads" else many
+        torch.save({precision: work(precision) for precision in formats[1:]}, Path(folder) / "0.pt")
+        return
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with StrictPromotion():
+        results = {precision: compare(precision, dist.get_rank()) for precision in formats}
+    torch.save(results, Path(folder) / f"{dist.get_rank()}.pt")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads abort the interpreter's own exit now and then, which is not what is tested here
+
+
+if __name__ == "__main__":
+    main()
