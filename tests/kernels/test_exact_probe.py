@@ -100,9 +100,10 @@ def test_with_such_a_library_log_probs_are_equal_all_the_same(library: str, prec
     """End to end on the fallbacks that the probe chose; the fast family, on the same library, is not equal."""
     requests = ragged(6, samples=2)
     with Unsteady() if library == "unsteady" else OtherLibrary(LIBRARIES["rows"][0]):
-        exact = Policies(make_model(FAMILIES["qwen2"]), exactly(precision))
-        assert exact.plan is not None
-        assert ways(exact.plan) == {"fp64" if library == "unsteady" else "row tiles"}
+        model, resolved = make_model(FAMILIES["qwen2"]), exactly(precision)
+        plan = plan_exact(shapes_of(model), resolved.learner, "cpu")
+        exact = Policies(model, resolved, plan=plan)
+        assert ways(plan) == {"fp64" if library == "unsteady" else "row tiles"}
         sampled = exact.sample(requests, tokens=12)
         for micro in (None, 1):
             assert exact.different(sampled, micro=micro) == 0

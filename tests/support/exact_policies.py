@@ -5,6 +5,7 @@ Legend: N response tokens, flat.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,12 @@ def exactly(precision: str, **fields: Any) -> ResolvedPrecision:
     return resolve(PrecisionPolicy(train=precision, rollout=precision, kernels="exact", **fields), "cpu")
 
 
+@functools.cache
+def _probed(shapes: ModelShapes, threads: int, only: Way | None) -> ExactPlan:
+    """One probe serves every format: it looks at fp32 numbers, which are the hardest."""
+    return plan_exact(shapes, exactly("fp32").learner, "cpu", only)
+
+
 @dataclass
 class Sampled:
     """Prompts, responses and the rollout's log-probs, completion by completion."""
@@ -83,7 +90,7 @@ class Policies:
     ) -> None:
         self.model, self.precision, self.plan = model, precision, plan
         if precision.learner.exact and plan is None:
-            self.plan = plan_exact(shapes_of(model, length), precision.learner, "cpu", only)
+            self.plan = _probed(shapes_of(model, length), torch.get_num_threads(), only)
         self.learner = learner_kernels(precision, self.plan)
         self.rollout = rollout_kernels(precision, self.plan)
         cache = precision.kv_cache.active
