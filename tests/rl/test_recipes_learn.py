@@ -123,5 +123,5 @@ def test_held_out_accuracy_rises(warm: Callable[[str, int], RunDirectory], recip
 
 
 def test_every_recipe_that_runs_anywhere_is_tried() -> None:
-    """``math500`` is not: it is the path of a file to the report, by a policy that cannot do math."""
-    assert MARGINS.keys() == {path.stem for path in RECIPES.glob("*.yaml")} - {"math500"}
+    """``math500`` and ``long`` are not: a policy that cannot do math, and one that takes three runs to make."""
+    assert MARGINS.keys() == {path.stem for path in RECIPES.glob("*.yaml")} - {"math500", "long"}
