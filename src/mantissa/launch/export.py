@@ -17,7 +17,7 @@ def export(config: RunConfig, options: LaunchOptions) -> Plan:
     is hard-coded, or is beyond the hardware.
     """
     draft = Draft(config, options)
-    run(draft)
     precision(draft)
     algorithm(draft)
+    run(draft)
     return draft.finish()

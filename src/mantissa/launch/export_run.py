@@ -213,8 +213,7 @@ def _sampling(draft: Draft) -> None:
         if dynamic.when_exhausted == "continue":
             draft.refuse(source + ".when_exhausted", "continue: verl always fills the batch; use error")
         if rollout.overlong is not None:
-            draft.differs(source, "groups that differ in nothing but the overlong penalty are dropped here too, "
-                          "as in verl, and groups that the penalty makes equal only here")  # fmt: skip
+            draft.differs(source, "a group that only the overlong penalty makes equal is trained on; here it is dropped")
 
 
 def _optimizer(draft: Draft) -> None:

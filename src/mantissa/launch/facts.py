@@ -5,8 +5,8 @@ accepted in silence, and so is a value like ``dtype=bogus``. So each key that is
 and versions that read it and the file that does; a test looks it up in the real verl, in the tree and in that file.
 
 Keys are written without ``actor_rollout_ref.`` where they begin with ``actor.``, ``rollout.``, ``ref.`` or ``model.``.
-``new``: the key is not in the tree, so hydra wants ``+key=value``. ``read_in``: a file of verl, below ``verl/``, in
-which the key's last name (or ``as_``) occurs. ``trap``: what surprises people.
+``new``: the key is not in the tree, so hydra wants ``+key=value``. ``read_in``: the file of verl, below ``verl/``,
+in which the key's last name (or ``as_``) occurs, or a folder of such a file. ``trap``: what surprises people.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOSSES = "workers/utils/losses.py"
 _CORRECTION = "trainer/ppo/rollout_corr_helper.py"
 _VLLM = "workers/rollout/vllm_rollout/vllm_async_server.py"
 _SGLANG = "workers/rollout/sglang_rollout/async_sglang_server.py"
-_TRAINER = "trainer/ppo/ray_trainer.py"  # which 0.9 still has, beside trainer/ppo/v1
+_TRAINER = "trainer"
 _V1 = "trainer/ppo/v1/trainer_base.py"
 _DATASET = "utils/dataset/rl_dataset.py"
 _DAPO = "experimental/reward_loop/reward_manager/dapo.py"
@@ -156,8 +156,7 @@ _DATA = (
     Fact("data.filter_overlong_prompts", "leave longer prompts out", _DATASET,
          trap="truncation=error would end the run at the first one"),
     Fact("data.train_batch_size", "prompts of a step", _TRAINER),
-    Fact("data.seed", "the order of problems", "trainer/main_ppo.py", as_="data",
-         trap="null draws another order each time"),
+    Fact("data.seed", "the order of problems", _TRAINER, trap="null draws another order each time"),
     Fact("reward.custom_reward_function.path", "who grades", "trainer/ppo/reward.py"),
     Fact("reward.custom_reward_function.name", "who grades", "trainer/ppo/reward.py"),
     Fact("reward.custom_reward_function.reward_kwargs.verifier", "by which verifier", "trainer/ppo/reward.py",
@@ -279,13 +278,14 @@ class Ignored:
 _ONLY_MEGATRON = "FSDP reads mixed_precision.param_dtype; only Megatron's engine reads a key called dtype"
 IGNORED: tuple[Ignored, ...] = (
     Ignored("actor.fsdp_config.dtype", _ONLY_MEGATRON,
-            "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"),
+            "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype", engines=FSDPS),
     Ignored("ref.fsdp_config.dtype", _ONLY_MEGATRON,
-            "+actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype"),
+            "+actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype", engines=FSDPS),
     Ignored("ref.fsdp_config.mixed_precision.reduce_dtype", "a reference has no gradients", new=True),
     Ignored("actor.fsdp_config.mixed_precision.buffer_dtype", "FSDP2 has no format for buffers", engines=("fsdp2",),
             new=True),
-    Ignored("actor.grad_clip", "the engine clips at optim.clip_grad", "actor_rollout_ref.actor.optim.clip_grad"),
+    Ignored("actor.grad_clip", "the engine clips at optim.clip_grad", "actor_rollout_ref.actor.optim.clip_grad",
+            engines=FSDPS),
     Ignored("actor.fsdp_config.fp16", "no engine has this key", "+actor_rollout_ref.actor.fsdp_config."
             "mixed_precision.param_dtype", new=True),
     Ignored("rollout.logprobs_mode", "SGLang's adapter does not read it", rollouts=("sglang",)),
