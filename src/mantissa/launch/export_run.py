@@ -212,6 +212,8 @@ def _sampling(draft: Draft) -> None:
         draft.unused(source + ".max_generation_batches", "verl samples until the batch is full, without a limit")
         if dynamic.when_exhausted == "continue":
             draft.refuse(source + ".when_exhausted", "continue: verl always fills the batch; use error")
+        else:
+            draft.unused(source + ".when_exhausted", "there is no limit that could be exhausted")
         if rollout.overlong is not None:
             draft.differs(source, "a group that only the overlong penalty makes equal is trained on; here it is dropped")
 
