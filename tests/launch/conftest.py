@@ -50,6 +50,8 @@ def values(planned: Callable[..., Plan]) -> Callable[..., dict[str, Any]]:
     """That plan's overrides, value by key."""
 
     def made(*overrides: str, **options: Any) -> dict[str, Any]:
-        return {one.key.removeprefix("actor_rollout_ref."): one.value for one in planned(*overrides, **options).overrides}
+        return {
+            one.key.removeprefix("actor_rollout_ref."): one.value for one in planned(*overrides, **options).overrides
+        }
 
     return made

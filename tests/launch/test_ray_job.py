@@ -31,11 +31,17 @@ class Head:
     """A Ray head in a process group of its own, with a folder and ports that nobody else uses."""
 
     def __init__(self, folder: Path) -> None:
-        ports = {name: free_port() for name in ("port", "dashboard-port", "ray-client-server-port", "metrics-export-port",
-                                                "dashboard-agent-listen-port")}  # fmt: skip
+        names = (
+            "port",
+            "dashboard-port",
+            "ray-client-server-port",
+            "metrics-export-port",
+            "dashboard-agent-listen-port",
+        )
+        ports = {name: free_port() for name in names}
         ray = Path(sys.executable).with_name("ray")
-        command = [str(ray), "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=true",
-                   "--disable-usage-stats", f"--temp-dir={folder}", *(f"--{n}={p}" for n, p in ports.items())]  # fmt: skip
+        command = [str(ray), "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=true"]
+        command += ["--disable-usage-stats", f"--temp-dir={folder}", *(f"--{n}={p}" for n, p in ports.items())]
         self.address = f"http://127.0.0.1:{ports['dashboard-port']}"
         environment = os.environ | {"RAY_GRAFANA_HOST": "", "OMP_NUM_THREADS": "1"}
         self.log = (folder / "head.log").open("w")
@@ -116,7 +122,9 @@ def test_jobs_on_a_real_head(start_head: Callable[[], Head], tmp_path: Path, mon
 
     # a job that fails, with its own exit code
     shown.clear()
-    job = submit(client, f"{sys.executable} -c \"print('so far', flush=True); raise SystemExit(7)\"", runtime_env({}, None), "f")
+    job = submit(
+        client, f"{sys.executable} -c \"print('so far', flush=True); raise SystemExit(7)\"", runtime_env({}, None), "f"
+    )
     end = follow(client, job, shown.append)
     assert (end.status, end.code) == ("FAILED", 7)
     assert end.message
@@ -124,9 +132,9 @@ def test_jobs_on_a_real_head(start_head: Callable[[], Head], tmp_path: Path, mon
     assert "".join(shown).count("\nso far\n") == 1
 
     # submissions that Ray refuses
-    with pytest.raises(MantissaError, match="^Ray refused the job: .*"):
+    with pytest.raises(MantissaError, match="^Ray refused the job: "):
         submit(client, "true", {"env_vars": {"A": 1}}, "refused")
-    with pytest.raises(MantissaError, match="^Ray refused the job: .*") as refused:
+    with pytest.raises(MantissaError, match="^Ray refused the job: ") as refused:
         submit(client, "true", {"working_dir": str(tmp_path / "missing")}, "refused")
     assert "\n" not in str(refused.value)
     assert "Traceback" not in str(refused.value)
@@ -212,5 +220,7 @@ def test_control_c_leaves_the_job_and_says_how_to_go_on(quick: None) -> None:
 
 
 def test_a_traceback_comes_down_to_its_last_line() -> None:
-    text = 'Request failed with status code 500: Traceback (most recent call last):\\n  File "x"\\nValueError: no such\\n'
+    text = (
+        'Request failed with status code 500: Traceback (most recent call last):\\n  File "x"\\nValueError: no such\\n'
+    )
     assert ray_job._line(text) == "ValueError: no such"

@@ -51,7 +51,10 @@ class Role:
 
 @dataclass(frozen=True)
 class Report:
-    """The whole answer. ``others``: settings that are about something else."""
+    """The whole answer. ``meant``: the overrides still missing for the format that settings without effect name.
+
+    ``others``: settings that are about something else.
+    """
 
     version: Version
     engine: Engine
@@ -60,6 +63,7 @@ class Report:
     settings: tuple[Setting, ...]
     roles: tuple[Role, ...]
     casts: tuple[str, ...]
+    meant: tuple[str, ...]
     others: int
 
     @property
@@ -77,8 +81,34 @@ def check_verl(arguments: Sequence[str], version: Version = "0.9.1") -> Report:
     settings = tuple(_judged(given, engine, rollout, version) for given in about)
     good = {short(s.given.key): s.given.value for s in settings if s.verdict == "takes effect"}
     roles = _roles(words, good, engine, rollout)
-    return Report(version, engine, rollout, tuple(assumed), settings, tuple(roles), tuple(_casts(words, good, engine)),
-                  len(words.overrides) - len(about))  # fmt: skip
+    return Report(
+        version=version,
+        engine=engine,
+        rollout=rollout,
+        assumed=tuple(assumed),
+        settings=settings,
+        roles=tuple(roles),
+        casts=tuple(_casts(words, good, engine)),
+        meant=tuple(_meant(settings, good, engine)),
+        others=len(words.overrides) - len(about),
+    )
+
+
+def _meant(settings: Sequence[Setting], good: dict[str, str], engine: Engine) -> list[str]:
+    """Every role in the half format that a setting without effect asked for."""
+    asked = {_SHORT[s.given.value] for s in settings if s.verdict != "takes effect" and s.given.value in _SHORT}
+    if len(asked) != 1 or asked == {"fp32"}:
+        return []
+    (fmt,) = asked
+    long = {"fp16": "float16", "bf16": "bfloat16"}[fmt]
+    learner = "megatron.dtype" if engine == "megatron" else "fsdp_config.mixed_precision.param_dtype"
+    wanted = {f"{role}.{learner}": long if engine == "megatron" else fmt for role in ("actor", "ref")}
+    wanted["rollout.dtype"] = long
+    return [
+        f"{'+' if FACTS[key].new else ''}{full(key)}={value}"
+        for key, value in wanted.items()
+        if _SHORT.get(good.get(key, "")) != fmt
+    ]
 
 
 def _engines(words: Words) -> tuple[Engine, Rollout, list[str]]:
@@ -140,9 +170,10 @@ def _for_engine(fact: Fact, engine: Engine, value: str) -> str:
     if learner is None:
         return ""
     if engine in FSDPS:
-        return f"+{full(learner[1])}.fsdp_config.mixed_precision.param_dtype={_SHORT.get(value, value)}"
+        key = full(f"{learner[1]}.fsdp_config.mixed_precision.param_dtype")
+        return f"+{key}={_SHORT.get(value, value)}"
     long = {"fp16": "float16", "bf16": "bfloat16"}.get(value, value)
-    return f"{full(learner[1])}.megatron.dtype={long}"
+    return f"{full(f'{learner[1]}.megatron.dtype')}={long}"
 
 
 def _on(words: Words, key: str) -> bool:

@@ -66,6 +66,7 @@ def _model(draft: Draft) -> None:
     model = draft.config.model
     if model.path is None:
         draft.refuse("model.fresh", "verl starts from a pretrained model; give model.path")
+        draft.unused("model.path", "the policy is a fresh one")
     else:
         draft.set("model.path", model.path, "model.path")
         draft.unused("model.fresh", "the policy comes from model.path")
@@ -113,7 +114,8 @@ def _task(draft: Draft) -> None:
     task, options = draft.config.task, draft.options
     if not isinstance(task, DatasetConfig):
         draft.refuse("task", f"{task.kind}: verl reads problems from files; use kind=dataset")
-        draft.unused("grading", "the task is refused")
+        for field in ("grading", "rollout.overlong"):
+            draft.unused(field, "the task is refused")
         return
     draft.fixed("task.kind", "said by data.train_files")
     draft.set("data.train_files", list(task.files), "task.files")
@@ -146,6 +148,7 @@ def _held_out(draft: Draft, task: DatasetConfig) -> None:
             f"{share:g}: verl holds nothing out of a file; give task.heldout_files, or heldout_fraction=0",
         )
     elif draft.config.evaluation is not None:
+        draft.fixed("task.heldout_fraction", "nothing is held out")
         draft.refuse("task.heldout_files", "evaluation needs files of its own on verl; give them, or evaluation=null")
     else:
         draft.fixed("task.heldout_fraction", "nothing is held out")
@@ -215,7 +218,9 @@ def _sampling(draft: Draft) -> None:
         else:
             draft.unused(source + ".when_exhausted", "there is no limit that could be exhausted")
         if rollout.overlong is not None:
-            draft.differs(source, "a group that only the overlong penalty makes equal is trained on; here it is dropped")
+            draft.differs(
+                source, "a group that only the overlong penalty makes equal is trained on; here it is dropped"
+            )
 
 
 def _optimizer(draft: Draft) -> None:

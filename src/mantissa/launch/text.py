@@ -76,6 +76,8 @@ def report_text(report: Report) -> str:
     width = max(len(role.name) for role in report.roles)
     lines += [f"  {role.name:<{width}}  {role.active}  ({role.why})" for role in report.roles]
     lines += ["", "what is cast on the way", *(f"  {cast}" for cast in report.casts)]
+    if report.meant:
+        lines += ["", "for the format that was asked for, in every role", *(f"  {one}" for one in report.meant)]
     if report.others:
         lines += ["", f"{report.others} other settings are not about precision"]
     return "\n".join(lines)

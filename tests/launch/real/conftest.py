@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _strict_promotion() -> Iterator[None]:
+def _strict_promotion() -> None:
     """verl's own code mixes dtypes: no strict mode around it."""
-    yield
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,9 @@ def batch() -> Batch:
 
 
 @pytest.fixture
-def told(planned: Callable[..., Plan], compose: Callable[[Sequence[str]], Any], verl_version: str) -> Callable[..., Any]:
+def told(
+    planned: Callable[..., Plan], compose: Callable[[Sequence[str]], Any], verl_version: str
+) -> Callable[..., Any]:
     """verl's configuration for the recipe with ``key=value`` applied."""
     return lambda *features: compose([str(one) for one in planned(*features, version=verl_version).overrides])
 
@@ -183,7 +185,9 @@ def test_verl_s_advantages_are_ours(kind: str, told: Callable[..., Any], batch: 
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_verl_s_kl_is_ours(estimator: str, told: Callable[..., Any], recipe: Callable[..., RunConfig], batch: Batch) -> None:
+def test_verl_s_kl_is_ours(
+    estimator: str, told: Callable[..., Any], recipe: Callable[..., RunConfig], batch: Batch
+) -> None:
     from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
 
     features = ("algorithm.reference={}", f"algorithm.kl={{coefficient: 0.3, estimator: {estimator}}}",
@@ -240,7 +244,11 @@ def test_verl_grades_and_punishes_length_as_we_do(
     manager.loop = asyncio.new_event_loop()
     mask = (torch.arange(1024) < length).long()[None]
     batch = TensorDict({"responses": torch.zeros(1, 1024, dtype=torch.long), "attention_mask": mask}, batch_size=1)
-    row = {"data_source": "math_dapo", "reward_model": {"ground_truth": "42", "style": "rule"}, "extra_info": {"index": 0}}
+    row = {
+        "data_source": "math_dapo",
+        "reward_model": {"ground_truth": "42", "style": "rule"},
+        "extra_info": {"index": 0},
+    }
     data = DataProto(batch=batch, non_tensor_batch={key: np.array([value], dtype=object) for key, value in row.items()})
     result = manager.loop.run_until_complete(manager.run_single(data))
     manager.loop.close()

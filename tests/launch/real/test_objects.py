@@ -19,7 +19,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @pytest.fixture
-def worker(planned: Callable[..., Plan], compose: Callable[[Sequence[str]], Any], verl_version: str) -> Callable[..., Any]:
+def worker(
+    planned: Callable[..., Plan], compose: Callable[[Sequence[str]], Any], verl_version: str
+) -> Callable[..., Any]:
     """What ``ActorRolloutRefWorker.init_model`` makes of the exported configuration: actor, ref and rollout objects."""
 
     def made(*features: str, **options: Any) -> SimpleNamespace:
@@ -155,8 +157,8 @@ def test_the_no_op_that_check_verl_reports_is_one(
 def test_the_optimizer_that_fsdp_builds_has_our_figures(worker: Callable[..., Any]) -> None:
     from verl.workers.config.optimizer import build_optimizer
 
-    made = worker("optimizer.eps=1e-7", "optimizer.betas=[0.8, 0.95]", "optimizer.weight_decay=0.3", "optimizer.lr=2e-6",
-                  "optimizer.max_grad_norm=0.7", "optimizer.warmup=10")  # fmt: skip
+    made = worker("optimizer.eps=1e-7", "optimizer.betas=[0.8, 0.95]", "optimizer.weight_decay=0.3",
+                  "optimizer.lr=2e-6", "optimizer.max_grad_norm=0.7", "optimizer.warmup=10")  # fmt: skip
     group = build_optimizer(torch.nn.Linear(2, 2).parameters(), made.actor.optim).param_groups[0]
     assert (group["lr"], group["eps"], tuple(group["betas"]), group["weight_decay"]) == (2e-6, 1e-7, (0.8, 0.95), 0.3)
     assert made.actor.optim.clip_grad == 0.7
@@ -170,7 +172,9 @@ def megatron_optimizer(actor: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     from verl.utils.megatron.optimizer import init_megatron_optim_config
     from verl.utils.torch_dtypes import PrecisionType
 
-    def fused_adam(master_weight_dtype: Any, exp_avg_dtype: Any, exp_avg_sq_dtype: Any, use_decoupled_grad: Any) -> None:
+    def fused_adam(
+        master_weight_dtype: Any, exp_avg_dtype: Any, exp_avg_sq_dtype: Any, use_decoupled_grad: Any
+    ) -> None:
         """What Megatron looks at: its arguments' names."""
 
     monkeypatch.setattr(config, "is_te_min_version", lambda *_: True)

@@ -145,7 +145,9 @@ def test_every_feature_composes_on_every_engine(
 
 
 def test_lora_composes(planned: Callable[..., Plan], compose: Compose, verl_version: str) -> None:
-    plan = planned("model.lora={rank: 16, alpha: 32, targets: [q_proj, v_proj]}", rollout="sglang", version=verl_version)
+    plan = planned(
+        "model.lora={rank: 16, alpha: 32, targets: [q_proj, v_proj]}", rollout="sglang", version=verl_version
+    )
     tree = compose([str(one) for one in plan.overrides])
     validated(tree)
     says(tree, plan)
@@ -164,11 +166,14 @@ def test_fp8_on_megatron_reaches_the_reference_too(
         assert (fp8.fp8, fp8.fp8_recipe) == ("hybrid", "blockwise"), role
 
 
-def test_options_of_the_cluster_reach_the_tree(planned: Callable[..., Plan], compose: Compose, verl_version: str) -> None:
+def test_options_of_the_cluster_reach_the_tree(
+    planned: Callable[..., Plan], compose: Compose, verl_version: str
+) -> None:
+    router = "actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype"
     plan = planned(
         engine="megatron", version=verl_version, nodes=2, tensor_parallel=2, pipeline_parallel=2, expert_parallel=2,
         offload=True, rollout_tensor_parallel=4,
-        overrides={"actor_rollout_ref.rollout.max_num_seqs": 128, "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype": "fp32"},
+        overrides={"actor_rollout_ref.rollout.max_num_seqs": 128, f"+{router}": "fp32"},
     )  # fmt: skip
     tree = compose([str(one) for one in plan.overrides])
     validated(tree)
