@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-short test lint bench docs setup clean
+.PHONY: demo demo-short test test-verl lint bench docs setup clean
 
 setup: $(STAMP)
 
@@ -53,6 +53,21 @@ $(TRL_VENV)/.installed: constraints.txt
 
 bench-trl: $(STAMP) $(TRL_VENV)/.installed
 	$(BIN)/python benchmarks/rl_step_vs_trl.py
+
+# verl and Ray in an environment of their own, one for each version: torch first, so that no CUDA build comes with it.
+# The rest is what their trainers and Megatron's configuration need to be imported; make test-verl VERL=0.8.0.
+VERL ?= 0.9.1
+VERL_VENV := .venv-verl-$(VERL)
+$(VERL_VENV)/.installed: constraints.txt
+	$(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check verl==$(VERL) "ray[default]==2.60.0" \
+		"transformers>=5.5.3,<5.11" "pyarrow>=19,<$(if $(filter 0.8.0,$(VERL)),22,27)" megatron-core==0.16.1 \
+		"TransferQueue>=0.1.10" cachetools pyzmq msgspec uvicorn fastapi typer==0.29.2 rich pytest==9.2.0
+	touch $@
+
+test-verl: $(VERL_VENV)/.installed
+	PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest tests/launch
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache

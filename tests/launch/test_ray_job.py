@@ -132,9 +132,9 @@ def test_jobs_on_a_real_head(start_head: Callable[[], Head], tmp_path: Path, mon
     assert "".join(shown).count("\nso far\n") == 1
 
     # submissions that Ray refuses
-    with pytest.raises(MantissaError, match="^Ray refused the job: "):
+    with pytest.raises(MantissaError, match=r"^Ray refused the job: "):
         submit(client, "true", {"env_vars": {"A": 1}}, "refused")
-    with pytest.raises(MantissaError, match="^Ray refused the job: ") as refused:
+    with pytest.raises(MantissaError, match=r"^Ray refused the job: ") as refused:
         submit(client, "true", {"working_dir": str(tmp_path / "missing")}, "refused")
     assert "\n" not in str(refused.value)
     assert "Traceback" not in str(refused.value)
