@@ -56,24 +56,27 @@ def launch(
         raise MantissaError("expected --address URL of the Ray head, such as http://head:8265, or --dry-run")
     if working_dir is not None and not working_dir.is_dir():
         raise MantissaError(f"--working-dir {working_dir}: expected a folder")
-    from mantissa.launch.export import export
-    from mantissa.launch.options import launch_file, load_options
+    given = {"engine": engine, "rollout": rollout, "version": verl_version, "nodes": nodes, "gpus": gpus}
+    given |= {"hardware": hardware, "cuda": cuda}
+    plan = _planned(recipe, overrides or [], options, given)
+    if not dry_run:
+        _run(plan, str(address), working_dir, wait)
+        return
     from mantissa.launch.text import dry_run as described
+
+    typer.echo(described(plan, address, working_dir))
+
+
+def _planned(recipe: Path, overrides: list[str], options: Path | None, given: dict[str, Any]) -> Any:
+    """The plan for a recipe, with the launch options beside it and those of the command."""
+    from mantissa.launch import export, launch_file, load_options
     from mantissa.rl import load_recipe
 
-    config = load_recipe(recipe, overrides or [])
-    given: dict[str, Any] = {
-        "engine": engine, "rollout": rollout, "version": verl_version, "nodes": nodes, "gpus": gpus,
-        "hardware": hardware, "cuda": cuda,
-    }  # fmt: skip
+    config = load_recipe(recipe, overrides)
     beside = launch_file(recipe)
     if options is None and beside.is_file():
         options = beside
-    plan = export(config, load_options(options, {name: value for name, value in given.items() if value is not None}))
-    if dry_run:
-        typer.echo(described(plan, address, working_dir))
-        return
-    _run(plan, str(address), working_dir, wait)
+    return export(config, load_options(options, {name: value for name, value in given.items() if value is not None}))
 
 
 def _run(plan: Any, address: str, working_dir: Path | None, wait: bool) -> None:

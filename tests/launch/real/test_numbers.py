@@ -241,7 +241,6 @@ def test_verl_grades_and_punishes_length_as_we_do(
             return text
 
     manager = load_reward_manager(told(*features), Tokenizer())
-    manager.loop = asyncio.new_event_loop()
     mask = (torch.arange(1024) < length).long()[None]
     batch = TensorDict({"responses": torch.zeros(1, 1024, dtype=torch.long), "attention_mask": mask}, batch_size=1)
     row = {
@@ -252,6 +251,7 @@ def test_verl_grades_and_punishes_length_as_we_do(
     data = DataProto(batch=batch, non_tensor_batch={key: np.array([value], dtype=object) for key, value in row.items()})
     result = manager.loop.run_until_complete(manager.run_single(data))
     manager.loop.close()
+    asyncio.set_event_loop(None)
     config = recipe(*features)
     wanted = (1.0 if right else -1.0) + overlong_penalty(length, 1024, config.rollout.overlong)
     assert float(result["reward_score"]) == pytest.approx(wanted, abs=1e-6)
