@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -39,15 +40,16 @@ class Head:
             "dashboard-agent-listen-port",
         )
         ports = {name: free_port() for name in names}
+        self.mark = f"{folder}/"
         ray = Path(sys.executable).with_name("ray")
         command = [str(ray), "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=true"]
         command += ["--disable-usage-stats", f"--temp-dir={folder}", *(f"--{n}={p}" for n, p in ports.items())]
         self.address = f"http://127.0.0.1:{ports['dashboard-port']}"
         environment = os.environ | {"RAY_GRAFANA_HOST": "", "OMP_NUM_THREADS": "1"}
-        self.log = (folder / "head.log").open("w")
-        self.process = subprocess.Popen(
-            command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True, env=environment
-        )
+        with (folder / "head.log").open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+            )
 
     def wait(self) -> None:
         last: Exception | None = None
@@ -62,9 +64,8 @@ class Head:
         raise AssertionError(f"the head did not come up: {last}")
 
     def end(self) -> None:
-        """End this head's own processes: its group, and whatever it started in groups of their own."""
+        """End this head's own processes: its group, and what names its folder, which is nobody else's."""
         psutil = pytest.importorskip("psutil")
-        mine = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)
         try:
@@ -72,10 +73,12 @@ class Head:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        for child in mine:
-            if child.is_running():
-                child.kill()
-        self.log.close()
+        for _ in range(3):  # a worker may be starting just now
+            mine = [p for p in psutil.process_iter(["cmdline"]) if any(self.mark in w for w in p.info["cmdline"] or ())]
+            for process in mine:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(mine, timeout=5)
 
 
 @pytest.fixture
