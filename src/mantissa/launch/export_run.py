@@ -246,6 +246,10 @@ def _optimizer(draft: Draft) -> None:
         bound = config.max_grad_norm
         if config.weight_decay:
             draft.differs("optimizer.weight_decay", "norms and biases decay too")
+    if config.moments == "8bit":
+        draft.refuse("optimizer.moments", "8bit: nothing was found that both verl's learners read; leave it out")
+    else:
+        draft.fixed("optimizer.moments", "fp32")
     draft.set(where + "weight_decay", config.weight_decay, "optimizer.weight_decay")
     draft.set(where + "clip_grad", bound, "optimizer.max_grad_norm")
 
@@ -344,6 +348,8 @@ def _loop(draft: Draft) -> None:
     draft.set("trainer.logger", ["console", *config.trackers], "trackers")
     draft.set("trainer.project_name", "mantissa", "name")
     draft.set("trainer.experiment_name", config.name, "name")
+    draft.unused("nproc", "--nodes and --gpus say how many processes")
+    draft.unused("parallel", "--engine says how the learner is held")
     if config.run_dir is None:
         draft.unused("run_dir", "verl writes to checkpoints/mantissa/NAME")
     else:
