@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-short test test-verl lint bench docs setup clean
+.PHONY: demo demo-short test test-recipes test-verl lint bench docs setup clean
 
 setup: $(STAMP)
 
@@ -27,6 +27,10 @@ demo-short: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# Every recipe from three seeds: 175 s of processor time.
+test-recipes: $(STAMP)
+	$(BIN)/python -m pytest -m recipes
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
