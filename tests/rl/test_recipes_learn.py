@@ -38,8 +38,8 @@ CODE = (
 )
 POLICY = "{{hidden_size: 64, layers: 2, heads: 4, kv_heads: 2, head_dim: {}, intermediate_size: {}, \
 initializer_range: 0.08}}"
-# Steps, and the rise of held-out accuracy that the mean of three seeds must reach: half of what was measured, or less
-# (demo 0.25, reinforce 0.21, dapo 0.28, gspo 0.22, cispo 0.26, flowrl 0.21, lora 0.23, async 0.26, fp8 0.25, code 0.09).
+# Steps, and the rise of held-out accuracy that the mean of three seeds must reach: half of what was measured, or less:
+# demo 0.25, reinforce 0.21, dapo 0.28, gspo 0.22, cispo 0.26, flowrl 0.21, lora 0.23, async 0.26, fp8 0.25, code 0.09.
 MARGINS: dict[str, tuple[int, float]] = {
     "demo": (20, 0.12),
     "reinforce": (20, 0.10),
