@@ -4,6 +4,7 @@ torchrun --nproc-per-node=2 examples/distributed.py ddp run.pt 3
 torchrun --nproc-per-node=3 examples/distributed.py fsdp2 run.pt 6       # goes on from epoch 3
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -72,3 +73,5 @@ def main(kind: str, path: str, epochs: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:4])
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads abort an interpreter that ends in order, now and then ("terminate called without ...")

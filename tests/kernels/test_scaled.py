@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 
 import pytest
@@ -251,11 +252,15 @@ def test_roles_get_the_policys_fp8() -> None:
 
 
 def test_native_fp8_is_not_quietly_the_base() -> None:
-    """What a Hopper GPU resolves to; no kernels of this module are native."""
+    """What a Hopper GPU resolves to: a family that knows its policy, and none where there is no triton."""
     precision = resolve(PrecisionPolicy.parse("fp8"), "cpu")
     native = dataclasses.replace(precision.learner, backend="native")
-    with pytest.raises(MantissaError, match=re.escape("learner asked for fp8, which has no native kernels yet")):
-        learner_kernels(dataclasses.replace(precision, learner=native))
+    kernels = learner_kernels(dataclasses.replace(precision, learner=native))
+    assert isinstance(kernels, NativeKernels)
+    assert kernels.fp8 == Fp8Policy()
+    if importlib.util.find_spec("triton") is None:
+        with pytest.raises(MantissaError, match=re.escape("the learner's fp8 products are Triton kernels, and triton")):
+            learner_kernels(dataclasses.replace(precision, learner=native, device="cuda:0"))
 
 
 def decoder() -> tuple[Decoder, Tensor]:
