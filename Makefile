@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-short test lint bench docs setup clean
+.PHONY: demo demo-short test test-recipes test-verl lint bench docs setup clean
 
 setup: $(STAMP)
 
@@ -27,6 +27,10 @@ demo-short: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# Every recipe from three seeds: 175 s of processor time.
+test-recipes: $(STAMP)
+	$(BIN)/python -m pytest -m recipes
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -53,6 +57,24 @@ $(TRL_VENV)/.installed: constraints.txt
 
 bench-trl: $(STAMP) $(TRL_VENV)/.installed
 	$(BIN)/python benchmarks/rl_step_vs_trl.py
+
+# verl and Ray in an environment of their own, one for each version: make test-verl VERL=0.8.0. Torch first, so that no
+# CUDA build comes with it; then one step at a time, since pip searches long for all of it at once. The last is what
+# verl's trainer and Megatron's configuration need to be imported; 0.8.0 wants a numpy that newer pyarrow does not.
+VERL ?= 0.9.1
+VERL_VENV := .venv-verl-$(VERL)
+VERL_PIP = $(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+$(VERL_VENV)/.installed: constraints.txt
+	$(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_PIP) torch==2.13.0
+	$(VERL_PIP) verl==$(VERL) "transformers>=5.5.3,<5.11"
+	$(VERL_PIP) "ray[default]==2.60.0" megatron-core==0.16.1 pytest==9.2.0 typer==0.29.2 rich
+	$(VERL_PIP) "TransferQueue>=0.1.10" cachetools pyzmq msgspec uvicorn fastapi
+	$(if $(filter 0.8.0,$(VERL)),$(VERL_PIP) pyarrow==21.0.0)
+	touch $@
+
+test-verl: $(VERL_VENV)/.installed
+	PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest tests/launch
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache

@@ -365,6 +365,77 @@ def bench_options() -> str:
     return table(("option", "default", "what it does"), lines)
 
 
+# cluster.md
+
+
+def _engine_plan(preset: str, engine: str) -> str:
+    """What the exporter says of a preset on an engine: the keys of its precision, or why not."""
+    from mantissa.errors import MantissaError
+    from mantissa.launch import LaunchOptions, export
+    from mantissa.launch.facts import PRECISION_KEYS, short
+    from mantissa.rl import make_config
+
+    recipe = {
+        "name": "table",
+        "steps": 1,
+        "precision": preset,
+        "model": {"path": "policy"},
+        "task": {"kind": "dataset", "files": "train.parquet", "heldout_files": "heldout.parquet"},
+        "rollout": {"prompts": 8, "samples": 8, "max_tokens": 1024},
+        "algorithm": {"correction": "token_tis"},
+        "optimizer": {"lr": 1e-6},
+    }
+    options = LaunchOptions(engine=engine, hardware="h100", cuda="12.9")  # type: ignore[arg-type]
+    try:
+        plan = export(make_config(recipe, "table"), options)
+    except MantissaError as error:
+        return "refused: " + str(error).partition(": ")[2].partition(": ")[2]
+    silent = ("actor.strategy", "rollout.logprobs_mode", "rollout.calculate_log_probs")
+    shown = [one for one in plan.overrides if short(one.key) in PRECISION_KEYS and short(one.key) not in silent]
+    said = [f"`{short(one.key)}={one.value}`" for one in shown]
+    return ", ".join([*said, *(f"`{one.name}={one.value}`" for one in plan.environment)])
+
+
+def engines_by_precision() -> str:
+    """Every preset on every learner's engine of verl, by the exporter itself, for H100s with CUDA 12.9 and vLLM."""
+    from mantissa.launch.facts import ENGINES
+    from mantissa.precision import PRESETS
+
+    lines = [[f"`{name}`", engine, _engine_plan(name, engine)] for name in PRESETS for engine in ENGINES]
+    return table(("precision", "learner's engine", "what is written (below `actor_rollout_ref`)"), lines)
+
+
+def verl_traps() -> str:
+    """The precision keys of the exporter's table that surprise people."""
+    from mantissa.launch.facts import FACTS, PRECISION_KEYS
+
+    facts = [fact for key, fact in FACTS.items() if key in PRECISION_KEYS and fact.trap]
+    lines = [[f"`{'+' if f.new else ''}{f.key}`", ", ".join(f.engines), f.what, f.trap] for f in facts]
+    return table(("key", "read by", "what it decides", "mind"), lines)
+
+
+def verl_ignored() -> str:
+    """Keys that verl accepts and that nobody reads."""
+    from mantissa.launch.facts import IGNORED, ROLLOUTS
+
+    lines = []
+    for row in IGNORED:
+        where = row.engines if row.rollouts == ROLLOUTS else row.rollouts
+        lines.append([f"`{'+' if row.new else ''}{row.key}`", ", ".join(where), row.why])
+    return table(("key", "on", "why nothing happens"), lines)
+
+
+def launch_options() -> str:
+    """What a launch file may hold."""
+    from mantissa.launch import LaunchOptions
+
+    lines = []
+    for name, field in LaunchOptions.model_fields.items():
+        default = "" if field.default in (None, {}) else f"`{str(field.default).lower()}`"
+        lines.append([f"`{name}`", default, str(field.description)])
+    return table(("option", "default", "what it says"), lines)
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "guide.md": {
         "formats": formats,
@@ -383,6 +454,12 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "rollback.md": {"guard_rules": guard_rules, "guard_settings": guard_settings},
     "bench.md": {"bench_options": bench_options},
+    "cluster.md": {
+        "engines": engines_by_precision,
+        "traps": verl_traps,
+        "ignored": verl_ignored,
+        "launch_options": launch_options,
+    },
 }
 
 

@@ -11,7 +11,7 @@ from mantissa import cli
 from mantissa.precision import PRESETS
 from mantissa.runs.metrics import METRICS
 
-COMMANDS = ("train", "sample", "report", "compare", "guard", "precision", "metrics", "data")
+COMMANDS = ("train", "sample", "report", "compare", "guard", "precision", "metrics", "launch", "check-verl", "data")
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
@@ -45,7 +45,7 @@ def test_each_example_of_train_has_a_line_of_its_own(
     call(monkeypatch, "train", "--help")
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     examples = [line for line in lines if line.startswith("mantissa train ")]
-    assert len(examples) == 4
+    assert len(examples) == 5
     assert "mantissa train recipes/demo.yaml precision=fp16 precision.rollout=bf16" in examples
 
 

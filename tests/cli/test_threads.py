@@ -53,3 +53,12 @@ def test_crowded(monkeypatch: pytest.MonkeyPatch, count: int, load: float, advic
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     warning = threads.crowded(count)
     assert (warning is None) if advice is None else (f"OMP_NUM_THREADS{advice} " in str(warning))
+
+
+@pytest.mark.parametrize(("value", "warned"), [("true", True), ("TRUE", True), ("false", False), (None, False)])
+def test_unsteady(monkeypatch: pytest.MonkeyPatch, value: str | None, warned: bool) -> None:
+    """Measured: under load, libgomp's dynamic adjustment gave two threads the bits of one."""
+    monkeypatch.delenv("OMP_DYNAMIC", raising=False)
+    if value is not None:
+        monkeypatch.setenv("OMP_DYNAMIC", value)
+    assert ("OMP_DYNAMIC=true" in str(threads.unsteady())) == warned

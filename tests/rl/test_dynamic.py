@@ -34,7 +34,6 @@ class FakeSampler:
 
     def __init__(self, right: float) -> None:
         self.right = right
-        self.grader = self
         self.tokenizer = self
 
     def encode(self, problem: Problem) -> list[int]:
@@ -61,8 +60,8 @@ class FakeSampler:
         correct = random.Random(text).random() < self.right
         return Reward(float(correct), correct, None if correct else "it's wrong")
 
-    def grade(self, pairs: Sequence[tuple[Problem, str]]) -> list[Reward]:
-        return [self.verdict(text) for _, text in pairs]
+    def grade(self, sampled: Sampled) -> list[Reward]:
+        return [self.verdict(text) for text in sampled.texts]
 
 
 def collector(sampler: FakeSampler, config: RolloutConfig, kept: Sequence[int]) -> Collector:

@@ -26,6 +26,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Scenario:
+    """A short training: so many epochs over so many samples."""
+
     name: str
     epochs: int
     samples: int

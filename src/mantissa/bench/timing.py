@@ -39,6 +39,7 @@ def synchronize(device: torch.device | str) -> None:
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """``names`` beginning with number ``turn``, and around: whoever goes first in a round does not in the next."""
     start = turn % len(names)
     return [*names[start:], *names[:start]]
 

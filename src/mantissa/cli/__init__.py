@@ -7,7 +7,20 @@ from typing import cast
 
 import typer
 
-from mantissa.cli import bench, compare, data, guard, metrics, precision, replay, report, sample, train
+from mantissa.cli import (
+    bench,
+    check_verl,
+    compare,
+    data,
+    guard,
+    launch,
+    metrics,
+    precision,
+    replay,
+    report,
+    sample,
+    train,
+)
 from mantissa.cli.threads import spin_briefly
 from mantissa.errors import MantissaError
 
@@ -28,6 +41,8 @@ for command in (
     bench.bench,
     precision.precision,
     metrics.metrics,
+    launch.launch,
+    check_verl.check_verl,
 ):
     app.command()(command)
 app.add_typer(data.app, name="data")

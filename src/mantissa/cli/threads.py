@@ -35,13 +35,26 @@ def spin_briefly() -> bool:
     return True
 
 
-def crowded(threads: int) -> str | None:
-    """A warning where ``threads`` and the machine's present load are more than its cores; None where they fit."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    load = os.getloadavg()[0]
-    if threads == 1 or threads + load < cores + 1:
+def unsteady() -> str | None:
+    """A warning where the machine's load decides on the number of threads; None where it does not."""
+    if os.environ.get("OMP_DYNAMIC", "").lower() != "true":
         return None
     return (
-        f"warning: {threads} threads on {cores} cores that already carry a load of {load:.1f}: each step may take many "
-        f"times as long; OMP_NUM_THREADS={max(1, min(threads - 1, cores - round(load)))} in front of the command helps"
+        "warning: OMP_DYNAMIC=true lets the machine's load choose the number of threads at each operation, and with it "
+        "the order of sums: a resumed run will not have the same bits; leave it out"
+    )
+
+
+def crowded(threads: int, processes: int = 1) -> str | None:
+    """A warning where ``processes`` of ``threads`` each and the machine's present load are more than its cores; None
+    where they fit, and where there is no thread to spare."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    total = threads * processes
+    if threads == 1 or total + load < cores + 1:
+        return None
+    fitting = max(1, min(threads - 1, (cores - round(load)) // processes))
+    return (
+        f"warning: {total} threads on {cores} cores that already carry a load of {load:.1f}: each step may take many "
+        f"times as long; OMP_NUM_THREADS={fitting} in front of the command helps"
     )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mantissa.cli.memory import keep_freed_memory
-from mantissa.cli.threads import crowded
+from mantissa.cli.threads import crowded, unsteady
 from mantissa.errors import MantissaError
+
+if TYPE_CHECKING:
+    from mantissa.rl import RunConfig
 
 
 def train(
@@ -29,7 +33,7 @@ def train(
     """Train a policy by reinforcement learning, measure the gap between rollout and learner, write a report.
 
     All of it goes into one folder: runs/NAME-TIME, or run_dir=FOLDER.
-    A run that was stopped or killed goes on with --resume.
+    A run that was stopped or killed goes on with --resume, if need be on another number of processes (nproc=N).
 
     [bold]Examples[/]
 
@@ -40,29 +44,83 @@ def train(
     mantissa train recipes/demo.yaml precision=fp16 precision.rollout=bf16
 
     mantissa train --resume runs/demo-20260101-120000
+
+    mantissa train recipes/demo.yaml nproc=2
     """
     keep_freed_memory()
+    from mantissa.rl.team import world_size
+
+    world = world_size()
+    if world is None:
+        _run(recipe, overrides or [], resume, None)
+        return
+    from mantissa.cli.processes import as_rank
+
+    with as_rank():
+        _run(recipe, overrides or [], resume, world)
+
+
+def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: int | None) -> None:
+    """``world``: how many processes do this; None: this one alone, and it may start others."""
     import torch
 
-    from mantissa.rl import load_recipe
+    from mantissa.rl import load_recipe, resumed_config
     from mantissa.rl import resume as resume_run
     from mantissa.rl import start as start_run
 
+    given = [] if recipe is None else [str(recipe), *overrides]
     if resume is not None:
-        if recipe is not None or overrides:
-            raise MantissaError(
-                f"--resume continues {resume} with its own recipe, which cannot be changed: leave the recipe and the "
-                "overrides out, or start a new run without --resume"
-            )
-        _warn_if(crowded(torch.get_num_threads()))
-        report = resume_run(resume)
+        changes = _changes(resume, given)
+        if world is not None:
+            changes.setdefault("nproc", world)
+        config = resumed_config(resume, changes)
     elif recipe is None:
         raise MantissaError("expected a recipe, such as recipes/demo.yaml, or --resume RUN")
     else:
-        config = load_recipe(recipe, overrides or [])
-        _warn_if(crowded(torch.get_num_threads()))
-        report = start_run(config)
-    typer.echo(f"report: {report}")
+        config = load_recipe(recipe, overrides, nproc=world)
+    if world is None and config.nproc > 1:
+        _start_ranks(config, resume, given)
+        return
+    first = world is None or os.environ["RANK"] == "0"
+    if first:
+        _warn_if(unsteady())
+        _warn_if(crowded(torch.get_num_threads(), world or 1))
+    report = start_run(config) if resume is None else resume_run(resume, changes)
+    if first:
+        typer.echo(f"report: {report}")
+
+
+def _start_ranks(config: RunConfig, resume: Path | None, given: list[str]) -> None:
+    from mantissa.cli.processes import launch
+    from mantissa.rl.assemble import choose_device
+    from mantissa.runs.directory import default_path
+
+    if choose_device(config.device).type == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < config.nproc:
+            raise MantissaError(
+                f"nproc={config.nproc}, but torch sees {torch.cuda.device_count()} GPUs here; lower nproc, or set "
+                "device=cpu"
+            )
+    if resume is not None:
+        launch(["train", "--resume", str(resume), *given], config.nproc, str(resume))
+        return
+    folder = config.run_dir or str(default_path(config.name))
+    named = [] if config.run_dir else [f"run_dir={folder}"]
+    launch(["train", *given, *named], config.nproc, folder)
+
+
+def _changes(resume: Path, given: list[str]) -> dict[str, Any]:
+    """What may differ when a run goes on: by how many processes."""
+    from mantissa.rl.recipe import apply_overrides
+
+    if any(item.partition("=")[0] not in ("nproc", "parallel") for item in given):
+        raise MantissaError(
+            f"--resume continues {resume} with its own recipe, which cannot be changed (but for nproc and parallel): "
+            "leave the recipe and the overrides out, or start a new run without --resume"
+        )
+    return apply_overrides({}, given)
 
 
 def _warn_if(warning: str | None) -> None:

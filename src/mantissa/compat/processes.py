@@ -40,6 +40,7 @@ def cleanup_distributed() -> None:
 
 
 def device_for(device: torch.device | str | None) -> torch.device:
+    """The device that is given, else this process's own GPU (by ``LOCAL_RANK``), else the CPU."""
     if device is not None:
         return torch.device(device)
     if not torch.cuda.is_available():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from mantissa.errors import MantissaError
 from mantissa.kernels.autocast import Autocast, autocast_for
 from mantissa.kernels.autocast_probe import probe_autocast
@@ -13,57 +15,55 @@ from mantissa.kernels.native import NativeKernels
 from mantissa.kernels.probe import probe
 from mantissa.kernels.simulated import SimulatedKernels
 from mantissa.kernels.trace import Pick, Traced, first_difference, operation
-from mantissa.precision import NumberFormat, ResolvedPrecision, ResolvedRole
+from mantissa.precision import ResolvedPrecision, ResolvedRole
 
 
 def learner_kernels(precision: ResolvedPrecision, plan: ExactPlan | None = None) -> Kernels:
     """The kernels of the learner: weights given are fp32 masters, rounded where they are used.
 
-    ``plan``: what ``plan_exact`` found on this machine; exact kernels need one.
+    ``plan``: what ``plan_exact`` found on this machine; exact kernels on a CPU need one.
     """
-    role, logits = precision.learner, precision.logits.active
-    if role.exact:
-        return _exact(role, precision, plan, weights_on_grid=False)
-    if role.backend == "native":
-        return _native(role, logits)
-    return SimulatedKernels(role.active, logits, fp8=role.fp8)
+    return _kernels(precision.learner, precision, plan, copies=False)
 
 
 def rollout_kernels(precision: ResolvedPrecision, plan: ExactPlan | None = None) -> Kernels:
     """The kernels of the rollout: weights given are the engine's own copy, already on the grid."""
-    return _kernels_of_a_copy(precision.rollout, precision, plan)
+    return _kernels(precision.rollout, precision, plan, copies=True)
 
 
 def reference_kernels(precision: ResolvedPrecision, plan: ExactPlan | None = None) -> Kernels:
     """The kernels of the reference policy: weights given are its own copy, already on the grid."""
     if precision.reference is None:
         raise ValueError("this precision was resolved without a reference policy")
-    return _kernels_of_a_copy(precision.reference, precision, plan)
+    return _kernels(precision.reference, precision, plan, copies=True)
 
 
-def _kernels_of_a_copy(role: ResolvedRole, precision: ResolvedPrecision, plan: ExactPlan | None) -> Kernels:
+def _kernels(role: ResolvedRole, precision: ResolvedPrecision, plan: ExactPlan | None, copies: bool) -> Kernels:
+    """A role's family. ``copies``: its weights are copies, made by ``copied``; a native family tells by their dtype."""
+    fmt, logits, cache = role.active, precision.logits.active, precision.kv_cache.active
+    cuda = precision.device.startswith("cuda")
+    if cuda and role.backend == "native" and (role.exact or role.fp8 is not None):
+        _check_triton(role)
+    if role.exact and not cuda:
+        if plan is None:
+            raise ValueError(f"the {role.role}'s kernels are exact: pass the plan that plan_exact made")
+        return ExactKernels(fmt, plan, logits, copies, cache, role.fp8)
     if role.exact:
-        return _exact(role, precision, plan, weights_on_grid=True)
+        from mantissa.kernels.exact_native import ExactNativeKernels
+
+        return ExactNativeKernels(fmt, logits, role.fp8, cache)
     if role.backend == "native":
-        return _native(role, precision.logits.active)
-    return SimulatedKernels(role.active, precision.logits.active, weights_on_grid=True, fp8=role.fp8)
+        return NativeKernels(fmt, logits, role.fp8)
+    return SimulatedKernels(fmt, logits, copies, role.fp8)
 
 
-def _exact(role: ResolvedRole, precision: ResolvedPrecision, plan: ExactPlan | None, weights_on_grid: bool) -> Kernels:
-    if plan is None:
-        raise ValueError(f"the {role.role}'s kernels are exact: pass the plan that plan_exact made")
-    if not precision.device.startswith("cpu"):
-        raise ValueError(f"the {role.role}'s exact kernels are for a CPU, not for {precision.device}")
-    logits, cache = precision.logits.active, precision.kv_cache.active
-    return ExactKernels(role.active, plan, logits, weights_on_grid, cache, role.fp8)
-
-
-def _native(role: ResolvedRole, logits: NumberFormat) -> Kernels:
-    if role.fp8 is not None:
+def _check_triton(role: ResolvedRole) -> None:
+    what = "exact kernels" if role.exact else "fp8 products"
+    if importlib.util.find_spec("triton") is None:
         raise MantissaError(
-            f"precision: {role.role} asked for fp8, which has no native kernels yet; set precision.backend=simulated"
+            f"precision: the {role.role}'s {what} are Triton kernels, and triton is not installed; it comes with "
+            "torch's CUDA build"
         )
-    return NativeKernels(role.active, logits)
 
 
 __all__ = [

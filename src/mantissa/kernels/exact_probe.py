@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mantissa.errors import MantissaError
-from mantissa.kernels import exact_attention, exact_products
+from mantissa.kernels import exact_attention, exact_products, probe_fp8
 from mantissa.kernels.exact import ExactKernels
 from mantissa.kernels.exact_plan import WAYS, Choice, ExactPlan, ModelShapes, Way
 from mantissa.precision import FP32, ResolvedRole
@@ -28,7 +28,7 @@ ATTENTION = (Choice("padded rows", 4), Choice("padded rows", 16), Choice("row ti
 _COUNTS = (1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 17, 19, 31, 33, 37, 47, 64, 65, 97, 129, 200, 255, 509)
 _FEW = (1, 5, 17, 33)  # where a row is dear: a head of 150,000 words
 _OPERATIONS = 1.5e10  # floating-point operations that the products' probe may spend: 0.15 s at 100 GFLOP/s
-_SMALL: tuple[int, ...] = (8, 8)  # the products by which ``probe`` proves a format
+_SMALL: tuple[int, ...] = (8, 8)  # the products by which ``probe`` proves a format; fp8 has its own
 
 
 def plan_exact(
@@ -45,7 +45,7 @@ def plan_exact(
         raise ValueError(f"only={only!r}: expected one of {', '.join(WAYS)}")
     started = time.perf_counter()
     generator = torch.Generator().manual_seed(0)
-    sizes = {**shapes.sizes, _SMALL: ""}
+    sizes = {**shapes.sizes, _SMALL: "", **({} if role.fp8 is None else {probe_fp8.WEIGHT: ""})}
     budget = _OPERATIONS / len(sizes)
     with torch.no_grad():
         products: dict[tuple[int, ...], Choice] = {}

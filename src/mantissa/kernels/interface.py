@@ -67,6 +67,10 @@ class Kernels(Protocol):
         """x @ weight^T as fp32 (then rounded only where ``logits_format`` says so). ``weight_VE`` is the master."""
         ...
 
+    def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
+        """Log-prob of each token under softmax(logits / temperature), fp32: ``precision.numerics.token_logprob``."""
+        ...
+
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """weight * round(x / sqrt(mean(x^2) + eps)), rounded."""
         ...

@@ -18,16 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.kernels.attention import CausalAttention
-from mantissa.precision import FP32, BlockScaled, NumberFormat, round_to_format
+from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format
+from mantissa.precision.numerics import token_logprob
 
 
 class NativeKernels:
-    """The operations in ``fmt``, on tensors of dtype ``fmt.dtype``. See ``Kernels`` for each one's contract."""
+    """The operations in ``fmt``, on tensors of dtype ``fmt.dtype``. See ``Kernels`` for each one's contract.
 
-    def __init__(self, fmt: NumberFormat, logits_format: NumberFormat = FP32) -> None:
+    ``fp8``: which products have fp8 operands (CUDA, Hopper and later); ``fmt`` is then its base.
+    """
+
+    def __init__(self, fmt: NumberFormat, logits_format: NumberFormat = FP32, fp8: Fp8Policy | None = None) -> None:
         self.format = fmt
         self.dtype = fmt.dtype
         self.logits_format = logits_format
+        self.fp8 = fp8
         self._flash_attn = fmt is not FP32 and importlib.util.find_spec("flash_attn") is not None
 
     def weight(self, master: Tensor) -> Tensor:
@@ -37,18 +42,35 @@ class NativeKernels:
         return F.embedding(tokens_BT, weight_VE).to(self.dtype)  # gather first: only the rows used are cast
 
     def copied(self, master: Tensor, layer: str = "") -> Tensor | BlockScaled:
-        return self.weight(master)
+        if self.fp8 is None or not self._in_fp8(layer):
+            return self.weight(master.detach())
+        from mantissa.kernels.triton_fp8 import quantized_weight
+
+        return quantized_weight(master, self.fp8)
 
     def linear(
         self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
     ) -> Tensor:
-        assert isinstance(weight_FE, Tensor)  # nothing is quantised here
-        return F.linear(x_NE, self.weight(weight_FE), None if bias_F is None else self.weight(bias_F))
+        bias = None if bias_F is None else self.weight(bias_F)
+        if not self._in_fp8(layer):
+            assert isinstance(weight_FE, Tensor)  # only what the policy names is kept as codes
+            return F.linear(x_NE, self.weight(weight_FE), bias)
+        from mantissa.kernels.triton_fp8 import Fp8Linear
+
+        if isinstance(weight_FE, BlockScaled):
+            return Fp8Linear.apply(x_NE, weight_FE.codes, weight_FE.scales, bias, self.fp8)
+        return Fp8Linear.apply(x_NE, weight_FE, None, bias, self.fp8)
+
+    def _in_fp8(self, layer: str) -> bool:
+        return self.fp8 is not None and self.fp8.quantizes(layer)
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
         weight = self.weight(weight_VE)
         logits = F.linear(x_NE, weight) if self.format is FP32 else _HalfProductToFloat.apply(x_NE, weight)
         return round_to_format(logits, self.logits_format)
+
+    def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
+        return token_logprob(logits_NV, tokens_N, temperature)
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         x = x_NE.float()  # the sum of squares of fp16 values overflows fp16 from |x| = 256 on

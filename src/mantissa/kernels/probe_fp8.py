@@ -20,6 +20,7 @@ Check = tuple[str, float, float]  # what it shows, the value it gave, the value 
 
 _HALF_WAY = 1 + 1 / 16
 _ROWS, _SIZE = 128, 256
+WEIGHT: tuple[int, ...] = (_SIZE, _SIZE)  # the shape of every weight that is multiplied here
 
 
 def fp8_checks(kernels: Kernels, fp8: Fp8Policy, device: torch.device | str) -> list[Check]:

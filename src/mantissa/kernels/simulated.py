@@ -28,6 +28,7 @@ from mantissa.kernels.attention import CausalAttention
 from mantissa.kernels.native import cached_probabilities, rotate_fp32
 from mantissa.kernels.scaled import Product, ScaledLinear, weight_values
 from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format, round_to_format_
+from mantissa.precision.numerics import token_logprob
 
 
 class SimulatedKernels:
@@ -81,6 +82,9 @@ class SimulatedKernels:
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
         logits = _Linear.apply(x_NE, self.weight(weight_VE), None, self.format, FP32, self.product)
         return round_to_format(logits, self.logits_format)
+
+    def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
+        return token_logprob(logits_NV, tokens_N, temperature)
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         return _RMSNorm.apply(x_NE, self.weight(weight_E), eps, self.format)

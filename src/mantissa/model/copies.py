@@ -45,6 +45,7 @@ class CopiedPolicy:
     def take(self, masters: Mapping[str, Tensor]) -> None:
         """Become a copy of the policy with these fp32 masters, each rounded or quantised once.
 
+        Sharded masters are made whole one at a time; every rank that holds a shard must call this.
         Fails closed: the destination is filled with NaN first and checked after. A missing, unknown, misshapen or
         non-finite tensor, one that is not fp32, and one beyond the format's largest value are errors that name it.
         """
@@ -53,7 +54,7 @@ class CopiedPolicy:
         names, peaks = [], []
         with torch.no_grad():
             for name, owner, parameter in self._parameters():
-                master = masters[name].detach().to(parameter.device)
+                master = _whole(masters[name].detach()).to(parameter.device)
                 kept = self._keep(owner, parameter, master)
                 names.append(name)
                 # The largest magnitude of the master and of what is now stored; NaN wins a maximum, so one that was
@@ -137,6 +138,12 @@ class CopiedPolicy:
             f"{self.who}: weight {name} holds {master_peak:g}, which {fmt} cannot (largest {fmt.largest:g}): use bf16 "
             "or fp32"
         )
+
+
+def _whole(master: Tensor) -> Tensor:
+    """All of a tensor that several processes hold shards of; any other tensor itself."""
+    gather = getattr(master, "full_tensor", None)
+    return master if gather is None else gather()
 
 
 def _finite(x: float) -> bool:

@@ -10,7 +10,8 @@ kernels' own. Parameter names are Hugging Face's: ``state_dict()`` is the checkp
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from mantissa.kernels import Kernels
 from mantissa.model.config import LoraShape, ModelConfig
 from mantissa.precision import BlockScaled
+
+Outputs = TypeVar("Outputs")
 
 
 class Attend(Protocol):
@@ -179,6 +182,14 @@ class Decoder(nn.Module):
             return kernels.causal_attention(q, k, v)
 
         return self.hidden(tokens_BT, kernels, positions_BT, attend)
+
+    def within(self, work: Callable[[], Outputs]) -> Outputs:
+        """Call ``work``, which uses this decoder's parts; returns the tensors it returns.
+
+        One call from outside, whatever is used inside: where the weights are sharded (FSDP2) it is this method at
+        which those of no layer are gathered, and by its results that the backward knows when to gather them again.
+        """
+        return work()
 
     def logits(self, hidden: Tensor, kernels: Kernels) -> Tensor:
         """Logits (fp32) of hidden states of any leading shape."""

@@ -175,6 +175,11 @@ def _resolve_role(role: str, requested: str, policy: PrecisionPolicy, device: to
             f"precision.kernels=exact: on {device.type} the {role} would run on {resolved.backend} {resolved.name} "
             "kernels, which have no exact form; leave precision.backend out"
         )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
+        raise MantissaError(
+            f"precision.kernels=exact: {torch.cuda.get_device_name(device)} is older than the exact kernels are for "
+            "(compute capability 8.0); choose kernels=fast"
+        )
     return dataclasses.replace(resolved, exact=True)
 
 

@@ -32,6 +32,7 @@ from mantissa.rl.learner import Learner
 from mantissa.rl.reference import Reference
 from mantissa.rl.sampling import Sampler
 from mantissa.rl.seeds import generator
+from mantissa.rl.team import ALONE, Team, world_size
 from mantissa.rollout import NativeEngine
 from mantissa.tasks import Grader, Problem, Task, build_task
 from mantissa.training import LossScaler
@@ -52,6 +53,7 @@ class Parts:
     scaling: LossScalingConfig
     reference: Reference | None = None
     plan: ExactPlan | None = None
+    team: Team = ALONE
 
     def new_scaler(self) -> LossScaler:
         """A loss scaler for the learner's format, at its first scale."""
@@ -63,14 +65,26 @@ class Parts:
 
 
 def choose_device(name: str) -> torch.device:
-    """``auto`` is cuda where there is one; cuda where there is none is an error, never a CPU."""
+    """``auto`` is cuda where there is one; cuda where there is none is an error, never a CPU.
+
+    One of several processes gets a GPU to itself, by its number on this machine.
+    """
     if name not in ("auto", "cpu", "cuda"):
         raise MantissaError(f"device={name}: expected auto, cpu or cuda")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise MantissaError("device=cuda, but torch sees no CUDA device here; use device=cpu or device=auto")
-    return torch.device(name)
+    if name == "cpu" or world_size() is None:
+        return torch.device(name)
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if rank >= torch.cuda.device_count():
+        raise MantissaError(
+            f"nproc: process {rank + 1} of this machine has no GPU, for torch sees {torch.cuda.device_count()}; lower "
+            "nproc, or set device=cpu"
+        )
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
 
 
 def be_deterministic(device: torch.device) -> None:
@@ -163,17 +177,17 @@ def _most_tokens(problem: Problem) -> int:
     return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) + 256 * len(texts)
 
 
-def assemble(config: RunConfig) -> Parts:
+def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     """Build every part; nothing is written yet, so a mistake in the recipe leaves no folder behind."""
     device = choose_device(config.device)
     be_deterministic(device)
     precision = resolve(config.policy, device, reference=config.algorithm.reference is not None)
     task = build_task(config.task, config.seed)
     model, tokenizer = load_policy(config.model, task, config.seed)
-    model = model.to(device)
+    model = team.prepare(model, device)
     if config.policy.fp8 is not None:
         config.policy.fp8.check(model.projections)
-    plan = exact_plan(precision, model, device)
+    plan = team.decided(exact_plan(precision, model, device))  # found by probing, and one for all
     evidence = prove(precision, device, plan)
     scaling = config.loss_scaling or LossScalingConfig()
     learner = Learner(
@@ -186,6 +200,7 @@ def assemble(config: RunConfig) -> Parts:
         aggregation_length=config.algorithm.aggregation_length or float(config.rollout.max_tokens),
         seed=config.seed,
         steps=config.steps,
+        team=team,
     )
     engine = NativeEngine(
         model.config,
@@ -199,14 +214,19 @@ def assemble(config: RunConfig) -> Parts:
     grading = config.grading
     grader = Grader(task, grading.timeout_s, grading.workers, grading.memory_gib)
     grader.start()  # a reward function that is not there shows now
-    sampler = Sampler(engine, tokenizer, grader)
+    sampler = Sampler(engine, tokenizer, grader, team)
     check_task(config, task, sampler, engine.max_length)
-    reference = new_reference(config, precision, plan, model, device)
-    return Parts(device, precision, evidence, tokenizer, model, task, learner, sampler, scaling, reference, plan)
+    reference = new_reference(config, precision, plan, model, device, team)
+    return Parts(device, precision, evidence, tokenizer, model, task, learner, sampler, scaling, reference, plan, team)
 
 
 def new_reference(
-    config: RunConfig, precision: ResolvedPrecision, plan: ExactPlan | None, model: Decoder, device: torch.device
+    config: RunConfig,
+    precision: ResolvedPrecision,
+    plan: ExactPlan | None,
+    model: Decoder,
+    device: torch.device,
+    team: Team,
 ) -> Reference | None:
     """The reference policy, still without weights; None where the recipe asks for none."""
     section = config.algorithm.reference
@@ -219,4 +239,5 @@ def new_reference(
         micro_batch_tokens=config.optimizer.micro_batch_tokens,
         refresh_every=section.refresh_every,
         device=device,
+        team=team,
     )

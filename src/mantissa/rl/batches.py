@@ -104,7 +104,7 @@ class Collector:
         started = time.perf_counter()
         sampled = self.sampler.sample(problems, samples, self.params, version, seed, "rollout", step, first=first)
         generated = time.perf_counter()
-        graded = self.sampler.grader.grade(sampled.pairs())
+        graded = self.sampler.grade(sampled)
         self._seconds["rollout"] += generated - started
         self._seconds["reward"] += time.perf_counter() - generated
         groups = []

@@ -23,7 +23,7 @@ from mantissa.model import FreshModelConfig, LoraConfig
 from mantissa.precision import NumberFormat, PrecisionPolicy
 from mantissa.rl.config_checks import check_together
 from mantissa.tasks import TaskConfig
-from mantissa.training import AutoScaler, LossScaler, ScalerConfig
+from mantissa.training import AutoScaler, LossScaler, Moments, ScalerConfig
 
 
 class Config(BaseModel):
@@ -261,13 +261,14 @@ class AlgorithmConfig(Config):
 
 
 class OptimizerConfig(Config):
-    """AdamW on fp32 masters; moments fp32 too."""
+    """AdamW on fp32 masters."""
 
     lr: float = Field(gt=0, description="Learning rate after the warm-up.")
     warmup: int = Field(0, ge=0, description="Updates over which the rate rises linearly.")
     decay: Literal["none", "linear"] = Field("none", description="linear: the rate falls to zero at the last step.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="Adam's decay rates.")
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon, in fp32 (1e-8 is 0 in fp16).")
+    moments: Moments = Field("fp32", description="8bit: in blocks of 256, by torchao; small tensors stay fp32.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled decay of matrices; norms and biases have none.")
     max_grad_norm: float = Field(1.0, gt=0, description="Clip bound on the unscaled gradient; .inf never clips.")
     updates_per_batch: int = Field(1, ge=1, description="Optimiser steps on each batch; 1 is on-policy.")
@@ -340,6 +341,12 @@ class RunConfig(Config):
     steps: int = Field(ge=1, description="RL steps.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one.")
     run_dir: str | None = Field(None, description="The run's folder; runs/<name>-<time> where not given.")
+    nproc: int = Field(
+        1, ge=1, description="Processes, one a GPU; mantissa train starts them, under torchrun it is their number."
+    )
+    parallel: Literal["ddp", "fsdp2"] | None = Field(
+        None, description="ddp (what null stands for): every process holds the learner; fsdp2: each holds a slice."
+    )
     precision: dict[str, Any] = Field({"preset": "fp32"}, description="A preset's name, or fields with a preset.")
     model: ModelSource
     task: TaskConfig

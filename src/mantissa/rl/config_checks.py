@@ -15,6 +15,7 @@ def check_together(config: RunConfig) -> None:
     """Raise ``MantissaError`` at the first pair of fields that do not go together."""
     _check_precision(config)
     _check_rollout(config)
+    _check_processes(config)
     if isinstance(config.task, CodeConfig) and config.task.time_limit_s >= config.grading.timeout_s:
         raise MantissaError(
             f"task.time_limit_s={config.task.time_limit_s:g} is not below grading.timeout_s="
@@ -38,6 +39,34 @@ def _check_precision(config: RunConfig) -> None:
         raise MantissaError(
             f"precision.kernels=exact with rollout.max_policy_lag={config.rollout.max_policy_lag}: completions of "
             "other weights have other log-probs, so there is nothing that must be equal; set rollout.max_policy_lag=0"
+        )
+
+
+def _check_processes(config: RunConfig) -> None:
+    if config.nproc == 1:
+        if config.parallel is not None:
+            raise MantissaError(f"parallel={config.parallel} does nothing with nproc=1; leave it out, or raise nproc")
+        return
+    if config.nproc > config.rollout.prompts:
+        raise MantissaError(
+            f"nproc={config.nproc}, but rollout.prompts={config.rollout.prompts}: processes share a step by prompts, "
+            "so some would have none; lower nproc or raise rollout.prompts"
+        )
+    if config.rollout.max_policy_lag:
+        raise MantissaError(
+            f"rollout.max_policy_lag={config.rollout.max_policy_lag} with nproc={config.nproc}: sampling beside "
+            "learning is for one process (two threads of each would talk to the others at once); set "
+            "rollout.max_policy_lag=0"
+        )
+    if config.parallel == "fsdp2" and config.optimizer.moments == "8bit":
+        raise MantissaError(
+            "parallel=fsdp2 with optimizer.moments=8bit: blocks of a slice are not those of the whole, so another "
+            "number of processes could not resume; use parallel=ddp, or optimizer.moments=fp32"
+        )
+    if config.parallel == "fsdp2" and config.model.lora is not None:
+        raise MantissaError(
+            "parallel=fsdp2 with model.lora: adapters are merged into whole matrices, and what would be divided, "
+            "gradients and moments, they hardly have; use parallel=ddp"
         )
 
 

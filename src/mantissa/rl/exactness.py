@@ -86,9 +86,15 @@ class Exactness:
             f"and learner; the first is that of sequence {found.row}, response token {found.token} (position "
             f"{position}): {float(experience.rollout_logp_BR[at]):.9g} against {float(experience.old_logp_BR[at]):.9g}"
         )
+        team = self.learner.team
+        if team.sharded:
+            return f"{what}; no rank holds whole weights to replay it with: parallel=ddp names the operation"
         case = self._case(experience, found.row)
-        if case is None:
-            return f"{what}; the call that sampled it is gone, so it cannot be replayed"
+        replayed = team.said(None if case is None else self._replayed(step, what, case))  # by the rank that sampled it
+        return replayed or f"{what}; the call that sampled it is gone, so it cannot be replayed"
+
+    def _replayed(self, step: int, what: str, case: Case) -> str:
+        """``what``, with the operation in which the two sides part, and the file that reproduces it."""
         culprit = locate(self.engine, self.learner.model, self.learner.kernels, case)
         if culprit is not None:
             where = f"they part in {culprit}"
@@ -109,7 +115,7 @@ class Exactness:
         prompt_length, length = int(sequences.prompt_length_B[row]), int(sequences.length_B[row])
         tokens = sequences.tokens_BT[row, :length].tolist()
         prompt, response = tuple(tokens[:prompt_length]), tuple(tokens[prompt_length:])
-        rows = next(part for part in self.learner.scoring_parts(sequences) if bool((part == row).any()))
+        rows = self.learner.scored_with(sequences, row)
         place = int((rows == row).nonzero()[0, 0])
         for call in self.engine.calls:
             owners = [request for request in call.requests for _ in range(request.samples)]

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mantissa.kernels import Kernels
 from mantissa.model import Decoder
-from mantissa.precision.numerics import token_logprob
 from mantissa.rl.experience import Sequences
 from mantissa.rl.packing import Packed
 
@@ -43,10 +42,14 @@ def forward(
     """
     position_N, token_N = sequences.response_tokens()
     packed = Packed.of(sequences)
-    hidden_ME = packed.hidden(model, kernels)
-    logits_NV = model.logits(F.embedding(packed.packed_BT.flatten()[position_N], hidden_ME), kernels)
-    mean_BE = prompt_mean(packed, hidden_ME, sequences.prompt_length_B) if prompts else None
-    return Forward(token_logprob(logits_NV, token_N, temperature), logits_NV, mean_BE)
+
+    def work() -> tuple[Tensor, Tensor | None]:
+        hidden_ME = packed.hidden(model, kernels)
+        logits_NV = model.logits(F.embedding(packed.packed_BT.flatten()[position_N], hidden_ME), kernels)
+        return logits_NV, prompt_mean(packed, hidden_ME, sequences.prompt_length_B) if prompts else None
+
+    logits_NV, mean_BE = model.within(work)
+    return Forward(kernels.token_logprob(logits_NV, token_N, temperature), logits_NV, mean_BE)
 
 
 def prompt_mean(packed: Packed, hidden_ME: Tensor, prompt_length_B: Tensor) -> Tensor:

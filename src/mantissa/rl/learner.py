@@ -13,6 +13,9 @@ A completion whose advantage is exactly zero adds nothing to a gradient, so it i
 counts in the aggregation): late in training that is most of them. So is one of which rejection left no token (that one
 does not count). Where neither leaves any, there is no step.
 
+On several processes each computes its share of the rows, in scoring and in every part; ``team.py`` says what that
+changes (the order of sums) and what it does not.
+
 With ``bypass`` the loss's ratio is to the rollout's log-probs, not to ``old``. Scoring goes on as before: the gap is
 measured and rejection decided under the weights before the update, as in every other run.
 
@@ -22,7 +25,7 @@ Legend: B completions, R response tokens right-padded, N response tokens flat.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +41,7 @@ from mantissa.rl.flow import Flow
 from mantissa.rl.forward import Forward, forward, scatter
 from mantissa.rl.objective import Micro, advantages, drift_from_reference, every_row_counts, micro_loss
 from mantissa.rl.seeds import generator
+from mantissa.rl.team import ALONE, Team
 from mantissa.training import (
     Backward,
     Checkpoint,
@@ -78,8 +82,9 @@ class Learner:
         aggregation_length: float,
         seed: int,
         steps: int,
+        team: Team = ALONE,
     ) -> None:
-        self.model, self.kernels = model, kernels
+        self.model, self.kernels, self.team = model, kernels, team
         self.algorithm, self.config = algorithm, config
         self.temperature, self.seed = temperature, seed
         norm = algorithm.aggregation == "seq_mean_token_sum_norm"
@@ -97,7 +102,11 @@ class Learner:
     ) -> OptimizerStep:
         """A fresh optimiser over the masters (and FlowRL's head, if it is given), behind the one optimiser step."""
         optimizer = adamw(
-            self.model, betas=self.config.betas, eps=self.config.eps, weight_decay=self.config.weight_decay
+            self.model,
+            betas=self.config.betas,
+            eps=self.config.eps,
+            weight_decay=self.config.weight_decay,
+            moments=self.config.moments,
         )
 
         parameters = dict(self.model.named_parameters())
@@ -107,7 +116,9 @@ class Learner:
             watched = nn.ModuleDict({"policy": self.model, "partition": flow.head})
 
         def diagnose(backward: Backward) -> str:
-            return first_nonfinite(watched, lambda: backward(scaler.scale))
+            found = self.team.ranks.gather(first_nonfinite(watched, lambda: backward(scaler.scale)))
+            # the sum over ranks carries it to all parameters: what saw it in an output saw it where it began
+            return min(found, key=lambda text: (text.startswith("nothing"), "the output of" not in text))
 
         return OptimizerStep(
             parameters,
@@ -117,6 +128,7 @@ class Learner:
             lr_at,
             self.config.max_grad_norm,
             diagnose,
+            ranks=self.team.ranks,
         )
 
     @property
@@ -158,23 +170,31 @@ class Learner:
         logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=sequences.mask_BR.device)
         entropy_BR = torch.zeros_like(logp_BR)
         parts = self.scoring_parts(sequences)
-        keep = self.reuse_scoring and len(parts) == 1 and self.config.updates_per_batch == 1
+        keep = self.reuse_scoring and self.team.alone
+        keep = keep and len(parts) == 1 and self.config.updates_per_batch == 1
         self._kept = None  # before the forward: two graphs at a time would be one too many
         for rows in parts:
-            part = sequences.select(rows)
+            part = sequences.select(rows if len(rows) else self._all_rows(sequences)[:1])
             with torch.set_grad_enabled(keep):
                 passed = self.forward(part, self.kernels)
+            if not len(rows):
+                continue
             row, column = part.mask_BR.nonzero(as_tuple=True)
             if keep:
                 graph_BR = logp_BR.index_put((rows[row], column), passed.logp_N)
                 self._kept = _Kept(sequences, self.version, graph_BR, rows, passed.prompt_BE)
             logp_BR[rows[row], column] = passed.logp_N.detach()
             entropy_BR[rows[row], column] = entropy(passed.logits_NV.detach(), self.temperature)
+        self.team.join_rows(logp_BR, entropy_BR)
         return logp_BR, entropy_BR
 
     def scoring_parts(self, sequences: Sequences) -> list[Tensor]:
-        """The rows of each micro-batch that ``score`` computes."""
-        return sequences.micro_batches(self._all_rows(sequences), self.config.micro_batch_tokens)
+        """The rows of each micro-batch that ``score`` computes on this rank."""
+        return self.team.micro_batches(sequences, self._all_rows(sequences), self.config.micro_batch_tokens)
+
+    def scored_with(self, sequences: Sequences, row: int) -> Tensor:
+        """The rows of the micro-batch, on whatever rank, in which ``score`` computes ``row``."""
+        return self.team.scored_by(sequences, self._all_rows(sequences), self.config.micro_batch_tokens, row)
 
     def update(self, experience: Experience, step: int, probe: bool) -> Update:
         """Learn from one scored batch. ``step`` keys the split into parts; ``probe`` measures flushed gradients too."""
@@ -192,21 +212,25 @@ class Learner:
         parts = [part.to(advantage_B.device) for part in order.tensor_split(self.config.updates_per_batch)]
         outcomes, losses, trained, flushed = [], [], 0, None
         for index, rows in enumerate(parts):
-            batches = self._micro_batches(data, rows)
-            trained += sum(int(valid_BR[micro.rows].sum()) for micro in batches)
+            batches = self._micro_batches(data, rows, self.team)
+            trained += sum(int(valid_BR[micro.rows].sum()) for micro in batches if micro.counts)
             if probe and index == 0 and batches:
-                flushed = self._flushed(data, batches[0])
+                flushed = self._flushed(data, self._micro_batches(data, rows, ALONE)[0])
             if batches:  # else there is no gradient, and momentum alone must not move the policy
                 outcome, tally = self._step(data, batches)
                 outcomes.append(outcome)
                 losses.append(tally)
-        merged = merge(losses)
+        losses = [tally for parts_of_one in self.team.ranks.gather(losses) for tally in parts_of_one if tally]
+        merged, trained = merge(losses), int(self.team.ranks.sum_of(trained))
         # Where the loss made its own weights (reinforce), their tallies in ``merged`` replace those of ``old``.
         tallies = {**tallies, **weights, **merged, **drift_from_reference(experience)}
         return Update(tuple(outcomes), tallies, advantage_B, trained, flushed)
 
-    def _micro_batches(self, data: _Batch, rows: Tensor) -> list[_MicroBatch]:
-        """The micro-batches of one optimiser step: rows that carry a gradient, with the step's aggregation weights."""
+    def _micro_batches(self, data: _Batch, rows: Tensor, team: Team) -> list[_MicroBatch]:
+        """This rank's micro-batches of one optimiser step: rows that carry a gradient, with their weights in the step.
+
+        Where there is such a row at all, every rank has as many micro-batches, if need be of weight 0.
+        """
         sequences = data.experience.sequences
         scale_BR = aggregation_scale(data.valid_BR[rows], self.algorithm.aggregation, self.aggregation_length)
         pulled_B = (data.advantage_B[rows] != 0) | every_row_counts(self.algorithm)
@@ -214,8 +238,12 @@ class Learner:
         if len(alive) == 0:
             return []
         place = {int(row): i for i, row in enumerate(rows.tolist())}
-        parts = sequences.micro_batches(rows[alive], self.config.micro_batch_tokens)
-        return [_MicroBatch(part, scale_BR[[place[int(row)] for row in part.tolist()]]) for part in parts]
+        parts = team.micro_batches(sequences, rows[alive], self.config.micro_batch_tokens)
+        idle = _MicroBatch(rows[alive[:1]], torch.zeros_like(scale_BR[:1]), counts=False)
+        return [
+            _MicroBatch(part, scale_BR[[place[int(row)] for row in part.tolist()]]) if len(part) else idle
+            for part in parts
+        ]
 
     def _step(self, data: _Batch, batches: list[_MicroBatch]) -> tuple[StepOutcome, dict[str, Tally]]:
         """One optimiser step over its micro-batches."""
@@ -230,11 +258,16 @@ class Learner:
                 graph = graphs.pop() if graphs else None  # serves one backward, which frees it
                 loss, tally = self._loss(data, micro, self.kernels, graph)
                 del graph
-                tallies.append(tally)
+                if micro.counts:
+                    tallies.append(tally)
                 (loss * scale).backward()
+            self.team.sum_gradients(self.step.parameters.values())
 
         outcome = self.step.run(backward)
-        return outcome, merge(tallies)
+        merged = merge(tallies)
+        if not self.team.alone:  # they will travel
+            merged = {name: replace(tally, parts=tally.parts.cpu()) for name, tally in merged.items()}
+        return outcome, merged
 
     def _usable(self, kept: _Kept, data: _Batch, batches: list[_MicroBatch]) -> bool:
         """Whether the scoring's graph is of this batch and these weights, and cheaper than a forward of its own.
@@ -278,7 +311,10 @@ class Learner:
         )
 
     def _flushed(self, data: _Batch, micro: _MicroBatch) -> float | None:
-        """Fraction of gradients that the format flushes to zero, on up to 8 completions, against fp32 kernels."""
+        """Fraction of gradients that the format flushes to zero, on up to 8 completions, against fp32 kernels.
+
+        Every rank computes the same ones: the figure does not depend on their number.
+        """
         if self.kernels.format is FP32:
             return None
         small = _MicroBatch(micro.rows[:8], micro.scale_BR[:8])
@@ -288,7 +324,7 @@ class Learner:
             return lambda: (self._loss(data, small, kernels)[0] * scale).backward()
 
         low = gradients_of(self.model, work(self.kernels))
-        return flushed_fraction(low, gradients_of(self.model, work(NativeKernels(FP32))))
+        return flushed_fraction(low, gradients_of(self.model, work(NativeKernels(FP32))), self.team.ranks)
 
     @staticmethod
     def _all_rows(sequences: Sequences) -> Tensor:
@@ -330,7 +366,11 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """Rows of the batch that go through the model together, and their tokens' weights in the step's loss."""
+    """Rows of the batch that go through the model together, and their tokens' weights in the step's loss.
+
+    ``counts``: False for one that is only there for the exchange with other ranks.
+    """
 
     rows: Tensor
     scale_BR: Tensor
+    counts: bool = True

@@ -44,6 +44,7 @@ class Loop:
     def __init__(self, config: RunConfig, parts: Parts, run: RunDirectory, trackers: Trackers, live: Live) -> None:
         self.config, self.parts, self.run, self.trackers, self.live = config, parts, run, trackers, live
         self.learner, self.sampler, self.reference = parts.learner, parts.sampler, parts.reference
+        self.team = parts.team
         rollout = config.rollout
         self.params = self.sampler.params(rollout.max_tokens, rollout.temperature, rollout.stop)
         self.train: Sequence[Problem] = parts.task.split("train")
@@ -63,10 +64,8 @@ class Loop:
 
     def go(self) -> None:
         """Run to the end: from the newest checkpoint, or from the beginning."""
-        if saved_steps(self._checkpoints):
-            step = self._restore()
-        else:
-            step = self._begin()
+        saved = self.team.decided(saved_steps(self._checkpoints))  # rank 0 may be about to write one
+        step = self._restore(saved[-1]) if saved else self._begin()
         self.source = self._source()
         self.source.start(step, self.learner.weights, self.learner.version, self.ahead)
         try:
@@ -75,8 +74,10 @@ class Loop:
                 self._step(step)
         finally:
             self.source.close()
-        self.base.export()
-        save_model(self.parts.model, self.parts.tokenizer, self.run.policy_path)
+        weights = self.team.whole(self.learner.weights) if self.team.sharded else None
+        if self.team.first:
+            self.base.export()
+            save_model(self.parts.model, self.parts.tokenizer, self.run.policy_path, weights=weights)
 
     def _source(self) -> Source:
         """Where batches come from, at the position after the last that was sampled."""
@@ -114,7 +115,8 @@ class Loop:
                     self.parts.device,
                     report,
                 )
-        self.base.keep()
+        if self.team.first:
+            self.base.keep()
         self.sampler.engine.sync(self.learner.weights, self.learner.version)
         if self.reference is not None:
             self.reference.take(self.learner.weights, self.learner.version)
@@ -131,7 +133,7 @@ class Loop:
         sampled = self.sampler.sample(
             self.train, filter_.samples, self.params, self.learner.version, self.config.seed, "perfectible"
         )
-        rates = sampled.success_rates(self.sampler.grader.grade(sampled.pairs()))
+        rates = sampled.success_rates(self.sampler.grade(sampled))
         kept = [index for index in every if filter_.low <= rates[index] <= filter_.high]
         self.live.note(
             f"perfectible: kept {len(kept)} of {len(every)} prompts with success rate in "
@@ -144,8 +146,8 @@ class Loop:
             )
         return kept
 
-    def _restore(self) -> int:
-        checkpoint = load_checkpoint(self._checkpoints)
+    def _restore(self, step: int) -> int:
+        checkpoint = load_checkpoint(self._checkpoints, step)
         self.base.restore(checkpoint.state)
         load_weights(self.learner.trained, checkpoint.policy)
         self.learner.step.load_state_dict(checkpoint.state["step"])
@@ -163,6 +165,11 @@ class Loop:
         return checkpoint.step
 
     def _save(self, step: int) -> None:
+        self.team.check_alike(self.learner.trained)
+        trained = self.team.whole(self.learner.trained)
+        optimizer = self.team.whole(self.learner.step.optimizer_tensors())
+        if not self.team.first:
+            return
         state = {"step": self.learner.step.state_dict(), "kept": self.kept, "position": self.position}
         state |= self.base.state()
         more = self.learner.beside
@@ -171,8 +178,7 @@ class Loop:
         sampled, state["ahead"] = pack(self.source.pending(step) if step else ())
         if sampled:
             more["ahead"] = sampled
-        optimizer = self.learner.step.optimizer_tensors()
-        checkpoint = Checkpoint(step, self.learner.trained, optimizer, state, more)
+        checkpoint = Checkpoint(step, trained, optimizer, state, more)
         save_checkpoint(self._checkpoints, checkpoint, self.config.checkpoint.keep)
 
     @property

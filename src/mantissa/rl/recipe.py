@@ -32,8 +32,10 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, nproc: int | None = None) -> RunConfig:
     """Read a recipe and apply ``key=value`` overrides (dotted keys, YAML values), then validate the whole.
+
+    ``nproc``: where the recipe does not say, there are this many processes.
 
     Relative paths of datasets and models in a recipe are relative to the current folder, as on a command line.
     Raises ``MantissaError`` for a missing file, bad YAML, unknown keys (with the nearest right one) and bad values.
@@ -44,7 +46,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     values = parse_yaml(path.read_text(), str(path))
     if not isinstance(values, dict):
         raise MantissaError(f"{path}: expected keys and values, got {type(values).__name__}")
-    return make_config(apply_overrides(values, overrides), str(path))
+    there = {} if nproc is None else {"nproc": nproc}
+    return make_config(there | apply_overrides(values, overrides), str(path))
 
 
 def parse_yaml(text: str, where: str) -> Any:

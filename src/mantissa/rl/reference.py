@@ -23,6 +23,7 @@ from mantissa.kernels import Kernels
 from mantissa.model import CopiedPolicy, ModelConfig
 from mantissa.rl.experience import Sequences
 from mantissa.rl.forward import forward
+from mantissa.rl.team import ALONE, Team
 from mantissa.training import load_weights
 
 
@@ -42,8 +43,9 @@ class Reference:
         micro_batch_tokens: int,
         refresh_every: int | None = None,
         device: torch.device | str = "cpu",
+        team: Team = ALONE,
     ) -> None:
-        self.kernels, self.temperature = kernels, temperature
+        self.kernels, self.temperature, self.team = kernels, temperature, team
         self.micro_batch_tokens, self.refresh_every = micro_batch_tokens, refresh_every
         self._copies = CopiedPolicy(config, kernels, device, "reference")
         self.version, self.refreshes = -1, 0
@@ -72,10 +74,13 @@ class Reference:
         logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=sequences.mask_BR.device)
         rows_B = torch.arange(len(sequences), device=sequences.mask_BR.device)
         with torch.no_grad():
-            for rows in sequences.micro_batches(rows_B, self.micro_batch_tokens):
+            for rows in self.team.micro_batches(sequences, rows_B, self.micro_batch_tokens):
+                if not len(rows):
+                    continue  # the reference is whole on every rank: no exchange to take part in
                 part = sequences.select(rows)
                 row, column = part.mask_BR.nonzero(as_tuple=True)
                 logp_BR[rows[row], column] = forward(self._copies.decoder, self.kernels, part, self.temperature).logp_N
+        self.team.join_rows(logp_BR)
         return logp_BR
 
     @property

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.model import Tokenizer
 from mantissa.rl.seeds import derive_seed
-from mantissa.rollout import Completion, Request, RolloutEngine, SamplingParams
+from mantissa.rl.team import ALONE, Team
+from mantissa.rollout import Completion, FinishReason, Request, RolloutEngine, SamplingParams
 from mantissa.tasks import Grader, Problem, Reward
 
 
@@ -37,10 +42,13 @@ class Sampled:
 
 
 class Sampler:
-    """An engine, a tokenizer and a grader: from problems to graded completions."""
+    """An engine, a tokenizer and a grader: from problems to graded completions.
 
-    def __init__(self, engine: RolloutEngine, tokenizer: Tokenizer, grader: Grader) -> None:
-        self.engine, self.tokenizer, self.grader = engine, tokenizer, grader
+    With a ``team`` each of its ranks samples and grades its share of the problems, and all get everything.
+    """
+
+    def __init__(self, engine: RolloutEngine, tokenizer: Tokenizer, grader: Grader, team: Team = ALONE) -> None:
+        self.engine, self.tokenizer, self.grader, self.team = engine, tokenizer, grader, team
 
     def params(
         self, max_tokens: int, temperature: float, stop: tuple[str, ...] = (), top_k: int = 0, top_p: float = 1.0
@@ -62,9 +70,30 @@ class Sampler:
         requests = [
             Request(tuple(prompt), derive_seed(*seed, index), samples) for index, prompt in enumerate(prompts, first)
         ]
-        groups = self.engine.generate(requests, params, version)
+        groups = self._generate(requests, params, version)
         texts = [self.tokenizer.decode(completion.tokens) for group in groups for completion in group]
         return Sampled(problems, prompts, groups, texts)
+
+    def _generate(
+        self, requests: Sequence[Request], params: SamplingParams, version: int
+    ) -> Sequence[Sequence[Completion]]:
+        if self.team.alone:
+            return self.engine.generate(requests, params, version)
+        mine = self.team.mine(requests)
+        groups = self.engine.generate(mine, params, version) if mine else []
+        return [_unpacked(group) for group in self.team.everybodys([_packed(group) for group in groups])]
+
+    def grade(self, sampled: Sampled) -> list[Reward]:
+        """A reward for each completion, flat."""
+        if self.team.alone:
+            return self.grader.grade(sampled.pairs())
+        sizes = [len(group) for group in sampled.groups]
+        ends = list(itertools.accumulate(sizes))
+        pairs = sampled.pairs()
+        mine = self.team.mine([pairs[end - size : end] for size, end in zip(sizes, ends, strict=True)])
+        flat = iter(self.grader.grade([pair for group in mine for pair in group]))
+        graded = self.team.everybodys([list(itertools.islice(flat, len(group))) for group in mine])
+        return [reward for group in graded for reward in group]
 
     def encode(self, problem: Problem) -> list[int]:
         """The prompt's tokens; a prompt that this tokenizer cannot write names its problem."""
@@ -80,5 +109,24 @@ class Sampler:
     ) -> float:
         """Mean over problems of the share of ``samples`` completions that are correct."""
         sampled = self.sample(problems, samples, params, version, *seed)
-        rates = sampled.success_rates(self.grader.grade(sampled.pairs()))
+        rates = sampled.success_rates(self.grade(sampled))
         return sum(rates) / len(rates)
+
+
+_Packed = tuple[Tensor, list[int], Tensor, list[FinishReason], int]
+
+
+def _packed(group: Sequence[Completion]) -> _Packed:
+    """A group as few objects, to travel: tokens, lengths, log-probs, finish reasons, version."""
+    tokens = torch.tensor([token for completion in group for token in completion.tokens], dtype=torch.int64)
+    logp = torch.cat([completion.logp_T for completion in group])
+    lengths = [len(completion.tokens) for completion in group]
+    return tokens, lengths, logp, [completion.finish_reason for completion in group], group[0].policy_version
+
+
+def _unpacked(packed: _Packed) -> list[Completion]:
+    tokens, lengths, logp, reasons, version = packed
+    return [
+        Completion(tuple(part.tolist()), logp_T.clone(), reason, version)
+        for part, logp_T, reason in zip(tokens.split(lengths), logp.split(lengths), reasons, strict=True)
+    ]

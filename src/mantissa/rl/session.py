@@ -1,71 +1,106 @@
-"""Starting and resuming a run: what surrounds the loop. The command line is a thin layer over these two functions."""
+"""Starting and resuming a run: what surrounds the loop. The command line is a thin layer over these two functions.
+
+On several processes each calls them with the same arguments. Rank 0 makes and writes the folder, and talks; the others
+look on.
+"""
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from mantissa.errors import StoppedError
-from mantissa.rl.assemble import Parts, assemble
+from mantissa.rl.assemble import Parts, assemble, choose_device
 from mantissa.rl.config import RunConfig
 from mantissa.rl.loop import Loop
 from mantissa.rl.recipe import make_config
-from mantissa.runs.directory import RunDirectory, default_path
+from mantissa.rl.team import joined
+from mantissa.runs.directory import Onlooker, RunDirectory, default_path
 from mantissa.runs.environment import environment
 from mantissa.runs.live import Live
 from mantissa.runs.report import build_report
 from mantissa.runs.trackers import from_names
+from mantissa.training.moments import described
 
 
 def start(config: RunConfig) -> Path:
     """Run ``config`` from its beginning in a new folder; returns the path of its report."""
-    parts = assemble(config)
-    try:
-        path = config.run_dir or default_path(config.name)
-        plain = config.model_dump(mode="json", exclude={"run_dir"})
-        run = RunDirectory.create(path, plain, _environment(parts))
-        with run, _resumable(run):
-            return _go(config, parts, run, resumed=False)
-    finally:
-        parts.close()
-
-
-def resume(path: str | Path) -> Path:
-    """Continue the run in ``path`` from its newest checkpoint; returns the path of its report.
-
-    The promise of equal bits holds where the machine, versions and thread count are those of the start: what differs
-    is printed and recorded.
-    """
-    with RunDirectory.open(path, write=True) as run, _resumable(run):
-        config = make_config(run.config, f"{path}/config.yaml")
-        parts = assemble(config)
+    with joined(config, choose_device(config.device)) as team:
+        parts = assemble(config, team)
         try:
-            return _go(config, parts, run, resumed=True)
+            path = team.decided(config.run_dir or str(default_path(config.name)))
+            plain = config.model_dump(mode="json", exclude={"run_dir"})
+            run = RunDirectory.create(path, plain, _environment(parts)) if team.first else Onlooker(path)
+            with run, _resumable(run):
+                return _go(config, parts, run, resumed=False)
         finally:
             parts.close()
 
 
+def resume(path: str | Path, changes: Mapping[str, Any] | None = None) -> Path:
+    """Continue the run in ``path`` from its newest checkpoint; returns the path of its report.
+
+    The promise of equal bits holds where the machine, versions, thread and process count are those of the start: what
+    differs is printed and recorded. ``changes``: see ``resumed_config``.
+    """
+    config = resumed_config(path, changes)
+    with joined(config, choose_device(config.device)) as team:
+        run = RunDirectory.open(path, write=True) if team.first else Onlooker.open(path)
+        with run, _resumable(run):
+            parts = assemble(config, team)
+            try:
+                return _go(config, parts, run, resumed=True)
+            finally:
+                parts.close()
+
+
+def resumed_config(path: str | Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
+    """The recipe of the run in ``path``. ``changes`` may hold ``nproc`` and ``parallel``, and nothing else: the number
+    of processes is no part of what a run computes."""
+    given = dict(changes or {})
+    assert given.keys() <= {"nproc", "parallel"}
+    values = RunDirectory.open(path).config | given
+    if values.get("nproc", 1) == 1 and "parallel" not in given:
+        values["parallel"] = None  # the recipe's: of the processes that there were
+    return make_config(values, f"{path}/config.yaml")
+
+
 def _go(config: RunConfig, parts: Parts, run: RunDirectory, *, resumed: bool) -> Path:
+    first = parts.team.first
     steps = run.checkpoint_steps() if resumed else []
     done = steps[-1] if steps else 0
-    trackers = from_names(config.trackers, run, done if resumed else None)
+    trackers = from_names(config.trackers if first else (), run, done if resumed else None)
     try:
-        with Live(config.steps, done=done) as live:
-            live.precision(parts.precision.rows())
-            live.note(f"run {run.path}   device {parts.device}   parameters {_parameters(parts)}")
+        with _screen(config.steps, done, first) as live:
+            live.precision(_precision(parts))
+            live.note(f"run {run.path}   device {_devices(parts)}   parameters {_parameters(parts)}")
             for line in parts.plan.lines() if parts.plan else ():
                 live.note(f"exact: {line}")
             for note in parts.sampler.grader.notes:
                 live.note(note)
-            if resumed:
+            if resumed and first:
                 _note_changes(live, run.record_resume(done, _environment(parts)))
             Loop(config, parts, run, trackers, live).go()
     finally:
         trackers.close()
-    return build_report(run)
+    return build_report(run) if first else run.report_path
+
+
+@contextmanager
+def _screen(steps: int, done: int, first: bool) -> Iterator[Live]:
+    """What a person sees; of ranks but the first, nothing."""
+    if first:
+        with Live(steps, done=done) as live:
+            yield live
+        return
+    with open(os.devnull, "w") as nowhere, Live(steps, done=done, console=Console(file=nowhere)) as live:
+        yield live
 
 
 @contextmanager
@@ -86,12 +121,32 @@ def _note_changes(live: Live, changed: dict[str, list[Any]]) -> None:
 
 def _environment(parts: Parts) -> dict[str, Any]:
     """Where the run runs, and the precision table with what the probes saw."""
-    rows = parts.precision.rows()
+    rows = _precision(parts)
     for row in rows:
         row["evidence"] = parts.evidence.get(row["role"], "")
     guards = list(parts.sampler.grader.notes)
     exact = {"exact": parts.plan.lines()} if parts.plan else {}
-    return environment() | {"precision": rows, "training_device": str(parts.device), "grading": guards} | exact
+    device, team = str(parts.device), parts.team
+    several = {} if team.alone else {"processes": team.ranks.world, "parallel": team.kind}
+    return environment() | {"precision": rows, "training_device": device, "grading": guards} | exact | several
+
+
+def _devices(parts: Parts) -> str:
+    if parts.team.alone:
+        return str(parts.device)
+    return f"{parts.device.type}, {parts.team.ranks.world} processes ({parts.team.kind})"
+
+
+def _precision(parts: Parts) -> list[dict[str, str]]:
+    """The precision table; where Adam's moments are not as the masters, with a line of their own."""
+    rows = parts.precision.rows()
+    moments = described(parts.learner.step.optimizer)
+    if moments is not None:
+        at = next(index for index, row in enumerate(rows) if row["role"] == "master")
+        rows[at]["reason"] = "weights and what updates them; Adam moments are the next line"
+        line = {"role": "moments", "requested": "8bit", "active": "8bit", "kernels": "torchao", "reason": moments}
+        rows.insert(at + 1, line)
+    return rows
 
 
 def _parameters(parts: Parts) -> str:

@@ -21,7 +21,7 @@ from mantissa.rl.sampling import Sampler
 from mantissa.rl.seeds import stream_slice
 from mantissa.rollout import SamplingParams
 from mantissa.tasks import Problem
-from mantissa.training import LossScaler, learning_rate
+from mantissa.training import LossScaler, OptimizerStep, learning_rate
 
 _LR_WARMUP = 20
 
@@ -47,7 +47,7 @@ def warm_start(
     for step in range(1, config.steps + 1):
         indices = stream_slice(len(solved), (step - 1) * config.batch, config.batch, learner.seed, "warm_start")
         sequences = _sequences([solved[index] for index in indices], sampler, device)
-        losses.append(_supervised_step(learner, optimizer_step.run, sequences))
+        losses.append(_supervised_step(learner, optimizer_step, sequences))
         if step % config.evaluate_every == 0 or step == config.steps:
             sampler.engine.sync(learner.weights, learner.version)
             accuracy = sampler.accuracy(
@@ -71,22 +71,26 @@ def _solution(problem: Problem) -> str:
     return problem.solution
 
 
-def _supervised_step(learner: Learner, run: Callable[..., Any], sequences: Sequences) -> float:
+def _supervised_step(learner: Learner, step: OptimizerStep, sequences: Sequences) -> float:
     """One step on -mean_t logp; returns that loss."""
-    scale_BR = aggregation_scale(sequences.mask_BR, "token_mean")
+    scale_BR, team = aggregation_scale(sequences.mask_BR, "token_mean"), learner.team
     rows = torch.arange(len(sequences), device=sequences.tokens_BT.device)
-    parts = sequences.micro_batches(rows, learner.config.micro_batch_tokens)
+    parts = team.micro_batches(sequences, rows, learner.config.micro_batch_tokens)
     losses: list[torch.Tensor] = []
 
     def backward(scale: float) -> None:
         losses.clear()
         for part_rows in parts:
-            part = sequences.select(part_rows)
+            part = sequences.select(part_rows if len(part_rows) else rows[:1])
             logp_N, _ = learner.logp(part, learner.kernels)
-            weight_N = scale_BR[part_rows, : part.mask_BR.shape[1]][part.mask_BR]
+            if len(part_rows):
+                weight_N = scale_BR[part_rows, : part.mask_BR.shape[1]][part.mask_BR]
+            else:
+                weight_N = torch.zeros_like(logp_N)  # only there for the exchange with other ranks
             loss = -masked_sum(logp_N * weight_N, torch.ones_like(logp_N, dtype=torch.bool))
             losses.append(loss.detach())
             (loss * scale).backward()
+        team.sum_gradients(step.parameters.values())
 
-    run(backward)
-    return float(torch.stack(losses).sum())
+    step.run(backward)
+    return team.ranks.sum_of(float(torch.stack(losses).sum()))

@@ -161,7 +161,9 @@ class Generation:
         self.counters.decode_steps += 1
         self.counters.busy += rows
         self._length_S[:rows] += 1
-        tokens_B, logp_B = sample(logits_BV, self.params, uniforms(state_4B[_KEY], state_4B[_COUNT]))
+        tokens_B, logp_B = sample(
+            logits_BV, self.params, uniforms(state_4B[_KEY], state_4B[_COUNT]), self.kernels.token_logprob
+        )
         state_4B[_TOKEN] = tokens_B
         state_4B[_POSITION : _COUNT + 1] += 1
         return self._record(np.arange(rows), tokens_B, logp_B)
@@ -194,7 +196,9 @@ class Generation:
         keys_B = self._keys_J[jobs_B]
         lengths_B = ready.lengths[rows_B]
         first = torch.zeros_like(keys_B)
-        tokens_B, logp_B = sample(ready.logits[rows_B], self.params, uniforms(keys_B, first))
+        tokens_B, logp_B = sample(
+            ready.logits[rows_B], self.params, uniforms(keys_B, first), self.kernels.token_logprob
+        )
         self._state_4S[:, slots_B] = torch.stack((tokens_B, lengths_B, first + 1, keys_B))
         self._job_S[slots], self._count_S[slots] = jobs, 0
         self._length_S[slots] = lengths_B.cpu().numpy()

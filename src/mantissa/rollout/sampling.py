@@ -7,13 +7,15 @@ uniform number. Precision: logits come in fp32; probabilities are an fp32 softma
 fp32 the sum over 150,000 tokens is wrong by 1e-5 and depends on the order a device adds in, and ``u * total`` can
 round up to ``total``, which no token's sum exceeds: the last token would then be drawn whatever its probability.
 
-The log-probability is ``token_logprob``, the learner's own function, on the same logits and temperature. Where a
-filter is active the tokens it drops have logits of -inf first, which is the renormalisation.
+The log-probability is the kernels' ``token_logprob``, the learner's own function, on the same logits and temperature.
+Where a filter is active the tokens it drops have logits of -inf first, which is the renormalisation.
 
 Ties are decided, not left to a library: the smaller token id counts as the more probable one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,20 +23,25 @@ from torch import Tensor
 from mantissa.precision.numerics import token_logprob
 from mantissa.rollout.types import SamplingParams
 
+LogProb = Callable[[Tensor, Tensor, float], Tensor]
 
-def sample(logits_BV: Tensor, params: SamplingParams, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+
+def sample(
+    logits_BV: Tensor, params: SamplingParams, uniform_B: Tensor, logprob: LogProb = token_logprob
+) -> tuple[Tensor, Tensor]:
     """Draw one token a row. Returns tokens (int64, B) and their log-probs (fp32, B) under the distribution drawn from.
 
     ``logits_BV``: fp32. ``uniform_B``: float64 in (0, 1). With ``temperature=0`` the most probable token is taken; the
     distribution is then a point mass and the log-prob is 0. A token of probability zero is never returned.
-    A row that holds NaN or +inf has a log-prob that is not finite: the caller must look.
+    ``logprob``: the kernels' ``token_logprob``. A row that holds NaN or +inf has a log-prob that is not finite: the
+    caller must look.
     """
     if params.temperature == 0:
         best_B, tokens_B = logits_BV.max(dim=-1)
         return tokens_B, best_B - best_B  # log 1 = 0; not finite where the best logit is NaN or infinite
     kept_BV = filter_logits(logits_BV, params)
     tokens_B = draw(_probabilities(kept_BV, params.temperature), uniform_B)
-    return tokens_B, token_logprob(kept_BV, tokens_B, params.temperature)
+    return tokens_B, logprob(kept_BV, tokens_B, params.temperature)
 
 
 def filter_logits(logits_BV: Tensor, params: SamplingParams) -> Tensor:

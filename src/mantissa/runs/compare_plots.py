@@ -55,10 +55,12 @@ PANELS: tuple[Panel, ...] = (
 
 
 def colour_of(group: Group) -> str:
+    """The group's colour in every figure, a CSS variable that light and dark pages define."""
     return RUNS[group.index]
 
 
 def dash_of(group: Group) -> Dash:
+    """The group's line style in every figure, so that no line is known by its colour alone."""
     return DASHES[group.index]
 
 

@@ -126,6 +126,7 @@ def trained(group: Group) -> str:
 
 
 def trained_title() -> str:
+    """The heading of what ``trained`` says."""
     return f"training accuracy, last {ENDS} steps"
 
 

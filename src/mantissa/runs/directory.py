@@ -306,6 +306,28 @@ class RunDirectory:
             raise RuntimeError(f"{self.path} is open for reading only; use RunDirectory.open(path, write=True)")
 
 
+class Onlooker(RunDirectory):
+    """The run of a process beside the one that writes it: what it would write is dropped, not an error."""
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        pass
+
+    def truncate_metrics(self, step: int) -> None:
+        pass
+
+    def append_warm_start(self, row: Mapping[str, Any]) -> None:
+        pass
+
+    def truncate_warm_start(self, step: int) -> None:
+        pass
+
+    def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
+        return self.rollouts_path(step)
+
+    def rewind(self, step: int) -> None:
+        pass
+
+
 def planned_steps(config: dict[str, Any]) -> int | None:
     """The number of steps the recipe asks for: ``steps`` at its top, or in the one section that has it."""
     sections = [config, *(v for v in config.values() if isinstance(v, dict))]

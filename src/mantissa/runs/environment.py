@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("mantissa", "torch", "numpy", "transformers", "tokenizers", "safetensors", "pyarrow", "vllm")
+_PACKAGES = ("mantissa", "torch", "numpy", "transformers", "tokenizers", "safetensors", "pyarrow", "vllm", "torchao")
 
 
 def environment(folder: Path | str = ".") -> dict[str, Any]:

@@ -348,12 +348,14 @@ def _read_exactly(count: int) -> bytes | None:
 
 
 def write_frame(data: bytes) -> None:
+    """One frame to stdout: the length, then ``data``, all of it."""
     data = struct.pack(">I", len(data)) + data
     while data:
         data = data[os.write(1, data) :]
 
 
 def main() -> None:
+    """Confine this process, say in a first frame what held, then serve one program a request until stdin ends."""
     limits = json.loads(sys.argv[1])
     libc = ctypes.CDLL(None, use_errno=True)
     code = filter_program(os.uname().machine)

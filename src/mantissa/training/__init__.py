@@ -4,10 +4,11 @@ from mantissa.training.auto_scale import AutoRule, AutoScaler
 from mantissa.training.checkpoint import Checkpoint, load_checkpoint, load_weights, save_checkpoint, saved_steps
 from mantissa.training.clipping import adaptive_clip_
 from mantissa.training.diagnosis import first_nonfinite, flushed_fraction, gradients_of
-from mantissa.training.distributed import distribute
+from mantissa.training.distributed import Ranks, distribute
 from mantissa.training.guard import Decision, Guard, replay
 from mantissa.training.guard_config import GuardConfig, Reference
 from mantissa.training.guard_log import GuardLog, GuardSettings, open_guard
+from mantissa.training.moments import Moments
 from mantissa.training.optimizer import adamw, learning_rate
 from mantissa.training.scaler import FixedScaler, LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome
@@ -25,8 +26,10 @@ __all__ = [
     "GuardLog",
     "GuardSettings",
     "LossScaler",
+    "Moments",
     "OptimizerStep",
     "PrecisionTrainer",
+    "Ranks",
     "Reference",
     "ScalerConfig",
     "StepOutcome",

@@ -3,7 +3,7 @@
 A checkpoint is a folder ``step-N``:
 
 - ``policy.safetensors``     fp32 master weights, by Hugging Face parameter name
-- ``optimizer.safetensors``  Adam's moments and step counts, as ``<parameter>/<field>``
+- ``optimizer.safetensors``  Adam's moments and step counts, as ``<parameter>/<field>`` (8-bit ones in three parts)
 - ``<name>.safetensors``     what else a run needs, such as its reference policy; none, one or several
 - ``state.json``             format and version, counters, scaler, data position, and the size of each file
 
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.files import disk_errors, give_usual_mode, remove_leftovers, replace_directory, temporary_beside
+from mantissa.training.distributed import shard_like
 
 FORMAT = "mantissa-checkpoint"
 VERSION = 2
@@ -154,7 +155,8 @@ def _read_header(path: Path, advice: str) -> dict[str, Any]:
 
 
 def load_weights(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copy checkpointed masters into a model's parameters; names and shapes must agree exactly."""
+    """Copy checkpointed masters into a model's parameters; names and shapes must agree exactly. Collective where the
+    parameters are sharded."""
     if set(parameters) != set(tensors):
         differing = ", ".join(sorted(set(parameters) ^ set(tensors))[:3])
         raise MantissaError(f"checkpoint and model have different tensors ({differing}, ...): another model's recipe?")
@@ -164,4 +166,4 @@ def load_weights(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
                 raise MantissaError(
                     f"checkpoint's {name} has shape {tuple(tensors[name].shape)}, the model's {tuple(parameter.shape)}"
                 )
-            parameter.copy_(tensors[name])
+            parameter.copy_(shard_like(tensors[name], parameter))

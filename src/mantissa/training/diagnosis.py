@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mantissa.training.distributed import ALONE, Ranks, local
+
 
 def first_nonfinite(model: nn.Module, work: Callable[[], object]) -> str:
     """Run ``work`` (a forward and backward through ``model``) and name the first module with a non-finite value.
@@ -39,7 +41,7 @@ def first_nonfinite(model: nn.Module, work: Callable[[], object]) -> str:
         for handle in handles:
             handle.remove()
     for name, parameter in model.named_parameters():
-        check(parameter.grad, f"the gradient of {name}")
+        check(None if parameter.grad is None else local(parameter.grad), f"the gradient of {name}")
     return found[0] if found else "nothing: the values were finite when the pass was repeated"
 
 
@@ -56,17 +58,19 @@ def anomaly(work: Callable[[], object]) -> str:
     return "anomaly mode: no operation made a NaN gradient (it does not look for inf)"
 
 
-def flushed_fraction(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+def flushed_fraction(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor], ranks: Ranks = ALONE) -> float:
     """Fraction of gradients that are zero in ``gradients`` among those that are not in ``exact`` (fp32, same scale).
 
-    count(g == 0 and e != 0) / count(e != 0); 0 where ``exact`` is zero everywhere. Host float.
+    count(g == 0 and e != 0) / count(e != 0); 0 where ``exact`` is zero everywhere. Host float. Of sharded gradients
+    each of the ``ranks`` counts its shards, and the counts are added.
     """
     flushed, nonzero = 0, 0
     for name, reference in exact.items():
-        alive = reference != 0
-        flushed += int((alive & (gradients[name] == 0)).sum())
+        alive = local(reference) != 0
+        flushed += int((alive & (local(gradients[name]) == 0)).sum())
         nonzero += int(alive.sum())
-    return flushed / nonzero if nonzero else 0.0
+    counted = ranks.sum_of(nonzero)
+    return ranks.sum_of(flushed) / counted if counted else 0.0
 
 
 def gradients_of(model: nn.Module, work: Callable[[], None]) -> dict[str, Tensor]:

@@ -65,13 +65,19 @@ class Ranks:
 
         Raises ``MantissaError`` where there are several processes but nothing would synchronise the model.
         """
+        ranks = cls.here()
+        if ranks.world > 1 and not isinstance(model, nn.parallel.DistributedDataParallel) and not is_fsdp(model):
+            raise MantissaError(
+                f"{ranks.world} processes, but the model is neither DDP nor FSDP2: each would train a copy of its own; "
+                'wrap it first, as in model = distribute(model, "ddp")'
+            )
+        return ranks
+
+    @classmethod
+    def here(cls) -> Ranks:
+        """The processes of the group that this one has joined; ``ALONE`` where it has joined none, or has it alone."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return ALONE
-        if not isinstance(model, nn.parallel.DistributedDataParallel) and not is_fsdp(model):
-            raise MantissaError(
-                f"{dist.get_world_size()} processes, but the model is neither DDP nor FSDP2: each would train a copy "
-                'of its own; wrap it first, as in model = distribute(model, "ddp")'
-            )
         device = f"cuda:{torch.cuda.current_device()}" if dist.get_backend() == "nccl" else "cpu"
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
@@ -88,6 +94,19 @@ class Ranks:
         if self.world == 1:
             return value
         return float(self._reduce(torch.tensor(value, dtype=torch.float64), dist.ReduceOp.SUM))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in the order of ranks, on every rank. Values are pickled: no tensors on a GPU."""
+        if self.world == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Sum a tensor over ranks, in place, on its own device; every rank gets the same bits."""
+        if self.world > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -7,12 +7,26 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from mantissa.training.moments import Moments, eight_bit_adamw
 
-def adamw(model: nn.Module, *, betas: tuple[float, float], eps: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW over a model's parameters that train; weight decay on matrices only (norms and biases are left alone)."""
+
+def adamw(
+    model: nn.Module,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    moments: Moments = "fp32",
+) -> torch.optim.Optimizer:
+    """AdamW over a model's parameters that train; weight decay on matrices only (norms and biases are left alone).
+
+    ``moments``: fp32, or 8bit block by block by torchao (``moments.py``), which keeps each group's rate as a tensor.
+    """
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    if moments == "8bit":
+        return eight_bit_adamw(groups, betas=betas, eps=eps)
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
 

@@ -10,7 +10,7 @@ rate's schedule, nor the count of updates (the policy's version) moves.
 On several processes every rank takes the same branch: what was found is reduced (MAX) before anyone decides, for an
 inf in one rank's shard is an inf for all.
 
-Master weights, gradients and Adam's moments are fp32.
+Master weights and gradients are fp32, and so are Adam's moments unless the optimiser is one that keeps them in 8 bits.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from mantissa.errors import MantissaError
 from mantissa.precision import NumberFormat
 from mantissa.training.distributed import ALONE, Ranks, grad_norm, local
+from mantissa.training.moments import flattened, restored
 from mantissa.training.scaler import LossScaler
 
 Backward = Callable[[float], Tensor | None]
@@ -169,7 +170,11 @@ class OptimizerStep:
             torch._foreach_mul_(gradients, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
         if self.lr_at is not None:
             for group in self.optimizer.param_groups:
-                group["lr"] = self.lr_at(self.updates) * group.get("lr_scale", 1.0)
+                rate = self.lr_at(self.updates) * group.get("lr_scale", 1.0)
+                if isinstance(group["lr"], Tensor):  # a compiled update reads the rate from this very tensor
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -195,21 +200,31 @@ class OptimizerStep:
         self.scaler.load_state_dict(state["scaler"])
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """The optimiser's state as ``<parameter>/<field>`` tensors, for safetensors."""
+        """The optimiser's state as ``<parameter>/<field>`` tensors, for safetensors; ``flattened`` names the fields."""
         tensors = {}
         for name, parameter in self.parameters.items():
-            for field, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{name}/{field}"] = torch.as_tensor(value)
+            for field, value in flattened(self.optimizer.state.get(parameter, {})).items():
+                tensors[f"{name}/{field}"] = value
         return tensors
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of ``optimizer_tensors``; a tensor of a parameter that is not here is an error."""
-        self.optimizer.state.clear()
+        """The inverse of ``optimizer_tensors``, from whole tensors; one of a parameter that is not here is an error.
+
+        So are moments of another precision than this optimiser's. After an error the state is what it was. Collective
+        where parameters are sharded.
+        """
+        fields: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
             name, _, field = key.rpartition("/")
             if name not in self.parameters:
                 raise MantissaError(f"checkpoint's optimiser state names {name!r}, which this model does not have")
-            self.optimizer.state[self.parameters[name]][field] = value.clone()
+            fields.setdefault(name, {})[field] = value
+        states: dict[Tensor, dict[str, Tensor]] = {
+            self.parameters[name]: restored(self.optimizer, name, self.parameters[name], plain)
+            for name, plain in fields.items()
+        }
+        self.optimizer.state.clear()
+        self.optimizer.state.update(states)
 
 
 def _largest_of(gradients: list[Tensor]) -> Tensor:

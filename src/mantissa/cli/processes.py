@@ -1,0 +1,182 @@
+"""``mantissa train`` on several processes: starting them, and ending with one line whatever becomes of them.
+
+With ``nproc=4`` the command starts itself four times through torch's elastic launcher (what ``torchrun`` is made of)
+and waits. A rank that fails takes the run down: the launcher stops the others. Which rank is to blame is decided here,
+for all of them fail, most only because another one did: first one that a signal killed, then one that says what was
+wrong, and last those that lost their connection.
+
+Under ``torchrun`` itself a rank prints its own line, and torchrun its summary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import shlex
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mantissa.errors import MantissaError, StoppedError
+
+_MARK = "MANTISSA_LAUNCHED"  # in the environment of ranks that this module started: they say nothing themselves
+_LOST = 3  # exit code of a rank that lost another
+_USER, _FAILED = 2, 1
+
+
+class RankError(MantissaError):
+    """A process of the run died. No mistake of the user's that is known: exit code 1."""
+
+    exit_code: ClassVar[int] = _FAILED
+
+
+def launch(arguments: Sequence[str], nproc: int, run_dir: str) -> None:
+    """Run ``mantissa`` with these arguments in ``nproc`` processes, to the end; ``run_dir`` is what they write."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # they tell of every process; one line is enough
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    with _environment({_MARK: "1", "OMP_NUM_THREADS": str(threads_each(nproc))}):
+        try:
+            elastic_launch(config, sys.executable)("-m", "mantissa", *arguments)
+        except ChildFailedError as error:
+            _show_cursor()
+            raise blame(error.failures, run_dir) from None
+        except (SignalException, KeyboardInterrupt) as stopped:
+            _show_cursor()
+            name = getattr(stopped, "sigval", signal.SIGINT).name
+            how = "interrupted" if name == "SIGINT" else f"stopped by {name}"
+            raise StoppedError(f"{how}{_go_on(run_dir)}") from None
+
+
+def threads_each(nproc: int) -> int:
+    """Threads of each of ``nproc`` processes: as many as OMP_NUM_THREADS says, else an equal share of the cores."""
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    if said.isdigit() and int(said) > 0:
+        return int(said)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // nproc)
+
+
+def blame(failures: Mapping[int, Any], run_dir: str) -> MantissaError:
+    """The error of the rank that failed by itself. ``failures``: torch's ``ProcessFailure`` by rank."""
+
+    def order(item: tuple[int, Any]) -> tuple[int, int]:
+        rank, failure = item
+        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM  # that is how the launcher stops them
+        return (0 if killed else 2 if failure.exitcode in (_LOST, -signal.SIGTERM) else 1), rank
+
+    rank, failure = min(failures.items(), key=order)
+    if failure.exitcode == _USER:
+        return MantissaError(failure.message)
+    if failure.exitcode == StoppedError.exit_code:
+        return StoppedError(f"interrupted{_go_on(run_dir)}")
+    if failure.exitcode < 0:
+        what = f"was killed by {signal.Signals(-failure.exitcode).name}"
+        if failure.exitcode == -signal.SIGKILL:
+            what += " (as the system does where memory runs out)"
+    elif failure.exitcode == _LOST:
+        what = f"lost another one: {failure.message}"
+    else:
+        what = f"failed with exit code {failure.exitcode}; what it printed stands above"
+    return RankError(f"process {rank} (pid {failure.pid}) {what}; the others were stopped{_go_on(run_dir)}")
+
+
+def _go_on(run_dir: str) -> str:
+    if not (Path(run_dir) / "config.yaml").is_file():
+        return "; nothing was begun that needs to be resumed"
+    return f"; continue with: mantissa train --resume {shlex.quote(run_dir)}"
+
+
+@contextmanager
+def as_rank() -> Iterator[None]:
+    """Around the work of one rank: however it ends, this process ends here, with an exit code that ``blame`` knows.
+
+    Python's own exit is not taken: gloo's threads abort it now and then.
+    """
+    _die_with_launcher()
+    code = _FAILED
+    try:
+        yield
+        code = 0
+    except MantissaError as error:
+        code = error.exit_code
+        _tell(str(error), code)
+    except KeyboardInterrupt:
+        code = StoppedError.exit_code
+    except RuntimeError as error:
+        if not _connection_lost(error):
+            sys.excepthook(type(error), error, error.__traceback__)
+        else:
+            code = _LOST
+            _tell(" ".join(str(error).split()).partition(". This may indicate")[0], code)
+    except Exception as error:  # noqa: BLE001 - printed whole; then this process must end, and not by unwinding
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _tell(message: str, code: int) -> None:
+    """Leave the reason where the launcher looks for it; and print it where the launcher is not ours."""
+    message = " ".join(message.split())
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message, "timestamp": str(int(time.time()))}))
+    if _MARK not in os.environ:
+        print(f"mantissa: error: rank {os.environ.get('RANK')}: {message}", file=sys.stderr)
+
+
+def _connection_lost(error: RuntimeError) -> bool:
+    import torch.distributed as dist
+
+    text = str(error)
+    return isinstance(error, dist.DistError) or any(
+        phrase in text for phrase in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo")
+    )
+
+
+def _die_with_launcher() -> None:
+    """On Linux: a rank whose launcher is killed is killed too, or it would go on writing a run that nobody watches."""
+    if _MARK in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _show_cursor() -> None:
+    """A bar hides it, and a process that is stopped does not bring it back."""
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")
+        sys.stdout.flush()

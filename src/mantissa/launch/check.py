@@ -1,0 +1,260 @@
+"""What a verl run with given overrides really computes in, and which of its precision settings nobody reads.
+
+verl does not say: a key that the chosen engine ignores is accepted, and so is a wrong value. Each setting that is about
+precision gets a verdict from the exporter's own table (``facts.py``), and then every role is worked out from what is
+set and from verl's defaults, which are bf16 throughout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from mantissa.errors import MantissaError
+from mantissa.launch.facts import FACTS, FSDPS, IGNORED, Engine, Fact, Ignored, Rollout, Version, full, short
+from mantissa.launch.script import Given, Words, read_words
+
+_SHORT = {"float16": "fp16", "half": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "float32": "fp32",
+          "float": "fp32", "fp32": "fp32"}  # fmt: skip
+_ABOUT_PRECISION = re.compile(
+    r"(dtype|fp8|fp16|bf16|quant|precision|loss_scale|scaler|autocast|amp\b|logprobs_mode|calculate_log_probs|veto"
+    r"|rollout_correction|grad_clip|clip_grad|qat)"
+)
+_CASTING = {
+    "delta_sharded": "weights are cast to bf16, and vLLM takes the delta in bf16 only",
+    "kimi_ckpt_engine": "weights are cast to bf16 (its rollout_dtype, which has no key of its own)",
+    "mooncake": "weights are cast to bf16 unless engine_kwargs.mooncake.rollout_dtype says otherwise",
+}
+Verdict = Literal["takes effect", "ignored", "refused by hydra", "wrong value", "unknown"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One precision setting and what becomes of it; ``instead``: what would do what was meant."""
+
+    given: Given
+    verdict: Verdict
+    why: str
+    instead: str = ""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What one part of the run computes in, and why."""
+
+    name: str
+    active: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The whole answer. ``meant``: the overrides still missing for the format that settings without effect name.
+
+    ``others``: settings that are about something else.
+    """
+
+    version: Version
+    engine: Engine
+    rollout: Rollout
+    assumed: tuple[str, ...]
+    settings: tuple[Setting, ...]
+    roles: tuple[Role, ...]
+    casts: tuple[str, ...]
+    meant: tuple[str, ...]
+    others: int
+
+    @property
+    def wrong(self) -> list[Setting]:
+        """Settings that do not do what they say."""
+        return [setting for setting in self.settings if setting.verdict != "takes effect"]
+
+
+def check_verl(arguments: Sequence[str], version: Version = "0.9.1") -> Report:
+    """Say what overrides (or a shell script that holds them) do. Raises ``MantissaError`` where there is none."""
+    words = read_words(arguments)
+    words.overrides = {short(key): given for key, given in words.overrides.items()}
+    engine, rollout, assumed = _engines(words)
+    about = [given for key, given in words.overrides.items() if _ABOUT_PRECISION.search(key)]
+    settings = tuple(_judged(given, engine, rollout, version) for given in about)
+    good = {short(s.given.key): s.given.value for s in settings if s.verdict == "takes effect"}
+    roles = _roles(words, good, engine, rollout)
+    return Report(
+        version=version,
+        engine=engine,
+        rollout=rollout,
+        assumed=tuple(assumed),
+        settings=settings,
+        roles=tuple(roles),
+        casts=tuple(_casts(words, good, engine)),
+        meant=tuple(_meant(settings, good, engine)),
+        others=len(words.overrides) - len(about),
+    )
+
+
+def _meant(settings: Sequence[Setting], good: dict[str, str], engine: Engine) -> list[str]:
+    """Every role in the half format that a setting without effect asked for."""
+    asked = {_SHORT[s.given.value] for s in settings if s.verdict != "takes effect" and s.given.value in _SHORT}
+    if len(asked) != 1 or asked == {"fp32"}:
+        return []
+    (fmt,) = asked
+    long = {"fp16": "float16", "bf16": "bfloat16"}[fmt]
+    learner = "megatron.dtype" if engine == "megatron" else "fsdp_config.mixed_precision.param_dtype"
+    wanted = {f"{role}.{learner}": long if engine == "megatron" else fmt for role in ("actor", "ref")}
+    wanted["rollout.dtype"] = long
+    return [
+        f"{'+' if FACTS[key].new else ''}{full(key)}={value}"
+        for key, value in wanted.items()
+        if _SHORT.get(good.get(key, "")) != fmt
+    ]
+
+
+def _engines(words: Words) -> tuple[Engine, Rollout, list[str]]:
+    assumed = []
+    group = words.value("model_engine") or ("megatron" if "megatron" in (words.config_name or "") else "dp")
+    engine = "megatron" if group == "megatron" else words.value("actor.strategy") or ""
+    if not engine:
+        engine, said = "fsdp", "learner on FSDP: neither model_engine nor actor.strategy is given"
+        assumed.append(said)
+    rollout = words.value("rollout.name") or ""
+    if not rollout:
+        rollout = "vllm"
+        assumed.append("rollout on vLLM: rollout.name is not given, and verl will ask for it")
+    for name, value, known in (
+        ("actor.strategy", engine, get_args(Engine)),
+        ("rollout.name", rollout, get_args(Rollout)),
+    ):
+        if value not in known:
+            raise MantissaError(f"{name}={value}: this check knows {', '.join(known)}")
+    return engine, rollout, assumed  # type: ignore[return-value]
+
+
+def _judged(given: Given, engine: Engine, rollout: Rollout, version: Version) -> Setting:
+    key = short(given.key)
+    fact = FACTS.get(key)
+    for row in IGNORED:
+        if row.key == key and engine in row.engines and rollout in row.rollouts:
+            return _ignored(given, row)
+    if fact is None:
+        return Setting(given, "unknown", "not a key that this version of mantissa has seen verl read")
+    if version not in fact.versions:
+        return Setting(given, "unknown", f"verl {version} does not read it; {fact.versions[0]} and later do")
+    if engine not in fact.engines:
+        why = f"the {engine} engine does not read it; {' and '.join(fact.engines)} does"
+        if given.mark:
+            return Setting(given, "ignored", why, _for_engine(fact, engine, given.value))
+        return Setting(
+            given, "refused by hydra", f"not in the tree of {engine}", _for_engine(fact, engine, given.value)
+        )
+    if fact.new and not given.mark:
+        return Setting(given, "refused by hydra", "the key is not in verl's tree", f"+{full(key)}={given.value}")
+    if not fact.new and given.mark == "+":
+        return Setting(given, "refused by hydra", "the key is in verl's tree already", f"{full(key)}={given.value}")
+    if fact.values and given.value not in fact.values and given.value != "null":
+        return Setting(given, "wrong value", f"expected one of {', '.join(fact.values)}; verl itself does not check")
+    return Setting(given, "takes effect", fact.what + (f"; {fact.trap}" if fact.trap else ""))
+
+
+def _ignored(given: Given, row: Ignored) -> Setting:
+    if row.new and not given.mark:
+        return Setting(given, "refused by hydra", f"not in verl's tree: {row.why}", row.instead)
+    value = _SHORT.get(given.value, given.value) if row.instead.startswith("+") else given.value
+    return Setting(given, "ignored", row.why, f"{row.instead}={value}" if row.instead else "")
+
+
+def _for_engine(fact: Fact, engine: Engine, value: str) -> str:
+    """The other engine's key for the same thing, where there is one."""
+    learner = re.fullmatch(r"(actor|ref)\.(megatron\.dtype|fsdp_config\.mixed_precision\.param_dtype)", fact.key)
+    if learner is None:
+        return ""
+    if engine in FSDPS:
+        key = full(f"{learner[1]}.fsdp_config.mixed_precision.param_dtype")
+        return f"+{key}={_SHORT.get(value, value)}"
+    long = {"fp16": "float16", "bf16": "bfloat16"}.get(value, value)
+    return f"{full(f'{learner[1]}.megatron.dtype')}={long}"
+
+
+def _on(words: Words, key: str) -> bool:
+    return (words.value(key) or "").lower() in ("true", "1", "yes", "on")
+
+
+def _roles(words: Words, good: dict[str, str], engine: Engine, rollout: Rollout) -> list[Role]:
+    learner, why = _learner(good, "actor", engine)
+    roles = [Role("learner", learner, why)]
+    fp8 = good.get("actor.megatron.override_transformer_config.fp8")
+    if engine == "megatron" and fp8:
+        recipe = good.get("actor.megatron.override_transformer_config.fp8_recipe", "delayed")
+        roles.append(Role("its products", f"fp8 ({fp8}, {recipe})", "override_transformer_config"))
+    roles += [_scaler(learner, engine), *_master(good, engine)]
+    roles.append(Role("logits", learner, "rounded to the learner's format before the fp32 log-softmax"))
+    if _on(words, "actor.use_kl_loss") or _on(words, "algorithm.use_kl_in_reward"):
+        reference, why = _learner(good, "ref", engine)
+        roles.append(Role("reference", reference, why))
+    else:
+        roles.append(Role("reference", "none", "no KL is used (it would be bf16, whatever the actor is)"))
+    dtype = good.get("rollout.dtype")
+    active = "the model file's" if dtype == "auto" else _SHORT.get(dtype or "bfloat16", "bf16")
+    roles.append(Role("rollout", active, "rollout.dtype" if dtype else "rollout.dtype is not set: bfloat16"))
+    if good.get("rollout.quantization") not in (None, "null"):
+        name = good["rollout.quantization"]
+        roles.append(Role("its products", "fp8 (e4m3)" if name == "fp8" else name, "rollout.quantization"))
+    if learner != active:
+        roles.append(Role("gap", f"{learner} learner, {active} rollout", "two roundings of one policy"))
+    roles.append(_correction(words, good))
+    return roles
+
+
+def _learner(good: dict[str, str], role: str, engine: Engine) -> tuple[str, str]:
+    if engine == "megatron":
+        key, default = f"{role}.megatron.dtype", "bfloat16"
+        return _SHORT[good.get(key, default)], key if key in good else f"{key} is not set: bfloat16"
+    key = f"{role}.fsdp_config.mixed_precision.param_dtype"
+    if key in good:
+        return _SHORT[good[key]], f"{key}, and autocast with it"
+    return "bf16", "mixed_precision.param_dtype is not set: parameters are cast to bf16, under autocast to bf16"
+
+
+def _scaler(learner: str, engine: Engine) -> Role:
+    if learner != "fp16":
+        return Role("loss scaling", "none", f"the learner is {learner}; verl makes a scaler for fp16 alone")
+    if engine == "megatron":
+        return Role("loss scaling", "Megatron's", "begins at 32768; override_optimizer_config sets its figures")
+    return Role("loss scaling", "ShardedGradScaler(growth_interval=400)", "by no key; in no checkpoint, in no metric")
+
+
+def _master(good: dict[str, str], engine: Engine) -> list[Role]:
+    if engine == "megatron":
+        return [Role("masters", "fp32", "Megatron's distributed optimizer")]
+    reduce = _SHORT[good.get("actor.fsdp_config.mixed_precision.reduce_dtype", "fp32")]
+    dtype = _SHORT[good.get("actor.fsdp_config.model_dtype", "fp32")]
+    lost = "" if dtype == "fp32" else ": most updates at a learning rate of 1e-6 are lost in it"
+    return [Role("gradients", reduce, "reduced over ranks in it"), Role("masters", dtype, "model_dtype" + lost)]
+
+
+def _correction(words: Words, good: dict[str, str]) -> Role:
+    level = good.get("algorithm.rollout_correction.rollout_is", "null")
+    if (words.value("rollout.calculate_log_probs") or "").lower() == "false":
+        return Role("correction", "none", "rollout.calculate_log_probs=false: the gap is not even measured")
+    if level in ("token", "sequence"):
+        bound = words.value("algorithm.rollout_correction.rollout_is_threshold") or "2.0"
+        return Role("correction", f"by {level}, {bound}", "algorithm.rollout_correction")
+    return Role("correction", "none", "algorithm.rollout_correction.rollout_is is not set")
+
+
+def _casts(words: Words, good: dict[str, str], engine: Engine) -> list[str]:
+    """Where weights become bf16 on their way, whatever the formats at both ends."""
+    found = []
+    backend = words.value("rollout.checkpoint_engine.backend") or "naive"
+    if backend in _CASTING:
+        found.append(f"checkpoint_engine.backend={backend}: {_CASTING[backend]}")
+    if _on(words, "model.lora.merge") and engine in FSDPS:
+        found.append("model.lora.merge=true: merged weights are cast to bf16 before they are sent")
+    rank = words.value("model.lora_rank") or words.value("model.lora.rank") or "0"
+    if rank not in ("0", "") and engine in FSDPS:
+        found.append("LoRA: adapters are cast to the base weights' format (model_dtype)")
+    if good.get("rollout.quantization") == "fp8":
+        found.append("rollout.quantization=fp8: weights are rounded to rollout.dtype, then to e4m3")
+    found.append("verl.model_merger: the policy that it exports from a checkpoint is bf16")
+    return found

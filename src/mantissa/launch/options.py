@@ -1,0 +1,130 @@
+"""What a cluster adds to a recipe: engines, machines, and how the model is laid out on them.
+
+These knobs are not in a recipe, because they change nothing that a run computes. They come from a small YAML file
+beside it (``NAME.launch.yml`` for ``NAME.yaml``) and from the command's options, which win.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from mantissa.errors import MantissaError, nearest
+from mantissa.launch.facts import Engine, Rollout, Version, short
+from mantissa.launch.hardware import Gpu, cuda_version, gpu_named
+from mantissa.rl.recipe import parse_yaml
+
+
+class LaunchOptions(BaseModel):
+    """How a recipe is run on verl. Frozen; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Version = Field("0.9.1", description="verl's version on the cluster.")
+    engine: Engine = Field("fsdp2", description="The learner's engine.")
+    rollout: Rollout = Field("vllm", description="The rollout's engine.")
+    nodes: int = Field(1, ge=1, description="Machines.")
+    gpus: int = Field(8, ge=1, description="GPUs of each machine.")
+    hardware: str | None = Field(None, description="The GPUs' name, such as h100; needed for fp8.")
+    cuda: str | None = Field(None, description="The nodes' CUDA version, such as 12.9; needed for an fp8 learner.")
+    max_prompt_tokens: int = Field(2048, ge=1, description="Longest prompt; problems with longer ones are left out.")
+    rollout_tensor_parallel: int = Field(1, ge=1, description="GPUs that hold one rollout.")
+    rollout_memory: float = Field(0.5, gt=0, lt=1, description="Share of GPU memory that the rollout takes.")
+    tensor_parallel: int = Field(1, ge=1, description="Megatron: GPUs that share one layer.")
+    pipeline_parallel: int = Field(1, ge=1, description="Megatron: stages of the model.")
+    expert_parallel: int = Field(1, ge=1, description="Megatron: GPUs that share the experts.")
+    context_parallel: int = Field(1, ge=1, description="Megatron: GPUs that share one sequence.")
+    sequence_parallel: int = Field(1, ge=1, description="FSDP: GPUs that share one sequence (Ulysses).")
+    offload: bool = Field(False, description="Weights and moments wait on the CPU while the rollout runs.")
+    environment: dict[str, str] = Field({}, description="More environment variables for every node.")
+    overrides: dict[str, Any] = Field({}, description="More keys of verl, as they are; none that the recipe decides.")
+
+    @field_validator("overrides")
+    @classmethod
+    def _full_keys(cls, value: dict[str, Any]) -> dict[str, Any]:
+        bare = next((key for key in value if "." not in key or "=" in key), None)
+        if bare is not None:
+            raise ValueError(f"{bare!r}: expected dotted keys of verl with their values")
+        return value
+
+    @model_validator(mode="after")
+    def _of_its_engine(self) -> Self:
+        megatron = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel")
+        other = ("sequence_parallel",) if self.engine == "megatron" else megatron
+        wrong = next((name for name in other if getattr(self, name) != 1), None)
+        if wrong is not None:
+            raise ValueError(f"{wrong} does nothing with engine={self.engine}; leave it out")
+        if self.hardware is not None:
+            gpu_named(self.hardware)
+        if self.cuda is not None:
+            cuda_version(self.cuda)
+        if self.total_gpus % self.model_gpus:
+            raise ValueError(
+                f"{self.total_gpus} GPUs cannot be shared out {self.model_gpus} at a time to hold one model; change "
+                "nodes, gpus or the parallel sizes"
+            )
+        if self.total_gpus % self.rollout_tensor_parallel:
+            raise ValueError(
+                f"rollout_tensor_parallel={self.rollout_tensor_parallel} does not divide {self.total_gpus} GPUs"
+            )
+        return self
+
+    @property
+    def gpu(self) -> Gpu | None:
+        return None if self.hardware is None else gpu_named(self.hardware)
+
+    @property
+    def total_gpus(self) -> int:
+        return self.nodes * self.gpus
+
+    @property
+    def sequence_gpus(self) -> int:
+        """GPUs that share one sequence, each of which may hold a micro-batch's tokens."""
+        return self.context_parallel if self.engine == "megatron" else self.sequence_parallel
+
+    @property
+    def model_gpus(self) -> int:
+        """GPUs that work on one micro-batch together."""
+        if self.engine == "megatron":
+            return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+        return self.sequence_parallel
+
+    @property
+    def data_parallel(self) -> int:
+        return self.total_gpus // self.model_gpus
+
+
+def launch_file(recipe: Path) -> Path:
+    """Where a recipe's launch options are looked for: ``NAME.launch.yml`` beside ``NAME.yaml``."""
+    return recipe.with_name(recipe.stem + ".launch.yml")
+
+
+def load_options(path: Path | None, given: dict[str, Any]) -> LaunchOptions:
+    """Options of a file, where there is one, under those that were given; with one clear line for each mistake."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        if not path.is_file():
+            raise MantissaError(f"no launch options at {path}: expected a YAML file with keys such as engine and nodes")
+        values = parse_yaml(path.read_text(), str(path)) or {}
+        if not isinstance(values, dict):
+            raise MantissaError(f"{path}: expected keys and values, got {type(values).__name__}")
+    try:
+        return LaunchOptions(**(values | given))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        where = f"{path}: " if path is not None and key.partition(".")[0] not in given else ""
+        if first["type"] == "extra_forbidden":
+            known = LaunchOptions.model_fields
+            raise MantissaError(
+                f"{where}unknown launch option {key!r}{nearest(key, known)} (known: {', '.join(known)})"
+            ) from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise MantissaError(f"{where}{key + ': ' if key else ''}{message[0].lower() + message[1:]}") from None
+
+
+def same_key(one: str, other: str) -> bool:
+    """Whether two spellings (with ``+``, with or without the root) name one key of verl."""
+    return short(one.lstrip("+~")) == short(other.lstrip("+~"))

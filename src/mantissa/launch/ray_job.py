@@ -1,0 +1,155 @@
+"""Submitting a job to a Ray cluster, following its log, and how it ended.
+
+Through Ray's own client, which is imported only here: everything else about a launch works without Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mantissa.errors import MantissaError, StoppedError
+
+RECONNECT_S = 30.0  # how long a head may be gone before it is given up
+_POLL_S = 1.0
+
+
+class JobLostError(MantissaError):
+    """The head is gone, and with it what is known of the job."""
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended. ``code``: its exit code, 0 where it succeeded; ``message``: Ray's word on why, in one line."""
+
+    job: str
+    status: str
+    code: int
+    message: str
+
+
+def runtime_env(
+    variables: Mapping[str, str], working_dir: Path | None, packages: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """Ray's ``runtime_env``: what every process of the job has on every node."""
+    environment: dict[str, Any] = {"env_vars": dict(variables)}
+    if packages:
+        environment["py_modules"] = [str(path) for path in packages]
+    if working_dir is not None:
+        environment["working_dir"] = str(working_dir)
+    return environment
+
+
+def connect(address: str) -> Any:
+    """Ray's client for the cluster at ``address``.
+
+    Raises ``MantissaError`` where Ray is not installed, the address is none, or nobody answers there.
+    """
+    if not address.startswith(("http://", "https://")):
+        raise MantissaError(f"address {address!r}: expected the head's dashboard, such as http://head:8265")
+    try:
+        from ray.job_submission import JobSubmissionClient
+    except ImportError:
+        raise MantissaError(
+            "submitting needs Ray's client, which is not installed: pip install 'mantissa[ray]'; --dry-run works "
+            "without it"
+        ) from None
+    try:
+        return JobSubmissionClient(address)
+    except (ConnectionError, OSError):  # requests' own errors are OSErrors
+        raise MantissaError(
+            f"no Ray head answers at {address}: is it running, and is that its dashboard's address?"
+        ) from None
+    except RuntimeError as error:
+        raise MantissaError(f"what answers at {address} is no Ray head that takes jobs: {_line(error)}") from None
+
+
+def submit(client: Any, entrypoint: str, environment: dict[str, Any], name: str) -> str:
+    """Submit a job; returns its id. Raises ``MantissaError`` with Ray's reason where it is refused."""
+    try:
+        return str(client.submit_job(entrypoint=entrypoint, runtime_env=environment, metadata={"name": name}))
+    except OSError as error:
+        raise MantissaError(f"the Ray head went away while the job was being submitted: {_line(error)}") from None
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise MantissaError(f"Ray refused the job: {_line(error)}") from None
+
+
+def follow(client: Any, job: str, show: Callable[[str], None]) -> JobEnd:
+    """Show the job's log as it is written, until it ends.
+
+    A connection that breaks is made again, and what was shown is not shown twice. Raises ``JobLostError`` where the
+    head stays away for ``RECONNECT_S``, ``StoppedError`` on Ctrl-C: the job itself goes on.
+    """
+    shown = _Log(show)
+    try:
+        gone = 0.0
+        while True:
+            asyncio.run(_tail(client, job, shown))
+            try:
+                end = _ended(client, job)
+                gone = 0.0
+            except (OSError, RuntimeError) as error:
+                gone += _POLL_S
+                if gone >= RECONNECT_S:
+                    raise JobLostError(
+                        f"the Ray head has not answered for {RECONNECT_S:g} s, and whether {job} runs is not known: "
+                        f"{_line(error)}"
+                    ) from None
+                end = None
+            if end is not None:
+                return end
+            time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        raise StoppedError(
+            f"no longer following {job}, which goes on; ray job logs --follow {job} shows it, ray job stop {job} "
+            "ends it"
+        ) from None
+
+
+class _Log:
+    """Shows a log that is sent from its beginning on every connection, each part once."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show, self._shown, self._seen = show, 0, 0
+
+    def begin(self) -> None:
+        self._seen = 0
+
+    def add(self, text: str) -> None:
+        new = text[max(self._shown - self._seen, 0) :]
+        self._seen += len(text)
+        if new:
+            self._show(new)
+            self._shown += len(new)
+
+
+async def _tail(client: Any, job: str, shown: _Log) -> None:
+    """One connection to the job's log, until it closes for whatever reason."""
+    import aiohttp  # Ray's client has it
+
+    shown.begin()
+    try:
+        async for text in client.tail_job_logs(job):
+            shown.add(text)
+    except (aiohttp.ClientError, OSError, RuntimeError):
+        return  # whether the job has ended is asked next, and whether the head is there
+
+
+def _ended(client: Any, job: str) -> JobEnd | None:
+    info = client.get_job_info(job)
+    status = str(getattr(info.status, "value", info.status))
+    if status not in ("SUCCEEDED", "FAILED", "STOPPED"):
+        return None
+    code = 0 if status == "SUCCEEDED" else (info.driver_exit_code or 1)
+    return JobEnd(job, status, code, _line(info.message or ""))
+
+
+def _line(error: object) -> str:
+    """What an error says in one line: of a traceback, only its last."""
+    lines = [line.strip() for line in str(error).replace("\\n", "\n").splitlines() if line.strip(" \"'.")]
+    text = lines[-1] if lines and "Traceback" in str(error) else " ".join(lines)
+    return text[:500].strip(" \"'")

@@ -1,0 +1,220 @@
+"""One optimiser batch on 1, 2 or 3 ranks: the sum of their gradients is the gradient of the batch on one.
+
+A rank holds its rows and nothing of the others'. It corrects them by itself, counts what is valid, and learns the sum
+of those counts over ranks: the one message that the losses need. Where a number is of the whole batch by definition
+(the baseline of ``reinforce_pp``, the mean of normalised weights) the ranks share log-probs and rewards first, and each
+takes its rows of the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mantissa.algorithms import (
+    CISPOConfig,
+    CorrectionConfig,
+    DAPOConfig,
+    FlowRLConfig,
+    GSPOConfig,
+    PPOClipConfig,
+    ReinforceConfig,
+    advantage,
+    aggregation_scale,
+    batch_counts,
+    correction,
+    flowrl_loss,
+    importance_weights,
+    merge,
+    policy_loss,
+    values,
+)
+from mantissa.precision.numerics import token_logprob
+
+B, T, V, GROUPS = 9, 6, 5, 3
+AGGREGATIONS = (("token_mean", None), ("seq_mean_token_mean", None), ("seq_mean_token_sum_norm", float(T)))
+LOSSES = (ReinforceConfig(), PPOClipConfig(), DAPOConfig(), GSPOConfig(), CISPOConfig(), FlowRLConfig(beta=2.0))
+CORRECTIONS = ("none", "token_tis", "sequence_mis", "sequence_rejection", "k3_rejection_token_tis")
+Data = dict[str, Tensor]
+
+
+def make_batch(seed: int) -> Data:
+    """Rows of three groups in order; some rows are empty, and one has a log-prob that is not a number."""
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    old_BTV, tokens_BT = normal(B, T, V), torch.randint(0, V, (B, T), generator=random)
+    rollout_BT = token_logprob(old_BTV + 0.3 * normal(B, T, V), tokens_BT)
+    rollout_BT[seed % B, 0] = float("nan")
+    return {
+        "old_BTV": old_BTV,
+        "tokens_BT": tokens_BT,
+        "mask_BT": torch.arange(T) < torch.randint(0, T + 1, (B, 1), generator=random),
+        "rollout_BT": rollout_BT,
+        "ref_BT": token_logprob(old_BTV + 0.3 * normal(B, T, V), tokens_BT),
+        "state_B": normal(B),
+        "reward_B": torch.randint(0, 2, (B,), generator=random).double(),
+        "group_B": torch.arange(B) * GROUPS // B,
+    }
+
+
+def correct(data: Data, corrected: CorrectionConfig) -> tuple[Tensor, Tensor]:
+    """Weight and valid tokens of these rows."""
+    old_BT = token_logprob(data["old_BTV"], data["tokens_BT"])
+    weight_BT, valid_BT, _ = correction(old_BT, data["rollout_BT"], data["mask_BT"], corrected)
+    return weight_BT, valid_BT
+
+
+def backward(data: Data, scale_BT: Tensor, config: Any, corrected: CorrectionConfig) -> tuple[Tensor, Tensor, Any]:
+    """One rank: loss, gradient and tallies of its rows. Two parameters: a shift of all logits, and log Z's slope."""
+    draw = torch.Generator().manual_seed(0)
+    theta_V = (0.3 * torch.randn(V, generator=draw, dtype=torch.float64)).requires_grad_()
+    slope = torch.tensor([0.7], dtype=torch.float64, requires_grad=True)
+    old_BT = token_logprob(data["old_BTV"], data["tokens_BT"])
+    logp_BT = token_logprob(data["old_BTV"] + theta_V, data["tokens_BT"])
+    valid_BT, weight_BT, advantage_B = data["valid_BT"], data["weight_BT"], data["advantage_B"]
+    if isinstance(config, FlowRLConfig):
+        log_z_B = slope * data["state_B"]
+        loss, tallies = flowrl_loss(
+            logp_BT, old_BT, data["ref_BT"], log_z_B, advantage_B, valid_BT, weight_BT, scale_BT, config
+        )
+    else:
+        if isinstance(config, ReinforceConfig) and not corrected.normalize:  # as in training
+            weight_BT, _ = importance_weights(
+                logp_BT.detach(), data["rollout_BT"], data["mask_BT"], valid_BT, corrected
+            )
+        loss, tallies = policy_loss(logp_BT, old_BT, advantage_B, valid_BT, weight_BT, scale_BT, config)
+    of_theta, of_slope = torch.autograd.grad(loss, (theta_V, slope), allow_unused=True, materialize_grads=True)
+    return loss.detach(), torch.cat([of_theta, of_slope]), tallies
+
+
+def on_ranks(
+    batch: Data, shares: list[Tensor], config: Any, corrected: CorrectionConfig, kind: Any, constant: float | None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss, gradient and metrics summed over ranks, each with its share of rows; counts are what they exchange."""
+    ranks = [{name: x[rows] for name, x in batch.items()} for rows in shares]
+    for data in ranks:
+        if "valid_BT" not in data:
+            data["weight_BT"], data["valid_BT"] = correct(data, corrected)
+    counts = torch.stack([batch_counts(data["valid_BT"]) for data in ranks]).sum(0)
+    parts = []
+    for data in ranks:
+        scale_BT = aggregation_scale(data["valid_BT"], kind, constant, counts=counts, dtype=torch.float64)
+        parts.append(backward(data, scale_BT, config, corrected))
+    losses, gradients, tallies = zip(*parts, strict=True)
+    return torch.stack(losses).sum(), torch.stack(gradients).sum(0), values(merge(tallies))
+
+
+def assert_same(apart: tuple[Any, ...], whole: tuple[Any, ...]) -> None:
+    torch.testing.assert_close(apart[0], whole[0], rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(apart[1], whole[1], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(apart[2], whole[2], rtol=1e-12, atol=1e-13)
+
+
+def cut(order: Tensor, cuts: list[int]) -> list[Tensor]:
+    """Ranks of unequal sizes; two equal cuts, or one at an end, leave a rank without a row."""
+    return list(order.tensor_split(sorted(cuts)))
+
+
+@pytest.mark.parametrize(("kind", "constant"), AGGREGATIONS)
+@pytest.mark.parametrize("config", LOSSES, ids=lambda config: config.kind)
+@settings(deadline=None, max_examples=12)
+@given(
+    seed=st.integers(0, 10_000),
+    cuts=st.lists(st.integers(0, B), max_size=2),
+    preset=st.sampled_from(CORRECTIONS),
+    idle=st.booleans(),
+)
+def test_ranks_sum_to_the_gradient_of_one(
+    config: Any, kind: str, constant: float | None, seed: int, cuts: list[int], preset: str, idle: bool
+) -> None:
+    batch, corrected = make_batch(seed), CorrectionConfig.model_validate(preset)
+    order = torch.randperm(B, generator=torch.Generator().manual_seed(seed))
+    shares = cut(order, cuts)
+    if idle:  # the first rank's rows have no token that counts
+        batch["mask_BT"][shares[0]] = False
+    batch["advantage_B"], _ = advantage(batch["reward_B"], batch["group_B"], "grpo")
+    whole = on_ranks(batch, [torch.arange(B)], config, corrected, kind, constant)
+    assert_same(on_ranks(batch, shares, config, corrected, kind, constant), whole)
+
+
+@pytest.mark.parametrize(("kind", "constant"), AGGREGATIONS)
+@pytest.mark.parametrize("config", LOSSES, ids=lambda config: config.kind)
+@pytest.mark.parametrize("idle", ["no rows", "padding", "rejected"])
+def test_a_rank_with_nothing_that_counts_adds_nothing(
+    config: Any, kind: str, constant: float | None, idle: str
+) -> None:
+    """Three ranks, the second one idle in each of three ways; the others' gradient is that of their rows alone."""
+    batch, corrected = make_batch(3), CorrectionConfig.model_validate("sequence_rejection")
+    batch["advantage_B"], _ = advantage(batch["reward_B"], batch["group_B"], "grpo")
+    shares = [torch.arange(2), torch.arange(2, 5), torch.arange(5, B)]
+    rest = torch.cat([shares[0], shares[2]])
+    if idle == "no rows":
+        batch = {name: x[rest] for name, x in batch.items()}
+        rest, shares = torch.arange(len(rest)), [torch.arange(2), torch.arange(0), torch.arange(2, len(rest))]
+    elif idle == "padding":
+        batch["mask_BT"][shares[1]] = False
+    else:
+        batch["rollout_BT"][shares[1]] -= 30.0  # so far off that none of these sequences is kept
+    alone = on_ranks(
+        {n: x[rest] for n, x in batch.items()}, [torch.arange(len(rest))], config, corrected, kind, constant
+    )
+    assert alone[1][:V].abs().max() > 1e-4
+    apart = on_ranks(batch, shares, config, corrected, kind, constant)
+    torch.testing.assert_close(apart[:2], alone[:2], rtol=1e-12, atol=1e-14)
+    rows = batch["mask_BT"][shares[1]]
+    assert bool(rows.any()) == (idle == "rejected")
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+def test_ranks_with_whole_groups_make_their_own_advantages(kind: Any) -> None:
+    batch = make_batch(4)
+    whole, tallies = advantage(batch["reward_B"], batch["group_B"], kind)
+    shares = [torch.arange(3), torch.arange(3, B)]
+    apart = [advantage(batch["reward_B"][rows], batch["group_B"][rows], kind) for rows in shares]
+    assert whole.abs().max() > 0.1
+    assert torch.equal(torch.cat([part[0] for part in apart]), whole)
+    torch.testing.assert_close(values(merge([part[1] for part in apart])), values(tallies), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("config", LOSSES, ids=lambda config: config.kind)
+@pytest.mark.parametrize(("estimator", "preset"), [("reinforce_pp", "token_tis"), ("grpo", "token_tis_normalized")])
+def test_what_is_of_the_whole_batch_is_made_there_and_its_rows_taken(config: Any, estimator: Any, preset: str) -> None:
+    """A rank's own baseline, or its own mean weight, would be another: these need the other ranks' numbers."""
+    batch, corrected = make_batch(8), CorrectionConfig.model_validate(preset)
+    shares = cut(torch.arange(B), [2, 6])
+    batch["advantage_B"], _ = advantage(batch["reward_B"], batch["group_B"], estimator)
+    batch["weight_BT"], batch["valid_BT"] = correct(batch, corrected)
+    whole = on_ranks(batch, [torch.arange(B)], config, corrected, "seq_mean_token_mean", None)
+    assert_same(on_ranks(batch, shares, config, corrected, "seq_mean_token_mean", None), whole)
+
+    own = [{name: x[rows] for name, x in batch.items()} for rows in shares]
+    if estimator == "reinforce_pp":
+        apart = torch.cat([advantage(data["reward_B"], data["group_B"], estimator)[0] for data in own])
+        assert (apart - batch["advantage_B"]).abs().max() > 1e-2
+    else:
+        apart = torch.cat([correct(data, corrected)[0] for data in own])
+        assert (apart - batch["weight_BT"]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("config", LOSSES, ids=lambda config: config.kind)
+@pytest.mark.parametrize(("kind", "constant"), AGGREGATIONS)
+def test_counts_of_its_own_would_show(config: Any, kind: Any, constant: float | None) -> None:
+    """What the counts are for: ranks that normalise by themselves, and average, learn another gradient."""
+    batch, corrected = make_batch(1), CorrectionConfig.model_validate("token_tis")
+    batch["advantage_B"], _ = advantage(batch["reward_B"], batch["group_B"], "grpo")
+    batch["weight_BT"], batch["valid_BT"] = correct(batch, corrected)
+    whole = on_ranks(batch, [torch.arange(B)], config, corrected, kind, constant)[1]
+    wrong = torch.zeros_like(whole)
+    for rows in (torch.arange(2), torch.arange(2, B)):
+        data = {name: x[rows] for name, x in batch.items()}
+        scale_BT = aggregation_scale(data["valid_BT"], kind, constant, dtype=torch.float64)
+        wrong += backward(data, scale_BT, config, corrected)[1] / 2
+    assert (wrong - whole).norm() > 1e-2 * whole.norm()

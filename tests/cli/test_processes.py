@@ -1,0 +1,236 @@
+"""``mantissa train`` on several real processes: started, killed, interrupted, resumed; and who is blamed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mantissa.cli.processes import RankError, blame, threads_each
+from mantissa.cli.threads import crowded
+from mantissa.runs.directory import RunDirectory
+
+RECIPE: dict[str, Any] = {
+    "name": "several",
+    "steps": 3,
+    "device": "cpu",
+    "precision": "fp16",
+    "model": {
+        "fresh": {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 32},
+        "tokenizer": "characters",
+    },
+    "task": {
+        "kind": "running_sum",
+        "min_digits": 1,
+        "max_digits": 3,
+        "train_size": 50,
+        "heldout_size": 8,
+        "warm_start_size": 8,
+    },
+    "rollout": {"prompts": 6, "samples": 2, "max_tokens": 4, "slots": 8},
+    "optimizer": {"lr": 1e-3},
+    "evaluation": {"every": 2, "problems": 4, "samples": 0},
+    "checkpoint": {"every": 1},
+    "trackers": [],
+}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return str(path)
+
+
+def mantissa(*argv: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *launcher, "mantissa", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, check=False)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that ``pid`` started, oldest first."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came to pass"
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def gone(pids: list[int]) -> None:
+    until(lambda: not any(map(alive, pids)), seconds=10)
+
+
+@contextmanager
+def begun(recipe: str, run: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """A run on two processes that would take for ever, after its second step."""
+    command = [sys.executable, "-m", "mantissa", "train", recipe, f"run_dir={run}", "nproc=2", "steps=100000"]
+    process = subprocess.Popen(
+        [*command, *overrides], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    try:
+        until(lambda: (run / "checkpoints" / "step-2").exists(), process)
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_rank_that_is_killed_ends_the_run_with_one_line_and_it_goes_on(
+    recipe: str, tmp_path: Path, kind: str
+) -> None:
+    run = tmp_path / "run"
+    with begun(recipe, run, f"parallel={kind}") as process:
+        ranks = children(process.pid)
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 1
+        expected = f"mantissa: error: process 1 (pid {ranks[1]}) was killed by SIGKILL"
+        assert said.startswith(expected), said
+        assert said.endswith(f"the others were stopped; continue with: mantissa train --resume {run}\n")
+        assert said.count("\n") == 1
+        gone(ranks)
+    if kind == "fsdp2":
+        return  # resumed on other numbers in tests/rl/test_processes.py
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    reached = RunDirectory.open(run).checkpoint_steps()[-1]
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"steps": reached + 2}))
+    done = mantissa("train", "--resume", str(run), "nproc=3")
+    assert done.returncode == 0, done.stderr
+    assert f"report: {run}/report.html" in done.stdout
+    assert "warning: processes was 2, now 3" in done.stdout
+    assert [row["step"] for row in RunDirectory.open(run).read_metrics()] == list(range(1, reached + 3))
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_a_killed_launcher_leave_nobody_behind(recipe: str, tmp_path: Path) -> None:
+    run = tmp_path / "interrupted"
+    with begun(recipe, run) as process:
+        ranks = children(process.pid)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert said == f"mantissa: error: interrupted; continue with: mantissa train --resume {run}\n"
+        gone(ranks)
+    with begun(recipe, tmp_path / "killed") as process:
+        ranks = children(process.pid)
+        process.kill()
+        gone(ranks)
+
+
+@pytest.mark.slow
+def test_torchrun_and_a_folder_that_is_taken(recipe: str, tmp_path: Path) -> None:
+    """Under torchrun the number of processes is torchrun's; what rank 0 alone finds out ends them all."""
+    run = tmp_path / "run"
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    done = mantissa("train", recipe, f"run_dir={run}", "parallel=fsdp2", launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("report: ") == 1
+    assert (run / "report.html").stat().st_size > 0
+    assert RunDirectory.open(run).config["nproc"] == 2
+    assert [row["step"] for row in RunDirectory.open(run).read_metrics()] == [1, 2, 3]
+    again = mantissa("train", recipe, f"run_dir={run}", "nproc=2")
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr == (
+        f"mantissa: error: {run} already holds a run: continue it with --resume {run}, or choose another run_dir\n"
+    )
+    refused = mantissa("train", recipe, f"run_dir={run}", "nproc=3", launcher=torchrun)
+    assert refused.returncode != 0
+    # the first to say so has torchrun stop the other
+    assert re.search(r"^mantissa: error: rank [01]: nproc=3, but this is one of 2 processes", refused.stderr, re.M)
+
+
+def test_only_the_processes_of_a_resumed_run_may_change(recipe: str, tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path / "run", RECIPE, {}).close()
+    done = mantissa("train", "--resume", str(tmp_path / "run"), "nproc=2", "steps=9")
+    assert done.returncode == 2
+    assert "with its own recipe, which cannot be changed (but for nproc and parallel)" in done.stderr
+    done = mantissa("train", "--resume", str(tmp_path / "run"), "nproc=7")
+    assert done.returncode == 2
+    assert "nproc=7, but rollout.prompts=6" in done.stderr
+
+
+@dataclass
+class Failure:
+    exitcode: int
+    message: str = ""
+    pid: int = 77
+
+
+def test_the_rank_that_failed_by_itself_is_blamed(tmp_path: Path) -> None:
+    lost, stopped, killed = Failure(3, "connection closed"), Failure(-15), Failure(-9)
+    told, traced = Failure(2, "no space"), Failure(1)
+    run = str(tmp_path / "run")
+
+    def said(**failures: Failure) -> tuple[str, int]:
+        error = blame({int(rank[1:]): failure for rank, failure in failures.items()}, run)
+        return str(error), error.exit_code
+
+    nothing = "; the others were stopped; nothing was begun that needs to be resumed"
+    assert said(r0=lost, r1=stopped, r2=told) == ("no space", 2)
+    assert said(r0=told, r1=killed) == (
+        f"process 1 (pid 77) was killed by SIGKILL (as the system does where memory runs out){nothing}",
+        1,
+    )
+    assert said(r0=lost, r1=traced) == (
+        f"process 1 (pid 77) failed with exit code 1; what it printed stands above{nothing}",
+        1,
+    )
+    assert said(r0=stopped, r1=lost)[0].startswith("process 0 (pid 77) was killed by SIGTERM")
+    assert said(r0=lost, r1=Failure(130)) == ("interrupted; nothing was begun that needs to be resumed", 130)
+    assert said(r1=lost) == (f"process 1 (pid 77) lost another one: connection closed{nothing}", 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    assert said(r1=Failure(-11))[0].endswith(
+        f"SIGSEGV; the others were stopped; continue with: mantissa train --resume {run}"
+    )
+    assert isinstance(blame({0: lost}, run), RankError)
+
+
+def test_threads_are_divided_unless_somebody_said_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [threads_each(n) for n in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_each(8) == 3
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert crowded(3, 2) is None
+    warning = crowded(3, 4)
+    assert warning is not None
+    assert warning.startswith("warning: 12 threads on 8 cores")
+    assert "OMP_NUM_THREADS=2 in front" in warning
+    assert crowded(1, 100) is None  # each has one: there is none to spare

@@ -1,0 +1,162 @@
+"""Every kernel compiles for Hopper and Ampere, uses their tensor cores, and is one compilation for any number of rows.
+
+No GPU is needed for this, only Triton, not in its interpreted mode.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mantissa.kernels.exact_native import ExactNativeKernels
+from mantissa.kernels.native import NativeKernels
+from mantissa.precision import BF16, E4M3, E5M2, FP16, FP32, Fp8Policy, NumberFormat
+from triton_compiled import compiled, recorded
+from triton_interpreter import INTERPRETED
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles: run without TRITON_INTERPRET")
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes a block may have
+LAYER = "model.layers.0.mlp.up_proj"
+Work = Callable[[ExactNativeKernels, int], Any]
+
+
+def tensor(kernels: ExactNativeKernels, *shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=kernels.dtype)
+
+
+def angles(rows: int) -> torch.Tensor:
+    return torch.zeros(1, rows, 128)
+
+
+OPERATIONS: dict[str, Work] = {
+    "linear": lambda f, n: f.linear(tensor(f, n, 1024), torch.zeros(512, 1024), torch.zeros(512)),
+    "linear, wide": lambda f, n: f.linear(tensor(f, n, 1024), torch.zeros(4096, 1024)),
+    "linear, ragged": lambda f, n: f.linear(tensor(f, n, 1000), torch.zeros(500, 1000)),
+    "logits": lambda f, n: f.logits(tensor(f, n, 1024), torch.zeros(8192, 1024)),
+    "rms_norm": lambda f, n: f.rms_norm(tensor(f, n, 1024), torch.zeros(1024), 1e-6),
+    "swiglu": lambda f, n: f.swiglu(tensor(f, n, 1536), tensor(f, n, 1536)),
+    "rotate": lambda f, n: f.rotate(tensor(f, 1, n, 8, 128).transpose(1, 2), angles(n), angles(n)),
+    "causal": lambda f, n: f.causal_attention(
+        tensor(f, 2, 8, n, 128), tensor(f, 2, 2, n, 128), tensor(f, 2, 2, n, 128)
+    ),
+    "causal, head of 80": lambda f, n: f.causal_attention(*(tensor(f, 1, 6, n, 80) for _ in range(3))),
+    "cached": lambda f, n: f.cached_attention(
+        tensor(f, n, 8, 64), tensor(f, n, 2, 96, 64), tensor(f, n, 2, 96, 64), torch.full((n,), 90)
+    ),
+}
+
+
+def bare_arithmetic(ptx: str) -> list[str]:
+    """Sums and products without a rounding mode, which the assembler may fuse into one operation."""
+    return re.findall(r"\b(?:mul|add|sub)\.(?:ftz\.)?f32\b", ptx)
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_compile(name: str, fmt: NumberFormat, capability: int) -> None:
+    kernels = compiled(lambda: OPERATIONS[name](ExactNativeKernels(fmt), 96), capability)
+    assert len(kernels) == 1
+    (kernel,) = kernels
+    assert kernel.metadata.shared <= SHARED_MEMORY[capability]
+    assert len(kernel.asm["cubin"]) > 1000
+    ptx = kernel.asm["ptx"]
+    assert not bare_arithmetic(ptx)
+    if name.startswith(("linear", "logits", "causal", "cached")):
+        assert ("wgmma" in ptx) == (fmt is not FP32 and capability == 90)
+        assert ("mma.sync" in ptx) == (fmt is not FP32 and capability == 80)
+        assert "tf32" not in ptx  # fp32 is true fp32
+    else:
+        assert "fma.rn.f32" not in ptx or name == "swiglu"  # whose exponential asks for one
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_the_log_prob_compiles(capability: int) -> None:
+    from mantissa.kernels.triton_rows import token_logprob
+
+    def work() -> Any:
+        return token_logprob(torch.zeros(6, 151_669), torch.zeros(6, dtype=torch.int64))
+
+    (kernel,) = compiled(work, capability)
+    assert not bare_arithmetic(kernel.asm["ptx"])
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("backward", ["e4m3", "e5m2"])
+def test_fp8_compiles_for_hopper(backward: Any, power_of_two: bool) -> None:
+    """Forward and backward: two quantisations and a product; then three quantisations and two products."""
+    fp8 = Fp8Policy(backward=backward, scale="power_of_two" if power_of_two else "fp32")
+    family = NativeKernels(BF16, fp8=fp8)
+    x = torch.zeros(300, 1024, dtype=torch.bfloat16, requires_grad=True)
+    master = torch.zeros(4096, 1024, requires_grad=True)
+
+    def work() -> None:
+        out = family.linear(x, master, None, LAYER)
+        torch.autograd.grad(out, (x, master), torch.zeros_like(out))
+
+    kernels = compiled(work, 90)
+    names = [kernel.metadata.name for kernel in kernels]
+    assert sorted(names) == ["_quantize"] * 5 + ["_scaled_product"] * 3
+    for kernel in kernels:
+        ptx = kernel.asm["ptx"]
+        assert not bare_arithmetic(ptx)
+        assert kernel.metadata.shared <= SHARED_MEMORY[90]
+        if kernel.metadata.name == "_scaled_product":
+            assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e[45]m[23]\.e4m3", ptx)
+        else:
+            assert "div.rn.f32" in ptx  # the division is IEEE's
+            assert "div.rn.ftz" not in ptx
+            assert re.search(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32", ptx)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("block_rows", [1, 128])
+def test_quantisation_compiles_for_ragged_shapes(fmt: NumberFormat, block_rows: int) -> None:
+    from mantissa.kernels.triton_products import quantize
+
+    (kernel,) = compiled(lambda: quantize(torch.zeros(33, 300), fmt, block_rows, False), 90)
+    assert "div.rn.f32" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_number_of_rows_chooses_nothing(name: str) -> None:
+    """Types, constants, alignments, warps and stages of a launch are the same for 1, 2, 16, 96 and 131 rows."""
+    family = ExactNativeKernels(BF16)
+    with recorded() as launches:
+        for rows in (1, 2, 16, 96, 131):
+            OPERATIONS[name](family, rows)
+    assert len(launches) == 5
+    if name == "rotate":  # strides may be specialised on: it has no sum (test below)
+        launches = [(kernel, options[-1]) for kernel, options in launches]
+    assert all(launch == launches[0] for launch in launches[1:])
+
+
+def test_an_unaligned_view_is_launched_as_any_other() -> None:
+    """Rows 1.. of a bf16 matrix with 100 features start at 200 bytes, no multiple of 16; a sum must not see that."""
+    family, x = ExactNativeKernels(BF16), torch.zeros(9, 100, dtype=torch.bfloat16)
+    assert x[1:].data_ptr() % 16
+    with recorded() as launches:
+        for given in (x, x[1:], x.t().contiguous().t()):
+            family.rms_norm(given, torch.zeros(100), 1e-6)
+            family.linear(given, torch.zeros(32, 100))
+    assert launches[0] == launches[2] == launches[4]
+    assert launches[1] == launches[3] == launches[5]
+
+
+def test_fp8_launches_do_not_depend_on_rows() -> None:
+    family = ExactNativeKernels(BF16, fp8=Fp8Policy())
+    weight = torch.zeros(512, 1024)
+    with recorded() as launches:
+        for rows in (1, 7, 16, 128):
+            family.linear(torch.zeros(rows, 1024, dtype=torch.bfloat16), weight, torch.zeros(512), LAYER)
+    by_name = [[launch for launch in launches if launch[0] == name] for name in ("_quantize", "_scaled_product")]
+    assert [len(found) for found in by_name] == [8, 4]
+    per_row = [found for found in by_name[0] if found[1][1]["PER_ROW"]]
+    assert all(launch == per_row[0] for launch in per_row)
+    assert all(launch == by_name[1][0] for launch in by_name[1])

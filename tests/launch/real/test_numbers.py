@@ -1,0 +1,259 @@
+"""The exported configuration, run through verl's own functions, gives Mantissa's own numbers: the loss, its gradient.
+
+Both in float64, on one batch whose log-probs differ more than any run's. Legend: B sequences, T response positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mantissa.algorithms import advantage, aggregation_scale, correction, kl_loss, policy_loss
+from mantissa.launch import Plan
+from mantissa.rl import RunConfig
+from mantissa.rl.overlong import overlong_penalty
+
+pytestmark = pytest.mark.verl
+GROUPS = (0, 0, 0, 1, 1, 1, 2, 2)
+LENGTHS = (9, 4, 7, 1, 9, 6, 3, 8)
+
+
+class Batch:
+    """Log-probs of one batch under rollout, old, current and reference policy, and its rewards."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+
+        def noise(scale: float) -> Tensor:
+            return scale * torch.randn(len(LENGTHS), max(LENGTHS), generator=generator, dtype=torch.float64)
+
+        self.mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+        self.rollout = -noise(1.0).abs() - 0.01
+        self.old = self.rollout + noise(0.6)
+        self.theta = (self.old + noise(0.3)).requires_grad_()
+        self.ref = self.old + noise(0.2)
+        self.reward = torch.tensor([1.0, -1, 1, -1, -1, -1, 1, -1], dtype=torch.float64)
+        self.group = torch.tensor(GROUPS)
+
+    def gradient(self, loss: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(loss, self.theta)
+        return found
+
+
+@pytest.fixture
+def batch() -> Batch:
+    return Batch()
+
+
+@pytest.fixture
+def told(
+    planned: Callable[..., Plan], compose: Callable[[Sequence[str]], Any], verl_version: str
+) -> Callable[..., Any]:
+    """verl's configuration for the recipe with ``key=value`` applied."""
+    return lambda *features: compose([str(one) for one in planned(*features, version=verl_version).overrides])
+
+
+def verl_weights(tree: Any, batch: Batch) -> tuple[Tensor | None, Tensor]:
+    """Weights and mask as verl's trainer makes them before the update; with bypass it leaves them alone."""
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+    settings = tree.algorithm.rollout_correction
+    if settings.bypass_mode:
+        return None, batch.mask.double()
+    weights, mask, _ = compute_rollout_correction_and_rejection_mask(
+        old_log_prob=batch.old,
+        rollout_log_prob=batch.rollout,
+        response_mask=batch.mask.double(),
+        **{name: settings[name] for name in ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize",
+                                             "rollout_rs", "rollout_rs_threshold")},
+    )  # fmt: skip
+    return (None if weights is None else weights.batch["rollout_is_weights"]), mask
+
+
+def verl_loss(tree: Any, batch: Batch, advantage_B: Tensor) -> Tensor:
+    """The loss as ``verl.workers.utils.losses.ppo_loss`` makes it, on one rank that has the whole batch."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.utils.config import omega_conf_to_dataclass
+
+    actor = omega_conf_to_dataclass(tree.actor_rollout_ref.actor)
+    actor.global_batch_info.update(
+        dp_size=1,
+        batch_num_tokens=int(batch.mask.sum()),
+        global_batch_size=len(LENGTHS),
+        loss_scale_factor=actor.loss_scale_factor,
+    )
+    weights, mask = verl_weights(tree, batch)
+    old = batch.rollout if tree.algorithm.rollout_correction.bypass_mode else batch.old
+    loss, _ = get_policy_loss_fn(actor.policy_loss.loss_mode)(
+        old_log_prob=old,
+        log_prob=batch.theta,
+        advantages=advantage_B[:, None] * batch.mask,
+        response_mask=mask,
+        loss_agg_mode=actor.loss_agg_mode,
+        config=actor,
+        rollout_is_weights=weights,
+    )
+    return loss
+
+
+def our_loss(config: RunConfig, batch: Batch, advantage_B: Tensor) -> Tensor:
+    """Mantissa's loss, but for one thing: what is rejected stays in the denominator, as the exporter says of verl."""
+    algorithm = config.algorithm
+    current = algorithm.loss.kind == "reinforce"  # whose weights are of the current policy
+    logp = batch.theta.detach() if current else batch.old
+    weight, valid, _ = correction(logp, batch.rollout, batch.mask, algorithm.correction)
+    if algorithm.correction.bypass:
+        _, valid, _ = correction(batch.theta.detach(), batch.rollout, batch.mask, algorithm.correction)
+    length = algorithm.aggregation_length or config.rollout.max_tokens
+    constant = length if algorithm.aggregation == "seq_mean_token_sum_norm" else None
+    scale = aggregation_scale(batch.mask, algorithm.aggregation, constant, dtype=torch.float64)
+    old = batch.rollout if algorithm.correction.bypass else batch.old
+    loss, _ = policy_loss(batch.theta, old, advantage_B, valid, weight, scale, algorithm.loss)
+    return loss
+
+
+FEATURES = [
+    ("algorithm.correction=none",),
+    ("algorithm.correction=token_tis",),
+    ("algorithm.correction=sequence_tis",),
+    ("algorithm.correction=icepop",),
+    ("algorithm.correction=token_mis",),
+    ("algorithm.correction=sequence_mis",),
+    ("algorithm.correction=token_tis_normalized",),
+    ("algorithm.correction=sequence_is",),
+    ("algorithm.correction={reject_unit: token, reject_by: k1, reject_low: 0.8, reject_high: 1.9}",),
+    ("algorithm.correction={reject_unit: token, reject_by: k1, reject_high: 1.3}",),
+    ("algorithm.correction={reject_unit: sequence_mean, reject_by: k1, reject_low: 0.9, reject_high: 1.4}",),
+    ("algorithm.correction={reject_unit: sequence_sum, reject_by: k1, reject_low: 0.05, reject_high: 4}",),
+    ("algorithm.correction={reject_unit: sequence_mean, reject_by: k3, reject_high: 0.2}",),
+    ("algorithm.correction={reject_unit: sequence_max, reject_by: k2, reject_high: 0.9}",),
+    ("algorithm.correction=bypass",),
+    ("algorithm.correction={bypass: true, reject_unit: sequence_mean, reject_by: k3, reject_high: 0.12}",),
+    ("algorithm.loss=dapo", "algorithm.loss.dual_clip=1.1"),
+    ("algorithm.loss=dapo", "algorithm.loss.dual_clip=.inf", "algorithm.correction=icepop"),
+    ("algorithm.loss=cispo", "algorithm.correction=token_tis"),
+    ("algorithm.loss=gspo", "algorithm.correction=sequence_mis"),
+    ("algorithm.loss=reinforce", "algorithm.correction=sequence_is"),
+    ("algorithm.loss=reinforce", "algorithm.correction=token_mis"),
+    ("algorithm.aggregation=seq_mean_token_mean", "algorithm.advantage=rloo"),
+    ("algorithm.aggregation=seq_mean_token_sum_norm", "algorithm.advantage=dr_grpo"),
+    ("algorithm.aggregation=seq_mean_token_sum_norm", "algorithm.aggregation_length=7"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=lambda features: " ".join(features))
+def test_verl_s_loss_and_gradient_are_ours(
+    features: tuple[str, ...], told: Callable[..., Any], recipe: Callable[..., RunConfig], batch: Batch
+) -> None:
+    config = recipe(*features)
+    advantage_B, _ = advantage(batch.reward, batch.group, config.algorithm.advantage)
+    theirs = verl_loss(told(*features), batch, advantage_B)
+    ours = our_loss(config, batch, advantage_B)
+    # verl adds 1e-8 to a sequence's length
+    torch.testing.assert_close(theirs, ours, rtol=2e-8, atol=1e-12)
+    torch.testing.assert_close(batch.gradient(theirs), batch.gradient(ours), rtol=2e-8, atol=1e-12)
+
+
+def test_the_features_differ_from_one_another(recipe: Callable[..., RunConfig], batch: Batch) -> None:
+    """So that agreement on each is agreement about it: no two corrections of one loss come to one number."""
+    losses = []
+    for features in FEATURES[:14]:
+        config = recipe(*features)
+        advantage_B, _ = advantage(batch.reward, batch.group, config.algorithm.advantage)
+        losses.append(round(our_loss(config, batch, advantage_B).item(), 9))
+    assert len(set(losses)) == len(losses)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+def test_verl_s_advantages_are_ours(kind: str, told: Callable[..., Any], batch: Batch) -> None:
+    import numpy as np
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    tree = told(f"algorithm.advantage={kind}")
+    rewards = torch.zeros_like(batch.rollout)
+    rewards[torch.arange(len(LENGTHS)), torch.tensor(LENGTHS) - 1] = batch.reward
+    more = {} if kind == "rloo" else {"norm_adv_by_std_in_grpo": tree.algorithm.norm_adv_by_std_in_grpo}
+    theirs, _ = get_adv_estimator_fn(tree.algorithm.adv_estimator)(
+        token_level_rewards=rewards, response_mask=batch.mask.double(), index=np.array(GROUPS), **more
+    )
+    ours, _ = advantage(batch.reward, batch.group, kind)  # type: ignore[arg-type]
+    torch.testing.assert_close(theirs, ours[:, None] * batch.mask, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_verl_s_kl_is_ours(
+    estimator: str, told: Callable[..., Any], recipe: Callable[..., RunConfig], batch: Batch
+) -> None:
+    from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
+
+    features = ("algorithm.reference={}", f"algorithm.kl={{coefficient: 0.3, estimator: {estimator}}}",
+                "algorithm.correction=none")  # fmt: skip
+    actor, kl = told(*features).actor_rollout_ref.actor, recipe(*features).algorithm.kl
+    assert kl is not None
+    estimate = kl_penalty(batch.theta, batch.ref, actor.kl_loss_type)
+    theirs = actor.kl_loss_coef * agg_loss(estimate, batch.mask.double(), actor.loss_agg_mode)
+    scale = aggregation_scale(batch.mask, "token_mean", dtype=torch.float64)
+    ours, _ = kl_loss(batch.theta, batch.ref, batch.mask, torch.ones_like(scale), scale, kl)
+    torch.testing.assert_close(theirs, ours)
+    torch.testing.assert_close(batch.gradient(theirs), batch.gradient(ours))
+
+
+def test_a_bypass_without_its_copy_rejects_nothing(told: Callable[..., Any], batch: Batch, verl_version: str) -> None:
+    """The trap that the exporter steps around: 0.9's trainer never looks at ``rollout_rs`` beside ``bypass_mode``."""
+    from pathlib import Path
+
+    import verl
+
+    trainer = Path(verl.__file__).parent / "trainer" / "ppo" / "v1" / "trainer_base.py"
+    if verl_version == "0.8.0":
+        assert not trainer.exists()
+        return
+    assert "bypass_mode" in trainer.read_text()
+    assert "apply_bypass_mode" not in trainer.read_text()
+    tree = told("algorithm.correction={bypass: true, reject_unit: token, reject_by: k3, reject_high: 0.01}")
+    assert tree.actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_rs == "token_k3"
+    assert tree.actor_rollout_ref.actor.policy_loss.loss_mode == "bypass_mode"
+
+
+@pytest.mark.parametrize("length", [1, 800, 896, 897, 1000, 1023, 1024])
+@pytest.mark.parametrize("right", [True, False])
+def test_verl_grades_and_punishes_length_as_we_do(
+    length: int, right: bool, told: Callable[..., Any], recipe: Callable[..., RunConfig]
+) -> None:
+    """Through verl's own reward manager, which loads our function by the exported path."""
+    import asyncio
+
+    import numpy as np
+    from tensordict import TensorDict
+    from verl import DataProto
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    features = ("rollout.overlong={buffer: 128, factor: 0.5}",)
+    text = "so it is. Answer: 42" if right else "so it is. Answer: 41"
+
+    class Tokenizer:
+        def decode(self, ids: Tensor, skip_special_tokens: bool = True) -> str:
+            assert len(ids) == length
+            return text
+
+    manager = load_reward_manager(told(*features), Tokenizer())
+    mask = (torch.arange(1024) < length).long()[None]
+    batch = TensorDict({"responses": torch.zeros(1, 1024, dtype=torch.long), "attention_mask": mask}, batch_size=1)
+    row = {
+        "data_source": "math_dapo",
+        "reward_model": {"ground_truth": "42", "style": "rule"},
+        "extra_info": {"index": 0},
+    }
+    data = DataProto(batch=batch, non_tensor_batch={key: np.array([value], dtype=object) for key, value in row.items()})
+    result = manager.loop.run_until_complete(manager.run_single(data))
+    manager.loop.close()
+    asyncio.set_event_loop(None)
+    config = recipe(*features)
+    wanted = (1.0 if right else -1.0) + overlong_penalty(length, 1024, config.rollout.overlong)
+    assert float(result["reward_score"]) == pytest.approx(wanted, abs=1e-6)
+    assert result["reward_extra_info"]["acc"] == float(right)
+    assert result["reward_extra_info"]["grading_error"] == 0.0

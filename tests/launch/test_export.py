@@ -1,0 +1,243 @@
+"""A recipe in verl's words: what each field becomes, what is refused and why, and that none is passed over."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from mantissa.errors import MantissaError
+from mantissa.launch import LaunchOptions, Plan, export, launch_file, load_options
+from mantissa.launch.facts import FACTS, full
+from mantissa.launch.plan import Draft, fields_of, hydra_value
+from mantissa.rl import RunConfig, load_recipe
+
+CLUSTER = Path(__file__).parents[2] / "recipes" / "cluster"
+ON_VERL = sorted(path for path in CLUSTER.glob("*.yaml") if "flowrl" not in path.stem)
+Values = Callable[..., dict[str, Any]]
+
+KL = ("algorithm.reference={}", "algorithm.kl={coefficient: 0.01}")
+WORDS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
+    (("precision=fp16",), {}, {"actor.fsdp_config.mixed_precision.param_dtype": "fp16", "rollout.dtype": "float16",
+                               "actor.fsdp_config.model_dtype": "fp32"}),
+    (("precision=bf16",), {}, {"actor.fsdp_config.mixed_precision.param_dtype": "bf16", "rollout.dtype": "bfloat16"}),
+    (("precision=fp16",), {"engine": "megatron"}, {"actor.megatron.dtype": "float16", "model_engine": "megatron"}),
+    (("precision=fp8",), {"engine": "megatron"},
+     {"actor.megatron.dtype": "bfloat16", "actor.megatron.override_transformer_config.fp8": "hybrid",
+      "actor.megatron.override_transformer_config.fp8_recipe": "blockwise", "rollout.quantization": "fp8",
+      "actor.optim.override_optimizer_config.fp8_recipe": "blockwise"}),
+    (("precision=fp8", "precision.fp8.backward=e4m3"), {"engine": "megatron"},
+     {"actor.megatron.override_transformer_config.fp8": "e4m3"}),
+    ((*KL, "precision=fp16"), {}, {"ref.fsdp_config.mixed_precision.param_dtype": "fp16"}),
+    ((*KL, "precision=fp16"), {"engine": "megatron"}, {"ref.megatron.dtype": "float16"}),
+    (("algorithm.loss=ppo_clip",), {}, {"actor.clip_ratio_c": 1e9, "actor.clip_ratio_high": 0.2}),
+    (("algorithm.loss=cispo",), {}, {"actor.clip_ratio_low": 1.0, "actor.clip_ratio_high": 0.28}),
+    (("algorithm.correction=icepop",), {}, {"algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0"}),
+    (("algorithm.correction=sequence_mis",), {}, {"algorithm.rollout_correction.rollout_is_threshold": "1e-09_3.0"}),
+    (("algorithm.correction={reject_unit: token, reject_by: k1, reject_low: 0.5, reject_high: 4}",), {},
+     {"algorithm.rollout_correction.rollout_rs": "token_k1",
+      "algorithm.rollout_correction.rollout_rs_threshold": "0.25_2.0"}),
+    (("algorithm.advantage=dr_grpo",), {}, {"algorithm.norm_adv_by_std_in_grpo": False}),
+    (("algorithm.aggregation=seq_mean_token_sum_norm",), {},
+     {"actor.loss_agg_mode": "seq-mean-token-sum-norm", "actor.loss_scale_factor": 1024}),
+    (("optimizer.max_grad_norm=.inf",), {"engine": "megatron"}, {"actor.optim.clip_grad": 0.0}),
+    (("optimizer.decay=linear",), {"engine": "megatron"}, {"actor.optim.lr_decay_style": "linear"}),
+    (("optimizer.warmup=9",), {}, {"actor.optim.lr_warmup_steps": 3, "actor.ppo_mini_batch_size": 8}),
+    (("evaluation=null",), {}, {"trainer.test_freq": -1, "data.val_max_samples": 1}),
+    (("evaluation.samples=0",), {}, {"rollout.val_kwargs.do_sample": False, "rollout.val_kwargs.temperature": 0}),
+    (("rollout.dynamic={}",), {}, {"algorithm.filter_groups.enable": True, "trainer.use_v1": True}),
+    (("precision=fp16",), {"engine": "megatron"},
+     {"actor.optim.override_optimizer_config.initial_loss_scale": 65536.0,
+      "actor.optim.override_optimizer_config.loss_scale_window": 400}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("features", "options", "wanted"), WORDS, ids=lambda value: str(value)[:60])
+def test_words(features: tuple[str, ...], options: dict[str, Any], wanted: dict[str, Any], values: Values) -> None:
+    got = values(*features, **options)
+    assert {key: got.get(key, "missing") for key in wanted} == wanted
+
+
+REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
+    (("precision=fp32",), {}, "precision.train: an fp32 learner cannot run: .* flash attention, which has no fp32"),
+    (("precision=fp32",), {"engine": "megatron"}, "Megatron's engine takes bfloat16 and float16 only"),
+    (("precision=fp8",), {}, "verl's fsdp2 engine has no fp8 products; use engine=megatron"),
+    (("precision=fp8",), {"engine": "megatron", "hardware": None}, "needs a Hopper or Blackwell GPU; say which"),
+    (("precision=fp8-rollout",), {"hardware": "a100"}, "a100 is Ampere, which has no products of fp8 operands"),
+    (("precision=fp8-rollout",), {"hardware": "L40S"}, "l40s is Ada"),
+    (("precision=fp8",), {"engine": "megatron", "cuda": None}, "needs CUDA 12.9; say what the nodes have by --cuda"),
+    (("precision=fp8",), {"engine": "megatron", "cuda": "12.8"}, "12.9 or later, and the nodes have 12.8"),
+    (("precision=fp8", "precision.fp8.backward=high"), {"engine": "megatron"}, "precision.fp8.backward: high"),
+    (("precision=fp8", "precision.fp8.base=fp16"), {"engine": "megatron"}, "precision.fp8.base: fp16"),
+    (("precision=fp8", "precision.fp8.scale=power_of_two"), {"engine": "megatron"}, "fp8.scale: power_of_two"),
+    (("precision=fp8", "precision.fp8.exclude=[down_proj]"), {"engine": "megatron"}, "down_proj: verl has no list"),
+    (("precision=fp8",), {"engine": "megatron", "hardware": "b200"}, "fp32: Blackwell's fp8 products"),
+    ((*KL, "precision=fp8", "precision.reference=bf16"), {"engine": "megatron"}, "takes the learner's override_trans"),
+    (("precision=bf16", "precision.kernels=exact"), {}, "no key makes their log-probs equal"),
+    (("precision=bf16", "precision.backend=simulated"), {}, "precision.backend: simulated"),
+    (("precision=bf16", "precision.fallback=warn"), {}, "verl never falls back"),
+    (("precision=bf16", "precision.kv_cache=fp8"), {}, "precision.kv_cache: fp8"),
+    (("precision=bf16", "precision.logits=fp32"), {}, "fp32 was asked for, and verl's learner rounds logits to bf16"),
+    (("warm_start={}",), {}, "warm_start: verl has no supervised start"),
+    (("perfectible={}",), {}, "perfectible: verl does not choose prompts"),
+    (("device=cpu",), {}, "device: cpu"),
+    (("algorithm.advantage=reinforce_pp",), {}, "verl normalises over tokens"),
+    (("algorithm.correction=token_tis_veto",), {}, "verl has no veto any more"),
+    (("algorithm.correction={reject_unit: sequence_max, reject_by: k1, reject_high: 2}",), {}, "seq_max of k2 and k3"),
+    (("algorithm.loss=gspo", "algorithm.correction=bypass"), {}, "bypass has the clipped loss of ppo_clip only"),
+    (("algorithm.reference={refresh_every: 5}",), {}, "as training began, for good"),
+    (("optimizer.decay=linear",), {}, "verl's FSDP engines know constant and cosine"),
+    (("optimizer.updates_per_batch=3",), {}, "3 does not divide rollout.prompts=32"),
+    (("optimizer.micro_batch_tokens=1024",), {}, "a sequence may have 3072 tokens"),
+    (("rollout.prompts=4",), {"nodes": 3}, "1 prompts x 8 samples cannot be shared by 24"),
+    (("rollout.stop=[END]",), {}, "takes no stop strings"),
+    (("rollout.max_policy_lag=4",), {}, "rollout.max_policy_lag"),
+    (("rollout.dynamic={}",), {"version": "0.8.0"}, "verl 0.8.0 has no dynamic sampling"),
+    (("rollout.dynamic={when_exhausted: continue}",), {}, "verl always fills the batch"),
+    (("precision=fp16", "loss_scaling.initial=1024"), {}, "1024.0 was asked for, and verl's scaler begins at 65536"),
+    (("precision=fp16", "loss_scaling.growth_interval=2000"), {}, "grows after 400, by no key"),
+    (("precision=fp16", "loss_scaling.floor=1"), {}, "it halves for ever"),
+    (("precision=fp16", "loss_scaling.retries=4"), {"engine": "megatron"}, "gives a batch up at its first overflow"),
+    (("precision=fp16", "loss_scaling={rule: auto}"), {}, "verl has the dynamic rule only"),
+    (("task.heldout_files=[]",), {}, "verl holds nothing out of a file"),
+    (("task.heldout_files=[]", "task.heldout_fraction=0"), {}, "evaluation needs files of its own"),
+    (("task.verifier=code",), {}, "task.verifier: code"),
+    (("task.row_schema=plain",), {}, "write it by mantissa data dapo"),
+    (("model.lora={rank: 8, alpha: 16}",), {"engine": "megatron"}, "fused projections"),
+    (("model.lora={rank: 8, alpha: 16, rslora: true}",), {}, "model.lora.rslora"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("features", "options", "reason"), REFUSED, ids=lambda value: str(value)[:70])
+def test_refused_with_the_reason(
+    features: tuple[str, ...], options: dict[str, Any], reason: str, planned: Callable[..., Plan]
+) -> None:
+    with pytest.raises(MantissaError, match=reason) as refused:
+        planned(*features, **options)
+    assert str(refused.value).startswith("this recipe cannot run on verl ")
+    assert "\n" not in str(refused.value)
+
+
+def test_generated_tasks_and_fresh_models_are_refused_at_once() -> None:
+    demo = load_recipe(Path(__file__).parents[2] / "recipes" / "demo.yaml")
+    with pytest.raises(MantissaError, match=r"\(4 reasons\): \(1\) model\.fresh: .*\(2\) warm_start: .*\(3\) task: "):
+        export(demo, LaunchOptions())
+
+
+def test_flowrl_is_refused_in_any_precision_and_says_what_verl_s_recipe_does() -> None:
+    path = CLUSTER / "qwen2.5-7b-flowrl-fp16.yaml"
+    for precision in ("fp16", "bf16"):
+        overrides = [f"precision={precision}"] + (["loss_scaling=null"] if precision == "bf16" else [])
+        with pytest.raises(MantissaError, match=r"algorithm\.loss: flowrl: .*autocast to bf16, written into the code"):
+            export(load_recipe(path, overrides), LaunchOptions())
+
+
+# nothing is passed over
+
+
+def test_every_field_is_accounted_for(recipe: Callable[..., RunConfig]) -> None:
+    """``fields_of`` finds every leaf of the configuration, by an independent walk of its dump."""
+    config = recipe("precision=fp8-rollout", "rollout.dynamic={}", "rollout.overlong={buffer: 8}", *KL,
+                    "model.lora={rank: 8, alpha: 16}")  # fmt: skip
+
+    def leaves(value: Any, path: str) -> list[str]:
+        if isinstance(value, BaseModel):
+            names = type(value).model_fields
+            return [leaf for name in names for leaf in leaves(getattr(value, name), f"{path}{name}.")]
+        if dataclasses.is_dataclass(value):
+            return [
+                leaf for f in dataclasses.fields(value) for leaf in leaves(getattr(value, f.name), f"{path}{f.name}.")
+            ]
+        return [path.rstrip(".")]
+
+    own = [leaf for leaf in leaves(config, "") if leaf != "precision"]
+    assert sorted(fields_of(config)) == sorted(own + leaves(config.policy, "precision."))
+    assert "algorithm.kl.coefficient" in own
+    assert "precision.fp8.scale" in fields_of(config)
+
+
+@pytest.mark.parametrize("field", ["rollout.slots", "precision.logits", "algorithm.correction.mode", "optimizer.eps"])
+def test_a_field_that_is_forgotten_is_found(
+    field: str, recipe: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Take away whatever is said about one field, and the exporter's own check fails."""
+    said, remarked = Draft.set, Draft.unused
+
+    def set_but_one(self: Draft, key: str, value: Any, source: str) -> None:
+        said(self, key, value, source.replace(field, "--nothing"))
+
+    def remark_all_but_one(self: Draft, about: str, text: str) -> None:
+        remarked(self, about.replace(field, "--nothing"), text)
+
+    monkeypatch.setattr(Draft, "set", set_but_one)
+    for kind in ("unused", "fixed", "differs"):
+        monkeypatch.setattr(Draft, kind, remark_all_but_one)
+    with pytest.raises(AssertionError, match=f"not accounted for: .*{field}"):
+        export(recipe(), LaunchOptions())
+
+
+@pytest.mark.parametrize("path", ON_VERL, ids=lambda path: path.stem)
+def test_cluster_recipes_are_said_whole(path: Path) -> None:
+    plan = export(load_recipe(path), load_options(launch_file(path), {}))
+    own = {full(key) for key in FACTS} | {"model_engine"} | set(plan.options.overrides)
+    assert {one.key for one in plan.overrides} <= own
+    assert len({one.key for one in plan.overrides}) == len(plan.overrides)
+
+
+def test_the_fp8_recipe_takes_its_variables_to_every_node() -> None:
+    path = CLUSTER / "qwen3-30b-a3b-dapo-fp8.yaml"
+    plan = export(load_recipe(path), load_options(launch_file(path), {}))
+    assert {one.name: one.value for one in plan.environment} == {
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
+        "VLLM_USE_DEEP_GEMM": "1",
+        "VLLM_USE_DEEP_GEMM_E8M0": "0",
+    }
+
+
+# values and options
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "null"), (True, "true"), (1e-6, "1e-06"), (7, "7"), ("fp16", "fp16"), ("0.5_5.0", "'0.5_5.0'"),
+     ("5_0", "'5_0'"), ("null", "'null'"), ("it's", "'it\\'s'"), ("", "''"), (["a", "b c"], "[a,'b c']"),
+     ("/data/x.parquet", "/data/x.parquet"), ({"a": 1}, "{a:1}"), (float("inf"), "inf")],
+)  # fmt: skip
+def test_values_in_hydra_s_grammar(value: Any, text: str) -> None:
+    assert hydra_value(value) == text
+
+
+def test_options_of_the_file_give_way_to_those_given(tmp_path: Path) -> None:
+    path = tmp_path / "x.launch.yml"
+    path.write_text("engine: megatron\nnodes: 4\ntensor_parallel: 2\n")
+    options = load_options(path, {"nodes": 2})
+    assert (options.engine, options.nodes, options.tensor_parallel, options.data_parallel) == ("megatron", 2, 2, 8)
+    assert launch_file(Path("recipes/a.b.yaml")) == Path("recipes/a.b.launch.yml")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("engin: fsdp", "unknown launch option 'engin'; did you mean 'engine'"), ("- a", "expected keys and values, got"),
+     ("engine: zero", "engine: input should be 'fsdp', 'fsdp2' or 'megatron'"),
+     ("engine: fsdp\ntensor_parallel: 2", "tensor_parallel does nothing with engine=fsdp"),
+     ("hardware: h10", "unknown hardware 'h10': .*did you mean 'h100'"),
+     ("cuda: '12'", "expected a version such as 12.9"),
+     ("sequence_parallel: 3", "8 GPUs cannot be shared out 3 at a time"),
+     ("rollout_tensor_parallel: 16", "rollout_tensor_parallel=16 does not divide 8 GPUs"),
+     ("overrides: {a: 1}", "expected dotted keys of verl"), ("a: [", "not valid YAML")],
+)  # fmt: skip
+def test_options_that_are_wrong(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.launch.yml"
+    path.write_text(text)
+    with pytest.raises(MantissaError, match=reason) as refused:
+        load_options(path, {})
+    assert "\n" not in str(refused.value)
+
+
+def test_an_override_that_the_recipe_decides_is_refused(planned: Callable[..., Plan]) -> None:
+    with pytest.raises(MantissaError, match=r"rollout\.dtype is decided by precision\.rollout; change it there"):
+        planned(overrides={"actor_rollout_ref.rollout.dtype": "float16"})

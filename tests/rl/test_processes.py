@@ -1,0 +1,348 @@
+"""A run on 2 and 3 real processes (gloo) against the same run on one, DDP and FSDP2, and one gradient against float64.
+
+What must be equal to the bit: what is sampled, rewards, advantages, every rank's view of them. What is equal to
+rounding: gradients, whose sum has another order, and all that follows.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import team_worker
+from mantissa.rl.recipe import apply_overrides
+from mantissa.runs.directory import RunDirectory
+from mantissa.runs.metrics import deterministic
+
+pytestmark = pytest.mark.slow
+KINDS = ("ddp", "fsdp2")
+OTHER = {"ddp": "fsdp2", "fsdp2": "ddp"}
+GRADIENT = ("precision=fp32", "warm_start=null", "optimizer.updates_per_batch=1", "model.fresh.initializer_range=0.2")
+UNTIED = ("model.fresh.tie_embeddings=false", "optimizer.micro_batch_tokens=30")
+FLOWRL = ("algorithm={loss: flowrl, reference: {}, correction: token_tis}", "optimizer.micro_batch_tokens=60")
+FEW = ("algorithm.correction={reject_unit: sequence_max, reject_by: k1, reject_low: 0.5, reject_high: 1.7}",)
+# What makes a gradient: of the first three, ranks have several micro-batches, unequal numbers of them, or none.
+GRADIENTS: dict[str, tuple[str, ...]] = {
+    "tied": (*GRADIENT, "optimizer.micro_batch_tokens=40"),
+    "untied": (*GRADIENT, *UNTIED),
+    "few": (*GRADIENT, *FEW),
+    "flowrl": (*GRADIENT, *FLOWRL),
+    "fp16": (*GRADIENT, "precision=fp16"),
+}
+RUN = ("warm_start=null", "steps=4", "checkpoint.every=2", "optimizer.lr=2e-4", "task.aligned=true")
+RUN += ("task.reward=prefix", "optimizer.warmup=4")
+FP16 = ("precision=fp16", "loss_scaling={initial: 1024}")
+DYNAMIC = "rollout={prompts: 5, samples: 4, dynamic: {batch_prompts: 3, max_generation_batches: 40}, max_tokens: 6}"
+RUNS: dict[str, tuple[str, ...]] = {
+    "plain": (*RUN, "precision=fp32", "perfectible={samples: 3, low: 0.1, high: 0.9}"),
+    "fp16": (*RUN, *FP16),
+    "flowrl": (
+        *RUN,
+        "algorithm={loss: flowrl, reference: {refresh_every: 2}, correction: token_tis}",
+        "optimizer.updates_per_batch=1",
+        "precision=fp32",
+    ),
+    "exact": (*RUN, "precision={preset: bf16, kernels: exact}", "optimizer.micro_batch_tokens=100"),
+    "dynamic": (*RUN, "precision=fp32", DYNAMIC),
+    "lora": (*RUN, "precision=fp32", "model.lora={rank: 2, alpha: 4}", "optimizer.lr=1e-3"),
+    "warm": (*RUN, "precision=fp32", "warm_start={steps: 10, evaluate_every: 5, problems: 16}"),
+}
+AMONG = {("ddp", 2): set(RUNS), ("fsdp2", 2): {"plain", "fp16", "flowrl", "exact"}}
+AMONG |= {(kind, 3): {"plain"} for kind in KINDS}
+OVERFLOW = (*RUN, "optimizer.updates_per_batch=1", "precision=fp16", "loss_scaling={initial: 1024}")
+MISMATCH = (*RUN, "precision={preset: bf16, kernels: exact}", "steps=2")
+
+
+def with_overrides(small: dict[str, Any], overrides: tuple[str, ...]) -> dict[str, Any]:
+    return apply_overrides(copy.deepcopy(small), ["trackers=[]", *overrides])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where the jobs of all tests lie, the recipe that all vary, and a policy that solves half of its task."""
+
+    folder: Path
+    small: dict[str, Any]
+    done: dict[str, dict[str, Any]]
+
+    def recipe(self, overrides: tuple[str, ...]) -> dict[str, Any]:
+        recipe = with_overrides(self.small, overrides)
+        if "task.aligned=true" in overrides:
+            recipe["model"] = {"path": str(self.folder / "warm")} | {
+                key: value for key, value in recipe["model"].items() if key == "lora"
+            }
+        return recipe
+
+    def one(self, name: str, scenario: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+        """What one process makes of a job; done when it is first asked for."""
+        if name not in self.done:
+            self.done[name] = team_worker.alone(scenario, self.recipe(overrides), self.folder / "1" / name)
+        return self.done[name]
+
+    def jobs(self, kind: str, world: int) -> Iterator[dict[str, Any]]:
+        def job(name: str, scenario: str, recipe: dict[str, Any]) -> dict[str, Any]:
+            return {"name": f"{kind}-{name}", "scenario": scenario, "recipe": recipe | {"parallel": kind}}
+
+        for name, overrides in GRADIENTS.items():
+            yield job(f"gradient-{name}", "gradients", self.recipe(overrides))
+        for name in sorted(AMONG[kind, world]):
+            yield job(f"run-{name}", "train", self.recipe(RUNS[name]))
+        of = f"{kind}-run-fp16" if world == 2 else f"{OTHER[kind]}-run-plain"
+        yield job("resumed", "go_on", {"of": str(self.folder / "2" / of)})
+        if world == 2:
+            yield job("overflow", "overflow", self.recipe(OVERFLOW))
+            yield job("mismatch", "mismatch", self.recipe(MISMATCH))
+            yield job("stop", "stop", self.recipe((*RUN, "precision=fp32")))
+
+    def launch(self, world: int) -> Path:
+        folder = self.folder / str(world)
+        folder.mkdir()
+        (folder / "jobs.json").write_text(json.dumps([job for kind in KINDS for job in self.jobs(kind, world)]))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        command += [team_worker.__file__, str(folder)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, env=environment)
+        assert done.returncode == 0, done.stderr[-6000:]
+        return folder
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    spec = importlib.util.spec_from_file_location("small_recipe", Path(__file__).with_name("conftest.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    folder = tmp_path_factory.mktemp("processes")
+    warm = "warm_start={steps: 120, batch: 32, lr: 3e-3, evaluate_every: 100, problems: 16}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mantissa.rl.session.build_report", lambda run: run.report_path)
+        recipe = with_overrides(module.SMALL, (warm, "task.aligned=true", "precision=fp32", "steps=1"))
+        team_worker.alone("train", recipe, folder / "warm")
+        yield Setting(folder, module.SMALL, {})
+
+
+@pytest.fixture(scope="module")
+def launched(setting: Setting) -> dict[int, Path]:
+    """The folders of the processes' jobs: of two, and of three, which resume what two began."""
+    return {world: setting.launch(world) for world in (2, 3)}
+
+
+@pytest.fixture(params=[2, 3])
+def several(request: pytest.FixtureRequest, launched: dict[int, Path]) -> tuple[int, Path]:
+    return request.param, launched[request.param]
+
+
+def left(several: tuple[int, Path], name: str) -> list[dict[str, Any]]:
+    world, folder = several
+    return [torch.load(folder / f"{name}-{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """||found - expected|| / ||expected|| over all tensors, in float64."""
+    assert found.keys() == expected.keys()
+    difference = sum(float((found[n].double() - expected[n].double()).square().sum()) for n in expected)
+    return math.sqrt(difference / sum(float(e.double().square().sum()) for e in expected.values()))
+
+
+def in_float64(alone: dict[str, Any], recipe: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+    """The gradient of ppo_clip at its own policy, token_mean and token_tis: transformers in float64, by sequence."""
+    from transformers import AutoModelForCausalLM
+
+    from mantissa.model import Decoder, save_model
+    from mantissa.rl import make_config
+    from mantissa.rl.assemble import assemble
+
+    parts = assemble(make_config(recipe, "test"))
+    sequences = team_worker.sampled(parts).sequences
+    assert torch.equal(sequences.tokens_BT, alone["tokens"])
+    assert isinstance(parts.model, Decoder)
+    save_model(parts.model, parts.tokenizer, folder)
+    parts.close()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    tokens = int(sequences.mask_BR.sum())
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(len(sequences)):
+        prompt, length = int(sequences.prompt_length_B[row]), int(sequences.length_B[row])
+        ids = sequences.tokens_BT[row, :length]
+        distribution = model(ids[None]).logits[0].log_softmax(-1)
+        logp = torch.stack([distribution[i - 1, ids[i]] for i in range(prompt, length)])
+        rollout = alone["rollout"][row, : length - prompt].double()
+        weight = (logp.detach() - rollout).exp().clamp(max=2.0)
+        total = total - (weight * alone["advantage"][row].double() * logp).sum() / tokens
+    total.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_the_gradient_is_float64s_whatever_the_ranks(
+    several: tuple[int, Path], setting: Setting, tmp_path: Path, kind: str, name: str
+) -> None:
+    alone = setting.one(f"gradient-{name}", "gradients", GRADIENTS[name])
+    exact = in_float64(alone, setting.recipe(GRADIENTS[name]), tmp_path / "hf")
+    of_one = error(alone["gradients"], exact)
+    assert of_one < 2e-6
+    for mine in left(several, f"{kind}-gradient-{name}"):
+        assert error(mine["gradients"], exact) < 1.5 * of_one  # no further from the truth than one process is
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", list(GRADIENTS))
+def test_a_batch_on_several_ranks_is_that_of_one(
+    several: tuple[int, Path], setting: Setting, kind: str, name: str
+) -> None:
+    alone = setting.one(f"gradient-{name}", "gradients", GRADIENTS[name])
+    all_ranks = left(several, f"{kind}-gradient-{name}")
+    first = all_ranks[0]
+    for mine in all_ranks:  # every rank sees the same, to the last bit
+        for key, value in first.items():
+            if isinstance(value, Tensor):
+                assert torch.equal(mine[key], value), key
+        assert mine["tallies"] == first["tallies"]
+        assert error(mine["gradients"], first["gradients"]) == 0
+    low = name == "fp16"
+    for key in ("tokens", "advantage"):
+        assert torch.equal(first[key], alone[key]), key
+    for key in ("old", "entropy", "rollout", "reference"):
+        if alone[key] is not None:
+            torch.testing.assert_close(first[key], alone[key], rtol=0, atol=2e-3 if low else 3e-6)
+    assert first["trained"] == alone["trained"]
+    assert error(first["weights"], alone["weights"]) == 0
+    assert error(first["gradients"], alone["gradients"]) < (2e-3 if low else 2e-6)
+    assert first["tallies"] == pytest.approx(alone["tallies"], rel=2e-3 if low else 1e-5, abs=1e-3 if low else 1e-5)
+    assert (first["flushed"] is None) == (not low)
+    if low:
+        assert first["flushed"] == pytest.approx(alone["flushed"], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", list(GRADIENTS))
+def test_the_rows_are_divided(several: tuple[int, Path], setting: Setting, kind: str, name: str) -> None:
+    rows = [mine["rows"] for mine in left(several, f"{kind}-gradient-{name}")]
+    assert sum(rows) == setting.one(f"gradient-{name}", "gradients", GRADIENTS[name])["rows"]
+    if name == "few":
+        assert sum(rows) > 0
+        assert (min(rows) == 0) == (several[0] == 3)  # a rank with nothing to learn from, which is why it is there
+    else:
+        assert max(rows) - min(rows) <= 3
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [deterministic(row) for row in RunDirectory.open(path).read_metrics()]
+
+
+def columns(path: Path, *names: str) -> list[list[Any]]:
+    run = RunDirectory.open(path)
+    return [[row[name] for name in names] for step in run.rollout_steps() for row in run.read_rollouts(step)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", list(RUNS))
+def test_a_run_is_that_of_one_process(several: tuple[int, Path], setting: Setting, kind: str, name: str) -> None:
+    world, folder = several
+    if name not in AMONG[kind, world]:
+        pytest.skip("not among this number of processes' jobs")
+    setting.one(f"run-{name}", "train", RUNS[name])
+    there, path = folder / f"{kind}-run-{name}", setting.folder / "1" / f"run-{name}"
+    expected, found = rows_of(path), rows_of(there)
+    assert [row.keys() for row in found] == [row.keys() for row in expected]
+    low = name in ("fp16", "exact")  # halves: what is rounded, a part or the whole, shows from the second step on
+    exactly = ("reward/accuracy", "reward/mean", "eval/", "length/", "rollout/", "dynamic/", "precision/overflows")
+    exactly += ("precision/loss_scale", "precision/skipped", "optim/updates", "optim/lr", "exact/", "reference/version")
+    for mine, theirs in zip(found[: 1 if low else None], expected, strict=False):
+        for key, value in theirs.items():
+            if key.startswith(exactly):
+                assert mine[key] == value, (mine["step"], key)
+        for key in ("optim/grad_norm", "policy/entropy"):
+            assert mine[key] == pytest.approx(theirs[key], rel=5e-3 if low else 2e-5)
+    text = ("step", "problem_id", "sample", "completion", "reward", "finish_reason", "policy_version", "tokens")
+    mine, theirs = columns(there, *text), columns(path, *text)
+    first = len(columns(there, "step")) // len(found) if low else None
+    assert mine[:first] == theirs[:first]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["reward/accuracy"] == pytest.approx(theirs["reward/accuracy"], abs=0.1)
+        assert mine["optim/updates"] == theirs["optim/updates"]
+    assert sum(row["optim/grad_norm"] > 0 for row in expected) == 4  # it did learn
+    files = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
+    assert {str(p.relative_to(there)) for p in there.rglob("*") if p.is_file()} == files
+    environment = RunDirectory.open(there).environment
+    assert (environment["processes"], environment["parallel"]) == (world, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_overflow_on_one_rank_is_retried_by_all(launched: dict[int, Path], kind: str) -> None:
+    all_ranks = left((2, launched[2]), f"{kind}-overflow")
+    for mine in all_ranks:
+        assert mine["outcomes"] == all_ranks[0]["outcomes"]
+    assert all_ranks[0]["outcomes"] == ["1 stepped 1024", "2 retried(1) 512", "3 skipped 32", "4 stepped 16"]
+    rows = rows_of(launched[2] / f"{kind}-overflow")
+    assert [row["precision/skipped"] for row in rows] == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rollout_that_differs_on_one_rank_stops_all(launched: dict[int, Path], kind: str) -> None:
+    said = {mine["error"] for mine in left((2, launched[2]), f"{kind}-mismatch")}
+    assert len(said) == 1
+    message = said.pop()
+    assert "exact kernels, and yet" in message
+    if kind == "ddp":
+        assert "model.layers.1.mlp.down_proj" in message
+        assert list((launched[2] / f"{kind}-mismatch").glob("mismatch-step-1.safetensors"))
+    else:
+        assert "parallel=ddp names the operation" in message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_no_scale_can_cure_on_one_rank_stops_all(launched: dict[int, Path], kind: str) -> None:
+    said = {mine["error"] for mine in left((2, launched[2]), f"{kind}-stop")}
+    assert len(said) == 1
+    assert "non-finite gradient at loss scale 1" in said.copy().pop()
+    assert "first non-finite value: the gradient of the output of " in said.pop()
+
+
+def weights_of(path: Path) -> dict[str, Tensor]:
+    return load_file(path / "checkpoints" / "step-4" / "policy.safetensors")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_by_as_many_it_has_the_same_bits(launched: dict[int, Path], kind: str) -> None:
+    whole, there = launched[2] / f"{kind}-run-fp16", launched[2] / f"{kind}-resumed"
+    assert error(weights_of(there), weights_of(whole)) == 0
+    assert rows_of(there) == rows_of(whole)
+    assert len(rows_of(there)) == 4
+    assert "processes" not in RunDirectory.open(there).environment["resumed"][-1]["changed"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_resumed_by_more_or_fewer_it_is_the_same_run(
+    launched: dict[int, Path], setting: Setting, kind: str, count: int
+) -> None:
+    """Saved by two; resumed by one, and by three that hold the learner the other way."""
+    whole = launched[2] / f"{kind}-run-plain"
+    there = launched[3] / f"{OTHER[kind]}-resumed"
+    if count == 1:
+        there = setting.folder / "1" / f"{kind}-resumed"
+        team_worker.alone("go_on", {"of": str(whole)}, there)
+    assert 0 < error(weights_of(there), weights_of(whole)) < 1e-5
+    changed = RunDirectory.open(there).environment["resumed"][-1]["changed"]
+    assert changed["processes"] == [2, None if count == 1 else 3]
+    assert changed["parallel"] == [kind, None if count == 1 else OTHER[kind]]
+    accuracy = [row["reward/accuracy"] for row in rows_of(there)]
+    assert accuracy == [row["reward/accuracy"] for row in rows_of(whole)]
+    assert len(accuracy) == 4
