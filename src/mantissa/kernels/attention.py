@@ -34,7 +34,7 @@ class CausalAttention(torch.autograd.Function):
             product = round_to_format_(p, fmt).flatten(1, 2) @ v[:, :stop]
             out[:, :, start:stop] = round_to_format_(product, fmt).view(*p.shape[:3], -1)
         ctx.save_for_backward(q, k, v, out)
-        ctx.fmt, ctx.shape = fmt, q_BHTD.shape
+        ctx.fmt, ctx.shape, ctx.block = fmt, q_BHTD.shape, None
         return out.view(q_BHTD.shape)
 
     @staticmethod
@@ -43,7 +43,7 @@ class CausalAttention(torch.autograd.Function):
         fmt, scale = ctx.fmt, q.shape[-1] ** -0.5
         grad_out = grads[0].reshape(out.shape)
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for start, stop in _query_blocks(q.shape[2]):
+        for start, stop in _query_blocks(q.shape[2], ctx.block):
             p = _causal_probabilities(q, k, start, stop)
             d_out = grad_out[:, :, start:stop]
             delta = (d_out * out[:, :, start:stop]).sum(-1, keepdim=True)
@@ -70,8 +70,9 @@ def _fold(q_BHTD: Tensor, kv_heads: int) -> Tensor:
     return q_BHTD.reshape(rows * kv_heads, heads // kv_heads, length, size)
 
 
-def _query_blocks(length: int) -> list[tuple[int, int]]:
-    return [(start, min(start + _QUERY_BLOCK, length)) for start in range(0, length, _QUERY_BLOCK)]
+def _query_blocks(length: int, block: int | None = None) -> list[tuple[int, int]]:
+    block = block or _QUERY_BLOCK
+    return [(start, min(start + block, length)) for start in range(0, length, block)]
 
 
 def _causal_probabilities(q: Tensor, k: Tensor, start: int, stop: int) -> Tensor:

@@ -73,11 +73,16 @@ class _ExactSwiGLU(_SwiGLU):
     def forward(ctx: Any, gate: Tensor, up: Tensor, fmt: NumberFormat) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.fmt = fmt
+        if gate.numel() <= _PART:
+            return _swiglu(gate, up, torch.neg(gate), fmt)
         out = torch.empty(gate.shape, device=gate.device)
         # Part by part, so that the next operation finds in the cache what the last one wrote.
-        parts = zip(*(x.reshape(-1).split(_PART) for x in (gate, up, out)), strict=True)
-        for gate_N, up_N, out_N in parts:
-            torch.neg(gate_N, out=out_N).exp_().add_(1.0)
-            torch.div(gate_N, out_N, out=out_N)
-            round_to_format_(round_to_format_(out_N, fmt).mul_(up_N), fmt)
+        for gate_N, up_N, out_N in zip(*(x.reshape(-1).split(_PART) for x in (gate, up, out)), strict=True):
+            _swiglu(gate_N, up_N, torch.neg(gate_N, out=out_N), fmt)
         return out
+
+
+def _swiglu(gate: Tensor, up: Tensor, negated: Tensor, fmt: NumberFormat) -> Tensor:
+    """Written over ``negated``, which is -gate."""
+    silu = torch.div(gate, negated.exp_().add_(1.0), out=negated)
+    return round_to_format_(round_to_format_(silu, fmt).mul_(up), fmt)

@@ -58,7 +58,7 @@ class ExactAttention(torch.autograd.Function):
         q, k, v = _laid_out(q_BHTD, k, v, choice)
         out = _causal(q, k, v, length, length, fmt, choice)
         ctx.save_for_backward(q[:, :, :length], k[:, :length], v[:, :length], out)
-        ctx.fmt, ctx.shape = fmt, q_BHTD.shape
+        ctx.fmt, ctx.shape, ctx.block = fmt, q_BHTD.shape, _block(length)
         return out.view(q_BHTD.shape)
 
     @staticmethod
@@ -84,11 +84,16 @@ def _laid_out(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, choice: Choice) ->
     return q.view(-1, group, *q.shape[2:]), k, v
 
 
+def _block(length: int) -> int:
+    """Positions at a time: a multiple of every number of rows that the probe tries."""
+    return 16 if length <= _LONG else 32
+
+
 def _causal(q: Tensor, k: Tensor, v: Tensor, length: int, last: int, fmt: NumberFormat, choice: Choice) -> Tensor:
     """The first ``length`` positions of ``q``, of which the last stands at ``last`` - 1. Shape N,G,length,D."""
     group, first = q.shape[1], last - length
     out = q.new_empty(len(q), group, length, q.shape[3])
-    queries = 16 if last <= _LONG else 32  # a multiple of every number of rows that the probe tries
+    queries = _block(last)
     for start in range(0, length, queries):
         stop, padded = min(start + queries, length), min(start + queries, q.shape[2])
         keys = -(-(first + padded) // KEYS) * KEYS
@@ -109,8 +114,8 @@ def cached(
     k, v = (_padded(x.flatten(0, 1), 1, KEYS) for x in (k_BKSD, v_BKSD))
     beyond_BS = torch.arange(k.shape[1], device=q.device) >= length_B.unsqueeze(1)
     mask_BS = torch.zeros(beyond_BS.shape, device=q.device).masked_fill_(beyond_BS, float("-inf"))
-    scores = mask_BS[:, None, None].repeat(1, kv_heads, q.shape[1], 1).flatten(0, 1)
-    return attended(q, k, v, scores, fmt, choice)[:, :group].reshape(q_BHD.shape)
+    scores_BKMS = q.new_empty(batch, kv_heads, q.shape[1], k.shape[1]).copy_(mask_BS[:, None, None])
+    return attended(q, k, v, scores_BKMS.flatten(0, 1), fmt, choice)[:, :group].reshape(q_BHD.shape)
 
 
 def attended(

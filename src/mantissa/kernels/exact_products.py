@@ -13,20 +13,24 @@ from mantissa.kernels.exact_plan import Choice
 
 def product(x_NE: Tensor, weight_FE: Tensor, choice: Choice) -> Tensor:
     """x @ weight^T in fp32, any leading shape, by the way chosen. To be called without gradients."""
-    out_NF = x_NE.new_empty(*x_NE.shape[:-1], weight_FE.shape[0])
-    x_ME, weight_EF, out_MF = x_NE.reshape(-1, x_NE.shape[-1]), weight_FE.t(), out_NF.view(-1, weight_FE.shape[0])
-    if choice.way == "row tiles":
-        for start in range(0, len(x_ME), choice.rows):
-            _fill(out_MF[start : start + choice.rows], x_ME[start : start + choice.rows], weight_EF, choice.rows)
-    elif choice.way == "padded rows":
-        whole = len(x_ME) - len(x_ME) % choice.rows  # as many as there are multiples of rows, without a copy
-        _fill(out_MF[:whole], x_ME[:whole], weight_EF, choice.rows)
-        _fill(out_MF[whole:], x_ME[whole:], weight_EF, choice.rows)
+    x_ME, weight_EF = x_NE.reshape(-1, x_NE.shape[-1]), weight_FE.t()
+    whole = len(x_ME) - len(x_ME) % choice.rows
+    if whole == len(x_ME) and choice.way == "padded rows":
+        out_MF = torch.mm(x_ME, weight_EF)
     else:
-        wide_MF = torch.empty(out_MF.shape, dtype=torch.float64, device=out_MF.device)
-        _fill(wide_MF, x_ME.double(), weight_EF.double(), choice.rows)
-        out_MF.copy_(wide_MF)  # rounded once
-    return out_NF
+        out_MF = x_ME.new_empty(len(x_ME), weight_FE.shape[0])
+        if choice.way == "row tiles":
+            for start in range(0, len(x_ME), choice.rows):
+                _fill(out_MF[start : start + choice.rows], x_ME[start : start + choice.rows], weight_EF, choice.rows)
+        elif choice.way == "padded rows":
+            _fill(out_MF[:whole], x_ME[:whole], weight_EF, choice.rows)  # without a copy
+            _fill(out_MF[whole:], x_ME[whole:], weight_EF, choice.rows)
+        else:
+            wide_MF = torch.empty(out_MF.shape, dtype=torch.float64, device=out_MF.device)
+            _fill(wide_MF, x_ME.double(), weight_EF.double(), choice.rows)
+            out_MF.copy_(wide_MF)  # rounded once
+    # No view where none is needed: FSDP2 warns of a module that returns one.
+    return out_MF if x_NE.dim() == 2 else out_MF.view(*x_NE.shape[:-1], -1)
 
 
 def _fill(out_MF: Tensor, x_ME: Tensor, weight_EF: Tensor, rows: int) -> None:
