@@ -97,7 +97,7 @@ class Stepper:
         return dict(zip(PARTS, (rolled - start, scored - built, updated - scored, step), strict=True))
 
 
-def measure(name: str, config: ModelConfig, precision: str, rounds: int) -> list[dict[str, Any]]:
+def measure(config: ModelConfig, precision: str, rounds: int) -> list[dict[str, Any]]:
     """Rows of one decoder in one format: seconds of either family, and ratios."""
     steppers = {kind: Stepper(config, precision, kind) for kind in ("fast", "exact")}
     times: dict[str, list[dict[str, float]]] = {kind: [] for kind in steppers}
@@ -108,7 +108,7 @@ def measure(name: str, config: ModelConfig, precision: str, rounds: int) -> list
                 times[kind].append(taken)
     exact = steppers["exact"]
     if exact.different:
-        raise SystemExit(f"refused: {exact.different} of {exact.compared} log-probs differ in {name} {precision}")
+        raise SystemExit(f"refused: {exact.different} of {exact.compared} log-probs differ in {precision}")
     rows: list[dict[str, Any]] = []
     for part in PARTS:
         for kind, stepper in steppers.items():
@@ -119,10 +119,9 @@ def measure(name: str, config: ModelConfig, precision: str, rounds: int) -> list
                 "requested": precision,
                 "active": role.active.name,
                 "kernels": role.kernels,
-                "family": kind,
-                "model": name,
+                "contender": kind,
+                "case": part,
                 "hidden": config.hidden_size,
-                "part": part,
                 "tokens": PROMPTS * SAMPLES * NEW_TOKENS,
                 "rounds": rounds,
                 "compared": stepper.compared,
@@ -147,13 +146,15 @@ def main() -> None:
     arguments = parser.parse_args()
     keep_freed_memory()  # as the command has it
     torch.set_num_threads(arguments.threads)
-    for name, config in (("demo", DEMO), ("hidden 256", decoder_config(256, 4))):
+    for config in (DEMO, decoder_config(256, 4)):
         for precision in ("fp32", "bf16", "fp16"):
-            rows = measure(name, config, precision, arguments.rounds)
+            rows = measure(config, precision, arguments.rounds)
             for row in rows:
                 if row["metric"] == "time_over_fast":
                     low, value, high = (row[k] for k in ("quartile_low", "value", "quartile_high"))
-                    print(f"{name:>10} {precision} {row['part']:<8} {value:.3f} ({low:.3f}-{high:.3f}) of fast")
+                    print(
+                        f"hidden {config.hidden_size:>3} {precision} {row['case']:<8} {value:.3f} ({low:.3f}-{high:.3f}) of fast"
+                    )
             print(append("exact_cost.jsonl", rows, "cpu"))
 
 

@@ -26,6 +26,7 @@ def commands(threads: int) -> list[list[str]]:
         ["rollout_vs_generate.py", *count, "--repeats", "5"],
         ["simulated_step.py", *count, "--rounds", "9"],
         ["fp8_step.py", *count, "--rounds", "9"],
+        ["exact_cost.py", *count, "--rounds", "5"],
         ["lora_step.py", *count, "--rounds", "9"],
         ["amp_overhead.py", *count, "--rounds", "20"],
         ["amp_loss.py", *count],

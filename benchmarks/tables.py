@@ -141,6 +141,8 @@ SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
     ("A simulated training step against fp32", lambda r: generic(r, ["simulated_step"], COMMON), {"simulated_step"}),
     ("A training step with simulated fp8 products against fp32", lambda r: generic(r, ["fp8_step"], COMMON),
      {"fp8_step"}),
+    ("Exact kernels against fast ones: 64 prompts of 16 tokens x 8 samples x 24 tokens, sampled, scored and trained on "
+     "once; every log-prob compared", lambda r: generic(r, ["exact_cost"], COMMON), {"exact_cost"}),
     ("PrecisionTrainer against plain torch AMP, computing alike: one step",
      lambda r: generic(r, ["amp_overhead"], (*COMMON, "parameters")), {"amp_overhead"}),
     ("fp16's loss against fp32's where the best is 0.25; batches lost to overflow under a heavy-tailed loss",
