@@ -152,9 +152,8 @@ def main() -> None:
             for row in rows:
                 if row["metric"] == "time_over_fast":
                     low, value, high = (row[k] for k in ("quartile_low", "value", "quartile_high"))
-                    print(
-                        f"hidden {config.hidden_size:>3} {precision} {row['case']:<8} {value:.3f} ({low:.3f}-{high:.3f}) of fast"
-                    )
+                    what = f"hidden {config.hidden_size:>3} {precision} {row['case']:<8}"
+                    print(f"{what} {value:.3f} ({low:.3f}-{high:.3f}) of fast")
             print(append("exact_cost.jsonl", rows, "cpu"))
 
 
