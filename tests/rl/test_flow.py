@@ -255,7 +255,7 @@ def test_the_head_has_its_own_rate_and_no_decay(build: Callable[..., Parts]) -> 
 
 
 def test_the_head_is_fp32_in_every_precision(build: Callable[..., Parts]) -> None:
-    for precision in ("fp16", "bf16", "bf16-train-fp16-rollout"):
+    for precision in ("fp16", "bf16", "bf16-train-fp16-rollout", "fp8"):
         parts = build(f"precision={precision}")
         learner = parts.learner
         learner.update(sampled(parts), 1, probe=True)
