@@ -113,13 +113,23 @@ def prove(precision: ResolvedPrecision, device: torch.device, plan: ExactPlan | 
     return evidence
 
 
-def exact_plan(precision: ResolvedPrecision, model: Decoder, device: torch.device) -> ExactPlan | None:
-    """How exact kernels will compute this model here, found by probing; None where no role is exact, or on CUDA."""
+def exact_plan(
+    precision: ResolvedPrecision, model: Decoder, device: torch.device, length: int = 256, rows: int = 4096
+) -> ExactPlan | None:
+    """How exact kernels will compute this model here, found by probing; None where no role is exact, or on CUDA.
+
+    ``length``: positions of the longest sequence to look at. ``rows``: positions of the largest product.
+    """
     if not precision.learner.exact or device.type != "cpu":
         return None
     config = model.config
     shapes = ModelShapes.of(
-        dict(model.named_parameters()), config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        dict(model.named_parameters()),
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        length,
+        rows,
     )
     return plan_exact(shapes, precision.learner, device)
 
@@ -187,7 +197,9 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     model = team.prepare(model, device)
     if config.policy.fp8 is not None:
         config.policy.fp8.check(model.projections)
-    plan = team.decided(exact_plan(precision, model, device))  # found by probing, and one for all
+    longest = min(model.config.max_position_embeddings, max(256, 2 * config.rollout.max_tokens), 2048)
+    rows = max(config.rollout.slots, config.optimizer.micro_batch_tokens)
+    plan = team.decided(exact_plan(precision, model, device, longest, rows))  # found by probing, and one for all
     evidence = prove(precision, device, plan)
     scaling = config.loss_scaling or LossScalingConfig()
     learner = Learner(
