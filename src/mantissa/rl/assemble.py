@@ -215,15 +215,17 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     grading = config.grading
     grader = Grader(task, grading.timeout_s, grading.workers, grading.memory_gib)
     grader.start()  # a reward function that is not there shows now
-    engine = build_engine(config.rollout, precision, plan, model.config, tokenizer, device)
-    if isinstance(engine, VllmEngine):
-        evidence["rollout"] = engine.evidence
-    sampler = Sampler(engine, tokenizer, grader, team)
+    engine = None
     try:
+        engine = build_engine(config.rollout, precision, plan, model.config, tokenizer, device)
+        sampler = Sampler(engine, tokenizer, grader, team)
         check_task(config, task, sampler, model.config.max_position_embeddings)
     except BaseException:
+        grader.close()
         close_engine(engine)
         raise
+    if isinstance(engine, VllmEngine):
+        evidence["rollout"] = engine.evidence
     reference = new_reference(config, precision, plan, model, device, team)
     return Parts(device, precision, evidence, tokenizer, model, task, learner, sampler, scaling, reference, plan, team)
 

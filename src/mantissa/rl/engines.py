@@ -59,7 +59,7 @@ def build_engine(
     )
 
 
-def close_engine(engine: RolloutEngine) -> None:
+def close_engine(engine: RolloutEngine | None) -> None:
     """End the processes of an engine that has some."""
     if isinstance(engine, VllmEngine):
         engine.close()

@@ -268,9 +268,9 @@ class VllmEngine:
                 return importlib.import_module("vllm").LLM(**vllm_options)
             except Exception as error:  # foreign code, whose errors are of every kind
                 self._folder.cleanup()
+                first = (str(error).splitlines() or [repr(error)])[0]
                 raise MantissaError(
-                    f"vLLM {self.release} did not start: {str(error).splitlines()[0] if str(error) else error!r}; its "
-                    "own messages above say more"
+                    f"vLLM {self.release} did not start: {first}; its own messages above say more"
                 ) from error
 
     def _cache_bytes(self) -> int:
