@@ -98,6 +98,13 @@ def test_logits_in_half_are_asked_for(build: Build) -> None:
         build({"preset": "fp16", "logits": "bf16"})
 
 
+def test_a_shape_that_vllm_reads_otherwise() -> None:
+    resolved = resolve(PrecisionPolicy(), "cpu")
+    wide = dataclasses.replace(CONFIG, head_dim=16)
+    with pytest.raises(MantissaError, match=r"head_dim=16: vLLM takes a qwen2's heads to be .* wide, here 8"):
+        VllmEngine(wide, rollout_kernels(resolved), logits=resolved.logits.active, slots=1, max_length=8)
+
+
 def test_each_sample_has_a_seed_of_its_own_and_comes_back_in_its_place(build: Build) -> None:
     engine = build()
     engine.sync(masters(), 4)

@@ -100,6 +100,11 @@ class VllmEngine:
             raise MantissaError(
                 f"precision.logits={logits}: vLLM holds logits in fp32 or in the rollout's {self.format}; choose one"
             )
+        if config.family == "qwen2" and config.head_dim * config.num_attention_heads != config.hidden_size:
+            raise MantissaError(
+                f"head_dim={config.head_dim}: vLLM takes a qwen2's heads to be hidden_size / heads wide, here "
+                f"{config.hidden_size // config.num_attention_heads}; choose another shape, or rollout.engine=native"
+            )
         self.release = require_vllm()
         self.slots, self.max_length = slots, max_length
         self._decode_text, self._tied = decode_text, config.tie_word_embeddings

@@ -24,7 +24,10 @@ _BASE = ModelConfig(
 )
 FAMILIES = {
     "llama": _BASE,
-    "qwen2": dataclasses.replace(_BASE, family="qwen2", qkv_bias=True, tie_word_embeddings=True),
+    # vLLM takes a qwen2's heads to be hidden size / heads wide, whatever config.json says: 2 of 32.
+    "qwen2": dataclasses.replace(
+        _BASE, family="qwen2", num_attention_heads=2, num_key_value_heads=1, qkv_bias=True, tie_word_embeddings=True
+    ),
     "qwen3": dataclasses.replace(_BASE, family="qwen3", qk_norm=True, tie_word_embeddings=True),
 }
 
