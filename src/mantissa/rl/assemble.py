@@ -28,12 +28,13 @@ from mantissa.model import (
 from mantissa.precision import ResolvedPrecision, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.config import LossScalingConfig, ModelSource, RunConfig
+from mantissa.rl.engines import build_engine, close_engine, on_vllm
 from mantissa.rl.learner import Learner
 from mantissa.rl.reference import Reference
 from mantissa.rl.sampling import Sampler
 from mantissa.rl.seeds import generator
 from mantissa.rl.team import ALONE, Team, world_size
-from mantissa.rollout import NativeEngine
+from mantissa.rollout import VllmEngine, require_vllm
 from mantissa.tasks import Grader, Problem, Task, build_task
 from mantissa.training import LossScaler
 
@@ -60,8 +61,9 @@ class Parts:
         return self.scaling.scaler(self.precision.learner.active)
 
     def close(self) -> None:
-        """End the verifier's processes."""
+        """End the verifier's processes, and the engine's where it has some."""
         self.sampler.grader.close()
+        close_engine(self.sampler.engine)
 
 
 def choose_device(name: str) -> torch.device:
@@ -102,12 +104,16 @@ def be_deterministic(device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def prove(precision: ResolvedPrecision, device: torch.device, plan: ExactPlan | None = None) -> dict[str, str]:
-    """Probe every role's kernels on a device; returns what each probe saw, by role. Exact kernels need their plan."""
-    evidence = {
-        "learner": probe(learner_kernels(precision, plan), device),
-        "rollout": probe(rollout_kernels(precision, plan), device),
-    }
+def prove(
+    precision: ResolvedPrecision, device: torch.device, plan: ExactPlan | None = None, *, rollout: bool = True
+) -> dict[str, str]:
+    """Probe every role's kernels on a device; returns what each probe saw, by role. Exact kernels need their plan.
+
+    ``rollout``: whether the rollout's kernels are ours to probe.
+    """
+    evidence = {"learner": probe(learner_kernels(precision, plan), device)}
+    if rollout:
+        evidence["rollout"] = probe(rollout_kernels(precision, plan), device)
     if precision.reference is not None:
         evidence["reference"] = probe(reference_kernels(precision, plan), device)
     return evidence
@@ -192,6 +198,10 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     device = choose_device(config.device)
     be_deterministic(device)
     precision = resolve(config.policy, device, reference=config.algorithm.reference is not None)
+    vllm = config.rollout.engine == "vllm"
+    if vllm:
+        require_vllm()
+        precision = on_vllm(precision)
     task = build_task(config.task, config.seed)
     model, tokenizer = load_policy(config.model, task, config.seed)
     model = team.prepare(model, device)
@@ -200,7 +210,7 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     longest = min(model.config.max_position_embeddings, max(256, 2 * config.rollout.max_tokens), 2048)
     rows = max(config.rollout.slots, config.optimizer.micro_batch_tokens)
     plan = team.decided(exact_plan(precision, model, device, longest, rows))  # found by probing, and one for all
-    evidence = prove(precision, device, plan)
+    evidence = prove(precision, device, plan, rollout=not vllm)
     scaling = config.loss_scaling or LossScalingConfig()
     learner = Learner(
         model,
@@ -214,20 +224,20 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
         steps=config.steps,
         team=team,
     )
-    engine = NativeEngine(
-        model.config,
-        rollout_kernels(precision, plan),
-        kv_format=precision.kv_cache.active,
-        slots=config.rollout.slots,
-        max_length=model.config.max_position_embeddings,
-        device=device,
-        decode_text=tokenizer.decode,
-    )
     grading = config.grading
     grader = Grader(task, grading.timeout_s, grading.workers, grading.memory_gib)
     grader.start()  # a reward function that is not there shows now
-    sampler = Sampler(engine, tokenizer, grader, team)
-    check_task(config, task, sampler, engine.max_length)
+    engine = None
+    try:
+        engine = build_engine(config.rollout, precision, plan, model.config, tokenizer, device)
+        sampler = Sampler(engine, tokenizer, grader, team)
+        check_task(config, task, sampler, model.config.max_position_embeddings)
+    except BaseException:
+        grader.close()
+        close_engine(engine)
+        raise
+    if isinstance(engine, VllmEngine):
+        evidence["rollout"] = engine.evidence
     reference = new_reference(config, precision, plan, model, device, team)
     return Parts(device, precision, evidence, tokenizer, model, task, learner, sampler, scaling, reference, plan, team)
 

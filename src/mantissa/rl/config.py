@@ -117,6 +117,9 @@ class RolloutConfig(Config):
     temperature: float = Field(1.0, gt=0, description="Divides the logits, for the rollout and the learner alike.")
     stop: tuple[str, ...] = Field((), description="Strings that end a completion, besides the end token.")
     slots: int = Field(256, ge=1, description="Rows decoded together; a finished row is refilled from the queue.")
+    engine: Literal["native", "vllm"] = Field(
+        "native", description="vllm: in processes of its own, its kernels' gap measured; needs vllm installed."
+    )
     dynamic: DynamicConfig | None = Field(None, description="None: every group sampled is trained on.")
     overlong: OverlongConfig | None = Field(None, description="None: length costs nothing.")
     max_policy_lag: int = Field(

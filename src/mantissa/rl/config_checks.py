@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mantissa.errors import MantissaError
+from mantissa.rollout import LEAST_TEMPERATURE
 from mantissa.tasks import CodeConfig
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ def check_together(config: RunConfig) -> None:
     """Raise ``MantissaError`` at the first pair of fields that do not go together."""
     _check_precision(config)
     _check_rollout(config)
+    if config.rollout.engine == "vllm":
+        _check_vllm(config)
     _check_processes(config)
     if isinstance(config.task, CodeConfig) and config.task.time_limit_s >= config.grading.timeout_s:
         raise MantissaError(
@@ -82,3 +85,43 @@ def _check_rollout(config: RunConfig) -> None:
         )
     if config.algorithm.advantage not in ("dr_grpo", "reinforce_pp") and rollout.samples < 2:
         raise MantissaError(f"algorithm.advantage={config.algorithm.advantage} needs rollout.samples of 2 or more")
+
+
+def _check_vllm(config: RunConfig) -> None:
+    """What vLLM cannot do, or what nobody has tried with it."""
+    policy, rollout = config.policy, config.rollout
+    refusals = (
+        (
+            policy.kernels == "exact",
+            "precision.kernels=exact: vLLM's kernels add in another order than the learner's, so their log-probs are "
+            "not equal to the last bit; use kernels=fast and read the gap",
+        ),
+        (policy.rollout == "fp8", "precision.rollout=fp8: vLLM is driven here in fp32, bf16 and fp16; choose one"),
+        (
+            policy.kv_cache not in (None, policy.rollout),
+            f"precision.kv_cache={policy.kv_cache}: vLLM's cache is kept in the rollout's own format, "
+            f"{policy.rollout}; leave it out",
+        ),
+        (
+            policy.logits not in ("fp32", policy.rollout),
+            f"precision.logits={policy.logits}: vLLM holds logits in fp32 or in the rollout's {policy.rollout}; choose "
+            "one of them",
+        ),
+        (
+            policy.backend == "simulated" and policy.rollout != "fp32",
+            f"precision.backend=simulated: vLLM computes in {policy.rollout} itself; leave backend out",
+        ),
+        (config.nproc > 1, f"nproc={config.nproc}: vLLM serves one learner process for now; set nproc=1"),
+        (
+            rollout.max_policy_lag > 0,
+            f"rollout.max_policy_lag={rollout.max_policy_lag}: vLLM samples and the learner learns in turn; set it to "
+            "0",
+        ),
+        (
+            rollout.temperature < LEAST_TEMPERATURE,
+            f"rollout.temperature={rollout.temperature:g}: vLLM would sample at {LEAST_TEMPERATURE}; raise it to that",
+        ),
+    )
+    for refused, why in refusals:
+        if refused:
+            raise MantissaError(f"rollout.engine=vllm with {why}, or set rollout.engine=native")

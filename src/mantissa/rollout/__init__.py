@@ -1,10 +1,12 @@
-"""Sampling from the policy: the contract, the native continuous-batching engine, and its naive reference."""
+"""Sampling from the policy: the contract, the native continuous-batching engine, its naive reference, and vLLM."""
 
 from mantissa.rollout.engine import Call, NativeEngine
 from mantissa.rollout.generation import EngineStats
 from mantissa.rollout.types import Completion, FinishReason, Request, RolloutEngine, SamplingParams
+from mantissa.rollout.vllm_engine import LEAST_TEMPERATURE, VllmEngine, require_vllm
 
 __all__ = [
+    "LEAST_TEMPERATURE",
     "Call",
     "Completion",
     "EngineStats",
@@ -13,4 +15,6 @@ __all__ = [
     "Request",
     "RolloutEngine",
     "SamplingParams",
+    "VllmEngine",
+    "require_vllm",
 ]

@@ -18,6 +18,7 @@ from mantissa.kernels import Kernels, Traced
 from mantissa.model import CopiedPolicy, ModelConfig
 from mantissa.precision import NumberFormat
 from mantissa.rollout.cache import KVCache
+from mantissa.rollout.checks import check_requests
 from mantissa.rollout.generation import EngineStats, Generation, Watched
 from mantissa.rollout.types import Completion, Request, SamplingParams
 
@@ -94,7 +95,7 @@ class NativeEngine:
             raise MantissaError("the rollout engine holds no weights (or its last sync failed): call sync first")
         if version != self._version:
             raise MantissaError(f"policy version {version} was asked for, {self._version} is loaded: call sync first")
-        self._check_requests(requests, params)
+        check_requests(requests, params, self.config.vocab_size, self.max_length, self._decode_text is not None)
         self.calls.append(Call(tuple(requests), params))
         return self._run(requests, params, self.kernels, None)
 
@@ -136,25 +137,3 @@ class NativeEngine:
                 self._cache.clear()  # non-finite keys and values must not outlive the call that made them
             self.stats = generation.stats()
         return completions
-
-    def _check_requests(self, requests: Sequence[Request], params: SamplingParams) -> None:
-        vocabulary = self.config.vocab_size
-        if params.stop and self._decode_text is None:
-            raise MantissaError("stop strings need text: give the engine decode_text, or use stop_token_ids")
-        for token in params.stop_token_ids:
-            if not 0 <= token < vocabulary:
-                raise MantissaError(f"stop token {token}: the vocabulary is 0..{vocabulary - 1}")
-        for index, request in enumerate(requests):
-            prompt = request.prompt_tokens
-            if not prompt:
-                raise MantissaError(f"request {index}: the prompt is empty; give at least one token, such as BOS")
-            if request.samples < 1:
-                raise MantissaError(f"request {index}: samples={request.samples}, expected at least 1")
-            if min(prompt) < 0 or max(prompt) >= vocabulary:
-                bad = next(token for token in prompt if not 0 <= token < vocabulary)
-                raise MantissaError(f"request {index}: token {bad} is outside the vocabulary 0..{vocabulary - 1}")
-            if len(prompt) + params.max_tokens > self.max_length:
-                raise MantissaError(
-                    f"request {index}: {len(prompt)} prompt tokens and max_tokens={params.max_tokens} exceed "
-                    f"max_length={self.max_length}; shorten the prompt, lower max_tokens or raise max_length"
-                )

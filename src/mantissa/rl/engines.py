@@ -1,0 +1,65 @@
+"""Which engine samples: Mantissa's own, or vLLM, and what the precision table says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from mantissa.kernels import ExactPlan, rollout_kernels
+from mantissa.model import ModelConfig, Tokenizer
+from mantissa.precision import ResolvedPrecision
+from mantissa.rl.config import RolloutConfig
+from mantissa.rollout import NativeEngine, RolloutEngine, VllmEngine
+
+
+def on_vllm(precision: ResolvedPrecision) -> ResolvedPrecision:
+    """The same formats, where the rollout's are vLLM's own arithmetic and not this package's kernels."""
+    rollout = dataclasses.replace(precision.rollout, backend="native", reason="vLLM's own kernels and sum order")
+    half = precision.logits.active.name != "fp32"
+    logits = dataclasses.replace(
+        precision.logits,
+        backend="native",
+        reason=f"asked for: rounded to {precision.logits.active} on both sides, by vLLM's head too"
+        if half
+        else "half operands, fp32 result, fp32 log-softmax; vLLM's head is told to be fp32",
+    )
+    cache = dataclasses.replace(precision.kv_cache, backend="native", reason="vLLM's cache, in the rollout's format")
+    return dataclasses.replace(precision, rollout=rollout, logits=logits, kv_cache=cache)
+
+
+def build_engine(
+    rollout: RolloutConfig,
+    precision: ResolvedPrecision,
+    plan: ExactPlan | None,
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    device: torch.device,
+) -> RolloutEngine:
+    """The engine that the recipe names, still without weights. vLLM's processes run from here on: ``close`` them."""
+    kernels, length = rollout_kernels(precision, plan), model.max_position_embeddings
+    if rollout.engine == "vllm":
+        return VllmEngine(
+            model,
+            kernels,
+            logits=precision.logits.active,
+            slots=rollout.slots,
+            max_length=length,
+            device=device,
+            decode_text=tokenizer.decode,
+        )
+    return NativeEngine(
+        model,
+        kernels,
+        kv_format=precision.kv_cache.active,
+        slots=rollout.slots,
+        max_length=length,
+        device=device,
+        decode_text=tokenizer.decode,
+    )
+
+
+def close_engine(engine: RolloutEngine | None) -> None:
+    """End the processes of an engine that has some."""
+    if isinstance(engine, VllmEngine):
+        engine.close()

@@ -1,0 +1,93 @@
+"""Which engine a recipe gets, what vLLM is refused, and a run's parts on a stand-in for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fake_vllm import LLM, Fault, install
+from mantissa.errors import MantissaError
+from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.rl.assemble import Parts
+from mantissa.rl.config import RunConfig
+from mantissa.rl.engines import on_vllm
+from mantissa.rollout import NativeEngine, VllmEngine
+
+VLLM = "rollout.engine=vllm"
+
+
+def test_native_is_the_default(configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts]) -> None:
+    plain, said = parts_of(configure()), parts_of(configure("rollout.engine=native"))
+    for parts in (plain, said):
+        assert isinstance(parts.sampler.engine, NativeEngine)
+        assert (parts.sampler.engine.slots, parts.sampler.engine.max_length) == (16, 64)
+    assert plain.precision.rows() == said.precision.rows()
+    assert plain.evidence == said.evidence
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["precision={preset: fp16, kernels: exact}"],
+            r"precision\.kernels=exact: vLLM's kernels add in another",
+        ),
+        (["precision=fp8-rollout"], r"precision\.rollout=fp8: vLLM is driven here in fp32, bf16 and fp16"),
+        (["precision={preset: fp16, kv_cache: bf16}"], r"precision\.kv_cache=bf16: vLLM's cache is kept in .* fp16"),
+        (["precision={preset: bf16, kv_cache: fp8}"], r"precision\.kv_cache=fp8: vLLM's cache is kept in .* bf16"),
+        (["precision={preset: fp16, logits: bf16}"], r"precision\.logits=bf16: vLLM holds logits in fp32 or .* fp16"),
+        (["precision={preset: fp16, backend: simulated}"], r"precision\.backend=simulated: vLLM computes in fp16"),
+        (["nproc=2"], "nproc=2: vLLM serves one learner process"),
+        (["rollout.max_policy_lag=4"], r"rollout\.max_policy_lag=4: .* in turn"),
+        (["rollout.temperature=0.005"], r"rollout\.temperature=0\.005: vLLM would sample at 0\.01"),
+    ],
+)
+def test_what_vllm_is_refused(configure: Callable[..., RunConfig], overrides: list[str], message: str) -> None:
+    configure(*overrides)  # good without vLLM
+    with pytest.raises(MantissaError, match=rf"rollout\.engine=vllm with {message}.*or set rollout\.engine=native"):
+        configure(*overrides, VLLM)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "{preset: fp16, kv_cache: fp16, logits: fp16}"])
+def test_what_vllm_can_is_accepted(configure: Callable[..., RunConfig], precision: str) -> None:
+    assert configure(f"precision={precision}", VLLM).rollout.engine == "vllm"
+
+
+def test_the_precision_table_says_who_computes() -> None:
+    plain = resolve(PrecisionPolicy.parse("bf16"), "cpu")
+    rows = {row["role"]: row for row in on_vllm(plain).rows()}
+    before = {row["role"]: row for row in plain.rows()}
+    for role in ("rollout", "logits", "kv_cache"):
+        assert "vLLM" in rows[role]["reason"]
+        assert rows[role]["kernels"] == "native"
+        assert (rows[role]["requested"], rows[role]["active"]) == (before[role]["requested"], before[role]["active"])
+    assert {role: rows[role] for role in ("learner", "master")} == {r: before[r] for r in ("learner", "master")}
+
+
+def test_the_parts_of_a_run_on_vllm(
+    configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch)
+    parts = parts_of(configure(VLLM, "precision=bf16"))
+    engine, options = parts.sampler.engine, LLM.made[-1].options
+    assert isinstance(engine, VllmEngine)
+    assert (options["max_num_seqs"], options["max_model_len"], options["dtype"]) == (16, 64, "bfloat16")
+    assert parts.evidence["rollout"] == engine.evidence
+    assert "bfloat16, head float32" in engine.evidence
+    engine.sync(parts.learner.weights, parts.learner.version)
+    assert engine.version == parts.learner.version
+    parts.close()
+    assert LLM.made[-1].closed
+
+
+def test_a_recipe_that_fails_later_leaves_no_vllm_running(
+    configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch)
+    with pytest.raises(MantissaError, match="no held-out problems"):
+        parts_of(configure(VLLM, "precision=bf16", "task.heldout_size=0"))
+    assert [llm.closed for llm in LLM.made] == [True]
+    install(monkeypatch, Fault(fails="no such head size"))
+    with pytest.raises(MantissaError, match=r"vLLM 0\.32\.0 did not start: no such head size"):
+        parts_of(configure(VLLM, "precision=bf16"))

@@ -1,0 +1,100 @@
+"""The real vLLM on a CPU, in the environment of ``make test-vllm``; elsewhere these tests are skipped.
+
+Each start of vLLM takes half a minute, so engines are made once a module and shared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mantissa.kernels import rollout_kernels
+from mantissa.model import Decoder, ModelConfig
+from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.rollout import NativeEngine, Request, VllmEngine
+
+INSTALLED = importlib.util.find_spec("vllm") is not None
+_BASE = ModelConfig(
+    "llama", 40, 64, 56, 2, 4, 2, 32, max_position_embeddings=128, rope_theta=500.0, initializer_range=0.25
+)
+FAMILIES = {
+    "llama": _BASE,
+    # vLLM takes a qwen2's heads to be hidden size / heads wide, whatever config.json says: 2 of 32.
+    "qwen2": dataclasses.replace(
+        _BASE, family="qwen2", num_attention_heads=2, num_key_value_heads=1, qkv_bias=True, tie_word_embeddings=True
+    ),
+    "qwen3": dataclasses.replace(_BASE, family="qwen3", qk_norm=True, tie_word_embeddings=True),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """vLLM warns as it is imported and ends; those warnings are not ours to fix."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
+            if not INSTALLED:
+                item.add_marker(pytest.mark.skip(reason="needs the real vLLM (make test-vllm)"))
+
+
+def masters(family: str, seed: int) -> Decoder:
+    """fp32 masters with biases and norms that matter."""
+    model = Decoder(FAMILIES[family]).initialize(torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "norm.weight")):
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@dataclasses.dataclass
+class Pair:
+    """vLLM and the native engine on one policy, in one format."""
+
+    family: str
+    vllm: VllmEngine
+    native: NativeEngine
+    version: int = 0
+
+    def sync(self, seed: int) -> None:
+        """New masters for both."""
+        self.version += 1
+        weights = dict(masters(self.family, seed).named_parameters())
+        self.vllm.sync(weights, self.version)
+        self.native.sync(weights, self.version)
+
+
+@pytest.fixture(scope="module")
+def pair_of() -> Iterator[Callable[..., Pair]]:
+    """``pair_of(family, precision)``: the two engines, the same pair every time within a module."""
+    made: dict[tuple[str, str], Pair] = {}
+
+    def build(family: str, precision: str = "fp32") -> Pair:
+        if (family, precision) not in made:
+            resolved = resolve(PrecisionPolicy.parse(precision), "cpu")
+            config, kernels = FAMILIES[family], rollout_kernels(resolved)
+            limits = {"slots": 8, "max_length": 64, "decode_text": lambda ids: " ".join(map(str, ids))}
+            vllm = VllmEngine(config, kernels, logits=resolved.logits.active, **limits)
+            native = NativeEngine(config, kernels, kv_format=resolved.kv_cache.active, **limits)
+            made[family, precision] = Pair(family, vllm, native)
+        return made[family, precision]
+
+    yield build
+    for pair in made.values():
+        pair.vllm.close()
+
+
+@pytest.fixture
+def requests() -> list[Request]:
+    """Prompts of 1 to 13 tokens with 1 to 4 samples: 15 samples of 6 prompts."""
+    generator = torch.Generator().manual_seed(5)
+    lengths, samples = (3, 1, 13, 6, 2, 9), (4, 1, 3, 2, 4, 1)
+    return [
+        Request(tuple(torch.randint(0, 40, (n,), generator=generator).tolist()), seed=100 + n, samples=g)
+        for n, g in zip(lengths, samples, strict=True)
+    ]

