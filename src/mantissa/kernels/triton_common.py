@@ -31,6 +31,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def ceil_div(n: int, by: int) -> int:
+    """n / by, rounded up."""
     return -(-n // by)
 
 

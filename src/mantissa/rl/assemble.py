@@ -105,14 +105,14 @@ def be_deterministic(device: torch.device) -> None:
 
 
 def prove(
-    precision: ResolvedPrecision, device: torch.device, plan: ExactPlan | None = None, *, rollout: bool = True
+    precision: ResolvedPrecision, device: torch.device, plan: ExactPlan | None = None, vllm: bool = False
 ) -> dict[str, str]:
     """Probe every role's kernels on a device; returns what each probe saw, by role. Exact kernels need their plan.
 
-    ``rollout``: whether the rollout's kernels are ours to probe.
+    ``vllm``: the rollout's are vLLM's, which its engine tries itself.
     """
     evidence = {"learner": probe(learner_kernels(precision, plan), device)}
-    if rollout:
+    if not vllm:
         evidence["rollout"] = probe(rollout_kernels(precision, plan), device)
     if precision.reference is not None:
         evidence["reference"] = probe(reference_kernels(precision, plan), device)
@@ -210,7 +210,7 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     longest = min(model.config.max_position_embeddings, max(256, 2 * config.rollout.max_tokens), 2048)
     rows = max(config.rollout.slots, config.optimizer.micro_batch_tokens)
     plan = team.decided(exact_plan(precision, model, device, longest, rows))  # found by probing, and one for all
-    evidence = prove(precision, device, plan, rollout=not vllm)
+    evidence = prove(precision, device, plan, vllm)
     scaling = config.loss_scaling or LossScalingConfig()
     learner = Learner(
         model,
@@ -229,7 +229,9 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     grader.start()  # a reward function that is not there shows now
     engine = None
     try:
-        engine = build_engine(config.rollout, precision, plan, model.config, tokenizer, device)
+        engine = build_engine(
+            config.rollout, precision, rollout_kernels(precision, plan), model.config, tokenizer, device
+        )
         sampler = Sampler(engine, tokenizer, grader, team)
         check_task(config, task, sampler, model.config.max_position_embeddings)
     except BaseException:

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from mantissa.kernels import ExactPlan, rollout_kernels
+from mantissa.kernels import Kernels
 from mantissa.model import ModelConfig, Tokenizer
 from mantissa.precision import ResolvedPrecision
 from mantissa.rl.config import RolloutConfig
@@ -31,13 +31,16 @@ def on_vllm(precision: ResolvedPrecision) -> ResolvedPrecision:
 def build_engine(
     rollout: RolloutConfig,
     precision: ResolvedPrecision,
-    plan: ExactPlan | None,
+    kernels: Kernels,
     model: ModelConfig,
     tokenizer: Tokenizer,
     device: torch.device,
 ) -> RolloutEngine:
-    """The engine that the recipe names, still without weights. vLLM's processes run from here on: ``close`` them."""
-    kernels, length = rollout_kernels(precision, plan), model.max_position_embeddings
+    """The engine that the recipe names, still without weights. vLLM's processes run from here on: ``close`` them.
+
+    ``kernels``: the rollout's; of vLLM only their format and their copies of the masters are used.
+    """
+    length = model.max_position_embeddings
     if rollout.engine == "vllm":
         return VllmEngine(
             model,
