@@ -1,6 +1,6 @@
 """What exact kernels cost on a CPU: rollout, learner and the whole step of RL against the fast family, in each format.
 
-    python benchmarks/exact_cost.py [--threads 2] [--rounds 9]
+    python benchmarks/exact_cost.py [--threads 2] [--rounds 9] [--precisions fp32 bf16 fp16 fp8]
 
 Two decoders: the demo's (hidden 64, 4 layers) and one of hidden 256. A step is 64 prompts of 16 tokens, 8 samples each
 of 24 new tokens; ``rollout`` samples them with the engine, ``score`` is the learner's forward without a graph,
@@ -13,13 +13,12 @@ one differs, no row is written. Rows go to ``results/exact_cost.jsonl``.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from typing import Any
 
 import torch
 from rows import append
-from steps import decoder_config
+from steps import decoder_config, spread
 
 from mantissa.cli.memory import keep_freed_memory
 from mantissa.kernels import ModelShapes, learner_kernels, plan_exact, rollout_kernels
@@ -117,7 +116,7 @@ def measure(config: ModelConfig, precision: str, rounds: int) -> list[dict[str, 
             about = {
                 "benchmark": "exact_cost",
                 "requested": precision,
-                "active": role.active.name,
+                "active": role.name,
                 "kernels": role.kernels,
                 "contender": kind,
                 "case": part,
@@ -134,20 +133,16 @@ def measure(config: ModelConfig, precision: str, rounds: int) -> list[dict[str, 
     return rows
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return {"value": middle, "quartile_low": low, "quartile_high": high}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "fp16", "fp8"])
     arguments = parser.parse_args()
     keep_freed_memory()  # as the command has it
     torch.set_num_threads(arguments.threads)
     for config in (DEMO, decoder_config(256, 4)):
-        for precision in ("fp32", "bf16", "fp16"):
+        for precision in arguments.precisions:
             rows = measure(config, precision, arguments.rounds)
             for row in rows:
                 if row["metric"] == "time_over_fast":

@@ -74,6 +74,7 @@ def test_unchecked_steps_learn_the_same_without_the_forward(train: Train) -> Non
         assert measured == (checked, checked, checked)  # what was not measured is not logged
     one, other = (load_model(run.policy_path).state_dict() for run in (every, some))
     assert all(torch.equal(one[name], other[name]) for name in one)
+    assert "Exactly 0 at the 2 of 4 steps where it was measured" in some.report_path.read_text()
     assert all(row["learner_logp"] is None for row in some.read_rollouts(2))
     assert all(row["learner_logp"] == row["rollout_logp"] for row in some.read_rollouts(4))
 

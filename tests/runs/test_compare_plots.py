@@ -142,7 +142,7 @@ def test_zeros_and_infinities_are_said() -> None:
     assert "Open circles on the floor are exact zeros." in plot.note
     assert "g0: not finite on 2 steps, left out." in plot.note
     flat = one_plot(name, group(0, rows_of(name, [0.0, 0.0])))
-    assert (flat.svg, flat.note) == ("", "Exactly 0 on every step, in all of them.")
+    assert (flat.svg, flat.note) == ("", "Exactly 0 wherever it was measured, in all of them.")
     unscaled = one_plot("precision/loss_scale", group(0, rows_of("precision/loss_scale", [1.0, 1.0])))
     assert (unscaled.svg, unscaled.note) == ("", "No loss is scaled: 1 on every step.")
 

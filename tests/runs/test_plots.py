@@ -95,6 +95,8 @@ def test_gap_is_logarithmic_and_zeros_lie_on_the_floor() -> None:
 def test_a_gap_of_zero_throughout_is_a_sentence() -> None:
     plot = plots.gap(rows_of("gap/k3_kl", [0.0, 0.0]))
     assert (plot.svg, plot.note) == ("", "Exactly 0 at every step: no token's log-prob differed.")
+    some = plots.gap([*rows_of("gap/k3_kl", [0.0, 0.0]), {"step": 3}, {"step": 4}, {"step": 5}])  # exact, unchecked
+    assert some.note == "Exactly 0 at the 2 of 5 steps where it was measured: no token's log-prob differed."
 
 
 def test_probabilities_lie_where_they_should() -> None:
@@ -107,6 +109,8 @@ def test_probabilities_lie_where_they_should() -> None:
     assert {"p under the rollout", "p under the learner"} <= set(texts(plot))
     exact = plots.probabilities([row | {"learner_logp": row["rollout_logp"]}])
     assert "every log-prob is equal on both sides" in exact.note
+    later = {"step": 12, "rollout_logp": row["rollout_logp"], "learner_logp": None}  # not scored: not of these tokens
+    assert plots.probabilities([row, later]).note.startswith("4 tokens of step 9.")
     assert "|log-prob difference|, nats" not in texts(exact)
 
 

@@ -86,7 +86,7 @@ def _panel(panel: Panel, groups: Sequence[Group], found: Sequence[tuple[Group, C
     if panel.scale == "power of two" and (values == 1).all():
         return Plot(panel.title, f"No loss is scaled: 1 on every step. {note}".strip())
     if panel.scale == "log" and not (values > 0).any():
-        return Plot(panel.title, f"Exactly 0 on every step, in all of them. {note}".strip())
+        return Plot(panel.title, f"Exactly 0 wherever it was measured, in all of them. {note}".strip())
     with styled():
         drawing = figure(5.6, 2.8)
         axes = drawing.subplots()

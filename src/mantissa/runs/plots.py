@@ -20,6 +20,7 @@ from mantissa.runs.series import (
     sequence_log_ratios,
     series,
     token_logps,
+    where_measured,
 )
 from mantissa.runs.svg import MUTED, SERIES, figure, step_axis, styled, to_svg
 
@@ -132,7 +133,7 @@ def probabilities(rollouts: Rows) -> Plot:
         return Plot(title, "No rollouts with both log-probs were kept.")
     gap = np.abs(learner - rollout)
     equal = float(np.mean(gap == 0))
-    steps = sorted({row["step"] for row in rollouts})
+    steps = sorted({row["step"] for row in rollouts if row.get("learner_logp") is not None})
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     to_decades = 1 / np.log(10)
     with styled():
@@ -207,7 +208,8 @@ def gap(rows: Rows) -> Plot:
         return Plot(title, "No gap was logged.")
     positive = np.concatenate([y[y > 0] for _, _, _, y in drawn])
     if positive.size == 0:
-        return Plot(title, "Exactly 0 at every step: no token's log-prob differed.")
+        measured = max(x.size for _, _, x, _ in drawn)
+        return Plot(title, f"Exactly 0 at {where_measured(measured, len(rows))}: no token's log-prob differed.")
     with styled():
         drawing = figure()
         axes = drawing.subplots()

@@ -22,7 +22,7 @@ from mantissa.runs.health import Excursion, check, judge, number, sentence
 from mantissa.runs.live import count, duration, small
 from mantissa.runs.metrics import METRICS
 from mantissa.runs.page import scale_text, text
-from mantissa.runs.series import PHASES, ends, recent_rollouts, sequence_log_ratios, series
+from mantissa.runs.series import PHASES, ends, recent_rollouts, sequence_log_ratios, series, where_measured
 
 Rows = Sequence[dict[str, Any]]
 _SAMPLES = 3  # of each kind: right, wrong
@@ -123,7 +123,7 @@ def _gap_card(rows: Rows) -> str:
     if k3.size == 0:
         return page.card("Gap, k3 KL", "-", "not logged")
     if not k3.any() and not difference.any():
-        return page.card("Gap, k3 KL", "0", "exactly, on every step")
+        return page.card("Gap, k3 KL", "0", f"exactly, on {where_measured(k3.size, len(rows))}")
     note = f"nats a token, median of {k3.size} step{'s' if k3.size > 1 else ''}"
     if difference.size:
         note += f"; mean |log-prob difference| {small(float(np.median(difference)))}"

@@ -114,6 +114,11 @@ def phase_times(rows: Sequence[dict[str, Any]], bars: int = 80) -> PhaseTimes | 
     return PhaseTimes(names, steps, seconds[used], per_bar)
 
 
+def where_measured(measured: int, steps: int) -> str:
+    """What a statement about ``measured`` values covers: ``every step``, or how many of the run's ``steps``."""
+    return "every step" if measured == steps else f"the {measured} of {steps} steps where it was measured"
+
+
 def _pair(row: dict[str, Any]) -> tuple[Array, Array] | None:
     """The two log-prob arrays of one completion; None where the learner's are absent or of another length."""
     rollout, learner = row.get("rollout_logp"), row.get("learner_logp")
