@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from rows import append
-from steps import decoder_config, interleaved, spread, training_step
+from steps import decoder_config, interleaved, step_rows, training_step
 
 from mantissa.precision import PRESETS, resolve
 
@@ -34,7 +34,7 @@ def measure(size: tuple[int, int, int, int, int], rounds: int) -> list[dict[str,
     times = interleaved(steps, warm_up=3, rounds=rounds)
     tokens = batch * (length - 1)
     rows = []
-    for name, seconds in times.items():
+    for name in times:
         role = resolve(PRESETS[name], "cuda").learner
         about = {
             "benchmark": "gpu_step",
@@ -50,10 +50,8 @@ def measure(size: tuple[int, int, int, int, int], rounds: int) -> list[dict[str,
         }
         torch.cuda.reset_peak_memory_stats()
         steps[name]()
-        rows.append(about | {"metric": "step_seconds", "unit": "s", **spread(seconds)})
         rows.append(about | {"metric": "peak_memory", "unit": "bytes", "value": torch.cuda.max_memory_allocated()})
-        ratios = [s / base for s, base in zip(seconds, times["fp32"], strict=True)]
-        rows.append(about | {"metric": "step_time_over_fp32", "unit": "ratio", **spread(ratios)})
+        rows += step_rows(about, name, times)
     return rows
 
 

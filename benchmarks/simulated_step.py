@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from rows import append
-from steps import decoder_config, interleaved, spread, training_step
+from steps import decoder_config, interleaved, step_rows, training_step
 
 from mantissa.precision import PRESETS, resolve
 
@@ -25,7 +25,7 @@ def measure(hidden: int, rounds: int) -> list[dict[str, Any]]:
     steps = {name: training_step(PRESETS[name], config, ROWS, LENGTH, "cpu") for name in ("fp32", "fp16", "bf16")}
     times = interleaved(steps, warm_up=3, rounds=rounds)
     rows = []
-    for name, seconds in times.items():
+    for name in times:
         role = resolve(PRESETS[name], "cpu").learner
         about = {
             "benchmark": "simulated_step",
@@ -37,10 +37,7 @@ def measure(hidden: int, rounds: int) -> list[dict[str, Any]]:
             "tokens": ROWS * (LENGTH - 1),
             "rounds": rounds,
         }
-        rows.append(about | {"metric": "step_seconds", "unit": "s", **spread(seconds)})
-        if name != "fp32":
-            ratios = [s / base for s, base in zip(seconds, times["fp32"], strict=True)]
-            rows.append(about | {"metric": "step_time_over_fp32", "unit": "ratio", **spread(ratios)})
+        rows += step_rows(about, name, times)
     return rows
 
 

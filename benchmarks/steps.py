@@ -65,3 +65,12 @@ def spread(values: list[float]) -> dict[str, float]:
     """Median and quartiles."""
     low, middle, high = statistics.quantiles(values, n=4)
     return {"value": middle, "quartile_low": low, "quartile_high": high}
+
+
+def step_rows(about: dict[str, Any], name: str, times: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """The rows of one contender: seconds of a step, and but for fp32 their ratio to fp32's of the same round."""
+    rows = [about | {"metric": "step_seconds", "unit": "s", **spread(times[name])}]
+    if name != "fp32":
+        ratios = [s / base for s, base in zip(times[name], times["fp32"], strict=True)]
+        rows.append(about | {"metric": "step_time_over_fp32", "unit": "ratio", **spread(ratios)})
+    return rows
