@@ -116,7 +116,7 @@ def measure(config: ModelConfig, precision: str, rounds: int) -> list[dict[str, 
             about = {
                 "benchmark": "exact_cost",
                 "requested": precision,
-                "active": role.name,
+                "active": "fp8" if role.fp8 is not None else role.active.name,
                 "kernels": role.kernels,
                 "contender": kind,
                 "case": part,
