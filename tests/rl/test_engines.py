@@ -35,7 +35,6 @@ def test_native_is_the_default(configure: Callable[..., RunConfig], parts_of: Ca
         ),
         (["precision=fp8-rollout"], r"precision\.rollout=fp8: vLLM is driven here in fp32, bf16 and fp16"),
         (["precision={preset: fp16, kv_cache: bf16}"], r"precision\.kv_cache=bf16: vLLM's cache is kept in .* fp16"),
-        (["precision={preset: bf16, kv_cache: fp8}"], r"precision\.kv_cache=fp8: vLLM's cache is kept in .* bf16"),
         (["precision={preset: fp16, logits: bf16}"], r"precision\.logits=bf16: vLLM holds logits in fp32 or .* fp16"),
         (["precision={preset: fp16, backend: simulated}"], r"precision\.backend=simulated: vLLM computes in fp16"),
         (["nproc=2"], "nproc=2: vLLM serves one learner process"),
@@ -49,7 +48,9 @@ def test_what_vllm_is_refused(configure: Callable[..., RunConfig], overrides: li
         configure(*overrides, VLLM)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "{preset: fp16, kv_cache: fp16, logits: fp16}"])
+@pytest.mark.parametrize(
+    "precision", ["fp32", "{preset: fp16, kv_cache: fp16, logits: fp16}", "{preset: bf16, kv_cache: fp8}"]
+)
 def test_what_vllm_can_is_accepted(configure: Callable[..., RunConfig], precision: str) -> None:
     assert configure(f"precision={precision}", VLLM).rollout.engine == "vllm"
 
@@ -63,6 +64,11 @@ def test_the_precision_table_says_who_computes() -> None:
         assert rows[role]["kernels"] == "native"
         assert (rows[role]["requested"], rows[role]["active"]) == (before[role]["requested"], before[role]["active"])
     assert {role: rows[role] for role in ("learner", "master")} == {r: before[r] for r in ("learner", "master")}
+    cache = on_vllm(resolve(PrecisionPolicy.parse({"preset": "bf16", "kv_cache": "fp8"}), "cpu")).kv_cache
+    assert (cache.active.name, cache.backend) == ("e4m3", "native")
+    assert cache.reason == "asked for: vLLM's e4m3 cache without scales, so beyond 448 saturated; " + (
+        "digits cut off, not rounded"
+    )
 
 
 def test_the_parts_of_a_run_on_vllm(

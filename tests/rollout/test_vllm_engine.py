@@ -56,7 +56,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
 
 def asked(resolved: ResolvedPrecision, config: ModelConfig = CONFIG, **more: object) -> VllmStart:
     limits = {"slots": 5, "max_length": 32, "device": torch.device("cpu")} | more
-    return VllmStart(config, resolved.rollout.active, resolved.logits.active, **limits)
+    return VllmStart(config, resolved.rollout.active, resolved.logits.active, cache=resolved.kv_cache.active, **limits)
 
 
 def masters(seed: int = 1) -> dict[str, Tensor]:
@@ -107,6 +107,44 @@ def test_logits_in_half_are_asked_for(build: Build) -> None:
     assert "head bfloat16" in engine.evidence
     with pytest.raises(MantissaError, match=r"precision\.logits=bf16: vLLM holds logits in fp32 or in the rollout's"):
         build({"preset": "fp16", "logits": "bf16"})
+
+
+WIDE = dataclasses.replace(CONFIG, hidden_size=128, head_dim=32)
+FP8_CACHE = {"preset": "bf16", "kv_cache": "fp8"}
+
+
+def test_a_cache_in_fp8_is_asked_for_and_looked_at(build: Build) -> None:
+    engine = build(FP8_CACHE, config=WIDE)
+    options = LLM.made[-1].options
+    assert (options["dtype"], options["kv_cache_dtype"]) == ("bfloat16", "fp8_e4m3")
+    assert options["kv_cache_memory_bytes"] == 2 * 2 * 2 * 32 * 1 * 256 * 5  # one byte a value
+    assert "runs in bfloat16, head float32, cache fp8_e4m3 of scale 1; " in engine.evidence
+    assert (
+        "cache fp8_e4m3 of scale 1, queries in fp8_e4m3; "
+        in build(FP8_CACHE, Fault(query_quant=True), config=WIDE).evidence
+    )
+    asked_for = r"was asked for kv_cache=fp8_e4m3 of scale 1 and runs with fp8_"
+    with pytest.raises(MantissaError, match=asked_for + "e5m2 of scale 1"):
+        build(FP8_CACHE, Fault(cache="fp8_e5m2"), config=WIDE)
+    with pytest.raises(MantissaError, match=asked_for + r"e4m3 of scale 0\.5"):
+        build(FP8_CACHE, Fault(cache_scale=0.5), config=WIDE)
+
+
+def test_where_vllm_has_no_cache_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    resolved = resolve(PrecisionPolicy.parse(FP8_CACHE), "cpu")
+    with pytest.raises(MantissaError, match=r"kv_cache=fp8: on a CPU .* a multiple of 32 wide, these are 8; leave"):
+        asked(resolved)
+    asked(resolved, device=torch.device("cuda", 0))  # a GPU's kernels say themselves
+    start = asked(resolved, WIDE)
+    for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    with pytest.raises(MantissaError, match=r"kv_cache=fp8: .* wants AVX-512 or AMX, which this one has not"):
+        VllmEngine(start, rollout_kernels(resolved))
+    assert not LLM.made
+    bf16_of_fp32 = resolve(PrecisionPolicy.parse({"kv_cache": "bf16"}), "cpu")
+    with pytest.raises(MantissaError, match=r"kv_cache=bf16: vLLM's cache is in the rollout's own fp32 or in fp8"):
+        asked(bf16_of_fp32)
 
 
 def test_a_shape_that_vllm_reads_otherwise() -> None:

@@ -95,6 +95,15 @@ class Model(nn.Module):
         return self.lm_head.quant_method.apply(self.lm_head, x)[:, : self.lm_head.org_vocab_size].float()
 
 
+class Attention(nn.Module):
+    """What a layer says of its cache."""
+
+    def __init__(self, kind: str, scale: float) -> None:
+        super().__init__()
+        self.kv_cache_dtype, self._k_scale_float, self._v_scale_float = kind, scale, scale
+        self.query_quant: object = None
+
+
 @dataclass
 class Fault:
     """What the stand-in does wrong."""
@@ -107,6 +116,9 @@ class Fault:
     finish: str = ""
     nan: bool = False
     freed: int = 1 << 30  # asleep
+    cache: str = ""  # another than asked for
+    cache_scale: float = 1.0
+    query_quant: bool = False  # as on a GPU
 
 
 class Worker(WeightReader):
@@ -138,7 +150,10 @@ class LLM:
             "max_model_len": options["max_model_len"],
         } | self.fault.facts
         self.worker = Worker()
-        self.worker.model_runner = SimpleNamespace(model_config=SimpleNamespace(**told), kv_cache_dtype=dtype)
+        cache = {"auto": dtype, "fp8_e4m3": torch.uint8}[options["kv_cache_dtype"]]
+        self.attention = Attention(self.fault.cache or options["kv_cache_dtype"], self.fault.cache_scale)
+        self.attention.query_quant = object() if self.fault.query_quant else None
+        self.worker.model_runner = SimpleNamespace(model_config=SimpleNamespace(**told), kv_cache_dtype=cache)
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self._shutdown))
         self.reload_weights(options["model"])
         self.made.append(self)
@@ -151,6 +166,7 @@ class LLM:
         runner = self.worker.model_runner
         if self.fault.keeps and getattr(runner, "model", None) is not None:
             model._put(self.fault.keeps, runner.model.get_submodule(self.fault.keeps))
+        model.add_module("attention", self.attention)
         runner.model = model
 
     def sleep(self, level: int) -> None:

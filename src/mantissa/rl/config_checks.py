@@ -98,9 +98,9 @@ def _check_vllm(config: RunConfig) -> None:
         ),
         (policy.rollout == "fp8", "precision.rollout=fp8: vLLM is driven here in fp32, bf16 and fp16; choose one"),
         (
-            policy.kv_cache not in (None, policy.rollout),
+            policy.kv_cache not in (None, policy.rollout, "fp8"),
             f"precision.kv_cache={policy.kv_cache}: vLLM's cache is kept in the rollout's own format, "
-            f"{policy.rollout}; leave it out",
+            f"{policy.rollout}, or in fp8; leave it out",
         ),
         (
             policy.logits not in ("fp32", policy.rollout),

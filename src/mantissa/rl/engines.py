@@ -9,7 +9,7 @@ import torch
 
 from mantissa.kernels import Kernels
 from mantissa.model import Decoder, ModelConfig, Tokenizer
-from mantissa.precision import ResolvedPrecision
+from mantissa.precision import E4M3, ResolvedPrecision
 from mantissa.rl.config import RolloutConfig
 from mantissa.rollout import NativeEngine, RolloutEngine, VllmEngine, VllmStart, serve_vllm
 
@@ -25,7 +25,12 @@ def on_vllm(precision: ResolvedPrecision) -> ResolvedPrecision:
         if half
         else "half operands, fp32 result, fp32 log-softmax; vLLM's head is told to be fp32",
     )
-    cache = dataclasses.replace(precision.kv_cache, backend="native", reason="vLLM's cache, in the rollout's format")
+    why = "vLLM's cache, in the rollout's format"
+    if precision.kv_cache.active is E4M3:
+        why = "asked for: vLLM's e4m3 cache without scales, so beyond 448 saturated" + (
+            "; digits cut off, not rounded" if precision.device == "cpu" else ""
+        )
+    cache = dataclasses.replace(precision.kv_cache, backend="native", reason=why)
     return dataclasses.replace(precision, rollout=rollout, logits=logits, kv_cache=cache)
 
 
@@ -41,6 +46,7 @@ def vllm_start(
         max_length=model.max_position_embeddings,
         device=device,
         sleeps=rollout.vllm.sleep,
+        cache=precision.kv_cache.active,
     )
 
 

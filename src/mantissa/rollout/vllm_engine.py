@@ -65,16 +65,16 @@ class VllmEngine:
         begun_with = sample_weights(self._copies.weights)
         self._link: VllmLink = ServedVllm(server, start, timeout_s) if server else LocalVllm(start, begun_with)
         try:
-            self._check_facts()
+            facts = self._check_facts()
             tensors = self._load(begun_with)
             apart = self._prove_processed()
             slept = self._prove_sleep() if start.sleeps else ""
         except BaseException:
             self.close()
             raise
+        runs_in = f"{dtype_name(start.format)}, head {dtype_name(start.logits)}{_cache_of(facts)}"
         self.evidence = (
-            f"{self._link.where} runs in {dtype_name(start.format)}, head {dtype_name(start.logits)}; "
-            f"{tensors} tensors read back as sent, bit for bit; {apart}{slept}"
+            f"{self._link.where} runs in {runs_in}; {tensors} tensors read back as sent, bit for bit; {apart}{slept}"
         )
 
     @property
@@ -192,7 +192,7 @@ class VllmEngine:
 
     # what is seen at the start
 
-    def _check_facts(self) -> None:
+    def _check_facts(self) -> dict[str, str]:
         facts = self._link.call("mantissa_facts")
         for name, value in self.start.facts().items():
             if facts.get(name) != value:
@@ -200,6 +200,7 @@ class VllmEngine:
                     f"{self._link.where} was asked for {name}={value} and runs with {facts.get(name)}; choose another "
                     "precision.rollout, or rollout.engine=native"
                 )
+        return dict(facts)
 
     def _prove_processed(self) -> str:
         """Log-probs must be of the distribution sampled from: at temperature 2 half as far apart as at 1."""
@@ -229,6 +230,14 @@ class VllmEngine:
                 f"{weights / 2**30:.2f}; set rollout.vllm.sleep=false"
             )
         return f"; asleep it gives {freed / 2**30:.1f} GiB back"
+
+
+def _cache_of(facts: Mapping[str, str]) -> str:
+    """What the evidence says of a cache that is not in the rollout's format."""
+    if facts["kv_cache"] == facts["dtype"]:
+        return ""
+    queries = "" if facts["queries"] == facts["dtype"] else f", queries in {facts['queries']}"
+    return f", cache {facts['kv_cache']}{queries}"
 
 
 def _check_params(params: SamplingParams) -> None:

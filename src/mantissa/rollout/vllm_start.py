@@ -24,11 +24,12 @@ from mantissa.errors import MantissaError
 from mantissa.files import disk_errors
 from mantissa.model import ModelConfig
 from mantissa.model.config_file import config_fields
-from mantissa.precision import NumberFormat
-from mantissa.rollout.vllm_worker import EXTENSION, digest
+from mantissa.precision import E4M3, NumberFormat
+from mantissa.rollout.vllm_worker import EXTENSION, FP8_CACHE, digest
 
 _CACHE_BYTES = 4 << 30  # of keys and values at most, but for one longest sequence; sequences beyond that wait
 _BLOCK = 128  # tokens of one block of vLLM's cache on a CPU; 16 on a GPU
+_FP8_HEAD = 32  # what its fp8 kernels on a CPU take at a time of a head
 _BESIDE_BYTES = 2 << 30  # of a GPU: what vLLM's process takes besides weights and cache
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _QUIET = {
@@ -58,9 +59,10 @@ def require_vllm() -> str:
 class VllmStart:
     """What a vLLM is asked to be.
 
-    ``format``: weights, activations and cache. ``logits``: fp32, or that format. ``slots``: sequences decoded together
-    at most (``max_num_seqs``). ``max_length``: prompt and response tokens of one sample. ``sleeps``: gives its memory
-    back while the learner works; on CUDA alone.
+    ``format``: weights and activations. ``logits``: fp32, or that format. ``slots``: sequences decoded together at most
+    (``max_num_seqs``). ``max_length``: prompt and response tokens of one sample. ``sleeps``: gives its memory back
+    while the learner works; on CUDA alone. ``cache``: of keys and values, that format (None) or e4m3, which vLLM fills
+    without a scale.
     """
 
     config: ModelConfig
@@ -70,6 +72,7 @@ class VllmStart:
     max_length: int
     device: torch.device
     sleeps: bool = False
+    cache: NumberFormat | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -88,16 +91,27 @@ class VllmStart:
                 f"rollout.vllm.sleep=true: vLLM cannot sleep on a {self.device.type} (it ignores being told to); leave "
                 "it out"
             )
+        if self.cache not in (None, self.format, E4M3):
+            raise MantissaError(
+                f"precision.kv_cache={self.cache}: vLLM's cache is in the rollout's own {self.format} or in fp8; "
+                "choose one"
+            )
+        if self.cache is E4M3 and self.device.type == "cpu" and config.head_dim % _FP8_HEAD:
+            raise MantissaError(
+                f"precision.kv_cache=fp8: on a CPU vLLM's fp8 cache wants heads of a multiple of {_FP8_HEAD} wide, "
+                f"these are {config.head_dim}; leave kv_cache out, or set rollout.engine=native"
+            )
 
     def options(self, folder: str) -> dict[str, Any]:
-        """vLLM's own options, by its own names. ``folder``: where config and weights lie."""
+        """vLLM's own options, by its own names, to start it here. ``folder``: where config and weights lie."""
+        self._check_machine()
         options: dict[str, Any] = {
             "model": folder,
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "dtype": dtype_name(self.format),
             "hf_overrides": {"head_dtype": dtype_name(self.logits)},
-            "kv_cache_dtype": "auto",
+            "kv_cache_dtype": "fp8_e4m3" if self.cache is E4M3 else "auto",
             "kv_cache_memory_bytes": self._cache_bytes(),
             "max_model_len": self.max_length,
             "max_num_seqs": self.slots,
@@ -115,7 +129,7 @@ class VllmStart:
         return {
             "dtype": dtype_name(self.format),
             "head_dtype": dtype_name(self.logits),
-            "kv_cache": dtype_name(self.format),
+            "kv_cache": FP8_CACHE if self.cache is E4M3 else dtype_name(self.format),
             "logprobs_mode": "processed_logprobs",
             "quantization": "None",
         }
@@ -138,11 +152,20 @@ class VllmStart:
             chosen |= dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
         return {**scrubbed, **chosen}
 
+    def _check_machine(self) -> None:
+        """Of the one that vLLM starts on, which is a server's own."""
+        wide = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+        if self.cache is E4M3 and self.device.type == "cpu" and not wide:
+            raise MantissaError(
+                "precision.kv_cache=fp8: on a CPU vLLM's fp8 cache wants AVX-512 or AMX, which this one has not; leave "
+                "kv_cache out, or set rollout.engine=native"
+            )
+
     def _cache_bytes(self) -> int:
         """Room for every slot at full length, within bounds; for one longest sequence at least."""
         config = self.config
         heads = config.num_key_value_heads * config.head_dim
-        token = 2 * config.num_hidden_layers * heads * self.format.dtype.itemsize
+        token = 2 * config.num_hidden_layers * heads * (self.cache or self.format).dtype.itemsize
         longest = (math.ceil(self.max_length / _BLOCK) + 1) * _BLOCK * token
         return max(longest, min(self.slots * longest, _CACHE_BYTES))
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 EXTENSION = "mantissa.rollout.vllm_worker.WeightReader"
+FP8_CACHE = "fp8_e4m3 of scale 1"  # how an fp8 cache is named that is filled with keys and values as they are
 _UNITS = 1024  # unit vectors multiplied at a time
 
 
@@ -42,13 +43,30 @@ class WeightReader:
         facts = {
             "dtype": config.dtype,
             "head_dtype": config.head_dtype,
-            "kv_cache": self.model_runner.kv_cache_dtype,
+            "kv_cache": self._cache_kind(),
+            "queries": self._query_kind(),
             "logprobs_mode": config.logprobs_mode,
             "quantization": config.quantization,
             "folder": config.model,
             "max_length": config.max_model_len,
         }
         return {name: str(value).removeprefix("torch.") for name, value in facts.items()}
+
+    def _cache_kind(self) -> str:
+        """The cache's dtype; where it holds 8-bit codes, each layer's own word on which, and their scales."""
+        dtype = self.model_runner.kv_cache_dtype
+        if dtype != torch.uint8:
+            return str(dtype)
+        layers = [module for module in self.model_runner.model.modules() if hasattr(module, "kv_cache_dtype")]
+        scales = {layer.kv_cache_dtype: set[float]() for layer in layers}
+        for layer in layers:
+            scales[layer.kv_cache_dtype] |= {layer._k_scale_float, layer._v_scale_float}
+        return ", ".join(f"{kind} of scale {'/'.join(f'{s:g}' for s in sorted(of))}" for kind, of in scales.items())
+
+    def _query_kind(self) -> str:
+        """What attention multiplies an fp8 cache by: a GPU's kernels want queries in fp8 too."""
+        quantised = any(getattr(module, "query_quant", None) for module in self.model_runner.model.modules())
+        return "fp8_e4m3" if quantised else str(self.model_runner.model_config.dtype)
 
     def mantissa_mark(self, mark: str | None = None) -> dict[str, str]:
         """The mark that was last given; empty in a worker that was started since."""

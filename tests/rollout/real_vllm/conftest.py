@@ -54,7 +54,8 @@ def masters(family: str, seed: int) -> Decoder:
 
 def asked(config: ModelConfig, resolved: ResolvedPrecision) -> VllmStart:
     """What the engines of these tests are."""
-    return VllmStart(config, resolved.rollout.active, resolved.logits.active, 8, 64, torch.device("cpu"))
+    formats = (resolved.rollout.active, resolved.logits.active)
+    return VllmStart(config, *formats, 8, 64, torch.device("cpu"), cache=resolved.kv_cache.active)
 
 
 @dataclasses.dataclass
@@ -79,15 +80,16 @@ def pair_of() -> Iterator[Callable[..., Pair]]:
     """``pair_of(family, precision)``: the two engines, the same pair every time within a module."""
     made: dict[tuple[str, str], Pair] = {}
 
-    def build(family: str, precision: str = "fp32") -> Pair:
-        if (family, precision) not in made:
+    def build(family: str, precision: object = "fp32") -> Pair:
+        key = (family, str(precision))
+        if key not in made:
             resolved = resolve(PrecisionPolicy.parse(precision), "cpu")
             config, kernels = FAMILIES[family], rollout_kernels(resolved)
             text = {"decode_text": lambda ids: " ".join(map(str, ids))}
             vllm = VllmEngine(asked(config, resolved), kernels, **text)
             native = NativeEngine(config, kernels, kv_format=resolved.kv_cache.active, slots=8, max_length=64, **text)
-            made[family, precision] = Pair(family, vllm, native)
-        return made[family, precision]
+            made[key] = Pair(family, vllm, native)
+        return made[key]
 
     yield build
     for pair in made.values():

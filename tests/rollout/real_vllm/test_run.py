@@ -47,8 +47,9 @@ RECIPE: dict[str, Any] = {
     "checkpoint": {"every": 2},
     "trackers": [],
 }
-# Seen: mean |difference of log-probs| 1e-7 in fp32 and 5e-4 in bf16; the bounds leave a factor of ten and of four.
-GAPS = {"fp32": (0.0, 1e-6), "bf16": (2e-5, 4e-3)}
+# Seen: mean |difference of log-probs| 1e-7 in fp32, 5e-4 in bf16, 0.016 with an fp8 cache; the bounds leave a factor of
+# ten and of four.
+GAPS = {"fp32": (0.0, 1e-6), "bf16": (2e-5, 4e-3), "{preset: bf16, kv_cache: fp8}": (4e-3, 0.06)}
 
 
 @pytest.mark.parametrize("precision", sorted(GAPS))
@@ -66,3 +67,7 @@ def test_a_short_run_measures_the_gap_of_two_engines(precision: str, tmp_path: P
     assert "vLLM" in table["rollout"]["reason"]
     assert "tensors read back as sent, bit for bit" in table["rollout"]["evidence"]
     assert "vLLM" not in table["learner"]["reason"]
+    if "kv_cache" in precision:
+        assert table["kv_cache"]["active"] == "e4m3"
+        assert "vLLM's e4m3 cache without scales" in table["kv_cache"]["reason"]
+        assert "cache fp8_e4m3 of scale 1" in table["rollout"]["evidence"]
