@@ -33,7 +33,10 @@ def test_native_is_the_default(configure: Callable[..., RunConfig], parts_of: Ca
             ["precision={preset: fp16, kernels: exact}"],
             r"precision\.kernels=exact: vLLM's kernels add in another",
         ),
-        (["precision=fp8-rollout"], r"precision\.rollout=fp8: vLLM is driven here in fp32, bf16 and fp16"),
+        (
+            ["precision={preset: fp8-rollout, kv_cache: fp16, fp8: {base: fp16}, logits: bf16}"],
+            r"precision\.logits=bf16: vLLM holds logits in fp32 or in the rollout's fp16",
+        ),
         (["precision={preset: fp16, kv_cache: bf16}"], r"precision\.kv_cache=bf16: vLLM's cache is kept in .* fp16"),
         (["precision={preset: fp16, logits: bf16}"], r"precision\.logits=bf16: vLLM holds logits in fp32 or .* fp16"),
         (["precision={preset: fp16, backend: simulated}"], r"precision\.backend=simulated: vLLM computes in fp16"),
@@ -49,7 +52,13 @@ def test_what_vllm_is_refused(configure: Callable[..., RunConfig], overrides: li
 
 
 @pytest.mark.parametrize(
-    "precision", ["fp32", "{preset: fp16, kv_cache: fp16, logits: fp16}", "{preset: bf16, kv_cache: fp8}"]
+    "precision",
+    [
+        "fp32",
+        "{preset: fp16, kv_cache: fp16, logits: fp16}",
+        "{preset: bf16, kv_cache: fp8}",
+        "{preset: fp8-rollout, kv_cache: bf16}",
+    ],
 )
 def test_what_vllm_can_is_accepted(configure: Callable[..., RunConfig], precision: str) -> None:
     assert configure(f"precision={precision}", VLLM).rollout.engine == "vllm"
@@ -64,6 +73,11 @@ def test_the_precision_table_says_who_computes() -> None:
         assert rows[role]["kernels"] == "native"
         assert (rows[role]["requested"], rows[role]["active"]) == (before[role]["requested"], before[role]["active"])
     assert {role: rows[role] for role in ("learner", "master")} == {r: before[r] for r in ("learner", "master")}
+    in_fp8 = on_vllm(resolve(PrecisionPolicy.parse("fp8-rollout"), "cpu")).rollout
+    assert (in_fp8.name, in_fp8.backend) == ("fp8 on bf16", "native")
+    assert in_fp8.reason == (
+        "vLLM's own fp8 kernels: products of e4m3 in blocks of 128, base bf16; weights of our quantising"
+    )
     cache = on_vllm(resolve(PrecisionPolicy.parse({"preset": "bf16", "kv_cache": "fp8"}), "cpu")).kv_cache
     assert (cache.active.name, cache.backend) == ("e4m3", "native")
     assert cache.reason == "asked for: vLLM's e4m3 cache without scales, so beyond 448 saturated; " + (

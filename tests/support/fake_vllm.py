@@ -6,6 +6,7 @@ distribution does not depend on the prompt. Enough to see what the engine asks f
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,64 @@ class Linear(nn.Module):
         self.output_sizes = [len(part) for part in parts]
         self.weight = nn.Parameter(torch.empty(0, dtype=whole.dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+
+
+class Fp8BlockScaledMMLinearKernel:
+    """As vLLM's: quantises activations in one place for all its kinds, and multiplies what the layer holds."""
+
+    apply_input_quant = True
+    weight_group_shape = (128, 128)
+
+    def __init__(self) -> None:
+        self.quant_fp8 = SimpleNamespace(static=False, use_ue8m0=False, group_shape=(1, 128))
+
+    def apply_weights(self, layer: nn.Module, x: Tensor) -> Tensor:
+        scales = layer.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return nn.functional.linear(x.float(), layer.weight.float() * scales).to(x.dtype)
+
+
+class TritonProduct(Fp8BlockScaledMMLinearKernel):
+    pass
+
+
+class HalfProduct(Fp8BlockScaledMMLinearKernel):
+    apply_input_quant = False
+
+
+class HiddenProduct(Fp8BlockScaledMMLinearKernel):
+    def apply_weights(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return super().apply_weights(layer, x)
+
+
+class PowersProduct(Fp8BlockScaledMMLinearKernel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_fp8.use_ue8m0 = True
+
+
+class RowProduct(Fp8BlockScaledMMLinearKernel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_fp8.group_shape = (1, -1)
+
+
+class Fp8Linear(nn.Module):
+    """A matrix as codes and scales, which stay where the kernel reads them."""
+
+    kernel: type[Fp8BlockScaledMMLinearKernel] = TritonProduct
+
+    def __init__(self, parts: list[Tensor], scales: list[Tensor], biases: list[Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.cat([part.view(torch.uint8) for part in parts]), requires_grad=False)
+        self.weight.data = self.weight.data.view(torch.float8_e4m3fn)
+        self.weight_scale_inv = nn.Parameter(torch.cat(scales), requires_grad=False)
+        self.input_size, self.output_sizes = self.weight.shape[1], [len(part) for part in parts]
+        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        self.quant_method = SimpleNamespace(fp8_linear=self.kernel(), apply=self._apply_codes)
+
+    @staticmethod
+    def _apply_codes(layer: nn.Module, x: Tensor) -> Tensor:
+        return layer.quant_method.fp8_linear.apply_weights(layer, x)
 
 
 class Embedding(nn.Module):
@@ -80,7 +139,10 @@ class Model(nn.Module):
                 self._put(name, Norm(rest[f"{name}.weight"]))
                 continue
             biases = [rest[f"{part}.bias"] for part in parts if f"{part}.bias" in rest]
-            self._put(f"{parent}.{whole}", Linear([rest[f"{part}.weight"] for part in parts], biases))
+            weights = [rest[f"{part}.weight"] for part in parts]
+            scales = [rest[f"{part}.weight_scale_inv"] for part in parts if f"{part}.weight_scale_inv" in rest]
+            made = Fp8Linear(weights, scales, biases) if scales else Linear(weights, biases)
+            self._put(f"{parent}.{whole}", made)
 
     def _put(self, path: str, module: nn.Module) -> None:
         parent: nn.Module = self
@@ -119,6 +181,7 @@ class Fault:
     cache: str = ""  # another than asked for
     cache_scale: float = 1.0
     query_quant: bool = False  # as on a GPU
+    kernel: type[Fp8BlockScaledMMLinearKernel] = TritonProduct  # of fp8 products
 
 
 class Worker(WeightReader):
@@ -145,7 +208,7 @@ class LLM:
             "dtype": dtype,
             "head_dtype": getattr(torch, options["hf_overrides"]["head_dtype"]),
             "logprobs_mode": options["logprobs_mode"],
-            "quantization": None,
+            "quantization": (_config(options["model"]).get("quantization_config") or {}).get("quant_method"),
             "model": options["model"],
             "max_model_len": options["max_model_len"],
         } | self.fault.facts
@@ -210,6 +273,10 @@ class LLM:
         )
 
 
+def _config(folder: str) -> dict[str, Any]:
+    return json.loads((Path(folder) / "config.json").read_text())
+
+
 def install(monkeypatch: pytest.MonkeyPatch, fault: Fault | None = None) -> type[LLM]:
     """Put the stand-in where ``import vllm`` finds it; returns its ``LLM``, with the ones made so far forgotten."""
     module = ModuleType("vllm")
@@ -218,5 +285,6 @@ def install(monkeypatch: pytest.MonkeyPatch, fault: Fault | None = None) -> type
     module.LLM, module.SamplingParams = LLM, SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setattr(LLM, "fault", fault or Fault())
+    monkeypatch.setattr(Fp8Linear, "kernel", LLM.fault.kernel)
     monkeypatch.setattr(LLM, "made", [])
     return LLM

@@ -90,22 +90,22 @@ def _check_rollout(config: RunConfig) -> None:
 def _check_vllm(config: RunConfig) -> None:
     """What vLLM cannot do, or what nobody has tried with it."""
     policy, rollout = config.policy, config.rollout
+    base = policy.format_of(policy.rollout).name
     refusals = (
         (
             policy.kernels == "exact",
             "precision.kernels=exact: vLLM's kernels add in another order than the learner's, so their log-probs are "
             "not equal to the last bit; use kernels=fast and read the gap",
         ),
-        (policy.rollout == "fp8", "precision.rollout=fp8: vLLM is driven here in fp32, bf16 and fp16; choose one"),
         (
-            policy.kv_cache not in (None, policy.rollout, "fp8"),
-            f"precision.kv_cache={policy.kv_cache}: vLLM's cache is kept in the rollout's own format, "
-            f"{policy.rollout}, or in fp8; leave it out",
+            policy.kv_cache not in (None, base, "fp8"),
+            f"precision.kv_cache={policy.kv_cache}: vLLM's cache is kept in the rollout's own format, {base}, or in "
+            "fp8; leave it out",
         ),
         (
-            policy.logits not in ("fp32", policy.rollout),
-            f"precision.logits={policy.logits}: vLLM holds logits in fp32 or in the rollout's {policy.rollout}; choose "
-            "one of them",
+            policy.logits not in ("fp32", base),
+            f"precision.logits={policy.logits}: vLLM holds logits in fp32 or in the rollout's {base}; choose one of "
+            "them",
         ),
         (
             policy.backend == "simulated" and policy.rollout != "fp32",

@@ -16,7 +16,10 @@ from mantissa.rollout import NativeEngine, RolloutEngine, VllmEngine, VllmStart,
 
 def on_vllm(precision: ResolvedPrecision) -> ResolvedPrecision:
     """The same formats, where the rollout's are vLLM's own arithmetic and not this package's kernels."""
-    rollout = dataclasses.replace(precision.rollout, backend="native", reason="vLLM's own kernels and sum order")
+    why = "vLLM's own kernels and sum order"
+    if (fp8 := precision.rollout.fp8) is not None:
+        why = f"vLLM's own fp8 kernels: products of e4m3 in blocks of 128, base {fp8.base}; weights of our quantising"
+    rollout = dataclasses.replace(precision.rollout, backend="native", reason=why)
     half = precision.logits.active.name != "fp32"
     logits = dataclasses.replace(
         precision.logits,
@@ -47,6 +50,7 @@ def vllm_start(
         device=device,
         sleeps=rollout.vllm.sleep,
         cache=precision.kv_cache.active,
+        fp8=precision.rollout.fp8,
     )
 
 

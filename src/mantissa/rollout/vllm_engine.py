@@ -31,6 +31,7 @@ from mantissa.rollout.checks import check_requests
 from mantissa.rollout.stopping import StopStrings
 from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams
 from mantissa.rollout.uniforms import stream_keys
+from mantissa.rollout.vllm_fp8 import CodeKernels
 from mantissa.rollout.vllm_link import LocalVllm, ServedVllm, VllmLink, VllmOutput
 from mantissa.rollout.vllm_start import VllmStart, dtype_name, sample_weights
 
@@ -60,9 +61,11 @@ class VllmEngine:
     ) -> None:
         self.start, self.config = start, start.config
         self._decode_text = decode_text
+        if start.fp8 is not None:
+            kernels = CodeKernels(start.format, start.logits, start.fp8)
         self._copies = CopiedPolicy(start.config, kernels, start.device, "sync")
         self._version, self._mark, self._asleep = -1, "", False
-        begun_with = sample_weights(self._copies.weights)
+        begun_with = sample_weights(self._copies.weights, start.fp8)
         self._link: VllmLink = ServedVllm(server, start, timeout_s) if server else LocalVllm(start, begun_with)
         try:
             facts = self._check_facts()
@@ -72,7 +75,8 @@ class VllmEngine:
         except BaseException:
             self.close()
             raise
-        runs_in = f"{dtype_name(start.format)}, head {dtype_name(start.logits)}{_cache_of(facts)}"
+        fp8 = "" if start.fp8 is None else f", products of {facts['products']} by {facts['product_kernels']}"
+        runs_in = f"{dtype_name(start.format)}{fp8}, head {dtype_name(start.logits)}{_cache_of(facts)}"
         self.evidence = (
             f"{self._link.where} runs in {runs_in}; {tensors} tensors read back as sent, bit for bit; {apart}{slept}"
         )
@@ -197,8 +201,8 @@ class VllmEngine:
         for name, value in self.start.facts().items():
             if facts.get(name) != value:
                 raise MantissaError(
-                    f"{self._link.where} was asked for {name}={value} and runs with {facts.get(name)}; choose another "
-                    "precision.rollout, or rollout.engine=native"
+                    f"{self._link.where} was asked for {name}={value} and runs with {facts.get(name) or None}; choose "
+                    "another precision.rollout, or rollout.engine=native"
                 )
         return dict(facts)
 

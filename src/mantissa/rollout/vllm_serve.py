@@ -48,7 +48,7 @@ def serve_vllm(
     with _folder(folder) as path:
         room = WeightFolder(path, start)
         room.write_config()
-        room.write(sample_weights(shapes))
+        room.write(sample_weights(shapes, start.fp8))
         command = [*_command(), *flags(start.options(str(path))), *_FLAGS]
         with changed_environment(start.environment() | _MODE):
             server = subprocess.Popen([*command, "--host", host, "--port", str(port)])

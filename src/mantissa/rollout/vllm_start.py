@@ -24,8 +24,9 @@ from mantissa.errors import MantissaError
 from mantissa.files import disk_errors
 from mantissa.model import ModelConfig
 from mantissa.model.config_file import config_fields
-from mantissa.precision import E4M3, NumberFormat
-from mantissa.rollout.vllm_worker import EXTENSION, FP8_CACHE, digest
+from mantissa.precision import E4M3, Fp8Policy, NumberFormat
+from mantissa.rollout.vllm_fp8 import check_device, check_layers, coded, file_name, quantization_config
+from mantissa.rollout.vllm_worker import EXTENSION, FP8_CACHE, FP8_PRODUCTS, digest
 
 _CACHE_BYTES = 4 << 30  # of keys and values at most, but for one longest sequence; sequences beyond that wait
 _BLOCK = 128  # tokens of one block of vLLM's cache on a CPU; 16 on a GPU
@@ -37,6 +38,10 @@ _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",  # it would report its use to its makers
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it would bind itself to cores that this process may be using
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit this process's threads and its strict modes
+}
+_FP8_KERNELS = {
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",  # it would quantise the weights anew, to scales that are powers of two
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",  # quantises activations where nobody can look
 }
 
 
@@ -62,7 +67,7 @@ class VllmStart:
     ``format``: weights and activations. ``logits``: fp32, or that format. ``slots``: sequences decoded together at most
     (``max_num_seqs``). ``max_length``: prompt and response tokens of one sample. ``sleeps``: gives its memory back
     while the learner works; on CUDA alone. ``cache``: of keys and values, that format (None) or e4m3, which vLLM fills
-    without a scale.
+    without a scale. ``fp8``: which products have fp8 operands (``vllm_fp8.py``); ``format`` is then their base.
     """
 
     config: ModelConfig
@@ -73,6 +78,7 @@ class VllmStart:
     device: torch.device
     sleeps: bool = False
     cache: NumberFormat | None = None
+    fp8: Fp8Policy | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -91,6 +97,8 @@ class VllmStart:
                 f"rollout.vllm.sleep=true: vLLM cannot sleep on a {self.device.type} (it ignores being told to); leave "
                 "it out"
             )
+        if self.fp8 is not None:
+            check_layers(config, self.fp8)
         if self.cache not in (None, self.format, E4M3):
             raise MantissaError(
                 f"precision.kv_cache={self.cache}: vLLM's cache is in the rollout's own {self.format} or in fp8; "
@@ -131,13 +139,15 @@ class VllmStart:
             "head_dtype": dtype_name(self.logits),
             "kv_cache": FP8_CACHE if self.cache is E4M3 else dtype_name(self.format),
             "logprobs_mode": "processed_logprobs",
-            "quantization": "None",
+            "quantization": "None" if self.fp8 is None else "fp8",
+            "products": "" if self.fp8 is None else FP8_PRODUCTS,
         }
 
     def config_json(self) -> dict[str, Any]:
         """The folder's ``config.json``. The head is always a tensor of its own: see ``WeightFolder``."""
         fields = config_fields(self.config, dtype_name(self.format))
-        return {**fields, "tie_word_embeddings": False}
+        quantised = {} if self.fp8 is None else {"quantization_config": quantization_config(self.config, self.fp8)}
+        return {**fields, "tie_word_embeddings": False, **quantised}
 
     def environment(self) -> dict[str, str | None]:
         """Variables of vLLM's processes; None takes one away. A GPU is named by its number among those visible here."""
@@ -148,12 +158,16 @@ class VllmStart:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             numbers = visible.split(",") if visible else [str(n) for n in range(torch.cuda.device_count())]
             chosen["CUDA_VISIBLE_DEVICES"] = numbers[self.device.index]
+        if self.fp8 is not None:
+            chosen |= _FP8_KERNELS
         if self.sleeps:  # its allocator cannot return such segments
             chosen |= dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
         return {**scrubbed, **chosen}
 
     def _check_machine(self) -> None:
         """Of the one that vLLM starts on, which is a server's own."""
+        if self.fp8 is not None:
+            check_device(self.device)
         wide = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
         if self.cache is E4M3 and self.device.type == "cpu" and not wide:
             raise MantissaError(
@@ -205,7 +219,7 @@ class WeightFolder:
         from safetensors.torch import save_file
 
         dtype = self.start.format.dtype
-        tensors = {name: copy.to(device="cpu", dtype=dtype) for name, copy in copies.items()}  # on the grid already
+        tensors = {file_name(name): _for_file(name, copy, dtype) for name, copy in copies.items()}
         if self.start.config.tie_word_embeddings:
             tensors[_HEAD] = tensors[_EMBEDDING].clone()  # a file may not hold one tensor under two names
         path = self.path / "model.safetensors"
@@ -217,7 +231,12 @@ class WeightFolder:
         return {name: digest(tensor) for name, tensor in tensors.items()}
 
 
-def sample_weights(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _for_file(name: str, copy: Tensor, dtype: torch.dtype) -> Tensor:
+    coded = copy.dtype == E4M3.dtype or file_name(name) != name
+    return copy.cpu() if coded else copy.to(device="cpu", dtype=dtype)  # on the grid already
+
+
+def sample_weights(like: Mapping[str, Tensor], fp8: Fp8Policy | None = None) -> dict[str, Tensor]:
     """Weights for vLLM to begin with, on which it is tried: normal matrices whose products keep their size."""
     generator = torch.Generator().manual_seed(0)
     made = {}
@@ -226,7 +245,7 @@ def sample_weights(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if copy.ndim > 1:
             tensor = torch.randn(copy.shape, generator=generator) / math.sqrt(copy.shape[-1])
         made[name] = tensor.to(copy.dtype)
-    return made
+    return made if fp8 is None else coded(made, fp8)
 
 
 def dtype_name(fmt: NumberFormat) -> str:

@@ -7,6 +7,9 @@ give them back (the parameter is then empty). So a matrix is read by what it doe
 returns its columns, and exactly: each sum holds one product by 1 and else zeros. What is read is therefore what is
 multiplied in the next forward, and not a copy that nobody uses any more.
 
+A matrix in fp8 comes back from its product rounded to half, so it is read where its kernel reads it, codes and scales
+bit for bit; and what the product makes of the unit vectors must be their values, to that rounding.
+
 Nothing here imports vLLM: it is found by name and mixed into vLLM's own worker class.
 """
 
@@ -21,12 +24,15 @@ from torch import Tensor
 
 EXTENSION = "mantissa.rollout.vllm_worker.WeightReader"
 FP8_CACHE = "fp8_e4m3 of scale 1"  # how an fp8 cache is named that is filled with keys and values as they are
+FP8_PRODUCTS = "e4m3 in 1x128 and e4m3 in 128x128"  # activations and weights, a scale in fp32 for each block
+_BLOCK = 128
 _UNITS = 1024  # unit vectors multiplied at a time
 
 
 def digest(tensor: Tensor) -> str:
-    """Dtype, shape and a hash of a tensor's bits; -0 counts as 0, which a sum with zeros turns it into."""
-    bits = (tensor.detach().cpu() + 0).contiguous().view(torch.uint8).numpy()
+    """Dtype, shape and a hash of a tensor's bits. -0 counts as 0, which a sum with zeros makes of it; not in 8 bits."""
+    values = tensor.detach().cpu()
+    bits = (values if values.dtype.itemsize == 1 else values + 0).contiguous().view(torch.uint8).numpy()
     kind = str(tensor.dtype).removeprefix("torch.")
     return f"{kind} {tuple(tensor.shape)} {hashlib.blake2b(bits.data, digest_size=16).hexdigest()}"
 
@@ -45,6 +51,8 @@ class WeightReader:
             "head_dtype": config.head_dtype,
             "kv_cache": self._cache_kind(),
             "queries": self._query_kind(),
+            "products": _product_kinds(self.model_runner.model),
+            "product_kernels": ", ".join(sorted({type(k).__name__ for _, k in _in_fp8(self.model_runner.model)})),
             "logprobs_mode": config.logprobs_mode,
             "quantization": config.quantization,
             "folder": config.model,
@@ -81,16 +89,40 @@ class WeightReader:
     def mantissa_weights(self) -> dict[str, str]:
         """The digest of every weight that the worker computes with, by its name in a Hugging Face folder."""
         with torch.inference_mode():
-            return {name: digest(tensor) for name, tensor in _weights(self.model_runner.model)}
+            held = _weights(self.model_runner.model)
+            return {name: found if isinstance(found, str) else digest(found) for name, found in held}
 
 
-def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Names and values; what vLLM has fused is taken apart."""
+def _in_fp8(model: Any) -> list[tuple[Any, Any]]:
+    """Layers whose products are fp8's, with the kernel that vLLM chose for each."""
+    layers = [layer for layer in model.modules() if hasattr(getattr(layer, "quant_method", None), "fp8_linear")]
+    return [(layer, layer.quant_method.fp8_linear) for layer in layers]
+
+
+def _product_kinds(model: Any) -> str:
+    """Which operands the fp8 products have; empty where there are none."""
+    return ", ".join(sorted({_product_kind(kernel) for _, kernel in _in_fp8(model)}))
+
+
+def _product_kind(kernel: Any) -> str:
+    """Of a kernel that quantises activations before its product, in the one place that vLLM's own have in common."""
+    name, quantiser = type(kernel).__name__, getattr(kernel, "quant_fp8", None)
+    plain = next((cls for cls in type(kernel).__mro__ if "apply_weights" in vars(cls)), object)
+    if quantiser is None or not kernel.apply_input_quant or plain.__name__ != "Fp8BlockScaledMMLinearKernel":
+        return f"{name}, which takes activations in half"
+    if quantiser.static or quantiser.use_ue8m0:
+        return f"{name}, whose activations have scales {'of their own' if quantiser.static else 'of powers of two'}"
+    rows, columns = ("x".join(map(str, of)) for of in (quantiser.group_shape, kernel.weight_group_shape))
+    return f"e4m3 in {rows} and e4m3 in {columns}"
+
+
+def _weights(model: Any) -> Iterator[tuple[str, Tensor | str]]:
+    """Names and values, or what is wrong with them; what vLLM has fused is taken apart."""
     fused = getattr(model, "packed_modules_mapping", {})
     dtype = model.model.embed_tokens.weight.dtype
     done = {"lm_head.weight"}
     for name, module in model.named_modules():
-        if not hasattr(module, "quant_method") or name == "lm_head":
+        if not hasattr(module, "quant_method") or not hasattr(module, "weight") or name == "lm_head":
             continue
         done |= {f"{name}.weight", f"{name}.bias"}
         if hasattr(module, "org_vocab_size"):
@@ -100,13 +132,35 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         parts = [f"{parent}.{part}" for part in fused.get(last, (last,))]
         sizes = list(module.output_sizes) if len(parts) > 1 else None
         matrix_EF = _multiplied(lambda x_NF, layer=module: layer.quant_method.apply(layer, x_NF), module, dtype)
-        yield from _apart(parts, sizes, matrix_EF, "weight")
+        if hasattr(module.quant_method, "fp8_linear"):
+            done.add(f"{name}.weight_scale_inv")
+            yield from _codes(parts, sizes, matrix_EF, module)
+        else:
+            yield from _apart(parts, sizes, matrix_EF, "weight")
         if getattr(module, "bias", None) is not None:
             yield from _apart(parts, sizes, module.bias, "bias")
     yield "lm_head.weight", _multiplied(model.compute_logits, model.model.embed_tokens, dtype)
     for name, parameter in model.named_parameters():
         if name not in done:
             yield name, parameter
+
+
+def _codes(
+    parts: list[str], sizes: list[int] | None, matrix_EF: Tensor, layer: Any
+) -> Iterator[tuple[str, Tensor | str]]:
+    """Codes and scales as they lie there. ``matrix_EF``: what the layer's product made of the unit vectors."""
+    codes, scales = layer.weight, getattr(layer, "weight_scale_inv", None)
+    blocks = tuple(-(-size // _BLOCK) for size in matrix_EF.shape)
+    if codes.shape != matrix_EF.shape or scales is None or scales.shape != blocks:
+        yield from ((f"{part}.weight", "another layout") for part in parts)
+        return
+    spread = scales.float().repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
+    values_EF = codes.float() * spread[: codes.shape[0], : codes.shape[1]]
+    if not torch.allclose(matrix_EF.float(), values_EF, rtol=2.0**-7, atol=2.0**-24):  # a half's rounding, or two
+        yield from ((f"{part}.weight", "a product by other values than are stored") for part in parts)
+        return
+    yield from _apart(parts, sizes, codes, "weight")
+    yield from _apart(parts, sizes and [-(-size // _BLOCK) for size in sizes], scales, "weight_scale_inv")
 
 
 def _multiplied(product: Any, layer: Any, dtype: torch.dtype) -> Tensor:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, ModelConfig
@@ -29,6 +31,12 @@ FAMILIES = {
         _BASE, family="qwen2", num_attention_heads=2, num_key_value_heads=1, qkv_bias=True, tie_word_embeddings=True
     ),
     "qwen3": dataclasses.replace(_BASE, family="qwen3", qk_norm=True, tie_word_embeddings=True),
+}
+# Whole blocks of 128, as vLLM's fp8 products want them; keys and values are one block, queries two.
+_BLOCKS = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "initializer_range": 0.06}
+FAMILIES |= {
+    "llama-blocks": dataclasses.replace(_BASE, **_BLOCKS),
+    "qwen2-blocks": dataclasses.replace(FAMILIES["qwen2"], **_BLOCKS | {"head_dim": 128}, num_key_value_heads=1),
 }
 
 
@@ -55,7 +63,9 @@ def masters(family: str, seed: int) -> Decoder:
 def asked(config: ModelConfig, resolved: ResolvedPrecision) -> VllmStart:
     """What the engines of these tests are."""
     formats = (resolved.rollout.active, resolved.logits.active)
-    return VllmStart(config, *formats, 8, 64, torch.device("cpu"), cache=resolved.kv_cache.active)
+    return VllmStart(
+        config, *formats, 8, 64, torch.device("cpu"), cache=resolved.kv_cache.active, fp8=resolved.rollout.fp8
+    )
 
 
 @dataclasses.dataclass
@@ -67,12 +77,24 @@ class Pair:
     native: NativeEngine
     version: int = 0
 
+    def masters(self, seed: int) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in masters(self.family, seed).named_parameters()}
+
     def sync(self, seed: int) -> None:
         """New masters for both."""
         self.version += 1
-        weights = dict(masters(self.family, seed).named_parameters())
+        weights = self.masters(seed)
         self.vllm.sync(weights, self.version)
         self.native.sync(weights, self.version)
+
+
+@contextmanager
+def fp8_products() -> Iterator[None]:
+    """vLLM's own kernels have none on a CPU, so Mantissa refuses one; these are lent to it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mantissa.rollout.vllm_start.EXTENSION", "vllm_fp8_worker.WithProducts")
+        patch.setattr("mantissa.rollout.vllm_fp8.device_problem", lambda device: None)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +108,8 @@ def pair_of() -> Iterator[Callable[..., Pair]]:
             resolved = resolve(PrecisionPolicy.parse(precision), "cpu")
             config, kernels = FAMILIES[family], rollout_kernels(resolved)
             text = {"decode_text": lambda ids: " ".join(map(str, ids))}
-            vllm = VllmEngine(asked(config, resolved), kernels, **text)
+            with fp8_products() if resolved.rollout.fp8 else nullcontext():
+                vllm = VllmEngine(asked(config, resolved), kernels, **text)
             native = NativeEngine(config, kernels, kv_format=resolved.kv_cache.active, slots=8, max_length=64, **text)
             made[key] = Pair(family, vllm, native)
         return made[key]
