@@ -71,7 +71,7 @@ class VllmEngine:
             facts = self._check_facts()
             tensors = self._load(begun_with)
             apart = self._prove_processed()
-            slept = self._prove_sleep() if start.sleeps else ""
+            slept = self._prove_sleep(begun_with) if start.sleeps else ""
         except BaseException:
             self.close()
             raise
@@ -222,9 +222,10 @@ class VllmEngine:
             )
         return said
 
-    def _prove_sleep(self) -> str:
+    def _prove_sleep(self, loaded: Mapping[str, Tensor]) -> str:
         """Asleep, the device must have at least the weights' memory free that it had not before."""
-        weights = sum(tensor.numel() * self.start.format.dtype.itemsize for tensor in self._copies.weights.values())
+        widest = self.start.format.dtype.itemsize
+        weights = sum(tensor.numel() * min(tensor.dtype.itemsize, widest) for tensor in loaded.values())
         before = self._link.call("mantissa_memory")["free"]
         self.sleep()
         freed = int(self._link.call("mantissa_memory")["free"]) - int(before)

@@ -7,7 +7,7 @@ activations is its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -28,15 +28,21 @@ PART = {"rollout": "fp8", "kv_cache": "fp8", "fp8": {"base": "bf16", "exclude": 
 HALF = SimulatedKernels(FP16, FP32, weights_on_grid=True)  # the weights' fp8 values by activations in half
 
 
+def logp(pair: Any, kernels: Kernels, model: Decoder, request: Request, tokens: Sequence[int]) -> Tensor:
+    """``model``'s log-probs, by ``kernels``, of every token in the place of each of a response's."""
+    whole, start = [*request.prompt_tokens, *tokens], len(request.prompt_tokens)
+    logits_TV = reference_logits(model, kernels, pair.native.kv_format, whole).double() / PARAMS.temperature
+    return logits_TV.log_softmax(-1)[start - 1 : -1]
+
+
 def gap(pair: Any, kernels: Kernels, model: Decoder, requests: list[Request], groups: list[list[Completion]]) -> float:
     """Mean |vLLM's log-prob less that of ``model``, computed by ``kernels``|."""
     found: list[Tensor] = []
     for request, group in zip(requests, groups, strict=True):
         for sample in group:
-            whole, start = [*request.prompt_tokens, *sample.tokens], len(request.prompt_tokens)
-            logits_TV = reference_logits(model, kernels, pair.native.kv_format, whole).double() / PARAMS.temperature
-            picked = torch.tensor(sample.tokens)[:, None]
-            found.append(sample.logp_T.double() - logits_TV.log_softmax(-1)[start - 1 : -1].gather(-1, picked)[:, 0])
+            logp_TV = logp(pair, kernels, model, request, sample.tokens)
+            picked = logp_TV.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
+            found.append(sample.logp_T.double() - picked)
     return float(torch.cat(found).abs().mean())
 
 
@@ -58,6 +64,21 @@ def test_a_policy_in_fp8_is_loaded_again_and_again(pair_of: Callable[..., Any], 
         # Seen: 0.050, 0.079, 0.116. The first is what half an ulp of fp16 does to a policy whose activations are
         # rounded to e4m3: 0.04 where the embedding is moved by that much.
         assert 0.005 < in_fp8 < 0.85 * weights_alone < 0.85 * 0.95 * in_half < 0.5
+
+
+def test_greedy_tokens_are_the_native_policys(pair_of: Callable[..., Any], requests: list[Request]) -> None:
+    """After vLLM's own tokens; two that are as likely as each other may change places."""
+    pair = pair_of("llama-blocks", ON_FP16)
+    pair.sync(4)
+    theirs = pair.vllm.generate(requests, dataclasses.replace(PARAMS, temperature=0.0), pair.version)
+    behind = []
+    for request, (sample, *_) in zip(requests, theirs, strict=True):
+        logp_TV = logp(pair, pair.native.kernels, pair.native.model, request, sample.tokens)
+        picked = logp_TV.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
+        behind.append(logp_TV.amax(-1) - picked)
+    behind_N = torch.cat(behind)
+    assert (behind_N == 0).double().mean() > 0.9
+    assert behind_N.max() < 0.4
 
 
 def test_each_product_is_the_native_kernels(pair_of: Callable[..., Any]) -> None:

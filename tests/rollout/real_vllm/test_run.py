@@ -52,6 +52,24 @@ RECIPE: dict[str, Any] = {
 GAPS = {"fp32": (0.0, 1e-6), "bf16": (2e-5, 4e-3), "{preset: bf16, kv_cache: fp8}": (4e-3, 0.06)}
 
 
+def test_a_short_run_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the products lent to a CPU (``vllm_fp8_worker.py``): the learner in fp8 too, the codes its own."""
+    monkeypatch.setattr("mantissa.rollout.vllm_start.EXTENSION", "vllm_fp8_worker.WithProducts")
+    monkeypatch.setattr("mantissa.rollout.vllm_fp8.device_problem", lambda device: None)
+    sizes = [f"model.fresh.{name}=128" for name in ("hidden_size", "head_dim", "intermediate_size")]
+    folder = tmp_path / "run"
+    overrides = ["precision=fp8", f"run_dir={folder}", *sizes]
+    start(make_config(apply_overrides(copy.deepcopy(RECIPE), overrides), "test"))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["rollout/version"] for row in rows] == [0, 2]
+    for row in rows:
+        assert 1e-4 < row["gap/abs_logp_diff_mean"] < 0.02  # seen: 0.002
+    table = {row["role"]: row for row in RunDirectory.open(folder).environment["precision"]}
+    assert table["rollout"]["active"] == "fp8 on bf16"
+    assert "vLLM's own fp8 kernels" in table["rollout"]["reason"]
+    assert "products of e4m3 in 1x128 and e4m3 in 128x128 by PlainProduct" in table["rollout"]["evidence"]
+
+
 @pytest.mark.parametrize("precision", sorted(GAPS))
 def test_a_short_run_measures_the_gap_of_two_engines(precision: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
