@@ -200,9 +200,10 @@ class VllmEngine:
         facts = self._link.call("mantissa_facts")
         for name, value in self.start.facts().items():
             if facts.get(name) != value:
+                role = "kv_cache" if name == "kv_cache" else "rollout"
                 raise MantissaError(
                     f"{self._link.where} was asked for {name}={value} and runs with {facts.get(name) or None}; choose "
-                    "another precision.rollout, or rollout.engine=native"
+                    f"another precision.{role}, or rollout.engine=native"
                 )
         return dict(facts)
 
