@@ -25,7 +25,7 @@ CONTRACT = {
         "reference": "version refreshes kl k3_kl penalty nonfinite",
         "eval": "greedy_accuracy avg_at_k",
         "warm_start": "loss accuracy",
-        "time": "step background rollout reward learner_logp reference_logp update sync eval checkpoint",
+        "time": "step background rollout reward learner_logp reference_logp engine_share update sync eval checkpoint",
         "rate": "rollout_tokens_per_s learner_tokens_per_s",
         "advantage": "degenerate_group_fraction",
     }.items()

@@ -104,6 +104,17 @@ class OverlongConfig(Config):
     factor: float = Field(1.0, gt=0, allow_inf_nan=False, description="The penalty of a response of max_tokens tokens.")
 
 
+class VllmConfig(Config):
+    """vLLM as the rollout's engine."""
+
+    share_every: int = Field(
+        1,
+        ge=0,
+        description="Steps between measurements of the engine's share of the gap, each of which costs a forward; 0: "
+        "never.",
+    )
+
+
 class RolloutConfig(Config):
     """How each step samples. Log-probs are under softmax(logits / temperature), on both sides.
 
@@ -120,6 +131,7 @@ class RolloutConfig(Config):
     engine: Literal["native", "vllm"] = Field(
         "native", description="vllm: in processes of its own, its kernels' gap measured; needs vllm installed."
     )
+    vllm: VllmConfig | None = Field(None, description="Only with engine=vllm; has defaults.")
     dynamic: DynamicConfig | None = Field(None, description="None: every group sampled is trained on.")
     overlong: OverlongConfig | None = Field(None, description="None: length costs nothing.")
     max_policy_lag: int = Field(

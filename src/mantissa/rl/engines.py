@@ -38,7 +38,8 @@ def build_engine(
 ) -> RolloutEngine:
     """The engine that the recipe names, still without weights. vLLM's processes run from here on: ``close`` them.
 
-    ``kernels``: the rollout's; of vLLM only their format and their copies of the masters are used.
+    ``kernels``: the rollout's; of vLLM only their format and their copies of the masters are used, by this package's
+    exact ones too, where they measure its share of the gap.
     """
     length = model.max_position_embeddings
     if rollout.engine == "vllm":

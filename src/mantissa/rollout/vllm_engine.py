@@ -76,9 +76,9 @@ def require_vllm() -> str:
 class VllmEngine:
     """A ``RolloutEngine`` on vLLM. ``close`` ends its processes.
 
-    ``kernels`` hold the copy of the policy that is handed over: their format is the engine's. ``logits``: fp32, or that
-    format. ``slots``: sequences decoded together at most (``max_num_seqs``). ``max_length``: prompt and response tokens
-    of one sample. ``evidence``: what was seen of vLLM as it started, on weights made for that.
+    ``kernels`` hold the copy of the policy that is handed over (``copies``): their format is the engine's. ``logits``: fp32,
+    or that format. ``slots``: sequences decoded together at most (``max_num_seqs``). ``max_length``: prompt and response
+    tokens of one sample. ``evidence``: what was seen of vLLM as it started, on weights made for that.
 
     A sample's draws depend on its prompt, its seed and its index. Its logits do not quite: vLLM's sums depend on the
     batch, and two likely tokens may change places, so a run on vLLM repeats itself only nearly.
@@ -130,6 +130,11 @@ class VllmEngine:
     def version(self) -> int:
         """The policy version of the weights now loaded; -1 before the first ``sync`` and after one that failed."""
         return self._version
+
+    @property
+    def copies(self) -> CopiedPolicy:
+        """The policy of ``version`` as it was sent to vLLM: rounded once, and held as this engine's kernels hold it."""
+        return self._copies
 
     def close(self) -> None:
         """End vLLM's processes and delete the weights on disk; the engine is of no use afterwards."""

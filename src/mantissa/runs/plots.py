@@ -22,14 +22,14 @@ from mantissa.runs.series import (
     token_logps,
     where_measured,
 )
-from mantissa.runs.svg import MUTED, SERIES, figure, step_axis, styled, to_svg
+from mantissa.runs.svg import INK, MUTED, SERIES, figure, step_axis, styled, to_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Rows = Sequence[dict[str, Any]]
 BLUE, ORANGE, GREEN, PURPLE, TEAL, PINK, BROWN, GREY = SERIES
-PHASE_COLOURS = (BLUE, PINK, TEAL, MUTED, ORANGE, PURPLE, GREEN, BROWN, GREY)  # of PHASES and other
+PHASE_COLOURS = (BLUE, PINK, TEAL, MUTED, INK, ORANGE, PURPLE, GREEN, BROWN, GREY)  # of PHASES and other
 Dash = tuple[float, ...]  # lengths of strokes and spaces in line widths; empty is solid
 _FEW = 12  # points up to which a line also shows its markers
 _MANY = 250  # points from which a line is thin, so that noise does not turn into a band
