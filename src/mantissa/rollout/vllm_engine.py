@@ -76,9 +76,9 @@ def require_vllm() -> str:
 class VllmEngine:
     """A ``RolloutEngine`` on vLLM. ``close`` ends its processes.
 
-    ``kernels`` hold the copy of the policy that is handed over (``copies``): their format is the engine's. ``logits``: fp32,
-    or that format. ``slots``: sequences decoded together at most (``max_num_seqs``). ``max_length``: prompt and response
-    tokens of one sample. ``evidence``: what was seen of vLLM as it started, on weights made for that.
+    ``kernels`` hold the copy of the policy that is handed over (``copies``): their format is the engine's. ``logits``:
+    fp32, or that format. ``slots``: sequences decoded together at most (``max_num_seqs``). ``max_length``: prompt and
+    response tokens of one sample. ``evidence``: what was seen of vLLM as it started, on weights made for that.
 
     A sample's draws depend on its prompt, its seed and its index. Its logits do not quite: vLLM's sums depend on the
     batch, and two likely tokens may change places, so a run on vLLM repeats itself only nearly.
