@@ -34,7 +34,7 @@ def share_sentence(rows: Sequence[dict[str, Any]], environment: Mapping[str, Any
     engine, other = (small(float(np.median(part))) for part in parts)
     cancel = " The two parts cancel in part." if not 0 <= middle <= 1 else ""
     return (
-        f"{share_text(middle)} of the gap is the engine's: {both} (mean |log-prob difference| {engine}, "
+        f"{share_text(middle)} of the gap is the engine's: {both} (mean |log-prob difference| {engine}; "
         f"{_rest(environment, facts['format'])} {other}; {over}).{cancel}"
     )
 
@@ -57,5 +57,5 @@ def _rest(environment: Mapping[str, Any], rollout: str) -> str:
     rows = [row for row in environment.get("precision") or [] if isinstance(row, dict)]
     learner = next((row.get("active") for row in rows if row.get("role") == "learner"), rollout)
     if learner == rollout:
-        return "everything else, the learner's fast kernels,"
-    return f"everything else, above all a learner in {learner},"
+        return "the rest, the learner's fast kernels,"
+    return f"the rest, above all that the learner is in {learner},"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mantissa.mismatch import ENGINE_METRICS
 from mantissa.rl import make_config
 from mantissa.rl.recipe import apply_overrides
 from mantissa.rl.session import start
@@ -47,22 +48,51 @@ RECIPE: dict[str, Any] = {
     "checkpoint": {"every": 2},
     "trackers": [],
 }
+SHARE, ENGINE, OTHER, NONFINITE = (metric.name for metric in ENGINE_METRICS)
 # Seen: mean |difference of log-probs| 1e-7 in fp32 and 5e-4 in bf16; the bounds leave a factor of ten and of four.
 GAPS = {"fp32": (0.0, 1e-6), "bf16": (2e-5, 4e-3)}
+
+
+def run_on_vllm(folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    """The rows of the recipe's run with these overrides."""
+    start(make_config(apply_overrides(copy.deepcopy(RECIPE), [f"run_dir={folder}", *overrides]), "test"))
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("precision", sorted(GAPS))
 def test_a_short_run_measures_the_gap_of_two_engines(precision: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    overrides = [f"precision={precision}", f"run_dir={folder}"]
-    start(make_config(apply_overrides(copy.deepcopy(RECIPE), overrides), "test"))
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = run_on_vllm(folder, f"precision={precision}")
     assert [row["step"] for row in rows] == [1, 2]
     assert [row["rollout/version"] for row in rows] == [0, 2]  # two updates a step, each step sampled with the newest
     low, high = GAPS[precision]
     for row in rows:
         assert low < row["gap/abs_logp_diff_mean"] < high
+        assert row[NONFINITE] == 0
+        if precision == "bf16":  # both sides round at the same places, but for vLLM
+            assert row[SHARE] == pytest.approx(1.0, abs=0.03)
+            assert row[OTHER] < 0.03 * row[ENGINE]
     table = {row["role"]: row for row in RunDirectory.open(folder).environment["precision"]}
     assert "vLLM" in table["rollout"]["reason"]
     assert "tensors read back as sent, bit for bit" in table["rollout"]["evidence"]
     assert "vLLM" not in table["learner"]["reason"]
+
+
+def test_of_two_formats_and_two_engines_each_has_its_part(tmp_path: Path) -> None:
+    """An fp16 learner and a bf16 rollout: what the format does is not laid at vLLM's door."""
+    folder = tmp_path / "run"
+    rows = run_on_vllm(folder, "precision={train: fp16, rollout: bf16}", "rollout.vllm.share_every=2", "steps=3")
+    assert [SHARE in row for row in rows] == [True, False, True]
+    for row in (rows[0], rows[2]):
+        # Seen: 1e-3 to 2e-3 each. The formats' own gap, native against native, is 2e-3.
+        assert 3e-4 < row[ENGINE] < 6e-3
+        assert 3e-4 < row[OTHER] < 6e-3
+        assert row[ENGINE] + row[OTHER] >= row["gap/abs_logp_diff_mean"]
+        assert 0.1 < row[SHARE] < 0.9
+    facts = RunDirectory.open(folder).environment["engine_share"]
+    assert (facts["engine"], facts["format"], facts["every"], facts["measured"]) == ("vLLM 0.32.0", "bf16", 2, True)
+    page = (folder / "report.html").read_text()
+    assert (
+        "of the gap is the engine&#x27;s: vLLM 0.32.0 against this package&#x27;s exact kernels, both in bf16" in page
+    )
+    assert "above all that the learner is in fp16" in page
