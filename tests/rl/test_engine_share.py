@@ -1,4 +1,4 @@
-"""The measure of an engine's share: exact kernels on the very weights that were sent, at the right steps, or not at all."""
+"""The measure of an engine's share: exact kernels on the weights that were sent, at the right steps, or not at all."""
 
 from __future__ import annotations
 
@@ -93,10 +93,8 @@ def test_it_scores_what_the_native_exact_engine_delivers_bit_for_bit(
 def test_what_an_engine_adds_is_its_part(build: Build) -> None:
     parts = build("precision=bf16")
     native = sampled_natively(parts, 1.0)
-    mask, noise = (
-        native.sequences.mask_BR,
-        torch.randn(native.rollout_logp_BR.shape, generator=torch.Generator().manual_seed(0)) / 64,
-    )
+    mask, generator = native.sequences.mask_BR, torch.Generator().manual_seed(0)
+    noise = torch.randn(mask.shape, generator=generator) / 64
     moved = Experience(
         native.sequences,
         torch.where(mask, native.rollout_logp_BR + noise, 0.0),
@@ -213,8 +211,8 @@ def test_a_run_measures_at_its_steps_and_says_so(
     assert run.environment["engine_share"]["kernels"] == "exact simulated kernels in bf16"
     out = capsys.readouterr().out
     assert "engine's share of the gap: measured every 3 steps by exact simulated kernels in bf16" in out
-    assert "of the gap is the engine's: vLLM 0.32.0 against this package's exact kernels, both in bf16" in out
-    assert "median of 2 measured steps" in run.report_path.read_text()
+    assert "of the gap is the engine's: vLLM 0.32.0 and this package's exact kernels, both in bf16, differ by" in out
+    assert "medians of 2 measured steps" in run.report_path.read_text()
 
 
 def test_a_run_that_measures_nothing_says_so_too(

@@ -28,29 +28,29 @@ def rows_of(*measured: tuple[float | None, float, float] | None) -> list[dict[st
 def test_medians_over_the_measured_steps() -> None:
     rows = rows_of((0.9, 3e-3, 5e-6), None, (0.97, 2.6e-3, 4e-6), None, (0.99, 1e-3, 1e-6))
     assert share_sentence(rows, environment()) == (
-        "97% of the gap is the engine's: vLLM 0.32.0 against this package's exact kernels, both in bf16 (mean |log-prob "
-        "difference| 2.6e-03; the rest, the learner's fast kernels, 4.0e-06; median of 3 measured steps)."
+        "97% of the gap is the engine's: vLLM 0.32.0 and this package's exact kernels, both in bf16, differ by 2.6e-03 "
+        "nats a token in the mean. With those kernels in the rollout 4.0e-06 would be left, by the learner's fast "
+        "kernels (medians of 3 measured steps)."
     )
 
 
 def test_another_format_is_named_and_one_step_is_no_median() -> None:
     said = share_sentence(rows_of((0.6, 2e-3, 1.5e-3)), environment("fp16"))
     assert said.startswith("60% of the gap is the engine's")
-    assert "the rest, above all that the learner is in fp16, 1.5e-03; one step was measured)." in said
-    assert "cancel" not in said
+    assert said.endswith("1.5e-03 would be left, above all because the learner is in fp16 (one step was measured).")
+    assert "in the rollout nothing would be left (one" in share_sentence(rows_of((1.0, 2e-3, 0.0)), environment())
 
 
 @pytest.mark.parametrize(("share", "said"), [(1.04, "104% of the gap"), (-0.2, "-20% of the gap")])
 def test_parts_that_cancel_are_said_to(share: float, said: str) -> None:
     sentence = share_sentence(rows_of((share, 2e-3, 1e-4)), environment())
     assert sentence.startswith(said)
-    assert sentence.endswith("). The two parts cancel in part.")
+    assert sentence.endswith("(one step was measured; the two parts cancel in part).")
 
 
 def test_without_a_gap_or_a_measurement() -> None:
     no_gap = share_sentence(rows_of((None, 0.0, 0.0), (None, 0.0, 0.0)), environment())
-    assert no_gap.startswith("There is no gap to share: vLLM 0.32.0 against")
-    assert no_gap.endswith("median of 2 measured steps.")
+    assert no_gap == "There was no gap to share where vLLM 0.32.0's part was measured (medians of 2 measured steps)."
     assert share_sentence(rows_of(None, None), environment()) == ""
     assert share_sentence([], environment()) == ""
     assert share_sentence(rows_of((0.9, 1e-3, 1e-3)), {}) == "", "a run on this package's own engine"

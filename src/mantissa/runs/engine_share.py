@@ -26,16 +26,17 @@ def share_sentence(rows: Sequence[dict[str, Any]], environment: Mapping[str, Any
     steps = parts[0].size
     if steps == 0:
         return ""
-    both = f"{facts['engine']} against this package's exact kernels, both in {facts['format']}"
-    over = f"median of {steps} measured steps" if steps > 1 else "one step was measured"
+    pair = f"{facts['engine']} and this package's exact kernels, both in {facts['format']},"
+    over = f"medians of {steps} measured steps" if steps > 1 else "one step was measured"
     if share.size == 0:
-        return f"There is no gap to share: {both}; {over}."
+        return f"There was no gap to share where {facts['engine']}'s part was measured ({over})."
     middle = float(np.median(share))
-    engine, other = (small(float(np.median(part))) for part in parts)
-    cancel = " The two parts cancel in part." if not 0 <= middle <= 1 else ""
+    engine, other = (float(np.median(part)) for part in parts)
+    left = f"{small(other)} would be left, {_rest(environment, facts['format'])}" if other else "nothing would be left"
+    cancel = "; the two parts cancel in part" if not 0 <= middle <= 1 else ""
     return (
-        f"{share_text(middle)} of the gap is the engine's: {both} (mean |log-prob difference| {engine}; "
-        f"{_rest(environment, facts['format'])} {other}; {over}).{cancel}"
+        f"{share_text(middle)} of the gap is the engine's: {pair} differ by {small(engine)} nats a token in the mean. "
+        f"With those kernels in the rollout {left} ({over}{cancel})."
     )
 
 
@@ -57,5 +58,5 @@ def _rest(environment: Mapping[str, Any], rollout: str) -> str:
     rows = [row for row in environment.get("precision") or [] if isinstance(row, dict)]
     learner = next((row.get("active") for row in rows if row.get("role") == "learner"), rollout)
     if learner == rollout:
-        return "the rest, the learner's fast kernels,"
-    return f"the rest, above all that the learner is in {learner},"
+        return "by the learner's fast kernels"
+    return f"above all because the learner is in {learner}"
