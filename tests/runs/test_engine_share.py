@@ -41,7 +41,7 @@ def test_another_format_is_named_and_one_step_is_no_median() -> None:
     assert "in the rollout nothing would be left (one" in share_sentence(rows_of((1.0, 2e-3, 0.0)), environment())
 
 
-@pytest.mark.parametrize(("share", "said"), [(1.04, "104% of the gap"), (-0.2, "-20% of the gap")])
+@pytest.mark.parametrize(("share", "said"), [(1.07, "107% of the gap"), (-0.2, "-20% of the gap")])
 def test_parts_that_cancel_are_said_to(share: float, said: str) -> None:
     sentence = share_sentence(rows_of((share, 2e-3, 1e-4)), environment())
     assert sentence.startswith(said)
@@ -50,7 +50,7 @@ def test_parts_that_cancel_are_said_to(share: float, said: str) -> None:
 
 def test_without_a_gap_or_a_measurement() -> None:
     no_gap = share_sentence(rows_of((None, 0.0, 0.0), (None, 0.0, 0.0)), environment())
-    assert no_gap == "There was no gap to share where vLLM 0.32.0's part was measured (medians of 2 measured steps)."
+    assert no_gap == "There was no gap of which vLLM 0.32.0 could have a share, at every step."
     assert share_sentence(rows_of(None, None), environment()) == ""
     assert share_sentence([], environment()) == ""
     assert share_sentence(rows_of((0.9, 1e-3, 1e-3)), {}) == "", "a run on this package's own engine"
@@ -65,6 +65,7 @@ def test_without_a_gap_or_a_measurement() -> None:
     [
         (1.0, "All"), (0.9996, "More than 99%"), (0.995, "More than 99%"), (0.99, "99%"), (0.5, "50%"),
         (0.004, "Less than 1%"), (0.0, "None"), (1.2, "120%"), (-0.1, "-10%"),
+        (1.04, "About all"), (-0.02, "About none"),
     ],
 )  # fmt: skip
 def test_a_share_that_is_nearly_all_is_not_all(share: float, said: str) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from mantissa.runs.live import small
-from mantissa.runs.series import series
+from mantissa.runs.series import series, where_measured
+
+_NOISE = 0.05  # by which a share may leave [0, 1] without anything to be said about it
 
 
 def share_sentence(rows: Sequence[dict[str, Any]], environment: Mapping[str, Any]) -> str:
@@ -29,11 +31,11 @@ def share_sentence(rows: Sequence[dict[str, Any]], environment: Mapping[str, Any
     pair = f"{facts['engine']} and this package's exact kernels, both in {facts['format']},"
     over = f"medians of {steps} measured steps" if steps > 1 else "one step was measured"
     if share.size == 0:
-        return f"There was no gap to share where {facts['engine']}'s part was measured ({over})."
+        return f"There was no gap of which {facts['engine']} could have a share, at {where_measured(steps, len(rows))}."
     middle = float(np.median(share))
     engine, other = (float(np.median(part)) for part in parts)
     left = f"{small(other)} would be left, {_rest(environment, facts['format'])}" if other else "nothing would be left"
-    cancel = "; the two parts cancel in part" if not 0 <= middle <= 1 else ""
+    cancel = "; the two parts cancel in part" if not -_NOISE <= middle <= 1 + _NOISE else ""
     return (
         f"{share_text(middle)} of the gap is the engine's: {pair} differ by {small(engine)} nats a token in the mean. "
         f"With those kernels in the rollout {left} ({over}{cancel})."
@@ -41,7 +43,7 @@ def share_sentence(rows: Sequence[dict[str, Any]], environment: Mapping[str, Any
 
 
 def share_text(share: float) -> str:
-    """A share in whole percent, which never says all or nothing of what is only nearly so."""
+    """A share in whole percent; all and none are said of no share that is only nearly so."""
     if share == 1:
         return "All"
     if 0.995 <= share < 1:
@@ -50,6 +52,10 @@ def share_text(share: float) -> str:
         return "None"
     if 0 < share < 0.005:
         return "Less than 1%"
+    if 1 < share <= 1 + _NOISE:
+        return "About all"
+    if -_NOISE <= share < 0:
+        return "About none"
     return f"{share:.0%}"
 
 
