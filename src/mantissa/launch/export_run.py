@@ -195,8 +195,8 @@ def _sampling(draft: Draft) -> None:
         draft.refuse("rollout.stop", "verl's sampling takes no stop strings; the end token ends a response")
     else:
         draft.fixed("rollout.stop", "the end token ends a response")
-    for name in ("rollout.engine", "rollout.vllm"):
-        draft.unused(name, "--rollout chooses verl's engine")
+    draft.unused("rollout.engine", "--rollout chooses verl's engine")
+    draft.unused("rollout.vllm", "is about a vLLM that Mantissa starts or holds; verl has its own")
     draft.unused("rollout.slots", "is about Mantissa's own engine; verl's schedule their rows themselves")
     if rollout.max_policy_lag:
         draft.refuse("rollout.max_policy_lag", "verl's asynchronous trainers bound the lag in other units; set it to 0")

@@ -27,7 +27,7 @@ from mantissa.model import (
 )
 from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
-from mantissa.rl.config import LossScalingConfig, ModelSource, RunConfig, VllmConfig
+from mantissa.rl.config import LossScalingConfig, ModelSource, RunConfig
 from mantissa.rl.engine_share import EngineShare, ExactTwin, exact_policy
 from mantissa.rl.engines import build_engine, close_engine, on_vllm
 from mantissa.rl.learner import Learner
@@ -238,8 +238,7 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     evidence = prove(precision, device, plan, vllm)
     twin = None
     if vllm:
-        every = (config.rollout.vllm or VllmConfig()).share_every
-        twin = exact_twin(config.policy, every, model, device, longest, rows, team)
+        twin = exact_twin(config.policy, config.rollout.vllm.share_every, model, device, longest, rows, team)
     scaling = config.loss_scaling or LossScalingConfig()
     learner = Learner(
         model,

@@ -105,14 +105,24 @@ class OverlongConfig(Config):
 
 
 class VllmConfig(Config):
-    """vLLM as the rollout's engine."""
+    """How vLLM runs where it is the engine; ``docs/vllm.md``."""
 
-    share_every: int = Field(
-        1,
-        ge=0,
-        description="Steps between measurements of the engine's share of the gap, each of which costs a forward; 0: "
-        "never.",
+    server: str | None = Field(
+        None, description="URL of one that mantissa serve started, held by one run at a time; null starts one here."
     )
+    timeout_s: float = Field(3600.0, gt=0, description="Silence of a server after which the run stops.")
+    sleep: bool = Field(
+        False, description="Give its memory back to the learner between rollouts; on a GPU, where both must fit."
+    )
+    share_every: int = Field(
+        1, ge=0, description="Steps between measurements of its share of the gap, each a forward more; 0: never."
+    )
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        if self.server is None and self.timeout_s != type(self).model_fields["timeout_s"].default:
+            raise ValueError("timeout_s does nothing without a server; leave it out")
+        return self
 
 
 class RolloutConfig(Config):
@@ -131,7 +141,7 @@ class RolloutConfig(Config):
     engine: Literal["native", "vllm"] = Field(
         "native", description="vllm: in processes of its own, its kernels' gap measured; needs vllm installed."
     )
-    vllm: VllmConfig | None = Field(None, description="Only with engine=vllm; has defaults.")
+    vllm: VllmConfig = Field(VllmConfig(), description="Only with engine=vllm; has defaults.")
     dynamic: DynamicConfig | None = Field(None, description="None: every group sampled is trained on.")
     overlong: OverlongConfig | None = Field(None, description="None: length costs nothing.")
     max_policy_lag: int = Field(
@@ -149,6 +159,8 @@ class RolloutConfig(Config):
                 f"overlong.buffer={self.overlong.buffer}: expected less than max_tokens={self.max_tokens}, or every "
                 "response would be too long"
             )
+        if self.engine == "native" and self.vllm != VllmConfig():
+            raise ValueError("vllm does nothing with engine=native; leave it out, or set engine=vllm")
         return self
 
 

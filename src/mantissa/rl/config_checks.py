@@ -75,10 +75,6 @@ def _check_processes(config: RunConfig) -> None:
 
 def _check_rollout(config: RunConfig) -> None:
     rollout, updates = config.rollout, config.optimizer.updates_per_batch
-    if rollout.vllm is not None and rollout.engine != "vllm":
-        raise MantissaError(
-            f"rollout.vllm does nothing with rollout.engine={rollout.engine}; leave it out, or set rollout.engine=vllm"
-        )
     if updates > rollout.prompts * rollout.samples:
         raise MantissaError("optimizer.updates_per_batch: expected at most one update a completion")
     if 0 < rollout.max_policy_lag < updates:

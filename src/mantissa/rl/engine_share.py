@@ -55,8 +55,8 @@ class ExactTwin:
     def facts(self, engine: VllmEngine) -> dict[str, Any]:
         """What the run's folder keeps for the report: engine, format of both, what measures or why nothing does."""
         return {
-            "engine": f"vLLM {engine.release}",
-            "format": engine.format.name,
+            "engine": engine.release,
+            "format": engine.start.format.name,
             "every": self.every,
             "measured": self.kernels is not None,
             "kernels" if self.kernels is not None else "reason": self.said,
@@ -80,8 +80,9 @@ class EngineShare:
     def measure(self, experience: Experience, version: int) -> dict[str, float]:
         """``ENGINE_METRICS`` of a batch that the engine's present weights sampled and the learner has scored."""
         kernels = self.twin.kernels
-        if kernels is None or self.engine.version != version:
-            raise RuntimeError(f"no exact kernels, or version {self.engine.version} is loaded and {version} sampled")
+        if kernels is None or self.engine.copied_version != version:
+            held = self.engine.copied_version
+            raise RuntimeError(f"no exact kernels, or version {held} was sent last and {version} sampled")
         assert experience.old_logp_BR is not None, "score the experience first"
         exact_logp_BR = score(
             self.engine.copies.decoder,

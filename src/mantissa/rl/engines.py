@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
 from mantissa.kernels import Kernels
-from mantissa.model import ModelConfig, Tokenizer
+from mantissa.model import Decoder, ModelConfig, Tokenizer
 from mantissa.precision import ResolvedPrecision
 from mantissa.rl.config import RolloutConfig
-from mantissa.rollout import NativeEngine, RolloutEngine, VllmEngine
+from mantissa.rollout import NativeEngine, RolloutEngine, VllmEngine, VllmStart, serve_vllm
 
 
 def on_vllm(precision: ResolvedPrecision) -> ResolvedPrecision:
@@ -28,6 +29,21 @@ def on_vllm(precision: ResolvedPrecision) -> ResolvedPrecision:
     return dataclasses.replace(precision, rollout=rollout, logits=logits, kv_cache=cache)
 
 
+def vllm_start(
+    rollout: RolloutConfig, precision: ResolvedPrecision, model: ModelConfig, device: torch.device
+) -> VllmStart:
+    """What the recipe asks a vLLM to be."""
+    return VllmStart(
+        model,
+        precision.rollout.active,
+        precision.logits.active,
+        slots=rollout.slots,
+        max_length=model.max_position_embeddings,
+        device=device,
+        sleeps=rollout.vllm.sleep,
+    )
+
+
 def build_engine(
     rollout: RolloutConfig,
     precision: ResolvedPrecision,
@@ -41,15 +57,12 @@ def build_engine(
     ``kernels``: the rollout's; of vLLM only their format and their copies of the masters are used, by this package's
     exact ones too, where they measure its share of the gap.
     """
-    length = model.max_position_embeddings
     if rollout.engine == "vllm":
         return VllmEngine(
-            model,
+            vllm_start(rollout, precision, model, device),
             kernels,
-            logits=precision.logits.active,
-            slots=rollout.slots,
-            max_length=length,
-            device=device,
+            server=rollout.vllm.server,
+            timeout_s=rollout.vllm.timeout_s,
             decode_text=tokenizer.decode,
         )
     return NativeEngine(
@@ -57,10 +70,28 @@ def build_engine(
         kernels,
         kv_format=precision.kv_cache.active,
         slots=rollout.slots,
-        max_length=length,
+        max_length=model.max_position_embeddings,
         device=device,
         decode_text=tokenizer.decode,
     )
+
+
+def serve_engine(
+    rollout: RolloutConfig,
+    precision: ResolvedPrecision,
+    model: ModelConfig,
+    device: torch.device,
+    *,
+    host: str,
+    port: int,
+    folder: str | None,
+    ready: Callable[[str], None],
+) -> int:
+    """A vLLM server for runs of a recipe, until it ends or is interrupted; returns its exit code."""
+    with torch.device("meta"):
+        shapes = {name: weight.to(precision.rollout.active.dtype) for name, weight in Decoder(model).named_parameters()}
+    start = vllm_start(rollout, precision, model, device)
+    return serve_vllm(start, shapes, host=host, port=port, folder=folder, ready=ready)
 
 
 def close_engine(engine: RolloutEngine | None) -> None:

