@@ -68,7 +68,7 @@ def test_a_server_answers_as_the_processes_here_do(server: FakeServer, engine_on
     ]
     assert sorted(one.seed for one in server.llm.asked[-5:]) == sorted(one.seed for one in here.asked[-5:])
     assert server.llm.worker.mantissa_weights() == here.worker.mantissa_weights()
-    assert served.evidence.startswith(f"the vLLM server at {server.url} runs in float32, head float32; ")
+    assert served.evidence.startswith(f"vLLM 0.32.0 at {server.url} runs in float32, head float32; ")
     assert served.evidence.partition(";")[2] == local.evidence.partition(";")[2]
     local.close()
 

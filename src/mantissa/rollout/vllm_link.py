@@ -162,6 +162,7 @@ class ServedVllm:
         self._lock: int | None = None
         try:
             facts = self.call("mantissa_facts")
+            self.where = f"vLLM {facts['release']} at {url}"
             self.folder = WeightFolder(facts["folder"], start)
             self._check_folder(start)
             if int(facts["max_length"]) < start.max_length:

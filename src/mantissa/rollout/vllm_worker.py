@@ -13,6 +13,7 @@ Nothing here imports vLLM: it is found by name and mixed into vLLM's own worker 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,6 +46,7 @@ class WeightReader:
             "kv_cache": self.model_runner.kv_cache_dtype,
             "logprobs_mode": config.logprobs_mode,
             "quantization": config.quantization,
+            "release": getattr(sys.modules.get("vllm"), "__version__", "unknown"),
             "folder": config.model,
             "max_length": config.max_model_len,
         }

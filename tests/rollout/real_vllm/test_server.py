@@ -76,7 +76,7 @@ def test_a_run_on_a_server(served: str, tmp_path: Path) -> None:
     for row in rows:
         assert 0 < row["gap/abs_logp_diff_mean"] < 1e-6  # as in process: fp32, and new weights each step
     table = {row["role"]: row for row in RunDirectory.open(folder).environment["precision"]}
-    assert f"the vLLM server at {served} runs in float32" in table["rollout"]["evidence"]
+    assert f"vLLM 0.32.0 at {served} runs in float32" in table["rollout"]["evidence"]
 
 
 def test_the_samples_are_those_of_an_engine_here(served: str) -> None:
