@@ -225,7 +225,8 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     precision = resolve(config.policy, device, reference=config.algorithm.reference is not None)
     vllm = config.rollout.engine == "vllm"
     if vllm:
-        require_vllm()
+        if config.rollout.vllm.server is None:
+            require_vllm()
         precision = on_vllm(precision)
     task = build_task(config.task, config.seed)
     model, tokenizer = load_policy(config.model, task, config.seed)

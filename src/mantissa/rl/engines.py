@@ -94,6 +94,12 @@ def serve_engine(
     return serve_vllm(start, shapes, host=host, port=port, folder=folder, ready=ready)
 
 
+def rest(engine: RolloutEngine) -> None:
+    """Nothing is sampled for a while: an engine that sleeps gives its memory back, until it is synced."""
+    if isinstance(engine, VllmEngine) and engine.start.sleeps:
+        engine.sleep()
+
+
 def close_engine(engine: RolloutEngine | None) -> None:
     """End the processes of an engine that has some."""
     if isinstance(engine, VllmEngine):

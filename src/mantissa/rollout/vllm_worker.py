@@ -46,6 +46,7 @@ class WeightReader:
             "kv_cache": self.model_runner.kv_cache_dtype,
             "logprobs_mode": config.logprobs_mode,
             "quantization": config.quantization,
+            "release": getattr(sys.modules.get("vllm"), "__version__", "unknown"),
             "folder": config.model,
             "max_length": config.max_model_len,
             "vllm": getattr(sys.modules.get("vllm"), "__version__", ""),
