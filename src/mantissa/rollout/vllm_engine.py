@@ -66,7 +66,7 @@ class VllmEngine:
         begun_with = sample_weights(self._copies.weights)
         self._link: VllmLink = ServedVllm(server, start, timeout_s) if server else LocalVllm(start, begun_with)
         try:
-            self.release = f"vLLM {self._check_facts().get('vllm', '')}".rstrip()
+            self.release = f"vLLM {self._check_facts().get('release', '')}".rstrip()
             tensors = self._load(begun_with)
             apart = self._prove_processed()
             slept = self._prove_sleep() if start.sleeps else ""

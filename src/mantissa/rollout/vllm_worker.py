@@ -49,7 +49,6 @@ class WeightReader:
             "release": getattr(sys.modules.get("vllm"), "__version__", "unknown"),
             "folder": config.model,
             "max_length": config.max_model_len,
-            "vllm": getattr(sys.modules.get("vllm"), "__version__", ""),
         }
         return {name: str(value).removeprefix("torch.") for name, value in facts.items()}
 
