@@ -104,6 +104,7 @@ def test_the_flags_are_the_options_of_a_start(said: Path) -> None:
     assert given[:2] == ["--model", "/weights"]
     assert "--skip-tokenizer-init" in given
     assert given[given.index("--skip-tokenizer-init") + 1].startswith("--")  # true has no value
+    assert "--no-enable-chunked-prefill" in given
     assert json.loads(given[given.index("--hf-overrides") + 1]) == {"head_dtype": "float32"}
     values = {"--logprobs-mode": "processed_logprobs", "--max-num-seqs": "5", "--max-model-len": "32"}
     assert {name: given[given.index(name) + 1] for name in values} == values

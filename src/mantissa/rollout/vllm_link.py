@@ -16,8 +16,9 @@ import importlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlencode, urlsplit
@@ -118,23 +119,40 @@ class LocalVllm:
         vllm = importlib.import_module("vllm")
         asked = [vllm.SamplingParams(**asked_of(params, seed, logprobs)) for seed in seeds]
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        return [self._output(result.outputs[0]) for result in self._llm.generate(given, asked, use_tqdm=False)]
+        with self._alive():
+            results = self._llm.generate(given, asked, use_tqdm=False)
+        return [self._output(result.outputs[0]) for result in results]
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """vLLM's own errors, of every kind, in one line: what went wrong is in its processes' output."""
+        try:
+            yield
+        except Exception as error:
+            raise MantissaError(
+                f"{self.where} failed: {_first_line(error)}; its own messages above say more (VLLM_LOGGING_LEVEL=INFO "
+                "says all of them); resume the run"
+            ) from error
 
     def _output(self, output: Any) -> VllmOutput:
         steps = [{token: one.logprob for token, one in step.items()} for step in output.logprobs or ()]
         return VllmOutput(tuple(output.token_ids), steps, output.finish_reason)
 
     def call(self, method: str, **arguments: Any) -> Any:
-        return self._llm.collective_rpc(method, kwargs=arguments)[0]
+        with self._alive():
+            return self._llm.collective_rpc(method, kwargs=arguments)[0]
 
     def reset_prefix_cache(self) -> bool:
-        return bool(self._llm.reset_prefix_cache())
+        with self._alive():
+            return bool(self._llm.reset_prefix_cache())
 
     def sleep(self) -> None:
-        self._llm.sleep(level=2)
+        with self._alive():
+            self._llm.sleep(level=2)
 
     def wake(self, tag: str) -> None:
-        self._llm.wake_up(tags=[tag])
+        with self._alive():
+            self._llm.wake_up(tags=[tag])
 
     def close(self) -> None:
         if self._llm is not None:

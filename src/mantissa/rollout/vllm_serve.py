@@ -76,7 +76,9 @@ def flags(options: Mapping[str, Any]) -> list[str]:
     given: list[str] = []
     for name, value in options.items():
         given.append(f"--{name.replace('_', '-')}")
-        if value is not True:
+        if value is False:
+            given[-1] = f"--no-{given[-1][2:]}"
+        elif value is not True:
             given.append(json.dumps(value) if isinstance(value, dict) else str(value))
     return given
 
