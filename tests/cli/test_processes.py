@@ -7,9 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from typing import Any
 import pytest
 import yaml
 
-from mantissa.cli.processes import RankError, blame, threads_each
+from mantissa.cli.processes import RankError, blame, launch, threads_each
 from mantissa.cli.threads import crowded
+from mantissa.errors import MantissaError, StoppedError
 from mantissa.runs.directory import RunDirectory
 
 RECIPE: dict[str, Any] = {
@@ -52,6 +54,20 @@ def recipe(tmp_path: Path) -> str:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(RECIPE))
     return str(path)
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the processes of this test put their temporary files."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(folder))
+    return folder
+
+
+def left(scratch: Path) -> list[str]:
+    """What lies there, but for torch's compile cache, one for each user, that any run makes and the next one uses."""
+    return [path.name for path in scratch.iterdir() if not path.name.startswith("torchinductor_")]
 
 
 def mantissa(*argv: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -110,7 +126,7 @@ def begun(recipe: str, run: Path, *overrides: str) -> Iterator[subprocess.Popen[
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_rank_that_is_killed_ends_the_run_with_one_line_and_it_goes_on(
-    recipe: str, tmp_path: Path, kind: str
+    recipe: str, tmp_path: Path, scratch: Path, kind: str
 ) -> None:
     run = tmp_path / "run"
     with begun(recipe, run, f"parallel={kind}") as process:
@@ -124,6 +140,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_one_line_and_it_goes_on(
         assert said.endswith(f"the others were stopped; continue with: mantissa train --resume {run}\n")
         assert said.count("\n") == 1
         gone(ranks)
+    assert not left(scratch)
     if kind == "fsdp2":
         return  # resumed on other numbers in tests/rl/test_processes.py
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -133,19 +150,22 @@ def test_a_rank_that_is_killed_ends_the_run_with_one_line_and_it_goes_on(
     assert done.returncode == 0, done.stderr
     assert f"report: {run}/report.html" in done.stdout
     assert "warning: processes was 2, now 3" in done.stdout
+    assert not left(scratch)
     assert [row["step"] for row in RunDirectory.open(run).read_metrics()] == list(range(1, reached + 3))
 
 
 @pytest.mark.slow
-def test_ctrl_c_and_a_killed_launcher_leave_nobody_behind(recipe: str, tmp_path: Path) -> None:
+def test_ctrl_c_and_a_killed_launcher_leave_nobody_behind(recipe: str, tmp_path: Path, scratch: Path) -> None:
     run = tmp_path / "interrupted"
     with begun(recipe, run) as process:
         ranks = children(process.pid)
+        assert len(left(scratch)) == 1
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
         assert process.returncode == 130
         assert said == f"mantissa: error: interrupted; continue with: mantissa train --resume {run}\n"
         gone(ranks)
+    assert not left(scratch)
     with begun(recipe, tmp_path / "killed") as process:
         ranks = children(process.pid)
         process.kill()
@@ -219,6 +239,49 @@ def test_the_rank_that_failed_by_itself_is_blamed(tmp_path: Path) -> None:
         f"SIGSEGV; the others were stopped; continue with: mantissa train --resume {run}"
     )
     assert isinstance(blame({0: lost}, run), RankError)
+
+
+@pytest.mark.parametrize("end", ["done", "failed", "stopped", "interrupted", "broken"])
+def test_the_folder_of_the_ranks_messages_goes_with_the_run(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the launcher ends; and what a rank said was read before."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.launcher import api
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def elastic_launch(config: Any, entrypoint: str) -> Callable[..., None]:
+        (folder,) = tmp_path.iterdir()
+        destinations = config.logs_specs.reify({0: {"TORCHELASTIC_RUN_ID": config.run_id}})
+        error_file = Path(destinations.error_files[0])
+        assert error_file.is_relative_to(folder)
+        error_file.write_text('{"message": "no space", "timestamp": "0"}')
+
+        def run(*arguments: str) -> None:
+            if end == "failed":
+                raise ChildFailedError("train", {0: ProcessFailure(0, 77, 2, str(error_file))})
+            if end == "stopped":
+                raise SignalException("stopped", signal.SIGTERM)
+            if end == "interrupted":
+                raise KeyboardInterrupt
+            if end == "broken":
+                raise ZeroDivisionError
+
+        return run
+
+    monkeypatch.setattr(api, "elastic_launch", elastic_launch)
+    expected: dict[str, AbstractContextManager[Any]] = {
+        "done": nullcontext(),
+        "failed": pytest.raises(MantissaError, match=r"^no space$"),
+        "stopped": pytest.raises(StoppedError, match=r"^stopped by SIGTERM; "),
+        "interrupted": pytest.raises(StoppedError, match=r"^interrupted; "),
+        "broken": pytest.raises(ZeroDivisionError),
+    }
+    with expected[end]:
+        launch(["train"], 1, str(tmp_path / "run"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_threads_are_divided_unless_somebody_said_how_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,6 +223,16 @@ def test_an_inf_costs_one_step_and_holds_the_schedule(tmp_path: Path) -> None:
     assert trainer.state.global_step == 4
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"scale": ScalerConfig(retries=6)}, {"scale": ScalerConfig(retries=6), "retries": 2}]
+)
+def test_retries_are_those_of_precision_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+    """The option where it is given, also beside a configuration that has another."""
+    trainer = train(Ours, mlp(), data(1), tmp_path, say=quiet, **options)
+    assert trainer.scaler.config.retries == trainer_of(mlp(), "fp16", **options).scaler.config.retries
+    assert trainer.scaler.config.retries == options.get("retries", 6 if options else 4)
+
+
 def test_telemetry_writes_the_file_of_our_trainer_too(tmp_path: Path) -> None:
     net, trap = fragile()
     lines: list[str] = []

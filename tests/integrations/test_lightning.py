@@ -176,6 +176,17 @@ def test_an_inf_costs_one_step_and_holds_the_schedule(tmp_path: Path) -> None:
     assert plugin.scaler.scale == 2.0**15
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"scale": ScalerConfig(retries=6)}, {"scale": ScalerConfig(retries=6), "retries": 2}]
+)
+def test_retries_are_those_of_precision_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+    """The option where it is given, also beside a configuration that has another."""
+    plugin = MantissaPrecision("fp16", say=quiet, **options)
+    fit(Module(mlp()), data(1), tmp_path, plugin)
+    assert plugin.scaler.config.retries == trainer_of(mlp(), "fp16", **options).scaler.config.retries
+    assert plugin.scaler.config.retries == options.get("retries", 6 if options else 4)
+
+
 def test_metrics_tell_of_the_skipped_step(tmp_path: Path) -> None:
     net, trap = fragile()
     plugin = MantissaPrecision("fp16", retries=1, say=quiet)

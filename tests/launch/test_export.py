@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from mantissa.errors import MantissaError
 from mantissa.launch import LaunchOptions, Plan, export, launch_file, load_options
-from mantissa.launch.facts import FACTS, full
+from mantissa.launch.facts import FACTS, VERSIONS, Version, full
 from mantissa.launch.plan import Draft, fields_of, hydra_value
 from mantissa.rl import RunConfig, load_recipe
 
@@ -128,12 +128,16 @@ def test_generated_tasks_and_fresh_models_are_refused_at_once() -> None:
         export(demo, LaunchOptions())
 
 
-def test_flowrl_is_refused_in_any_precision_and_says_what_verl_s_recipe_does() -> None:
-    path = CLUSTER / "qwen2.5-7b-flowrl-fp16.yaml"
-    for precision in ("fp16", "bf16"):
-        overrides = [f"precision={precision}"] + (["loss_scaling=null"] if precision == "bf16" else [])
-        with pytest.raises(MantissaError, match=r"algorithm\.loss: flowrl: .*autocast to bf16, written into the code"):
-            export(load_recipe(path, overrides), LaunchOptions())
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_flowrl_is_refused_in_any_precision_and_says_what_its_recipe_does(precision: str, version: Version) -> None:
+    """That the reasons hold for the real verl is tested in ``real/test_tree.py``."""
+    overrides = [f"precision={precision}"] + (["loss_scaling=null"] if precision == "bf16" else [])
+    config = load_recipe(CLUSTER / "qwen2.5-7b-flowrl-fp16.yaml", overrides)
+    reasons = r"algorithm\.loss: flowrl: .*0\.8\.0 took out.*autocast to bf16, written into the code.*mantissa train"
+    with pytest.raises(MantissaError, match=reasons) as refused:
+        export(config, LaunchOptions(version=version))
+    assert "\n" not in str(refused.value)
 
 
 # nothing is passed over

@@ -27,10 +27,12 @@ from mantissa.mismatch import (
     ADVANTAGE_METRICS,
     ALL_METRICS,
     CORRECTION_METRICS,
+    ENGINE_METRICS,
     FLOWRL_METRICS,
     POLICY_METRICS,
     REFERENCE_METRICS,
     Metric,
+    engine_share,
 )
 
 ONE = torch.ones(2, 2)
@@ -43,6 +45,11 @@ def names(metrics: tuple[Metric, ...]) -> set[str]:
 @pytest.mark.parametrize("preset", CORRECTION_PRESETS)
 def test_correction(preset: str) -> None:
     assert set(correction(ONE, ONE, ONE.bool(), CORRECTION_PRESETS[preset])[2]) == names(CORRECTION_METRICS)
+
+
+def test_engine_share() -> None:
+    assert set(engine_share(0 * ONE, ONE, ONE, ONE.bool())) == names(ENGINE_METRICS)
+    assert names(ENGINE_METRICS) < names(ALL_METRICS)
 
 
 def test_policy() -> None:

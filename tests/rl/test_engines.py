@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fake_vllm import LLM, Fault, install
 from mantissa.errors import MantissaError
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rl.assemble import Parts
+from mantissa.rl.asynchronous import InTurn
 from mantissa.rl.config import RunConfig
 from mantissa.rl.engines import on_vllm
-from mantissa.rollout import NativeEngine, VllmEngine
+from mantissa.rollout import NativeEngine, VllmEngine, VllmStart
 
 VLLM = "rollout.engine=vllm"
 
@@ -99,6 +102,37 @@ def test_the_parts_of_a_run_on_vllm(
     assert engine.version == parts.learner.version
     parts.close()
     assert LLM.made[-1].closed
+
+
+def test_keys_of_vllm_that_would_do_nothing(configure: Callable[..., RunConfig]) -> None:
+    for override in ("rollout.vllm.server=http://x:1", "rollout.vllm.sleep=true"):
+        with pytest.raises(MantissaError, match=r"rollout: vllm does nothing with engine=native; leave it out"):
+            configure(override)
+    with pytest.raises(MantissaError, match=r"rollout\.vllm: timeout_s does nothing without a server; leave it out"):
+        configure(VLLM, "rollout.vllm.timeout_s=60")
+    whole = configure(VLLM, "rollout.vllm.server=http://x:1", "rollout.vllm.timeout_s=60").model_dump(mode="json")
+    assert RunConfig(**whole).model_dump(mode="json") == whole  # as a resume reads it
+
+
+def test_an_engine_that_sleeps_rests_between_the_batch_and_the_new_weights(
+    configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(VllmStart, "__post_init__", lambda self: None)  # what a CPU's would ignore, the stand-in does
+    parts = parts_of(configure(VLLM, "rollout.vllm.sleep=true"))
+    engine, llm, weights = parts.sampler.engine, LLM.made[-1], parts.learner.weights
+    collector = SimpleNamespace(collect=lambda step, version: (step, version, set(llm.awake)))
+    source = InTurn(collector, engine)
+    assert "asleep it gives" in parts.evidence["rollout"]
+    llm.slept.clear()
+    source.start(0, weights, 0, [])
+    assert source.take(1) == (1, 0, {"weights", "kv_cache"})
+    assert (llm.awake, engine.version) == (set(), -1)  # the learner's turn
+    source.hand_over(1, weights, 0)  # a step that was skipped makes no version, and still it must wake
+    source.hand_over(1, weights, 0)
+    assert llm.slept == ["wake weights", "wake kv_cache", "sleep 2", "wake weights", "wake kv_cache"]
+    parts.close()
 
 
 def test_a_recipe_that_fails_later_leaves_no_vllm_running(

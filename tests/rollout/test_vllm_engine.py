@@ -274,6 +274,24 @@ def test_answers_that_are_not_believed(build: Build) -> None:
         engine.generate([request], PARAMS, 2)
 
 
+def test_a_vllm_that_dies_is_one_line(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build()
+    engine.sync(masters(), 1)
+
+    def dies(*_: object, **__: object) -> None:
+        raise RuntimeError("EngineCore encountered an issue.\nSee stack trace above")
+
+    monkeypatch.setattr(LLM, "generate", dies)
+    with pytest.raises(
+        MantissaError, match=r"^vLLM 0\.32\.0 failed: EngineCore encountered an issue\.; its own .*resume"
+    ):
+        engine.generate([Request((5,), seed=1)], PARAMS, 1)
+    monkeypatch.setattr(LLM, "collective_rpc", dies)
+    with pytest.raises(MantissaError, match=r"^vLLM 0\.32\.0 failed: EngineCore"):
+        engine.sync(masters(), 2)
+    assert engine.version == -1
+
+
 def test_what_is_refused_before_vllm_is_asked(build: Build) -> None:
     engine = build()
     request = Request((5,), seed=1)

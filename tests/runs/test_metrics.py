@@ -25,7 +25,7 @@ CONTRACT = {
         "reference": "version refreshes kl k3_kl penalty nonfinite",
         "eval": "greedy_accuracy avg_at_k",
         "warm_start": "loss accuracy",
-        "time": "step background rollout reward learner_logp reference_logp update sync eval checkpoint",
+        "time": "step background rollout reward learner_logp reference_logp engine_share update sync eval checkpoint",
         "rate": "rollout_tokens_per_s learner_tokens_per_s",
         "advantage": "degenerate_group_fraction",
     }.items()
@@ -66,7 +66,7 @@ def test_only_the_clock_is_outside_the_promise_of_resume() -> None:
     row = dict.fromkeys(BY_NAME, 1.0) | {"step": 1}
     dropped = row.keys() - deterministic(row).keys()
     assert dropped == {name for name in BY_NAME if name.split("/")[0] in ("time", "rate")}
-    assert len(dropped) == 12
+    assert len(dropped) == 13
 
 
 def test_what_a_reward_is_made_of_needs_no_declaration_of_its_own() -> None:

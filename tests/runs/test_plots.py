@@ -99,6 +99,27 @@ def test_a_gap_of_zero_throughout_is_a_sentence() -> None:
     assert some.note == "Exactly 0 at the 2 of 5 steps where it was measured: no token's log-prob differed."
 
 
+def test_the_parts_of_a_gap_are_dashed_beside_it() -> None:
+    values = [3e-3, 1e-3, 2e-3, 5e-3]
+    rows = rows_of("gap/abs_logp_diff_mean", values)
+    plain = plots.gap(rows)
+    assert plain.dashes == ()
+    for row, engine in zip(rows, values, strict=True):
+        row |= {"gap/engine_abs_logp_diff_mean": engine / 2, "gap/other_abs_logp_diff_mean": 0.0}
+    plot = plots.gap(rows, "Half of it.")
+    assert plot.note == "The same tokens, scored by both. Open circles on the floor are exact zeros. Half of it."
+    assert dict(zip([label for label, _ in plot.legend], map(bool, plot.dashes), strict=True)) == {
+        "mean |log-prob difference|": False,
+        "mean, the engine's part": True,
+        "mean, everything else": True,
+    }
+    (curve,) = [c for c in curves(plot, plots.GREEN) if len(c) == 4]
+    assert is_linear_image(curve[:, 1], np.log10(values))
+    assert "stroke-dasharray" in plot.svg
+    zero = plots.gap(rows_of("gap/k3_kl", [0.0]), "There is none.")
+    assert zero.note == "Exactly 0 at every step: no token's log-prob differed. There is none."
+
+
 def test_probabilities_lie_where_they_should() -> None:
     rollout = np.log(np.array([0.5, 0.1, 0.01, 0.001]))
     learner = rollout + np.array([0, 0.25, -0.5, 0.75])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -87,6 +88,23 @@ def test_an_exact_run_says_so(make_run) -> None:
     assert "Gap, k3 KL 0 exactly, on every step" in page.text
     assert "Exactly 0 at every step" in page.text
     assert "every log-prob is equal on both sides" in page.text
+
+
+def test_whose_the_gap_is_stands_beside_it(make_run) -> None:
+    run = make_run(steps=6)
+    rows = run.read_metrics()
+    run.truncate_metrics(0)
+    for row in rows:
+        parts = {"gap/engine_share": 0.97, "gap/engine_abs_logp_diff_mean": 2e-3, "gap/other_abs_logp_diff_mean": 4e-6}
+        run.append_metrics(row | (parts if row["step"] % 2 else {}))
+    facts = {"engine": "vLLM 0.32.0", "format": "fp16", "every": 2, "measured": True, "kernels": "exact native kernels"}
+    (run.path / "environment.json").write_text(json.dumps(run.environment | {"engine_share": facts}))
+    page, _ = report(run)
+    assert re.search(r"mean \|log-prob difference\| \S+; 97% of it the engine's", page.text)
+    beside = page.text[page.text.index("The same tokens, scored by both.") :]
+    assert beside.startswith("The same tokens, scored by both. 97% of the gap is the engine's: vLLM 0.32.0 and")
+    assert "both in fp16, differ by 2.0e-03 nats a token in the mean. With those kernels in the rollout 4.0e" in beside
+    assert "of the gap is the engine's" not in report(make_run(steps=3, name="native"))[0].text
 
 
 def test_what_is_out_of_range_is_listed_with_its_formula(make_run) -> None:

@@ -3,7 +3,9 @@
 With ``nproc=4`` the command starts itself four times through torch's elastic launcher (what ``torchrun`` is made of)
 and waits. A rank that fails takes the run down: the launcher stops the others. Which rank is to blame is decided here,
 for all of them fail, most only because another one did: first one that a signal killed, then one that says what was
-wrong, and last those that lost their connection.
+wrong, and last those that lost their connection. What a rank says comes through a file, in a folder that the launcher
+would make for itself below the temporary one and leave there; it is given one that goes when the run ends, however it
+does (but for a SIGKILL of this process).
 
 Under ``torchrun`` itself a rank prints its own line, and torchrun its summary.
 """
@@ -17,6 +19,7 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,23 +42,27 @@ class RankError(MantissaError):
 
 def launch(arguments: Sequence[str], nproc: int, run_dir: str) -> None:
     """Run ``mantissa`` with these arguments in ``nproc`` processes, to the end; ``run_dir`` is what they write."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # they tell of every process; one line is enough
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-    )
-    with _environment({_MARK: "1", "OMP_NUM_THREADS": str(threads_each(nproc))}):
+    with (
+        tempfile.TemporaryDirectory(prefix="mantissa-ranks-", ignore_cleanup_errors=True) as folder,
+        _environment({_MARK: "1", "OMP_NUM_THREADS": str(threads_each(nproc))}),
+    ):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            run_id=str(uuid.uuid4()),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+        )
         try:
             elastic_launch(config, sys.executable)("-m", "mantissa", *arguments)
         except ChildFailedError as error:

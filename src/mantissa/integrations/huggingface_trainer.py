@@ -23,7 +23,7 @@ from mantissa.integrations.held import HeldScheduler
 from mantissa.integrations.huggingface import ScalerTelemetry
 from mantissa.kernels import autocast_for, probe_autocast
 from mantissa.training import OptimizerStep, ScalerConfig, StepOutcome, first_nonfinite, scaler_for
-from mantissa.training.checks import device_of, named_parameters, resolved_role
+from mantissa.training.checks import device_of, named_parameters, precision_line, resolved_role
 from mantissa.training.distributed import Ranks, unwrapped
 from mantissa.training.window import Keeper
 
@@ -69,7 +69,7 @@ class MantissaTrainerMixin:
         backend: Literal["auto", "native", "simulated"] = "auto",
         fallback: Literal["error", "warn"] = "error",
         scale: Literal["dynamic", "auto"] | float | ScalerConfig = "dynamic",
-        retries: int = 4,
+        retries: int | None = None,
         on_nonfinite: Literal["stop", "skip"] = "stop",
         say: Callable[[str], None] = print,
         **kwargs: Any,
@@ -83,7 +83,7 @@ class MantissaTrainerMixin:
         self._autocast = autocast_for(self.precision, device)
         self.evidence = probe_autocast(self._autocast, device)
         role = self.precision
-        self.scaler = scaler_for(scale, role.active, None if isinstance(scale, ScalerConfig) else retries)
+        self.scaler = scaler_for(scale, role.active, retries)
         self.outcome: StepOutcome | None = None
         self._on_nonfinite = on_nonfinite
         self._window: list[tuple[Any, Any]] = []
@@ -92,7 +92,7 @@ class MantissaTrainerMixin:
         self._tally: Counter[str] = Counter()
         trainer.add_callback(MantissaScalerState())
         if trainer.is_world_process_zero():
-            say(f"precision: {role.requested} asked, {role.active} active, {role.backend} ({role.reason})")
+            say(precision_line(role))
 
     def compute_loss_context_manager(self) -> ExitStack:
         stack: ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]

@@ -48,7 +48,7 @@ from mantissa.training import (
     first_nonfinite,
     scaler_for,
 )
-from mantissa.training.checks import device_of, named_parameters, resolved_role
+from mantissa.training.checks import device_of, named_parameters, precision_line, resolved_role
 from mantissa.training.distributed import Ranks, unwrapped
 from mantissa.training.window import Keeper
 
@@ -79,7 +79,7 @@ class MantissaPrecision(Precision):
         backend: Literal["auto", "native", "simulated"] = "auto",
         fallback: Literal["error", "warn"] = "error",
         scale: Literal["dynamic", "auto"] | float | ScalerConfig = "dynamic",
-        retries: int = 4,
+        retries: int | None = None,
         on_nonfinite: Literal["stop", "skip"] = "stop",
         log: bool = True,
         say: Callable[[str], None] = print,
@@ -91,8 +91,7 @@ class MantissaPrecision(Precision):
         self.outcome: StepOutcome | None = None
         self.steps = self.updates = self.skipped = self.retried = 0
         self._asked = (backend, fallback)
-        self._scale = scale
-        self._retries = None if isinstance(scale, ScalerConfig) else retries
+        self._scale, self._retries = scale, retries
         self._on_nonfinite = on_nonfinite
         self._log = log
         self._say = say
@@ -139,7 +138,7 @@ class MantissaPrecision(Precision):
             self.scaler = scaler_for(self._scale, role.active, self._retries)
         self.role, self._device = role, device
         if tell:
-            self._say(f"precision: {role.requested} asked, {role.active} active, {role.backend} ({role.reason})")
+            self._say(precision_line(role))
 
     def _step_for(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerStep:
         assert self.role is not None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -205,16 +204,10 @@ def _thread_counts() -> list[int]:
 
 def _each_thread_count() -> Iterator[int]:
     """1 and the present number, set in turn; the present one is restored."""
-    for threads in _thread_counts():
-        with _threads(threads):
-            yield threads
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
     try:
-        yield
+        for threads in _thread_counts():
+            torch.set_num_threads(threads)
+            yield threads
     finally:
         torch.set_num_threads(before)

@@ -22,10 +22,16 @@ _UNITS = {
     "sequence_mean": "seq_mean",
     "sequence_max": "seq_max",
 }
+# Read in lu-jun-yu/verl at d242388, recipe/flowrl/flowrl_actor.py and flowrl_fsdp_worker.py: a copy of verl 0.7.0.dev
+# from before recipes moved to verl-project/verl-recipe, whose README at 0ad0455 has verl v0.4.0 for this one. The
+# autocast stands in volcengine/verl at 40dc8ef too, and in Xuekai-Zhu/FlowRL at 6059a0b (dp_actor.py). What verl itself
+# lacks is tested on the real one.
 FLOWRL = (
-    "flowrl: verl has no such loss. The published recipe is recipe.flowrl of another repository, pinned to an old "
-    "verl, and its actor computes under autocast to bf16, written into the code: fp16 has no key there, and no key "
-    "adds the correction between rollout and learner that this recipe asks for. Train it with mantissa train"
+    "flowrl: verl has no such loss. The published recipe, recipe.flowrl, is built on workers/fsdp_workers.py and "
+    "workers/actor/dp_actor.py, which verl 0.8.0 took out; and on the verl that it needs, its actor computes under "
+    "autocast to bf16, written into the code (fsdp_config.dtype=float16 starts a loss scaler around that and no more), "
+    "as are beta and the ratio's bound, and no weight between rollout and learner enters its loss. Train it with "
+    "mantissa train"
 )
 
 

@@ -8,6 +8,7 @@ from mantissa.mismatch.catalogue import (
     POLICY_METRICS,
     REFERENCE_METRICS,
 )
+from mantissa.mismatch.engine_share import ENGINE_METRICS, engine_share
 from mantissa.mismatch.gates import GATES, Finding, check_gates
 from mantissa.mismatch.metrics import GAP_METRICS, Metric, gap_metrics
 
@@ -15,6 +16,7 @@ __all__ = [
     "ADVANTAGE_METRICS",
     "ALL_METRICS",
     "CORRECTION_METRICS",
+    "ENGINE_METRICS",
     "FLOWRL_METRICS",
     "GAP_METRICS",
     "GATES",
@@ -23,5 +25,6 @@ __all__ = [
     "Finding",
     "Metric",
     "check_gates",
+    "engine_share",
     "gap_metrics",
 ]

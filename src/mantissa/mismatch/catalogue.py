@@ -5,6 +5,7 @@ Every name here is a tally of ``mantissa.algorithms`` (a test holds the two list
 
 from __future__ import annotations
 
+from mantissa.mismatch.engine_share import ENGINE_METRICS
 from mantissa.mismatch.metrics import GAP_METRICS, Metric
 
 _VERL = "range: rollout-correction guide of verl"
@@ -76,6 +77,7 @@ ADVANTAGE_METRICS: tuple[Metric, ...] = (
 
 ALL_METRICS: tuple[Metric, ...] = (
     *GAP_METRICS,
+    *ENGINE_METRICS,
     *CORRECTION_METRICS,
     *POLICY_METRICS,
     *FLOWRL_METRICS,

@@ -25,9 +25,10 @@ from mantissa.model import (
     byte_tokenizer,
     character_tokenizer,
 )
-from mantissa.precision import ResolvedPrecision, resolve
+from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.config import LossScalingConfig, ModelSource, RunConfig
+from mantissa.rl.engine_share import EngineShare, ExactTwin, exact_policy
 from mantissa.rl.engines import build_engine, close_engine, on_vllm
 from mantissa.rl.learner import Learner
 from mantissa.rl.reference import Reference
@@ -55,6 +56,7 @@ class Parts:
     reference: Reference | None = None
     plan: ExactPlan | None = None
     team: Team = ALONE
+    share: EngineShare | None = None  # of an engine that is not this package's
 
     def new_scaler(self) -> LossScaler:
         """A loss scaler for the learner's format, at its first scale."""
@@ -140,6 +142,31 @@ def exact_plan(
     return plan_exact(shapes, precision.learner, device)
 
 
+def exact_twin(
+    policy: PrecisionPolicy, every: int, model: Decoder, device: torch.device, length: int, rows: int, team: Team
+) -> ExactTwin:
+    """Exact kernels for the rollout of ``policy``, proven here; or why there are none, and then nobody measures.
+
+    ``every``: as ``rollout.vllm.share_every``. ``length``, ``rows``: as in ``exact_plan``.
+    """
+    if every == 0:
+        return ExactTwin(None, "rollout.vllm.share_every=0", every)
+    if policy.rollout == "fp8" and device.type == "cpu":
+        return ExactTwin(None, "a rollout in fp8 is sent as codes, and exact kernels on a CPU hold values", every)
+    plan, evidence, failed = None, "", None
+    try:
+        exact = resolve(exact_policy(policy), device)
+        plan = exact_plan(exact, model, device, length, rows)
+        evidence = probe(rollout_kernels(exact, plan), device)
+    except MantissaError as error:
+        failed = str(error).rpartition("; ")[0] or str(error)  # its advice is for a recipe that asks for them
+    failed = team.said(failed)  # none measures where one cannot
+    if failed is not None:
+        return ExactTwin(None, failed, every)
+    kernels = rollout_kernels(exact, team.decided(plan))
+    return ExactTwin(kernels, f"{exact.rollout.kernels} kernels in {exact.rollout.name}", every, evidence)
+
+
 def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, Tokenizer]:
     """The policy's fp32 masters, adapters attached where the recipe asks for them, and its tokenizer."""
     if source.path is not None:
@@ -200,7 +227,8 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     precision = resolve(config.policy, device, reference=config.algorithm.reference is not None)
     vllm = config.rollout.engine == "vllm"
     if vllm:
-        require_vllm()
+        if config.rollout.vllm.server is None:
+            require_vllm()
         precision = on_vllm(precision)
     task = build_task(config.task, config.seed)
     model, tokenizer = load_policy(config.model, task, config.seed)
@@ -211,6 +239,9 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     rows = max(config.rollout.slots, config.optimizer.micro_batch_tokens)
     plan = team.decided(exact_plan(precision, model, device, longest, rows))  # found by probing, and one for all
     evidence = prove(precision, device, plan, vllm)
+    twin = None
+    if vllm:
+        twin = exact_twin(config.policy, config.rollout.vllm.share_every, model, device, longest, rows, team)
     scaling = config.loss_scaling or LossScalingConfig()
     learner = Learner(
         model,
@@ -229,19 +260,23 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     grader.start()  # a reward function that is not there shows now
     engine = None
     try:
-        engine = build_engine(
-            config.rollout, precision, rollout_kernels(precision, plan), model.config, tokenizer, device
-        )
+        kernels = (twin and twin.kernels) or rollout_kernels(precision, plan)
+        engine = build_engine(config.rollout, precision, kernels, model.config, tokenizer, device)
         sampler = Sampler(engine, tokenizer, grader, team)
         check_task(config, task, sampler, model.config.max_position_embeddings)
     except BaseException:
         grader.close()
         close_engine(engine)
         raise
-    if isinstance(engine, VllmEngine):
+    share = None
+    if isinstance(engine, VllmEngine) and twin is not None:
         evidence["rollout"] = engine.evidence
+        temperature, tokens = config.rollout.temperature, config.optimizer.micro_batch_tokens
+        share = EngineShare(engine, twin, temperature=temperature, micro_batch_tokens=tokens, team=team)
     reference = new_reference(config, precision, plan, model, device, team)
-    return Parts(device, precision, evidence, tokenizer, model, task, learner, sampler, scaling, reference, plan, team)
+    return Parts(
+        device, precision, evidence, tokenizer, model, task, learner, sampler, scaling, reference, plan, team, share
+    )
 
 
 def new_reference(

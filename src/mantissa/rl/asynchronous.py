@@ -37,6 +37,7 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.rl.batches import Batch, Collector
+from mantissa.rl.engines import rest
 from mantissa.rollout import Completion, RolloutEngine
 
 Weights = Mapping[str, Tensor]
@@ -81,7 +82,9 @@ class InTurn:
         self._engine.sync(weights, version)
 
     def take(self, step: int) -> Batch:
-        return self._collector.collect(step, self._engine.version)
+        batch = self._collector.collect(step, self._engine.version)
+        rest(self._engine)
+        return batch
 
     def hand_over(self, step: int, weights: Weights, version: int) -> None:
         if self._engine.version != version:

@@ -114,6 +114,9 @@ class VllmConfig(Config):
     sleep: bool = Field(
         False, description="Give its memory back to the learner between rollouts; on a GPU, where both must fit."
     )
+    share_every: int = Field(
+        1, ge=0, description="Steps between measurements of its share of the gap, each a forward more; 0: never."
+    )
 
     @model_validator(mode="after")
     def _has_effect(self) -> Self:

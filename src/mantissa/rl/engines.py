@@ -64,7 +64,8 @@ def build_engine(
 ) -> RolloutEngine:
     """The engine that the recipe names, still without weights. vLLM's processes run from here on: ``close`` them.
 
-    ``kernels``: the rollout's; of vLLM only their format and their copies of the masters are used.
+    ``kernels``: the rollout's; of vLLM only their format and their copies of the masters are used, by this package's
+    exact ones too, where they measure its share of the gap.
     """
     if rollout.engine == "vllm":
         return VllmEngine(
@@ -101,6 +102,12 @@ def serve_engine(
         shapes = {name: weight.to(precision.rollout.active.dtype) for name, weight in Decoder(model).named_parameters()}
     start = vllm_start(rollout, precision, model, device)
     return serve_vllm(start, shapes, host=host, port=port, folder=folder, ready=ready)
+
+
+def rest(engine: RolloutEngine) -> None:
+    """Nothing is sampled for a while: an engine that sleeps gives its memory back, until it is synced."""
+    if isinstance(engine, VllmEngine) and engine.start.sleeps:
+        engine.sleep()
 
 
 def close_engine(engine: RolloutEngine | None) -> None:

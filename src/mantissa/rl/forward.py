@@ -1,7 +1,8 @@
 """One forward of sequences through a policy: the log-probs of their responses, for whoever needs them.
 
-The learner and the reference both come here: the same packing, the same projection, the same log-prob function at the
-same temperature. What may differ is the weights and the kernels, and so those alone make a difference.
+The learner, the reference and the measure of an engine's share come here: the same packing, the same projection, the
+same log-prob function at the same temperature. What may differ is the weights and the kernels, and so those alone make
+a difference.
 
 Legend: B sequences, U distinct prompts, P prompt tokens right-padded, N response tokens flat, E features, V words.
 """
@@ -18,6 +19,7 @@ from mantissa.kernels import Kernels
 from mantissa.model import Decoder
 from mantissa.rl.experience import Sequences
 from mantissa.rl.packing import Packed
+from mantissa.rl.team import ALONE, Team
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,32 @@ def forward(
 
     logits_NV, mean_BE = model.within(work)
     return Forward(kernels.token_logprob(logits_NV, token_N, temperature), logits_NV, mean_BE)
+
+
+def score(
+    model: Decoder,
+    kernels: Kernels,
+    sequences: Sequences,
+    temperature: float,
+    *,
+    micro_batch_tokens: int,
+    team: Team = ALONE,
+) -> Tensor:
+    """Log-prob of every response token under a policy that every rank holds whole; B, R, fp32, 0 at padding.
+
+    ``micro_batch_tokens``: padded tokens that a forward holds. Ranks share the rows, and all of them get all of it.
+    """
+    logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=sequences.mask_BR.device)
+    rows_B = torch.arange(len(sequences), device=sequences.mask_BR.device)
+    with torch.no_grad():
+        for rows in team.micro_batches(sequences, rows_B, micro_batch_tokens):
+            if not len(rows):
+                continue  # a whole policy: no exchange to take part in
+            part = sequences.select(rows)
+            row, column = part.mask_BR.nonzero(as_tuple=True)
+            logp_BR[rows[row], column] = forward(model, kernels, part, temperature).logp_N
+    team.join_rows(logp_BR)
+    return logp_BR
 
 
 def prompt_mean(packed: Packed, hidden_ME: Tensor, prompt_length_B: Tensor) -> Tensor:

@@ -202,21 +202,24 @@ class Loop:
         experience = Experience.build(
             sampled.prompts, sampled.groups, [reward.value for reward in rewards], self.parts.device
         )
-        exact: dict[str, float] = {}
+        measured: dict[str, float] = {}
         if self.exactness is None or self.exactness.due(step):
             with self._timed("learner_logp"):
                 experience = experience.with_learner(*self.learner.score(experience.sequences))
             if self.exactness is not None:
-                exact = self.exactness.check(step, experience)
+                measured |= self.exactness.check(step, experience)
         else:  # the promise, used: these are the learner's own, to the last bit
             experience = experience.with_learner(experience.rollout_logp_BR, None)
+        if self.parts.share is not None and self.parts.share.due(step):
+            with self._timed("engine_share"):  # before the sync: by the weights that sampled
+                measured |= self.parts.share.measure(experience, batch.version)
         if self.reference is not None:
             with self._timed("reference_logp"):
                 experience = experience.with_reference(self.reference.score(experience.sequences))
         with self._timed("update"):
             update = self.learner.update(experience, step, probe=step % _PROBE_EVERY == 1)
         self.position = batch.position
-        row: dict[str, float] = {"step": step, "rollout/version": batch.version, **lag, **exact, **batch.metrics}
+        row: dict[str, float] = {"step": step, "rollout/version": batch.version, **lag, **measured, **batch.metrics}
         if self.reference is not None:
             row["reference/version"] = self.reference.version  # of the one that this step was held to
             self.reference.follow(self.learner.weights, self.learner.version)

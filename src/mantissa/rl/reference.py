@@ -22,7 +22,7 @@ from torch import Tensor
 from mantissa.kernels import Kernels
 from mantissa.model import CopiedPolicy, ModelConfig
 from mantissa.rl.experience import Sequences
-from mantissa.rl.forward import forward
+from mantissa.rl.forward import score
 from mantissa.rl.team import ALONE, Team
 from mantissa.training import load_weights
 
@@ -71,17 +71,14 @@ class Reference:
         """Log-prob of every response token under the reference; B, R, fp32, 0 at padding."""
         if self.version < 0:
             raise RuntimeError("the reference holds no weights yet: take it first")
-        logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=sequences.mask_BR.device)
-        rows_B = torch.arange(len(sequences), device=sequences.mask_BR.device)
-        with torch.no_grad():
-            for rows in self.team.micro_batches(sequences, rows_B, self.micro_batch_tokens):
-                if not len(rows):
-                    continue  # the reference is whole on every rank: no exchange to take part in
-                part = sequences.select(rows)
-                row, column = part.mask_BR.nonzero(as_tuple=True)
-                logp_BR[rows[row], column] = forward(self._copies.decoder, self.kernels, part, self.temperature).logp_N
-        self.team.join_rows(logp_BR)
-        return logp_BR
+        return score(
+            self._copies.decoder,
+            self.kernels,
+            sequences,
+            self.temperature,
+            micro_batch_tokens=self.micro_batch_tokens,
+            team=self.team,
+        )
 
     @property
     def weights(self) -> dict[str, Tensor]:

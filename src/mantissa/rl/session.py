@@ -22,6 +22,7 @@ from mantissa.rl.loop import Loop
 from mantissa.rl.recipe import make_config
 from mantissa.rl.team import joined
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path
+from mantissa.runs.engine_share import share_sentence
 from mantissa.runs.environment import environment
 from mantissa.runs.live import Live
 from mantissa.runs.report import build_report
@@ -82,11 +83,15 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, *, resumed: bool) ->
             live.note(f"run {run.path}   device {_devices(parts)}   parameters {_parameters(parts)}")
             for line in parts.plan.lines() if parts.plan else ():
                 live.note(f"exact: {line}")
+            if parts.share is not None:
+                live.note(parts.share.twin.line)
             for note in parts.sampler.grader.notes:
                 live.note(note)
             if resumed and first:
                 _note_changes(live, run.record_resume(done, _environment(parts)))
             Loop(config, parts, run, trackers, live).go()
+            if first and (said := share_sentence(run.read_metrics(), run.environment)):
+                live.note(said)
     finally:
         trackers.close()
     return build_report(run) if first else run.report_path
@@ -128,7 +133,8 @@ def _environment(parts: Parts) -> dict[str, Any]:
     exact = {"exact": parts.plan.lines()} if parts.plan else {}
     device, team = str(parts.device), parts.team
     several = {} if team.alone else {"processes": team.ranks.world, "parallel": team.kind}
-    return environment() | {"precision": rows, "training_device": device, "grading": guards} | exact | several
+    share = {} if parts.share is None else {"engine_share": parts.share.twin.facts(parts.share.engine)}
+    return environment() | {"precision": rows, "training_device": device, "grading": guards} | exact | several | share
 
 
 def _devices(parts: Parts) -> str:

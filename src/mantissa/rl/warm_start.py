@@ -15,6 +15,7 @@ import torch
 from mantissa.algorithms import aggregation_scale
 from mantissa.precision.numerics import masked_sum
 from mantissa.rl.config import WarmStartConfig
+from mantissa.rl.engines import rest
 from mantissa.rl.experience import Sequences
 from mantissa.rl.learner import Learner
 from mantissa.rl.sampling import Sampler
@@ -53,6 +54,7 @@ def warm_start(
             accuracy = sampler.accuracy(
                 heldout, 1, params, learner.version, learner.seed, "warm_start evaluation", step
             )
+            rest(sampler.engine)
             report({"step": step, "warm_start/loss": sum(losses) / len(losses), "warm_start/accuracy": accuracy})
             losses.clear()
             if accuracy >= config.target_accuracy:

@@ -42,9 +42,9 @@ _NOT_FINITE = -9999.0  # what vLLM's server sends in the place of NaN and of any
 class VllmEngine:
     """A ``RolloutEngine`` on vLLM. ``close`` ends its processes, or lets go of the server.
 
-    ``kernels`` hold the copy of the policy that is handed over: their format is the engine's. ``start``: what vLLM is
-    asked to be. ``server``: the URL of one that ``mantissa serve`` started; None starts one here. ``evidence``: what
-    was seen of vLLM at the start, on weights made for that.
+    ``kernels`` hold the copy of the policy that is handed over (``copies``): their format is the engine's. ``start``:
+    what vLLM is asked to be. ``server``: the URL of one that ``mantissa serve`` started; None starts one here.
+    ``evidence``: what was seen of vLLM at the start, on weights made for that; ``release``: which vLLM it is.
 
     A sample's draws depend on its prompt, its seed and its index. Its logits do not quite: vLLM's sums depend on the
     batch, and two likely tokens may change places, so a run on vLLM repeats itself only nearly.
@@ -61,14 +61,16 @@ class VllmEngine:
     ) -> None:
         self.start, self.config = start, start.config
         self._decode_text = decode_text
-        if start.fp8 is not None:
+        if start.fp8 is not None and start.device.type == "cpu":  # where this package's hold values and no codes
             kernels = CodeKernels(start.format, start.logits, start.fp8)
         self._copies = CopiedPolicy(start.config, kernels, start.device, "sync")
         self._version, self._mark, self._asleep = -1, "", False
+        self.copied_version = -1  # of ``copies``; an engine asleep has it too
         begun_with = sample_weights(self._copies.weights, start.fp8)
         self._link: VllmLink = ServedVllm(server, start, timeout_s) if server else LocalVllm(start, begun_with)
         try:
             facts = self._check_facts()
+            self.release = f"vLLM {facts.get('release', '')}".rstrip()
             tensors = self._load(begun_with)
             apart = self._prove_processed()
             slept = self._prove_sleep(begun_with) if start.sleeps else ""
@@ -87,6 +89,11 @@ class VllmEngine:
         failed."""
         return self._version
 
+    @property
+    def copies(self) -> CopiedPolicy:
+        """The policy as it was last sent to vLLM: rounded once, and held as this engine's kernels hold it."""
+        return self._copies
+
     def close(self) -> None:
         """End what was started here and delete the weights on disk; the engine is of no use afterwards."""
         self._version = -1
@@ -100,10 +107,10 @@ class VllmEngine:
         """
         if version < 0:
             raise ValueError(f"policy version {version}: expected 0 or more")
-        self._version = -1
+        self._version = self.copied_version = -1
         self._copies.take(weights)
         self._load(self._copies.weights)
-        self._version = version
+        self._version = self.copied_version = version
 
     def sleep(self) -> None:
         """Give the memory of weights and cache back to the learner, until the next ``sync``."""
@@ -197,6 +204,7 @@ class VllmEngine:
     # what is seen at the start
 
     def _check_facts(self) -> dict[str, str]:
+        """What the worker says of itself, where that is what was asked for."""
         facts = self._link.call("mantissa_facts")
         for name, value in self.start.facts().items():
             if facts.get(name) != value:
@@ -205,7 +213,7 @@ class VllmEngine:
                     f"{self._link.where} was asked for {name}={value} and runs with {facts.get(name) or None}; choose "
                     f"another precision.{role}, or rollout.engine=native"
                 )
-        return dict(facts)
+        return facts
 
     def _prove_processed(self) -> str:
         """Log-probs must be of the distribution sampled from: at temperature 2 half as far apart as at 1."""

@@ -13,13 +13,12 @@ from __future__ import annotations
 import fcntl
 import http.client
 import importlib
-import itertools
 import json
 import os
 import tempfile
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlencode, urlsplit
@@ -120,23 +119,40 @@ class LocalVllm:
         vllm = importlib.import_module("vllm")
         asked = [vllm.SamplingParams(**asked_of(params, seed, logprobs)) for seed in seeds]
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        return [self._output(result.outputs[0]) for result in self._llm.generate(given, asked, use_tqdm=False)]
+        with self._alive():
+            results = self._llm.generate(given, asked, use_tqdm=False)
+        return [self._output(result.outputs[0]) for result in results]
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """vLLM's own errors, of every kind, in one line: what went wrong is in its processes' output."""
+        try:
+            yield
+        except Exception as error:
+            raise MantissaError(
+                f"{self.where} failed: {_first_line(error)}; its own messages above say more (VLLM_LOGGING_LEVEL=INFO "
+                "says all of them); resume the run"
+            ) from error
 
     def _output(self, output: Any) -> VllmOutput:
         steps = [{token: one.logprob for token, one in step.items()} for step in output.logprobs or ()]
         return VllmOutput(tuple(output.token_ids), steps, output.finish_reason)
 
     def call(self, method: str, **arguments: Any) -> Any:
-        return self._llm.collective_rpc(method, kwargs=arguments)[0]
+        with self._alive():
+            return self._llm.collective_rpc(method, kwargs=arguments)[0]
 
     def reset_prefix_cache(self) -> bool:
-        return bool(self._llm.reset_prefix_cache())
+        with self._alive():
+            return bool(self._llm.reset_prefix_cache())
 
     def sleep(self) -> None:
-        self._llm.sleep(level=2)
+        with self._alive():
+            self._llm.sleep(level=2)
 
     def wake(self, tag: str) -> None:
-        self._llm.wake_up(tags=[tag])
+        with self._alive():
+            self._llm.wake_up(tags=[tag])
 
     def close(self) -> None:
         if self._llm is not None:
@@ -158,18 +174,24 @@ class ServedVllm:
         if parts.scheme not in ("", "http") or not parts.hostname or parts.path.strip("/"):
             raise MantissaError(f"rollout.vllm.server={url}: expected http://host:port")
         self._address = (parts.hostname, parts.port or 8000)
-        self._mine = threading.local()  # a connection of each thread
+        self._idle: list[http.client.HTTPConnection] = []
+        self._closed = False
         self._pool = ThreadPoolExecutor(min(start.slots, _MOST_CONNECTIONS), "vllm")
         self._lock: int | None = None
-        facts = self.call("mantissa_facts")
-        self.folder = WeightFolder(facts["folder"], start)
-        self._check_folder(start)
-        if int(facts["max_length"]) < start.max_length:
-            raise MantissaError(
-                f"{self.where} holds {facts['max_length']} positions, and the policy has {start.max_length}; start it "
-                "with this recipe: mantissa serve RECIPE"
-            )
-        self._hold()
+        try:
+            facts = self.call("mantissa_facts")
+            self.where = f"vLLM {facts['release']} at {url}"
+            self.folder = WeightFolder(facts["folder"], start)
+            self._check_folder(start)
+            if int(facts["max_length"]) < start.max_length:
+                raise MantissaError(
+                    f"{self.where} holds {facts['max_length']} positions, and the policy has {start.max_length}; start "
+                    "it with this recipe: mantissa serve RECIPE"
+                )
+            self._hold()
+        except BaseException:
+            self.close()
+            raise
 
     def _check_folder(self, start: VllmStart) -> None:
         path = self.folder.path / "config.json"
@@ -227,42 +249,52 @@ class ServedVllm:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._closed = True
+        while self._idle:
+            self._idle.pop().close()
         if self._lock is not None:
             os.close(self._lock)  # and with it the lock
             self._lock = None
 
     def _post(self, path: str, body: Any = None) -> Any:
-        """The server's answer. A connection that it has closed meanwhile is opened once more."""
-        for attempt in itertools.count():
-            fresh = getattr(self._mine, "connection", None) is None
+        """The server's answer. Where it has closed a connection that was kept, another is opened."""
+        text = json.dumps({} if body is None else body)
+        while True:
+            connection, kept = self._connection()
             try:
-                status, text = self._ask(path, json.dumps({} if body is None else body))
+                status, answer = _asked(connection, path, text)
                 break
             except (OSError, http.client.HTTPException) as error:
-                self._mine.connection = None
-                stale = not fresh and attempt == 0 and not isinstance(error, TimeoutError)
-                if not stale:
+                connection.close()
+                if not kept or isinstance(error, TimeoutError):
                     raise MantissaError(
                         f"cannot reach {self.where}: {error or type(error).__name__}; start it with: mantissa serve "
                         "RECIPE"
                     ) from error
+        self._idle.append(connection)
+        if self._closed:  # meanwhile, by another thread
+            self._idle.pop().close()
         if status != http.client.OK:
             missing = status == http.client.NOT_FOUND
             advice = "it must be one that mantissa serve started" if missing else "its own log says more"
-            raise MantissaError(f"{self.where} answered {path} with {status}: {_first_line(text)}; {advice}")
-        return json.loads(text)
+            raise MantissaError(f"{self.where} answered {path} with {status}: {_first_line(answer)}; {advice}")
+        return json.loads(answer)
 
-    def _ask(self, path: str, body: str) -> tuple[int, str]:
-        connection = getattr(self._mine, "connection", None)
-        if connection is None:
-            connection = http.client.HTTPConnection(*self._address, timeout=self._timeout)
-            self._mine.connection = connection
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("VLLM_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        connection.request("POST", path, body, headers)
-        response = connection.getresponse()
-        return response.status, response.read().decode()
+    def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
+        """One that is idle, or a new one; whether it was kept."""
+        try:
+            return self._idle.pop(), True  # one step, whichever thread takes it
+        except IndexError:
+            return http.client.HTTPConnection(*self._address, timeout=self._timeout), False
+
+
+def _asked(connection: http.client.HTTPConnection, path: str, body: str) -> tuple[int, str]:
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("VLLM_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    connection.request("POST", path, body, headers)
+    response = connection.getresponse()
+    return response.status, response.read().decode()
 
 
 def _first_line(problem: object) -> str:

@@ -52,19 +52,20 @@ def serve_vllm(
         command = [*_command(), *flags(start.options(str(path))), *_FLAGS]
         with changed_environment(start.environment() | _MODE):
             server = subprocess.Popen([*command, "--host", host, "--port", str(port)])
-        stopped: list[int] = []
+        stopped: list[float] = []
 
         def stop(signum: int, frame: object) -> None:
-            stopped.append(signum)
+            stopped.append(time.monotonic())
             server.terminate()
 
         before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM)}
         try:
-            if _answers(server, "127.0.0.1" if host in ("0.0.0.0", "") else host, port):
+            if _answers(server, stopped, "127.0.0.1" if host in ("0.0.0.0", "") else host, port):
                 ready(f"http://{host}:{port}")
-            code = server.wait()
+            code = _waited(server, stopped)
         finally:
-            _end(server)
+            server.kill()  # where this is left by an error; else it has ended
+            server.wait()
             for signum, handler in before.items():
                 signal.signal(signum, handler)
     return 0 if stopped else code
@@ -75,7 +76,9 @@ def flags(options: Mapping[str, Any]) -> list[str]:
     given: list[str] = []
     for name, value in options.items():
         given.append(f"--{name.replace('_', '-')}")
-        if value is not True:
+        if value is False:
+            given[-1] = f"--no-{given[-1][2:]}"
+        elif value is not True:
             given.append(json.dumps(value) if isinstance(value, dict) else str(value))
     return given
 
@@ -100,9 +103,9 @@ def _folder(path: str | None) -> Iterator[Path]:
     yield folder
 
 
-def _answers(server: subprocess.Popen[bytes], host: str, port: int) -> bool:
-    """Wait until the server answers; False where it ended instead."""
-    while server.poll() is None:
+def _answers(server: subprocess.Popen[bytes], stopped: list[float], host: str, port: int) -> bool:
+    """Wait until the server answers; False where it ended, or was told to, instead."""
+    while server.poll() is None and not stopped:
         connection = http.client.HTTPConnection(host, port, timeout=2.0)
         try:
             connection.request("GET", "/health")
@@ -116,11 +119,11 @@ def _answers(server: subprocess.Popen[bytes], host: str, port: int) -> bool:
     return False
 
 
-def _end(server: subprocess.Popen[bytes]) -> None:
-    if server.poll() is None:
-        server.terminate()
-    try:
-        server.wait(_PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
+def _waited(server: subprocess.Popen[bytes], stopped: list[float]) -> int:
+    """Its exit code. ``stopped``: when it was asked to end, which it may fail to do."""
+    while True:
+        try:
+            return server.wait(0.2)
+        except subprocess.TimeoutExpired:
+            if stopped and time.monotonic() - stopped[0] > _PATIENCE_S:
+                server.kill()

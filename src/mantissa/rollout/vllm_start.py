@@ -31,6 +31,7 @@ from mantissa.rollout.vllm_worker import EXTENSION, FP8_CACHE, FP8_PRODUCTS, dig
 _CACHE_BYTES = 4 << 30  # of keys and values at most, but for one longest sequence; sequences beyond that wait
 _BLOCK = 128  # tokens of one block of vLLM's cache on a CPU; 16 on a GPU
 _FP8_HEAD = 32  # what its fp8 kernels on a CPU take at a time of a head
+_BATCH_TOKENS = 8192  # of one step of vLLM on a CPU at most, where neither a sequence nor the slots need more
 _BESIDE_BYTES = 2 << 30  # of a GPU: what vLLM's process takes besides weights and cache
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _QUIET = {
@@ -130,6 +131,9 @@ class VllmStart:
         }
         if self.device.type == "cuda":  # by default it wants nine tenths of the device, and a learner is there too
             options["gpu_memory_utilization"] = self._share_of_device()
+        else:  # a prompt cut in two sets back its generator, which those of a CPU cannot: vLLM 0.32 dies of it
+            options["enable_chunked_prefill"] = False
+            options["max_num_batched_tokens"] = max(_BATCH_TOKENS, self.max_length, self.slots)
         return options | ({"enable_sleep_mode": True} if self.sleeps else {})
 
     def facts(self) -> dict[str, str]:

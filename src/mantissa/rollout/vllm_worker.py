@@ -16,6 +16,7 @@ Nothing here imports vLLM: it is found by name and mixed into vLLM's own worker 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,7 @@ class WeightReader:
             "product_kernels": ", ".join(sorted({type(k).__name__ for _, k in _in_fp8(self.model_runner.model)})),
             "logprobs_mode": config.logprobs_mode,
             "quantization": config.quantization,
+            "release": getattr(sys.modules.get("vllm"), "__version__", "unknown"),
             "folder": config.model,
             "max_length": config.max_model_len,
         }

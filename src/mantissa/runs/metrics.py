@@ -85,6 +85,7 @@ LOOP_METRICS: tuple[Metric, ...] = (
     _plain("time/reward", "wall clock of verification", "s"),
     _plain("time/learner_logp", "wall clock of the learner's log-probs of the samples", "s"),
     _plain("time/reference_logp", "wall clock of the reference's log-probs of the samples", "s"),
+    _plain("time/engine_share", "wall clock of scoring the samples by exact kernels in the rollout's format", "s"),
     _plain("time/update", "wall clock of forward, backward and optimiser", "s"),
     _plain("time/sync", "wall clock of handing the weights to the rollout", "s"),
     _plain("time/eval", "wall clock of evaluation", "s"),

@@ -22,14 +22,14 @@ from mantissa.runs.series import (
     token_logps,
     where_measured,
 )
-from mantissa.runs.svg import MUTED, SERIES, figure, step_axis, styled, to_svg
+from mantissa.runs.svg import INK, MUTED, SERIES, figure, step_axis, styled, to_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Rows = Sequence[dict[str, Any]]
 BLUE, ORANGE, GREEN, PURPLE, TEAL, PINK, BROWN, GREY = SERIES
-PHASE_COLOURS = (BLUE, PINK, TEAL, MUTED, ORANGE, PURPLE, GREEN, BROWN, GREY)  # of PHASES and other
+PHASE_COLOURS = (BLUE, PINK, TEAL, MUTED, INK, ORANGE, PURPLE, GREEN, BROWN, GREY)  # of PHASES and other
 Dash = tuple[float, ...]  # lengths of strokes and spaces in line widths; empty is solid
 _FEW = 12  # points up to which a line also shows its markers
 _MANY = 250  # points from which a line is thin, so that noise does not turn into a band
@@ -194,33 +194,43 @@ def length_drift(rollouts: Rows) -> Plot:
     return Plot(title, note, svg, (("sequence", BLUE), ("least-squares line", ORANGE)))
 
 
-def gap(rows: Rows) -> Plot:
-    """Gap metrics by step on a log axis, zeros on its floor."""
+def gap(rows: Rows, share: str = "") -> Plot:
+    """Gap metrics by step on a log axis, zeros on its floor; dashed the gap's parts, where an engine's was measured.
+
+    ``share``: a sentence on these, for the note.
+    """
     title = "Gap between rollout and learner"
-    named = (
-        ("max |log-prob difference|", "gap/abs_logp_diff_max", PINK),
-        ("mean |log-prob difference|", "gap/abs_logp_diff_mean", ORANGE),
-        ("k3 KL", "gap/k3_kl", BLUE),
+    part: Dash = (2.0, 1.6)
+    named: tuple[tuple[str, str, str, Dash], ...] = (
+        ("max |log-prob difference|", "gap/abs_logp_diff_max", PINK, ()),
+        ("mean |log-prob difference|", "gap/abs_logp_diff_mean", ORANGE, ()),
+        ("k3 KL", "gap/k3_kl", BLUE, ()),
+        ("mean, the engine's part", "gap/engine_abs_logp_diff_mean", GREEN, part),
+        ("mean, everything else", "gap/other_abs_logp_diff_mean", PURPLE, part),
     )
-    drawn = [(label, colour, *series(rows, name)) for label, name, colour in named]
-    drawn = [entry for entry in drawn if entry[2].size]
+    drawn = [(label, colour, dash, *series(rows, name)) for label, name, colour, dash in named]
+    drawn = [entry for entry in drawn if entry[3].size]
     if not drawn:
         return Plot(title, "No gap was logged.")
-    positive = np.concatenate([y[y > 0] for _, _, _, y in drawn])
+    positive = np.concatenate([y[y > 0] for *_, y in drawn])
     if positive.size == 0:
-        measured = max(x.size for _, _, x, _ in drawn)
-        return Plot(title, f"Exactly 0 at {where_measured(measured, len(rows))}: no token's log-prob differed.")
+        measured = max(x.size for *_, x, _ in drawn)
+        note = f"Exactly 0 at {where_measured(measured, len(rows))}: no token's log-prob differed."
+        return Plot(title, f"{note} {share}".rstrip())
     with styled():
         drawing = figure()
         axes = drawing.subplots()
-        zeros = log_lines(axes, [(x, y, colour, {}) for _, colour, x, y in drawn])
+        lines = [(x, y, colour, {"linestyle": (0, dash)} if dash else {}) for _, colour, dash, x, y in drawn]
+        zeros = log_lines(axes, lines)
         axes.set_ylabel("nats")
         step_axis(axes)
         svg = to_svg(drawing, "gap", title)
     note = "The same tokens, scored by both."
     if zeros:
         note += " Open circles on the floor are exact zeros."
-    return Plot(title, note, svg, tuple((label, colour) for label, colour, _, _ in drawn))
+    legend = tuple((label, colour) for label, colour, *_ in drawn)
+    dashes = tuple(dash for _, _, dash, *_ in drawn)
+    return Plot(title, f"{note} {share}".rstrip(), svg, legend, dashes if any(dashes) else ())
 
 
 def log_lines(axes: Axes, drawn: Sequence[tuple[Array, Array, str, dict[str, Any]]]) -> int:

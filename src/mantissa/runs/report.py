@@ -18,6 +18,7 @@ import yaml
 from mantissa.files import write_atomically
 from mantissa.runs import page, plots
 from mantissa.runs.directory import RunDirectory, planned_steps
+from mantissa.runs.engine_share import share_sentence, share_text
 from mantissa.runs.health import Excursion, check, judge, number, sentence
 from mantissa.runs.live import count, duration, small
 from mantissa.runs.metrics import METRICS
@@ -36,7 +37,7 @@ def build_report(run: RunDirectory) -> Path:
     excursions = check(rows)
     drawn = (
         plots.learning(rows, warm_start),
-        plots.gap(rows),
+        plots.gap(rows, share_sentence(rows, environment)),
         plots.probabilities(rollouts),
         plots.length_drift(rollouts),
         plots.scaling(rows),
@@ -127,6 +128,9 @@ def _gap_card(rows: Rows) -> str:
     note = f"nats a token, median of {k3.size} step{'s' if k3.size > 1 else ''}"
     if difference.size:
         note += f"; mean |log-prob difference| {small(float(np.median(difference)))}"
+    share = series(rows, "gap/engine_share")[1]
+    if share.size:
+        note += f"; {share_text(float(np.median(share))).lower()} of it the engine's"
     return page.card("Gap, k3 KL", small(float(np.median(k3))), note)
 
 

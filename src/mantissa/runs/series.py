@@ -16,7 +16,9 @@ from mantissa.errors import MantissaError
 from mantissa.runs.directory import RunDirectory
 
 Array = NDArray[np.float64]
-PHASES = ("rollout", "reward", "learner_logp", "reference_logp", "update", "sync", "eval", "checkpoint")
+PHASES = (
+    "rollout", "reward", "learner_logp", "reference_logp", "engine_share", "update", "sync", "eval", "checkpoint",
+)  # fmt: skip
 
 
 def series(rows: Iterable[dict[str, Any]], name: str) -> tuple[Array, Array]:

@@ -71,6 +71,11 @@ def resolved_role(precision: str, backend: Any, fallback: Any, device: torch.dev
     return role
 
 
+def precision_line(role: ResolvedRole) -> str:
+    """What a trainer says of its precision when it has settled it."""
+    return f"precision: {role.requested} asked, {role.active} active, {role.backend} ({role.reason})"
+
+
 def check_options(
     accumulate: int, max_grad_norm: float, adaptive_clip: float | None, on_nonfinite: str, probe_every: int, fsdp: bool
 ) -> int:

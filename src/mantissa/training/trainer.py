@@ -38,7 +38,15 @@ from mantissa.errors import MantissaError
 from mantissa.kernels import autocast_for, probe_autocast
 from mantissa.precision import FP32
 from mantissa.training import trainer_file, trainer_state
-from mantissa.training.checks import check_loss, check_options, check_place, device_of, named_parameters, resolved_role
+from mantissa.training.checks import (
+    check_loss,
+    check_options,
+    check_place,
+    device_of,
+    named_parameters,
+    precision_line,
+    resolved_role,
+)
 from mantissa.training.clipping import adaptive_clip_
 from mantissa.training.diagnosis import anomaly, first_nonfinite
 from mantissa.training.distributed import Ranks, forget_unsent, is_fsdp, synchronising, until_all_end, unwrapped
@@ -145,7 +153,7 @@ class PrecisionTrainer:
         self.precision = role
         self.optimizer_step.format = role.active
         self.optimizer_step.scaler = self._new_scaler(fmt=role.active)
-        self.say(f"precision: {role.requested} asked, {role.active} active, {role.backend} ({role.reason})")
+        self.say(precision_line(role))
 
     @property
     def scaler(self) -> LossScaler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,19 @@ def test_nobody_but_megatron_s_engines_reads_a_key_called_dtype(verl_folder: Pat
     assert "engine_config.dtype" in (engine / "megatron" / "transformer_impl.py").read_text()
     for file in (engine / "fsdp").glob("*.py"):
         assert "engine_config.dtype" not in file.read_text(), file.name
+
+
+def test_flowrl_s_loss_and_the_modules_of_its_recipe_are_not_there(verl_folder: Path) -> None:
+    """Why the exporter refuses it; a verl that has either again would need another answer."""
+    losses = re.findall(
+        r'register_policy_loss\("(\w+)"\)', (verl_folder / "trainer" / "ppo" / "core_algos.py").read_text()
+    )
+    assert "gspo" in losses
+    assert "flowrl" not in losses
+    workers = verl_folder / "workers"
+    assert (workers / "engine_workers.py").is_file()
+    assert not (workers / "fsdp_workers.py").exists()
+    assert not (workers / "actor" / "dp_actor.py").exists()
 
 
 def validated(tree: Any) -> None:

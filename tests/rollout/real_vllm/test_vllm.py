@@ -166,6 +166,21 @@ def test_the_gap_of_a_half_is_its_rounding(
     assert found.mean().abs() < bound / 2
 
 
+def test_more_prompts_than_one_step_takes(pair_of: Callable[..., Any]) -> None:
+    """vLLM would cut the last prompt of a full step in two, and then, on a CPU, die of the generator it sets back."""
+    pair = pair_of("llama")
+    pair.sync(90)
+    start = dataclasses.replace(pair.vllm.start, slots=1024)
+    engine = VllmEngine(start, rollout_kernels(resolve(PrecisionPolicy(), "cpu")))
+    try:
+        engine.sync(dict(pair.native.model.named_parameters()), 1)
+        many = [Request(tuple(range(1, 38)), seed=seed) for seed in range(700)]
+        assert sum(len(request.prompt_tokens) for request in many) > 3 * 8192
+        assert len(engine.generate(many, dataclasses.replace(PARAMS, max_tokens=2), 1)) == 700
+    finally:
+        engine.close()
+
+
 def test_another_dtype_than_asked_is_an_error(
     pair_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,0 +1,146 @@
+"""What vLLM's server is started with, and how it ends; a small program stands in for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mantissa.errors import MantissaError
+from mantissa.model import Decoder, ModelConfig
+from mantissa.precision import BF16, FP32
+from mantissa.rollout import VllmStart, serve_vllm, vllm_serve
+from mantissa.rollout.vllm_serve import flags
+
+CONFIG = ModelConfig("qwen3", 40, 32, 56, 2, 4, 2, 8, qk_norm=True, tie_word_embeddings=True)
+START = VllmStart(CONFIG, BF16, FP32, 5, 32, torch.device("cpu"))
+SHAPES = {name: weight.detach().bfloat16() for name, weight in Decoder(CONFIG).named_parameters()}
+
+# Says what it was given, answers /health, and ends as told.
+SERVER = """
+import http.server, json, os, signal, sys, threading
+given = sys.argv[1:]
+names = ("VLLM_SERVER_DEV_MODE", "VLLM_LOGGING_LEVEL", "RANK")
+path = given[given.index("--model") + 1]
+said = {"given": given, "env": {name: os.environ.get(name) for name in names}, "files": sorted(os.listdir(path))}
+open(os.environ["SAID"], "w").write(json.dumps(said))
+if os.environ.get("FAILS"):
+    sys.exit(3)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *_): pass
+server = http.server.HTTPServer(("127.0.0.1", int(given[given.index("--port") + 1])), Handler)
+def stop(*_):
+    threading.Thread(target=server.shutdown).start()
+if os.environ.get("DEAF"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+else:
+    signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+server.serve_forever(0.01)
+"""
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The stand-in in the place of vLLM's server; the file in which it says what it saw."""
+    path = tmp_path / "said.json"
+    monkeypatch.setattr(vllm_serve, "require_vllm", lambda: "0.32.0")
+    monkeypatch.setattr(vllm_serve, "_command", lambda: [sys.executable, "-c", SERVER])
+    monkeypatch.setenv("SAID", str(path))
+    monkeypatch.setenv("RANK", "1")
+    return path
+
+
+def port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def interrupt_when_ready(urls: list[str], signum: int) -> threading.Thread:
+    """A thread that sends this process ``signum`` once the server answers."""
+
+    def wait() -> None:
+        while not urls:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signum)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_it_says_when_it_answers_and_ends_cleanly(said: Path, signum: int) -> None:
+    urls: list[str] = []
+    thread, chosen = interrupt_when_ready(urls, signum), port()
+    before = signal.getsignal(signal.SIGINT)
+    assert serve_vllm(START, SHAPES, host="127.0.0.1", port=chosen, folder=None, ready=urls.append) == 0
+    thread.join()
+    assert urls == [f"http://127.0.0.1:{chosen}"]
+    assert signal.getsignal(signal.SIGINT) is before
+    seen = json.loads(said.read_text())
+    assert seen["files"] == ["config.json", "model.safetensors"]
+    assert seen["env"] == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "RANK": None}
+    given = seen["given"]
+    assert "--enable-scale-out" in given  # without it, no token ids
+    assert not Path(given[given.index("--model") + 1]).exists()  # its folder was a temporary one
+
+
+def test_the_flags_are_the_options_of_a_start(said: Path) -> None:
+    given = flags(START.options("/weights"))
+    assert given[:2] == ["--model", "/weights"]
+    assert "--skip-tokenizer-init" in given
+    assert given[given.index("--skip-tokenizer-init") + 1].startswith("--")  # true has no value
+    assert "--no-enable-chunked-prefill" in given
+    assert json.loads(given[given.index("--hf-overrides") + 1]) == {"head_dtype": "float32"}
+    values = {"--logprobs-mode": "processed_logprobs", "--max-num-seqs": "5", "--max-model-len": "32"}
+    assert {name: given[given.index(name) + 1] for name in values} == values
+    assert given[given.index("--worker-extension-cls") + 1] == "mantissa.rollout.vllm_worker.WeightReader"
+
+
+def test_one_that_does_not_start(said: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAILS", "1")
+    urls: list[str] = []
+    assert serve_vllm(START, SHAPES, host="127.0.0.1", port=port(), folder=None, ready=urls.append) == 3
+    assert not urls
+
+
+def test_one_that_does_not_end_is_ended(said: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEAF", "1")
+    monkeypatch.setattr(vllm_serve, "_PATIENCE_S", 0.3)
+    urls: list[str] = []
+    thread = interrupt_when_ready(urls, signal.SIGINT)
+    assert serve_vllm(START, SHAPES, host="127.0.0.1", port=port(), folder=None, ready=urls.append) == 0
+    thread.join()
+
+
+def test_a_folder_of_ones_own_is_empty_before_and_kept(said: Path, tmp_path: Path) -> None:
+    folder, urls = tmp_path / "weights", []
+    thread = interrupt_when_ready(urls, signal.SIGINT)
+    serve_vllm(START, SHAPES, host="127.0.0.1", port=port(), folder=str(folder), ready=urls.append)
+    thread.join()
+    assert (folder / "model.safetensors").is_file()
+    with pytest.raises(MantissaError, match="expected an empty folder, or none; its weights would be overwritten"):
+        serve_vllm(START, SHAPES, host="127.0.0.1", port=port(), folder=str(folder), ready=urls.append)
+
+
+def test_the_command_without_vllm() -> None:
+    script = "from mantissa.cli import main; main()"
+    found = subprocess.run(
+        [sys.executable, "-c", script, "serve", "recipes/demo.yaml"], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 2
+    assert "vllm is not installed here" in found.stderr
