@@ -13,7 +13,7 @@ run: the number format, the weights, the temperature, the distribution that log-
 - Whose they are. The worker keeps a mark of the weights it loaded last, which is looked at after every batch: a server
   that was started again in between would otherwise go on with the weights it begins with.
 
-How it is started and spoken to, here or as a server: ``vllm_start.py``, ``vllm_link.py``.
+How it is started and spoken to, here or as a server: ``vllm_start.py``, ``vllm_link.py``. In fp8: ``vllm_fp8.py``.
 """
 
 from __future__ import annotations

@@ -48,6 +48,18 @@ def test_what_the_cache_keeps_of_a_value(dtype: torch.dtype, head: int) -> None:
     assert torch.equal(kept.float() + 0, expected.float() + 0)
 
 
+def test_what_amx_would_keep_is_cut_off_too() -> None:
+    """The values that its cache is written with, which lie in another order; reading them takes the hardware."""
+    ops = pytest.importorskip("vllm._custom_ops")
+    values = torch.randn(32, 2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    cache = torch.zeros(1, 2, 2 * 32, 64, dtype=torch.uint8)
+    keys, other = cache.chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(values, values, keys, other, torch.arange(32), "amx", 1.0, 1.0, "fp8_e4m3")
+    for half in (keys, other):
+        kept = half.contiguous().view(torch.float8_e4m3fn).float()
+        assert torch.equal(kept.flatten().sort()[0], cached(values).float().flatten().sort()[0])
+
+
 def logp(pair: Any, request: Request, tokens: tuple[int, ...]) -> Tensor:
     """The native policy's log-probs of a response, by one whole forward with its own rounding of keys and values."""
     native, start = pair.native, len(request.prompt_tokens)
