@@ -72,8 +72,8 @@ def resumed_config(path: str | Path, overrides: Sequence[str] = (), nproc: int |
     for key in changed:
         if key not in MAY_CHANGE:
             raise MantissaError(
-                f"--resume continues {path} with its own recipe, which cannot be changed (but for {', '.join(MAY_CHANGE)}): "
-                f"leave {key} out, or start a new run without --resume"
+                f"--resume continues {path} with its own recipe, which cannot be changed (but for "
+                f"{', '.join(MAY_CHANGE)}): leave {key} out, or start a new run without --resume"
             )
     values = apply_overrides(RunDirectory.open(path).config, overrides)
     if nproc is not None and "nproc" not in changed:
