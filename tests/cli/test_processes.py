@@ -198,7 +198,7 @@ def test_only_the_processes_of_a_resumed_run_may_change(recipe: str, tmp_path: P
     RunDirectory.create(tmp_path / "run", RECIPE, {}).close()
     done = mantissa("train", "--resume", str(tmp_path / "run"), "nproc=2", "steps=9")
     assert done.returncode == 2
-    assert "with its own recipe, which cannot be changed (but for nproc and parallel)" in done.stderr
+    assert "with its own recipe, which cannot be changed (but for nproc, parallel" in done.stderr
     done = mantissa("train", "--resume", str(tmp_path / "run"), "nproc=7")
     assert done.returncode == 2
     assert "nproc=7, but rollout.prompts=6" in done.stderr

@@ -212,16 +212,30 @@ def test_a_resumed_run_may_have_another_number(configure: Callable[..., RunConfi
     plain = configure("nproc=2", "parallel=fsdp2").model_dump(mode="json", exclude={"run_dir"})
     RunDirectory.create(tmp_path / "run", plain, {}).close()
 
-    def found(**changes: Any) -> tuple[int, str | None]:
-        config = resumed_config(tmp_path / "run", changes)
+    def found(*overrides: str, world: int | None = None) -> tuple[int, str | None]:
+        config = resumed_config(tmp_path / "run", overrides, world)
         return config.nproc, config.parallel
 
     assert found() == (2, "fsdp2")
-    assert found(nproc=3) == (3, "fsdp2")
-    assert found(nproc=3, parallel="ddp") == (3, "ddp")
-    assert found(nproc=1) == (1, None)
+    assert found("nproc=3") == found(world=3) == found("nproc=3", world=4) == (3, "fsdp2")
+    assert found("nproc=3", "parallel=ddp") == (3, "ddp")
+    assert found("nproc=1") == (1, None)
     with pytest.raises(MantissaError, match="parallel=ddp does nothing"):
-        found(nproc=1, parallel="ddp")
+        found("nproc=1", "parallel=ddp")
+
+
+def test_a_resumed_run_may_have_another_server_and_nothing_else(
+    configure: Callable[..., RunConfig], tmp_path: Any
+) -> None:
+    old, new = "rollout.vllm.server=http://a:1", "rollout.vllm.server=http://b:2"
+    plain = configure("rollout.engine=vllm", old).model_dump(mode="json", exclude={"run_dir"})
+    RunDirectory.create(tmp_path / "run", plain, {}).close()
+    found = resumed_config(tmp_path / "run", [new])
+    assert found.rollout.vllm.server == "http://b:2"
+    assert found.model_dump(exclude={"rollout"}) == resumed_config(tmp_path / "run").model_dump(exclude={"rollout"})
+    assert found.rollout.samples == resumed_config(tmp_path / "run").rollout.samples
+    with pytest.raises(MantissaError, match=r"\(but for nproc, parallel, rollout\.vllm\.server\): leave steps out"):
+        resumed_config(tmp_path / "run", ["steps=9"])
 
 
 def test_an_onlooker_writes_nothing(tmp_path: Any) -> None:

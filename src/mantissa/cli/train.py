@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -33,7 +33,8 @@ def train(
     """Train a policy by reinforcement learning, measure the gap between rollout and learner, write a report.
 
     All of it goes into one folder: runs/NAME-TIME, or run_dir=FOLDER.
-    A run that was stopped or killed goes on with --resume, if need be on another number of processes (nproc=N).
+    A run that was stopped or killed goes on with --resume, if need be on another number of processes (nproc=N), or with
+    another vLLM server (rollout.vllm.server=URL).
 
     [bold]Examples[/]
 
@@ -70,10 +71,7 @@ def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: 
 
     given = [] if recipe is None else [str(recipe), *overrides]
     if resume is not None:
-        changes = _changes(resume, given)
-        if world is not None:
-            changes.setdefault("nproc", world)
-        config = resumed_config(resume, changes)
+        config = resumed_config(resume, given, world)
     elif recipe is None:
         raise MantissaError("expected a recipe, such as recipes/demo.yaml, or --resume RUN")
     else:
@@ -85,7 +83,7 @@ def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: 
     if first:
         _warn_if(unsteady())
         _warn_if(crowded(torch.get_num_threads(), world or 1))
-    report = start_run(config) if resume is None else resume_run(resume, changes)
+    report = start_run(config) if resume is None else resume_run(resume, given, world)
     if first:
         typer.echo(f"report: {report}")
 
@@ -109,18 +107,6 @@ def _start_ranks(config: RunConfig, resume: Path | None, given: list[str]) -> No
     folder = config.run_dir or str(default_path(config.name))
     named = [] if config.run_dir else [f"run_dir={folder}"]
     launch(["train", *given, *named], config.nproc, folder)
-
-
-def _changes(resume: Path, given: list[str]) -> dict[str, Any]:
-    """What may differ when a run goes on: by how many processes."""
-    from mantissa.rl.recipe import apply_overrides
-
-    if any(item.partition("=")[0] not in ("nproc", "parallel") for item in given):
-        raise MantissaError(
-            f"--resume continues {resume} with its own recipe, which cannot be changed (but for nproc and parallel): "
-            "leave the recipe and the overrides out, or start a new run without --resume"
-        )
-    return apply_overrides({}, given)
 
 
 def _warn_if(warning: str | None) -> None:

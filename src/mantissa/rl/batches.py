@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.rl.config import RolloutConfig
+from mantissa.rl.config_rollout import RolloutConfig
 from mantissa.rl.dynamic import Fate, chosen, dynamic_metrics, fate
 from mantissa.rl.overlong import overlong_penalty, shaped
 from mantissa.rl.sampling import Sampled, Sampler

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from mantissa.errors import MantissaError
-from mantissa.rl.config import DynamicConfig
+from mantissa.rl.config_rollout import DynamicConfig
 from mantissa.tasks import Reward
 
 Fate = Literal["kept", "all_right", "all_wrong", "equal"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mantissa.rl.config import OverlongConfig
+from mantissa.rl.config_rollout import OverlongConfig
 from mantissa.tasks import Reward
 
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from mantissa.errors import StoppedError
+from mantissa.errors import MantissaError, StoppedError
 from mantissa.rl.assemble import Parts, assemble, choose_device
 from mantissa.rl.config import RunConfig
 from mantissa.rl.loop import Loop
-from mantissa.rl.recipe import make_config
+from mantissa.rl.recipe import apply_overrides, make_config
 from mantissa.rl.team import joined
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path
 from mantissa.runs.engine_share import share_sentence
@@ -28,6 +28,8 @@ from mantissa.runs.live import Live
 from mantissa.runs.report import build_report
 from mantissa.runs.trackers import from_names
 from mantissa.training.moments import described
+
+MAY_CHANGE = ("nproc", "parallel", "rollout.vllm.server")  # when a run goes on
 
 
 def start(config: RunConfig) -> Path:
@@ -44,13 +46,13 @@ def start(config: RunConfig) -> Path:
             parts.close()
 
 
-def resume(path: str | Path, changes: Mapping[str, Any] | None = None) -> Path:
+def resume(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = None) -> Path:
     """Continue the run in ``path`` from its newest checkpoint; returns the path of its report.
 
     The promise of equal bits holds where the machine, versions, thread and process count are those of the start: what
-    differs is printed and recorded. ``changes``: see ``resumed_config``.
+    differs is printed and recorded. ``overrides``, ``nproc``: see ``resumed_config``.
     """
-    config = resumed_config(path, changes)
+    config = resumed_config(path, overrides, nproc)
     with joined(config, choose_device(config.device)) as team:
         run = RunDirectory.open(path, write=True) if team.first else Onlooker.open(path)
         with run, _resumable(run):
@@ -61,13 +63,22 @@ def resume(path: str | Path, changes: Mapping[str, Any] | None = None) -> Path:
                 parts.close()
 
 
-def resumed_config(path: str | Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
-    """The recipe of the run in ``path``. ``changes`` may hold ``nproc`` and ``parallel``, and nothing else: the number
-    of processes is no part of what a run computes."""
-    given = dict(changes or {})
-    assert given.keys() <= {"nproc", "parallel"}
-    values = RunDirectory.open(path).config | given
-    if values.get("nproc", 1) == 1 and "parallel" not in given:
+def resumed_config(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = None) -> RunConfig:
+    """The recipe of the run in ``path``. ``overrides`` may set what is no part of what a run computes: ``MAY_CHANGE``.
+
+    ``nproc``: where ``overrides`` do not say it.
+    """
+    changed = [item.partition("=")[0] for item in overrides]
+    for key in changed:
+        if key not in MAY_CHANGE:
+            raise MantissaError(
+                f"--resume continues {path} with its own recipe, which cannot be changed (but for "
+                f"{', '.join(MAY_CHANGE)}): leave {key} out, or start a new run without --resume"
+            )
+    values = apply_overrides(RunDirectory.open(path).config, overrides)
+    if nproc is not None and "nproc" not in changed:
+        values["nproc"] = nproc
+    if values.get("nproc", 1) == 1 and "parallel" not in changed:
         values["parallel"] = None  # the recipe's: of the processes that there were
     return make_config(values, f"{path}/config.yaml")
 

@@ -156,7 +156,7 @@ class LocalVllm:
 
     def close(self) -> None:
         if self._llm is not None:
-            self._llm.llm_engine.engine_core.shutdown(timeout=1.0)
+            self._llm.llm_engine.engine_core.shutdown(timeout=10.0)
             self._llm = None
         self._temporary.cleanup()
 

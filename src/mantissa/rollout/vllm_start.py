@@ -128,6 +128,7 @@ class VllmStart:
             "enforce_eager": True,
             "seed": 0,
             "worker_extension_cls": EXTENSION,
+            "use_tqdm_on_load": False,  # else a bar at every sync
         }
         if self.device.type == "cuda":  # by default it wants nine tenths of the device, and a learner is there too
             options["gpu_memory_utilization"] = self._share_of_device()
