@@ -29,7 +29,7 @@ from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.config import LossScalingConfig, ModelSource, RunConfig
 from mantissa.rl.engine_share import EngineShare, ExactTwin, exact_policy
-from mantissa.rl.engines import build_engine, close_engine, on_vllm
+from mantissa.rl.engines import build_engine, close_engine, evidence_of, on_vllm
 from mantissa.rl.learner import Learner
 from mantissa.rl.reference import Reference
 from mantissa.rl.sampling import Sampler
@@ -259,7 +259,7 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     engine = None
     try:
         kernels = (twin and twin.kernels) or rollout_kernels(precision, plan)
-        engine = build_engine(config.rollout, precision, kernels, model.config, tokenizer, device)
+        engine = build_engine(config.rollout, precision, kernels, model.config, tokenizer, device, team)
         sampler = Sampler(engine, tokenizer, grader, team)
         check_task(config, task, sampler, model.config.max_position_embeddings)
     except BaseException:
@@ -268,7 +268,7 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
         raise
     share = None
     if isinstance(engine, VllmEngine) and twin is not None:
-        evidence["rollout"] = engine.evidence
+        evidence["rollout"] = evidence_of(engine, team)
         temperature, tokens = config.rollout.temperature, config.optimizer.micro_batch_tokens
         share = EngineShare(engine, twin, temperature=temperature, micro_batch_tokens=tokens, team=team)
     reference = new_reference(config, precision, plan, model, device, team)

@@ -61,7 +61,8 @@ class VllmStart:
 
     ``format``: weights, activations and cache. ``logits``: fp32, or that format. ``slots``: sequences decoded together
     at most (``max_num_seqs``). ``max_length``: prompt and response tokens of one sample. ``sleeps``: gives its memory
-    back while the learner works; on CUDA alone.
+    back while the learner works; on CUDA alone. ``threads`` of a CPU for it; None: as many as this process has, which
+    is right where one of the two waits for the other.
     """
 
     config: ModelConfig
@@ -71,6 +72,7 @@ class VllmStart:
     max_length: int
     device: torch.device
     sleeps: bool = False
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -134,7 +136,8 @@ class VllmStart:
         """Variables of vLLM's processes; None takes one away. A GPU is named by its number among those visible here."""
         scrubbed = {name: None for name in os.environ if _of_a_launcher(name)}
         chosen: dict[str, str | None] = {name: os.environ.get(name, value) for name, value in _QUIET.items()}
-        chosen["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        ours = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        chosen["OMP_NUM_THREADS"] = ours if self.threads is None else str(self.threads)
         if self.device.type == "cuda" and self.device.index is not None:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             numbers = visible.split(",") if visible else [str(n) for n in range(torch.cuda.device_count())]
