@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
 
 from fake_vllm import LLM, Fault, install
+from fake_vllm_server import FakeServer
 from mantissa.errors import MantissaError
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, ModelConfig
@@ -160,8 +163,6 @@ class SecondFails(LLM):
 )
 def test_a_fault_of_one_vllm_stops_all(monkeypatch: pytest.MonkeyPatch, bad: Fault, message: str) -> None:
     """At the start or at a sync; none is left running, and none samples."""
-    import sys
-
     install(monkeypatch)
     monkeypatch.setattr(SecondFails, "bad", bad)
     monkeypatch.setattr(sys.modules["vllm"], "LLM", SecondFails)
@@ -197,3 +198,127 @@ def test_masters_that_one_process_cannot_round_stop_all(monkeypatch: pytest.Monk
     said = words(Crew(2).each(work))
     assert said[0] == said[1]
     assert "weight model.norm.weight holds nan" in said[0]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeServer]:
+    install(monkeypatch)
+    made = FakeServer(START, masters(0), tmp_path)
+    yield made
+    made.close()
+
+
+def served(me: Processes, server: FakeServer) -> VllmEngine:
+    return VllmEngine(START, KERNELS, server=server.url, timeout_s=20.0, processes=me)
+
+
+def test_one_server_is_loaded_by_the_first_and_asked_by_all(server: FakeServer) -> None:
+    """Three syncs, each by one process; every process's own requests are answered from them, as one alone would be."""
+    requests = [Request((5, rank), seed=11 + rank, samples=2) for rank in range(3)]
+
+    def work(me: Processes) -> Any:
+        engine = served(me, server)
+        found = []
+        for version in (4, 5, 6):
+            engine.sync(masters(version), version)
+            (group,) = engine.generate(requests[me.rank : me.rank + 1], PARAMS, version)  # type: ignore[attr-defined]
+            found.append([(s.tokens, s.logp_T.tolist(), s.policy_version) for s in group])
+            me.said(None)  # as the sampler's exchange: nobody loads while another samples
+        engine.close()
+        return engine.evidence, found
+
+    results = Crew(3).each(work)
+    assert [evidence for evidence, _ in results] == [results[0][0]] * 3
+    assert "tensors read back as sent" in results[0][0]
+    alone = served(ONE_PROCESS, server)  # they have let go of it
+    for version in (4, 5, 6):
+        alone.sync(masters(version), version)
+        groups = alone.generate(requests, PARAMS, version)
+        expected = [[(s.tokens, s.logp_T.tolist(), s.policy_version) for s in group] for group in groups]
+        assert [found[version - 4] for _, found in results] == expected
+    alone.close()
+
+
+def test_what_changes_the_server_is_asked_once(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    real = LLM.collective_rpc
+
+    def calling(llm: LLM, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
+        called.append(method)
+        return real(llm, method, kwargs)
+
+    monkeypatch.setattr(LLM, "collective_rpc", calling)
+
+    def work(me: Processes) -> None:
+        engine = served(me, server)
+        for version in (1, 2):
+            engine.sync(masters(version), version)
+        engine.close()
+
+    Crew(3).each(work)
+    load = ["reload_weights", "mantissa_weights", "mantissa_mark"]
+    changing = [method for method in called if method != "mantissa_facts"]
+    assert changing == load * 3  # what it was tried with, and two versions
+    assert server.asked.count("/reset_prefix_cache") == 3
+    assert server.asked.count("/inference/v1/generate") == 2  # the proof's
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/reset_prefix_cache", "answered /reset_prefix_cache with 500"),
+        ("/collective_rpc", "answered /collective_rpc with 500"),
+    ],
+)
+def test_a_sync_that_fails_on_the_first_stops_all_with_its_words(
+    server: FakeServer, path: str, message: str
+) -> None:
+    def work(me: Processes) -> None:
+        engine = served(me, server)
+        engine.sync(masters(1), 1)
+        me.said(None)
+        server.refuse[path] = 500
+        try:
+            engine.sync(masters(2), 2)
+        finally:
+            assert engine.version == -1
+            engine.close()
+
+    said = words(Crew(2).each(work))
+    assert said[0] == said[1]
+    assert message in said[0]
+
+
+def test_a_server_that_is_held_stops_all_processes_of_a_second_run(server: FakeServer) -> None:
+    holder = served(ONE_PROCESS, server)
+    said = words(Crew(2).each(lambda me: served(me, server)))
+    assert said[0] == said[1]
+    assert "is in use by another run" in said[0]
+    holder.close()
+
+
+def test_a_server_started_again_is_noticed_by_all(server: FakeServer) -> None:
+    def work(me: Processes) -> None:
+        engine = served(me, server)
+        engine.sync(masters(1), 1)
+        if me.first:
+            server.restart()
+        me.said(None)
+        try:
+            engine.generate([Request((5,), seed=1)], PARAMS, 1)
+        finally:
+            engine.close()
+
+    for text in words(Crew(2).each(work)):
+        assert "no longer holds the weights that this run loaded" in text
+
+
+def test_a_server_that_one_process_cannot_reach_stops_all(server: FakeServer) -> None:
+    def work(me: Processes) -> VllmEngine:
+        url = server.url if me.first else "http://127.0.0.1:1"
+        return VllmEngine(START, KERNELS, server=url, processes=me)
+
+    said = words(Crew(2).each(work))
+    assert said[0] == said[1]
+    assert "cannot reach the vLLM server at http://127.0.0.1:1" in said[0]
+    served(ONE_PROCESS, server).close()  # and the one that had it let go

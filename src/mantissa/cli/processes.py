@@ -51,8 +51,8 @@ def launch(arguments: Sequence[str], nproc: int, run_dir: str) -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)  # they tell of every process; one line is enough
     with (
         tempfile.TemporaryDirectory(prefix="mantissa-ranks-", ignore_cleanup_errors=True) as folder,
-        _environment({_MARK: "1", "OMP_NUM_THREADS": str(threads_each(nproc))}),
-    ):
+        _environment({_MARK: "1", "OMP_NUM_THREADS": str(threads_each(nproc)), "TMPDIR": folder}),
+    ):  # a rank that is killed cannot delete what it has there
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
