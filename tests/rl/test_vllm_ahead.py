@@ -76,7 +76,9 @@ def test_two_threads_use_it_in_turn_each_with_its_own_weights(train: Train) -> N
     greedy = [weights for name, weights, t in Watched.seen if name == "MainThread" and t == 0]
     assert greedy == [head[2], head[4], head[6]]  # evaluation, every second step, by the newest
     after = [0, *(int(row["optim/updates"]) for row in rows)]  # a step without a gradient makes no version
-    assert [row["rollout/lag_max"] for row in rows] == [after[step - 1] - after[max(0, step - 3)] for step in range(1, 7)]
+    assert [row["rollout/lag_max"] for row in rows] == [
+        after[step - 1] - after[max(0, step - 3)] for step in range(1, 7)
+    ]
     assert max(row["rollout/lag_max"] for row in rows) == 4
     assert len(LLM.made) == 1
     assert LLM.made[0].closed

@@ -5,20 +5,30 @@ The real one is in ``tests/rollout/real_vllm``.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 
 import fake_vllm
+from fake_vllm_server import FakeServer
+from mantissa.model import Decoder
+from mantissa.precision import resolve
+from mantissa.rl import make_config
+from mantissa.rl.assemble import load_policy
+from mantissa.rl.engines import vllm_start
 from mantissa.rollout.vllm_worker import digest
 from mantissa.runs.directory import RunDirectory
+from mantissa.tasks import build_task
 
 pytestmark = pytest.mark.slow
 SUPPORT = Path(fake_vllm.__file__).parent
@@ -26,24 +36,32 @@ KINDS = ("ddp", "fsdp2")
 TWO = {kind: ("nproc=2", f"parallel={kind}") for kind in KINDS}
 
 
+def recipe_of(small: dict[str, Any]) -> dict[str, Any]:
+    task = small["task"] | {"reward": "prefix"}
+    rollout = small["rollout"] | {"engine": "vllm"}
+    return small | {"warm_start": None, "trackers": [], "precision": "fp32", "task": task, "rollout": rollout}
+
+
 def train(
-    small: dict[str, Any], folder: Path, *overrides: str, faults: dict[str, Any] | None = None
+    small: dict[str, Any], folder: Path, *overrides: str, faults: dict[str, Any] | None = None, installed: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """A run in ``folder/run``; ``folder/seen`` is what its vLLMs saw."""
     (folder / "seen").mkdir(parents=True)
     (folder / "tmp").mkdir()
-    recipe, task = folder / "recipe.yaml", small["task"] | {"reward": "prefix"}
-    recipe.write_text(yaml.safe_dump(small | {"warm_start": None, "trackers": [], "precision": "fp32", "task": task}))
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(recipe_of(small)))
+    found = [str(SUPPORT / "stand_in"), str(SUPPORT)] if installed else []
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(SUPPORT / "stand_in"), str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*found, os.environ.get("PYTHONPATH", "")]),
         "STAND_IN_SEEN": str(folder / "seen"),
         "STAND_IN_FAULTS": json.dumps(faults or {}),
         "TMPDIR": str(folder / "tmp"),
     }
     command = [sys.executable, "-m", "mantissa", "train", str(recipe), f"run_dir={folder / 'run'}"]
-    command += ["rollout.engine=vllm", *overrides]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    return subprocess.run(
+        [*command, *overrides], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
 
 
 def seen(folder: Path, what: str) -> dict[str, list[Any]]:
@@ -64,8 +82,6 @@ def sampled(path: Path) -> list[list[Any]]:
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the same run was made by one process."""
-    import importlib.util
-
     spec = importlib.util.spec_from_file_location("small_recipe", Path(__file__).with_name("conftest.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -120,3 +136,54 @@ def test_a_fault_of_one_ends_the_run_with_one_line(
     assert done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith(f"mantissa: error: {message}"), done.stderr
     assert not list((tmp_path / "two" / "tmp").glob("mantissa-*"))  # no weights are left, whoever was stopped
+
+
+@pytest.fixture
+def server(small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    """What ``mantissa serve`` would have started for the recipe."""
+    fake_vllm.install(monkeypatch)
+    config = make_config(recipe_of(small), "test")
+    policy, _ = load_policy(config.model, build_task(config.task, config.seed), config.seed)
+    assert isinstance(policy, Decoder)
+    start = vllm_start(config.rollout, resolve(config.policy, "cpu"), policy.config, torch.device("cpu"))
+    (tmp_path / "folder").mkdir()
+    made = FakeServer(start, {name: weight.detach() for name, weight in policy.named_parameters()}, tmp_path / "folder")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_server_for_both_processes(
+    small: dict[str, Any], tmp_path: Path, one: Path, server: FakeServer, kind: str
+) -> None:
+    """In an environment without vLLM. What is sampled is what one process with one of its own samples."""
+    done = train(small, tmp_path / "two", *TWO[kind], f"rollout.vllm.server={server.url}", installed=False)
+    assert done.returncode == 0, done.stderr
+    run = RunDirectory.open(tmp_path / "two" / "run")
+    assert sampled(run.path) == sampled(one / "run")
+    final = {name: digest(tensor) for name, tensor in load_file(run.policy_path / "model.safetensors").items()}
+    final["lm_head.weight"] = final["model.embed_tokens.weight"]
+    assert server.llm.worker.mantissa_weights() == final
+    assert server.asked.count("/reset_prefix_cache") == len(seen(one, "weights")["0"])  # each version once, and not by each process
+    evidence = {row["role"]: row for row in run.environment["precision"]}["rollout"]["evidence"]
+    assert evidence.startswith(f"the vLLM server at {server.url} runs in float32, head float32; ")
+    assert evidence.endswith("; one server for 2 processes")
+
+
+def test_a_sync_that_the_first_cannot_finish_ends_the_run_with_one_line(
+    small: dict[str, Any], tmp_path: Path, server: FakeServer
+) -> None:
+    real, times = server.answer, list[str]()
+
+    def answer(path: str, query: dict[str, list[str]], body: Any) -> Any:
+        times.append(path)
+        if times.count("/reset_prefix_cache") == 3:  # when it is tried, at the start, and after the first step
+            server.llm.fault.keeps_cache = True
+        return real(path, query, body)
+
+    server.answer = answer  # type: ignore[method-assign]
+    done = train(small, tmp_path / "two", *TWO["ddp"], f"rollout.vllm.server={server.url}", installed=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "kept keys and values of the weights before these; resume the run" in done.stderr
+    assert [row["step"] for row in RunDirectory.open(tmp_path / "two" / "run").read_metrics()] == []

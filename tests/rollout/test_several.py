@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -270,9 +271,7 @@ def test_what_changes_the_server_is_asked_once(server: FakeServer, monkeypatch: 
         ("/collective_rpc", "answered /collective_rpc with 500"),
     ],
 )
-def test_a_sync_that_fails_on_the_first_stops_all_with_its_words(
-    server: FakeServer, path: str, message: str
-) -> None:
+def test_a_sync_that_fails_on_the_first_stops_all_with_its_words(server: FakeServer, path: str, message: str) -> None:
     def work(me: Processes) -> None:
         engine = served(me, server)
         engine.sync(masters(1), 1)
@@ -322,3 +321,28 @@ def test_a_server_that_one_process_cannot_reach_stops_all(server: FakeServer) ->
     assert said[0] == said[1]
     assert "cannot reach the vLLM server at http://127.0.0.1:1" in said[0]
     served(ONE_PROCESS, server).close()  # and the one that had it let go
+
+
+def test_it_sleeps_and_wakes_once_for_all(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first tells it to; the others know that it sleeps, and that it is awake."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(VllmStart, "__post_init__", lambda self: None)  # on a CPU, where the real one ignores it
+    start = dataclasses.replace(START, sleeps=True)
+    server.start = start
+
+    def work(me: Processes) -> list[str]:
+        engine = VllmEngine(start, KERNELS, server=server.url, processes=me)
+        for version in (1, 2):
+            engine.sync(masters(version), version)
+            assert engine.generate([Request((5,), seed=1)], PARAMS, version)
+            me.said(None)
+            engine.sleep()
+            assert engine.version == -1
+            me.said(None)
+        engine.close()
+        return [engine.evidence]
+
+    (first,), (second,) = Crew(2).each(work)
+    assert "asleep it gives 1.0 GiB back" in first
+    assert first == second
+    assert server.llm.slept == ["sleep 2", "wake weights", "wake kv_cache"] * 2 + ["sleep 2"]
