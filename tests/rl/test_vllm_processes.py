@@ -164,7 +164,9 @@ def test_one_server_for_both_processes(
     final = {name: digest(tensor) for name, tensor in load_file(run.policy_path / "model.safetensors").items()}
     final["lm_head.weight"] = final["model.embed_tokens.weight"]
     assert server.llm.worker.mantissa_weights() == final
-    assert server.asked.count("/reset_prefix_cache") == len(seen(one, "weights")["0"])  # each version once, and not by each process
+    assert server.asked.count("/reset_prefix_cache") == len(
+        seen(one, "weights")["0"]
+    )  # each version once, and not by each process
     evidence = {row["role"]: row for row in run.environment["precision"]}["rollout"]["evidence"]
     assert evidence.startswith(f"the vLLM server at {server.url} runs in float32, head float32; ")
     assert evidence.endswith("; one server for 2 processes")
