@@ -168,7 +168,7 @@ def test_one_server_for_both_processes(
         seen(one, "weights")["0"]
     )  # each version once, and not by each process
     evidence = {row["role"]: row for row in run.environment["precision"]}["rollout"]["evidence"]
-    assert evidence.startswith(f"the vLLM server at {server.url} runs in float32, head float32; ")
+    assert evidence.startswith(f"vLLM 0.32.0 at {server.url} runs in float32, head float32; ")
     assert evidence.endswith("; one server for 2 processes")
 
 

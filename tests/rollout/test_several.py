@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,15 @@ CONFIG = ModelConfig("llama", 40, 32, 56, 2, 4, 2, 8, initializer_range=0.25)
 START = VllmStart(CONFIG, FP32, FP32, 5, 32, torch.device("cpu"))
 PARAMS = SamplingParams(max_tokens=6, temperature=0.5, stop_token_ids=(3,))
 KERNELS = rollout_kernels(resolve(PrecisionPolicy(), "cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Threads share what processes have each for themselves: what one puts back, another may have changed."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 class Crew:
@@ -346,3 +356,15 @@ def test_it_sleeps_and_wakes_once_for_all(server: FakeServer, monkeypatch: pytes
     assert "asleep it gives 1.0 GiB back" in first
     assert first == second
     assert server.llm.slept == ["sleep 2", "wake weights", "wake kv_cache"] * 2 + ["sleep 2"]
+
+
+@pytest.mark.parametrize(("length", "elsewhere"), [(60, False), (70, False), (71, True), (200, True)])
+def test_sockets_whose_names_would_be_too_long_lie_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, length: int, elsewhere: bool
+) -> None:
+    """107 characters, of which a slash and a UUID are 37; each rank's temporary folder lies in its launcher's."""
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/" + "t" * (length - 1))
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    assert START.environment().get("VLLM_RPC_BASE_PATH") == ("/tmp" if elsewhere else None)
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/mine")
+    assert START.environment().get("VLLM_RPC_BASE_PATH") == ("/mine" if elsewhere else None)

@@ -11,6 +11,8 @@ import importlib.util
 import json
 import math
 import os
+import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ _CACHE_BYTES = 4 << 30  # of keys and values at most, but for one longest sequen
 _BLOCK = 128  # tokens of one block of vLLM's cache on a CPU; 16 on a GPU
 _BATCH_TOKENS = 8192  # of one step of vLLM on a CPU at most, where neither a sequence nor the slots need more
 _BESIDE_BYTES = 2 << 30  # of a GPU: what vLLM's process takes besides weights and cache
+_LONGEST_PATH = 107  # of a socket, whose name vLLM makes of TMPDIR and a UUID; to longer ones nothing connects
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -144,6 +147,8 @@ class VllmStart:
             chosen["CUDA_VISIBLE_DEVICES"] = numbers[self.device.index]
         if self.sleeps:  # its allocator cannot return such segments
             chosen |= dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+        if len(tempfile.gettempdir()) > _LONGEST_PATH - len(str(uuid.uuid4())) - 1:
+            chosen["VLLM_RPC_BASE_PATH"] = os.environ.get("VLLM_RPC_BASE_PATH", "/tmp")
         return {**scrubbed, **chosen}
 
     def _cache_bytes(self) -> int:
