@@ -114,6 +114,10 @@ class Worker(WeightReader):
     """Ours, on a device whose free memory is a number."""
 
     free = 0
+    follows = 0
+
+    def mantissa_follow(self, owner: int) -> None:
+        self.follows = owner
 
     def mantissa_memory(self) -> dict[str, int]:
         return {"free": self.free}

@@ -239,7 +239,11 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     evidence = prove(precision, device, plan, vllm)
     twin = None
     if vllm:
-        twin = exact_twin(config.policy, config.rollout.vllm.share_every, model, device, longest, rows, team)
+        every = config.rollout.vllm.share_every
+        if config.rollout.max_policy_lag and every:
+            twin = ExactTwin(None, "rollout.max_policy_lag above 0: newer weights than sampled a batch are held", every)
+        else:
+            twin = exact_twin(config.policy, every, model, device, longest, rows, team)
     scaling = config.loss_scaling or LossScalingConfig()
     learner = Learner(
         model,

@@ -104,11 +104,12 @@ class LocalVllm:
             with changed_environment(start.environment()):
                 options = start.options(self._temporary.name) | {"disable_log_stats": True}
                 self._llm = importlib.import_module("vllm").LLM(**options)
+            self.call("mantissa_follow", owner=os.getpid())
         except MantissaError:
-            self._temporary.cleanup()
+            self.close()
             raise
         except Exception as error:  # foreign code, whose errors are of every kind
-            self._temporary.cleanup()
+            self.close()
             raise MantissaError(
                 f"{self.where} did not start: {_first_line(error)}; its own messages above say more"
             ) from error

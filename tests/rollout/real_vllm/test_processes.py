@@ -178,7 +178,9 @@ def test_whoever_is_killed_the_run_ends_with_one_line_and_leaves_nobody(tmp_path
         assert len(ranks) == 2
         assert len(cores) >= 2
         os.kill(cores[-1] if victim == "vllm" else ranks[1], signal.SIGKILL)
-        _, said = process.communicate(timeout=120)
+        until(lambda: process.poll() is not None, seconds=120)
+        until(lambda: not any(map(alive, everybody)), seconds=30)
+        _, said = process.communicate(timeout=10)
         last = said.splitlines()
         ours = [line for line in last if line.startswith("mantissa: error: ")]
         assert len(ours) == 1, said
@@ -189,8 +191,7 @@ def test_whoever_is_killed_the_run_ends_with_one_line_and_leaves_nobody(tmp_path
         else:
             assert f"process 1 (pid {ranks[1]}) was killed by SIGKILL" in ours[0], said
             assert process.returncode == 1
-        until(lambda: not any(map(alive, everybody)), seconds=30)
         assert list(temporary.glob("mantissa-*")) == []
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
