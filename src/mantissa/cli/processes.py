@@ -67,6 +67,9 @@ def launch(arguments: Sequence[str], nproc: int, run_dir: str) -> None:
             elastic_launch(config, sys.executable)("-m", "mantissa", *arguments)
         except ChildFailedError as error:
             _show_cursor()
+            for failure in error.failures.values():  # what they had started, which the launcher does not look for
+                with suppress(OSError):
+                    os.killpg(failure.pid, signal.SIGKILL)
             raise blame(error.failures, run_dir) from None
         except (SignalException, KeyboardInterrupt) as stopped:
             _show_cursor()
