@@ -28,7 +28,9 @@ from vllm_recipe import RECIPE
 
 pytestmark = pytest.mark.vllm
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-GAPS = {"fp32": (0.0, 1e-6), "bf16": (2e-5, 4e-3)}  # as of one process
+# Seen: 1e-7 in fp32; in bf16 1.4e-3 to 1.9e-3 with one process, 2.6e-3 and 4.3e-3 with two, whose warm start led to
+# another policy. From one policy both have the same (docs/vllm.md).
+GAPS = {"fp32": (0.0, 1e-6), "bf16": (2e-5, 1.2e-2)}
 
 
 def torchrun(*arguments: str) -> None:
