@@ -80,6 +80,9 @@ def test_two_threads_use_it_in_turn_each_with_its_own_weights(train: Train) -> N
         after[step - 1] - after[max(0, step - 3)] for step in range(1, 7)
     ]
     assert max(row["rollout/lag_max"] for row in rows) == 4
+    share = run.environment["engine_share"]
+    assert not share["measured"]
+    assert "newer weights than sampled a batch are held" in share["reason"]
     assert len(LLM.made) == 1
     assert LLM.made[0].closed
 

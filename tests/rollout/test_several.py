@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -370,37 +368,3 @@ def test_sockets_whose_names_would_be_too_long_lie_elsewhere(
     assert START.environment().get("VLLM_RPC_BASE_PATH") == ("/tmp" if elsewhere else None)
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/mine")
     assert START.environment().get("VLLM_RPC_BASE_PATH") == ("/mine" if elsewhere else None)
-
-
-WORKER = """
-import time
-from mantissa.rollout.vllm_worker import WeightReader
-WeightReader().mantissa_follow({owner})
-print("follows", flush=True)
-time.sleep(100)
-"""
-
-
-@pytest.mark.parametrize("killed", [True, False])
-def test_vllms_processes_end_with_the_one_that_started_them(killed: bool) -> None:
-    """An owner that sleeps; beside it a core, whose child is the worker. The owner ends, by itself or not."""
-    owner = subprocess.Popen(["sleep", "100" if killed else "4"])
-    worker = WORKER.format(owner=owner.pid)
-    command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}])"
-    core = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True)
-    assert core.stdout is not None
-    assert core.stdout.readline() == "follows\n"
-    assert core.poll() is None
-    if killed:
-        owner.kill()
-    assert core.wait(20) == -signal.SIGKILL
-    assert core.stdout.read() == ""  # which the worker had open: it has ended too
-    core.stdout.close()
-    owner.wait()
-
-
-def test_a_vllm_is_told_whom_to_follow(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-    engine = VllmEngine(START, KERNELS)
-    assert LLM.made[-1].worker.follows == os.getpid()
-    engine.close()

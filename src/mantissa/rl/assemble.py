@@ -143,14 +143,24 @@ def exact_plan(
 
 
 def exact_twin(
-    policy: PrecisionPolicy, every: int, model: Decoder, device: torch.device, length: int, rows: int, team: Team
+    policy: PrecisionPolicy,
+    every: int,
+    model: Decoder,
+    device: torch.device,
+    length: int,
+    rows: int,
+    team: Team,
+    late: bool = False,
 ) -> ExactTwin:
     """Exact kernels for the rollout of ``policy``, proven here; or why there are none, and then nobody measures.
 
-    ``every``: as ``rollout.vllm.share_every``. ``length``, ``rows``: as in ``exact_plan``.
+    ``every``: as ``rollout.vllm.share_every``. ``length``, ``rows``: as in ``exact_plan``. ``late``: batches
+    are sampled ahead.
     """
     if every == 0:
         return ExactTwin(None, "rollout.vllm.share_every=0", every)
+    if late:
+        return ExactTwin(None, "rollout.max_policy_lag above 0: newer weights than sampled a batch are held", every)
     plan, evidence, failed = None, "", None
     try:
         exact = resolve(exact_policy(policy), device)
@@ -239,11 +249,8 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     evidence = prove(precision, device, plan, vllm)
     twin = None
     if vllm:
-        every = config.rollout.vllm.share_every
-        if config.rollout.max_policy_lag and every:
-            twin = ExactTwin(None, "rollout.max_policy_lag above 0: newer weights than sampled a batch are held", every)
-        else:
-            twin = exact_twin(config.policy, every, model, device, longest, rows, team)
+        every, late = config.rollout.vllm.share_every, config.rollout.max_policy_lag > 0
+        twin = exact_twin(config.policy, every, model, device, longest, rows, team, late)
     scaling = config.loss_scaling or LossScalingConfig()
     learner = Learner(
         model,
