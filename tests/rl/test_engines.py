@@ -43,8 +43,6 @@ def test_native_is_the_default(configure: Callable[..., RunConfig], parts_of: Ca
         (["precision={preset: fp16, kv_cache: bf16}"], r"precision\.kv_cache=bf16: vLLM's cache is kept in .* fp16"),
         (["precision={preset: fp16, logits: bf16}"], r"precision\.logits=bf16: vLLM holds logits in fp32 or .* fp16"),
         (["precision={preset: fp16, backend: simulated}"], r"precision\.backend=simulated: vLLM computes in fp16"),
-        (["nproc=2"], "nproc=2: vLLM serves one learner process"),
-        (["rollout.max_policy_lag=4"], r"rollout\.max_policy_lag=4: .* in turn"),
         (["rollout.temperature=0.005"], r"rollout\.temperature=0\.005: vLLM would sample at 0\.01"),
     ],
 )
@@ -52,6 +50,21 @@ def test_what_vllm_is_refused(configure: Callable[..., RunConfig], overrides: li
     configure(*overrides)  # good without vLLM
     with pytest.raises(MantissaError, match=rf"rollout\.engine=vllm with {message}.*or set rollout\.engine=native"):
         configure(*overrides, VLLM)
+
+
+def test_it_cannot_sleep_while_it_samples_ahead(configure: Callable[..., RunConfig]) -> None:
+    configure(VLLM, "precision=bf16", "rollout.vllm.sleep=true")
+    with pytest.raises(MantissaError, match=r"sleep=true and rollout\.max_policy_lag=4: it samples while the learner"):
+        configure(VLLM, "precision=bf16", "rollout.vllm.sleep=true", "rollout.max_policy_lag=4")
+
+
+@pytest.mark.parametrize("more", [["nproc=2"], ["nproc=2", "parallel=fsdp2"], ["rollout.max_policy_lag=4"]])
+def test_several_processes_and_sampling_ahead_are_accepted(
+    configure: Callable[..., RunConfig], more: list[str]
+) -> None:
+    assert configure("precision=bf16", VLLM, *more).rollout.engine == "vllm"
+    with pytest.raises(MantissaError, match=r"max_policy_lag=4 with nproc=2: sampling beside learning is for one"):
+        configure("precision=bf16", VLLM, "nproc=2", "rollout.max_policy_lag=4")
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,7 @@ class Fault:
     fails: str = ""  # on starting
     finish: str = ""
     nan: bool = False
+    breaks: str = ""  # on sampling, once it was proven
     freed: int = 1 << 30  # asleep
     cache: str = ""  # another than asked for
     cache_scale: float = 1.0
@@ -188,6 +189,10 @@ class Worker(WeightReader):
     """Ours, on a device whose free memory is a number."""
 
     free = 0
+    follows = 0
+
+    def mantissa_follow(self, owner: int) -> None:
+        self.follows = owner
 
     def mantissa_memory(self) -> dict[str, int]:
         return {"free": self.free}
@@ -253,6 +258,8 @@ class LLM:
 
     def generate(self, prompts: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]:
         assert self.awake == {"weights", "kv_cache"}, "generate asleep"
+        if self.fault.breaks and len(self.asked) >= 2:
+            raise RuntimeError(self.fault.breaks)
         self.asked += params
         self.prompts += [prompt["prompt_token_ids"] for prompt in prompts]
         return [SimpleNamespace(outputs=[self._sampled(one)]) for one in params]

@@ -14,6 +14,11 @@ from fake_vllm import LLM, Fault
 from mantissa.rollout.vllm_start import VllmStart, WeightFolder, sample_weights
 
 
+class _Listening(http.server.ThreadingHTTPServer):
+    request_queue_size = 256  # connections that wait at once: every slot's, of several processes
+    daemon_threads = True
+
+
 class FakeServer:
     """What ``mantissa serve`` would have started, on a port of its own. ``refuse``: paths answered with an error."""
 
@@ -46,8 +51,7 @@ class FakeServer:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
+        self.http = _Listening(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 

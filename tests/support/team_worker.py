@@ -116,7 +116,7 @@ def go_on(recipe: Recipe, folder: Path) -> dict[str, Any]:
                 shutil.rmtree(folder / "checkpoints" / f"step-{step}")
     if dist.is_initialized():
         dist.barrier()
-    resume(folder, {"nproc": recipe["nproc"]} | ({"parallel": recipe["parallel"]} if recipe.get("parallel") else {}))
+    resume(folder, [f"{key}={recipe[key]}" for key in ("nproc", "parallel") if recipe.get(key)])
     return {}
 
 

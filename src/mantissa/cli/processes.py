@@ -51,8 +51,8 @@ def launch(arguments: Sequence[str], nproc: int, run_dir: str) -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)  # they tell of every process; one line is enough
     with (
         tempfile.TemporaryDirectory(prefix="mantissa-ranks-", ignore_cleanup_errors=True) as folder,
-        _environment({_MARK: "1", "OMP_NUM_THREADS": str(threads_each(nproc))}),
-    ):
+        _environment({_MARK: "1", "OMP_NUM_THREADS": str(threads_each(nproc)), "TMPDIR": folder}),
+    ):  # a rank that is killed cannot delete what it has there
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -67,6 +67,9 @@ def launch(arguments: Sequence[str], nproc: int, run_dir: str) -> None:
             elastic_launch(config, sys.executable)("-m", "mantissa", *arguments)
         except ChildFailedError as error:
             _show_cursor()
+            for failure in error.failures.values():  # what they had started, which the launcher does not look for
+                with suppress(OSError):
+                    os.killpg(failure.pid, signal.SIGKILL)
             raise blame(error.failures, run_dir) from None
         except (SignalException, KeyboardInterrupt) as stopped:
             _show_cursor()

@@ -29,7 +29,7 @@ from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.config import LossScalingConfig, ModelSource, RunConfig
 from mantissa.rl.engine_share import EngineShare, ExactTwin, exact_policy
-from mantissa.rl.engines import build_engine, close_engine, on_vllm
+from mantissa.rl.engines import build_engine, close_engine, evidence_of, on_vllm
 from mantissa.rl.learner import Learner
 from mantissa.rl.reference import Reference
 from mantissa.rl.sampling import Sampler
@@ -143,16 +143,26 @@ def exact_plan(
 
 
 def exact_twin(
-    policy: PrecisionPolicy, every: int, model: Decoder, device: torch.device, length: int, rows: int, team: Team
+    policy: PrecisionPolicy,
+    every: int,
+    model: Decoder,
+    device: torch.device,
+    length: int,
+    rows: int,
+    team: Team,
+    late: bool = False,
 ) -> ExactTwin:
     """Exact kernels for the rollout of ``policy``, proven here; or why there are none, and then nobody measures.
 
-    ``every``: as ``rollout.vllm.share_every``. ``length``, ``rows``: as in ``exact_plan``.
+    ``every``: as ``rollout.vllm.share_every``. ``length``, ``rows``: as in ``exact_plan``. ``late``: batches
+    are sampled ahead.
     """
     if every == 0:
         return ExactTwin(None, "rollout.vllm.share_every=0", every)
     if policy.rollout == "fp8" and device.type == "cpu":
         return ExactTwin(None, "a rollout in fp8 is sent as codes, and exact kernels on a CPU hold values", every)
+    if late:
+        return ExactTwin(None, "rollout.max_policy_lag above 0: newer weights than sampled a batch are held", every)
     plan, evidence, failed = None, "", None
     try:
         exact = resolve(exact_policy(policy), device)
@@ -241,7 +251,8 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     evidence = prove(precision, device, plan, vllm)
     twin = None
     if vllm:
-        twin = exact_twin(config.policy, config.rollout.vllm.share_every, model, device, longest, rows, team)
+        every, late = config.rollout.vllm.share_every, config.rollout.max_policy_lag > 0
+        twin = exact_twin(config.policy, every, model, device, longest, rows, team, late)
     scaling = config.loss_scaling or LossScalingConfig()
     learner = Learner(
         model,
@@ -261,7 +272,7 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     engine = None
     try:
         kernels = (twin and twin.kernels) or rollout_kernels(precision, plan)
-        engine = build_engine(config.rollout, precision, kernels, model.config, tokenizer, device)
+        engine = build_engine(config.rollout, precision, kernels, model.config, tokenizer, device, team)
         sampler = Sampler(engine, tokenizer, grader, team)
         check_task(config, task, sampler, model.config.max_position_embeddings)
     except BaseException:
@@ -270,7 +281,7 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
         raise
     share = None
     if isinstance(engine, VllmEngine) and twin is not None:
-        evidence["rollout"] = engine.evidence
+        evidence["rollout"] = evidence_of(engine, team)
         temperature, tokens = config.rollout.temperature, config.optimizer.micro_batch_tokens
         share = EngineShare(engine, twin, temperature=temperature, micro_batch_tokens=tokens, team=team)
     reference = new_reference(config, precision, plan, model, device, team)

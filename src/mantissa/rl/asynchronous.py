@@ -19,7 +19,8 @@ made them are gone. To write it the loop waits for them. The one batch that the 
 in it; a resume samples it again.
 
 One Python thread samples: on a CPU with a third of torch's threads, the learner keeps the others; on a GPU on a stream
-of its own. Evaluation uses the same engine, between two batches.
+of its own. vLLM, whose processes do the work then, gets that third. Evaluation uses the same engine, between two
+batches.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.rl.batches import Batch, Collector
-from mantissa.rl.engines import rest
+from mantissa.rl.engines import rest, shares
 from mantissa.rollout import Completion, RolloutEngine
 
 Weights = Mapping[str, Tensor]
@@ -204,12 +205,6 @@ class Ahead:
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-
-def shares(threads: int) -> tuple[int, int]:
-    """Of ``threads`` of a CPU, the learner's and the sampler's: a third for the sampler, and one at least for each."""
-    sampler = max(1, threads // 3)
-    return max(1, threads - sampler), sampler
 
 
 def lag_metrics(completions: Sequence[Completion], version: int, bound: int) -> dict[str, float]:

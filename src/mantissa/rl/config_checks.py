@@ -111,11 +111,10 @@ def _check_vllm(config: RunConfig) -> None:
             policy.backend == "simulated" and policy.rollout != "fp32",
             f"precision.backend=simulated: vLLM computes in {policy.rollout} itself; leave backend out",
         ),
-        (config.nproc > 1, f"nproc={config.nproc}: vLLM serves one learner process for now; set nproc=1"),
         (
-            rollout.max_policy_lag > 0,
-            f"rollout.max_policy_lag={rollout.max_policy_lag}: vLLM samples and the learner learns in turn; set it to "
-            "0",
+            rollout.vllm.sleep and rollout.max_policy_lag > 0,
+            f"rollout.vllm.sleep=true and rollout.max_policy_lag={rollout.max_policy_lag}: it samples while the "
+            "learner works, so it never sleeps; leave one of them out",
         ),
         (
             rollout.temperature < LEAST_TEMPERATURE,

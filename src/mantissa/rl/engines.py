@@ -11,6 +11,7 @@ from mantissa.kernels import Kernels
 from mantissa.model import Decoder, ModelConfig, Tokenizer
 from mantissa.precision import E4M3, ResolvedPrecision
 from mantissa.rl.config_rollout import RolloutConfig
+from mantissa.rl.team import ALONE, Team
 from mantissa.rollout import NativeEngine, RolloutEngine, VllmEngine, VllmStart, serve_vllm
 
 
@@ -37,6 +38,12 @@ def on_vllm(precision: ResolvedPrecision) -> ResolvedPrecision:
     return dataclasses.replace(precision, rollout=rollout, logits=logits, kv_cache=cache)
 
 
+def shares(threads: int) -> tuple[int, int]:
+    """Of ``threads`` of a CPU, the learner's and the sampler's: a third for the sampler, and one at least for each."""
+    sampler = max(1, threads // 3)
+    return max(1, threads - sampler), sampler
+
+
 def vllm_start(
     rollout: RolloutConfig, precision: ResolvedPrecision, model: ModelConfig, device: torch.device
 ) -> VllmStart:
@@ -61,19 +68,24 @@ def build_engine(
     model: ModelConfig,
     tokenizer: Tokenizer,
     device: torch.device,
+    team: Team = ALONE,
 ) -> RolloutEngine:
     """The engine that the recipe names, still without weights. vLLM's processes run from here on: ``close`` them.
 
     ``kernels``: the rollout's; of vLLM only their format and their copies of the masters are used, by this package's
-    exact ones too, where they measure its share of the gap.
+    exact ones too, where they measure its share of the gap. Collective.
     """
     if rollout.engine == "vllm":
+        start = vllm_start(rollout, precision, model, device)
+        if rollout.max_policy_lag > 0 and device.type == "cpu":  # it works beside the learner, on the same cores
+            start = dataclasses.replace(start, threads=shares(torch.get_num_threads())[1])
         return VllmEngine(
-            vllm_start(rollout, precision, model, device),
+            start,
             kernels,
             server=rollout.vllm.server,
             timeout_s=rollout.vllm.timeout_s,
             decode_text=tokenizer.decode,
+            processes=team,
         )
     return NativeEngine(
         model,
@@ -102,6 +114,14 @@ def serve_engine(
         shapes = {name: weight.to(precision.rollout.active.dtype) for name, weight in Decoder(model).named_parameters()}
     start = vllm_start(rollout, precision, model, device)
     return serve_vllm(start, shapes, host=host, port=port, folder=folder, ready=ready)
+
+
+def evidence_of(engine: VllmEngine, team: Team) -> str:
+    """What was seen of vLLM at the start, and by how many."""
+    if team.alone:
+        return engine.evidence
+    each = "one server for" if engine.served else "one such vLLM for each of"
+    return f"{engine.evidence}; {each} {team.ranks.world} processes"
 
 
 def rest(engine: RolloutEngine) -> None:

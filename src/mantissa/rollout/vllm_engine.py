@@ -13,6 +13,9 @@ run: the number format, the weights, the temperature, the distribution that log-
 - Whose they are. The worker keeps a mark of the weights it loaded last, which is looked at after every batch: a server
   that was started again in between would otherwise go on with the weights it begins with.
 
+Of several processes each has a vLLM of its own, which it loads and checks itself; or all have one server, which the
+first of them loads and checks, while the others learn the mark and send their requests. See ``several.py``.
+
 How it is started and spoken to, here or as a server: ``vllm_start.py``, ``vllm_link.py``. In fp8: ``vllm_fp8.py``.
 """
 
@@ -28,6 +31,7 @@ from mantissa.errors import MantissaError
 from mantissa.kernels import Kernels
 from mantissa.model import CopiedPolicy
 from mantissa.rollout.checks import check_requests
+from mantissa.rollout.several import ONE_PROCESS, Processes, agreed
 from mantissa.rollout.stopping import StopStrings
 from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams
 from mantissa.rollout.uniforms import stream_keys
@@ -45,6 +49,7 @@ class VllmEngine:
     ``kernels`` hold the copy of the policy that is handed over (``copies``): their format is the engine's. ``start``:
     what vLLM is asked to be. ``server``: the URL of one that ``mantissa serve`` started; None starts one here.
     ``evidence``: what was seen of vLLM at the start, on weights made for that; ``release``: which vLLM it is.
+    ``processes``: those of the run, each of which has such an engine; making one and ``sync`` are collective.
 
     A sample's draws depend on its prompt, its seed and its index. Its logits do not quite: vLLM's sums depend on the
     batch, and two likely tokens may change places, so a run on vLLM repeats itself only nearly.
@@ -58,30 +63,28 @@ class VllmEngine:
         server: str | None = None,
         timeout_s: float = 3600.0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
+        processes: Processes = ONE_PROCESS,
     ) -> None:
         self.start, self.config = start, start.config
-        self._decode_text = decode_text
+        self._decode_text, self._processes = decode_text, processes
+        self.served = bool(server)
+        self._leads = processes.first or not self.served
         if start.fp8 is not None and start.device.type == "cpu":  # where this package's hold values and no codes
             kernels = CodeKernels(start.format, start.logits, start.fp8)
         self._copies = CopiedPolicy(start.config, kernels, start.device, "sync")
-        self._version, self._mark, self._asleep = -1, "", False
+        self._version, self._mark, self._asleep, self.evidence, self.release = -1, "", False, "", ""
         self.copied_version = -1  # of ``copies``; an engine asleep has it too
         begun_with = sample_weights(self._copies.weights, start.fp8)
-        self._link: VllmLink = ServedVllm(server, start, timeout_s) if server else LocalVllm(start, begun_with)
+
+        def link() -> VllmLink:
+            return ServedVllm(server, start, timeout_s, self._leads) if server else LocalVllm(start, begun_with)
+
+        self._link = agreed(processes, link, lambda made: made.close())
         try:
-            facts = self._check_facts()
-            self.release = f"vLLM {facts.get('release', '')}".rstrip()
-            tensors = self._load(begun_with)
-            apart = self._prove_processed()
-            slept = self._prove_sleep(begun_with) if start.sleeps else ""
+            self._lead(lambda: self._prove(begun_with))
         except BaseException:
             self.close()
             raise
-        fp8 = "" if start.fp8 is None else f", products of {facts['products']} by {facts['product_kernels']}"
-        runs_in = f"{dtype_name(start.format)}{fp8}, head {dtype_name(start.logits)}{_cache_of(facts)}"
-        self.evidence = (
-            f"{self._link.where} runs in {runs_in}; {tensors} tensors read back as sent, bit for bit; {apart}{slept}"
-        )
 
     @property
     def version(self) -> int:
@@ -108,16 +111,19 @@ class VllmEngine:
         if version < 0:
             raise ValueError(f"policy version {version}: expected 0 or more")
         self._version = self.copied_version = -1
-        self._copies.take(weights)
-        self._load(self._copies.weights)
+        agreed(self._processes, lambda: self._take(weights))
+        self._lead(lambda: self._load(self._copies.weights))
         self._version = self.copied_version = version
 
     def sleep(self) -> None:
-        """Give the memory of weights and cache back to the learner, until the next ``sync``."""
+        """Give the memory of weights and cache back to the learner, until the next ``sync``.
+
+        To be called by every process, when all of them have sampled.
+        """
         self._version = -1
-        if not self._asleep:
+        if not self._asleep and self._leads:
             self._link.sleep()
-            self._asleep = True
+        self._asleep = True
 
     def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:
         """Sample every request; result[i][j] is sample j of request i. See ``RolloutEngine.generate``."""
@@ -176,11 +182,23 @@ class VllmEngine:
 
     # weights
 
+    def _lead(self, work: Callable[[], object]) -> None:
+        """Work on a vLLM: each process on its own, or the first on the server of all; then all know how it stands."""
+        agreed(self._processes, lambda: work() if self._leads else None)
+        if self.served:
+            state = (self._mark, self._asleep, self.evidence, self.release)
+            self._mark, self._asleep, self.evidence, self.release = self._processes.decided(state)
+
+    def _take(self, masters: Mapping[str, Tensor]) -> None:
+        """Round every master once: every process, for each may hold a part of them."""
+        self._copies.take(masters)
+        if self._asleep:
+            torch.cuda.empty_cache()  # what this process keeps for later is not there for vLLM's
+
     def _load(self, copies: Mapping[str, Tensor]) -> int:
         """Write, load in place, read back, drop the old keys and values; returns how many tensors it were."""
         link = self._link
         if self._asleep:
-            torch.cuda.empty_cache()  # what this process keeps for later is not there for vLLM's
             link.wake("weights")
         sent = link.folder.write(copies)
         link.call("reload_weights", weights_path=str(link.folder.path))
@@ -202,6 +220,20 @@ class VllmEngine:
                 )
 
     # what is seen at the start
+
+    def _prove(self, weights: Mapping[str, Tensor]) -> None:
+        """Try everything that is promised, on ``weights``."""
+        start = self.start
+        facts = self._check_facts()
+        self.release = f"vLLM {facts.get('release', '')}".rstrip()
+        tensors = self._load(weights)
+        apart = self._prove_processed()
+        slept = self._prove_sleep(weights) if start.sleeps else ""
+        fp8 = "" if start.fp8 is None else f", products of {facts['products']} by {facts['product_kernels']}"
+        runs_in = f"{dtype_name(start.format)}{fp8}, head {dtype_name(start.logits)}{_cache_of(facts)}"
+        self.evidence = (
+            f"{self._link.where} runs in {runs_in}; {tensors} tensors read back as sent, bit for bit; {apart}{slept}"
+        )
 
     def _check_facts(self) -> dict[str, str]:
         """What the worker says of itself, where that is what was asked for."""

@@ -104,11 +104,12 @@ class LocalVllm:
             with changed_environment(start.environment()):
                 options = start.options(self._temporary.name) | {"disable_log_stats": True}
                 self._llm = importlib.import_module("vllm").LLM(**options)
+            self.call("mantissa_follow", owner=os.getpid())
         except MantissaError:
-            self._temporary.cleanup()
+            self.close()
             raise
         except Exception as error:  # foreign code, whose errors are of every kind
-            self._temporary.cleanup()
+            self.close()
             raise MantissaError(
                 f"{self.where} did not start: {_first_line(error)}; its own messages above say more"
             ) from error
@@ -165,10 +166,11 @@ class ServedVllm:
     """A vLLM server that ``mantissa serve`` started, held by one run at a time.
 
     ``timeout_s``: silence after which it is given up; a sample answers when it is whole. Every sample is a request of
-    its own, with as many on the way as the server decodes together.
+    its own, with as many on the way as the server decodes together. ``leads``: of several processes of a run
+    one holds it, and sees its folder.
     """
 
-    def __init__(self, url: str, start: VllmStart, timeout_s: float) -> None:
+    def __init__(self, url: str, start: VllmStart, timeout_s: float, leads: bool = True) -> None:
         self.where, self._timeout = f"the vLLM server at {url}", timeout_s
         parts = urlsplit(url if "//" in url else f"//{url}")
         if parts.scheme not in ("", "http") or not parts.hostname or parts.path.strip("/"):
@@ -182,13 +184,15 @@ class ServedVllm:
             facts = self.call("mantissa_facts")
             self.where = f"vLLM {facts['release']} at {url}"
             self.folder = WeightFolder(facts["folder"], start)
-            self._check_folder(start)
+            if leads:
+                self._check_folder(start)
             if int(facts["max_length"]) < start.max_length:
                 raise MantissaError(
                     f"{self.where} holds {facts['max_length']} positions, and the policy has {start.max_length}; start "
                     "it with this recipe: mantissa serve RECIPE"
                 )
-            self._hold()
+            if leads:
+                self._hold()
         except BaseException:
             self.close()
             raise

@@ -11,6 +11,8 @@ import importlib.util
 import json
 import math
 import os
+import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ _BLOCK = 128  # tokens of one block of vLLM's cache on a CPU; 16 on a GPU
 _FP8_HEAD = 32  # what its fp8 kernels on a CPU take at a time of a head
 _BATCH_TOKENS = 8192  # of one step of vLLM on a CPU at most, where neither a sequence nor the slots need more
 _BESIDE_BYTES = 2 << 30  # of a GPU: what vLLM's process takes besides weights and cache
+_LONGEST_PATH = 107  # of a socket, whose name vLLM makes of TMPDIR and a UUID; to longer ones nothing connects
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -69,6 +72,8 @@ class VllmStart:
     (``max_num_seqs``). ``max_length``: prompt and response tokens of one sample. ``sleeps``: gives its memory back
     while the learner works; on CUDA alone. ``cache``: of keys and values, that format (None) or e4m3, which vLLM fills
     without a scale. ``fp8``: which products have fp8 operands (``vllm_fp8.py``); ``format`` is then their base.
+    ``threads`` of a CPU for it; None: as many as this process has, which is right where one of the two waits for the
+    other.
     """
 
     config: ModelConfig
@@ -80,6 +85,7 @@ class VllmStart:
     sleeps: bool = False
     cache: NumberFormat | None = None
     fp8: Fp8Policy | None = None
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -158,7 +164,8 @@ class VllmStart:
         """Variables of vLLM's processes; None takes one away. A GPU is named by its number among those visible here."""
         scrubbed = {name: None for name in os.environ if _of_a_launcher(name)}
         chosen: dict[str, str | None] = {name: os.environ.get(name, value) for name, value in _QUIET.items()}
-        chosen["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        ours = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        chosen["OMP_NUM_THREADS"] = ours if self.threads is None else str(self.threads)
         if self.device.type == "cuda" and self.device.index is not None:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             numbers = visible.split(",") if visible else [str(n) for n in range(torch.cuda.device_count())]
@@ -167,6 +174,8 @@ class VllmStart:
             chosen |= _FP8_KERNELS
         if self.sleeps:  # its allocator cannot return such segments
             chosen |= dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+        if len(tempfile.gettempdir()) > _LONGEST_PATH - len(str(uuid.uuid4())) - 1:
+            chosen["VLLM_RPC_BASE_PATH"] = os.environ.get("VLLM_RPC_BASE_PATH", "/tmp")
         return {**scrubbed, **chosen}
 
     def _check_machine(self) -> None:
