@@ -11,6 +11,7 @@ import torch
 
 from mantissa.errors import MantissaError
 from mantissa.model import load_model
+from mantissa.mismatch import ENGINE_METRICS
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
 from mantissa.rl.loop import Loop
@@ -71,6 +72,7 @@ def test_every_choice_runs_and_measures_itself(
     expected -= {m.name for m in TRAINER_METRICS}
     expected = {name for name in expected if not name.startswith(("flowrl/", "reference/", "time/reference", "exact/"))}
     expected -= {m.name for m in METRICS if m.name.startswith("dynamic/")}  # of choices that are off
+    expected -= {m.name for m in ENGINE_METRICS} | {"time/engine_share"}  # of another engine than the native one
     expected -= {"reward/accuracy_trained", "reward/overlong_penalty", "reward/overlong_fraction", "time/background"}
     assert expected <= last.keys()  # nothing that was promised is missing
     assert last["optim/updates"] == 4
