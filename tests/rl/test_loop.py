@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mantissa.errors import MantissaError
-from mantissa.model import load_model
 from mantissa.mismatch import ENGINE_METRICS
+from mantissa.model import load_model
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
 from mantissa.rl.loop import Loop
