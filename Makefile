@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-short test test-recipes test-verl test-vllm lint bench docs setup clean
+.PHONY: demo demo-short test test-recipes test-variants test-verl test-vllm lint bench docs setup clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,10 @@ test: $(STAMP)
 # Every recipe from three seeds: 175 s of processor time.
 test-recipes: $(STAMP)
 	$(BIN)/python -m pytest -m recipes
+
+# Slow tests in the forms that the suite leaves out, for want of time.
+test-variants: $(STAMP)
+	$(BIN)/python -m pytest -m variants
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

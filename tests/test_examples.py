@@ -100,7 +100,7 @@ def test_the_compat_example() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.variants), "fsdp2"])
 def test_the_distributed_example_goes_on_where_it_was(kind: str, tmp_path: Path) -> None:
     """Two ranks, one with three times the data of the other; interrupted after two epochs of four, or not at all."""
     run("distributed", kind, str(tmp_path / "run.pt"), "2", processes=2)

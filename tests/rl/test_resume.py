@@ -212,8 +212,12 @@ MOMENTS: dict[str, list[tuple[str, Moment]]] = {
 }
 
 
+# What fp16 and ahead do too, and more.
+_WHEN = dict.fromkeys(("bf16", "dynamic"), pytest.mark.variants)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(RECIPES))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_WHEN.get(name, ())) for name in RECIPES])
 def test_a_run_killed_everywhere_ends_with_the_bits_of_one_left_alone(
     name: str, server: Server, recipe: Callable[[str], str], tmp_path: Path
 ) -> None:

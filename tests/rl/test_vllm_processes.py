@@ -93,7 +93,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.variants), "fsdp2"])
 def test_each_process_has_a_vllm_and_they_sample_what_one_does(
     small: dict[str, Any], tmp_path: Path, one: Path, kind: str
 ) -> None:
@@ -122,9 +122,17 @@ def test_each_process_has_a_vllm_and_they_sample_what_one_does(
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ({"fails": "no such head size"}, "vLLM 0.32.0 did not start: no such head size; its own messages above say"),
+        pytest.param(
+            {"fails": "no such head size"},
+            "vLLM 0.32.0 did not start: no such head size; its own messages above say",
+            marks=pytest.mark.variants,
+        ),
         ({"keeps": "lm_head"}, "sync: vLLM 0.32.0 computes with other values of lm_head.weight than were sent"),
-        ({"finish": "abort"}, "vLLM 0.32.0 ended a sample for another reason than its end or its length: abort"),
+        pytest.param(
+            {"finish": "abort"},
+            "vLLM 0.32.0 ended a sample for another reason than its end or its length: abort",
+            marks=pytest.mark.variants,
+        ),
         ({"breaks": "core died"}, "vLLM 0.32.0 failed: core died; its own messages above say more"),
     ],
 )
@@ -152,7 +160,7 @@ def server(small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     made.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.variants), "fsdp2"])
 def test_one_server_for_both_processes(
     small: dict[str, Any], tmp_path: Path, one: Path, server: FakeServer, kind: str
 ) -> None:

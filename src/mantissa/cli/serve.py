@@ -35,6 +35,9 @@ def serve(
 
     mantissa train recipes/demo.yaml precision=bf16 rollout.engine=vllm rollout.vllm.server=http://127.0.0.1:8000
     """
+    from mantissa.rollout import require_vllm
+
+    require_vllm()
     from mantissa.precision import resolve
     from mantissa.rl import load_recipe
     from mantissa.rl.assemble import choose_device, load_policy
