@@ -15,40 +15,9 @@ from mantissa.rl import make_config
 from mantissa.rl.recipe import apply_overrides
 from mantissa.rl.session import start
 from mantissa.runs.directory import RunDirectory
+from vllm_recipe import RECIPE
 
 pytestmark = pytest.mark.vllm
-RECIPE: dict[str, Any] = {
-    "name": "on-vllm",
-    "steps": 2,
-    "device": "cpu",
-    "model": {
-        "fresh": {
-            "hidden_size": 64,
-            "layers": 2,
-            "heads": 2,
-            "kv_heads": 1,
-            "head_dim": 32,
-            "intermediate_size": 64,
-            "max_positions": 64,
-        },
-        "tokenizer": "characters",
-    },
-    "task": {
-        "kind": "running_sum",
-        "min_digits": 1,
-        "max_digits": 3,
-        "train_size": 200,
-        "heldout_size": 32,
-        "warm_start_size": 512,
-    },
-    "warm_start": {"steps": 60, "batch": 32, "lr": 3e-3, "evaluate_every": 60, "problems": 16},
-    "rollout": {"prompts": 16, "samples": 8, "max_tokens": 6, "slots": 64, "engine": "vllm"},
-    "algorithm": {"correction": "token_tis"},
-    "optimizer": {"lr": 1e-3, "updates_per_batch": 2},
-    "evaluation": {"every": 2, "problems": 16, "samples": 2},
-    "checkpoint": {"every": 2},
-    "trackers": [],
-}
 SHARE, ENGINE, OTHER, NONFINITE = (metric.name for metric in ENGINE_METRICS)
 # Seen: mean |difference of log-probs| 1e-7 in fp32, 5e-4 in bf16, 0.016 with an fp8 cache; the bounds leave a factor of
 # ten and of four.
