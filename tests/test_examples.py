@@ -114,7 +114,7 @@ def test_the_distributed_example_goes_on_where_it_was(kind: str, tmp_path: Path)
     assert (stats["precision_active"], stats["world_size"], stats["steps"]) == ("fp16", 2, 96)
 
 
-@pytest.mark.slow
+@pytest.mark.variants
 def test_the_distributed_example_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     path = str(tmp_path / "run.pt")
     run("distributed", "fsdp2", path, "2", processes=2)

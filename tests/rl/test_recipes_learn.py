@@ -5,7 +5,7 @@ adapters, lag, dynamic sampling) and has a smaller task and policy: sums mod 5 o
 code, functions of two arguments, 16 prompts. Recipes of one task share the warm-started policies, one a seed. Before
 and after are of the same held-out problems, 8 samples each.
 
-All of that is ``make test-recipes``; the suite itself takes one seed, and leaves out the code, which takes longest.
+All of that is ``make test-recipes``; the suite itself takes one seed of four of them.
 
 One thread: with so little work two take as long, and on a busy machine ten times as long.
 """
@@ -108,7 +108,7 @@ def learn(warm: Callable[[str, int], RunDirectory], recipe: str, seed: int, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [recipe for recipe in MARGINS if recipe != "code"])  # 140 s of its own
+@pytest.mark.parametrize("recipe", ["demo", "flowrl", "fp8", "lora"])
 def test_held_out_accuracy_rises_from_one_seed(
     warm: Callable[[str, int], RunDirectory], recipe: str, tmp_path: Path
 ) -> None:

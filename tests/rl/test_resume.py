@@ -250,7 +250,7 @@ def test_a_run_killed_everywhere_ends_with_the_bits_of_one_left_alone(
         assert max(row["rollout/lag_max"] for row in expected["metrics"]) >= 4
 
 
-@pytest.mark.slow
+@pytest.mark.variants
 def test_a_run_killed_at_random_moments(server: Server, recipe: Callable[[str], str], tmp_path: Path) -> None:
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     began = time.monotonic()
