@@ -76,7 +76,7 @@ def test_an_example_learns_in_fp16(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.variants)])
 def test_the_argument_chooses_the_precision(precision: str) -> None:
     (stats,) = stats_in(run("mlp", precision))
     assert stats["precision_active"] == precision

@@ -124,7 +124,7 @@ def begun(recipe: str, run: Path, *overrides: str) -> Iterator[subprocess.Popen[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.variants)])
 def test_a_rank_that_is_killed_ends_the_run_with_one_line_and_it_goes_on(
     recipe: str, tmp_path: Path, scratch: Path, kind: str
 ) -> None:
@@ -188,7 +188,12 @@ def test_torchrun_and_a_folder_that_is_taken(recipe: str, tmp_path: Path) -> Non
     assert again.stderr == (
         f"mantissa: error: {run} already holds a run: continue it with --resume {run}, or choose another run_dir\n"
     )
-    refused = mantissa("train", recipe, f"run_dir={run}", "nproc=3", launcher=torchrun)
+
+
+@pytest.mark.variants
+def test_torchrun_and_another_number_of_processes(recipe: str, tmp_path: Path) -> None:
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    refused = mantissa("train", recipe, f"run_dir={tmp_path / 'run'}", "nproc=3", launcher=torchrun)
     assert refused.returncode != 0
     # the first to say so has torchrun stop the other
     assert re.search(r"^mantissa: error: rank [01]: nproc=3, but this is one of 2 processes", refused.stderr, re.M)

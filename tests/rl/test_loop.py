@@ -241,7 +241,7 @@ def test_only_kept_prompts_are_trained_on(train: Train, monkeypatch: pytest.Monk
     assert {row["problem_id"] for step in (1, 2) for row in run.read_rollouts(step)} == wanted
 
 
-@pytest.mark.slow
+@pytest.mark.variants  # test_recipes_learn has it too, from another start
 def test_reinforcement_learning_in_fp16_learns(train: Train) -> None:
     """Sums mod 5 of four digits: sampled accuracy on held-out problems rises by 0.2 or more in 20 steps of RL alone."""
     run = train(
