@@ -16,12 +16,12 @@ import torch
 
 from fake_vllm import LLM, Fault, install
 from fake_vllm_server import FakeServer
+from mantissa.environ import changed_environment
 from mantissa.errors import MantissaError
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import BF16, FP32, PrecisionPolicy, resolve
 from mantissa.rollout import Request, SamplingParams, VllmEngine, VllmStart
-from mantissa.rollout.vllm_start import changed_environment
 
 CONFIG = ModelConfig("llama", 40, 32, 56, 2, 4, 2, 8, initializer_range=0.25)
 START = VllmStart(CONFIG, FP32, FP32, 5, 32, torch.device("cpu"))

@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mantissa.environ import changed_environment
 from mantissa.errors import MantissaError, StoppedError
 
 _MARK = "MANTISSA_LAUNCHED"  # in the environment of ranks that this module started: they say nothing themselves
@@ -51,7 +52,7 @@ def launch(arguments: Sequence[str], nproc: int, run_dir: str) -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)  # they tell of every process; one line is enough
     with (
         tempfile.TemporaryDirectory(prefix="mantissa-ranks-", ignore_cleanup_errors=True) as folder,
-        _environment({_MARK: "1", "OMP_NUM_THREADS": str(threads_each(nproc)), "TMPDIR": folder}),
+        changed_environment({_MARK: "1", "OMP_NUM_THREADS": str(threads_each(nproc)), "TMPDIR": folder}),
     ):  # a rank that is killed cannot delete what it has there
         config = LaunchConfig(
             min_nodes=1,
@@ -172,17 +173,6 @@ def _die_with_launcher() -> None:
     """On Linux: a rank whose launcher is killed is killed too, or it would go on writing a run that nobody watches."""
     if _MARK in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _show_cursor() -> None:

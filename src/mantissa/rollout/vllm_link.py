@@ -25,9 +25,10 @@ from urllib.parse import urlencode, urlsplit
 
 from torch import Tensor
 
+from mantissa.environ import changed_environment
 from mantissa.errors import MantissaError
 from mantissa.rollout.types import SamplingParams
-from mantissa.rollout.vllm_start import VllmStart, WeightFolder, changed_environment, require_vllm
+from mantissa.rollout.vllm_start import VllmStart, WeightFolder, require_vllm
 
 _MOST_CONNECTIONS = 256  # to a server; samples beyond that wait here and not there
 

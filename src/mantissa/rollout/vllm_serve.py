@@ -20,9 +20,10 @@ from typing import Any
 
 from torch import Tensor
 
+from mantissa.environ import changed_environment
 from mantissa.errors import MantissaError
 from mantissa.files import disk_errors
-from mantissa.rollout.vllm_start import VllmStart, WeightFolder, changed_environment, require_vllm, sample_weights
+from mantissa.rollout.vllm_start import VllmStart, WeightFolder, require_vllm, sample_weights
 
 _FLAGS = ("--enable-scale-out", "--uvicorn-log-level", "warning", "--disable-uvicorn-access-log", "--disable-log-stats")
 _MODE = {"VLLM_SERVER_DEV_MODE": "1"}  # its endpoints for weights, caches and sleep

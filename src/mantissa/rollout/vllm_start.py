@@ -13,8 +13,7 @@ import math
 import os
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -265,22 +264,3 @@ def sample_weights(like: Mapping[str, Tensor], fp8: Fp8Policy | None = None) -> 
 def dtype_name(fmt: NumberFormat) -> str:
     """A format's dtype as vLLM and ``config.json`` call it."""
     return str(fmt.dtype).removeprefix("torch.")
-
-
-@contextmanager
-def changed_environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Environment variables for processes that begin within; put back afterwards. None: the variable is not there."""
-    before = {name: os.environ.get(name) for name in values}
-    _put(values)
-    try:
-        yield
-    finally:
-        _put(before)
-
-
-def _put(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
