@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from exact_policies import FAMILIES, exactly, make_model
+from exact_policies import FAMILIES, exactly, make_model, threads
+from mantissa.errors import MantissaError
 from mantissa.kernels import (
     ExactKernels,
     ExactPlan,
@@ -22,16 +23,21 @@ from mantissa.kernels import (
     rollout_kernels,
 )
 from mantissa.kernels.exact_attention import ExactAttention, cached, causal
-from mantissa.kernels.exact_plan import Choice
+from mantissa.kernels.exact_plan import AttentionChoice, Choice, pieces
 from mantissa.kernels.exact_products import product
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, is_on_grid, resolve, round_to_format
 
-PRODUCTS = [Choice("padded rows", 16), Choice("row tiles", 64), Choice("fp64", 16)]
-ATTENTION = [Choice("padded rows", 4), Choice("padded rows", 16), Choice("row tiles", 16), Choice("fp64", 16)]
+PRODUCTS = [Choice("tiles", (16, 32, 48, 64, 96, 128)), Choice("one tile", (64,)), Choice("fp64", (64,))]
+ATTENTION = [
+    AttentionChoice("tiles", (1, 2, 4, 8), 4, (16, 32), 16),
+    AttentionChoice("tiles", (1, 2, 4, 8), 16, (16,), 128),
+    AttentionChoice("one tile", (16,), 32, (16,), 128),
+    AttentionChoice("fp64", (16,), 32, (16,), 128),
+]
 FORMATS = [FP32, BF16, FP16]
 
 
-def plan_for(*sizes: tuple[int, int], attention: Choice = ATTENTION[0]) -> ExactPlan:
+def plan_for(*sizes: tuple[int, int], attention: AttentionChoice = ATTENTION[0]) -> ExactPlan:
     return ExactPlan(dict.fromkeys(((8, 8), *sizes), PRODUCTS[0]), attention)
 
 
@@ -48,6 +54,23 @@ def test_products_are_right_and_rows_are_their_own(choice: Choice, rows: int) ->
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-5)
     assert torch.equal(got, product(x, weight, choice)[:rows])
     assert torch.equal(product(x[:rows].view(1, rows, 48), weight, choice)[0], got)
+
+
+@pytest.mark.parametrize("sizes", [(16, 32, 48, 64, 96), (64,), (1, 2, 4, 8, 16), (16,)])
+def test_pieces_cover_every_row_once_and_only_the_last_is_filled_up(sizes: tuple[int, ...]) -> None:
+    for count in range(300):
+        parts = pieces(count, sizes)
+        assert [row for start, stop, _ in parts for row in range(start, stop)] == list(range(count))
+        assert all(size in sizes and stop - start <= size for start, stop, size in parts)
+        assert all(stop - start == size for start, stop, size in parts[:-1])
+        if sizes[0] == 1:
+            assert all(stop - start == size for start, stop, size in parts)
+
+
+def test_a_plan_is_for_the_threads_that_it_was_made_with() -> None:
+    plan = dataclasses.replace(plan_for((24, 48)), threads=(1, 2))
+    with threads(3), pytest.raises(MantissaError, match="proven for 1 and 2 threads, and torch now uses 3"):
+        ExactKernels(FP32, plan).linear(drawn(7, 48), drawn(24, 48))
 
 
 def test_fp64_products_are_the_rounded_sum() -> None:
@@ -102,7 +125,9 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("choice", ATTENTION, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "length"), [(4, 2, 39), (3, 3, 5), (5, 1, 150), (2, 1, 300)])
-def test_attention_and_its_gradients_against_float64(choice: Choice, heads: int, kv_heads: int, length: int) -> None:
+def test_attention_and_its_gradients_against_float64(
+    choice: AttentionChoice, heads: int, kv_heads: int, length: int
+) -> None:
     tensors = [drawn(2, n, length, 16, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads))]
     mine = [t.clone().requires_grad_() for t in tensors]
     oracle = [t.double().requires_grad_() for t in tensors]
@@ -128,7 +153,7 @@ def test_attention_rounds_where_the_fast_family_does(fmt: NumberFormat) -> None:
 
 
 @pytest.mark.parametrize("choice", ATTENTION, ids=str)
-def test_a_query_is_the_same_in_training_in_a_chunk_and_in_decode(choice: Choice) -> None:
+def test_a_query_is_the_same_in_training_in_a_chunk_and_in_decode(choice: AttentionChoice) -> None:
     q, k, v = drawn(2, 4, 150, 16), drawn(2, 2, 150, 16, seed=1), drawn(2, 2, 150, 16, seed=2)
     whole = causal(q, k, v, BF16, choice)
     for first, last in ((0, 7), (7, 8), (8, 50), (50, 150)):

@@ -84,7 +84,7 @@ def test_a_policy_is_frozen() -> None:
         ({"on_mismatch": "warn"}, "precision.on_mismatch does nothing with kernels=fast"),
         ({"check_every": 2}, "precision.check_every does nothing with kernels=fast"),
         ({"kernels": "exact", "check_every": 0}, "precision.check_every=0: expected a number of steps"),
-        ({"kernels": "exact", "on_mismatch": "go"}, "precision.on_mismatch='go': expected one of stop, warn"),
+        ({"kernels": "exact", "on_mismatch": "go"}, "precision.on_mismatch='go': expected one of replan, stop, warn"),
         ({"preset": "fp8-rollout", "kernels": "exact"}, "precision.kernels=exact: train=bf16 and rollout=fp8 round to"),
         ({"reference": 16}, "precision.reference=16: expected a format's name"),
         ({"train": "fp61"}, "precision.train: unknown number format 'fp61'"),

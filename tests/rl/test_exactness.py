@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from typer.testing import CliRunner
 
 from mantissa.cli import app
 from mantissa.errors import MantissaError
-from mantissa.kernels import ExactKernels, Kernels
+from mantissa.kernels import ExactKernels, Kernels, plan_exact
 from mantissa.model import load_model
 from mantissa.precision import BF16, E4M3, round_to_format
-from mantissa.rl import assemble, replay
+from mantissa.rl import assemble, replay, session
+from mantissa.rl.exactness import Exactness
 from mantissa.rl.replay import read_case
 from mantissa.runs.directory import RunDirectory
 
@@ -197,3 +199,50 @@ def test_a_file_that_is_no_case(tmp_path: Path, content: bytes | None) -> None:
 def test_a_lag_is_refused(configure: Callable[..., Any]) -> None:
     with pytest.raises(MantissaError, match=r"precision\.kernels=exact with rollout\.max_policy_lag=4"):
         configure("precision.kernels=exact", "rollout.max_policy_lag=4")
+
+
+class Shaky(ExactKernels):
+    """Another library's path, which the probe did not meet, until the kernels compute in tiles of one size."""
+
+    def product(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
+        out_NF = super().product(x_NE, weight_FE, bias_F)
+        small = weight_FE.shape == (8, 8)  # the probe of the format
+        return out_NF if small or self.plan.way != "tiles" else torch.nextafter(out_NF, torch.full_like(out_NF, math.inf))
+
+
+def test_a_first_difference_moves_to_the_safer_plan_before_anything_is_learned(
+    train: Train, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assemble, "rollout_kernels", mutated(Shaky))
+    recipe = (*EXACT, "precision=fp32", "checkpoint.every=1", "checkpoint.keep=9")
+    run = train(*recipe)
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("from here on all kernels compute by one tile, and step 1 is sampled again") == 1
+    rows = run.read_metrics()
+    assert [(row["exact/replans"], row["exact/mismatched_tokens"]) for row in rows] == [(1, 0), (1, 0)]
+
+    monkeypatch.setattr(assemble, "plan_exact", lambda *given: plan_exact(*given[:3], "one tile"))
+    safe = train(*recipe)  # from the beginning: the same prompts and uniforms, so the same weights in the end
+    assert [row["exact/replans"] for row in safe.read_metrics()] == [0, 0]
+    one, other = (load_model(each.policy_path).state_dict() for each in (run, safe))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+    monkeypatch.undo()
+    monkeypatch.setattr(assemble, "rollout_kernels", mutated(Shaky))
+    shutil.rmtree(run.checkpoint_path(2))
+    session.resume(run.path)  # from step 1, with the plan that was then in use
+    assert [row["exact/replans"] for row in run.read_metrics()] == [1, 1]
+    again = load_model(run.policy_path).state_dict()
+    assert all(torch.equal(again[name], other[name]) for name in again)
+
+
+def test_no_second_plan_where_it_is_not_asked_for_or_something_was_learned(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assemble, "rollout_kernels", mutated(Shaky))
+    with pytest.raises(MantissaError, match=r"step 1: .* log-probs differ"):
+        train(*EXACT, "precision=fp32", "precision.on_mismatch=stop")
+    check = Exactness.check
+    monkeypatch.setattr(Exactness, "check", lambda self, step, batch: {} if step == 1 else check(self, step, batch))
+    with pytest.raises(MantissaError, match=r"step 3: .* log-probs differ"):  # after step 2, which nobody compared
+        train(*EXACT, "steps=3", "precision=fp32", "precision.check_every=2")

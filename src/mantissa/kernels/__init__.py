@@ -8,7 +8,7 @@ from mantissa.errors import MantissaError
 from mantissa.kernels.autocast import Autocast, autocast_for
 from mantissa.kernels.autocast_probe import probe_autocast
 from mantissa.kernels.exact import ExactKernels
-from mantissa.kernels.exact_plan import ExactPlan, ModelShapes
+from mantissa.kernels.exact_plan import WAYS, ExactPlan, ModelShapes, Way
 from mantissa.kernels.exact_probe import plan_exact
 from mantissa.kernels.interface import Kernels
 from mantissa.kernels.native import NativeKernels
@@ -67,6 +67,7 @@ def _check_triton(role: ResolvedRole) -> None:
 
 
 __all__ = [
+    "WAYS",
     "Autocast",
     "ExactKernels",
     "ExactPlan",
@@ -76,6 +77,7 @@ __all__ = [
     "Pick",
     "SimulatedKernels",
     "Traced",
+    "Way",
     "autocast_for",
     "first_difference",
     "learner_kernels",

@@ -31,7 +31,7 @@ _PART = 1 << 19  # values of SwiGLU at a time: 2 MB
 
 
 class ExactKernels(SimulatedKernels):
-    """The operations in ``fmt``, fp32 included, on fp32 tensors, by the ways that ``plan`` names. See ``Kernels``.
+    """The operations in ``fmt``, fp32 included, on fp32 tensors, by the calls that ``plan`` allows. See ``Kernels``.
 
     ``kv_format``: what keys and values are rounded to before anything attends to them: the cache's format, in training
     too; None where it is ``fmt``. A cache's keys and values have been rounded by whoever wrote them.
@@ -51,6 +51,7 @@ class ExactKernels(SimulatedKernels):
         self.kv_format = kv_format or fmt
 
     def product(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
+        self.plan.check_threads(torch.get_num_threads())
         out_NF = exact_products.product(x_NE, weight_FE, self.plan.product(weight_FE.shape))
         return out_NF if bias_F is None else out_NF.add_(bias_F)
 

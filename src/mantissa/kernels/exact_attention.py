@@ -5,12 +5,15 @@ positions, D head size, N = B*K, M rows of queries that see the same keys (G tim
 
 What a row's number may depend on is its query and the keys and values up to its own position. Three rules make it so:
 
-- Keys come in fixed blocks from position 0. A number of keys is rounded up to ``KEYS`` = 16, which the cache's lengths
-  are multiples of, and what lies beyond the query has a score of -inf, so a probability of exactly 0. Adding 0 * v,
-  v finite, changes no sum; so it does not matter how many such keys there are, or what they hold.
-- P V is summed in blocks of ``VALUES`` = 128 keys, and the blocks' sums are added in order: libraries cut a long sum
-  where its length suggests (at some 200 terms, here), a short one not at all.
-- The number of rows is a multiple of what the probe found sufficient, or every product is a tile of one size.
+- Keys come in blocks of ``BLOCK`` = 128 from position 0, the last one of a multiple of 16, which the cache's lengths are
+  multiples of. What lies beyond the query has a score of -inf, so a probability of exactly 0. Adding 0 * v, v finite,
+  changes no sum; so it does not matter how many such keys there are, or what they hold.
+- P V is summed block by block, and the blocks' sums are added in order.
+- A call of the library has one of a few shapes: so many heads, so many queries, so many keys (``AttentionChoice``). All
+  of them are tried before a run (``exact_probe.py``), whatever the number of sequences and their lengths will be.
+
+The scale is applied to the finished scores: as a factor of the product (``baddbmm``'s alpha) its place would be the
+library's choice, before or after the sum, by the shape.
 
 ``attended``, one function, serves all three uses: what differs is the mask. The rounding points are the fast family's:
 scores and softmax in fp32, the normalised probabilities rounded to the format, the result rounded once.
@@ -21,19 +24,17 @@ maximum over all keys is exact in any order, so nothing is ever rescaled, and th
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mantissa.kernels.attention import CausalAttention
-from mantissa.kernels.exact_plan import Choice
+from mantissa.kernels.exact_plan import AttentionChoice, pieces
 from mantissa.precision import NumberFormat, round_cached, round_to_format_
 
-KEYS = 16  # keys come in multiples of this: the widest vector of a CPU, so that a softmax's lanes stay the same
-VALUES = 128  # keys of one sum of P V
-_TILE = 64  # keys of one tile, where every product is a tile
+KEYS = 16  # the fewest keys of a block: the widest vector of a CPU, so that a softmax's lanes stay the same
+BLOCK = 128  # keys of a whole block
 _LONG = 128  # up to here 16 positions at a time save a quarter of all scores; beyond, 32 do with fewer calls
 
 
@@ -51,14 +52,14 @@ class ExactAttention(torch.autograd.Function):
         v_BKTD: Tensor,
         fmt: NumberFormat,
         kv_fmt: NumberFormat,
-        choice: Choice,
+        choice: AttentionChoice,
     ) -> Tensor:
         k, v = round_cached(k_BKTD, kv_fmt), round_cached(v_BKTD, kv_fmt)
         length = q_BHTD.shape[2]
         q, k, v = _laid_out(q_BHTD, k, v, choice)
         out = _causal(q, k, v, length, length, fmt, choice)
         ctx.save_for_backward(q[:, :, :length], k[:, :length], v[:, :length], out)
-        ctx.fmt, ctx.shape, ctx.block = fmt, q_BHTD.shape, _block(length)
+        ctx.fmt, ctx.shape, ctx.block = fmt, q_BHTD.shape, _queries(length, choice)
         return out.view(q_BHTD.shape)
 
     @staticmethod
@@ -66,7 +67,9 @@ class ExactAttention(torch.autograd.Function):
         return (*CausalAttention.backward(ctx, *grads), None, None)
 
 
-def causal(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, fmt: NumberFormat, choice: Choice) -> Tensor:
+def causal(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, fmt: NumberFormat, choice: AttentionChoice
+) -> Tensor:
     """Queries of the last T of S positions against the keys up to each of them: T = S but in a chunk of a prefill.
 
     Shape of ``q``. No gradient.
@@ -75,100 +78,87 @@ def causal(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, fmt: NumberFormat, ch
     return _causal(q, k, v, q_BHTD.shape[2], k_BKSD.shape[2], fmt, choice).view(q_BHTD.shape)
 
 
-def _laid_out(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
-    """q as N,G,T,D and k, v as N,S,D, contiguous, with zeros behind: whole multiples of rows, and keys for them all."""
+def _laid_out(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, choice: AttentionChoice
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q as N,G,T,D and k, v as N,S,D, contiguous, with zeros behind: whole steps of positions, and keys for them all."""
     kv_heads, first = k_BKSD.shape[1], k_BKSD.shape[2] - q_BHTD.shape[2]
-    group = q_BHTD.shape[1] // kv_heads
-    q = _padded(q_BHTD, 2, choice.rows // math.gcd(group, choice.rows))
-    k, v = (_padded(x, 2, KEYS, first + q.shape[2]).flatten(0, 1) for x in (k_BKSD, v_BKSD))
-    return q.view(-1, group, *q.shape[2:]), k, v
+    q = _padded(q_BHTD, 2, choice.positions[0])
+    k, v = (_padded(x, 2, choice.keys, first + q.shape[2]).flatten(0, 1) for x in (k_BKSD, v_BKSD))
+    return q.view(-1, q_BHTD.shape[1] // kv_heads, *q.shape[2:]), k, v
 
 
-def _block(length: int) -> int:
-    """Positions at a time: a multiple of every number of rows that the probe tries."""
-    return 16 if length <= _LONG else 32
+def _queries(length: int, choice: AttentionChoice) -> int:
+    """Positions at a time."""
+    return choice.positions[0] if length <= _LONG else choice.positions[-1]
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, length: int, last: int, fmt: NumberFormat, choice: Choice) -> Tensor:
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, length: int, last: int, fmt: NumberFormat, choice: AttentionChoice
+) -> Tensor:
     """The first ``length`` positions of ``q``, of which the last stands at ``last`` - 1. Shape N,G,length,D."""
     group, first = q.shape[1], last - length
     out = q.new_empty(len(q), group, length, q.shape[3])
-    queries = _block(last)
+    queries = _queries(last, choice)
     for start in range(0, length, queries):
         stop, padded = min(start + queries, length), min(start + queries, q.shape[2])
-        keys = -(-(first + padded) // KEYS) * KEYS
-        mask = torch.full((padded - start, keys), float("-inf"), device=q.device).triu_(first + start + 1)
-        scores = mask.repeat(group, 1).repeat(len(q), 1, 1)
-        rows_NMD = attended(q[:, :, start:padded].flatten(1, 2), k[:, :keys], v[:, :keys], scores, fmt, choice)
+        keys = -(-(first + padded) // choice.keys) * choice.keys
+        future = torch.full((padded - start, keys), float("-inf"), device=q.device).triu_(first + start + 1)
+        mask_MS = future.repeat(group, 1)
+        rows_NMD = attended(q[:, :, start:padded].flatten(1, 2), k[:, :keys], v[:, :keys], mask_MS, fmt, choice)
         out[:, :, start:stop] = rows_NMD.view(len(q), group, padded - start, -1)[:, :, : stop - start]
     return out
 
 
 def cached(
-    q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor, fmt: NumberFormat, choice: Choice
+    q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor, fmt: NumberFormat, choice: AttentionChoice
 ) -> Tensor:
     """One query a row against the first ``length_B`` keys of a cache. Shape of ``q``."""
     (batch, heads, size), (kv_heads, _) = q_BHD.shape, k_BKSD.shape[1:3]
     group = heads // kv_heads
     q = _padded(q_BHD.reshape(batch * kv_heads, group, size), 1, choice.rows)
-    k, v = (_padded(x.flatten(0, 1), 1, KEYS) for x in (k_BKSD, v_BKSD))
+    k, v = (_padded(x.flatten(0, 1), 1, choice.keys) for x in (k_BKSD, v_BKSD))
     beyond_BS = torch.arange(k.shape[1], device=q.device) >= length_B.unsqueeze(1)
     mask_BS = torch.zeros(beyond_BS.shape, device=q.device).masked_fill_(beyond_BS, float("-inf"))
-    scores_BKMS = q.new_empty(batch, kv_heads, q.shape[1], k.shape[1]).copy_(mask_BS[:, None, None])
-    return attended(q, k, v, scores_BKMS.flatten(0, 1), fmt, choice)[:, :group].reshape(q_BHD.shape)
+    mask_N1S = mask_BS.repeat_interleave(kv_heads, 0).unsqueeze(1)
+    return attended(q, k, v, mask_N1S, fmt, choice)[:, :group].reshape(q_BHD.shape)
 
 
 def attended(
-    q_NMD: Tensor, k_NSD: Tensor, v_NSD: Tensor, scores_NMS: Tensor, fmt: NumberFormat, choice: Choice
+    q_NMD: Tensor, k_NSD: Tensor, v_NSD: Tensor, mask: Tensor, fmt: NumberFormat, choice: AttentionChoice
 ) -> Tensor:
     """round(round(softmax(q k^T / sqrt(D))) v). Shape of ``q``.
 
-    ``scores_NMS``: 0 where a query sees a key and -inf where not; the scores are written over it.
+    ``mask``: 0 where a query sees a key and -inf where not, in a shape that broadcasts to N,M,S.
     """
-    if choice.way == "row tiles":
-        return _in_tiles(q_NMD, k_NSD, v_NSD, scores_NMS, fmt, choice.rows)
-    scale = q_NMD.shape[-1] ** -0.5
-    if choice.way == "fp64":
-        scores_NMS += torch.bmm(q_NMD.double(), k_NSD.double().transpose(1, 2)).mul_(scale).float()
-        p = round_to_format_(torch.softmax(scores_NMS.double(), dim=-1).float(), fmt)
-        return round_to_format_(torch.bmm(p.double(), v_NSD.double()).float(), fmt)
-    # Mask and scale enter with the product: on their own they would each be one more pass over the scores.
-    scores_NMS.baddbmm_(q_NMD, k_NSD.transpose(1, 2), alpha=scale)
+    (heads, rows, size), keys = q_NMD.shape, k_NSD.shape[1]
+    blocks = [slice(start, min(start + BLOCK, keys)) for start in range(0, keys, BLOCK)]
+    scores_NMS = q_NMD.new_empty(heads, rows, keys)
+    for block in blocks:
+        part = batched(q_NMD, k_NSD[:, block].transpose(1, 2), choice)
+        # 0 + scale * s is one rounding whether or not it is fused, and -inf stays: mask and scale in one pass.
+        torch.add(mask[..., block], part, alpha=size**-0.5, out=scores_NMS[:, :, block])
     p = round_to_format_(torch.softmax(scores_NMS, dim=-1), fmt)
-    return round_to_format_(_summed(p, v_NSD), fmt)
+    total = batched(p[:, :, blocks[0]], v_NSD[:, blocks[0]], choice)
+    for block in blocks[1:]:
+        total += batched(p[:, :, block], v_NSD[:, block], choice)
+    return round_to_format_(total, fmt)
 
 
-def _summed(p_NMS: Tensor, v_NSD: Tensor) -> Tensor:
-    """P V, block of keys by block of keys, in order."""
-    total = torch.bmm(p_NMS[:, :, :VALUES], v_NSD[:, :VALUES])
-    for start in range(VALUES, p_NMS.shape[2], VALUES):
-        total += torch.bmm(p_NMS[:, :, start : start + VALUES], v_NSD[:, start : start + VALUES])
-    return total
-
-
-def _in_tiles(q_NMD: Tensor, k_NSD: Tensor, v_NSD: Tensor, scores_NMS: Tensor, fmt: NumberFormat, rows: int) -> Tensor:
-    """The same with every product one tile, ``rows`` queries of one head by ``_TILE`` keys, and sums over keys too."""
-    heads, count, size = q_NMD.shape
-    k, v = _padded(k_NSD, 1, _TILE), _padded(v_NSD, 1, _TILE)
-    p = torch.full((heads, count, k.shape[1]), float("-inf"), device=q_NMD.device)
-    p[:, :, : scores_NMS.shape[2]] = scores_NMS
-    tiles = _tiles(heads, count, k.shape[1], rows)
-    for head, row, key in tiles:
-        tile_RS = torch.mm(q_NMD[head, row : row + rows], k[head, key : key + _TILE].t())
-        p[head, row : row + rows, key : key + _TILE] += tile_RS.mul_(size**-0.5)
-    p = p.sub_(p.amax(-1, keepdim=True)).exp_()
-    sums = [p[:, :, key : key + _TILE].sum(-1, keepdim=True) for key in range(0, k.shape[1], _TILE)]
-    p = round_to_format_(p.div_(sum(sums[1:], sums[0])), fmt)
-    out = torch.zeros(q_NMD.shape, device=q_NMD.device)
-    for head, row, key in tiles:
-        p_RS, v_SD = p[head, row : row + rows, key : key + _TILE], v[head, key : key + _TILE]
-        out[head, row : row + rows] += torch.mm(p_RS, v_SD)
-    return round_to_format_(out, fmt)
-
-
-def _tiles(heads: int, count: int, keys: int, rows: int) -> list[tuple[int, int, int]]:
-    """Head, first row and first key of every tile, keys in order."""
-    return [(head, row, key) for head in range(heads) for row in range(0, count, rows) for key in range(0, keys, _TILE)]
+def batched(x_NMK: Tensor, y_NKS: Tensor, choice: AttentionChoice) -> Tensor:
+    """x @ y for each of N heads, in calls of as many heads as the plan allows; in float64 where it says so."""
+    if choice.way == "fp64":
+        return torch.bmm(x_NMK.double(), y_NKS.double()).float()
+    if len(x_NMK) in choice.heads:
+        return torch.bmm(x_NMK, y_NKS)
+    out = x_NMK.new_empty(len(x_NMK), x_NMK.shape[1], y_NKS.shape[2])
+    for start, stop, size in pieces(len(x_NMK), choice.heads):
+        if stop - start == size:
+            torch.bmm(x_NMK[start:stop], y_NKS[start:stop], out=out[start:stop])
+        else:
+            x, y = _padded(x_NMK[start:stop], 0, size), _padded(y_NKS[start:stop], 0, size)
+            out[start:stop] = torch.bmm(x, y)[: stop - start]
+    return out
 
 
 def _padded(x: Tensor, dim: int, multiple: int, least: int = 0) -> Tensor:

@@ -1,28 +1,38 @@
-"""What the exact family needs to know: a model's shapes, and for each the way to compute it that this machine allows.
+"""What the exact family needs to know: a model's shapes, and for each the calls of a library that this machine allows.
 
 A product's row is the same whatever rows stand beside it only if the library adds its terms in one order for every
 number of rows. None promises that, and most break it somewhere: few rows go to a matrix-vector routine, threads split
-rows so that some get only a few, long sums are cut where the shape suggests. Three ways, from cheap to dear:
+rows so that some get only a few, long sums are cut where the shape suggests. And no sample of row counts can prove it:
+a library that adds alike for 1 to 36 rows has been seen to add otherwise for 64 and for 192.
 
-- ``padded rows``: the library's product, with a number of rows that is always a multiple of ``rows``;
-- ``row tiles``: one call for every ``rows`` rows, so that the library never sees another shape;
-- ``fp64``: sums in float64, rounded to fp32 once. Of half operands they are so nearly exact that their order does not
-  reach the result; of fp32 operands it does about once in 2^29 roundings, which is why this is the last resort.
+So the number of rows of a call is not left to the caller. Every product is cut into *tiles* whose sizes come from a
+short list, the last one filled up with zeros; what a run can meet is then finite, and all of it is tried before the run
+begins: each size against one reference size, every row, every column, the number of threads in use. A size that gives
+other bits is left out of the list. What remains assumed is that a library's order depends on a call's shape and number
+of threads alone, and not on the numbers or where they lie in memory (two places are tried).
 
-Which one holds is measured (``exact_probe.py``), never assumed.
+- ``tiles``: the sizes that agree, of 16, 32, 48, 64, 96, ... rows;
+- ``one tile``: one size only, so that the library never sees another shape: what a run falls back to once;
+- ``fp64``: tiles of sums in float64, rounded to fp32 once. Of half operands they are so nearly exact that their order
+  does not reach the result; of fp32 operands it does about once in 2^29 roundings, which is why it comes last.
+
+Attention is cut likewise: so many heads a call, so many queries, keys in blocks (``exact_attention.py``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
-Way = Literal["padded rows", "row tiles", "fp64"]
-WAYS: tuple[Way, ...] = ("padded rows", "row tiles", "fp64")
+from mantissa.errors import MantissaError
+
+Way = Literal["tiles", "one tile", "fp64"]
+WAYS: tuple[Way, ...] = ("tiles", "one tile", "fp64")  # from the fastest to the safest
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,8 @@ class ModelShapes:
                 products.append((layer, weight.shape[1], weight.shape[0]))
         if any(name == "lm_head" for name, _, _ in products):
             products = [product for product in products if product[0] != "lm_head (tied)"]
-        return ModelShapes(tuple(products), heads, kv_heads, head_dim, products[-1][2], length, rows)
+        vocabulary = next(outputs for name, _, outputs in products if name.startswith("lm_head"))
+        return ModelShapes(tuple(products), heads, kv_heads, head_dim, vocabulary, length, rows)
 
     @property
     def sizes(self) -> dict[tuple[int, ...], str]:
@@ -68,29 +79,88 @@ class ModelShapes:
         return {size: ", ".join(known) for size, known in names.items()}
 
 
+@functools.lru_cache(maxsize=4096)
+def pieces(count: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    """``count`` rows as tiles of the ``sizes`` (ascending): start, stop and size of each; the last may be part empty."""
+    parts, start = [], 0
+    while start < count:
+        left = count - start
+        fits = [size for size in sizes if size <= left]
+        above = [size for size in sizes if size >= left]
+        # A pass over the weights costs as much as some 16 rows, so a few empty rows are cheaper than one more call;
+        # where the sizes begin at 1 (heads, whose operands would be copied) nothing is ever filled up.
+        fill = sizes[0] > 1 and left <= 64 and above and above[0] - left <= 16
+        size = above[0] if fill or not fits else fits[-1]
+        parts.append((start, min(start + size, count), size))
+        start += size
+    return tuple(parts)
+
+
 @dataclass(frozen=True)
 class Choice:
-    """A way, its number of rows, and what the probe saw: why this one and none before it."""
+    """How a product is computed: the ``sizes`` of its tiles in rows, ascending, and why these and no others."""
 
     way: Way
-    rows: int
+    sizes: tuple[int, ...]
     why: str = "not probed"
 
     def __str__(self) -> str:
-        return self.way if self.way == "fp64" else f"{self.way} ({self.rows})"
+        return f"{self.way} of {_listed(self.sizes)} rows"
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """How attention is computed.
+
+    ``heads``: how many (sequence, key head) pairs a call may hold, ascending. ``rows``: a decode step's queries of one
+    key head are filled up to a multiple of it. ``positions``: of queries that training takes at a time. ``keys``: a
+    number of keys is rounded up to a multiple of it.
+    """
+
+    way: Way
+    heads: tuple[int, ...]
+    rows: int
+    positions: tuple[int, ...]
+    keys: int
+    why: str = "not probed"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.way} of {_listed(self.heads)} heads, {_listed(self.positions)} positions or decode rows by "
+            f"{self.rows}, keys by {self.keys}"
+        )
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
 
 
 @dataclass(frozen=True)
 class ExactPlan:
-    """The ways that hold on this machine: ``products`` by the shape of the weight, ``attention``, and the evidence.
+    """The calls that hold on this machine: ``products`` by the shape of the weight, ``attention``, and the evidence.
 
-    ``names``: of the products. ``checked``: what else was found to be row-invariant, and over what.
+    ``names``: of the products. ``checked``: what else was found to be row-invariant, and over what. ``threads``: the
+    numbers of threads that it holds for; none given: any.
     """
 
     products: Mapping[tuple[int, ...], Choice]
-    attention: Choice
+    attention: AttentionChoice
     names: Mapping[tuple[int, ...], str] = dataclasses.field(default_factory=dict)
     checked: str = ""
+    threads: tuple[int, ...] = ()
+
+    @property
+    def way(self) -> Way:
+        """The fastest way in it: a plan can be made safer as long as this is not ``fp64``."""
+        return min((self.attention.way, *(choice.way for choice in self.products.values())), key=WAYS.index)
+
+    def check_threads(self, threads: int) -> None:
+        """``MantissaError`` where torch's number of threads is one that was not tried."""
+        if self.threads and threads not in self.threads:
+            raise MantissaError(
+                f"precision.kernels=exact: the kernels were proven for {' and '.join(map(str, self.threads))} threads, "
+                f"and torch now uses {threads}; set the number of threads before the run begins, and leave it"
+            )
 
     def product(self, size: tuple[int, ...]) -> Choice:
         """The choice for a weight of this shape; ``ValueError`` where the plan was made for another model."""

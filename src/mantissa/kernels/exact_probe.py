@@ -1,39 +1,46 @@
-"""The probe behind ``kernels=exact`` on a CPU: which ways of computing give a row the same bits wherever it stands.
+"""The probe behind ``kernels=exact`` on a CPU: which calls of the library give a row the same bits wherever it stands.
 
-Nothing is taken from a table of processors or libraries. Each way of ``exact_plan`` is run on the model's own shapes,
-on full fp32 significands (values on a half grid would hide differences), with one thread and with as many as are set,
-and each row's result is compared bit by bit with the same row's among others. The first way without a difference is
-chosen, for each product and for the attention. What has no second way (norms, SwiGLU, softmax, rotation) must pass.
+Nothing is taken from a table of processors or libraries. Products and attention are made of a few shapes of calls
+(``exact_plan.py``), and here each of them is tried on the model's own sizes, on full fp32 significands (values on a
+half grid would hide differences): one size is the reference, in which a row must be the same at every place, and every
+other must give all its rows the reference's bits, with the number of threads in use, at two places in memory. A shape
+that does not is not used. What has no second way (norms, SwiGLU, softmax, rotation) must pass.
 
-A probe samples: it can refute a way, not prove it. So the loop compares every sampled token's log-prob as well.
+Whether one thread gives these very bits too is tried as well: where it does, the plan holds for both numbers.
+
+The numbers are random: two orders of a sum that agree on all of some thousand sums are taken to be one. So the loop
+compares every sampled token's log-prob as well.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mantissa.errors import MantissaError
-from mantissa.kernels import exact_attention, exact_products, probe_fp8
+from mantissa.kernels import probe_fp8
 from mantissa.kernels.exact import ExactKernels
-from mantissa.kernels.exact_plan import WAYS, Choice, ExactPlan, ModelShapes, Way
+from mantissa.kernels.exact_attention import BLOCK, KEYS, ExactAttention, batched, cached, causal
+from mantissa.kernels.exact_plan import WAYS, AttentionChoice, Choice, ExactPlan, ModelShapes, Way
+from mantissa.kernels.exact_products import product
 from mantissa.precision import FP32, ResolvedRole
 
-PRODUCTS = (Choice("padded rows", 16), Choice("row tiles", 64), Choice("fp64", 16))
-ATTENTION = (Choice("padded rows", 4), Choice("padded rows", 16), Choice("row tiles", 16), Choice("fp64", 16))
-_COUNTS = (1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 17, 19, 31, 33, 37, 47, 64, 65, 97, 129, 200, 255, 509)
-_FEW = (1, 5, 17, 33)  # where a row is dear: a head of 150,000 words
-_OPERATIONS = 1.5e10  # floating-point operations that the products' probe may spend: 0.15 s at 100 GFLOP/s
+_TILES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+_OPERATIONS = 5e8  # floating-point operations of the largest tile: 5 ms; larger ones are hardly faster
+_ENOUGH = 48  # rows of a tile that is large enough not to give up the small ones for larger: few rows are dear in it
 _SMALL: tuple[int, ...] = (8, 8)  # the products by which ``probe`` proves a format; fp8 has its own
 
 
 def plan_exact(
     shapes: ModelShapes, role: ResolvedRole, device: torch.device | str, only: Way | None = None
 ) -> ExactPlan:
-    """Probe this machine over ``shapes`` and choose. ``only`` restricts the choice to one way (for tests).
+    """Probe this machine over ``shapes`` and choose. ``only`` asks for one way and no faster one.
 
     Torch's number of threads is restored. ``MantissaError`` where not even the last way gives equal rows.
     """
@@ -45,128 +52,250 @@ def plan_exact(
     started = time.perf_counter()
     generator = torch.Generator().manual_seed(0)
     sizes = {**shapes.sizes, _SMALL: "", **({} if role.fp8 is None else {probe_fp8.WEIGHT: ""})}
-    budget = _OPERATIONS / len(sizes)
+    ways = WAYS if only is None else (only,)
+    present, agree = torch.get_num_threads(), True
     with torch.no_grad():
         products: dict[tuple[int, ...], Choice] = {}
         for size, names in sizes.items():
-            check = _product_check(size, shapes.rows, budget, generator)
-            products[size] = _first(f"the product {names} {size[1]}x{size[0]}", PRODUCTS, check, only, role)
-        attention = _first("attention", ATTENTION, _attention_check(shapes, generator), only, role)
-        plan = ExactPlan(products, attention, shapes.sizes)
+            probed = _Product(size, shapes.rows, generator)
+            products[size] = probed.choose(f"the product {names} {size[1]}x{size[0]}", ways, role)
+            with _threads(1):
+                agree = agree and probed.holds(products[size])
+        heads = _Attention(shapes, generator)
+        attention = heads.choose(ways, role)
+        with _threads(1):
+            agree = agree and heads.holds(attention)
+        threads = tuple(sorted({1, present})) if agree else (present,)
+        plan = ExactPlan(products, attention, shapes.sizes, threads=threads)
         checked = _check_rest(shapes, ExactKernels(FP32, plan), role, generator)
-    threads = " and ".join(str(n) for n in _thread_counts())
+    numbers = " and ".join(str(n) for n in threads)
     seconds = time.perf_counter() - started
-    return ExactPlan(
-        products, attention, shapes.sizes, f"row-invariant too: {checked}; {threads} threads; probed in {seconds:.1f} s"
-    )
+    checked = f"row-invariant too: {checked}; {numbers} threads; probed in {seconds:.1f} s"
+    return ExactPlan(products, attention, shapes.sizes, checked, threads)
 
 
-Check = Callable[[Choice], tuple[str, str]]  # gives what was compared, and where it first differed ("" for nowhere)
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
-def _first(what: str, choices: tuple[Choice, ...], check: Check, only: Way | None, role: ResolvedRole) -> Choice:
-    """The first choice without a difference."""
-    failures: list[str] = []
-    for choice in choices:
-        if only is not None and choice.way != only:
-            continue
-        compared, difference = check(choice)
-        if not difference:
-            return Choice(choice.way, choice.rows, "; ".join([*failures, f"equal over {compared}"]))
-        failures.append(f"{choice} differ at {difference}")
-    raise MantissaError(
+def _none_holds(what: str, failures: list[str], role: ResolvedRole) -> MantissaError:
+    return MantissaError(
         f"precision.kernels=exact: on this CPU no way of computing {what} gives a row the same bits wherever it "
         f"stands, in {role.active} ({'; '.join(failures)}); choose kernels=fast, or another torch build"
     )
 
 
-def _product_check(size: tuple[int, ...], rows: int, budget: float, generator: torch.Generator) -> Check:
-    """Rows among 1 to ``rows`` others, at two offsets, with the weight at another alignment in memory."""
-    outputs, inputs = size
-    affordable = int(budget / (2 * inputs * outputs))  # rows in all: two thread counts, two offsets
-    spent = 4 * sum(_COUNTS)
-    most = max(_FEW[-1] + 3, min(rows, (affordable - spent) // 4))
-    counts = [n for n in (_COUNTS if affordable > spent else _FEW) if n < most] + [most]
-    x_ME = torch.randn(most, inputs, generator=generator)
-    shifted = torch.randn(outputs * inputs + 1, generator=generator)[1:].view(outputs, inputs)
-    aligned = shifted.clone()
-
-    def check(choice: Choice) -> tuple[str, str]:
-        expected_MF = exact_products.product(x_ME, aligned, choice)
-        for threads in _each_thread_count():
-            for count in counts:
-                for start in {0, min(3, most - count)}:
-                    weight = shifted if start else aligned
-                    got = exact_products.product(x_ME[start : start + count], weight, choice)
-                    if not torch.equal(got, expected_MF[start : start + count]):
-                        return "", f"{count} rows, {threads} threads"
-        return f"1 to {most} rows", ""
-
-    return check
+def _why(left_out: list[str]) -> str:
+    return f"all shapes tried agree but {', '.join(left_out)}" if left_out else "all shapes tried agree"
 
 
-def _attention_check(shapes: ModelShapes, generator: torch.Generator) -> Check:
-    """Rows of a causal pass against passes of fewer sequences and positions, and against a cache of any length."""
-    kv_heads = min(shapes.kv_heads, 4)
-    heads, size = kv_heads * (shapes.heads // shapes.kv_heads), shapes.head_dim
-    length = min(shapes.length, 200)
+class _Product:
+    """One product's tiles. Rows are drawn once; row r of the reference stands in no tile twice at the same place."""
 
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+    def __init__(self, size: tuple[int, ...], rows: int, generator: torch.Generator) -> None:
+        outputs, inputs = size
+        self.sizes = [n for n in _TILES if n <= 64 or (n < 2 * rows and 2.0 * n * inputs * outputs <= _OPERATIONS)]
+        self.x_ME = torch.randn(self.sizes[-1] + 1, inputs, generator=generator)
+        shifted = torch.randn(outputs * inputs + 1, generator=generator)[1:].view(outputs, inputs)
+        self.weights = (shifted.clone(), shifted)  # aligned in memory, and not
+        self.reference_MF, self._reference = torch.empty(0), ("", 0)
 
-    q, k, v = drawn(3, heads, length, size), drawn(3, kv_heads, length, size), drawn(3, kv_heads, length, size)
-    lengths = sorted({n for n in (1, 2, 5, 16, 17, 40, 64, 65, 129, length) if n <= length})
-    long_q, long_kv = drawn(1, heads, 64, size), drawn(2, 1, kv_heads, shapes.length + 64, size)
+    def choose(self, what: str, ways: tuple[Way, ...], role: ResolvedRole) -> Choice:
+        failures: list[str] = []
+        for way in ways:
+            found: list[Choice] = []
+            for base in (16, 64) if way == "tiles" else (64,):
+                choice = None if found and found[0].sizes[-1] >= _ENOUGH else self._from(way, base, failures)
+                found += [] if choice is None else [choice]
+            if found:
+                best = max(found, key=lambda choice: choice.sizes[-1])  # the first of equals: it serves few rows better
+                self._refer_to(best.way, best.sizes[0])
+                return Choice(best.way, best.sizes, "; ".join([*failures, best.why]))
+        raise _none_holds(what, failures, role)
 
-    def check(choice: Choice) -> tuple[str, str]:
-        expected = _causal(q, k, v, choice)
-        for threads in _each_thread_count():
-            for n in lengths:
-                for rows in (slice(0, 3), slice(1, 2)):
-                    got = _causal(q[rows, :, :n], k[rows, :, :n], v[rows, :, :n], choice)
-                    if not torch.equal(got, expected[rows, :, :n]):
-                        return "", f"{n} positions of {rows.stop - rows.start} sequences, {threads} threads"
-            failed = _cache_differs(q, k, v, expected, choice, generator)
-            failed = failed or _long_differs(long_q, long_kv, shapes.length, choice)
-            if failed:
-                return "", f"{failed}, {threads} threads"
-        return f"1 to {length} positions, caches to {shapes.length + 64}", ""
+    def _from(self, way: Way, base: int, failures: list[str]) -> Choice | None:
+        """The tiles that agree with those of ``base`` rows; None where these do not agree among themselves."""
+        self._refer_to(way, base)
+        if not self._agrees(way, base):
+            failures.append(f"{way} of {base} rows differ")
+            return None
+        if way != "tiles":
+            return Choice(way, (base,), "a row is the same at every place")
+        larger = [n for n in self.sizes if n > base]
+        good = [n for n in larger if self._agrees(way, n)]
+        return Choice(way, (base, *good), _why([str(n) for n in larger if n not in good]))
 
-    return check
+    def _refer_to(self, way: Way, base: int) -> None:
+        if self._reference != (way, base):
+            self._reference = (way, base)
+            self.reference_MF = product(self.x_ME, self.weights[0], Choice(way, (base,)))
 
+    def holds(self, choice: Choice) -> bool:
+        """Whether the tiles of ``choice`` give the reference's bits here and now."""
+        return all(self._agrees(choice.way, size) for size in choice.sizes)
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, choice: Choice) -> Tensor:
-    return exact_attention.ExactAttention.apply(q, k, v, FP32, FP32, choice)
+    def _agrees(self, way: Way, count: int) -> bool:
+        """Tiles of ``count`` rows, as the reference's stand and one row further on, the weight elsewhere in memory.
 
-
-def _cache_differs(
-    q: Tensor, k: Tensor, v: Tensor, expected: Tensor, choice: Choice, generator: torch.Generator
-) -> str:
-    """Decode rows in batches of 1 to 33, each at its own position, in caches of several lengths with rubbish behind."""
-    for count in (1, 2, 3, 8, 33):
-        row = torch.randint(0, q.shape[0], (count,), generator=generator)
-        position = torch.randint(0, q.shape[2], (count,), generator=generator)
-        longest = -(-(int(position.max()) + 1) // exact_attention.KEYS) * exact_attention.KEYS
-        for keys in (longest, longest + 16, longest + 144):
-            kept = min(keys, k.shape[2])
-            cache = torch.randn(2, count, k.shape[1], keys, k.shape[3], generator=generator)
-            cache[0, :, :, :kept], cache[1, :, :, :kept] = k[row, :, :kept], v[row, :, :kept]
-            got = exact_attention.cached(q[row, :, position], cache[0], cache[1], position + 1, FP32, choice)
-            if not torch.equal(got, expected[row, :, position]):
-                return f"decode of {count} rows in a cache of {keys}"
-    return ""
+        A row that is the same one place further on, at every place, is the same at all places.
+        """
+        last = len(self.x_ME) - 1 - (len(self.x_ME) - 1) % count
+        for start, weight_FE in ((0, self.weights[0]), (1, self.weights[1])):
+            got_MF = product(self.x_ME[start : start + last], weight_FE, Choice(way, (count,)))
+            if not torch.equal(got_MF, self.reference_MF[start : start + last]):
+                return False
+        return True
 
 
-def _long_differs(q: Tensor, kv: Tensor, length: int, choice: Choice) -> str:
-    """The last positions of a sequence of ``length``, as training or a chunk has them, and from a longer cache."""
-    count = min(q.shape[2], length)
-    expected = exact_attention.causal(q[:, :, :count], kv[0, :, :, :length], kv[1, :, :, :length], FP32, choice)
-    for i in sorted({0, count // 2, count - 1}):
-        position = length - count + i
-        got = exact_attention.cached(q[:, :, i], kv[0], kv[1], torch.tensor([position + 1]), FP32, choice)
-        if not torch.equal(got, expected[:, :, i]):
-            return f"decode at position {position}"
-    return ""
+@dataclass(frozen=True)
+class _Call:
+    """One shape of attention's two products: so many heads, query rows and keys."""
+
+    heads: int
+    rows: int
+    keys: int
+
+    def __str__(self) -> str:
+        return f"{self.heads} heads x {self.rows} queries x {self.keys} keys"
+
+
+class _Attention:
+    """The calls of attention: each (heads, rows, keys) against (16 heads, 16 positions, a whole block).
+
+    Legend: N heads of a call, M query rows, P rows drawn, U heads drawn.
+    """
+
+    def __init__(self, shapes: ModelShapes, generator: torch.Generator) -> None:
+        self.shapes, self.group = shapes, shapes.heads // shapes.kv_heads
+        size, most = shapes.head_dim, 32 * self.group
+        self.sizes = [n for n in _HEADS if n <= 16 or 2.0 * n * most * BLOCK * size <= _OPERATIONS / 4]
+        self.q_UPD = torch.randn(4, most, size, generator=generator)
+        # A block of a longer cache, as it is met: the keys before it are others'.
+        self.k_USD, self.v_USD = torch.randn(2, 4, KEYS + BLOCK, size, generator=generator)[:, :, KEYS:]
+        p_UPS = torch.rand(4, most, BLOCK + KEYS, generator=generator)  # rows of a longer matrix, as they are met
+        seen = torch.rand(4, most, 1, generator=generator)
+        # By the number of keys of a call: rows that see some of them, and the rest of a block as zeros.
+        self.p_UPS = {
+            keys: p_UPS.masked_fill(torch.arange(BLOCK + KEYS) >= (keys * seen).ceil().clamp(min=1), 0.0)
+            for keys in range(KEYS, BLOCK + 1, KEYS)
+        }
+        self.scores_UPS, self.values_UPD = torch.empty(0), dict[int, Tensor]()
+
+    def choose(self, ways: tuple[Way, ...], role: ResolvedRole) -> AttentionChoice:
+        failures: list[str] = []
+        for way in ways:
+            choice = self._tiles() if way == "tiles" else self._only(way)
+            if choice is not None and (difference := self._together(choice)):
+                failures.append(f"{way} differ at {difference}")
+                choice = None
+            elif choice is None:
+                failures.append(f"{way} differ")
+            if choice is not None:
+                why = "; ".join([*failures, choice.why])
+                return AttentionChoice(way, choice.heads, choice.rows, choice.positions, choice.keys, why)
+        raise _none_holds("attention", failures, role)
+
+    def holds(self, choice: AttentionChoice) -> bool:
+        """Whether the calls of ``choice`` give the reference's bits here and now."""
+        calls = self._calls(choice.heads, choice.rows, choice.positions, choice.keys)
+        return all(self._agrees(choice.way, call) for call in calls) and not self._together(choice)
+
+    def _only(self, way: Way) -> AttentionChoice | None:
+        """Calls of one shape: 16 heads, the queries of 16 positions, a whole block of keys."""
+        self._refer_to(way)
+        if not self._agrees(way, _Call(16, 16 * self.group, BLOCK)):
+            return None
+        return AttentionChoice(way, (16,), 16 * self.group, (16,), BLOCK, "a row is the same at every place")
+
+    def _tiles(self) -> AttentionChoice | None:
+        """The shapes that agree, leaving out first what costs least to do without."""
+        self._refer_to("tiles")
+        if not self._agrees("tiles", _Call(16, 16 * self.group, BLOCK)):
+            return None
+        out: list[str] = []
+
+        def good(call: _Call) -> bool:
+            agrees = self._agrees("tiles", call)
+            if not agrees:
+                out.append(str(call))
+            return agrees
+
+        heads = tuple(n for n in self.sizes if good(_Call(n, 16 * self.group, BLOCK)))
+        wide = all(good(_Call(n, 32 * self.group, BLOCK)) for n in heads)
+        positions = (16, 32) if wide else (16,)
+        short = all(good(call) for call in self._calls(heads, None, positions, KEYS))
+        keys = KEYS if short else BLOCK
+        for rows in (4, 16, 16 * self.group):
+            if all(good(call) for call in self._calls(heads, rows, (), keys)):
+                return AttentionChoice("tiles", heads, rows, positions, keys, _why(out))
+        return None
+
+    def _calls(
+        self, heads: tuple[int, ...], rows: int | None, positions: tuple[int, ...], keys: int
+    ) -> Iterator[_Call]:
+        """Every call that attention with these numbers can make."""
+        queries = [self.group * n for n in positions]
+        if rows is not None:
+            queries.append(-(-self.group // rows) * rows)
+        for count in heads:
+            for query in queries:
+                yield from (_Call(count, query, n) for n in range(keys, BLOCK + 1, keys))
+
+    def _drawn(self, call: _Call) -> tuple[Tensor, Tensor]:
+        """Which head and which of its rows stand where in a call: N, and N by M, every head's rows at other places."""
+        head_N = torch.arange(call.heads) % 4
+        row_NM = (torch.arange(call.rows) + 7 * torch.arange(call.heads).unsqueeze(1)) % self.q_UPD.shape[1]
+        return head_N, row_NM
+
+    def _refer_to(self, way: Way) -> None:
+        """What every row gives in the reference's calls: 16 heads, the queries of 16 positions, a whole block."""
+
+        def whole(x_UPE: Tensor, y_UEF: Tensor) -> Tensor:
+            y = y_UEF.repeat(4, 1, 1)
+            parts = [batched(x.repeat(4, 1, 1), y, _alone(way, 16))[:4] for x in x_UPE.split(16 * self.group, 1)]
+            return torch.cat(parts, 1)
+
+        self.scores_UPS = whole(self.q_UPD, self.k_USD.transpose(1, 2))
+        self.values_UPD = {keys: whole(p_UPS[:, :, :BLOCK], self.v_USD) for keys, p_UPS in self.p_UPS.items()}
+
+    def _agrees(self, way: Way, call: _Call) -> bool:
+        """Whether a call gives the reference's scores and values, in every bit."""
+        choice, (head_N, row_NM) = _alone(way, call.heads), self._drawn(call)
+        at, keys = (head_N.unsqueeze(1), row_NM), slice(call.keys)
+        scores = batched(self.q_UPD[at], self.k_USD[head_N][:, keys].transpose(1, 2), choice)
+        if not torch.equal(scores, self.scores_UPS[at][:, :, keys]):
+            return False
+        return torch.equal(batched(self.p_UPS[call.keys][at][:, :, keys], self.v_USD[head_N][:, keys], choice), self.values_UPD[call.keys][at])
+
+    def _together(self, choice: AttentionChoice) -> str:
+        """The parts as one: some rows of whole passes against a chunk's and a cache's; "" where they agree."""
+        kv_heads, size = min(self.shapes.kv_heads, 4), self.shapes.head_dim
+        generator = torch.Generator().manual_seed(1)
+        for length in sorted({min(n, self.shapes.length) for n in (40, 200, self.shapes.length)}):
+            q = torch.randn(2, kv_heads * self.group, length, size, generator=generator)
+            k, v = torch.randn(2, 2, kv_heads, length, size, generator=generator)
+            whole = ExactAttention.apply(q, k, v, FP32, FP32, choice)
+            half = length // 2
+            if not torch.equal(causal(q[:, :, half:], k, v, FP32, choice), whole[:, :, half:]):
+                return f"a chunk of {length} positions"
+            for position in {0, 15 % length, half, length - 1}:
+                room = -(-(position + 1) // KEYS) * KEYS + KEYS
+                cache = torch.randn(2, 2, kv_heads, room, size, generator=generator)
+                cache[0, :, :, : position + 1], cache[1, :, :, : position + 1] = (x[:, :, : position + 1] for x in (k, v))
+                got = cached(q[:, :, position], cache[0], cache[1], torch.full((2,), position + 1), FP32, choice)
+                if not torch.equal(got, whole[:, :, position]):
+                    return f"decode at position {position}"
+        return ""
+
+
+def _alone(way: Way, heads: int) -> AttentionChoice:
+    return AttentionChoice(way, (heads,), 16, (16,), KEYS)
 
 
 def _check_rest(shapes: ModelShapes, kernels: ExactKernels, role: ResolvedRole, generator: torch.Generator) -> str:
@@ -179,35 +308,38 @@ def _check_rest(shapes: ModelShapes, kernels: ExactKernels, role: ResolvedRole, 
     wide = max(widths)
     checks.append((f"swiglu {wide}", wide, lambda x: kernels.swiglu(x * 8, x)))
     checks.append((f"softmax {shapes.vocabulary}", shapes.vocabulary, lambda x: torch.softmax(x * 4, -1)))
-    checks.append((f"log_softmax {shapes.vocabulary}", shapes.vocabulary, lambda x: torch.log_softmax(x * 4, -1)))
+    first = torch.zeros(1, dtype=torch.int64)
+    checks.append(
+        (
+            f"log_softmax {shapes.vocabulary}",
+            shapes.vocabulary,
+            lambda x: kernels.token_logprob(x * 4, first.expand(len(x))),
+        )
+    )
     half = shapes.head_dim // 2
     checks.append((f"rotation {half}", half, lambda x: torch.cat(((x * 999).cos(), (x * 999).sin()), -1)))
     for name, width, function in checks:
         most = max(5, min(517, 2_000_000 // width))
         x = torch.randn(most, width, generator=generator)
         expected = function(x)
-        for threads in _each_thread_count():
+        for threads in sorted({1, torch.get_num_threads()}):
             for count in (n for n in (1, 2, 3, 5, 16, 17, 33, 129, most) if n <= most):
                 for start in {0, min(3, most - count)}:
-                    if not torch.equal(function(x[start : start + count]), expected[start : start + count]):
+                    with _threads(threads):
+                        got = function(x[start : start + count])
+                    if not torch.equal(got, expected[start : start + count]):
                         raise MantissaError(
                             f"precision.kernels=exact: on this CPU {name} gives a row other bits among {count} rows "
                             f"than among {most}, {threads} threads, and has no other way, in {role.active}; choose "
                             "kernels=fast, or another torch build"
                         )
-    return ", ".join(name for name, _, _ in checks)
-
-
-def _thread_counts() -> list[int]:
-    return sorted({1, torch.get_num_threads()})
-
-
-def _each_thread_count() -> Iterator[int]:
-    """1 and the present number, set in turn; the present one is restored."""
-    before = torch.get_num_threads()
-    try:
-        for threads in _thread_counts():
-            torch.set_num_threads(threads)
-            yield threads
-    finally:
-        torch.set_num_threads(before)
+    longest = -(-shapes.length // KEYS) * KEYS
+    scores = torch.randn(5, longest, generator=generator) * 4
+    for keys in range(KEYS, longest, KEYS):  # what a row does not see changes nothing, however much of it there is
+        part = torch.where(torch.arange(longest) < keys, scores, float("-inf"))
+        if not torch.equal(torch.softmax(part, -1)[:3, :keys], torch.softmax(part[:3, :keys], -1)):
+            raise MantissaError(
+                f"precision.kernels=exact: on this CPU softmax over {keys} keys gives other bits than the same with "
+                f"{longest - keys} unseen ones, and has no other way; choose kernels=fast, or another torch build"
+            )
+    return ", ".join([*(name for name, _, _ in checks), f"softmax of {KEYS} to {longest} keys"])

@@ -50,8 +50,9 @@ class PrecisionPolicy:
     cache; None means as ``rollout``. It may be coarser than the rollout, never finer: fp32 > fp16 > bf16 > fp8 by
     mantissa; in fp8 each head's vector has a scale of its own. ``fp8``: what a role in fp8 is; None where none is.
     ``kernels``: ``fast``, or ``exact``, where the learner's log-prob of each sampled token equals the rollout's to the
-    last bit. ``on_mismatch``: what to do where it does not: ``stop`` (also None) or ``warn``. ``check_every``: steps
-    between checks; between them the learner takes the rollout's log-probs for its own, and its scoring forward is left
+    last bit. ``on_mismatch``: what to do where it does not: ``replan`` (also None), once in a run and before anything is
+    learned from it, go on with the next safer way to compute and sample the step again, then stop; ``stop`` at once; or
+    ``warn``. ``check_every``: steps between checks; between them the learner takes the rollout's log-probs for its own, and its scoring forward is left
     out. ``backend``: which kernel family; ``auto`` is native on CUDA, simulated for fp16 and bf16 on a CPU.
     ``fallback``: what to do where the GPU lacks a format's arithmetic: refuse, or warn and use fp32.
     """
@@ -63,7 +64,7 @@ class PrecisionPolicy:
     kv_cache: str | None = None
     fp8: Fp8Policy | None = None
     kernels: Literal["fast", "exact"] = "fast"
-    on_mismatch: Literal["stop", "warn"] | None = None
+    on_mismatch: Literal["replan", "stop", "warn"] | None = None
     check_every: int | None = None
     backend: Literal["auto", "native", "simulated"] = "auto"
     fallback: Literal["error", "warn"] = "error"
@@ -77,7 +78,7 @@ class PrecisionPolicy:
             object.__setattr__(self, name, _known_format(f"precision.{name}", value, allowed))
         choices: dict[str, tuple[Any, ...]] = {
             "kernels": ("fast", "exact"),
-            "on_mismatch": ("stop", "warn", None),
+            "on_mismatch": ("replan", "stop", "warn", None),
             "backend": ("auto", "native", "simulated"),
             "fallback": ("error", "warn"),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from mantissa.errors import MantissaError
 from mantissa.kernels import (
     ExactPlan,
     ModelShapes,
+    Way,
     learner_kernels,
     plan_exact,
     probe,
@@ -57,6 +59,7 @@ class Parts:
     plan: ExactPlan | None = None
     team: Team = ALONE
     share: EngineShare | None = None  # of an engine that is not this package's
+    replan: Callable[[Way], ExactPlan] | None = None  # where there is a plan: another one; collective
 
     def new_scaler(self) -> LossScaler:
         """A loss scaler for the learner's format, at its first scale."""
@@ -122,11 +125,17 @@ def prove(
 
 
 def exact_plan(
-    precision: ResolvedPrecision, model: Decoder, device: torch.device, length: int = 256, rows: int = 4096
+    precision: ResolvedPrecision,
+    model: Decoder,
+    device: torch.device,
+    length: int = 256,
+    rows: int = 4096,
+    only: Way | None = None,
 ) -> ExactPlan | None:
     """How exact kernels will compute this model here, found by probing; None where no role is exact, or on CUDA.
 
-    ``length``: positions of the longest sequence to look at. ``rows``: positions of the largest product.
+    ``length``: positions of the longest sequence to look at. ``rows``: positions of the largest product. ``only``: one
+    way to compute, and no faster one.
     """
     if not precision.learner.exact or device.type != "cpu":
         return None
@@ -139,7 +148,7 @@ def exact_plan(
         length,
         rows,
     )
-    return plan_exact(shapes, precision.learner, device)
+    return plan_exact(shapes, precision.learner, device, only)
 
 
 def exact_twin(
@@ -248,6 +257,10 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     longest = min(model.config.max_position_embeddings, max(256, 2 * config.rollout.max_tokens), 2048)
     rows = max(config.rollout.slots, config.optimizer.micro_batch_tokens)
     plan = team.decided(exact_plan(precision, model, device, longest, rows))  # found by probing, and one for all
+
+    def replan(way: Way) -> ExactPlan:
+        return team.decided(exact_plan(precision, model, device, longest, rows, way))
+
     evidence = prove(precision, device, plan, vllm)
     twin = None
     if vllm:
@@ -286,7 +299,20 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
         share = EngineShare(engine, twin, temperature=temperature, micro_batch_tokens=tokens, team=team)
     reference = new_reference(config, precision, plan, model, device, team)
     return Parts(
-        device, precision, evidence, tokenizer, model, task, learner, sampler, scaling, reference, plan, team, share
+        device,
+        precision,
+        evidence,
+        tokenizer,
+        model,
+        task,
+        learner,
+        sampler,
+        scaling,
+        reference,
+        plan,
+        team,
+        share,
+        replan if plan else None,
     )
 
 

