@@ -76,7 +76,7 @@ class _GgufModel:
         self.fields = Fields(self.file.metadata, str(path))
         kind = self.file.metadata.get("general.type", "model")
         if kind != "model":
-            raise self.fields.error(f"holds a {kind}, expected a model")
+            raise self.fields.error(f"holds one of type {kind!r:.80}, expected a model")
         if self.file.metadata.get("split.count", 1) != 1:
             raise self.fields.error("is one part of a split model; join the parts first (llama-gguf-split --merge)")
         self.family = str(self.fields.required("general.architecture"))
