@@ -87,7 +87,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ``MantissaError`` where the file is missing, is not JSON, or is not an object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise MantissaError(f"{path.parent}: no {path.name} there; expected a Hugging Face model's folder") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise MantissaError(f"{path}: not valid JSON ({error}); fetch the file again") from error
