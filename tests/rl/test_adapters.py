@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from gguf_files import gguf_decoder, write_gguf
 from mantissa.cli import app
 from mantissa.errors import MantissaError
 from mantissa.model import (
@@ -213,6 +214,45 @@ def test_a_given_base_is_frozen_from_the_start_and_its_digest_guards_it(
         resume(run.path)
     (base / "model.safetensors").write_bytes(stored)
     resume(run.path)
+
+
+def test_a_gguf_base_from_training_to_report(
+    train: Callable[..., RunDirectory],
+    configure: Callable[..., RunConfig],
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: Any,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write_gguf(tmp_path / "base.gguf", gguf_decoder("llama", num_hidden_layers=1), ("Q4_1",))
+    short = ("warm_start=null", "steps=2", "evaluation=null", "checkpoint.every=1")
+    run = train(*short, "model={path: base.gguf, lora: {rank: 4, alpha: 8}}")
+    note = "dequantised from GGUF: Q4_1 (a 4-bit grid) 100%"
+    assert f"weights {note}" in " ".join(capsys.readouterr().out.split())
+    assert run.environment["weights"] == note
+    assert f"weights {note}" in run.report_path.read_text()
+    before = everything(run.path)
+    for name in ("checkpoints/step-2", "policy"):
+        shutil.rmtree(run.path / name)
+    resume(run.path)
+    assert everything(run.path) == before
+    config = json.loads((run.adapter_path / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(file)
+    adapted, policy = open_policy(str(run.adapter_path), None, 0)[0], load_model(run.policy_path)
+    weights = policy_weights(adapted)
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in policy.named_parameters())
+    assert adapted.config.weights_note == policy.config.weights_note == note
+    sampled = CliRunner().invoke(app, ["sample", str(run.path), "12=", "--max-tokens", "2"])
+    assert f"weights {note}" in sampled.stderr
+    with pytest.raises(MantissaError, match=r"base.gguf: no adapter_config.json there"):
+        start(configure(f"run_dir={tmp_path / 'no'}", *short, "model={path: base.gguf, lora: {path: base.gguf}}"))
+    write_gguf(file, gguf_decoder("llama", seed=1, num_hidden_layers=1), ("Q4_1",))
+    shutil.rmtree(run.checkpoint_path(2))
+    with pytest.raises(MantissaError, match=r"model.path=base.gguf is not the base that .* put the original back"):
+        resume(run.path)
+    file.unlink()
+    with pytest.raises(MantissaError, match=r"adapts .*base.gguf, which is not there"):
+        open_policy(str(run.adapter_path), None, 0)
 
 
 def test_mistakes_leave_no_folder_behind(

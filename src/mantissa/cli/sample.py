@@ -6,13 +6,12 @@ from typing import Annotated
 
 import typer
 
+MODEL_HELP = "A run's, a Hugging Face or an adapter's folder, FILE.gguf, package:NAME, or a hub name."
 _TEXT_COLUMN = 20  # where the text of a completion begins; its further lines are indented to there
 
 
 def sample(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face or adapter's folder, or a hub name.")
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
     n: Annotated[int, typer.Option("-n", min=1, help="How many completions.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 64,
@@ -56,6 +55,8 @@ def sample(
     (group,) = engine.generate([Request(tuple(tokens), derive_seed(seed, "sample"), n)], params, 0)
     role = resolved.rollout
     typer.echo(f"rollout in {role.name} ({role.backend} kernels): {role.reason}", err=True)
+    if policy.config.weights_note:
+        typer.echo(f"weights {policy.config.weights_note}", err=True)
     for completion in group:
         text = tokenizer.decode(completion.tokens).replace("\n", "\n" + " " * _TEXT_COLUMN)
         typer.echo(f"{float(completion.logp_T.double().sum()):10.4f}  {completion.finish_reason:6}  {text}")

@@ -12,6 +12,7 @@ import math
 from mantissa.launch.facts import SINCE_09
 from mantissa.launch.plan import Draft
 from mantissa.model import LoraConfig
+from mantissa.model.hub import is_gguf
 from mantissa.tasks import DatasetConfig
 
 REWARD = "pkg://mantissa.launch.verl_reward"
@@ -67,6 +68,9 @@ def _model(draft: Draft) -> None:
     if model.path is None:
         draft.refuse("model.fresh", "verl starts from a pretrained model; give model.path")
         draft.unused("model.path", "the policy is a fresh one")
+    elif is_gguf(model.path):
+        draft.refuse("model.path", f"{model.path}: verl loads Hugging Face folders; give the original model's")
+        draft.unused("model.fresh", "the policy comes from model.path")
     else:
         draft.set("model.path", model.path, "model.path")
         draft.unused("model.fresh", "the policy comes from model.path")

@@ -73,6 +73,12 @@ class ModelConfig:
     initializer_range: float = 0.02
     origin: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def weights_note(self) -> str:
+        """What results must say of where the weights come from, such as a 4-bit grid; '' where there is nothing."""
+        note = self.origin.get("weights_note", "")
+        return note if isinstance(note, str) else ""
+
     def rotary_frequencies(self, device: torch.device) -> Tensor:
         """Angular frequency of each rotary pair, theta^(-2i/D) for i in 0..D/2, after scaling. Shape D/2, fp32."""
         pairs = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device=device).float()

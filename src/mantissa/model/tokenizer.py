@@ -21,7 +21,8 @@ from typing import Any
 
 from mantissa.errors import MantissaError
 from mantissa.files import write_atomically
-from mantissa.model.hub import find_folder, read_json
+from mantissa.model.gguf_model import gguf_tokenizer
+from mantissa.model.hub import find_model, read_json
 
 PAD, EOS = "<pad>", "<eos>"
 Message = Mapping[str, str]
@@ -46,6 +47,7 @@ class Tokenizer:
         self.pad_id: int = next(i for i in declared if i is not None)  # padding is masked: any valid id will do
         self._prefix = _prefix(backend)
         self._alphabet = _alphabet(backend)
+        self._lost = _lost_bytes(backend)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, nothing added. ``MantissaError`` where it holds what the vocabulary cannot spell."""
@@ -57,6 +59,11 @@ class Tokenizer:
             )
         if not text.isascii():
             _require_utf8(text)
+        if self._lost and (lost := self._lost.intersection(text.encode())):
+            raise MantissaError(
+                f"tokenizer: {text[:60]!r} holds the bytes {bytes(sorted(lost))!r}, for which this vocabulary has no "
+                "token and which it would drop unseen; take the characters out of the text"
+            )
         return list(self.backend(text, add_special_tokens=False, verbose=False).input_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -112,13 +119,18 @@ class Tokenizer:
 
 
 def load_tokenizer(name_or_path: str | Path, embeddings: int | None = None) -> Tokenizer:
-    """The tokenizer in a Hugging Face folder, or of a model on the hub.
+    """The tokenizer in a Hugging Face folder or a GGUF file, or by a name that ``find_model`` knows.
 
-    Checked against ``embeddings``, the number of rows of the model's table; by default what the folder's
-    ``config.json`` says, where it has one. ``MantissaError``: no tokenizer files, unreadable ones, ids that the model
+    Checked against ``embeddings``, the number of rows of the model's table; by default what the model itself says,
+    where it does. ``MantissaError``: no tokenizer files, unreadable ones, ids that the model
     has no row for, no end-of-sequence token.
     """
-    folder = find_folder(name_or_path, weights=False)
+    folder = find_model(name_or_path, weights=False)
+    if not folder.is_dir():
+        backend, generation, rows = gguf_tokenizer(folder)
+        tokenizer = Tokenizer(backend, generation)
+        tokenizer.require_fit(rows if embeddings is None else embeddings)
+        return tokenizer
     if not any((folder / name).is_file() for name in _FILES):
         raise MantissaError(
             f"{folder}: no tokenizer files; expected tokenizer.json and tokenizer_config.json beside it"
@@ -234,6 +246,18 @@ def _alphabet(backend: Any) -> frozenset[str] | None:
     if not plain or backend.unk_token is not None or any(len(letter) > 1 for letter in letters):
         return None
     return frozenset(letters)
+
+
+def _lost_bytes(backend: Any) -> frozenset[int]:
+    """The bytes that a byte-level BPE vocabulary cannot spell (SmolLM2's lacks 21 rare ones); none for other kinds."""
+    from tokenizers import decoders, models
+
+    rust = getattr(backend, "backend_tokenizer", None)
+    if rust is None or not isinstance(rust.decoder, decoders.ByteLevel) or not isinstance(rust.model, models.BPE):
+        return frozenset()
+    if rust.model.unk_token is not None:
+        return frozenset()
+    return frozenset(b for b, letter in enumerate(_byte_letters()) if rust.model.token_to_id(letter) is None)
 
 
 def _require_utf8(text: str) -> None:

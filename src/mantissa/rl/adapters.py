@@ -32,7 +32,7 @@ from mantissa.model import (
     save_model,
     training_base,
 )
-from mantissa.model.hub import find_folder
+from mantissa.model.hub import find_model
 from mantissa.rl.config import ModelSource
 from mantissa.rl.seeds import generator
 from mantissa.runs.directory import RunDirectory
@@ -50,7 +50,7 @@ def policy_folder(path: str) -> str:
 
 
 def open_policy(path: str, lora: LoraConfig | None, seed: int) -> tuple[Decoder, Tokenizer]:
-    """The policy in a model's or an adapter's folder (or on the hub), with the adapters that ``lora`` asks for."""
+    """The policy that ``path`` names, an adapter's folder or what ``find_model`` knows, with ``lora``'s adapters."""
     base, adapter = locate(path, lora)
     stored = None if adapter is None else read_shape(adapter)[0]
     shape = None
@@ -68,8 +68,8 @@ def open_policy(path: str, lora: LoraConfig | None, seed: int) -> tuple[Decoder,
 
 
 def locate(path: str, lora: LoraConfig | None) -> tuple[str, Path | None]:
-    """The base (a folder or hub name) and the folder of the stored adapter, if there is one to continue from."""
-    folder = find_folder(path, weights=False)
+    """The base (a name for ``find_model``) and the folder of the stored adapter, if there is one to continue from."""
+    folder = find_model(path, weights=False)
     given = None if lora is None or lora.path is None else _adapter_folder(lora.path)
     if not is_adapter(folder):
         if given is None and (folder / "adapter_config.json").is_file():
@@ -80,9 +80,9 @@ def locate(path: str, lora: LoraConfig | None) -> tuple[str, Path | None]:
         return path, given
     if given is not None:
         raise MantissaError(f"model.path={path} is an adapter, and so is model.lora.path: give its base as model.path")
-    adapter = find_folder(path)
+    adapter = find_model(path)
     base = read_shape(adapter)[1]
-    if base is None or (Path(base).is_absolute() and not Path(base).is_dir()):
+    if base is None or (Path(base).is_absolute() and not Path(base).exists()):
         where = "does not say what it adapts" if base is None else f"adapts {base}, which is not there"
         raise MantissaError(f"{path}: the adapter {where}; give its base as model.path and this as model.lora.path")
     return base, adapter
@@ -94,7 +94,7 @@ def _adapter_folder(path: str) -> Path:
         if not (Path(path) / "adapter").is_dir():
             raise MantissaError(f"{path} is a run without an adapter: it was not trained with lora, or is not finished")
         return Path(path) / "adapter"
-    return find_folder(path)
+    return find_model(path)
 
 
 class FrozenBase:
@@ -148,4 +148,4 @@ class FrozenBase:
         if self._source.path is None:
             return str(self._run.base_path.resolve())
         base = locate(policy_folder(self._source.path), self._source.lora)[0]
-        return str(Path(base).resolve()) if Path(base).is_dir() else base
+        return str(Path(base).resolve()) if Path(base).exists() else base

@@ -32,7 +32,9 @@ class ModelSource(Config):
     """Where the policy comes from: exactly one of ``path`` and ``fresh``."""
 
     path: str | None = Field(
-        None, description="Hugging Face folder, a run's folder, a hub name, or an adapter's folder."
+        None,
+        description="Hugging Face folder, a run's folder, an adapter's folder, FILE.gguf, package:NAME (an installed "
+        "package that ships one GGUF file), or a hub name.",
     )
     fresh: FreshModelConfig | None = Field(None, description="A new policy of this shape with random weights.")
     tokenizer: Literal["bytes", "characters"] | None = Field(

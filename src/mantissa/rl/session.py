@@ -92,6 +92,8 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, *, resumed: bool) ->
         with _screen(config.steps, done, first) as live:
             live.precision(_precision(parts))
             live.note(f"run {run.path}   device {_devices(parts)}   parameters {_parameters(parts)}")
+            if parts.model.config.weights_note:
+                live.note(f"weights {parts.model.config.weights_note}")
             for line in parts.plan.lines() if parts.plan else ():
                 live.note(f"exact: {line}")
             if parts.share is not None:
@@ -142,10 +144,12 @@ def _environment(parts: Parts) -> dict[str, Any]:
         row["evidence"] = parts.evidence.get(row["role"], "")
     guards = list(parts.sampler.grader.notes)
     exact = {"exact": parts.plan.lines()} if parts.plan else {}
+    weights = {"weights": note} if (note := parts.model.config.weights_note) else {}
     device, team = str(parts.device), parts.team
     several = {} if team.alone else {"processes": team.ranks.world, "parallel": team.kind}
     share = {} if parts.share is None else {"engine_share": parts.share.twin.facts(parts.share.engine)}
-    return environment() | {"precision": rows, "training_device": device, "grading": guards} | exact | several | share
+    about = {"precision": rows, "training_device": device, "grading": guards}
+    return environment() | about | weights | exact | several | share
 
 
 def _devices(parts: Parts) -> str:

@@ -198,7 +198,8 @@ def _frozen(value: Any) -> Hashable:
 def _facts(environment: Mapping[str, Any]) -> dict[str, str]:
     facts = {}
     names = {"device": "device", "cpu": "cpu", "cpu_capability": "cpu capability", "threads": "threads",
-             "cores": "cores", "cuda": "cuda", "python": "python", "platform": "platform"}  # fmt: skip
+             "cores": "cores", "cuda": "cuda", "python": "python", "platform": "platform",
+             "weights": "weights"}  # fmt: skip
     for key, name in names.items():
         if environment.get(key) is not None:
             facts[name] = str(environment[key])

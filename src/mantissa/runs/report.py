@@ -79,6 +79,8 @@ def _subtitle(rows: Rows, config: dict[str, Any], environment: dict[str, Any]) -
     device = environment.get("device")
     if device:
         parts.append(str(environment.get("cpu") or device) if device == "cpu" else str(device))
+    if environment.get("weights"):
+        parts.append(f"weights {environment['weights']}")
     if environment.get("created"):
         parts.append(f"begun {str(environment['created'])[:16].replace('T', ' ')}")
     return " · ".join(parts)
