@@ -38,19 +38,18 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from mantissa.algorithms.losses import drift
 from mantissa.algorithms.tally import Tally
+from mantissa.config_base import Config
 from mantissa.errors import MantissaError
 from mantissa.precision.numerics import LOG_RATIO_BOUND, masked_mean, masked_sum
 
 
-class FlowRLConfig(BaseModel):
+class FlowRLConfig(Config):
     """``w * (log Z + mean_t logp - beta * r_hat - mean_t logp_ref)^2``, a mean over sequences."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["flowrl"] = Field("flowrl", description="Match the distribution of rewards.")
     beta: float = Field(15.0, gt=0, description="How far a standard deviation of reward tilts the reference, in nats.")
