@@ -36,11 +36,8 @@ class _Loader(yaml.SafeLoader):
             raise MantissaError(f"line {node.start_mark.line + 1}: {text!r} is no {kind}") from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = (
-            [self.construct_object(key, deep=True) for key, _ in node.value]
-            if isinstance(node, yaml.MappingNode)
-            else []
-        )
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        keys = [self.construct_object(key, deep=True) for key, _ in pairs]
         twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
         if twice is not None:
             raise MantissaError(f"line {node.start_mark.line + 1}: the key {twice!r} is given twice")
