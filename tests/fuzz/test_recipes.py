@@ -30,7 +30,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "nul": (b"name: a\0b", "special characters are not allowed|expected"),
     "escape": (b"name: \x1b[2J", "special characters are not allowed|expected"),
     "utf-16": (RECIPE.encode("utf-16"), "UnicodeDecodeError.*UTF-8"),
-    "surrogate": (rb'name: "\ud800"', "steps|name"),
+    "surrogate": (rb'name: "\ud800"', "unicode string"),
     "date": (b"name: 2001-99-99", "line 1: '2001-99-99' is no timestamp"),
     "binary": (b"steps: 0b_", "'0b_' is no int"),
     "digits": (b"steps: " + b"9" * 5000, "is no int"),
@@ -38,13 +38,13 @@ FILES: dict[str, tuple[bytes, str]] = {
     "bool": (b"steps: !!bool x", "'x' is no bool"),
     "map": (b"steps: !!map [1]", "expected a mapping"),
     "python": (b"steps: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
-    "nested": (b"steps: " + b"[" * 900 + b"]" * 900, "nested too deeply|steps: "),
-    "nested mappings": (b"a: " + b"{a: " * 900 + b"1" + b"}" * 900, "nested too deeply|unknown key"),
-    "bomb": (BOMB.encode(), "more than 10,000 values"),
-    "merge bomb": (MERGES.encode(), "more than 10,000 values"),
+    "nested": (b"steps: " + b"[" * 900 + b"]" * 900, "200 brackets"),
+    "nested lines": (b"- " * 900, "nested too deeply"),
+    "bomb": (BOMB.encode(), "more than 5,000 values"),
+    "merge bomb": (MERGES.encode(), "more than 5,000 values"),
     "itself": (b"a: &a [*a]", "an alias of what it is inside of"),
-    "many": (b"a: [" + b"1," * 20_000 + b"]", "more than 10,000 values"),
-    "long": (b"a: " + b"x" * 200_000, "more than 50,000 characters"),
+    "many": (b"a: [" + b"1," * 8_000 + b"]", "more than 5,000 values"),
+    "long": (b"a: " + b"x" * 200_000, "more than 20,000 characters"),
     "infinite precision": (RECIPE.encode() + b"precision: -.inf", r"precision=-inf: expected a preset's name"),
     "numbers as keys": (RECIPE.encode() + b"precision: {1: 2}", "unknown key precision.1"),
     "a list as a key": (RECIPE.encode() + b"? [1, 2]\n: 3", "unhashable"),
@@ -140,7 +140,7 @@ def replaced(tree: Any, path: tuple[str, ...], value: Any) -> Any:
     return {**tree, path[0]: replaced(tree[path[0]], path[1:], value)} if path else value
 
 
-@sizes(150, 3000)
+@sizes(60, 3000)
 def test_any_value_anywhere(count: int) -> None:
     plain = recipe("precision=fp16", "loss_scaling={}", "algorithm.reference={}", "warm_start={}").model_dump(
         mode="json"
@@ -151,7 +151,7 @@ def test_any_value_anywhere(count: int) -> None:
     )
 
 
-@sizes(100, 2000)
+@sizes(60, 2000)
 def test_any_text(count: int, tmp_path: Path) -> None:
     def body(text: str) -> None:
         (tmp_path / "recipe.yaml").write_text(text, errors="surrogatepass")
@@ -161,7 +161,7 @@ def test_any_text(count: int, tmp_path: Path) -> None:
     fuzz(count, words, body)
 
 
-@sizes(100, 2000)
+@sizes(60, 2000)
 def test_any_override(count: int) -> None:
     keys = ["steps", "precision.rollout", "optimizer.betas", "task.kind", "algorithm.loss", "name.x", "", ".", "a..b"]
     words = st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=3)), max_size=8).map("".join)

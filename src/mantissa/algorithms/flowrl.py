@@ -47,6 +47,8 @@ from mantissa.config_base import Config
 from mantissa.errors import MantissaError
 from mantissa.precision.numerics import LOG_RATIO_BOUND, masked_mean, masked_sum
 
+_Bound = Annotated[float, Field(allow_inf_nan=True)]
+
 
 class FlowRLConfig(Config):
     """``w * (log Z + mean_t logp - beta * r_hat - mean_t logp_ref)^2``, a mean over sequences."""

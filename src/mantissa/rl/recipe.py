@@ -15,9 +15,9 @@ from mantissa.config_base import PLAIN
 from mantissa.errors import MantissaError, nearest
 from mantissa.rl.config import RunConfig
 
-_LONGEST = 50_000  # characters of a recipe
-_MOST_BRACKETS = 1000
-_MOST_VALUES = 10_000  # with every alias written out
+_LONGEST = 20_000  # characters of a recipe
+_MOST_BRACKETS = 200
+_MOST_VALUES = 5_000  # with every alias written out
 
 
 class _Loader(yaml.SafeLoader):
@@ -72,7 +72,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, nproc: int |
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parse YAML; a mistake in it becomes one line with its position. At most 10,000 values, aliases written out."""
+    """Parse YAML; a mistake in it becomes one line with its position. Bounded in length, and in values with aliases written out."""
     if len(text) > _LONGEST or text.count("[") + text.count("{") > _MOST_BRACKETS:  # its scanner is slow on these
         raise MantissaError(f"{where}: more than {_LONGEST:,} characters or {_MOST_BRACKETS:,} brackets; shorten it")
     with boundary(where, "expected YAML"):
