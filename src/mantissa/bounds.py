@@ -8,7 +8,6 @@ itself. ``require_memory`` compares a bill with the machine before anything is b
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,6 +98,13 @@ def number(value: Any, low: float, high: float = LARGEST_FLOAT, *, whole: bool =
     return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
 
 
+def count(value: Any, name: str) -> int:
+    """``value`` where it is a whole number from 0 on; else ``MantissaError``, which ``name`` begins."""
+    if not number(value, 0, LARGEST_SEED, whole=True):
+        raise MantissaError(f"{name} is {value!r}, expected a whole number from 0 on; it is damaged")
+    return int(value)
+
+
 def representable(value: float) -> bool:
     """Whether fp32 holds a number at full precision: finite, and 0 or at least 1.2e-38 in magnitude."""
     return value == 0 or SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
@@ -108,6 +114,6 @@ def regular_file(path: Path) -> bool:
     """Whether ``path`` may be read: a file, and not a pipe or device that never ends. False where there is none."""
     if path.is_file():
         return True
-    if os.path.lexists(path) and not path.is_dir():
-        raise MantissaError(f"{path}: expected a file, found a pipe, a device or a link to nothing; replace it")
+    if path.exists() and not path.is_dir():
+        raise MantissaError(f"{path}: expected a file, found a pipe or a device; replace it")
     return False

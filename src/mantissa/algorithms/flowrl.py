@@ -58,9 +58,7 @@ class FlowRLConfig(Config):
     importance: Literal["sequence", "geometric", "token"] = Field(
         "geometric", description="Ratio of the current to the old policy: product, geometric mean, or each token's own."
     )
-    bounds: tuple[float, Annotated[float, Field(allow_inf_nan=True)]] = Field(
-        (0.8, 1.28), description="Smallest and largest of that ratio."
-    )
+    bounds: tuple[_Bound, _Bound] = Field((0.8, 1.28), description="Smallest and largest of that ratio.")
     detach_partition: bool = Field(
         False, description="True: log Z trains its own head only, and sends no gradient into the policy."
     )

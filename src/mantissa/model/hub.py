@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mantissa.bounds import boundary, regular_file
 from mantissa.errors import MantissaError
 
 _SETTINGS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -19,10 +20,14 @@ def find_folder(name_or_path: str | Path, weights: bool = True) -> Path:
     Fetches settings and tokenizer, and the safetensors files too where ``weights`` is true; what the local cache holds
     is not fetched again. ``MantissaError``: neither a folder nor a hub name, or a hub that cannot be reached.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
+    with boundary("model", "expected a model's folder, or org/name on the hub"):
+        path = Path(name_or_path).expanduser()
+        if path.is_dir():
+            for entry in path.iterdir():  # libraries open what they find, and a pipe has no end
+                regular_file(entry)
+            return path
+        there = path.exists()
+    if there:
         raise MantissaError(f"{path}: expected a model's folder, got a file; give the folder that holds config.json")
     name = str(name_or_path)
     if not _HUB_NAME.fullmatch(name):
@@ -52,12 +57,10 @@ def _snapshot(name: str, patterns: list[str]) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ``MantissaError`` where the file is missing, is not JSON, or is not an object."""
-    try:
+    with boundary(f"{path}: not valid JSON", "fetch the file again"):
+        if not regular_file(path):
+            raise MantissaError(f"{path.parent}: no {path.name} there; expected a Hugging Face model's folder")
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise MantissaError(f"{path.parent}: no {path.name} there; expected a Hugging Face model's folder") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise MantissaError(f"{path}: not valid JSON ({error}); fetch the file again") from error
     if not isinstance(value, dict):
         raise MantissaError(f"{path}: expected a JSON object, got a {type(value).__name__}; fetch the file again")
     return value

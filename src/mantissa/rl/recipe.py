@@ -72,7 +72,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, nproc: int |
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parse YAML; a mistake in it becomes one line with its position. Bounded in length, and in values with aliases written out."""
+    """Parse YAML; a mistake in it becomes one line with its position. Bounded in length and, aliases written out, in
+    values."""
     if len(text) > _LONGEST or text.count("[") + text.count("{") > _MOST_BRACKETS:  # its scanner is slow on these
         raise MantissaError(f"{where}: more than {_LONGEST:,} characters or {_MOST_BRACKETS:,} brackets; shorten it")
     with boundary(where, "expected YAML"):
