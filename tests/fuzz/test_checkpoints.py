@@ -28,9 +28,9 @@ from toys import cross_entropy, data, mlp
 RECIPE = """
 {name: small, steps: 2, device: cpu, precision: fp16, model: {fresh: {hidden_size: 16, layers: 1, heads: 1, kv_heads: 1,
 head_dim: 16, intermediate_size: 16, max_positions: 32}, tokenizer: characters}, task: {kind: running_sum,
-min_digits: 1, max_digits: 2, train_size: 20, heldout_size: 8, warm_start_size: 40}, rollout: {prompts: 4, samples: 2, max_tokens: 4,
-max_policy_lag: 1}, optimizer: {lr: 0.001}, evaluation: null, checkpoint: {every: 1}, trackers: [],
-algorithm: {reference: {}, loss: flowrl}}
+min_digits: 1, max_digits: 2, train_size: 20, heldout_size: 8, warm_start_size: 40},
+rollout: {prompts: 4, samples: 2, max_tokens: 4, max_policy_lag: 1}, optimizer: {lr: 0.001}, evaluation: null,
+checkpoint: {every: 1}, trackers: [], algorithm: {reference: {}, loss: flowrl}}
 """
 
 

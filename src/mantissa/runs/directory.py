@@ -64,7 +64,7 @@ class RunDirectory:
     def create(cls, path: Path | str, config: Mapping[str, Any], environment: Mapping[str, Any]) -> Self:
         """Make a new run, locked for this process. Refuses a folder that already holds anything."""
         run = cls(path)
-        with disk_errors(run.path):
+        with boundary(f"run_dir {path}", "choose another folder"), disk_errors(run.path):
             run._refuse_unless_free()
             run.path.mkdir(parents=True, exist_ok=True)
         run._take_lock()
