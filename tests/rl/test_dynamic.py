@@ -186,7 +186,7 @@ def test_batches_survive_a_checkpoint_to_the_last_bit() -> None:
     config = RolloutConfig(prompts=4, samples=3, max_tokens=8, dynamic=DynamicConfig())
     ours = collector(sampler, config, range(9))
     made = [ours.collect(step, version) for step, version in ((4, 9), (5, 11))]
-    again = unpack(*pack(made), PROBLEMS, sampler)  # type: ignore[arg-type]
+    again = unpack(*pack(made), PROBLEMS, sampler, 2**31)  # type: ignore[arg-type]
     for one, other in zip(made, again, strict=True):
         names = ("step", "version", "position", "indices", "metrics", "rewards")
         assert all(getattr(one, name) == getattr(other, name) for name in names)

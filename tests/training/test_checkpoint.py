@@ -47,7 +47,7 @@ def test_further_files_are_part_of_it_and_dtypes_stay(tmp_path: Path) -> None:
 def test_version_1_is_read_as_one_without_further_files(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, checkpoint(1), keep=1)
     header = json.loads((path / "state.json").read_text())
-    assert header["version"] == 2
+    assert header["version"] == 3
     assert list(header["files"]) == ["policy.safetensors", "optimizer.safetensors"]  # what version 1 had
     (path / "state.json").write_text(json.dumps(header | {"version": 1}))
     assert load_checkpoint(tmp_path).more == {}
@@ -70,7 +70,7 @@ def test_a_full_disk_leaves_the_last_one_whole(tmp_path: Path, monkeypatch: pyte
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("mantissa.training.checkpoint.write_tensors", full)
     with pytest.raises(MantissaError, match=r"No space left.*free some space"):
         save_checkpoint(tmp_path, checkpoint(2), keep=2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
@@ -121,7 +121,7 @@ def damage_bytes(path: Path) -> None:
         (damage_header, "no readable state.json"),
         (damage_missing, "damaged: expected .* found None"),
         (damage_foreign, "not a checkpoint of this program"),
-        (damage_newer, "version 99, this program reads versions 1 and 2"),
+        (damage_newer, "version 99, this program reads versions 1 to 3"),
         (damage_bytes, "damaged"),
     ],
 )

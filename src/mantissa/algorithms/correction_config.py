@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from mantissa.config_base import Config
 from mantissa.errors import MantissaError, nearest
 from mantissa.precision.numerics import KLEstimator
 
@@ -21,10 +22,8 @@ _USED_BY_MODE: dict[str, tuple[str, ...]] = {
 }
 
 
-class CorrectionConfig(BaseModel):
+class CorrectionConfig(Config):
     """How importance weights are made. Where a string stands for it (``correction: icepop``), it names a preset."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Literal["none", "truncate", "mask"] = Field(
         "none",
@@ -34,7 +33,10 @@ class CorrectionConfig(BaseModel):
         None, description="What r is the ratio of: one token, or the product over a sequence. Unless mode is none."
     )
     truncate_at: float | None = Field(
-        None, gt=0, description="Largest weight, on r = learner / rollout; .inf leaves only the bound of exp(20)."
+        None,
+        gt=0,
+        allow_inf_nan=True,
+        description="Largest weight, on r = learner / rollout; .inf leaves only the bound of exp(20).",
     )
     mask_low: float | None = Field(None, ge=0, description="Smallest r that is kept, inclusive; none: no lower bound.")
     mask_high: float | None = Field(None, gt=0, description="Largest r that is kept, inclusive; none: no upper bound.")

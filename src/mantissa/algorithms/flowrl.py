@@ -35,29 +35,30 @@ Legend: B sequences, T response positions.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from mantissa.algorithms.losses import drift
 from mantissa.algorithms.tally import Tally
+from mantissa.config_base import Config
 from mantissa.errors import MantissaError
 from mantissa.precision.numerics import LOG_RATIO_BOUND, masked_mean, masked_sum
 
+_Bound = Annotated[float, Field(allow_inf_nan=True)]
 
-class FlowRLConfig(BaseModel):
+
+class FlowRLConfig(Config):
     """``w * (log Z + mean_t logp - beta * r_hat - mean_t logp_ref)^2``, a mean over sequences."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["flowrl"] = Field("flowrl", description="Match the distribution of rewards.")
     beta: float = Field(15.0, gt=0, description="How far a standard deviation of reward tilts the reference, in nats.")
     importance: Literal["sequence", "geometric", "token"] = Field(
         "geometric", description="Ratio of the current to the old policy: product, geometric mean, or each token's own."
     )
-    bounds: tuple[float, float] = Field((0.8, 1.28), description="Smallest and largest of that ratio.")
+    bounds: tuple[_Bound, _Bound] = Field((0.8, 1.28), description="Smallest and largest of that ratio.")
     detach_partition: bool = Field(
         False, description="True: log Z trains its own head only, and sends no gradient into the policy."
     )

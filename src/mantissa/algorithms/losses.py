@@ -38,58 +38,52 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from mantissa.algorithms.tally import Tally
+from mantissa.config_base import Config
 from mantissa.precision.numerics import LOG_RATIO_BOUND, clamped_log_ratio, kl_estimate, masked_sum
 
 
-class ReinforceConfig(BaseModel):
+class ReinforceConfig(Config):
     """``-w * A * logp``: no ratio, no clip; meant for few optimiser steps a batch, with a correction."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["reinforce"] = Field("reinforce", description="Policy gradient with detached importance weights.")
 
 
-class PPOClipConfig(BaseModel):
+class PPOClipConfig(Config):
     """``-w * min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["ppo_clip"] = Field("ppo_clip", description="Clipped ratio of the current to the old policy.")
     clip_low: float = Field(0.2, gt=0, le=1, description="Below 1 - clip_low a ratio gains nothing by falling further.")
     clip_high: float = Field(0.2, gt=0, description="Above 1 + clip_high a ratio gains nothing by rising further.")
 
 
-class DAPOConfig(BaseModel):
+class DAPOConfig(Config):
     """``ppo_clip``, clip-higher, dual clip; goes with ``token_mean``, and was published with ``grpo`` advantages."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["dapo"] = Field("dapo", description="Clip-higher, dual clip, a mean over all tokens.")
     clip_low: float = Field(0.2, gt=0, le=1, description="Below 1 - clip_low a ratio gains nothing by falling further.")
     clip_high: float = Field(0.28, gt=0, description="Above 1 + clip_high a ratio gains nothing by rising further.")
     dual_clip: float = Field(
-        10.0, gt=1, description="Where A < 0, a ratio above this has no gradient; .inf leaves only that of exp(20)."
+        10.0,
+        gt=1,
+        allow_inf_nan=True,
+        description="Where A < 0, a ratio above this has no gradient; .inf leaves only that of exp(20).",
     )
 
 
-class GSPOConfig(BaseModel):
+class GSPOConfig(Config):
     """``-w * min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A)`` with s = exp(mean over tokens of log ratio)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["gspo"] = Field("gspo", description="Clipped ratio of whole sequences, by the token.")
     clip_low: float = Field(3e-4, gt=0, le=1, description="Below 1 - clip_low a ratio gains nothing by falling.")
     clip_high: float = Field(4e-4, gt=0, description="Above 1 + clip_high a ratio gains nothing by rising.")
 
 
-class CISPOConfig(BaseModel):
+class CISPOConfig(Config):
     """``-w * stopgrad(min(ratio, 1 + clip_high)) * A * logp``: every token keeps its gradient."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["cispo"] = Field("cispo", description="Policy gradient, weighted by the ratio bounded from above.")
     clip_high: float = Field(0.28, gt=0, description="1 + clip_high is the largest weight; there is no smallest.")

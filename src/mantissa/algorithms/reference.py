@@ -29,18 +29,17 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from mantissa.algorithms.tally import Tally
+from mantissa.config_base import Config
 from mantissa.errors import MantissaError
 from mantissa.precision.numerics import LOG_RATIO_BOUND, KLEstimator, kl_estimate, masked_sum
 
 
-class KLConfig(BaseModel):
+class KLConfig(Config):
     """A penalty on the distance from the reference policy."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     where: Literal["loss", "reward"] = Field("loss", description="Added to each token's loss, or taken off the reward.")
     estimator: KLEstimator = Field(

@@ -23,7 +23,7 @@ from mantissa.cli import (
     train,
 )
 from mantissa.cli.threads import spin_briefly
-from mantissa.errors import MantissaError
+from mantissa.errors import MantissaError, printable
 
 app = typer.Typer(
     name="mantissa",
@@ -73,5 +73,5 @@ def main() -> None:
 
 def _fail(message: str, code: int) -> None:
     """One line on stderr, whatever is in the message, and the end."""
-    print(f"mantissa: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"mantissa: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)

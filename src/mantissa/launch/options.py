@@ -9,18 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from mantissa.config_base import Config
 from mantissa.errors import MantissaError, nearest
 from mantissa.launch.facts import Engine, Rollout, Version, short
 from mantissa.launch.hardware import Gpu, cuda_version, gpu_named
 from mantissa.rl.recipe import parse_yaml
 
 
-class LaunchOptions(BaseModel):
+class LaunchOptions(Config):
     """How a recipe is run on verl. Frozen; unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: Version = Field("0.9.1", description="verl's version on the cluster.")
     engine: Engine = Field("fsdp2", description="The learner's engine.")

@@ -79,6 +79,17 @@ class ModelConfig:
         note = self.origin.get("weights_note", "")
         return note if isinstance(note, str) else ""
 
+    @property
+    def parameters(self) -> int:
+        """How many weights a decoder of this shape has."""
+        hidden, dim = self.hidden_size, self.head_dim
+        queries, keys = self.num_attention_heads * dim, self.num_key_value_heads * dim
+        layer = 2 * hidden * (queries + keys) + 3 * hidden * self.intermediate_size + 2 * hidden
+        layer += (queries + 2 * keys) * self.qkv_bias + hidden * self.o_bias + 2 * dim * self.qk_norm
+        layer += (2 * self.intermediate_size + hidden) * self.mlp_bias
+        tables = 1 if self.tie_word_embeddings else 2
+        return self.num_hidden_layers * layer + tables * self.vocab_size * hidden + hidden
+
     def rotary_frequencies(self, device: torch.device) -> Tensor:
         """Angular frequency of each rotary pair, theta^(-2i/D) for i in 0..D/2, after scaling. Shape D/2, fp32."""
         pairs = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device=device).float()

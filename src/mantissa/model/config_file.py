@@ -21,11 +21,11 @@ Rotary settings have two layouts: ``rope_theta`` beside ``rope_scaling`` (transf
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mantissa.bounds import LARGEST_SIZE, MOST_LAYERS, SMALLEST_FLOAT, boundary, number
 from mantissa.errors import MantissaError, nearest
 from mantissa.model.config import Family, ModelConfig, RopeScaling
 from mantissa.model.hub import read_json
@@ -65,7 +65,12 @@ def read_config(path: Path | str) -> ModelConfig:
 
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """``read_config`` on the file's content; ``where`` names it in errors."""
-    fields = Fields(raw, where)
+    with boundary(where, "expected the settings of a llama, qwen2 or qwen3 model"):
+        return _parsed(Fields(raw, where))
+
+
+def _parsed(fields: Fields) -> ModelConfig:
+    raw = fields.raw
     family = _family(fields)
     _refuse_unsupported(fields)
     heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
@@ -79,7 +84,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         vocab_size=fields.size("vocab_size"),
         hidden_size=hidden,
         intermediate_size=fields.size("intermediate_size"),
-        num_hidden_layers=fields.size("num_hidden_layers"),
+        num_hidden_layers=fields.size("num_hidden_layers", MOST_LAYERS),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=_head_dim(fields, family, hidden, heads),
@@ -160,15 +165,15 @@ class Fields:
             raise self.error(f"{key} is missing; expected the settings of a llama, qwen2 or qwen3 model")
         return self.raw[key]
 
-    def size(self, key: str) -> int:
+    def size(self, key: str, most: int = LARGEST_SIZE) -> int:
         value = self.required(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(f"{key}={value!r}: expected a whole number of at least 1")
-        return value
+        if not number(value, 1, most, whole=True):
+            raise self.error(f"{key}={value!r}: expected a whole number of at least 1 and at most {most:,}")
+        return int(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = default if default is not None and self.raw.get(key) is None else self.required(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if not number(value, SMALLEST_FLOAT):
             raise self.error(f"{key}={value!r}: expected a finite number above 0")
         return float(value)
 
@@ -187,7 +192,7 @@ class Fields:
 
 def _family(fields: Fields) -> Family:
     name = fields.required("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise fields.error(
             f"model_type {name!r} is not supported; expected one of {', '.join(FAMILIES)}{nearest(str(name), FAMILIES)}"
         )
@@ -215,6 +220,8 @@ def _refuse_unsupported(fields: Fields) -> None:
     if raw.get("pretraining_tp", 1) not in (None, 1):
         raise fields.error(f"pretraining_tp={raw['pretraining_tp']}: only 1 is supported")
     layer_types = raw.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise fields.error(f"layer_types={layer_types!r}: expected a list with the kind of each layer")
     other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
     if other or (not layer_types and _slides(raw)):
         kinds = f"layer_types has {', '.join(other)}" if other else "use_sliding_window is true"
@@ -237,6 +244,9 @@ def _slides(raw: Mapping[str, Any]) -> bool:
 def _rotary(fields: Fields) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from either layout; where a file has both they must agree."""
     old, new = dict(fields.table("rope_scaling")), dict(fields.table("rope_parameters"))
+    nested = next((key for key, value in new.items() if isinstance(value, Mapping)), None)
+    if nested is not None:  # transformers takes the default for such a llama, and fails on such a qwen3
+        raise fields.error(f"rope_parameters has settings for {nested!r} alone; expected one for all layers")
     theta = new.pop("rope_theta", None)
     outer = fields.raw.get("rope_theta")
     if theta is not None and outer is not None and theta != outer:
@@ -262,9 +272,7 @@ def _scaling(table: Mapping[str, Any], fields: Fields) -> RopeScaling | None:
     if kind == "linear":
         return RopeScaling("linear", inner.positive("factor"))
     if kind != "llama3":
-        nested = isinstance(kind, Mapping) or any(isinstance(value, Mapping) for value in table.values())
-        what = "a rotary setting for each layer type" if nested else f"rotary scaling of type {kind!r}"
-        raise fields.error(f"{what} is not supported; expected default, linear or llama3")
+        raise fields.error(f"rotary scaling of type {kind!r} is not supported; expected default, linear or llama3")
     original = table.get("original_max_position_embeddings", fields.raw.get("max_position_embeddings"))
     low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
     if high <= low:

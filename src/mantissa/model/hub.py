@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mantissa.bounds import boundary, regular_file
 from mantissa.errors import MantissaError
 
 _SETTINGS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -33,10 +34,16 @@ def find_model(name_or_path: str | Path, weights: bool = True) -> Path:
     name = str(name_or_path)
     if name.startswith(_PACKAGE):
         return _packaged(name.removeprefix(_PACKAGE))
-    path = Path(name_or_path).expanduser()
-    if path.is_dir() or (is_gguf(name) and path.is_file()):
-        return path
-    if path.exists():
+    with boundary("model", "expected a model's folder, a GGUF file, or org/name on the hub"):
+        path = Path(name_or_path).expanduser()
+        if path.is_dir():
+            for entry in path.iterdir():  # libraries open what they find, and a pipe has no end
+                regular_file(entry)
+            return path
+        if is_gguf(name) and path.is_file():
+            return path
+        there = path.exists()
+    if there:
         raise MantissaError(
             f"{path}: expected a model's folder or a GGUF file (.gguf), got another file; give the folder that holds "
             "config.json"
@@ -85,12 +92,10 @@ def _snapshot(name: str, patterns: list[str]) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ``MantissaError`` where the file is missing, is not JSON, or is not an object."""
-    try:
+    with boundary(f"{path}: not valid JSON", "fetch the file again"):
+        if not regular_file(path):
+            raise MantissaError(f"{path.parent}: no {path.name} there; expected a Hugging Face model's folder")
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise MantissaError(f"{path.parent}: no {path.name} there; expected a Hugging Face model's folder") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise MantissaError(f"{path}: not valid JSON ({error}); fetch the file again") from error
     if not isinstance(value, dict):
         raise MantissaError(f"{path}: expected a JSON object, got a {type(value).__name__}; fetch the file again")
     return value

@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mantissa.bounds import boundary, require_memory
 from mantissa.errors import MantissaError
-from mantissa.files import disk_errors, give_usual_mode, replace_directory, temporary_beside
+from mantissa.files import check_digests, disk_errors, replace_directory, temporary_beside, write_digests
 from mantissa.model.config import ModelConfig
 from mantissa.model.config_file import config_fields, read_config
 from mantissa.model.decoder import Decoder
@@ -31,6 +32,7 @@ from mantissa.model.hub import find_model, read_json
 from mantissa.model.lora import base_parameters, policy_weights
 from mantissa.model.tokenizer import Tokenizer
 from mantissa.precision import FORMATS, NumberFormat, format_named
+from mantissa.tensors import require_finite, write_tensors
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _STORED = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,7 +40,7 @@ _ROTARY_BUFFER = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.i
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # What save_model may replace: the files of a model's folder. A folder that holds anything else is left alone.
 _OURS = re.compile(
-    r"config\.json|generation_config\.json|.*\.safetensors|model\.safetensors\.index\.json|tokenizer.*\.json"
+    r"config\.json|digests\.json|generation_config\.json|.*\.safetensors|model\.safetensors\.index\.json|tokenizer.*\.json"
     r"|tokenizer\.model|vocab\.(json|txt)|merges\.txt|special_tokens_map\.json|added_tokens\.json"
     r"|chat_template\.(jinja|json)|additional_chat_templates"
 )
@@ -53,7 +55,12 @@ def load_model(name_or_path: str | Path, device: torch.device | str = "cpu") -> 
     another dtype.
     """
     found = find_model(name_or_path)
-    config, tensors = (read_config(found), _stored_tensors(found)) if found.is_dir() else load_gguf(found)
+    if found.is_dir():
+        config = read_config(found)
+        check_digests(found)
+        tensors = _stored_tensors(found)
+    else:
+        config, tensors = load_gguf(found)
     decoder = empty_decoder(config, device)
     copy_weights(decoder, tensors, str(found))
     return decoder
@@ -61,6 +68,9 @@ def load_model(name_or_path: str | Path, device: torch.device | str = "cpu") -> 
 
 def empty_decoder(config: ModelConfig, device: torch.device | str = "cpu") -> Decoder:
     """A decoder with uninitialised fp32 parameters; draws nothing from any random generator."""
+    require_memory(
+        4 * config.parameters, f"a model of {config.parameters:,} parameters in fp32", "choose a smaller one"
+    )
     with torch.device("meta"):
         decoder = Decoder(config)
     return decoder.to_empty(device=device)
@@ -126,7 +136,7 @@ def save_model(
             temporary.mkdir(parents=True)
             tokenizer.save(temporary)
             (temporary / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-            _write_weights(decoder, weights, temporary, fmt, shard_bytes)
+            write_digests(temporary, _write_weights(decoder, weights, temporary, fmt, shard_bytes))
             replace_directory(temporary, path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # gone already where the rename took place
@@ -156,9 +166,7 @@ def _copy(name: str, stored: Tensor, parameter: Tensor, where: str) -> None:
 
 
 def _require_finite(name: str, tensor: Tensor, where: str) -> None:
-    bad = int((~torch.isfinite(tensor)).sum())
-    if bad:
-        raise MantissaError(f"{where}: tensor {name} has {bad} values that are not finite; this model is broken")
+    require_finite(f"{where}: tensor {name}", tensor)
 
 
 def _require_tied(head: Tensor, embedding: Tensor, where: str) -> None:
@@ -172,15 +180,15 @@ def _require_tied(head: Tensor, embedding: Tensor, where: str) -> None:
 
 def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of everything stored in the folder, one at a time."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     for file in _weight_files(folder):
-        try:
-            with safe_open(str(file), framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a dict
-                    yield name, opened.get_tensor(name)
-        except SafetensorError as error:
-            raise MantissaError(f"{file}: truncated or damaged ({error}); fetch the file again") from error
+        with (
+            boundary(file, "truncated or damaged; fetch the file again"),
+            safe_open(str(file), framework="pt") as opened,
+        ):
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                yield name, opened.get_tensor(name)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -215,10 +223,8 @@ def _require_replaceable(path: Path) -> None:
 
 def _write_weights(
     decoder: Decoder, weights: Mapping[str, Tensor] | None, folder: Path, fmt: NumberFormat, shard_bytes: int
-) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+) -> dict[str, str]:
+    """Returns the SHA-256 of each file of tensors."""
     wanted = {name: parameter.shape for name, parameter in base_parameters(decoder).items()}
     source = policy_weights(decoder) if weights is None else weights
     if {name: tensor.shape for name, tensor in source.items()} != wanted:
@@ -226,19 +232,17 @@ def _write_weights(
         raise ValueError(f"weights do not match the decoder's parameters, first at {differing[0]}")
     shards = _shards({name: shape.numel() * fmt.dtype.itemsize for name, shape in wanted.items()}, shard_bytes)
     index: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: _rounded(name, source[name], fmt) for name in names}
-        try:
-            save_file(tensors, str(folder / file), metadata={"format": "pt"})
-            give_usual_mode(folder / file)
-        except SafetensorError as error:  # how the library reports a full disk
-            raise MantissaError(f"cannot write {file}: {error}; free some space or choose another folder") from error
+        digests[file] = write_tensors(folder / file, tensors, {"format": "pt"})
         index.update(dict.fromkeys(names, file))
     if len(shards) > 1:
         total = sum(shape.numel() for shape in wanted.values()) * fmt.dtype.itemsize
         content = {"metadata": {"total_size": total}, "weight_map": index}
         (folder / _INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    return digests
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:

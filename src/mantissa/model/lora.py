@@ -26,9 +26,10 @@ from contextlib import contextmanager
 from typing import Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from mantissa.config_base import Config
 from mantissa.errors import MantissaError, nearest
 from mantissa.kernels import Kernels
 from mantissa.model.config import TARGETS, LoraShape
@@ -37,14 +38,12 @@ from mantissa.model.decoder import Decoder, Layer, Projection
 MATRICES = ("lora_A", "lora_B")
 
 
-class LoraConfig(BaseModel):
+class LoraConfig(Config):
     """Low-rank adapters (LoRA) on frozen weights, merged in fp32 before they are rounded, for both policies alike.
     A fresh policy's warm start trains all its weights, and the result is frozen and saved as `base/` in the run; a
     given model is frozen from the start, and its warm start trains the adapters. The run ends with the adapters in
     `adapter/`, in peft's format, and with them merged in `policy/`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int | None = Field(None, ge=1, description="Columns of B and rows of A; required without `path`.")
     alpha: float | None = Field(

@@ -20,12 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mantissa.bounds import LARGEST_SIZE, SMALLEST_FLOAT, boundary, number
 from mantissa.errors import MantissaError
-from mantissa.files import disk_errors, give_usual_mode, replace_directory, temporary_beside
+from mantissa.files import check_digests, disk_errors, replace_directory, temporary_beside, write_digests
 from mantissa.model.config import TARGETS, LoraShape
 from mantissa.model.decoder import Decoder
 from mantissa.model.hub import read_json
 from mantissa.model.lora import adapter_parameters
+from mantissa.tensors import require_finite, write_tensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -59,12 +61,14 @@ def read_shape(folder: Path) -> tuple[LoraShape, str | None]:
                 f"{path}: {key}={json.dumps(value)} is a feature of peft that is not supported here; merge this "
                 "adapter into its base with peft (merge_and_unload) and train from the result"
             )
-    rank, alpha, targets = fields.get("r"), fields.get("lora_alpha"), fields.get("target_modules")
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+    rank: Any = fields.get("r")
+    alpha: Any = fields.get("lora_alpha")
+    targets = fields.get("target_modules")
+    if not number(rank, 1, LARGEST_SIZE, whole=True):
         raise MantissaError(f"{path}: r={rank!r}: expected a rank, a whole number from 1 on")
-    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not alpha > 0:
+    if not number(alpha, SMALLEST_FLOAT):
         raise MantissaError(f"{path}: lora_alpha={alpha!r}: expected a number above 0")
-    if not isinstance(targets, list) or not targets or not set(targets) <= set(TARGETS):
+    if not isinstance(targets, list) or not targets or not set(map(str, targets)) <= set(TARGETS):
         raise MantissaError(
             f"{path}: target_modules={json.dumps(targets)}: expected a list of some of {', '.join(TARGETS)}, which "
             "are then adapted in every layer"
@@ -77,16 +81,14 @@ def read_shape(folder: Path) -> tuple[LoraShape, str | None]:
 
 def load_adapter(decoder: Decoder, folder: Path) -> None:
     """Copy the stored A and B into the decoder's adapters; each must be there once, finite and of its shape."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     path = folder / TENSORS
     if not path.is_file():
         raise MantissaError(f"{folder}: no {TENSORS}; expected an adapter in peft's format, stored as safetensors")
-    try:
+    check_digests(folder)
+    with boundary(path, "truncated or damaged; fetch the file again"):
         stored = load_file(path)
-    except SafetensorError as error:
-        raise MantissaError(f"{path}: truncated or damaged ({error}); fetch the file again") from error
     wanted = {_peft_name(name): parameter for name, parameter in adapter_parameters(decoder).items()}
     if stored.keys() != wanted.keys():
         missing, odd = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
@@ -104,17 +106,13 @@ def _copy(path: Path, name: str, stored: Tensor, parameter: Tensor) -> None:
         )
     if stored.dtype not in _STORED:
         raise MantissaError(f"{path}: tensor {name} is {stored.dtype}; expected float32, bfloat16 or float16")
-    if not bool(torch.isfinite(stored).all()):
-        raise MantissaError(f"{path}: tensor {name} holds values that are not finite; this adapter is broken")
+    require_finite(f"{path}: tensor {name}", stored)
     with torch.no_grad():
         parameter.copy_(stored)
 
 
 def save_adapter(decoder: Decoder, folder: Path, base: str) -> None:
     """Write the decoder's adapters as an atomic folder; ``base`` names the model they belong to, a path or hub name."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     shape = decoder.lora
     assert shape is not None, "the decoder has no adapters"
     tensors = {_peft_name(n): p.detach().cpu().contiguous() for n, p in adapter_parameters(decoder).items()}
@@ -123,11 +121,9 @@ def save_adapter(decoder: Decoder, folder: Path, base: str) -> None:
         try:
             temporary.mkdir(parents=True)
             (temporary / CONFIG).write_text(json.dumps(_fields(shape, base), indent=2, sort_keys=True) + "\n")
-            save_file(tensors, str(temporary / TENSORS), metadata={"format": "pt"})
-            give_usual_mode(temporary / TENSORS)
+            digest = write_tensors(temporary / TENSORS, tensors, {"format": "pt"})
+            write_digests(temporary, {TENSORS: digest})
             replace_directory(temporary, folder)
-        except SafetensorError as error:  # how the library reports a full disk
-            raise MantissaError(f"cannot write {folder}: {error}; free some space") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 

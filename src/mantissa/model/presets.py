@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from mantissa.bounds import MOST_LAYERS
+from mantissa.config_base import Config
 from mantissa.errors import MantissaError
 from mantissa.model.config import ModelConfig
 
 
-class FreshModelConfig(BaseModel):
+class FreshModelConfig(Config):
     """The shape of a policy that starts from random weights. Its vocabulary comes from the tokenizer it is given.
 
     The default has 0.8 million parameters beside its embedding and trains in minutes on four cores.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     family: Literal["llama", "qwen3"] = Field(
         "qwen3",
@@ -24,7 +24,7 @@ class FreshModelConfig(BaseModel):
         "is not offered: transformers 5 replaces the tokenizer of any folder that says qwen2 by Qwen's own",
     )
     hidden_size: int = Field(128, ge=1, description="features of the residual stream")
-    layers: int = Field(4, ge=1, description="attention and feed-forward blocks")
+    layers: int = Field(4, ge=1, le=MOST_LAYERS, description="attention and feed-forward blocks")
     heads: int = Field(4, ge=1, description="query heads")
     kv_heads: int = Field(2, ge=1, description="key/value heads; heads must be a multiple of it")
     head_dim: int = Field(32, ge=2, description="features of one head; even, because rotary positions turn pairs")

@@ -15,15 +15,18 @@ spells everything. Both read ``<eos>`` in a text as five characters, so a text c
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mantissa.bounds import LARGEST_SIZE, boundary, number, time_limit
 from mantissa.errors import MantissaError
 from mantissa.files import write_atomically
 from mantissa.model.gguf_model import gguf_tokenizer
 from mantissa.model.hub import find_model, read_json
 
+_TEMPLATE_S = 2.0  # for one chat template with one prompt; a millisecond is usual
 PAD, EOS = "<pad>", "<eos>"
 Message = Mapping[str, str]
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class: its name before and since 5.0
@@ -44,7 +47,8 @@ class Tokenizer:
         self.eos_ids: tuple[int, ...] = _eos_ids(backend, self.generation)
         self.vocab_size: int = max(backend.get_vocab().values()) + 1
         declared = (backend.pad_token_id, self.generation.get("pad_token_id"), self.eos_ids[0])
-        self.pad_id: int = next(i for i in declared if i is not None)  # padding is masked: any valid id will do
+        usable = (int(i) for i in declared if i is not None and number(i, 0, self.vocab_size - 1, whole=True))
+        self.pad_id: int = next(usable)  # padding is masked: any valid id will do
         self._prefix = _prefix(backend)
         self._alphabet = _alphabet(backend)
         self._lost = _lost_bytes(backend)
@@ -64,7 +68,8 @@ class Tokenizer:
                 f"tokenizer: {text[:60]!r} holds the bytes {bytes(sorted(lost))!r}, for which this vocabulary has no "
                 "token and which it would drop unseen; take the characters out of the text"
             )
-        return list(self.backend(text, add_special_tokens=False, verbose=False).input_ids)
+        with boundary("tokenizer", "it cannot encode this text; check or fetch its files again"):
+            return list(self.backend(text, add_special_tokens=False, verbose=False).input_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; special tokens are skipped. Bytes that are not UTF-8 become U+FFFD."""
@@ -89,14 +94,11 @@ class Tokenizer:
                 "tokenizer: the prompt is a list of chat messages but this tokenizer has no chat template; "
                 "give the prompts as plain strings, or use an instruct model's tokenizer"
             )
-        from jinja2 import TemplateError
-
         messages = [dict(message) for message in prompt]
-        try:
-            ids = self.backend.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        except TemplateError as error:
-            raise MantissaError(f"tokenizer: its chat template refuses these messages: {error}") from error
-        return list(ids)
+        with boundary("tokenizer: its chat template refuses these messages", "mend the template or the messages"):
+            with time_limit(_TEMPLATE_S):
+                text = self.backend.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return list(self.backend(text, add_special_tokens=False, verbose=False).input_ids)
 
     def require_fit(self, embeddings: int) -> None:
         """``MantissaError`` unless every id of this tokenizer has a row in a table of ``embeddings`` rows."""
@@ -138,10 +140,15 @@ def load_tokenizer(name_or_path: str | Path, embeddings: int | None = None) -> T
     settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    tokenizer = Tokenizer(_load_backend(folder, settings), generation)
+    with boundary(f"{folder}: cannot load the tokenizer", "check or fetch its files again"):
+        backend = _load_backend(folder, settings)
+        _check_templates(backend)
+        tokenizer = Tokenizer(backend, generation)
     if embeddings is None and (folder / "config.json").is_file():
         embeddings = read_json(folder / "config.json").get("vocab_size")
     if embeddings is not None:
+        if not number(embeddings, 1, LARGEST_SIZE, whole=True):
+            raise MantissaError(f"{folder}/config.json: vocab_size={embeddings!r}: expected a whole number")
         tokenizer.require_fit(embeddings)
     return tokenizer
 
@@ -206,19 +213,26 @@ def _load_backend(folder: Path, settings: Mapping[str, Any]) -> Any:
     # config.json says qwen2, with another way to split text (transformers 5).
     generic = settings.get("tokenizer_class") in _GENERIC_CLASSES and (folder / "tokenizer.json").is_file()
     loader = PreTrainedTokenizerFast if generic else AutoTokenizer
-    try:
-        return loader.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # foreign code: the tokenizers library raises bare Exception for a malformed file
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise MantissaError(f"{folder}: cannot load the tokenizer: {reason}; check or fetch its files again") from error
+    return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+def _check_templates(backend: Any) -> None:
+    """Refuse a power in a chat template: jinja works constants out when it compiles, and nothing can interrupt that."""
+    from jinja2 import Environment, nodes
+
+    templates = backend.chat_template or {}
+    for template in templates.values() if isinstance(templates, dict) else (templates,):
+        plain = re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", template)  # transformers' own tag
+        if next(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain).find_all(nodes.Pow), None):
+            raise MantissaError("its chat template computes a power, which no prompt needs")
 
 
 def _eos_ids(backend: Any, generation: Mapping[str, Any]) -> tuple[int, ...]:
     declared = generation.get("eos_token_id")
     extra = declared if isinstance(declared, list) else [declared]
-    ids = dict.fromkeys(i for i in (backend.eos_token_id, *extra) if i is not None)
+    ids = [i for i in (backend.eos_token_id, *extra) if i is not None]
     known = set(backend.get_vocab().values())
-    for unknown in (i for i in ids if i not in known):
+    for unknown in (i for i in ids if not number(i, 0, whole=True) or i not in known):
         raise MantissaError(
             f"generation_config.json: eos_token_id {unknown!r} is no id of this tokenizer; fetch both files again"
         )
@@ -227,7 +241,7 @@ def _eos_ids(backend: Any, generation: Mapping[str, Any]) -> tuple[int, ...]:
             "tokenizer: no end-of-sequence token in tokenizer_config.json or generation_config.json, so no response "
             "could end; set eos_token in tokenizer_config.json"
         )
-    return tuple(ids)
+    return tuple(dict.fromkeys(ids))
 
 
 def _prefix(backend: Any) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mantissa.bounds import LARGEST_SIZE, number
 from mantissa.errors import MantissaError, nearest
 from mantissa.precision.formats import NumberFormat, format_named
 from mantissa.precision.fp8 import Fp8Policy
@@ -103,7 +104,7 @@ class PrecisionPolicy:
             object.__setattr__(self, "fp8", Fp8Policy())
 
     def _check_exact(self) -> None:
-        if self.check_every is not None and (not isinstance(self.check_every, int) or self.check_every < 1):
+        if self.check_every is not None and not number(self.check_every, 1, LARGEST_SIZE, whole=True):
             raise MantissaError(f"precision.check_every={self.check_every!r}: expected a number of steps, 1 or more")
         if self.kernels == "fast":
             for name in ("on_mismatch", "check_every"):
@@ -127,6 +128,10 @@ class PrecisionPolicy:
         """Build a policy from a preset's name, or from fields with an optional ``preset`` that they override."""
         if isinstance(value, str):
             value = {"preset": value}
+        if not isinstance(value, Mapping):
+            raise MantissaError(
+                f"precision={value!r}: expected a preset's name, one of {', '.join(PRESETS)}, or fields"
+            )
         fields = dict(value)
         base = _preset(fields.pop("preset", "fp32"))
         known = _check_keys("precision", fields, cls, "preset")

@@ -124,15 +124,15 @@ class FrozenBase:
         """Put the base back that a checkpoint's adapters were trained on; ``MantissaError`` where it is another one."""
         if self._model.lora is None:
             return
-        if self._own:
-            saved = load_model(self._run.base_path)
-            load_weights(base_parameters(self._model), base_parameters(saved))
-        if self.state()["base"] != state.get("base"):
+        saved = load_model(self._run.base_path) if self._own else self._model
+        if base_digest(saved) != state.get("base"):
             where = self._run.base_path if self._own else f"model.path={self._source.path}"
             raise MantissaError(
                 f"{where} is not the base that this run's adapters were trained on: its weights differ; put the "
                 "original back to resume, or start a new run"
             )
+        if self._own:
+            load_weights(base_parameters(self._model), base_parameters(saved))
 
     def export(self) -> None:
         """Write the adapters in peft's format, naming their base."""

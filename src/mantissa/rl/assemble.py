@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mantissa.bounds import require_memory
 from mantissa.errors import MantissaError
 from mantissa.kernels import (
     ExactPlan,
@@ -38,8 +39,11 @@ from mantissa.rl.sampling import Sampler
 from mantissa.rl.seeds import generator
 from mantissa.rl.team import ALONE, Team, world_size
 from mantissa.rollout import VllmEngine, require_vllm
-from mantissa.tasks import Grader, Problem, Task, build_task
+from mantissa.tasks import DatasetConfig, Grader, Problem, Task, build_task
 from mantissa.training import LossScaler
+
+_BYTES_A_WEIGHT = 10  # fp32, its gradient, and two moments of 8 bits
+_BYTES_A_COMPLETION, _BYTES_A_PROBLEM = 1000, 500  # objects in Python, without their text and tokens
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,16 @@ def exact_twin(
     return ExactTwin(kernels, f"{exact.rollout.kernels} kernels in {exact.rollout.name}", every, evidence)
 
 
+def _check_bill(config: RunConfig) -> None:
+    """Refuse now what would fill the memory of this machine, by the least that it could take."""
+    rollout, task = config.rollout, config.task
+    what = f"rollout.prompts={rollout.prompts:,} with samples={rollout.samples:,} completions each"
+    require_memory(rollout.prompts * rollout.samples * _BYTES_A_COMPLETION, what, "lower one of them")
+    if not isinstance(task, DatasetConfig):
+        problems = sum(task.sizes.values())
+        require_memory(problems * _BYTES_A_PROBLEM, f"task: {problems:,} problems", "lower its sizes")
+
+
 def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, Tokenizer]:
     """The policy's fp32 masters, adapters attached where the recipe asks for them, and its tokenizer."""
     if source.path is not None:
@@ -197,7 +211,10 @@ def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, To
         tokenizer = character_tokenizer(task.alphabet)
     else:
         tokenizer = byte_tokenizer()
-    model = Decoder(source.fresh.model(tokenizer.vocab_size)).initialize(generator(seed, "weights"))
+    shape = source.fresh.model(tokenizer.vocab_size)
+    what = f"model.fresh: {shape.parameters:,} parameters with gradients and moments"
+    require_memory(_BYTES_A_WEIGHT * shape.parameters, what, "make it smaller")
+    model = Decoder(shape).initialize(generator(seed, "weights"))
     if source.lora is not None:
         attach(model, source.lora.shape(), generator(seed, "lora"))
     return model, tokenizer
@@ -242,6 +259,7 @@ def _most_tokens(problem: Problem) -> int:
 def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     """Build every part; nothing is written yet, so a mistake in the recipe leaves no folder behind."""
     device = choose_device(config.device)
+    _check_bill(config)
     be_deterministic(device)
     precision = resolve(config.policy, device, reference=config.algorithm.reference is not None)
     vllm = config.rollout.engine == "vllm"
@@ -251,6 +269,9 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
         precision = on_vllm(precision)
     task = build_task(config.task, config.seed)
     model, tokenizer = load_policy(config.model, task, config.seed)
+    shape, slots = model.config, config.rollout.slots
+    row = 4 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim  # one position, two bytes a value
+    require_memory(slots * row, f"rollout.slots={slots:,}", "lower it")
     model = team.prepare(model, device)
     if config.policy.fp8 is not None:
         config.policy.fp8.check(model.projections)

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mantissa.bounds import boundary, count
+from mantissa.bounds import number as is_number
+from mantissa.errors import MantissaError
 from mantissa.rl.config_rollout import RolloutConfig
 from mantissa.rl.dynamic import Fate, chosen, dynamic_metrics, fate
 from mantissa.rl.overlong import overlong_penalty, shaped
@@ -200,26 +203,56 @@ def pack(batches: Sequence[Batch]) -> tuple[dict[str, Tensor], list[dict[str, An
 
 
 def unpack(
-    tensors: Mapping[str, Tensor], plain: Sequence[dict[str, Any]], problems: Sequence[Problem], sampler: Sampler
+    tensors: Mapping[str, Tensor],
+    plain: Sequence[dict[str, Any]],
+    problems: Sequence[Problem],
+    sampler: Sampler,
+    embeddings: int,
 ) -> list[Batch]:
-    """The batches that ``pack`` was given; prompts and texts are made again by the sampler's tokenizer."""
-    batches = []
-    for state in plain:
-        tokens, lengths, logp = (tensors[f"ahead/{state['step']}/{name}"] for name in ("tokens", "lengths", "logp"))
-        parts, reasons = lengths.tolist(), state["finish_reasons"]
-        flat = [
-            Completion(tuple(part.tolist()), logp_T.clone(), reason, state["version"])
-            for part, logp_T, reason in zip(tokens.split(parts), logp.split(parts), reasons, strict=True)
-        ]
-        indices, size = state["indices"], len(flat) // len(state["indices"])
-        sampled = Sampled(
-            [problems[index] for index in indices],
-            [sampler.encode(problems[index]) for index in indices],
-            [flat[start : start + size] for start in range(0, len(flat), size)],
-            [sampler.tokenizer.decode(completion.tokens) for completion in flat],
+    """The batches that ``pack`` was given; prompts and texts are made again by the sampler's tokenizer.
+
+    ``embeddings``: the model's vocabulary. ``MantissaError`` where they are not such batches.
+    """
+    with boundary("checkpoint's batches of later steps", "they are damaged"):
+        return [_unpacked(tensors, state, problems, sampler, embeddings) for state in plain]
+
+
+def _unpacked(
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    problems: Sequence[Problem],
+    sampler: Sampler,
+    embeddings: int,
+) -> Batch:
+    step, version, position = (count(state[name], name) for name in ("step", "version", "position"))
+    tokens, lengths, logp = (tensors[f"ahead/{step}/{name}"] for name in ("tokens", "lengths", "logp"))
+    indices, reasons = state["indices"], state["finish_reasons"]
+    checks = {
+        "tokens": tokens.dtype == torch.int64 and bool(((tokens >= 0) & (tokens < embeddings)).all()),
+        "lengths": lengths.dtype == torch.int64 and bool((lengths >= 1).all()) and int(lengths.sum()) == len(tokens),
+        "logp": logp.dtype == torch.float32 and logp.shape == tokens.shape,
+        "indices": all(is_number(index, 0, len(problems) - 1, whole=True) for index in indices),
+        "groups": len(indices) > 0 and len(lengths) % len(indices) == 0,
+        "finish_reasons": len(reasons) == len(lengths) and set(reasons) <= {"stop", "length"},
+        "rewards": len(state["rewards"]) == len(lengths)
+        and all(is_number(each[0], -math.inf, math.inf) for each in state["rewards"]),
+        "metrics": all(isinstance(value, (int, float)) for value in state["metrics"].values()),
+    }
+    wrong = next((name for name, good in checks.items() if not good), None)
+    if wrong is not None:
+        raise MantissaError(f"checkpoint's batch of step {step} has wrong {wrong}; it is damaged")
+    flat = [
+        Completion(tuple(part.tolist()), logp_T.clone(), reason, version)
+        for part, logp_T, reason in zip(
+            tokens.split(lengths.tolist()), logp.split(lengths.tolist()), reasons, strict=True
         )
-        rewards = [Reward(*reward) for reward in state["rewards"]]
-        batches.append(
-            Batch(state["step"], state["version"], state["position"], indices, sampled, rewards, state["metrics"], {})
-        )
-    return batches
+    ]
+    size = len(flat) // len(indices)
+    sampled = Sampled(
+        [problems[index] for index in indices],
+        [sampler.encode(problems[index]) for index in indices],
+        [flat[start : start + size] for start in range(0, len(flat), size)],
+        [sampler.tokenizer.decode(completion.tokens) for completion in flat],
+    )
+    rewards = [Reward(*reward) for reward in state["rewards"]]
+    return Batch(step, version, position, indices, sampled, rewards, state["metrics"], {})

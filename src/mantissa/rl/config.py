@@ -18,10 +18,11 @@ from mantissa.algorithms import (
     PolicyLoss,
     PPOClipConfig,
 )
+from mantissa.bounds import LARGEST_SEED
+from mantissa.config_base import Config
 from mantissa.errors import MantissaError
 from mantissa.model import FreshModelConfig, LoraConfig
 from mantissa.precision import NumberFormat, PrecisionPolicy
-from mantissa.rl.config_base import Config
 from mantissa.rl.config_checks import check_together
 from mantissa.rl.config_rollout import RolloutConfig
 from mantissa.tasks import TaskConfig
@@ -197,17 +198,22 @@ class AlgorithmConfig(Config):
         return self
 
 
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Config):
     """AdamW on fp32 masters."""
 
     lr: float = Field(gt=0, description="Learning rate after the warm-up.")
     warmup: int = Field(0, ge=0, description="Updates over which the rate rises linearly.")
     decay: Literal["none", "linear"] = Field("none", description="linear: the rate falls to zero at the last step.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="Adam's decay rates.")
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.999), description="Adam's decay rates, 0 or more and below 1.")
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon, in fp32 (1e-8 is 0 in fp16).")
     moments: Moments = Field("fp32", description="8bit: in blocks of 256, by torchao; small tensors stay fp32.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled decay of matrices; norms and biases have none.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Clip bound on the unscaled gradient; .inf never clips.")
+    max_grad_norm: float = Field(
+        1.0, gt=0, allow_inf_nan=True, description="Clip bound on the unscaled gradient; .inf never clips."
+    )
     updates_per_batch: int = Field(1, ge=1, description="Optimiser steps on each batch; 1 is on-policy.")
     micro_batch_tokens: int = Field(
         16384, ge=1, description="Padded tokens a forward holds; memory only, the gradient does not depend on it."
@@ -266,7 +272,7 @@ class GradingConfig(Config):
         description="Wall clock for one sample, which loses its reward beyond it; also for one call of a batched "
         "function, whose samples are then graded one by one.",
     )
-    workers: int = Field(2, ge=1, description="Processes for verifiers that may hang.")
+    workers: int = Field(2, ge=1, le=4096, description="Processes for verifiers that may hang.")
     memory_gib: float = Field(4.0, gt=0, description="Address space of each of these processes.")
 
 
@@ -274,12 +280,15 @@ class RunConfig(Config):
     """A whole run."""
 
     name: str = Field("run", min_length=1, description="Names the run's folder.")
-    seed: int = Field(0, ge=0, description="Every random draw is a function of this and a position.")
+    seed: int = Field(0, ge=0, le=LARGEST_SEED, description="Every random draw is a function of this and a position.")
     steps: int = Field(ge=1, description="RL steps.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one.")
     run_dir: str | None = Field(None, description="The run's folder; runs/<name>-<time> where not given.")
     nproc: int = Field(
-        1, ge=1, description="Processes, one a GPU; mantissa train starts them, under torchrun it is their number."
+        1,
+        ge=1,
+        le=4096,
+        description="Processes, one a GPU; mantissa train starts them, under torchrun it is their number.",
     )
     parallel: Literal["ddp", "fsdp2"] | None = Field(
         None, description="ddp (what null stands for): every process holds the learner; fsdp2: each holds a slice."

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from mantissa.rl.config_base import Config
+from mantissa.config_base import Config
 
 
 class DynamicConfig(Config):
@@ -34,7 +34,7 @@ class OverlongConfig(Config):
     """
 
     buffer: int = Field(ge=1, description="Tokens before rollout.max_tokens over which the penalty grows.")
-    factor: float = Field(1.0, gt=0, allow_inf_nan=False, description="The penalty of a response of max_tokens tokens.")
+    factor: float = Field(1.0, gt=0, description="The penalty of a response of max_tokens tokens.")
 
 
 class VllmConfig(Config):

@@ -7,6 +7,9 @@ seed and the position, so they come out the same, bit for bit.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 
 from mantissa.algorithms import values
+from mantissa.bounds import boundary, count, number
 from mantissa.errors import MantissaError
 from mantissa.mismatch import gap_metrics
 from mantissa.model import save_model
@@ -33,6 +37,7 @@ from mantissa.runs.live import Live
 from mantissa.runs.metrics import undeclared
 from mantissa.runs.trackers import Trackers
 from mantissa.tasks import Problem
+from mantissa.tensors import check_tensors
 from mantissa.training import Checkpoint, load_checkpoint, load_weights, save_checkpoint, saved_steps
 
 _PROBE_EVERY = 10  # steps between measurements of flushed gradients: each costs a forward and backward of 8 completions
@@ -150,23 +155,48 @@ class Loop:
 
     def _restore(self, step: int) -> int:
         checkpoint = load_checkpoint(self._checkpoints, step)
-        self.base.restore(checkpoint.state)
-        load_weights(self.learner.trained, checkpoint.policy)
-        self.learner.step.load_state_dict(checkpoint.state["step"])
-        self.learner.step.load_optimizer_tensors(checkpoint.optimizer)
-        self.learner.load_beside(checkpoint)
-        if self.reference is not None:
-            weights = checkpoint.part("reference")
-            self.reference.load(checkpoint.state["reference"], weights)
-        if self.exactness is not None and "exact" in checkpoint.state:
-            self.exactness.use(checkpoint.state["exact"])
-        self.kept = list(checkpoint.state["kept"])
-        self.position = checkpoint.state.get("position", checkpoint.step * self.config.rollout.prompts)
-        ahead = checkpoint.more.get("ahead", {})
-        self.ahead = unpack(ahead, checkpoint.state.get("ahead", ()), self.train, self.sampler)
+        with boundary(
+            f"checkpoint step-{step}", "it is damaged, or of another run; delete it to go on from an earlier"
+        ):
+            self._take(checkpoint)
         self.run.rewind(checkpoint.step)
         self.live.note(f"resumed after step {checkpoint.step}")
+        if not checkpoint.checked:
+            self.live.note(f"checkpoint step-{step} was written without digests: its files are taken as they are")
         return checkpoint.step
+
+    def _take(self, checkpoint: Checkpoint) -> None:
+        """Put a checkpoint back. Plain values first, then what has a check of its own: nothing is half put back."""
+        state, problems = checkpoint.state, len(self.train)
+        if state.get("fingerprint", self._fingerprint) != self._fingerprint:
+            raise MantissaError(
+                f"checkpoint step-{checkpoint.step} is of a run with another model, task or seed; put this run's back"
+            )
+        kept, position = state["kept"], state.get("position", checkpoint.step * self.config.rollout.prompts)
+        if not kept or not all(number(index, 0, problems - 1, whole=True) for index in kept):
+            raise MantissaError(f"checkpoint's kept prompts are not all among the task's {problems}; it is damaged")
+        self.position, self.kept = count(position, "checkpoint's position"), list(kept)
+        ahead = checkpoint.more.get("ahead", {})
+        self.ahead = unpack(ahead, state.get("ahead", ()), self.train, self.sampler, self.parts.model.config.vocab_size)
+        check_tensors(self.learner.trained, checkpoint.policy, "checkpoint")
+        if self.exactness is not None and "exact" in state:
+            self.exactness.use(state["exact"])
+        self.base.restore(state)
+        self.learner.step.load_optimizer_tensors(checkpoint.optimizer)
+        self.learner.step.load_state_dict(state["step"])
+        self.learner.load_beside(checkpoint)
+        if self.reference is not None:
+            self.reference.load(state["reference"], checkpoint.part("reference"))
+        load_weights(self.learner.trained, checkpoint.policy)
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
+        """SHA-256 of what a checkpoint belongs to: the recipe's model, task and seed, and the training problems."""
+        chosen = self.config.model_dump(mode="json", include={"model", "task", "seed"}, exclude_defaults=True)
+        digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode())
+        for problem in self.train:
+            digest.update(f"{problem.id}\0{problem.answer}\0".encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
 
     def _save(self, step: int) -> None:
         self.team.check_alike(self.learner.trained)
@@ -175,6 +205,7 @@ class Loop:
         if not self.team.first:
             return
         state = {"step": self.learner.step.state_dict(), "kept": self.kept, "position": self.position}
+        state["fingerprint"] = self._fingerprint
         state |= self.base.state()
         if self.exactness is not None and self.exactness.replans:
             state["exact"] = self.exactness.kernels[0].plan.way

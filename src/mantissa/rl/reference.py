@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mantissa.bounds import count
 from mantissa.kernels import Kernels
 from mantissa.model import CopiedPolicy, ModelConfig
 from mantissa.rl.experience import Sequences
@@ -91,6 +92,7 @@ class Reference:
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """The inverse of ``state_dict`` and ``weights``, bit for bit."""
+        version, refreshes = (count(state[name], f"reference's {name}") for name in ("version", "refreshes"))
         self._copies.make_room(tensors)
         load_weights(self.weights, tensors)
-        self.version, self.refreshes = int(state["version"]), int(state["refreshes"])
+        self.version, self.refreshes = version, refreshes

@@ -28,6 +28,7 @@ from mantissa.model.config_file import config_fields
 from mantissa.precision import E4M3, Fp8Policy, NumberFormat
 from mantissa.rollout.vllm_fp8 import check_device, check_layers, coded, file_name, quantization_config
 from mantissa.rollout.vllm_worker import EXTENSION, FP8_CACHE, FP8_PRODUCTS, digest
+from mantissa.tensors import write_tensors
 
 _CACHE_BYTES = 4 << 30  # of keys and values at most, but for one longest sequence; sequences beyond that wait
 _BLOCK = 128  # tokens of one block of vLLM's cache on a CPU; 16 on a GPU
@@ -228,19 +229,13 @@ class WeightFolder:
 
     def write(self, copies: Mapping[str, Tensor]) -> dict[str, str]:
         """Write what is to be loaded; returns the digest of each tensor by name."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
         dtype = self.start.format.dtype
         tensors = {file_name(name): _for_file(name, copy, dtype) for name, copy in copies.items()}
         if self.start.config.tie_word_embeddings:
-            tensors[_HEAD] = tensors[_EMBEDDING].clone()  # a file may not hold one tensor under two names
+            tensors[_HEAD] = tensors[_EMBEDDING]
         path = self.path / "model.safetensors"
-        try:
-            with disk_errors(path):
-                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(path), {"format": "pt"})
-        except SafetensorError as error:  # how the library reports a full disk
-            raise MantissaError(f"cannot write {path}: {error}; free some space or choose another folder") from error
+        with disk_errors(path):
+            write_tensors(path, tensors, {"format": "pt"})
         return {name: digest(tensor) for name, tensor in tensors.items()}
 
 

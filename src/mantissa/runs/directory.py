@@ -29,8 +29,9 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 import yaml
 
+from mantissa.bounds import boundary
 from mantissa.errors import MantissaError
-from mantissa.files import atomic_file, disk_errors, remove_leftovers, write_atomically
+from mantissa.files import atomic_file, disk_errors, numbered, remove_leftovers, write_atomically
 from mantissa.jsonl import JsonLines, Row
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ class RunDirectory:
     def create(cls, path: Path | str, config: Mapping[str, Any], environment: Mapping[str, Any]) -> Self:
         """Make a new run, locked for this process. Refuses a folder that already holds anything."""
         run = cls(path)
-        run._refuse_unless_free()
-        with disk_errors(run.path):
+        with boundary(f"run_dir {path}", "choose another folder"), disk_errors(run.path):
+            run._refuse_unless_free()
             run.path.mkdir(parents=True, exist_ok=True)
         run._take_lock()
         try:
@@ -85,7 +86,9 @@ class RunDirectory:
     def open(cls, path: Path | str, *, write: bool = False) -> Self:
         """Open an existing run; ``write=True`` takes the lock and sweeps what a killed writer left half done."""
         run = cls(path)
-        if not run.path.exists():
+        with boundary("run", "expected the folder that mantissa train made"):
+            there = run.path.exists()
+        if not there:
             raise MantissaError(f"{path}: no such folder; expected a run that mantissa train made")
         if not (run.path / "config.yaml").is_file():
             raise MantissaError(f"{path} is not a run: it has no config.yaml; give the folder that mantissa train made")
@@ -112,11 +115,8 @@ class RunDirectory:
     @property
     def config(self) -> dict[str, Any]:
         """The resolved recipe, as plain values."""
-        text = (self.path / "config.yaml").read_text()
-        try:
-            config = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise MantissaError(f"{self.path}/config.yaml is not YAML ({' '.join(str(error).split())})") from None
+        with boundary(f"{self.path}/config.yaml is not YAML", "restore it"):
+            config = yaml.safe_load((self.path / "config.yaml").read_text())
         if not isinstance(config, dict):
             raise MantissaError(f"{self.path}/config.yaml: expected keys and values, got {type(config).__name__}")
         return config
@@ -127,10 +127,8 @@ class RunDirectory:
         path = self.path / "environment.json"
         if not path.is_file():
             return {}
-        try:
+        with boundary(f"{path} is not JSON", "restore or delete it"):
             environment = json.loads(path.read_text())
-        except ValueError as error:
-            raise MantissaError(f"{path} is not JSON ({error}); restore or delete it") from None
         if not isinstance(environment, dict):
             raise MantissaError(f"{path}: expected keys and values, got {type(environment).__name__}; restore it")
         return environment
@@ -210,10 +208,8 @@ class RunDirectory:
             kept = self.rollout_steps()
             what = f"steps {kept[0]} to {kept[-1]} have them" if kept else "this run kept none"
             raise MantissaError(f"{path}: no rollouts of step {step}; {what}")
-        try:
+        with boundary(f"{path}: not a whole parquet file", "delete it"):
             rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
-        except pyarrow.ArrowInvalid as error:
-            raise MantissaError(f"{path}: not a whole parquet file ({str(error).splitlines()[0]}); delete it") from None
         return rows
 
     def rewind(self, step: int) -> None:
@@ -230,14 +226,14 @@ class RunDirectory:
 
     def rollout_steps(self) -> list[int]:
         """The steps whose completions were kept, in order."""
-        return _steps(self.path / "rollouts", r"step-(\d+)\.parquet")
+        return numbered(self.path / "rollouts", suffix=".parquet")
 
     def checkpoint_path(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step}"
 
     def checkpoint_steps(self) -> list[int]:
         """The steps with a checkpoint, in order. Unfinished ones have other names and are not among them."""
-        return _steps(self.path / "checkpoints", r"step-(\d+)")
+        return numbered(self.path / "checkpoints")
 
     @property
     def policy_path(self) -> Path:
@@ -359,12 +355,6 @@ def rollout_schema() -> pyarrow.Schema:
             ("learner_logp", pa.list_(pa.float32())),
         ]
     )
-
-
-def _steps(folder: Path, pattern: str) -> list[int]:
-    if not folder.is_dir():
-        return []
-    return sorted(int(m.group(1)) for m in (re.fullmatch(pattern, p.name) for p in folder.iterdir()) if m)
 
 
 def _has_files(folder: Path) -> bool:

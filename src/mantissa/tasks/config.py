@@ -11,9 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -21,14 +19,11 @@ from pydantic import (
     model_validator,
 )
 
+from mantissa.config_base import Config
 from mantissa.tasks.types import SplitName
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class _GeneratedConfig(_Config):
+class _GeneratedConfig(Config):
     train_size: int = Field(4096, ge=1, description="Number of distinct training problems.")
     heldout_size: int = Field(256, ge=0, description="Number of held-out problems, for evaluation only.")
     warm_start_size: int = Field(
@@ -41,7 +36,7 @@ class _GeneratedConfig(_Config):
         return {"train": self.train_size, "heldout": self.heldout_size, "warm_start": self.warm_start_size}
 
 
-class RewardTerm(_Config):
+class RewardTerm(Config):
     """One summand of the reward: a function by its import path, or a verifier by its name; exactly one of the two."""
 
     function: str | None = Field(
@@ -52,7 +47,7 @@ class RewardTerm(_Config):
     verifier: Literal["task", "exact", "math_verify", "dapo", "dapo_strict", "code"] | None = Field(
         None, description="task is the task's own."
     )
-    weight: float = Field(1.0, allow_inf_nan=False, description="Factor in the sum; 0 only logs the term.")
+    weight: float = Field(1.0, description="Factor in the sum; 0 only logs the term.")
     name: str | None = Field(
         None, pattern=r"^[A-Za-z0-9_.-]+$", description="Names the term in the log; its function's or verifier's name."
     )
@@ -62,7 +57,7 @@ class RewardTerm(_Config):
         "verifier decides, or else the first function.",
     )
     correct_at: float | None = Field(
-        None, allow_inf_nan=False, description="A function's number means correct from here on; 1 where not given."
+        None, description="A function's number means correct from here on; 1 where not given."
     )
     batch_size: int | None = Field(
         None, ge=2, description="Samples in a call of a batched function; 64 where not given."
@@ -217,7 +212,7 @@ def _one_or_many(value: Any) -> Any:
 _Files = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
 
 
-class DatasetConfig(_Config):
+class DatasetConfig(Config):
     """Problems from jsonl or parquet files, in the plain or the DAPO schema."""
 
     kind: Literal["dataset"]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mantissa.bounds import boundary
 from mantissa.errors import MantissaError
 from mantissa.tasks.answers import normalize_answer
 from mantissa.tasks.rows import BadRow, Row, Schema, read_rows
@@ -75,7 +76,9 @@ def _read(
     keys: dict[object, str] = {}  # prompt as read -> its key: repeated rows, the most of a large file, cost a look-up
     bad_rows: list[BadRow] = []
     rows = conflicting = 0
-    for path in (Path(f).expanduser() for f in files):
+    with boundary("dataset", "expected the path of a .jsonl or .parquet file"):
+        paths = [Path(f).expanduser() for f in files]
+    for path in paths:
         for row in read_rows(path, schema):
             rows += 1
             if isinstance(row, BadRow):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mantissa.bounds import boundary, regular_file, said
 from mantissa.errors import MantissaError
 from mantissa.tasks.types import Message
 
@@ -67,7 +68,9 @@ def read_rows(path: Path, schema: Schema | None = None) -> Iterator[Row | BadRow
     Raises ``MantissaError`` for a missing file, an unknown extension, a file that is not what its extension says, and
     columns of neither schema.
     """
-    if not path.is_file():
+    with boundary(f"dataset {path}", "expected a .jsonl or .parquet file"):
+        there = regular_file(path)
+    if not there:
         what = "a folder" if path.is_dir() else "not there"
         raise MantissaError(f"dataset {path} is {what}: expected a .jsonl or .parquet file")
     if path.suffix == ".parquet":
@@ -84,18 +87,18 @@ def _read_parquet(path: Path, schema: Schema | None) -> Iterator[Row | BadRow]:
     import pyarrow
     import pyarrow.parquet
 
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            schema = _schema_of(columns, schema, path)
-            used = [c for c in _COLUMNS if c in columns]
-            number = 0
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=used):
-                for raw in batch.to_pylist():
-                    number += 1
-                    yield _row_or_report(raw, schema, path, number)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise MantissaError(f"dataset {path}: not a readable parquet file ({' '.join(str(error).split())})") from None
+    with (
+        boundary(f"dataset {path}: not a readable parquet file", "write the file again"),
+        pyarrow.parquet.ParquetFile(path) as file,
+    ):
+        columns = file.schema_arrow.names
+        schema = _schema_of(columns, schema, path)
+        used = [c for c in _COLUMNS if c in columns]
+        number = 0
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=used):
+            for raw in batch.to_pylist():
+                number += 1
+                yield _row_or_report(raw, schema, path, number)
 
 
 def _read_jsonl(path: Path, schema: Schema | None) -> Iterator[Row | BadRow]:
@@ -105,8 +108,8 @@ def _read_jsonl(path: Path, schema: Schema | None) -> Iterator[Row | BadRow]:
                 continue
             try:
                 raw = json.loads(line)
-            except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-                yield BadRow(str(path), number, f"not JSON ({error})")
+            except (ValueError, RecursionError) as error:
+                yield BadRow(str(path), number, f"not JSON ({said(error)})")
                 continue
             if not isinstance(raw, dict):
                 yield BadRow(str(path), number, f"expected a JSON object, found {type(raw).__name__}")
@@ -143,6 +146,8 @@ def _row_or_report(raw: Mapping[str, Any], schema: Schema, path: Path, number: i
         return _plain_row(raw, path, number) if schema == "plain" else _dapo_row(raw, path, number)
     except _UnreadableError as error:
         return BadRow(str(path), number, str(error))
+    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        return BadRow(str(path), number, said(error))
 
 
 def _plain_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:

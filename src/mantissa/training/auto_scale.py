@@ -46,6 +46,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mantissa.bounds import count, number
 from mantissa.errors import MantissaError
 from mantissa.training.scaler import LossScaler, ScalerConfig
 
@@ -146,11 +147,13 @@ class AutoScaler(LossScaler):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        peaks, bucket = list(state.get("peaks", ())), state.get("bucket", -1.0)
+        if not all(number(value, -1e4, 1e4) for value in (*peaks, bucket)):
+            raise MantissaError("automatic loss scaling: its saved peaks are not all numbers; the state is damaged")
+        above, in_a_row = (count(state.get(name, 0), name) for name in ("steps_above", "overflows_in_a_row"))
         super().load_state_dict(state)
-        self.peaks = [float(peak) for peak in state.get("peaks", ())]
-        self.bucket = float(state.get("bucket", -1.0))
-        self.steps_above = int(state.get("steps_above", 0))
-        self.overflows_in_a_row = int(state.get("overflows_in_a_row", 0))
+        self.peaks, self.bucket = [float(peak) for peak in peaks], float(bucket)
+        self.steps_above, self.overflows_in_a_row = above, in_a_row
 
 
 def predicted_peak(peaks: Sequence[float], rule: AutoRule) -> float:

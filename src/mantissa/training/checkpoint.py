@@ -5,16 +5,19 @@ A checkpoint is a folder ``step-N``:
 - ``policy.safetensors``     fp32 master weights, by Hugging Face parameter name
 - ``optimizer.safetensors``  Adam's moments and step counts, as ``<parameter>/<field>`` (8-bit ones in three parts)
 - ``<name>.safetensors``     what else a run needs, such as its reference policy; none, one or several
-- ``state.json``             format and version, counters, scaler, data position, and the size of each file
+- ``state.json``             format and version, counters, scaler, data position, size and SHA-256 of each file and of
+  itself
 
 It is written beside and renamed, so a folder named ``step-N`` is complete, whatever kills the process. There is no
 generator state in it: every random draw in Mantissa is a function of the run's seed and a position, so the position is
-enough. Version 1 had no further files; it is read as what it is, a checkpoint without any.
+enough. Version 1 had no further files, and versions 1 and 2 no digests: they are read as what they are.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,13 +27,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mantissa.bounds import boundary, number
 from mantissa.errors import MantissaError
-from mantissa.files import disk_errors, give_usual_mode, remove_leftovers, replace_directory, temporary_beside
+from mantissa.files import (
+    digests_of,
+    disk_errors,
+    numbered,
+    remove,
+    remove_leftovers,
+    replace_directory,
+    temporary_beside,
+)
+from mantissa.tensors import check_tensors, write_tensors
 from mantissa.training.distributed import shard_like
 
 FORMAT = "mantissa-checkpoint"
-VERSION = 2
-_READABLE = (1, 2)
+VERSION = 3
 _FILES = ("policy", "optimizer")
 
 
@@ -38,7 +50,8 @@ _FILES = ("policy", "optimizer")
 class Checkpoint:
     """What a training run needs to go on: master weights, the optimiser's tensors, plain state, and further tensors.
 
-    ``more``: one file each, by name. A name is a plain word, and neither ``policy`` nor ``optimizer``.
+    ``more``: one file each, by name. A name is a plain word, and neither ``policy`` nor ``optimizer``. ``checked``: the
+    files were found to be those that were written.
     """
 
     step: int
@@ -46,6 +59,7 @@ class Checkpoint:
     optimizer: dict[str, Tensor]
     state: dict[str, Any]
     more: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    checked: bool = False
 
     def part(self, name: str) -> dict[str, Tensor]:
         """One of ``more``; a ``MantissaError`` where this checkpoint was written without it."""
@@ -62,34 +76,31 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
 
     A full or unwritable disk raises ``MantissaError`` and leaves every earlier checkpoint as it was.
     """
-    from safetensors.torch import save_file
-
     assert not set(checkpoint.more) & set(_FILES), "these names are taken"
     parts = {"policy": checkpoint.policy, "optimizer": checkpoint.optimizer, **checkpoint.more}
     final = folder / f"step-{checkpoint.step}"
     with disk_errors(final):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # not its parents: a run that was renamed has not begun anew
         remove_leftovers(folder)
         temporary = temporary_beside(final)
         temporary.mkdir()
         try:
-            for name, tensors in parts.items():
-                _save(save_file, tensors, temporary / _file(name))
-            sizes = {_file(name): (temporary / _file(name)).stat().st_size for name in parts}
-            state = {
+            digests = {_file(name): write_tensors(temporary / _file(name), tensors) for name, tensors in parts.items()}
+            header = {
                 "format": FORMAT,
                 "version": VERSION,
                 "step": checkpoint.step,
-                "files": sizes,
+                "files": {name: (temporary / name).stat().st_size for name in digests},
+                "sha256": digests,
                 "state": checkpoint.state,
             }
-            (temporary / "state.json").write_text(json.dumps(state, indent=1))
+            (temporary / "state.json").write_text(json.dumps(header | {"digest": _digest(header)}, indent=1))
             replace_directory(temporary, final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         for step in saved_steps(folder)[:-keep]:
-            shutil.rmtree(folder / f"step-{step}")
+            remove(folder / f"step-{step}")
     return final
 
 
@@ -97,25 +108,19 @@ def _file(name: str) -> str:
     return f"{name}.safetensors"
 
 
-def _save(save_file: Any, tensors: Mapping[str, Tensor], path: Path) -> None:
-    from safetensors import SafetensorError
-
-    try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-        give_usual_mode(path)
-    except SafetensorError as error:  # wraps the OSError of a full disk in text
-        raise MantissaError(f"cannot write {path}: {error}; free some space or choose another folder") from error
+def _digest(header: Mapping[str, Any]) -> str:
+    """SHA-256 of what ``state.json`` says, but for this."""
+    text = json.dumps({key: value for key, value in header.items() if key != "digest"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def saved_steps(folder: Path) -> list[int]:
     """Steps that have a complete checkpoint in ``folder``, ascending."""
-    names = (path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir())
-    return sorted(int(name) for name in names if name.isdigit())
+    return [step for step in numbered(folder) if (folder / f"step-{step}").is_dir()]
 
 
 def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
     """Read ``folder/step-N``, the newest by default. ``MantissaError``: missing, damaged, foreign or too new."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     steps = saved_steps(folder)
@@ -127,43 +132,53 @@ def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
         raise MantissaError(f"no checkpoint step-{chosen} in {folder}: there are {', '.join(map(str, steps))}")
     earlier = [s for s in steps if s < chosen]
     advice = f"delete {path} to go on from step-{earlier[-1]}" if earlier else "there is no earlier one"
-    header = _read_header(path, advice)
-    for name, size in header["files"].items():
-        found = (path / name).stat().st_size if (path / name).exists() else None
-        if found != size:
-            raise MantissaError(f"checkpoint {path / name} is damaged: expected {size} bytes, found {found}; {advice}")
-    try:
+    with boundary(f"checkpoint {path} is damaged", advice):
+        header = _read_header(path, chosen, advice)
+        for name, size in header["files"].items():
+            found = (path / name).stat().st_size if (path / name).is_file() else None
+            if found != size:
+                raise MantissaError(
+                    f"checkpoint {path / name} is damaged: expected {size} bytes, found {found}; {advice}"
+                )
+        digests = header.get("sha256", {})
+        for name, digest in digests_of(path / name for name in digests).items():
+            if digest != digests[name]:
+                raise MantissaError(f"checkpoint {path / name} is damaged: its SHA-256 is another; {advice}")
         parts = {name.removesuffix(".safetensors"): load_file(path / name) for name in header["files"]}
-    except SafetensorError as error:
-        raise MantissaError(f"checkpoint {path} is damaged: {error}; {advice}") from error
-    return Checkpoint(chosen, parts.pop("policy"), parts.pop("optimizer"), header["state"], parts)
+        return Checkpoint(chosen, parts.pop("policy"), parts.pop("optimizer"), header["state"], parts, bool(digests))
 
 
-def _read_header(path: Path, advice: str) -> dict[str, Any]:
-    try:
+def _read_header(path: Path, step: int, advice: str) -> dict[str, Any]:
+    with boundary(f"checkpoint {path} has no readable state.json", advice):
         header = json.loads((path / "state.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise MantissaError(f"checkpoint {path} has no readable state.json ({error}); {advice}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise MantissaError(f"{path} is not a checkpoint of this program: its state.json has another format; {advice}")
-    if header.get("version") not in _READABLE:
+    version: Any = header.get("version")
+    files: Any = header.get("files")
+    if not number(version, 1, VERSION, whole=True):
         raise MantissaError(
-            f"checkpoint {path} has version {header.get('version')}, this program reads versions 1 and 2: "
+            f"checkpoint {path} has version {version!r}, this program reads versions 1 to {VERSION}: "
             "resume it with the version of mantissa that wrote it"
         )
+    checks = {
+        "digest": version < VERSION or header.get("digest") == _digest(header),
+        "step": header.get("step") == step,
+        "state": isinstance(header.get("state"), dict),
+        "files": isinstance(files, dict)
+        and {_file(name) for name in _FILES} <= files.keys()
+        and all(re.fullmatch(r"\w+\.safetensors", name) for name in files),
+        "sha256": version < VERSION or set(header.get("sha256", ())) == set(files),
+    }
+    wrong = next((name for name, good in checks.items() if not good), None)
+    if wrong is not None:
+        raise MantissaError(f"checkpoint {path} is damaged, or another's: its state.json has a wrong {wrong}; {advice}")
     return header
 
 
 def load_weights(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copy checkpointed masters into a model's parameters; names and shapes must agree exactly. Collective where the
-    parameters are sharded."""
-    if set(parameters) != set(tensors):
-        differing = ", ".join(sorted(set(parameters) ^ set(tensors))[:3])
-        raise MantissaError(f"checkpoint and model have different tensors ({differing}, ...): another model's recipe?")
+    """Copy checkpointed masters into a model's parameters. Names, shapes and dtypes must agree exactly and values be
+    finite, or nothing is copied. Collective where the parameters are sharded."""
+    check_tensors(parameters, tensors, "checkpoint")
     with torch.no_grad():
         for name, parameter in parameters.items():
-            if parameter.shape != tensors[name].shape:
-                raise MantissaError(
-                    f"checkpoint's {name} has shape {tuple(tensors[name].shape)}, the model's {tuple(parameter.shape)}"
-                )
             parameter.copy_(shard_like(tensors[name], parameter))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mantissa.bounds import LARGEST_SIZE, SMALLEST_FLOAT, number
 from mantissa.errors import MantissaError
 from mantissa.precision import FP32, PrecisionPolicy, ResolvedRole, resolve
 from mantissa.training.distributed import unwrapped
@@ -82,12 +84,18 @@ def check_options(
     """Refuse options that mean nothing, alone or together; returns ``accumulate``."""
     checks = (
         (
-            isinstance(accumulate, int) and accumulate >= 1,
+            number(accumulate, 1, LARGEST_SIZE, whole=True),
             f"accumulate={accumulate}: expected a whole number from 1 on",
         ),
-        (max_grad_norm > 0, f"max_grad_norm={max_grad_norm}: expected more than 0 (inf measures and never clips)"),
-        (adaptive_clip is None or adaptive_clip > 0, f"adaptive_clip={adaptive_clip}: expected more than 0, or None"),
-        (probe_every >= 0, f"probe_every={probe_every}: expected 0 (never) or more"),
+        (
+            number(max_grad_norm, SMALLEST_FLOAT, math.inf),
+            f"max_grad_norm={max_grad_norm}: expected more than 0 (inf measures and never clips)",
+        ),
+        (
+            adaptive_clip is None or number(adaptive_clip, SMALLEST_FLOAT),
+            f"adaptive_clip={adaptive_clip}: expected more than 0, or None",
+        ),
+        (number(probe_every, 0, LARGEST_SIZE, whole=True), f"probe_every={probe_every}: expected 0 (never) or more"),
         (
             not (probe_every and fsdp and accumulate > 1),
             f"probe_every={probe_every} with accumulate={accumulate}: under FSDP2 a probe would disturb the "

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
+from mantissa.tensors import check_tensor
 from mantissa.training.distributed import is_dtensor, shard_like
 
 Moments = Literal["fp32", "8bit"]
@@ -118,6 +119,7 @@ def restored(
 
     ``MantissaError`` where the tensors hold fp32 moments and the optimiser would make 8-bit ones, or the reverse.
     """
+    _check_state(name, parameter, plain)
     ours = is_eight_bit(optimizer) and _whole_blocks(parameter)
     theirs = any("." in field for field in plain)
     if ours != theirs:
@@ -136,6 +138,20 @@ def restored(
             device = torch.device("cpu") if field == "step" and counted_there else parameter.device
             state[field] = _eight_bit(plain, field, device) if inner else value.to(device, copy=True)
     return state
+
+
+def _check_state(name: str, parameter: nn.Parameter, plain: Mapping[str, Tensor]) -> None:
+    """AdamW's three fields, whole, finite, of the parameter's shape (a fused step reads past the end of others)."""
+    fields = {"step": torch.Size(()), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+    if {key.partition(".")[0] for key in plain} != fields.keys():
+        raise MantissaError(f"checkpoint's moments of {name} are {', '.join(plain)}; expected {', '.join(fields)}")
+    for key, value in plain.items():
+        field, _, inner = key.partition(".")
+        shape = {"scale": torch.Size((parameter.numel() // BLOCK,)), "qmap": torch.Size((256,))}.get(inner)
+        dtype = torch.uint8 if inner == "codes" else torch.float32
+        check_tensor(f"checkpoint's {key} of {name}", value, shape or fields[field], dtype)
+        if (field == "step" or (field == "exp_avg_sq" and inner != "codes")) and bool((value < 0).any()):
+            raise MantissaError(f"checkpoint's {key} of {name} has values below 0; it is broken")
 
 
 def _eight_bit(plain: Mapping[str, Tensor], field: str, device: torch.device) -> Tensor:

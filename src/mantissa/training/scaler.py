@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from mantissa.bounds import LARGEST_SIZE, SMALLEST_FLOAT, count, number
 from mantissa.errors import MantissaError, nearest
 from mantissa.precision import NumberFormat
 
@@ -46,15 +47,24 @@ class ScalerConfig:
 
     def __post_init__(self) -> None:
         checks = (
-            (_FP32.tiny <= self.floor <= _FP32.max, f"floor={self.floor}: expected a positive number that fp32 holds"),
+            (number(self.floor, SMALLEST_FLOAT), f"floor={self.floor}: expected a positive number that fp32 holds"),
             (
-                self.floor <= self.initial <= _FP32.max,
-                f"initial={self.initial}: expected at least the floor, {self.floor:g}, and that fp32 holds it",
+                number(self.floor, SMALLEST_FLOAT) and number(self.initial, self.floor),
+                f"initial={self.initial}: expected at least the floor, {self.floor}, and that fp32 holds it",
             ),
-            (self.growth_factor >= 1, f"growth_factor={self.growth_factor}: expected at least 1"),
-            (0 < self.backoff_factor < 1, f"backoff_factor={self.backoff_factor}: expected between 0 and 1"),
-            (self.growth_interval >= 1, f"growth_interval={self.growth_interval}: expected at least 1"),
-            (self.retries >= 0, f"retries={self.retries}: expected 0 or more"),
+            (number(self.growth_factor, 1), f"growth_factor={self.growth_factor}: expected a number of at least 1"),
+            (
+                number(self.backoff_factor, SMALLEST_FLOAT, 1) and self.backoff_factor < 1,
+                f"backoff_factor={self.backoff_factor}: expected between 0 and 1",
+            ),
+            (
+                number(self.growth_interval, 1, LARGEST_SIZE, whole=True),
+                f"growth_interval={self.growth_interval}: expected a whole number, at least 1",
+            ),
+            (
+                number(self.retries, 0, LARGEST_SIZE, whole=True),
+                f"retries={self.retries}: expected a whole number, 0 or more",
+            ),
         )
         for good, message in checks:
             if not good:
@@ -113,7 +123,7 @@ class LossScaler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``. A state saved by another rule gives its scale, and what both rules know."""
-        self.scale, self.clean_steps = float(state["scale"]), int(state["clean_steps"])
+        self.scale, self.clean_steps = check_scale(state["scale"]), count(state["clean_steps"], "clean_steps")
 
 
 class FixedScaler(LossScaler):
@@ -152,8 +162,15 @@ class FixedScaler(LossScaler):
         return super().state_dict() | {"overflows_in_a_row": self.overflows_in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.clean_steps = int(state["clean_steps"])
-        self.overflows_in_a_row = int(state.get("overflows_in_a_row", 0))
+        self.clean_steps = count(state["clean_steps"], "clean_steps")
+        self.overflows_in_a_row = count(state.get("overflows_in_a_row", 0), "overflows_in_a_row")
+
+
+def check_scale(scale: Any) -> float:
+    """A saved scale: a positive number that fp32 holds."""
+    if not number(scale, SMALLEST_FLOAT):
+        raise MantissaError(f"loss scale {scale!r}: expected a positive number that fp32 holds; the state is damaged")
+    return float(scale)
 
 
 def as_fp32(scale: float) -> float:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from mantissa.bounds import count
 from mantissa.errors import MantissaError
 from mantissa.precision import NumberFormat
 from mantissa.training.distributed import ALONE, Ranks, grad_norm, local
@@ -196,8 +197,9 @@ class OptimizerStep:
         return {"updates": self.updates, "skipped": self.skipped, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.updates, self.skipped = int(state["updates"]), int(state["skipped"])
+        updates, skipped = (count(state[name], f"checkpoint's {name}") for name in ("updates", "skipped"))
         self.scaler.load_state_dict(state["scaler"])
+        self.updates, self.skipped = updates, skipped
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimiser's state as ``<parameter>/<field>`` tensors, for safetensors; ``flattened`` names the fields."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mantissa.bounds import boundary, said
 from mantissa.errors import MantissaError
 from mantissa.files import atomic_file, disk_errors, remove_leftovers
 
@@ -93,17 +94,14 @@ def _read(path: Path, advice: str) -> dict[str, Any]:
     if not path.is_file():
         found = "a folder" if path.is_dir() else "nothing"
         raise MantissaError(f"no checkpoint {path}: expected a file, found {found}; {advice}")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise MantissaError(
-            f"checkpoint {path} is damaged, or holds more than tensors and plain values, which is not safe to load "
-            f"({_first_line(error)}); {advice}"
-        ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise MantissaError(
-            f"checkpoint {path} is damaged ({path.stat().st_size} bytes; {_first_line(error)}); {advice}"
-        ) from error
+    with boundary(f"checkpoint {path} is damaged ({path.stat().st_size} bytes)", advice):
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise MantissaError(
+                f"checkpoint {path} is damaged, or holds more than tensors and plain values, which is not safe to load "
+                f"({said(error)[:160]}); {advice}"
+            ) from error
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in _NEEDED):
         if isinstance(content, dict) and content and all(isinstance(value, Tensor) for value in content.values()):
             found = "a model's state dict alone: load it with model.load_state_dict"
@@ -115,7 +113,8 @@ def _read(path: Path, advice: str) -> dict[str, Any]:
             f"{advice}"
         )
     if "format" not in content and "version" not in content:
-        return _from_old_layout(content)
+        with boundary(f"checkpoint {path} is damaged", advice):
+            return _from_old_layout(content)
     if content.get("format") != FORMAT:
         raise MantissaError(f"{path} is not a checkpoint of this program (format {content.get('format')!r}); {advice}")
     if content.get("version") != VERSION:
@@ -179,7 +178,3 @@ def _check_plain(value: Any, where: str) -> None:
         f"{where} is a {type(value).__module__}.{type(value).__name__}, which cannot be loaded safely; save tensors, "
         "numbers, text, lists and dictionaries"
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mantissa.bounds import boundary, count
 from mantissa.errors import MantissaError
+from mantissa.tensors import plain_name, require_finite
 from mantissa.training.distributed import shard_like, unwrapped, whole
 
 if TYPE_CHECKING:
@@ -78,14 +82,23 @@ def restore(trainer: PrecisionTrainer, state: Mapping[str, Any]) -> dict[str, An
     Everything is checked before anything is changed. The number of processes may differ from when it was written;
     ranks that were not there then keep their own generators, and are told of.
     """
+    with boundary("checkpoint", "it is damaged, or of another kind of trainer; load another one"):
+        counters = state["counters"]
+        names = ("retried", "batches_seen")
+        steps, skipped = (count(state[name], f"checkpoint: {name}") for name in ("training_steps", "overflow_steps"))
+        retried, seen = (count(counters[name], f"checkpoint: {name}") for name in names)
+        scaler = state["scaler_state_dict"] or {}
+        if set(scaler) == set(trainer.scaler.state_dict()):
+            copy.copy(trainer.scaler).load_state_dict(scaler)
+        for saved in state["generators"]:
+            torch.Generator().set_state(saved["cpu"])
+        extra, _ = dict(state["extra"]), dict(state["precision"] or {})
     restore_learning(trainer, state)
     _set_scaler(trainer, state)
-    trainer.steps = state["training_steps"]
-    trainer.optimizer_step.skipped = state["overflow_steps"]
-    trainer.retried = state["counters"]["retried"]
-    trainer.batches_seen = state["counters"]["batches_seen"]
+    trainer.steps, trainer.optimizer_step.skipped = steps, skipped
+    trainer.retried, trainer.batches_seen = retried, seen
     _set_generators(trainer, state["generators"])
-    return dict(state["extra"])
+    return extra
 
 
 def restore_learning(trainer: PrecisionTrainer, state: Mapping[str, Any]) -> None:
@@ -95,8 +108,12 @@ def restore_learning(trainer: PrecisionTrainer, state: Mapping[str, Any]) -> Non
     """
     model, optimizer = unwrapped(trainer.model), trainer.optimizer
     present = model.state_dict()
-    _check_model(present, state["model_state_dict"])
-    _check_optimizer(optimizer, state["optimizer_state_dict"])
+    with boundary("checkpoint", "it is damaged, or of another model or optimiser; load another one"):
+        _check_model(present, state["model_state_dict"], dict(model.named_parameters()))
+        _check_optimizer(optimizer, state["optimizer_state_dict"])
+        if trainer.scheduler is not None and state["scheduler_state_dict"] is not None:
+            _check_like(trainer.scheduler.state_dict(), state["scheduler_state_dict"], "scheduler")
+        updates = count(state["counters"]["updates"], "checkpoint: updates")
     trainer.abandon()  # first: it may put buffers back
     saved = state["model_state_dict"]
     model.load_state_dict(
@@ -108,7 +125,7 @@ def restore_learning(trainer: PrecisionTrainer, state: Mapping[str, Any]) -> Non
     optimizer.load_state_dict(_sharded(state["optimizer_state_dict"], optimizer))
     if trainer.scheduler is not None and state["scheduler_state_dict"] is not None:
         trainer.scheduler.load_state_dict(state["scheduler_state_dict"])
-    trainer.optimizer_step.updates = state["counters"]["updates"]
+    trainer.optimizer_step.updates = updates
 
 
 def _set_scaler(trainer: PrecisionTrainer, state: Mapping[str, Any]) -> None:
@@ -149,7 +166,7 @@ def _set_generators(trainer: PrecisionTrainer, saved: list[dict[str, Tensor]]) -
         )
 
 
-def _check_model(present: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _check_model(present: Mapping[str, Any], saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
     if set(present) != set(saved):
         missing, strange = sorted(set(present) - set(saved)), sorted(set(saved) - set(present))
         raise MantissaError(
@@ -166,6 +183,16 @@ def _check_model(present: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
                 f"checkpoint and model do not fit: {name} has shape {tuple(saved[name].shape)} there and "
                 f"{tuple(value.shape)} here"
             )
+        if isinstance(value, Tensor):
+            _check_kind(name, saved[name], value)
+        if name in parameters:  # a buffer may hold an infinity, as masks do
+            require_finite(f"checkpoint: {name}", saved[name])
+
+
+def _check_kind(name: str, saved: Tensor, present: Tensor) -> None:
+    """Floats may be of another width here than there; integers of no other kind at all."""
+    if saved.dtype != present.dtype and not (saved.is_floating_point() and present.is_floating_point()):
+        raise MantissaError(f"checkpoint: {name} is {plain_name(saved.dtype)}, expected {plain_name(present.dtype)}")
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -175,6 +202,50 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any])
         raise MantissaError(
             f"checkpoint and optimiser do not fit: its parameter groups have {found} parameters, these have {sizes}"
         )
+    for present, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        options = {key: value for key, value in present.items() if key != "params"}
+        _check_like(options, {key: value for key, value in group.items() if key != "params"}, "optimiser")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    owners = dict(zip((index for group in saved["param_groups"] for index in group["params"]), parameters, strict=True))
+    for index, fields in saved["state"].items():
+        known = optimizer.state.get(owners[index], {})
+        for name, value in fields.items():
+            if not isinstance(value, Tensor):
+                continue
+            expected = _shape_of(optimizer, owners[index], known.get(name))
+            if value.dim() and expected is not None and value.shape != expected:
+                raise MantissaError(
+                    f"checkpoint and optimiser do not fit: {name} of parameter {index} has shape "
+                    f"{tuple(value.shape)}, expected {tuple(expected)}"
+                )
+            if value.dim():
+                _check_kind(f"{name} of parameter {index}", value, known.get(name, owners[index]))
+            require_finite(f"checkpoint: {name} of parameter {index}", value)
+
+
+def _shape_of(optimizer: torch.optim.Optimizer, parameter: Tensor, known: Any) -> torch.Size | None:
+    """The shape of an optimiser's tensors for a parameter: torch's own keep them in its shape, but for Adafactor."""
+    if isinstance(known, Tensor):
+        return known.shape if known.dim() else None
+    own = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.Adafactor)
+    return parameter.shape if own else None
+
+
+def _check_like(present: Any, saved: Any, where: str) -> None:
+    """Refuse plain values of another kind than those here, missing ones, and numbers that are not finite."""
+    if isinstance(present, dict):
+        missing = [key for key in present if key not in saved]
+        if missing:
+            raise MantissaError(f"checkpoint and {where} do not fit: it has no {missing[0]}")
+        for key, value in present.items():
+            _check_like(value, saved[key], f"{where}'s {key}")
+    elif isinstance(present, (int, float, Tensor)) and not isinstance(present, bool):
+        value = float(saved) if isinstance(saved, (int, float, Tensor)) and not isinstance(saved, bool) else math.nan
+        if not math.isfinite(value) and not (isinstance(present, float) and value == present):
+            raise MantissaError(f"checkpoint and {where} do not fit: {saved!r} there, {present!r} here")
+    elif isinstance(present, (list, tuple)):
+        for here, there in zip(present, saved, strict=True):
+            _check_like(here, there, where)
 
 
 def _sharded(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -1,0 +1,60 @@
+"""What every section of a configuration is: frozen, unknown keys fatal, and its numbers numbers."""
+
+from __future__ import annotations
+
+import math
+from types import NoneType
+from typing import Any, LiteralString, get_args
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from mantissa.bounds import LARGEST_SIZE, representable
+
+PLAIN: LiteralString = "plain_value"  # the kind of its errors, whose message begins with the field
+
+
+class Config(BaseModel):
+    """Base of every section.
+
+    A number is finite, unless its field says otherwise (``allow_inf_nan=True``), and one that fp32 holds; what is
+    counted is below 2^31, unless its field has a bound of its own. ``true`` and ``"3"`` are no numbers. No text has a
+    NUL in it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, values: Any) -> Any:
+        for name in cls.model_fields.keys() & values.keys() if isinstance(values, dict) else ():
+            field, value = cls.model_fields[name], values[name]
+            for each in value if isinstance(value, (list, tuple)) else (value,):
+                expected = _unlike(each, _kinds(field.annotation), field)
+                if expected:
+                    raise PydanticCustomError(PLAIN, "{field}: {text}", {"field": name, "text": expected})
+        return values
+
+
+def _kinds(annotation: Any) -> set[type]:
+    """The plain types that are somewhere in an annotation."""
+    inner = [] if isinstance(annotation, type) else [_kinds(each) for each in get_args(annotation)]
+    return {annotation} if isinstance(annotation, type) else set().union(*inner)
+
+
+def _unlike(value: Any, kinds: set[type], field: FieldInfo) -> str | None:
+    """What was expected in a field of these types and ``value`` is not; None where it may be."""
+    if isinstance(value, str) and "\0" in value:
+        return "expected text without a NUL, which is part of no name and no prompt"
+    text = isinstance(value, str) and kinds <= {int, float, NoneType}
+    if not kinds & {int, float} or not (text or isinstance(value, (int, float))):
+        return None
+    if text or (isinstance(value, bool) and bool not in kinds):
+        return f"expected a number{', without quotes' if text else ''}, got {value!r}"
+    if isinstance(value, (bool, str)) or value != value or abs(value) == math.inf:
+        return None  # what is not finite is the field's own affair
+    if float in kinds:
+        return None if representable(value) else f"expected a number that fp32 holds, 1.2e-38 to 3.4e38, got {value!r}"
+    bounded = any(hasattr(each, "le") or hasattr(each, "lt") for each in field.metadata)
+    return None if bounded or abs(value) <= LARGEST_SIZE else f"expected at most {LARGEST_SIZE:,}, got {value!r}"
