@@ -157,7 +157,7 @@ class Sandbox:
         self.close()
         # What -I does but for ignoring the environment, of which one variable is given: sets have the same order in
         # every run, or a resumed run would not repeat its rewards.
-        command = [sys.executable, "-s", "-S", "-P", str(_JAIL), json.dumps(asdict(self.limits))]
+        command = [sys.executable, "-P", "-s", "-S", str(_JAIL), json.dumps(asdict(self.limits))]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
