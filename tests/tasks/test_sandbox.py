@@ -162,13 +162,13 @@ def f(x):
     while frame:
         seen += repr(frame.f_locals)
         frame = frame.f_back
-    return ["tsrif"[::-1] in seen, "dnoces"[::-1] in seen]
+    return ["arbez"[::-1] in seen, "aggauq"[::-1] in seen]
 """
 
 
 def test_an_input_comes_after_the_value_for_the_one_before(box: Sandbox) -> None:
     """All that a program finds in its harness, and in the pipe, is what it was asked; a value too many ends it."""
-    before, after = box.run(FRAMES, "f", [["first"], ["second"]]).outputs
+    before, after = box.run(FRAMES, "f", [["zebra"], ["quagga"]]).outputs
     assert (before, after["value"][1]) == ({"value": [True, False]}, True)
     source = "import os\ndef f(x):\n    os.set_blocking(4, False)\n    return os.read(4, 99).decode()"
     assert box.run(source, "f", [[1], [2]]).outputs[0] in ({"error": "BlockingIOError"}, {"error": "PermissionError"})
@@ -179,16 +179,20 @@ def test_an_input_comes_after_the_value_for_the_one_before(box: Sandbox) -> None
 
 
 SCAN = """
-import ctypes
+import ctypes, os
 def f(before, after):
-    megabyte = 1 << 20
-    arenas = {id(text) // megabyte for text in [globals().get("here", str(1000)), *map(str, range(2000))]}
-    for arena in arenas:
-        memory = ctypes.string_at(arena * megabyte, megabyte)
-        at = -1
-        while (at := memory.find(before[::-1].encode(), at + 1)) >= 0:
-            if all(memory[at + len(before) + i] == ord(c) for i, c in enumerate(reversed(after))):
-                return True
+    libc, page = ctypes.CDLL(None), 4096
+    number = {"x86_64": 14, "aarch64": 135}[os.uname().machine]
+    is_there = lambda at: libc.syscall(number, 0, ctypes.c_void_p(at), None, 8) == 0  # sigprocmask reads it
+    middle = id(globals().get("here", str(1000))) // page * page
+    for start in range(middle - (4 << 20), middle + (4 << 20), page):
+        if is_there(start):
+            memory = ctypes.string_at(start, page)
+            at = -1
+            while (at := memory.find(before[::-1].encode(), at + 1)) >= 0:
+                rest = memory[at + len(before) : at + len(before) + len(after)]
+                if len(rest) == len(after) and all(x == ord(c) for x, c in zip(rest, reversed(after))):
+                    return True
     return False
 """
 
