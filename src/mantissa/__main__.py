@@ -2,8 +2,9 @@
 
 from mantissa.launched import end_with_launcher
 
-if __name__ == "__main__":
-    end_with_launcher()  # before imports that take seconds
-    from mantissa.cli import main
+end_with_launcher()  # before imports that take seconds
 
+from mantissa.cli import main  # noqa: E402
+
+if __name__ == "__main__":
     main()

@@ -178,7 +178,7 @@ def test_time_grows_with_the_length_and_not_its_square(answer: str) -> None:
     assert time.process_time() - start < 1  # quadratic patterns took minutes
 
 
-PIECES = "1 2 } . ... cm ^2 ^{3} m ^ sq square hours \\text{ x= \\frac { $ \\circ degrees mph , cm^2}".split()
+PIECES = "1 2 } . ... cm ^2 ^{3} m ^ sq square hours \\text{ x= \\frac { $ \\circ degrees mph , cm^2}".split()  # noqa: SIM905 - shorter
 
 
 @settings(max_examples=300)
