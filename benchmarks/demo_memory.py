@@ -32,7 +32,7 @@ def peak_bytes(threads: int) -> int:
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         overrides = ["steps=3", "warm_start.steps=40", "task.reward=prefix", f"run_dir={folder}/run"]
         subprocess.run(
-            [sys.executable, "-m", "mantissa", "train", str(RECIPE), *overrides],
+            [sys.executable, "-P", "-m", "mantissa", "train", str(RECIPE), *overrides],
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
@@ -43,7 +43,7 @@ def peak_bytes(threads: int) -> int:
 
 def import_seconds(module: str, repeats: int = 7) -> list[float]:
     code = f"import time, torch; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-P", "-c", code]
     return [float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(repeats)]
 
 

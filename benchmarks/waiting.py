@@ -25,7 +25,7 @@ POLICIES = {"default": {}, "short": {"GOMP_SPINCOUNT": "10000"}, "passive": {"OM
 
 def measure(folder: Path, threads: int, busy: int, rounds: int) -> list[dict[str, object]]:
     workers = {name: our_worker(folder, "fp16", threads, environment=variables) for name, variables in POLICIES.items()}
-    beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
+    beside = [subprocess.Popen([sys.executable, "-P", "-c", "while True: pass"]) for _ in range(busy)]
     try:
         steps = take_turns(workers, warm_up=1, rounds=rounds)
     finally:

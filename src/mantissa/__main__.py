@@ -1,6 +1,10 @@
-"""``python -m mantissa`` is the command ``mantissa``."""
+"""``python -m mantissa`` is the command ``mantissa``; and it is how the ranks of a run are started."""
 
-from mantissa.cli import main
+from mantissa.launched import end_with_launcher
+
+end_with_launcher()  # before imports that take seconds
+
+from mantissa.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,15 +107,33 @@ def gone(pids: list[int]) -> None:
     until(lambda: not any(map(alive, pids)), seconds=10)
 
 
+def heard(pid: int) -> set[str]:
+    """The addresses at which this process and all below it listen, as the kernel writes them, without the port."""
+    inodes, pids = set(), [pid]
+    for each in pids:
+        pids += children(each)
+        with suppress(OSError):
+            inodes |= {os.readlink(fd) for fd in Path(f"/proc/{each}/fd").iterdir()}
+    lines = [line.split() for file in ("tcp", "tcp6") for line in Path(f"/proc/net/{file}").read_text().splitlines()]
+    return {f[1].partition(":")[0] for f in lines if f[3] == "0A" and f"socket:[{f[9]}]" in inodes}
+
+
 @contextmanager
 def begun(recipe: str, run: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    """A run on two processes that would take for ever, after its second step."""
+    """A run on two processes that would take for ever, after its second step; it listens to loopback alone."""
     command = [sys.executable, "-m", "mantissa", "train", recipe, f"run_dir={run}", "nproc=2", "steps=100000"]
     process = subprocess.Popen(
         [*command, *overrides], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     )
+    listened = set()
+
+    def at_step_2() -> bool:
+        listened.update(heard(process.pid))
+        return (run / "checkpoints" / "step-2").exists()
+
     try:
-        until(lambda: (run / "checkpoints" / "step-2").exists(), process)
+        until(at_step_2, process)
+        assert listened <= {"0100007F"}, listened
         yield process
     finally:
         if process.poll() is None:
@@ -170,6 +188,16 @@ def test_ctrl_c_and_a_killed_launcher_leave_nobody_behind(recipe: str, tmp_path:
         ranks = children(process.pid)
         process.kill()
         gone(ranks)
+
+
+@pytest.mark.slow
+def test_ranks_whose_launcher_is_killed_while_they_import_end(recipe: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mantissa", "train", recipe, f"run_dir={tmp_path / 'run'}", "nproc=2"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=ENVIRONMENT) as process:
+        until(lambda: len(children(process.pid)) == 2)
+        ranks = children(process.pid)
+        process.kill()
+    until(lambda: not any(map(alive, ranks)), seconds=40)
 
 
 @pytest.mark.slow
@@ -251,32 +279,41 @@ def test_the_folder_of_the_ranks_messages_goes_with_the_run(
     end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However the launcher ends; and what a rank said was read before."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-    from torch.distributed.launcher import api
+    from torch.distributed.elastic import multiprocessing
+    from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def elastic_launch(config: Any, entrypoint: str) -> Callable[..., None]:
+    def start_processes(name: str, program: str, args: Any, envs: dict[int, dict[str, str]], logs: Any) -> Any:
         (folder,) = tmp_path.iterdir()
-        destinations = config.logs_specs.reify({0: {"TORCHELASTIC_RUN_ID": config.run_id}})
-        error_file = Path(destinations.error_files[0])
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert Path(envs[0]["MANTISSA_STORE"]).parent == folder
+        error_file = Path(logs.reify(envs).error_files[0])
         assert error_file.is_relative_to(folder)
         error_file.write_text('{"message": "no space", "timestamp": "0"}')
+        return Ranks(str(error_file))
 
-        def run(*arguments: str) -> None:
-            if end == "failed":
-                raise ChildFailedError("train", {0: ProcessFailure(0, 77, 2, str(error_file))})
+    class Ranks:
+        closed: tuple[signal.Signals, ...] | None = None
+
+        def __init__(self, error_file: str) -> None:
+            self.error_file = error_file
+
+        def close(self, *signum: signal.Signals) -> None:
+            Ranks.closed = Ranks.closed or signum
+
+        def wait(self, period: float) -> RunProcsResult:
+            failures = {0: ProcessFailure(0, 2**30, 2, self.error_file)} if end == "failed" else {}
             if end == "stopped":
                 raise SignalException("stopped", signal.SIGTERM)
             if end == "interrupted":
                 raise KeyboardInterrupt
             if end == "broken":
                 raise ZeroDivisionError
+            return RunProcsResult(failures=failures)
 
-        return run
-
-    monkeypatch.setattr(api, "elastic_launch", elastic_launch)
+    monkeypatch.setattr(multiprocessing, "start_processes", start_processes)
     expected: dict[str, AbstractContextManager[Any]] = {
         "done": nullcontext(),
         "failed": pytest.raises(MantissaError, match=r"^no space$"),
@@ -287,6 +324,7 @@ def test_the_folder_of_the_ranks_messages_goes_with_the_run(
     with expected[end]:
         launch(["train"], 1, str(tmp_path / "run"))
     assert not list(tmp_path.iterdir())
+    assert Ranks.closed == {"stopped": (signal.SIGTERM,), "interrupted": (signal.SIGINT,)}.get(end, ())
 
 
 def test_threads_are_divided_unless_somebody_said_how_many(monkeypatch: pytest.MonkeyPatch) -> None:

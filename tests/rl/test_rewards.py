@@ -110,7 +110,7 @@ def test_the_code_task_runs_and_the_run_records_its_isolation(small: dict[str, A
     assert metrics["reward/verifier_errors"] == 0
     assert metrics["reward_part/passed"] >= metrics["reward/accuracy"]
     (note,) = json.loads((tmp_path / "run" / "environment.json").read_text())["grading"]
-    assert note.startswith("code sandbox: programs cannot reach the network")
+    assert note.startswith("code sandbox: programs cannot read files, write files, reach the network")
 
 
 def test_a_character_policy_can_write_prompts_and_solutions(

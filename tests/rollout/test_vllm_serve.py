@@ -31,7 +31,8 @@ import http.server, json, os, signal, sys, threading
 given = sys.argv[1:]
 names = ("VLLM_SERVER_DEV_MODE", "VLLM_LOGGING_LEVEL", "RANK")
 path = given[given.index("--model") + 1]
-said = {"given": given, "env": {name: os.environ.get(name) for name in names}, "files": sorted(os.listdir(path))}
+said = {"given": given, "env": {name: os.environ.get(name) for name in names}, "files": sorted(os.listdir(path)),
+        "mode": os.stat(path).st_mode & 0o777}
 open(os.environ["SAID"], "w").write(json.dumps(said))
 if os.environ.get("FAILS"):
     sys.exit(3)
@@ -92,7 +93,7 @@ def test_it_says_when_it_answers_and_ends_cleanly(said: Path, signum: int) -> No
     assert urls == [f"http://127.0.0.1:{chosen}"]
     assert signal.getsignal(signal.SIGINT) is before
     seen = json.loads(said.read_text())
-    assert seen["files"] == ["config.json", "model.safetensors"]
+    assert (seen["files"], seen["mode"]) == (["config.json", "model.safetensors"], 0o700)
     assert seen["env"] == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "RANK": None}
     given = seen["given"]
     assert "--enable-scale-out" in given  # without it, no token ids
@@ -133,8 +134,15 @@ def test_a_folder_of_ones_own_is_empty_before_and_kept(said: Path, tmp_path: Pat
     serve_vllm(START, SHAPES, host="127.0.0.1", port=port(), folder=str(folder), ready=urls.append)
     thread.join()
     assert (folder / "model.safetensors").is_file()
+    assert folder.stat().st_mode & 0o777 == 0o700
     with pytest.raises(MantissaError, match="expected an empty folder, or none; its weights would be overwritten"):
         serve_vllm(START, SHAPES, host="127.0.0.1", port=port(), folder=str(folder), ready=urls.append)
+
+
+def test_a_folder_that_others_may_write_to_is_refused(said: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(MantissaError, match=r"others may write there, and so choose the weights; chmod o-w /"):
+        serve_vllm(START, SHAPES, host="127.0.0.1", port=port(), folder=str(tmp_path), ready=print)
 
 
 def test_the_command_without_vllm() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from decimal import Decimal
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mantissa.tasks import answers
 from mantissa.tasks.answers import last_boxed, normalize_answer, plain_number
 
 
@@ -167,6 +169,31 @@ def test_no_filler_makes_the_patterns_backtrack(filler: str) -> None:
     for opening in ("", "5", "5\\text{"):
         normalize_answer(opening + filler * (3000 // len(filler)) + "!")
     assert time.perf_counter() - start < 5  # measured under 0.1 s; exponential patterns would never return
+
+
+@pytest.mark.parametrize("answer", ["." * 200_000 + "x", "1" + "cm^2" * 50_000 + "x", "1" + "m}" * 100_000])
+def test_time_grows_with_the_length_and_not_its_square(answer: str) -> None:
+    start = time.process_time()
+    normalize_answer(answer)
+    assert time.process_time() - start < 1  # quadratic patterns took minutes
+
+
+PIECES = "1 2 } . ... cm ^2 ^{3} m ^ sq square hours \\text{ x= \\frac { $ \\circ degrees mph , cm^2}".split()  # noqa: SIM905 - shorter
+
+
+@settings(max_examples=300)
+@given(text=st.lists(st.sampled_from([*PIECES, " ", "\n"]), max_size=9).map("".join))
+def test_the_two_linear_rewrites_are_the_plain_ones(text: str) -> None:
+    """Against patterns that say ``$``, which try again from every place within a row that does not end the text."""
+    for pattern, replacement in answers._REWRITES:
+        plain = pattern.pattern
+        if plain == answers._BARE_UNITS:
+            plain += "$"
+        elif plain.endswith("\\.++$"):
+            plain = r"(?<=.)\.+$"
+        expected = re.sub(plain, "" if callable(replacement) else replacement, text)
+        text = pattern.sub(replacement, text)
+        assert text == expected
 
 
 @settings(max_examples=150)

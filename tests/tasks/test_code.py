@@ -6,6 +6,8 @@ import json
 import pickle
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +88,36 @@ def test_verdicts(completion: str, passed: float) -> None:
     assert CodeVerifier(reward="fraction")(PROBLEM, completion).value == passed
 
 
+def test_tests_in_a_file_and_our_own_generator_are_out_of_reach(tmp_path: Path) -> None:
+    """A faked pass: find the tests, or make the problem again from its seed, and look the value up by the input."""
+    (tmp_path / "tests.json").write_text(ANSWER)
+    package = str(Path(code.__file__).parents[2])
+    generated = CodeTask(SIZES, 3).split("train")[0]
+    cheats = {
+        f"""
+import json, os
+def f(*given):
+    for folder, _, names in os.walk({str(tmp_path)!r}):
+        for name in names:
+            for arguments, value in json.load(open(os.path.join(folder, name)))["tests"]:
+                if arguments == list(given): return value
+""": PROBLEM,
+        f"""
+import sys
+sys.path.append({package!r})
+def f(*given):
+    import json
+    from mantissa.tasks.code import CodeTask
+    for problem in CodeTask({SIZES!r}, 3).split("train"):
+        for arguments, value in json.loads(problem.answer)["tests"]:
+            if arguments == list(given): return value
+""": replace(PROBLEM, answer=json.dumps(json.loads(generated.answer) | {"before": ""})),
+    }
+    for source, problem in cheats.items():
+        reward = CodeVerifier(time_limit_s=5)(problem, source)
+        assert (reward.value, reward.parts["passed"]) == (0.0, 0.0)
+
+
 def test_a_program_that_hangs_is_wrong_and_no_verifier_error() -> None:
     verifier = CodeVerifier(time_limit_s=0.5)
     reward = verifier(PROBLEM, GOOD + "g = f\ndef f(a, b):\n    while a == 0: pass\n    return g(a, b)")
@@ -98,22 +130,23 @@ def test_in_grading_processes_with_a_hostile_program_between(monkeypatch: pytest
     verifier = pickle.loads(pickle.dumps(CodeVerifier(time_limit_s=1.0)))
     with Grader(Bare(verifier), timeout_s=20) as grader:
         grader.start()
-        assert "cannot reach the network" in grader.notes[0]
+        assert "; can " not in grader.notes[0]
         rewards = grader.grade([(PROBLEM, text) for text in said])
     assert [r.value for r in rewards] == [1.0, 0.0, 1.0, 0.0, 1.0]
     assert [r.error for r in rewards] == [None] * 5
 
 
 def test_a_machine_without_isolation_is_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    open_one = Isolation(False, False, True, False, ("resource limits",))
+    open_one = Isolation(("write files",), ("look into other processes", "use a terminal"), ("resource limits",))
     monkeypatch.setattr(code, "_probed", lambda limits: open_one)
     with pytest.raises(
-        MantissaError, match=r"cannot be kept from the network here \(resource limits\).*isolation: limits"
+        MantissaError,
+        match=r"can look into other processes, use a terminal here \(resource limits\).*isolation: limits",
     ):
         CodeVerifier().prepare()
     lax = CodeVerifier(isolation="limits")
     lax.prepare()
-    assert "can read files, reach the network" in lax.notes()[0]
+    assert "cannot write files; can look into other processes, use a terminal" in lax.notes()[0]
 
 
 def test_a_lost_sandbox_is_a_verifier_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,6 @@ def test_programs_that_end_before_a_test(box: Sandbox, source: str, ended: str) 
         ("import os\nos.execv('/bin/true', ['true'])", "PermissionError"),
         ("import threading\nthreading.Thread(target=print).start()", "RuntimeError"),
         ("import socket\nsocket.socket()", "PermissionError"),
-        ("import urllib.request as u\nu.urlopen('http://127.0.0.1:1')", "URLError"),
         ("import os\nos.kill(os.getppid(), 9)", "PermissionError"),
         ("import os\nos.mkdir('x')", "PermissionError"),
         ("import os\nos.chmod('/etc/hostname', 0o777)", "PermissionError"),
@@ -109,7 +108,13 @@ def test_programs_that_end_before_a_test(box: Sandbox, source: str, ended: str) 
         ("return f()", "RecursionError"),
         ("import sys\nsys.exit(0)", "SystemExit"),
         ("return {1, 2}", "TypeError"),
+        ("import fcntl\nfcntl.fcntl(4, fcntl.F_SETOWN, 1)", "PermissionError"),
+        ("import fcntl\nfcntl.fcntl(4, fcntl.F_SETFL, 0o20000)", "PermissionError"),
+        ("import fcntl\nfcntl.ioctl(0, 0x5412, b'x')", "PermissionError"),  # TIOCSTI
+        ("import fcntl\nfcntl.ioctl(4, 0x5452, b'1234')", "PermissionError"),  # FIOASYNC
+        ("import fcntl\nfcntl.ioctl(0, 0x540A, 0)", "PermissionError"),  # TCXONC, which is tcflow
         ("import numpy", "ModuleNotFoundError"),
+        ("import asyncio", "ModuleNotFoundError"),
         ("import mantissa", "ModuleNotFoundError"),
     ],
 )
@@ -140,19 +145,66 @@ def test_nothing_can_be_written_anywhere(box: Sandbox, tmp_path: Path) -> None:
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("kept", "kept")]
 
 
-def test_files_can_be_read_but_no_environment_and_no_other_process(
-    box: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_is_there(box: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("A_SECRET", "1")
-    assert (
-        run(box, "return open('/etc/passwd').readline()")
-        == Path("/etc/passwd").read_text().splitlines(keepends=True)[0]
-    )
+    (tmp_path / "seen").touch()
+    paths = ["/etc/passwd", "/proc/self/environ", f"/proc/{os.getpid()}/mem", "/dev/tty", str(tmp_path / "seen"), "/"]
+    for path in [*paths, sys.executable, jail.__file__]:
+        for body in ("open(a[0], 'rb')", "__import__('os').stat(a[0])", "__import__('os').listdir(a[0])"):
+            assert run(box, body, path) == "PermissionError", (body, path)
     assert "A_SECRET" not in run(box, "import os\nreturn dict(os.environ)")
-    assert run(box, "import os\nreturn os.listdir('.')") == []
-    mine = run(box, "return open(f'/proc/{a[0]}/environ', 'rb').read().decode()", os.getpid())
-    assert mine in ("FileNotFoundError", "PermissionError", "NotADirectoryError")
-    assert run(box, "return open(f'/proc/{a[0]}/mem', 'rb').read(1)", os.getpid()) == mine
+
+
+FRAMES = """
+import sys
+def f(x):
+    frame, seen = sys._getframe(), ""
+    while frame:
+        seen += repr(frame.f_locals)
+        frame = frame.f_back
+    return ["arbez"[::-1] in seen, "aggauq"[::-1] in seen]
+"""
+
+
+def test_an_input_comes_after_the_value_for_the_one_before(box: Sandbox) -> None:
+    """All that a program finds in its harness, and in the pipe, is what it was asked; a value too many ends it."""
+    before, after = box.run(FRAMES, "f", [["zebra"], ["quagga"]]).outputs
+    assert (before, after["value"][1]) == ({"value": [True, False]}, True)
+    source = "import os\ndef f(x):\n    os.set_blocking(4, False)\n    return os.read(4, 99).decode()"
+    assert box.run(source, "f", [[1], [2]]).outputs[0] in ({"error": "BlockingIOError"}, {"error": "PermissionError"})
+    for count in (1, 3):
+        twice = 'import os\ndef f(x):\n    os.write(3, b\'{"value": 1}\\n{"value": 2}\\n\')'
+        outcome = box.run(twice, "f", [[1]] * count)
+        assert (outcome.ended, outcome.outputs) == ("spoke out of turn", ({"value": 1},))
+
+
+SCAN = """
+import ctypes, os
+def f(before, after):
+    libc, page = ctypes.CDLL(None), 4096
+    number = {"x86_64": 14, "aarch64": 135}[os.uname().machine]
+    is_there = lambda at: libc.syscall(number, 0, ctypes.c_void_p(at), None, 8) == 0  # sigprocmask reads it
+    middle = id(globals().get("here", str(1000))) // page * page
+    for start in range(middle - (4 << 20), middle + (4 << 20), page):
+        if is_there(start):
+            memory = ctypes.string_at(start, page)
+            at = -1
+            while (at := memory.find(before[::-1].encode(), at + 1)) >= 0:
+                rest = memory[at + len(before) : at + len(before) + len(after)]
+                if len(rest) == len(after) and all(x == ord(c) for x, c in zip(rest, reversed(after))):
+                    return True
+    return False
+"""
+
+
+def test_nothing_of_one_program_is_in_the_memory_of_the_next(box: Sandbox) -> None:
+    """Another completion's right value would do for a pass."""
+    secret = os.urandom(8).hex()
+    told = box.run("def f(x):\n    return 3 * x", "f", [[f"right-{secret}"]])
+    assert told.outputs == ({"value": 3 * f"right-{secret}"},)
+    asked = [["right-"[::-1], secret[::-1]]]
+    assert box.run(SCAN, "f", asked).outputs == ({"value": False},)
+    assert box.run(f"here = 'right-{secret}'\n{SCAN}", "f", asked).outputs == ({"value": True},)  # the scan works
 
 
 def test_no_descriptor_is_inherited(box: Sandbox, tmp_path: Path) -> None:
@@ -160,10 +212,13 @@ def test_no_descriptor_is_inherited(box: Sandbox, tmp_path: Path) -> None:
         os.set_inheritable(mine.fileno(), True)
         os.set_inheritable(file.fileno(), True)
         with_them_open = Sandbox()
-        open_ones = "import os\ndef ok(n):\n    try: os.fstat(n)\n    except OSError: return False\n    return True\n"
-        outcome = with_them_open.run(f"{open_ones}def f():\n    return [n for n in range(4096) if ok(n)]", "f", [[]])
+        source = (
+            "import fcntl\ndef ok(n):\n    try: fcntl.fcntl(n, fcntl.F_GETFD)\n    except OSError: return False\n"
+            "    return True\ndef f():\n    return [n for n in range(4096) if ok(n)]"
+        )
+        outcome = with_them_open.run(source, "f", [[]])
         with_them_open.close()
-    assert outcome.outputs == ({"value": [0, 1, 2, 3]},)
+    assert outcome.outputs == ({"value": [0, 1, 2, 3, 4]},)
 
 
 def test_replacing_the_harness_harms_the_program_alone(box: Sandbox) -> None:
@@ -187,20 +242,27 @@ def test_sets_have_one_order_in_every_sandbox() -> None:
     assert len(orders) == 1
 
 
+CLAIMS = ("read files", "write files", "reach the network", "start processes", "signal other processes",
+          "look into other processes", "use a terminal")  # fmt: skip
+
+
 def test_the_probe_finds_what_holds_here_and_says_so(box: Sandbox) -> None:
     found = box.probe()
-    assert found.no_network
-    assert "reach the network" in found.describe().partition("can read files")[0]
-    worst = Isolation(False, False, False, False, ("resource limits",))
-    assert "can read files, reach the network, start processes, write files, signal" in worst.describe()
+    assert (found.cannot, found.can) == (CLAIMS, ())
+    assert found.describe().startswith(f"code sandbox: programs cannot {', '.join(CLAIMS)} (tried; ")
+    worst = Isolation((), CLAIMS[:2], ("resource limits",))
+    assert worst.describe() == (
+        "code sandbox: programs cannot be kept from anything; can read files, write files (tried; resource limits)"
+    )
 
 
 BARE_JAIL = """
 import sys
 sys.path.insert(0, {folder!r})
 import jail
-jail.enter_namespaces = lambda libc: []
-if {no_filter}: jail.filter_program = lambda machine: None
+if "namespaces" not in {layers!r}: jail.enter_namespaces = lambda libc: []
+if "Landlock" not in {layers!r}: jail.forbid_files = lambda libc: False
+if "filter" not in {layers!r}: jail.filter_program = lambda machine: None
 jail.main()
 """
 
@@ -210,11 +272,11 @@ def weaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A sandbox on a machine that grants fewer layers."""
     made = []
 
-    def make(no_filter: bool) -> Sandbox:
+    def make(*layers: str) -> Sandbox:
         copy = tmp_path / "jail.py"
         copy.write_text(Path(jail.__file__).read_text())
         script = tmp_path / "weak.py"
-        script.write_text(BARE_JAIL.format(folder=str(tmp_path), no_filter=no_filter))
+        script.write_text(BARE_JAIL.format(folder=str(tmp_path), layers=layers))
         monkeypatch.setattr(sandbox, "_JAIL", script)
         made.append(Sandbox(Limits(wall_s=1.5, cpu_s=1)))
         return made[-1]
@@ -224,17 +286,23 @@ def weaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         one.close()
 
 
-def test_the_filter_alone_keeps_all_four(weaker: Any) -> None:
-    found = weaker(no_filter=False).probe()
-    assert (found.no_network, found.no_processes, found.no_writes, found.no_signals) == (True, True, True, True)
-    assert found.layers[0] == "system-call filter"
+@pytest.mark.parametrize(
+    ("layer", "can"),
+    [
+        ("filter", ()),
+        ("Landlock", ("start processes", "reach the network", "signal other processes")),
+        ("namespaces", ("start processes",)),
+        (None, ("read files", "reach the network", "signal other processes", "use a terminal")),
+    ],
+)
+def test_each_layer_by_itself(weaker: Any, layer: str | None, can: tuple[str, ...]) -> None:
+    found = weaker(*([layer] if layer else [])).probe()
+    assert set(found.can) <= set(can) if layer else set(found.can) >= set(can), found
+    assert set(found.can) | set(found.cannot) == set(CLAIMS)
 
 
-def test_without_namespaces_and_filter_the_probe_sees_the_network_and_orphans_still_die(weaker: Any) -> None:
-    one = weaker(no_filter=True)
-    found = one.probe()
-    assert not found.no_network
-    assert "reach the network" in found.describe().partition("can read files")[2]
+def test_orphans_die_without_namespaces_and_filter(weaker: Any) -> None:
+    one = weaker()
     daemon = (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(60)\n    os._exit(0)\n"
     )

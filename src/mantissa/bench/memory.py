@@ -21,6 +21,7 @@ import torch
 
 from mantissa.bench.runner import Request, Runner
 from mantissa.bench.workload import Source
+from mantissa.environ import changed_environment
 from mantissa.errors import MantissaError
 
 _STEPS = 3  # the optimiser's moments are made in the first
@@ -33,7 +34,8 @@ def training_peak(request: Request, batch_size: int) -> int | None:
         return _cuda_peak(request, batch_size)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+    safe = changed_environment({"PYTHONSAFEPATH": "1"})  # or it would import what lies in the current folder
+    with safe, ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
         try:
             return pool.submit(_resident_growth, request, batch_size, torch.get_num_threads()).result()
         except BrokenProcessPool:

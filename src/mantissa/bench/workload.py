@@ -70,12 +70,12 @@ class Source:
 
 
 def factory_named(spec: str) -> Callable[[], Any]:
-    """The factory that ``pkg.module:name`` names; modules of the current folder are found first."""
+    """The factory that ``pkg.module:name`` names; modules of the current folder are found last."""
     module_name, colon, name = spec.partition(":")
     if not (colon and module_name and name):
         raise MantissaError(f"--model {spec}: expected pkg.module:factory, such as mine.bench:small_model")
     here = os.getcwd()
-    sys.path.insert(0, here)
+    sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -89,7 +89,7 @@ def factory_named(spec: str) -> Callable[[], Any]:
             "folder that holds it, or install it"
         ) from None
     finally:
-        sys.path.remove(here)
+        sys.path.pop()
     factory = getattr(module, name, None)
     if factory is None:
         raise MantissaError(f"--model {spec}: {module_name} has no {name}{nearest(name, vars(module))}")

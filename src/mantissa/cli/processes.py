@@ -1,18 +1,19 @@
 """``mantissa train`` on several processes: starting them, and ending with one line whatever becomes of them.
 
-With ``nproc=4`` the command starts itself four times through torch's elastic launcher (what ``torchrun`` is made of)
-and waits. A rank that fails takes the run down: the launcher stops the others. Which rank is to blame is decided here,
-for all of them fail, most only because another one did: first one that a signal killed, then one that says what was
-wrong, and last those that lost their connection. What a rank says comes through a file, in a folder that the launcher
-would make for itself below the temporary one and leave there; it is given one that goes when the run ends, however it
-does (but for a SIGKILL of this process).
+With ``nproc=4`` the command starts itself four times, watched by torch's elastic multiprocessing (what ``torchrun``
+watches its own with), and waits. A rank that fails takes the run down: the launcher stops the others. Which rank is to
+blame is decided here, for all of them fail, most only because another one did: first one that a signal killed, then one
+that says what was wrong, and last those that lost their connection.
+
+Ranks find each other, and say what was wrong, through files in a folder that only this user can open, and that goes
+when the run ends, however it does (but for a SIGKILL of this process). Torch's own rendezvous is not used: it listens
+on every interface, and unpickles what anybody puts there.
 
 Under ``torchrun`` itself a rank prints its own line, and torchrun its summary.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -21,16 +22,14 @@ import signal
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mantissa.environ import changed_environment
 from mantissa.errors import MantissaError, StoppedError
+from mantissa.launched import LAUNCHER, STORE
 
-_MARK = "MANTISSA_LAUNCHED"  # in the environment of ranks that this module started: they say nothing themselves
 _LOST = 3  # exit code of a rank that lost another
 _USER, _FAILED = 2, 1
 
@@ -43,40 +42,40 @@ class RankError(MantissaError):
 
 def launch(arguments: Sequence[str], nproc: int, run_dir: str) -> None:
     """Run ``mantissa`` with these arguments in ``nproc`` processes, to the end; ``run_dir`` is what they write."""
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # they tell of every process; one line is enough
-    with (
-        tempfile.TemporaryDirectory(prefix="mantissa-ranks-", ignore_cleanup_errors=True) as folder,
-        changed_environment({_MARK: "1", "OMP_NUM_THREADS": str(threads_each(nproc)), "TMPDIR": folder}),
-    ):  # a rank that is killed cannot delete what it has there
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            run_id=str(uuid.uuid4()),
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-        )
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it tells of every process
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="mantissa-ranks-", ignore_cleanup_errors=True) as folder:
+        common = {
+            LAUNCHER: str(os.getpid()),
+            STORE: f"{folder}/store",
+            "OMP_NUM_THREADS": str(threads_each(nproc)),
+            "TMPDIR": folder,  # a rank that is killed cannot delete what it has there
+            "WORLD_SIZE": str(nproc),
+            "LOCAL_WORLD_SIZE": str(nproc),
+        }
+        environments = {i: common | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(nproc)}
+        commands = dict.fromkeys(environments, ("-P", "-m", "mantissa", *arguments))
+        ranks = None
         try:
-            elastic_launch(config, sys.executable)("-m", "mantissa", *arguments)
-        except ChildFailedError as error:
+            ranks = start_processes("ranks", sys.executable, commands, environments, DefaultLogsSpecs(folder))
+            result = ranks.wait(period=0.1)
+        except (SignalException, KeyboardInterrupt) as stopped:
+            signum = getattr(stopped, "sigval", signal.SIGINT)
+            if ranks is not None:
+                ranks.close(signum)
+            how = "interrupted" if signum == signal.SIGINT else f"stopped by {signum.name}"
+            raise StoppedError(f"{how}{_go_on(run_dir)}") from None
+        finally:
+            if ranks is not None:
+                ranks.close()
             _show_cursor()
-            for failure in error.failures.values():  # what they had started, which the launcher does not look for
+        if result is not None and result.is_failed():
+            for failure in result.failures.values():  # what they had started, which the launcher does not look for
                 with suppress(OSError):
                     os.killpg(failure.pid, signal.SIGKILL)
-            raise blame(error.failures, run_dir) from None
-        except (SignalException, KeyboardInterrupt) as stopped:
-            _show_cursor()
-            name = getattr(stopped, "sigval", signal.SIGINT).name
-            how = "interrupted" if name == "SIGINT" else f"stopped by {name}"
-            raise StoppedError(f"{how}{_go_on(run_dir)}") from None
+            raise blame(result.failures, run_dir)
 
 
 def threads_each(nproc: int) -> int:
@@ -124,7 +123,6 @@ def as_rank() -> Iterator[None]:
 
     Python's own exit is not taken: gloo's threads abort it now and then.
     """
-    _die_with_launcher()
     code = _FAILED
     try:
         yield
@@ -156,7 +154,7 @@ def _tell(message: str, code: int) -> None:
     if path is not None:
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": message, "timestamp": str(int(time.time()))}))
-    if _MARK not in os.environ:
+    if LAUNCHER not in os.environ:
         print(f"mantissa: error: rank {os.environ.get('RANK')}: {message}", file=sys.stderr)
 
 
@@ -167,12 +165,6 @@ def _connection_lost(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(
         phrase in text for phrase in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo")
     )
-
-
-def _die_with_launcher() -> None:
-    """On Linux: a rank whose launcher is killed is killed too, or it would go on writing a run that nobody watches."""
-    if _MARK in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _show_cursor() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from mantissa.compat.config import ExtendedFP16Config
 from mantissa.errors import MantissaError
 from mantissa.training import distribute
+from mantissa.training.distributed import join
 
 
 def init_distributed(backend: str | None = None) -> tuple[int, int]:
@@ -26,7 +27,7 @@ def init_distributed(backend: str | None = None) -> tuple[int, int]:
             return 0, 1
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # before nccl's first message
-        dist.init_process_group(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+        join(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
     return dist.get_rank(), dist.get_world_size()
 
 

@@ -40,7 +40,7 @@ from mantissa.rl.config import RunConfig
 from mantissa.rl.experience import Sequences
 from mantissa.training import Ranks
 from mantissa.training.distributed import ALONE as ONE
-from mantissa.training.distributed import is_dtensor
+from mantissa.training.distributed import is_dtensor, join
 
 T = TypeVar("T")
 _BUCKET = 1 << 24  # gradients that are added over ranks in one message: 64 MiB
@@ -245,7 +245,7 @@ def joined(config: RunConfig, device: torch.device) -> Iterator[Team]:
         yield ALONE
         return
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+        join("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), "cpu")
     yield Team(ranks, config.parallel or "ddp")
     ranks.gather(None)  # the others wait for the report: a rank that ends early looks like one that died

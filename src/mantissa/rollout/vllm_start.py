@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.files import disk_errors
+from mantissa.launched import LAUNCHER, STORE
 from mantissa.model import ModelConfig
 from mantissa.model.config_file import config_fields
 from mantissa.precision import E4M3, Fp8Policy, NumberFormat
@@ -42,6 +43,7 @@ _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",  # it would report its use to its makers
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it would bind itself to cores that this process may be using
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit this process's threads and its strict modes
+    "PYTHONSAFEPATH": "1",  # or those would import what lies in the current folder
 }
 _FP8_KERNELS = {
     "VLLM_USE_DEEP_GEMM_E8M0": "0",  # it would quantise the weights anew, to scales that are powers of two
@@ -210,7 +212,8 @@ class VllmStart:
 def _of_a_launcher(name: str) -> bool:
     """Whether a variable tells a process which of several it is: vLLM's are others, and would join ours."""
     ranks = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
-    return name in (*ranks, "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT") or name.startswith("TORCHELA")
+    others = ("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", LAUNCHER, STORE)
+    return name in (*ranks, *others) or name.startswith("TORCHELA")
 
 
 class WeightFolder:

@@ -12,6 +12,7 @@ is one symbol (``x=5``, not the ``a=1,`` of ``a=1,b=5``), and numbers lose leadi
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?")
@@ -25,12 +26,18 @@ _UNITS = (
 _AFTER_UNIT = r"(?:\s*\^\s*\{?[23]\}?)?\.?\s*"
 _END = rf"(?![A-Za-z]){_AFTER_UNIT}"
 # Bare, 2m is a product; as text, 2\text{ m} is a length.
-_BARE_UNITS = rf"(?<=[0-9}}])\s*+(?:(?:{_UNITS}){_END})++$"
+_BARE_UNITS = rf"(?<=[0-9}}])\s*+(?:(?:{_UNITS}){_END})++"
 _TEXT_COMMAND = r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|boxed|fbox)\s*\{"
 _TEXT_UNITS = rf"(?<=[0-9}}])\s*+{_TEXT_COMMAND}\s*+(?:(?:{_UNITS}|[mgsh]|in){_END})++\}}{_AFTER_UNIT}$"
 
+
+def _at_end(row: re.Match[str]) -> str:
+    """Nothing for a row of units that ends the text. A ``$`` would try a row that does not again from its middle."""
+    return "" if row.end() == len(row.string) else row[0]
+
+
 # Applied in this order. Each takes one decoration away or one spelling to another.
-_REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+_REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\(?:left|right|big|Big|bigg|Bigg|displaystyle)(?![A-Za-z])", ""),
@@ -41,10 +48,10 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (_TEXT_COMMAND + r"([^{}]*)\}", r"\1"),
         (r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])|°", ""),
         (r"\\?%", ""),
-        (_BARE_UNITS, ""),  # 32 square cm^2
+        (_BARE_UNITS, _at_end),  # 32 square cm^2
         (r"^\s*[A-Za-z](?:_[A-Za-z0-9]|_\{[A-Za-z0-9]+\}|\([A-Za-z]\))?\s*=(?=[^=]*$)", ""),  # x=, x_1=, f(x)=
         (r"\s+", ""),
-        (r"(?<=.)\.+$", ""),  # the full stop of the sentence
+        (r"(?:(?<=[^.])|(?<=^\.))\.++$", ""),  # the full stop of the sentence; from the first of a row of dots alone
         (r"\\frac([0-9A-Za-z])([0-9A-Za-z])", r"\\frac{\1}{\2}"),  # \frac12
         (r"\\frac\{([^{}]*)\}([0-9A-Za-z])", r"\\frac{\1}{\2}"),  # \frac{40}7
         (r"\\frac([0-9A-Za-z])\{", r"\\frac{\1}{"),  # \frac4{7}

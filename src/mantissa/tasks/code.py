@@ -52,7 +52,8 @@ class CodeVerifier(Verifier):
 
     ``parts``: ``passed``, the share of tests passed, and ``ended``, 1 where the program returned from every test. A
     program that hangs, crashes or floods is wrong; that is no verifier error. ``isolation``: ``required`` refuses to
-    start where programs could reach the network; ``limits`` runs them all the same.
+    start where programs can do any of what the sandbox tries (files, network, processes, signals, terminal); ``limits``
+    runs them all the same.
     """
 
     isolated: ClassVar[bool] = True
@@ -69,10 +70,10 @@ class CodeVerifier(Verifier):
     def prepare(self) -> None:
         """Start the sandbox and try it; raises ``MantissaError`` where it does not isolate as asked."""
         found = _probed(self._limits)
-        if self.isolation == "required" and not found.no_network:
+        if self.isolation == "required" and found.can:
             raise MantissaError(
-                f"programs cannot be kept from the network here ({', '.join(found.layers)}): run on Linux where user "
-                "namespaces or system-call filters are allowed, or accept it with isolation: limits"
+                f"programs can {', '.join(found.can)} here ({', '.join(found.layers)}): run on Linux (x86_64 or "
+                "aarch64) where system-call filters are allowed, or accept it with isolation: limits"
             )
 
     def notes(self) -> tuple[str, ...]:

@@ -194,8 +194,8 @@ class CodeConfig(_GeneratedConfig):
     memory_mib: int = Field(256, ge=64, description="Address space of one program.")
     isolation: Literal["required", "limits"] = Field(
         "required",
-        description="required: refuse to run programs where the network cannot be kept from them. limits: run them "
-        "under resource limits alone if need be.",
+        description="required: refuse to run programs where files, the network or other processes cannot be kept "
+        "from them. limits: run them under resource limits alone if need be.",
     )
 
     @model_validator(mode="after")

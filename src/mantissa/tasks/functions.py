@@ -5,7 +5,7 @@
     @batched
     def score(problems: list[Problem], completions: list[str]) -> list[float | bool | dict]: ...
 
-It is imported in the grading processes only, never in the one that trains, with the current folder first on the import
+It is imported in the grading processes only, never in the one that trains, with the current folder last on the import
 path. What it may return, and what comes of it:
 
 - a finite number: the reward; the completion is correct where it reaches ``correct_at``
@@ -133,13 +133,13 @@ def _listed(result: Mapping[Any, Any]) -> str:
 
 @lru_cache(maxsize=32)
 def load_function(reference: str) -> Callable[..., Any]:
-    """The function named ``package.module:function``, looked for in the current folder first.
+    """The function named ``package.module:function``, looked for in the current folder too.
 
     Raises ``MantissaError`` where the module cannot be imported or has no such function.
     """
     module_name, _, name = reference.partition(":")
     if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)  # last: a file of that folder must not stand for a module that somebody else imports
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # noqa: BLE001 - the user's own module may raise anything while it is imported

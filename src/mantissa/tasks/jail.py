@@ -1,52 +1,70 @@
-"""The inside of the sandbox: a small server, run as a script by ``sandbox.py``, that runs one program after another.
+"""The inside of the sandbox: a small server, run as a script by ``sandbox.py``, that makes a process for each program.
 
-It imports nothing but the standard library, holds no expected output, and never executes a program itself: each runs in
-a fork of its own, which gives up everything before the first line of it. In this order:
+It knows no program, no input and no value: those go through two pipes, which it hands on unread, so that nothing of one
+program lies in the memory that the next one's process is copied from. What that process gives up, in this order:
 
 1. User, network, process, mount, ipc and host-name namespaces, where the kernel grants them: no interface, no process
-   of the machine in sight, the file system read-only, ``/proc`` covered. Once, for the server and all its forks.
+   of the machine in sight, and an empty folder for a root: there is no file. Once, for the server and all its forks.
 2. Capabilities dropped, no new privileges; not dumpable.
-3. For each program: its own session, /dev/null as its three standard files, one pipe for what it returns, all else
-   closed; limits on CPU seconds, address space, file size (0), processes (0), open files, core dumps (0).
-4. A system-call filter (x86_64 and aarch64) that allows what a computing Python needs and nothing else: no socket, no
-   new process or thread, no signal, no file opened for writing. What is not on the list fails with EPERM.
+3. For each program: its own session without a terminal, /dev/null as its three standard files, a pipe for what it
+   returns and one for its inputs, all else closed; limits on CPU seconds, address space, file size (0), processes (0),
+   open files, core dumps (0).
+4. Landlock, where the kernel has it: no file may be opened or made, even where 1 was denied; and as far as the kernel's
+   is new enough no port, no abstract socket, no signal to others.
+5. A system-call filter (x86_64 and aarch64) that allows what a computing Python needs and nothing else: no file, no
+   socket, no new process or thread, no signal, no ``ioctl``, of ``fcntl`` what duplicates and closes. What is not on
+   the list fails with EPERM.
 
-Files can be read, as far as the user who trains can read them; nothing can be done with what was read but return it.
+Since no file can be opened, what a program may import was imported before (``MODULES``). Each layer is tried where the
+server starts; that they keep what they should is for ``Sandbox.probe`` to find out.
 
-Frames on stdin and stdout: 4 bytes of length, big-endian, then JSON; a reply is a header of JSON and a frame of what
-the program wrote to its pipe, untouched: bytes from a hostile program are for the other side to parse.
+Messages on stdin, a socket: a first one to say which layers hold; then for each program one that brings its two pipes,
+one that says when to end it, and as the answer its exit code.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import gc
+import importlib
 import json
 import os
+import random
 import resource
-import select
 import signal
+import socket
 import struct
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 MS_NOSUID_NODEV_NOEXEC_RDONLY, MS_REC_PRIVATE = 0xF, 0x44000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
-SYS_MOUNT_SETATTR = 442  # the same on every architecture, as all calls since 5.1
-MAX_REQUEST = 16 << 20
+LANDLOCK_CREATE, LANDLOCK_RESTRICT = 444, 446  # the same on every architecture, as all calls since 5.1
+MNT_DETACH = 2
+
+# What programs may import: the standard library that computes, and what it imports in turn.
+MODULES = (  # noqa: SIM905 - a list of them would fill the screen
+    "_strptime abc array ast base64 binascii bisect calendar cmath codecs collections.abc colorsys contextlib copy "
+    "csv ctypes dataclasses datetime decimal difflib enum fcntl fractions functools gc graphlib hashlib heapq html "
+    "inspect io itertools json keyword locale logging math numbers operator os pickle pprint queue random re resource "
+    "secrets shlex signal socket statistics string struct subprocess tempfile textwrap threading time timeit tokenize "
+    "traceback types typing unicodedata uuid warnings weakref zlib encodings.ascii encodings.latin_1 encodings.utf_16 "
+    "encodings.utf_32 encodings.utf_8_sig encodings.cp1252 encodings.unicode_escape encodings.raw_unicode_escape "
+    "encodings.punycode encodings.hex_codec encodings.base64_codec encodings.rot_13 encodings.zlib_codec "
+).split()
 
 # name: (x86_64, aarch64); -1 where the architecture has no such call. linux/unistd.h
 SYSCALLS: dict[str, tuple[int, int]] = {
     "read": (0, 63),
     "write": (1, 64),
     "close": (3, 57),
-    "stat": (4, -1),
     "fstat": (5, 80),
-    "lstat": (6, -1),
     "poll": (7, -1),
     "lseek": (8, 62),
     "mmap": (9, 222),
@@ -56,11 +74,9 @@ SYSCALLS: dict[str, tuple[int, int]] = {
     "rt_sigaction": (13, 134),
     "rt_sigprocmask": (14, 135),
     "rt_sigreturn": (15, 139),
-    "ioctl": (16, 29),
     "pread64": (17, 67),
     "readv": (19, 65),
     "writev": (20, 66),
-    "access": (21, -1),
     "select": (23, -1),
     "sched_yield": (24, 124),
     "mremap": (25, 216),
@@ -70,9 +86,6 @@ SYSCALLS: dict[str, tuple[int, int]] = {
     "getpid": (39, 172),
     "exit": (60, 93),
     "uname": (63, 160),
-    "fcntl": (72, 25),
-    "getcwd": (79, 17),
-    "readlink": (89, -1),
     "gettimeofday": (96, 169),
     "getrusage": (98, 165),
     "sysinfo": (99, 179),
@@ -87,25 +100,19 @@ SYSCALLS: dict[str, tuple[int, int]] = {
     "time": (201, -1),
     "futex": (202, 98),
     "sched_getaffinity": (204, 123),
-    "getdents64": (217, 61),
     "restart_syscall": (219, 128),
     "clock_gettime": (228, 113),
     "clock_getres": (229, 114),
     "clock_nanosleep": (230, 115),
     "exit_group": (231, 94),
-    "newfstatat": (262, 79),
-    "readlinkat": (267, 78),
-    "faccessat": (269, 48),
     "pselect6": (270, 72),
     "ppoll": (271, 73),
     "getrandom": (318, 278),
-    "statx": (332, 291),
     "rseq": (334, 293),
-    "faccessat2": (439, 439),
 }
-OPENERS: dict[str, tuple[int, int, int]] = {"open": (2, -1, 1), "openat": (257, 56, 2)}  # ..., which argument is flags
+# ..., which argument is looked at, and what it may be: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
+CHECKED: dict[str, tuple[int, int, int, tuple[int, ...]]] = {"fcntl": (72, 25, 1, (0, 1, 2, 3, 1030))}
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, linux/audit.h
-_WRITING = 0x1 | 0x2 | 0x40 | 0x200 | 0x400000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_TMPFILE
 
 
 # the filter
@@ -116,17 +123,18 @@ def filter_program(machine: str) -> bytes | None:
     if machine not in _ARCHITECTURES or sys.maxsize < 2**32:
         return None
     column, architecture = _ARCHITECTURES[machine]
-    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
     allow, deny, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
     code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, kill), (load, 0, 0, 0)]
     code += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, deny)]  # x32's numbers on x86_64
     for numbers in SYSCALLS.values():
         if numbers[column] >= 0:
             code += [(equal, 0, 1, numbers[column]), (answer, 0, 0, allow)]
-    for *pair, flags in OPENERS.values():
-        if pair[column] >= 0:
-            code += [(equal, 0, 4, pair[column]), (load, 0, 0, 16 + 8 * flags), (any_bit, 0, 1, _WRITING)]
-            code += [(answer, 0, 0, deny), (answer, 0, 0, allow)]
+    for *pair, argument, values in CHECKED.values():
+        code += [(equal, 0, 2 * len(values) + 2, pair[column]), (load, 0, 0, 16 + 8 * argument)]
+        for value in values:
+            code += [(equal, 0, 1, value), (answer, 0, 0, allow)]
+        code.append((answer, 0, 0, deny))
     code.append((answer, 0, 0, deny))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 
@@ -139,6 +147,22 @@ def install_filter(libc: Any, code: bytes) -> bool:
     """Bind this thread and all that follows from it to the filter."""
     program = _Filter(len(code) // 8, code)
     return libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0) == 0
+
+
+def forbid_files(libc: Any) -> bool:
+    """Landlock without a rule: this thread, and all that follows from it, opens and makes no file from here on."""
+    version = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
+    if version < 1:
+        return False
+    files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    # Files; from 4 on, binding and connecting of TCP; from 6 on, abstract sockets and signals.
+    attributes = struct.pack("=QQQ", files, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
+    rules = libc.syscall(LANDLOCK_CREATE, attributes, len(attributes), 0)
+    if rules < 0:
+        return False
+    held = libc.syscall(LANDLOCK_RESTRICT, rules, 0) == 0
+    os.close(rules)
+    return held
 
 
 # the server's own confinement
@@ -159,19 +183,21 @@ def enter_namespaces(libc: Any) -> list[str]:
                 stream.write(text)
         except OSError:
             return [name for name in wanted if name != "mount"]  # without a map there is nothing to mount with
-    if "mount" in wanted and not _read_only(libc):
+    if "mount" in wanted and not _empty_root(libc):
         wanted.remove("mount")
     return wanted
 
 
-def _read_only(libc: Any) -> bool:
-    """Every mount read-only, and ``/proc``, which shows the machine's processes, covered by an empty folder."""
-    attributes = struct.pack("=QQQQ", 0x1 | 0x2, 0, 0, 0)  # read-only, no set-user-id; devices stay: /dev/null is one
+def _empty_root(libc: Any) -> bool:
+    """An empty read-only folder for a root, and nothing left of the other."""
+    pivot = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine, -1)
     return (
         libc.mount(None, b"/", None, MS_REC_PRIVATE, None) == 0
         and libc.mount(b"none", b"/proc", b"tmpfs", MS_NOSUID_NODEV_NOEXEC_RDONLY, b"size=4k") == 0
-        # -100: paths are relative to the current folder. 0x8000: and all mounts below.
-        and libc.syscall(SYS_MOUNT_SETATTR, -100, b"/", 0x8000, attributes, len(attributes)) == 0
+        and libc.chdir(b"/proc") == 0
+        and libc.syscall(pivot, b".", b".") == 0  # the old root comes to lie on the new one,
+        and libc.umount2(b".", MNT_DETACH) == 0  # and is taken off
+        and libc.chdir(b"/") == 0
     )
 
 
@@ -203,7 +229,7 @@ def confine(libc: Any) -> list[str]:
     if "process" in entered:
         child = os.fork()
         if child:
-            os.closerange(0, 3)
+            os.closerange(0, 4)
             os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
@@ -214,43 +240,24 @@ def confine(libc: Any) -> list[str]:
 # running one program
 
 
-def run(job: dict[str, Any], limits: dict[str, Any], libc: Any, code: bytes | None) -> tuple[dict[str, Any], bytes]:
-    """Run a program; how it ended, and the bytes it wrote."""
-    mine, theirs = os.pipe()
+def run(control: socket.socket, pipes: list[int], null: int, settings: Settings) -> int | None:
+    """Run a program until it is to end; its exit code, minus a signal. None where nobody is left to be told."""
     child = os.fork()
     if child == 0:
         try:
-            surrender(theirs, limits, libc, code)
-            execute(job)
+            execute(surrender(pipes, null, settings))
         finally:
             os._exit(1)
-    os.close(theirs)
-    output, ended = collect(mine, time.monotonic() + limits["wall_s"], limits["output_bytes"])
-    os.close(mine)
-    status = kill_all(child, 0.05 if ended == "closed" else 0.0)
-    if ended == "closed":
-        ended = signal.Signals(-status).name if status < 0 else "returned" if status == 0 else f"exit code {status}"
-    return {"ended": ended}, output
-
-
-def collect(pipe: int, deadline: float, most: int) -> tuple[bytes, str]:
-    """Read until the pipe closes, the time is up or there is too much."""
-    output = bytearray()
-    while (left := deadline - time.monotonic()) > 0:
-        if not select.select([pipe], [], [], left)[0]:
-            break
-        data = os.read(pipe, 65536)
-        if not data:
-            return bytes(output), "closed"
-        output += data
-        if len(output) > most:
-            return bytes(output[:most]), "too much output"
-    return bytes(output), "out of time"
+    for pipe in pipes:
+        os.close(pipe)
+    why = control.recv(1)
+    status = kill_all(child, 0.05 if why == b"c" else 0.0)  # closed: it is ending, and has an exit code worth knowing
+    return status if why else None
 
 
 def kill_all(child: int, patience_s: float) -> int:
     """End the program and everything it started, and reap them; the program's own exit code, minus a signal."""
-    pid, status = _wait(child, patience_s)  # a program that closed its pipe has an exit code worth knowing
+    pid, status = _wait(child, patience_s)
     if pid == 0:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
@@ -273,7 +280,7 @@ def _wait(child: int, patience_s: float) -> tuple[int, int]:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid or time.monotonic() > end:
             return pid, status
-        time.sleep(0.0005)
+        time.sleep(0.0002)
 
 
 def _children() -> list[int]:
@@ -284,17 +291,21 @@ def _children() -> list[int]:
         return []
 
 
-def surrender(pipe: int, limits: dict[str, Any], libc: Any, code: bytes | None) -> None:
-    """In the fork: give up every file, right and resource that computing does not need."""
+def surrender(pipes: list[int], null: int, settings: Settings) -> BinaryIO:
+    """In the fork: give up every file, right and resource that computing does not need; the file of its inputs."""
+    libc, limits = settings.libc, settings.limits
+    server = os.getppid()
     os.setsid()
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    null = os.open(os.devnull, os.O_RDWR)
-    pipe = os.dup2(pipe, 200)
-    for standard in range(3):
-        os.dup2(null, standard)
-    os.closerange(4, 200)
-    os.dup2(pipe, 3)
-    os.closerange(4, 4096)
+    if os.getppid() != server:
+        os._exit(1)
+    for number, file in enumerate((*pipes, null), 200):
+        os.dup2(file, number)
+    for number, file in enumerate((202, 202, 202, 201, 200)):
+        os.dup2(file, number)
+    os.closerange(5, 4096)
+    requests = os.fdopen(4, "rb")
+    random.seed(0)  # as sets have one order, so that a resumed run repeats its rewards
     bounds = {
         resource.RLIMIT_CPU: limits["cpu_s"],
         resource.RLIMIT_AS: limits["memory_bytes"],
@@ -305,21 +316,26 @@ def surrender(pipe: int, limits: dict[str, Any], libc: Any, code: bytes | None) 
     }
     for what, bound in bounds.items():
         resource.setrlimit(what, (bound, bound))
-    if code is not None and not install_filter(libc, code):
+    if settings.landlock and not forbid_files(libc):
         os._exit(125)
+    if settings.code is not None and not install_filter(libc, settings.code):
+        os._exit(125)
+    return requests
 
 
-def execute(job: dict[str, Any]) -> None:
-    """The program itself: define the function, call it with each input, write what it returns, one line each."""
+def execute(requests: BinaryIO) -> None:
+    """The program itself: define the function, call it with each input as it comes, write what it returns, one line
+    each."""
+    job = json.loads(requests.readline())
     namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     exec(compile(job["source"], "<program>", "exec"), namespace)
     function = namespace[job["function"]]
-    for arguments in job["inputs"]:
+    while line := requests.readline():
         try:
-            line = json.dumps({"value": function(*arguments)})
+            answer = json.dumps({"value": function(*json.loads(line))})
         except BaseException as error:  # noqa: BLE001 - the program is foreign: it may raise anything, SystemExit too
-            line = json.dumps({"error": type(error).__name__})
-        data = line.encode() + b"\n"
+            answer = json.dumps({"error": type(error).__name__})
+        data = answer.encode() + b"\n"
         while data:
             data = data[os.write(3, data) :]
     os._exit(0)
@@ -328,53 +344,49 @@ def execute(job: dict[str, Any]) -> None:
 # serving
 
 
-def read_frame() -> bytes | None:
-    """One frame from stdin; None where the other side is gone."""
-    head = _read_exactly(4)
-    if head is None:
-        return None
-    length = struct.unpack(">I", head)[0]
-    return _read_exactly(length) if length <= MAX_REQUEST else None
+class Settings(NamedTuple):
+    """What every program's process is made with. ``code``: the filter's, where it holds."""
 
-
-def _read_exactly(count: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < count:
-        part = os.read(0, count - len(data))
-        if not part:
-            return None
-        data += part
-    return bytes(data)
-
-
-def write_frame(data: bytes) -> None:
-    """One frame to stdout: the length, then ``data``, all of it."""
-    data = struct.pack(">I", len(data)) + data
-    while data:
-        data = data[os.write(1, data) :]
+    limits: dict[str, Any]
+    libc: Any
+    landlock: bool
+    code: bytes | None
 
 
 def main() -> None:
-    """Confine this process, say in a first frame what held, then serve one program a request until stdin ends."""
-    limits = json.loads(sys.argv[1])
+    """Confine this process, say in a first message what held, then serve one program after another until stdin ends."""
+    control = socket.socket(fileno=0)
     libc = ctypes.CDLL(None, use_errno=True)
-    code = filter_program(os.uname().machine)
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in MODULES:
+        importlib.import_module(name)
+    time.localtime()  # reads the time zone's file
+    sys.path.clear()  # an import that would need a file is then a ModuleNotFoundError
+    sys.path_importer_cache.clear()
+    sys.meta_path[:] = sys.meta_path[:2]  # of what is built in, and frozen
+    gc.freeze()  # or a collection would copy every page that programs share with this process
     entered = confine(libc)
     dropped = drop_privileges(libc)
-    if code is not None and not _filter_works(libc, code):
+    landlock = _works(forbid_files, libc)
+    code = filter_program(os.uname().machine)
+    if code is not None and not _works(install_filter, libc, code):
         code = None
-    write_frame(json.dumps({"namespaces": entered, "filter": code is not None, "dropped": dropped}).encode())
-    while (request := read_frame()) is not None:
-        header, output = run(json.loads(request), limits, libc, code)
-        write_frame(json.dumps(header).encode())
-        write_frame(output)
+    found = {"namespaces": entered, "landlock": landlock, "filter": code is not None, "dropped": dropped}
+    control.send(json.dumps(found).encode())
+    settings = Settings(json.loads(sys.argv[1]), libc, landlock, code)
+    while True:
+        message, pipes, _, _ = socket.recv_fds(control, 1, 2)
+        status = run(control, pipes, null, settings) if message else None
+        if status is None:
+            return
+        control.send(struct.pack("=i", status))
 
 
-def _filter_works(libc: Any, code: bytes) -> bool:
-    """Try the filter in a fork: containers may forbid it."""
+def _works(layer: Callable[..., bool], *arguments: Any) -> bool:
+    """Try a layer in a fork: containers may forbid it."""
     child = os.fork()
     if child == 0:
-        os._exit(0 if install_filter(libc, code) else 1)
+        os._exit(0 if layer(*arguments) else 1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -13,7 +13,6 @@ fraction of a second, torch not included. It follows that a verifier class must 
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import pickle
@@ -34,8 +33,8 @@ from mantissa.tasks.worker import grade_samples
 
 STARTUP_LIMIT_S = 120.0  # imports on a loaded machine; not the sample's time
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from mantissa.tasks.worker import main; "
-    "main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[4]))"
+    "import sys; sys.path[:] = sys.argv[4:]; from mantissa.tasks.worker import main; "
+    "main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))"
 )
 
 
@@ -201,10 +200,9 @@ class _Worker:
         self.deadline = time.monotonic() + STARTUP_LIMIT_S
         self.pipe, theirs = multiprocessing.Pipe(duplex=True)
         try:
-            path = json.dumps([str(p) for p in sys.path])
-            arguments = [str(theirs.fileno()), repr(timeout_s), path, str(memory_bytes)]
+            arguments = [str(theirs.fileno()), repr(timeout_s), str(memory_bytes), *map(str, sys.path)]
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, *arguments],
+                [sys.executable, "-P", "-c", _BOOT, *arguments],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a group of its own: what a reward function starts is killed with it

@@ -1,11 +1,11 @@
 """The outside of the sandbox: runs a program on inputs and brings back what it returned, or how it ended.
 
 What runs inside, and what it is deprived of, is in ``jail.py``. Here is the part that must not be believed blindly:
-``probe`` runs a program that tries what programs must not do, against a listener and a file that only this side sees,
-and ``Isolation`` states what was found, layer names included.
+``probe`` runs a program that tries what programs must not do, against a listener, a file, a terminal and a process that
+this side watches, and ``Isolation`` states what was found.
 
-A verdict cannot be printed by a program: it sends back values, and the expected ones never enter the sandbox. To forge
-a pass it must return the right value, which is to pass.
+A verdict cannot be printed by a program: it sends back values, and the expected ones never enter the sandbox. An input
+enters it once the value for the one before has come. To forge a pass it must return the right values, which is to pass.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from mantissa.errors import MantissaError
 
 _JAIL = Path(__file__).with_name("jail.py")
-_GRACE_S = 5.0  # beyond a program's own limit: the server is then no longer what it was
+_GRACE_S = 5.0  # for an answer of the server, which has nothing to wait for: it is then no longer what it was
+_START_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -56,26 +59,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Isolation:
-    """What the probe found of the sandbox on this machine; True is what one wishes for."""
+    """What the probe found: what programs cannot do on this machine, what they can, and by what means."""
 
-    no_network: bool
-    no_processes: bool
-    no_writes: bool
-    no_signals: bool
+    cannot: tuple[str, ...]
+    can: tuple[str, ...]
     layers: tuple[str, ...]
 
     def describe(self) -> str:
-        """One line: what programs can and cannot do here, tried and not assumed, and by what means."""
-        found = {
-            "reach the network": self.no_network,
-            "start processes": self.no_processes,
-            "write files": self.no_writes,
-            "signal other processes": self.no_signals,
-        }
-        cannot = [what for what, kept in found.items() if kept]
-        can = ["read files", *(what for what, kept in found.items() if not kept)]
+        """One line, of what was tried and not assumed."""
+        can = f"; can {', '.join(self.can)}" if self.can else ""
         return (
-            f"code sandbox: programs cannot {', '.join(cannot) or 'be kept from anything'}; can {', '.join(can)} "
+            f"code sandbox: programs cannot {', '.join(self.cannot) or 'be kept from anything'}{can} "
             f"(tried; {', '.join(self.layers)})"
         )
 
@@ -89,53 +83,73 @@ class Sandbox:
     def __init__(self, limits: Limits = Limits()) -> None:
         self.limits = limits
         self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None  # to the process
         self._layers: tuple[str, ...] = ()
         self._owner = os.getpid()
 
     def run(self, source: str, function: str, inputs: Sequence[Sequence[Any]]) -> Outcome:
         """Execute ``source``, then call its ``function`` with each of ``inputs``; arguments and values are JSON's."""
-        request = json.dumps({"source": source, "function": function, "inputs": inputs}).encode()
         try:
-            process = self._started()
-            self._send(process, request)
-            deadline = time.monotonic() + self.limits.wall_s + _GRACE_S
-            header = json.loads(self._receive(process, deadline))
-            return Outcome(header["ended"], _parsed(self._receive(process, deadline)))
-        except (BrokenPipeError, EOFError, TimeoutError):
+            control = self._started()
+            (theirs_in, mine_in), (mine_out, theirs_out) = os.pipe(), os.pipe()
+            with open(mine_in, "wb", buffering=0) as into, open(mine_out, "rb", buffering=0) as out:
+                try:
+                    socket.send_fds(control, [b"r"], [theirs_in, theirs_out])
+                finally:
+                    os.close(theirs_in)
+                    os.close(theirs_out)
+                talk = _Talk(into, out, self.limits)
+                ended = talk.hold(json.dumps({"source": source, "function": function}), inputs)
+            control.send(b"c" if ended == "closed" else b"k")
+            (status,) = struct.unpack("=i", control.recv(4))
+        except (ConnectionError, struct.error, TimeoutError):  # struct: it said nothing more
             self.close()
             return Outcome("sandbox lost", ())
         except BaseException:
             self.close()  # interrupted half-way, its next answer would be to this question
             raise
+        if ended == "closed":
+            ended = signal.Signals(-status).name if status < 0 else "returned" if status == 0 else f"exit code {status}"
+        return Outcome(ended, tuple(talk.values))
 
     def probe(self) -> Isolation:
-        """Try, inside, to connect to this process, to start one, to write a file and to send a signal."""
-        victim = subprocess.Popen([sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE)
+        """Try, inside, what programs must not do (``_PROBE``), on things of this process that it can watch."""
+        idle = [sys.executable, "-I", "-S", "-c", "input()"]
+        victim = subprocess.Popen(idle, stdin=subprocess.PIPE, env={"SECRET": "told"})
         with tempfile.TemporaryDirectory() as folder, socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:
             os.chmod(folder, 0o777)
+            Path(folder, "secret").write_text("told")
             tcp.bind(("127.0.0.1", 0))
             unix.bind(f"{folder}/listener")
             for listener in (tcp, unix):
                 listener.listen(1)
                 listener.setblocking(False)
-            arguments = [tcp.getsockname()[1], f"{folder}/listener", f"{folder}/written", victim.pid]
+            terminal = _terminal()
+            argument = {
+                "port": tcp.getsockname()[1],
+                "folder": folder,
+                "victim": victim.pid,
+                "terminal": os.ttyname(terminal[1]) if terminal else "/dev/tty",
+            }
             try:
-                outcome = self.run(_PROBE, "probe", [arguments])
-                if len(outcome.outputs) != 1 or not isinstance(outcome.outputs[0].get("value"), dict):
+                outcome = self.run(_PROBE, "probe", [[argument]] * 2)
+                values = [output.get("value") for output in outcome.outputs]
+                if len(values) != 2 or not isinstance(values[0], dict):
                     raise MantissaError(
                         f"the code sandbox does not work here: its probe ended with {outcome.ended} {outcome.outputs}; "
                         "it needs Linux, and room for a Python process in its memory limit"
                     )
-                did: dict[str, bool] = outcome.outputs[0]["value"]
-                reached = any(_accepted(listener) for listener in (tcp, unix))
-                return Isolation(
-                    no_network=not (reached or did["network"]),
-                    no_processes=not did["process"],
-                    no_writes=not (did["write"] or os.path.exists(f"{folder}/written")),
-                    no_signals=not did["signal"] and victim.poll() is None,
-                    layers=self._layers,
-                )
+                did: dict[str, bool] = values[0]
+                did["reach the network"] |= _accepted(tcp) or _accepted(unix)
+                did["write files"] |= sorted(os.listdir(folder)) != ["listener", "secret"]
+                with suppress(subprocess.TimeoutExpired):
+                    victim.wait(0.05)
+                    did["signal other processes"] = True
+                can = tuple(what for what, done in did.items() if done)
+                return Isolation(tuple(what for what in did if what not in can), can, self._layers)
             finally:
+                for end in terminal:
+                    os.close(end)
                 victim.kill()
                 victim.communicate()
 
@@ -145,73 +159,101 @@ class Sandbox:
         atexit.unregister(self.close)
         if process is None or os.getpid() != self._owner:  # a forked child inherits the object, not the process
             return
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
+        if self._control is not None:
+            self._control.close()
         process.send_signal(signal.SIGKILL)  # the server dies with its outer process, and its programs with it
         process.wait()
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
+    def _started(self) -> socket.socket:
+        if self._process is not None and self._control is not None and self._process.poll() is None:
+            return self._control
         self.close()
         # What -I does but for ignoring the environment, of which one variable is given: sets have the same order in
         # every run, or a resumed run would not repeat its rewards.
-        command = [sys.executable, "-s", "-S", "-P", str(_JAIL), json.dumps(asdict(self.limits))]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={"PYTHONHASHSEED": "0"},
-            bufsize=0,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-P", "-s", "-S", str(_JAIL), json.dumps(asdict(self.limits))]
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._control = control
+            self._process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={"PYTHONHASHSEED": "0"},
+                start_new_session=True,
+            )
         atexit.register(self.close)
-        hello = json.loads(self._receive(self._process, time.monotonic() + 60))
+        control.settimeout(_START_S)
+        hello = json.loads(control.recv(4096) or "{}")
+        control.settimeout(_GRACE_S)
+        if not hello:
+            raise BrokenPipeError
         self._layers = (
             *([f"namespaces of {' '.join(hello['namespaces'])}"] if hello["namespaces"] else []),
+            *(["Landlock"] if hello["landlock"] else []),
             *(["system-call filter"] if hello["filter"] else []),
             *(["no capabilities"] if hello["dropped"] else []),
             "resource limits",
         )
-        return self._process
-
-    def _send(self, process: subprocess.Popen[bytes], data: bytes) -> None:
-        assert process.stdin is not None
-        view = memoryview(struct.pack(">I", len(data)) + data)
-        while view:
-            view = view[process.stdin.write(view) :]
-
-    def _receive(self, process: subprocess.Popen[bytes], deadline: float) -> bytes:
-        (length,) = struct.unpack(">I", self._exactly(process, 4, deadline))
-        return self._exactly(process, length, deadline)
-
-    def _exactly(self, process: subprocess.Popen[bytes], count: int, deadline: float) -> bytes:
-        assert process.stdout is not None
-        data = bytearray()
-        while len(data) < count:
-            if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TimeoutError
-            part = process.stdout.read(count - len(data))
-            if not part:
-                raise EOFError
-            data += part
-        return bytes(data)
+        return control
 
 
-def _parsed(data: bytes) -> tuple[dict[str, Any], ...]:
-    """The lines a program wrote, up to the first that is not what the jail would have written for it."""
-    outputs = []
-    for line in data.split(b"\n")[:-1]:  # what follows the last newline was cut off
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(value, dict) or not ({"value"} == value.keys() or {"error"} == value.keys()):
-            break
-        outputs.append(value)
-    return tuple(outputs)
+class _Talk:
+    """One program's questions and answers: lines of JSON, in by the pipe ``into``, out by ``out``."""
+
+    def __init__(self, into: FileIO, out: FileIO, limits: Limits) -> None:
+        self._into, self._out, self._limits = into, out, limits
+        self.values: list[dict[str, Any]] = []
+        os.set_blocking(into.fileno(), False)
+
+    def hold(self, program: str, inputs: Sequence[Sequence[Any]]) -> str:
+        """Send the program and its first input, and each other once the value for the one before has come; how it
+        ended: ``closed`` where the program closed its pipe, as by ending."""
+        lines = [f"{line}\n".encode() for line in (program, *map(json.dumps, inputs))]
+        unsent, unread, most = memoryview(b"".join(lines[:2])), bytearray(), self._limits.output_bytes
+        deadline = time.monotonic() + self._limits.wall_s
+        while (left := deadline - time.monotonic()) > 0:
+            if not unsent and len(self.values) == len(inputs):
+                self._into.close()  # there is nothing more to do
+            readable, writable, _ = select.select([self._out], [self._into] if unsent else [], [], left)
+            if writable:
+                try:
+                    unsent = unsent[self._into.write(unsent) or 0 :]
+                except BrokenPipeError:
+                    unsent = memoryview(b"")  # it reads no more; what it wrote before may still come
+            if readable:
+                data = self._out.read(65536)
+                if not data:
+                    return "closed"
+                most -= len(data)
+                if most < 0:
+                    return "too much output"
+                unread += data
+                while b"\n" in unread:
+                    line, _, unread = unread.partition(b"\n")
+                    value = _parsed(bytes(line))
+                    if unsent or value is None or len(self.values) == len(inputs):
+                        return "spoke out of turn"
+                    self.values.append(value)
+                    unsent = memoryview(b"".join(lines[len(self.values) + 1 :][:1]))
+        return "out of time"
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """A line that a program wrote; None where it is not what the jail would have written for it."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and value.keys() in ({"value"}, {"error"}) else None
+
+
+def _terminal() -> tuple[int, ...]:
+    """Both ends of a new terminal; nothing where none can be had."""
+    try:
+        return os.openpty()
+    except OSError:
+        return ()
 
 
 def _accepted(listener: socket.socket) -> bool:
@@ -223,37 +265,75 @@ def _accepted(listener: socket.socket) -> bool:
 
 
 _PROBE = """
-import os, signal, socket
+import ctypes, os, signal, socket
 
-def succeeds(action):
-    try:
-        action()
-    except OSError:
-        return False
-    return True
+def succeeds(*actions):
+    for action in actions:
+        try:
+            if action() is not False:
+                return True
+        except (OSError, ImportError):
+            pass
+    return False
 
-def probe(port, listener, path, victim):
-    def tcp():
-        with socket.socket() as s:
+def reads(path):
+    with open(path, "rb") as file:
+        return file.read(1)
+
+def probe(a):
+    folder, victim = a["folder"], a["victim"]
+    libc = ctypes.CDLL(None)
+
+    def connect(family, address, kind=socket.SOCK_STREAM):
+        with socket.socket(family, kind) as s:
             s.settimeout(0.5)
-            s.connect(("127.0.0.1", port))
-
-    def unix():
-        with socket.socket(socket.AF_UNIX) as s:
-            s.connect(listener)
+            s.connect(address)
 
     def process():
         if os.fork() == 0:
             os._exit(0)
 
     def write():
-        with open(path, "w") as file:
+        with open(folder + "/written", "w") as file:
             file.write("x")
 
+    def on_input(fd):  # a signal to the victim whenever something comes through the pipe
+        import fcntl
+        fcntl.fcntl(fd, 8, victim), fcntl.fcntl(fd, 10, signal.SIGTERM)  # F_SETOWN, F_SETSIG
+        fcntl.fcntl(fd, 4, 0o20000 | fcntl.fcntl(fd, 3))  # F_SETFL, O_ASYNC
+        return False  # whether it comes is for the other side to see
+
     return {
-        "network": succeeds(tcp) or succeeds(unix),
-        "process": succeeds(process),
-        "write": succeeds(write),
-        "signal": succeeds(lambda: os.kill(victim, signal.SIGTERM)),
+        "read files": succeeds(
+            lambda: reads(folder + "/secret"),
+            lambda: reads("/etc/passwd"),
+            lambda: reads(os.__file__),
+            lambda: reads("/proc/self/environ"),
+            lambda: bool(os.listdir(folder)),
+            lambda: bool(os.listdir("/")),
+            lambda: __import__("mantissa"),
+        ),
+        "write files": succeeds(write, lambda: os.mkdir(folder + "/made"), lambda: os.unlink(folder + "/secret")),
+        "reach the network": succeeds(
+            lambda: connect(socket.AF_INET, ("127.0.0.1", a["port"])),
+            lambda: connect(socket.AF_INET, ("127.0.0.1", 9), socket.SOCK_DGRAM),
+            lambda: connect(socket.AF_UNIX, folder + "/listener"),
+        ),
+        "start processes": succeeds(process),
+        "signal other processes": succeeds(
+            lambda: os.kill(victim, signal.SIGTERM),
+            lambda: on_input(3),
+            lambda: on_input(4),
+        ),
+        "look into other processes": succeeds(
+            lambda: reads(f"/proc/{victim}/environ"),
+            lambda: reads(f"/proc/{victim}/mem"),
+            lambda: libc.ptrace(16, victim, 0, 0) == 0,  # PTRACE_ATTACH
+        ),
+        "use a terminal": succeeds(
+            lambda: os.close(os.open(a["terminal"], os.O_RDWR | os.O_NOCTTY)),
+            lambda: os.close(os.open("/dev/tty", os.O_RDWR)),
+            lambda: libc.ioctl(0, 0x540A, 1) == 0,  # TCXONC
+        ),
     }
 """

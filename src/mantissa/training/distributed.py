@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
+from mantissa.launched import STORE
 
 
 def is_dtensor(value: Any) -> bool:
@@ -173,6 +175,24 @@ def forget_unsent(model: nn.Module) -> None:
                 parameter._unsharded_param.grad = None
 
 
+def join(backend: str, **options: Any) -> None:
+    """``init_process_group`` for the ranks that the environment describes.
+
+    Those that ``mantissa train`` started find each other through its file, others as ``torchrun`` says. Where all are
+    on one machine they talk over its loopback interface, unless ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` say
+    another.
+    """
+    world = os.environ.get("WORLD_SIZE", "")
+    if os.environ.get("LOCAL_WORLD_SIZE") == world:
+        loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+        for library in ("GLOO", "NCCL") if loopback else ():
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", str(loopback))
+    if STORE in os.environ:
+        store = dist.FileStore(os.environ[STORE], int(world))
+        options |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(world)}
+    dist.init_process_group(backend, **options)
+
+
 def distribute(
     model: nn.Module,
     kind: Literal["ddp", "fsdp2"],
@@ -198,7 +218,7 @@ def distribute(
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return model
-        dist.init_process_group("nccl" if on_gpu else "gloo")
+        join("nccl" if on_gpu else "gloo")
     if dist.get_world_size() == 1:
         return model
     if kind == "ddp":
