@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,9 @@ class Checkpoint:
         return self.more[name]
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write ``folder/step-N`` atomically and delete all but the newest ``keep``. Returns the new folder.
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, spare: Collection[int] = ()) -> Path:
+    """Write ``folder/step-N`` atomically and delete all but the newest ``keep`` and the steps in ``spare``. Returns the
+    new folder.
 
     A full or unwritable disk raises ``MantissaError`` and leaves every earlier checkpoint as it was.
     """
@@ -89,7 +90,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         for step in saved_steps(folder)[:-keep]:
-            shutil.rmtree(folder / f"step-{step}")
+            if step not in spare:
+                shutil.rmtree(folder / f"step-{step}")
     return final
 
 
@@ -137,6 +139,13 @@ def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
     except SafetensorError as error:
         raise MantissaError(f"checkpoint {path} is damaged: {error}; {advice}") from error
     return Checkpoint(chosen, parts.pop("policy"), parts.pop("optimizer"), header["state"], parts)
+
+
+def saved_state(folder: Path, step: int) -> dict[str, Any]:
+    """The plain state of ``folder/step-N``, without its tensors. ``MantissaError`` as ``load_checkpoint``."""
+    path = folder / f"step-{step}"
+    state: dict[str, Any] = _read_header(path, f"delete {path} to go on from an earlier one")["state"]
+    return state
 
 
 def _read_header(path: Path, advice: str) -> dict[str, Any]:
