@@ -167,7 +167,7 @@ def environment() -> str:
     from mantissa.compat import ENVIRONMENT, FP16TrainingConfig
 
     fields = {field.name: field for field in dataclasses.fields(FP16TrainingConfig)}
-    kinds = {bool: "`true` or `false`", float: "a number", int: "a whole number"}
+    kinds = {bool: "`true` or `false`; `1`, `0`, `yes`, `no`, `on`, `off`", float: "a number", int: "a whole number"}
     lines = [
         [f"`{variable}`", f"`{name}`", kinds[type(fields[name].default)], f"`{str(fields[name].default).lower()}`"]
         for variable, name in ENVIRONMENT.items()
@@ -188,7 +188,7 @@ def overhead() -> str:
 # production.md
 
 _STEP_PREFIXES = ("precision/", "train/")
-_STEP_NAMES = ("optim/lr", "optim/grad_norm", "optim/updates", "time/step")
+_STEP_NAMES = ("optim/lr", "optim/grad_norm", "optim/clipped_fraction", "optim/updates", "time/step")
 COUNTED = ("precision/overflows", "precision/retries", "precision/skipped")
 
 
@@ -300,11 +300,16 @@ _SETTINGS = {
     "overflow_warn": "share of steps that overflowed at least once: warn above",
     "overflow_alert": "alert above",
     "overflow_fall_back": "fall back above",
-    "reference": "folder of a run to compare loss and speed with; without one these two rules are off",
+    "reference": "folder of a run to compare loss, speed, accuracy and reward with; without one the first two are off",
     "loss_warn": "how far the mean loss may lie above the reference's over the same steps: warn above",
     "loss_fall_back": "fall back above",
     "loss_floor": "least unit of that share, as a part of the loss the reference began with",
     "slow_warn": "least share of the reference's speed, by median `time/step`",
+    "accuracy_warn": "how far mean `reward/accuracy` may lie below the reference's over the same steps, or without one "
+    "below the run's own best window: warn above",
+    "accuracy_fall_back": "fall back above",
+    "reward_warn": "the same of `reward/mean`, as a share of the range of the rewards seen: warn above",
+    "reward_fall_back": "fall back above",
     "nonfinite_in_a_row": "losses that are not finite, one after the other: fall back at",
     "divergence": "mean loss above the best window's, in times: fall back above; `null` is off",
     "gates": "metric -> healthy range, such as those of the gap between rollout and learner",
@@ -329,6 +334,10 @@ def guard_rules() -> str:
         ["nonfinite", "losses that are not finite, in a row", "1", "", f"{g.nonfinite_in_a_row}"],
         ["divergence", "mean loss over the best window's so far", "", "",
          "off" if g.divergence is None else f"> {g.divergence:g} x"],
+        ["accuracy", "mean accuracy below the reference's, or the best window's", f"> {100 * g.accuracy_warn:g} points",
+         "", f"> {100 * g.accuracy_fall_back:g} points"],
+        ["reward", "mean reward below it, of the range of rewards", f"> {g.reward_warn:.0%}", "",
+         f"> {g.reward_fall_back:.0%}"],
         ["speed", "reference's median step time / this run's", f"< {g.slow_warn:g} x", "", ""],
         ["gate", "steps with a metric outside its range / steps", f"> {g.gate_warn:.0%}", f"> {g.gate_alert:.0%}", ""],
     ]  # fmt: skip

@@ -116,6 +116,25 @@ def test_a_bad_reward_stays_in_its_group_and_shows(kind: str, bad: float) -> Non
         assert result[3] > 0
 
 
+@pytest.mark.parametrize("kind", ADVANTAGES)
+@settings(deadline=None, max_examples=60)
+@given(batch=BATCHES, bad=st.sampled_from([float("inf"), -float("inf"), float("nan")]), size=st.integers(1, 3))
+def test_a_group_of_equal_infinities_is_unknown_and_not_zero(
+    kind: str, batch: list[tuple[float, int]], bad: float, size: int
+) -> None:
+    """Its own rewards differ by nothing that can be known; the other groups are as they were without it."""
+    rewards, groups = [r for r, _ in batch], [g for _, g in batch]
+    result, metrics = advantage(torch.tensor([*rewards, *[bad] * size]), torch.tensor([*groups, *[99] * size]), kind)
+    assert not result[len(rewards) :].isfinite().any()
+    if kind == "reinforce_pp":
+        assert not result.isfinite().any()
+        return
+    torch.testing.assert_close(result[: len(rewards)], advantage(torch.tensor(rewards), torch.tensor(groups), kind)[0])
+    alike = sum(len({r for r, g in batch if g == group}) == 1 for group in set(groups))
+    fraction = values(metrics)["advantage/degenerate_group_fraction"].item()
+    assert fraction == pytest.approx(alike / (len(set(groups)) + 1))
+
+
 def test_no_responses() -> None:
     result, metrics = rloo(torch.empty(0), torch.empty(0, dtype=torch.int64))
     assert result.shape == (0,)

@@ -77,10 +77,14 @@ def rejected(log_r: list[float], good: list[bool], config: CorrectionConfig) -> 
 
 
 def oracle(
-    logp: list[list[float]], rollout: list[list[float]], mask: list[list[bool]], config: CorrectionConfig
+    logp: list[list[float]],
+    rollout: list[list[float]],
+    mask: list[list[bool]],
+    config: CorrectionConfig,
+    whole: bool = False,
 ) -> tuple[list[list[float]], list[list[bool]]]:
     weights, valid = [], []
-    by_sequence = (config.reject_unit or "token") != "token" or config.level == "sequence" or config.veto_below
+    by_sequence = (config.reject_unit or "token") != "token" or config.level == "sequence" or config.veto_below or whole
     for row, other, keep in zip(logp, rollout, mask, strict=True):
         good = [m and math.isfinite(a) and math.isfinite(b) for a, b, m in zip(row, other, keep, strict=True)]
         if by_sequence:
@@ -121,13 +125,14 @@ def random_case(seed: int, spread: float) -> tuple[Tensor, Tensor, Tensor]:
     return logp_BT, rollout_BT, mask_BT
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 @settings(deadline=None, max_examples=12)
 @given(seed=st.integers(0, 10_000), spread=st.sampled_from([1e-7, 0.01, 0.1, 1.0, 30.0]))
-def test_weights_are_those_of_scalar_math(name: str, seed: int, spread: float) -> None:
+def test_weights_are_those_of_scalar_math(name: str, whole: bool, seed: int, spread: float) -> None:
     logp_BT, rollout_BT, mask_BT = random_case(seed, spread)
-    weight_BT, valid_BT, _ = correction(logp_BT, rollout_BT, mask_BT, preset(name))
-    weights, valid = oracle(logp_BT.tolist(), rollout_BT.tolist(), mask_BT.tolist(), preset(name))
+    weight_BT, valid_BT, _ = correction(logp_BT, rollout_BT, mask_BT, preset(name), whole=whole)
+    weights, valid = oracle(logp_BT.tolist(), rollout_BT.tolist(), mask_BT.tolist(), preset(name), whole)
     assert valid_BT.tolist() == valid
     assert weight_BT.dtype == torch.float32
     torch.testing.assert_close(weight_BT, torch.tensor(weights), rtol=1.2e-7, atol=0)  # one rounding to fp32

@@ -214,17 +214,20 @@ def test_extreme_ratios_stay_finite_in_fp32(gap: float, importance: str) -> None
     assert all(value.isfinite() for value in values(tallies).values())
 
 
-@pytest.mark.parametrize("name", ["ref_logp_BT", "log_z_B"])
-def test_what_is_valid_and_not_finite_is_counted_and_shows(name: str) -> None:
+@pytest.mark.parametrize("importance", ["sequence", "geometric", "token"])
+@pytest.mark.parametrize("bad", [-INF, INF, NAN])
+@pytest.mark.parametrize("name", ["logp_BT", "old_logp_BT", "ref_logp_BT", "log_z_B"])
+def test_what_is_valid_and_not_finite_is_counted_and_shows(name: str, bad: float, importance: str) -> None:
     batch = make_batch(2)
     row = batch["mask_BT"].any(-1).nonzero()[0].item()
     batch[name] = batch[name].clone()
-    batch[name][(row, 0) if name == "ref_logp_BT" else row] = -INF
-    loss, _, _, tallies = step(batch, FlowRLConfig())
+    batch[name][row if name == "log_z_B" else (row, 0)] = bad
+    loss, _, _, tallies = step(batch, FlowRLConfig(importance=importance))
     assert not loss.isfinite()
     measured = values(tallies)
-    assert measured.pop("policy/loss").isinf()
-    assert measured["flowrl/nonfinite"].item() == 1
+    assert not measured.pop("policy/loss").isfinite()
+    counter = "policy/nonfinite" if name in ("logp_BT", "old_logp_BT") else "flowrl/nonfinite"
+    assert measured[counter].item() == 1
     assert all(value.isfinite() for value in measured.values())
 
 

@@ -315,6 +315,21 @@ def test_a_valid_log_prob_that_is_not_finite_is_counted_and_not_repaired(bad: fl
     assert measured["policy/ratio_max"].item() == 1.0
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 10_000), bad=st.sampled_from([NAN, INF, -INF]), name=st.sampled_from(["logp_BT", "old_logp_BT"])
+)
+def test_no_clamp_makes_a_finite_loss_of_a_log_prob_that_is_not(config: Any, seed: int, bad: float, name: str) -> None:
+    batch = make_batch(seed)
+    row, token = batch["mask_BT"].nonzero()[0].tolist()
+    batch[name][row, token] = bad
+    loss, _, measured = loss_and_gradient(batch, config)
+    unread = isinstance(config, ReinforceConfig) and name == "old_logp_BT"
+    assert bool(loss.isfinite()) == unread
+    assert measured["policy/nonfinite"].item() == 1
+
+
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (3, 4)])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_micro_batch_of_padding_has_no_loss_and_no_gradient(config: Any, shape: tuple[int, int]) -> None:

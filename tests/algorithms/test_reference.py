@@ -123,6 +123,34 @@ def test_what_each_estimators_gradient_is_of() -> None:
     torch.testing.assert_close(expected_gradient("k3", theta, reference), forward, **close)
 
 
+def test_over_a_sequence_a_loss_has_the_tokens_divergence_and_the_reward_the_sequences() -> None:
+    """Two tokens, every sequence by its probability: a loss's gradient holds prefixes fixed, the reward's does not."""
+    random, words = torch.Generator().manual_seed(6), 4
+    theta, reference = (torch.randn(words + 1, words, generator=random, dtype=torch.float64) for _ in range(2))
+    logits = theta.clone().requires_grad_()
+    logp, ref = torch.log_softmax(logits, -1), torch.log_softmax(reference, -1)
+    first, second = torch.cartesian_prod(torch.arange(words), torch.arange(words)).unbind(1)
+
+    def of(table: Tensor) -> Tensor:  # the first token from row 0, the second from the row of the first
+        return torch.stack([table[0, first], table[1 + first, second]], -1)
+
+    logp_BT, ref_BT, every = of(logp), of(ref), torch.ones(words**2, 2, dtype=torch.bool)
+    probability_B = logp_BT.detach().sum(-1).exp()
+    kl_R = (logp.exp() * (logp - ref)).sum(-1)  # of the next token, by the row of its prefix
+    per_token = kl_R[0] + (logp[0].detach().exp() * kl_R[1:]).sum()
+    sequence = kl_R[0] + (logp[0].exp() * kl_R[1:]).sum()
+    fixed, whole = (torch.autograd.grad(kl, logits, retain_graph=True)[0] for kl in (per_token, sequence))
+    assert (fixed - whole).abs().max() > 0.05
+    config, scale_BT = KLConfig(estimator="k2", coefficient=1.0), probability_B.unsqueeze(-1).expand(-1, 2)
+    loss, _ = kl_loss(logp_BT, ref_BT, every, torch.ones_like(ref_BT), scale_BT, config)
+    close = {"rtol": 1e-12, "atol": 1e-15}
+    torch.testing.assert_close(torch.autograd.grad(loss, logits, retain_graph=True)[0], fixed, **close)
+    k1 = KLConfig(where="reward", estimator="k1", coefficient=1.0)
+    reward_B, _ = kl_reward(torch.zeros(words**2, dtype=torch.float64), logp_BT, ref_BT, every, k1)
+    gained = torch.autograd.grad((probability_B * reward_B * logp_BT.sum(-1)).sum(), logits)[0]
+    torch.testing.assert_close(gained, -whole, **close)
+
+
 def test_in_the_reward_k1_has_the_gradient_of_the_divergence() -> None:
     """The policy gradient of reward -k1, every outcome by its probability, is minus that of KL(theta || ref)."""
     random = torch.Generator().manual_seed(5)

@@ -174,9 +174,10 @@ def test_a_run_of_reinforcement_learning(mantissa: Mantissa, finished: Path, tmp
         JsonLines(run / "metrics.jsonl").append(row | {"policy/loss": math.nan})
     result = mantissa("guard", run, "min_steps=2")
     table = rules(result.out)
-    assert result.code == 0
+    assert result.code == 3  # a loss has no scale there, and yet must be finite
     assert table["loss"] == "no data: no reference"
-    assert table["nonfinite"].startswith("no data: no row has train/loss (policy/loss is not judged")
+    assert table["nonfinite"] == "2 in a row at step 2"
+    assert table["accuracy"] == table["reward"] == "+0.0% at step 2"
     rows = JsonLines(finished / "metrics.jsonl").read()
     share = sum(row["precision/overflows"] > 0 for row in rows) / 2
     assert table["overflow"] == f"{share:.1%} of steps at step 2"
@@ -184,7 +185,8 @@ def test_a_run_of_reinforcement_learning(mantissa: Mantissa, finished: Path, tmp
     assert "gate correction/ess" in table
     compared = mantissa("guard", finished, "min_steps=2", "--reference", finished)
     assert rules(compared.out)["speed"] == "1.00 x at step 2"
-    assert rules(compared.out)["loss"].startswith("no data")
+    assert rules(compared.out)["loss"] == "no data: no loss there"
+    assert rules(compared.out)["nonfinite"] == "no data: no row has train/loss"  # nor policy/loss: nothing was learned
 
 
 def test_a_gate_that_was_open_too_often(mantissa: Mantissa, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from mantissa.compat import (
 )
 from mantissa.errors import MantissaError
 from old_trainers import basic, extended, sgd
-from toys import Batch, cross_entropy, data, fragile, mlp, same, state
+from toys import Batch, cross_entropy, data, fragile, mlp, same, state, trainer_of
 
 BASIC_STATS = {"training_steps", "overflow_steps", "overflow_rate", "fp16_enabled", "current_scale"}
 MORE_STATS = {"update_steps", "accumulated_steps", "precision_mode", "precision_active", "device", "world_size", "rank"}
@@ -91,6 +91,21 @@ def test_code_written_for_the_old_utility_runs(tmp_path: Path) -> None:
     assert same(state(fresh), state(model))
 
 
+@pytest.mark.parametrize("kind", [basic, extended])
+def test_adaptive_clipping_is_precision_trainers(kind) -> None:
+    ours, theirs = mlp(), mlp()
+    trainer = kind(ours, adaptive_clip=0.01)
+    oracle = trainer_of(theirs, "fp16", adaptive_clip=0.01, max_grad_norm=1.0)
+    assert trainer.get_stats()["clipped_fraction"] is None
+    for batch in data(3):
+        trainer.backward_and_step(trainer.training_step(batch, cross_entropy))
+        outcome = oracle.step(batch, cross_entropy)
+    assert 0 < trainer.get_stats()["clipped_fraction"] == outcome.clipped <= 1
+    assert same(state(ours), state(theirs))
+    with pytest.raises(MantissaError, match=r"adaptive_clip=0: expected more than 0, or None"):
+        kind(adaptive_clip=0)
+
+
 def test_backward_and_step_says_whether_the_optimiser_stepped() -> None:
     """While gradients accumulate it has not, so that a scheduler behind it moves once a step, as there."""
     model, trap = fragile()
@@ -119,7 +134,7 @@ def test_stats_have_the_known_keys() -> None:
     assert (stats["device"], stats["rank"], stats["world_size"]) == (str(trainer.device), 0, 1)
     assert stats["current_scale"] == trainer.scaler.get_scale() == 65536.0
     plain = extended(precision_mode="fp32").get_stats()
-    assert "current_scale" not in plain
+    assert plain["current_scale"] == 1.0  # the documented usage reads it in every mode
     assert plain["precision_active"] is False
 
 

@@ -223,6 +223,23 @@ def test_an_inf_costs_one_step_and_holds_the_schedule(tmp_path: Path) -> None:
     assert trainer.state.global_step == 4
 
 
+@pytest.mark.parametrize("poisoned", [2, 3])
+def test_a_nan_loss_with_finite_gradients_is_skipped_wherever_in_its_window(poisoned: int, tmp_path: Path) -> None:
+    class Poisoned(Ours):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            seen.append(1)
+            return loss + (math.nan if len(seen) == poisoned + 1 else 0.0)
+
+    (ours, _), (oracle, _), seen, batches = fragile(dropout=0.0), fragile(dropout=0.0), [], data(6)
+    trainer = train(Poisoned, ours, batches, tmp_path, gradient_accumulation_steps=2, say=quiet)
+    expected = trainer_of(oracle, "fp16", accumulate=2, scale=ScalerConfig(initial=2.0**15))
+    for batch in (*batches[:2], *batches[4:]):
+        expected.step(batch, cross_entropy)
+    assert logged(trainer, "precision/skipped") == [0, 1, 0]
+    assert same(state(ours), state(oracle))
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"scale": ScalerConfig(retries=6)}, {"scale": ScalerConfig(retries=6), "retries": 2}]
 )

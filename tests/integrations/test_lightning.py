@@ -212,6 +212,32 @@ def test_an_overflow_in_a_window_skips_the_window(tmp_path: Path) -> None:
     assert (plugin.steps, plugin.skipped, plugin.outcome.overflows) == (1, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("accumulate", "poisoned", "manual"), [(1, 2, False), (2, 2, False), (2, 3, False), (1, 2, True)]
+)
+def test_a_nan_loss_with_finite_gradients_is_skipped_wherever_in_its_window(
+    accumulate: int, poisoned: int, manual: bool, tmp_path: Path
+) -> None:
+    class Poisoned(Module):
+        def on_before_backward(self, loss: Tensor) -> None:
+            with torch.no_grad():
+                loss.add_(math.nan if len(seen) == poisoned else 0.0)
+            seen.append(1)
+
+    (ours, _), (oracle, _), seen, batches = fragile(dropout=0.0), fragile(dropout=0.0), [], data(6)
+    plugin = MantissaPrecision("fp16", say=quiet)
+    options = {} if manual else {"accumulate_grad_batches": accumulate}
+    fit(Poisoned(ours, manual=manual), batches, tmp_path, plugin, **options)
+    expected = trainer_of(oracle, "fp16", accumulate=accumulate, scale=ScalerConfig(initial=2.0**15))
+    if not manual:
+        expected.scheduler = halving(expected.optimizer)
+    for index, batch in enumerate(batches):
+        if index // accumulate != poisoned // accumulate:
+            expected.step(batch, cross_entropy)
+    assert (plugin.steps, plugin.skipped) == (6 // accumulate, 1)
+    assert same(state(ours), state(oracle))
+
+
 def test_a_nan_that_no_scale_cures_stops_and_names_the_module(tmp_path: Path) -> None:
     net, trap = fragile()
     trap.limit = -1.0

@@ -6,6 +6,7 @@ written out per token.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Learner
+from mantissa.rl.warm_start import _supervised_step
 from mantissa.training import StepOutcome
 
 ADVANTAGES: dict[str, Callable[[list[float]], list[float]]] = {
@@ -361,6 +363,88 @@ def test_a_batch_that_is_given_up_leaves_the_policy_and_its_version(learn: Calla
     assert (outcome.kind, outcome.overflows, parts.learner.version, outcome.lr) == ("skipped", 3, 0, 0.0)
     assert parts.learner.step.optimizer_tensors() == {}
     assert all(torch.equal(before[name], weight) for name, weight in parts.learner.weights.items())
+
+
+@pytest.mark.parametrize("head", ["tied", "own"])
+def test_adaptive_clipping_bounds_each_row_but_an_output_heads_own(learn: Callable[..., Parts], head: str) -> None:
+    options = ["optimizer.max_grad_norm=.inf", f"model.fresh.tie_embeddings={str(head == 'tied').lower()}"]
+    plain = learn("precision=fp32", *options)
+    experience = sampled(plain)
+    whole = gradients(plain.learner, experience)
+    learner = learn("precision=fp32", *options, "optimizer.adaptive_clip=0.05").learner
+    seen: dict[str, Tensor] = {}
+    found = dict(learner.model.named_parameters())
+    learner.step.optimizer.register_step_pre_hook(
+        lambda *_: seen.update({name: parameter.grad.clone() for name, parameter in found.items()})
+    )
+    masters = {name: parameter.detach().double() for name, parameter in plain.learner.model.named_parameters()}
+    (outcome,) = learner.update(experience, 1, probe=False).outcomes
+    shortened, units = 0, 0
+    for name, gradient in seen.items():
+        if name.startswith("lm_head"):
+            assert head == "own"
+            torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-9)
+            continue
+        rows = (
+            [(gradient, whole[name], masters[name])]
+            if gradient.dim() == 1
+            else zip(gradient, whole[name], masters[name], strict=True)
+        )
+        for ours, before, weight in rows:
+            units += 1
+            factor = 0.05 * max(float(weight.norm()), 1e-3) / max(float(before.double().norm()), 1e-30)
+            shortened += factor < 1
+            torch.testing.assert_close(ours, before * min(factor, 1.0), rtol=1e-3, atol=1e-7)
+    assert 0 < outcome.clipped < 1
+    assert outcome.clipped == pytest.approx(shortened / units, abs=2 / units)  # scored apart: a last bit may decide
+
+
+@pytest.mark.parametrize("tokens", [30, 16384])
+def test_a_nan_loss_with_finite_gradients_moves_nothing(
+    learn: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    """In one of several micro-batches, or in the only one; and in the warm start, which has a loss of its own."""
+    parts = learn("precision=fp16", f"optimizer.micro_batch_tokens={tokens}")
+    experience, learner = sampled(parts), parts.learner
+    before = {name: weight.clone() for name, weight in learner.weights.items()}
+    original, calls = Learner._loss, []
+
+    def poisoned(self: Learner, *arguments: Any) -> Any:
+        loss, tallies = original(self, *arguments)
+        calls.append(loss.detach())
+        return loss + (math.nan if len(calls) == 1 else 0.0), tallies
+
+    monkeypatch.setattr(Learner, "_loss", poisoned)
+    (outcome,) = learner.update(experience, 1, probe=False).outcomes
+    assert (outcome.kind, outcome.overflows) == ("skipped", 1)
+    assert (len(calls) > 1) == (tokens == 30)
+    monkeypatch.setattr(Learner, "logp", lambda self, *a: (self.forward(*a).logp_N + math.nan, None))
+    step = learner.optimizer_step(lambda update: 1e-2, parts.new_scaler())
+    assert math.isnan(_supervised_step(learner, step, experience.sequences))
+    assert (step.skipped, learner.version) == (1, 0)
+    assert all(torch.equal(weight, before[name]) for name, weight in learner.weights.items())
+
+
+@pytest.mark.parametrize("loss", ["gspo", "flowrl", "ppo_clip"])
+def test_an_unknown_log_prob_takes_its_sequence_from_a_loss_about_sequences(
+    learn: Callable[..., Parts], loss: str
+) -> None:
+    """What is left of a sequence is another sequence: its ratio and its delta are not those of the whole."""
+    reference = ["algorithm.reference={}"] if loss == "flowrl" else []
+    parts = learn("precision=fp32", *reference, f"algorithm.loss={loss}", "algorithm.correction=token_tis")
+    experience = sampled(parts)
+    if parts.reference is not None:
+        parts.reference.take(parts.learner.weights, 0)
+        experience = experience.with_reference(parts.reference.score(experience.sequences))
+    row = int(experience.sequences.mask_BR.sum(1).argmax())
+    found = []
+    for tokens in (slice(0, 1), slice(None)):
+        rollout = experience.rollout_logp_BR.clone()
+        rollout[row, tokens] = torch.where(experience.sequences.mask_BR[row, tokens], math.nan, 0.0)
+        found.append(gradients(parts.learner, dataclasses.replace(experience, rollout_logp_BR=rollout)))
+    one, whole = (torch.cat([gradient.flatten() for gradient in each.values()]) for each in found)
+    assert bool(one.isfinite().all())
+    assert bool((one - whole).norm() < 1e-4 * whole.norm()) == (loss != "ppo_clip")
 
 
 def test_the_probe_leaves_no_trace(learn: Callable[..., Parts]) -> None:

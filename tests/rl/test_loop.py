@@ -68,6 +68,7 @@ def test_every_choice_runs_and_measures_itself(
     last = rows[-1]
     expected = {m.name for m in METRICS} - {"warm_start/loss", "warm_start/accuracy", "precision/flushed_fraction"}
     expected -= {"reward_part/NAME"}  # only where a reward has parts
+    expected -= {"optim/clipped_fraction"}  # of adaptive clipping, which is off
     expected -= {"time/checkpoint"} | ({"policy/clip_fraction"} if loss == "reinforce" else set())
     expected -= {m.name for m in TRAINER_METRICS}
     expected = {name for name in expected if not name.startswith(("flowrl/", "reference/", "time/reference", "exact/"))}
@@ -147,9 +148,15 @@ def test_evaluation_comes_when_asked_and_at_the_end(train: Train) -> None:
     assert not any("eval/greedy_accuracy" in row for row in train(*QUICK, "evaluation=null").read_metrics())
 
 
-def test_rewards_that_are_all_equal_move_nothing(train: Train) -> None:
+def test_rewards_that_are_all_equal_move_nothing_and_that_is_said(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = train(*QUICK, "task.reward=exact", "warm_start=null", "optimizer.weight_decay=0.5")
     rows = run.read_metrics()
+    assert [row["advantage/silent_steps"] for row in rows] == [1, 2]
+    assert capsys.readouterr().out.count("warning: no advantage in the first 2 steps") == 1
+    train(*QUICK, "warm_start=null")
+    assert "no advantage" not in capsys.readouterr().out
     assert [row["advantage/abs_max"] for row in rows] == [0, 0]
     assert [(row["optim/updates"], row["rollout/version"]) for row in rows] == [(0, 0), (0, 0)]
     assert "optim/grad_norm" not in rows[0]

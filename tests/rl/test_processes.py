@@ -64,6 +64,9 @@ RUNS: dict[str, tuple[str, ...]] = {
 AMONG = {("ddp", 2): set(RUNS), ("fsdp2", 2): {"plain", "fp16", "flowrl", "exact"}}
 AMONG |= {(kind, 3): {"plain"} for kind in KINDS}
 OVERFLOW = (*RUN, "optimizer.updates_per_batch=1", "precision=fp16", "loss_scaling={initial: 1024}")
+GUARDED = (*RUN, "precision=fp16", "loss_scaling={growth_interval: 4, growth_factor: 1.0e+18, retries: 0}")
+GUARDED += ("guard={window: 6, min_steps: 2, good_after: 1, accuracy_warn: 1, accuracy_fall_back: 1, reward_warn: 1, "
+            "reward_fall_back: 1}",)  # fmt: skip
 MISMATCH = (*RUN, "precision={preset: bf16, kernels: exact}", "steps=2")
 
 
@@ -105,6 +108,7 @@ class Setting:
         yield job("resumed", "go_on", {"of": str(self.folder / "2" / of)})
         if world == 2:
             yield job("overflow", "overflow", self.recipe(OVERFLOW))
+            yield job("guarded", "train", self.recipe(GUARDED))
             yield job("mismatch", "mismatch", self.recipe(MISMATCH))
             yield job("stop", "stop", self.recipe((*RUN, "precision=fp32")))
 
@@ -292,6 +296,20 @@ def test_an_overflow_on_one_rank_is_retried_by_all(launched: dict[int, Path], ki
     assert all_ranks[0]["outcomes"] == ["1 stepped 1024", "2 retried(1) 512", "3 skipped 32", "4 stepped 16"]
     rows = rows_of(launched[2] / f"{kind}-overflow")
     assert [row["precision/skipped"] for row in rows] == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_ranks_fall_back_together(launched: dict[int, Path], setting: Setting, kind: str) -> None:
+    setting.one("guarded", "train", GUARDED)
+    there, alone = launched[2] / f"{kind}-guarded", setting.folder / "1" / "guarded"
+    (found,), (expected,) = (RunDirectory.open(path).environment["fell_back"] for path in (there, alone))
+    for fell in (found, expected):
+        del fell["environment"]
+    assert found == expected
+    assert (found["from_step"], found["to"]) == (2, "bf16")
+    for key in ("precision/format", "precision/overflows", "optim/updates"):
+        assert [row[key] for row in rows_of(there)] == [row[key] for row in rows_of(alone)]
+    assert rows_of(there)[-1]["precision/format"] == "bf16"
 
 
 @pytest.mark.parametrize("kind", KINDS)

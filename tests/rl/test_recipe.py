@@ -14,6 +14,7 @@ from mantissa.rl.config import AlgorithmConfig
 from mantissa.rl.recipe import apply_overrides, load_recipe, make_config, parse_yaml
 
 TOKEN_REJECTION = "{reject_unit: token, reject_by: k3, reject_high: 0.1}"
+REINFORCE_PP = "algorithm.advantage=reinforce_pp"
 FLOWRL = ("algorithm.reference={}", "algorithm.loss=flowrl")
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
 
@@ -69,6 +70,20 @@ def test_the_name_flowrl_stands_for_all_that_it_is(small: dict[str, Any]) -> Non
     assert config.loss.beta == 5
     assert config.reference is not None
     assert config.reference.refresh_every is None
+
+
+@pytest.mark.parametrize(
+    ("said", "preset"),
+    [("float16", "fp16"), ("half", "fp16"), ("bfloat16", "bf16"), ("float32", "fp32"), ("{preset: half}", "fp16")],
+)
+def test_torchs_names_for_formats_are_understood_and_ours_recorded(
+    small: dict[str, Any], said: str, preset: str
+) -> None:
+    config = make_config(apply_overrides(small, [f"precision={said}"]), "test")
+    assert config.precision == {"preset": preset}
+    assert config.policy.train == config.policy.rollout == preset
+    roles = make_config(apply_overrides(small, ["precision.train=bfloat16", "precision.rollout=half"]), "test").policy
+    assert (roles.train, roles.rollout) == ("bf16", "fp16")
 
 
 @pytest.mark.parametrize(
@@ -133,6 +148,11 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
         ),
         (["algorithm.reference.refresh_every=0"], r"algorithm\.reference\.refresh_every: input should be greater than"),
         (["rollout.samples=1", "algorithm.advantage=rloo"], r"needs rollout\.samples of 2 or more"),
+        (["rollout.samples=1"], r"advantage=dr_grpo needs rollout\.samples of 2 or more: .* every advantage is 0"),
+        (
+            [*["rollout.samples=1", "rollout.prompts=1", "optimizer.updates_per_batch=1"], REINFORCE_PP],
+            r"reinforce_pp compares completions, and a step has one; raise rollout\.prompts",
+        ),
         (["task.kind=sudoku"], r"task: .*'sudoku'"),
         (["steps={"], r"override 'steps=\{'.*not valid YAML"),
     ],

@@ -69,6 +69,17 @@ RECIPES = {
         "rollout.dynamic={batch_prompts: 3, max_generation_batches: 40}",
         "loss_scaling={growth_interval: 2, initial: 1048576, retries: 9}",
     ],
+    # Overflows from some step on: an alert in a checkpoint that is not good, then back to the one before it, and on in
+    # bf16; a step ahead, so that what was sampled in fp16 must not come along.
+    "guarded": [
+        "steps=8",
+        "checkpoint={every: 1, keep: 1}",
+        "task.reward=prefix",
+        "evaluation=null",
+        "rollout.max_policy_lag=2",
+        "loss_scaling={growth_interval: 6, growth_factor: 1.0e+18, retries: 0}",
+        "guard={window: 6, min_steps: 2, good_after: 1}",
+    ],
     "lora": [
         "steps=4",
         "checkpoint.every=2",
@@ -146,11 +157,12 @@ def contents(folder: Path) -> dict[str, Any]:
     """Everything that must be equal to the last bit: rows less what the clock says, and whole files."""
     run = RunDirectory.open(folder)
     files = [*folder.glob("checkpoints/*/*"), *folder.glob("policy/*"), *folder.glob("base/*")]
-    files += [*folder.glob("adapter/*.safetensors"), folder / "config.yaml"]
+    files += [*folder.glob("adapter/*.safetensors"), folder / "config.yaml", *folder.glob("guard.json*")]
     return {
         "metrics": [deterministic(row) for row in run.read_metrics()],
         "warm start": run.read_warm_start(),
         "rollouts": {step: run.read_rollouts(step) for step in run.rollout_steps()},
+        "fell back": run.environment.get("fell_back"),
         "leftovers": [str(path) for path in folder.rglob(".*.tmp")],
     } | {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -200,6 +212,14 @@ MOMENTS: dict[str, list[tuple[str, Moment]]] = {
         ("past the next", lambda run: rows(run, "metrics.jsonl", 5)),
         ("in a checkpoint that holds one batch", lambda run: half_written(run, "checkpoints/.step-6.*.tmp")),
     ],
+    "guarded": [
+        ("past the last good checkpoint", lambda run: rows(run, "metrics.jsonl", 4)),
+        ("where it is decided", lambda run: rows(run, "metrics.jsonl", 5)),
+        ("in the fall back", lambda run: half_written(run, "checkpoints/.step-5.*.tmp/policy.safetensors")),
+        ("before it is recorded", lambda run: (run / "checkpoints" / "step-5").exists()),
+        ("in the wider format", lambda run: rows(run, "metrics.jsonl", 6)),
+        ("in a checkpoint of it", lambda run: half_written(run, "checkpoints/.step-7.*.tmp")),
+    ],
     "lora": [
         ("in the warm start, which trains the base", lambda run: rows(run, "warm_start.jsonl", 1)),
         ("in the base", lambda run: half_written(run, ".base.*.tmp")),
@@ -239,6 +259,10 @@ def test_a_run_killed_everywhere_ends_with_the_bits_of_one_left_alone(
         assert len(set(scales)) > 1  # the state that had to survive did change
         assert sum(row["precision/overflows"] for row in expected["metrics"]) > 0
         assert expected["metrics"][-1]["optim/updates"] >= 6
+    if name == "guarded":
+        (fell,) = expected["fell back"]
+        assert (fell["step"], fell["from_step"], fell["to"]) == (5, 2, "bf16")
+        assert [row["precision/format"] for row in expected["metrics"]] == ["fp16"] * 5 + ["bf16"] * 3
     if name == "flowrl":
         assert {"partition.safetensors", "reference.safetensors"} <= {Path(key).name for key in expected}
         refreshes = [row["reference/refreshes"] for row in expected["metrics"]]

@@ -18,7 +18,7 @@ CONTRACT = {
         "correction": "weight_mean weight_std weight_min weight_max ess masked_token_fraction masked_sequence_fraction",
         "exact": "checked_tokens mismatched_tokens",
         "precision": "loss_scale overflows retries skipped max_scaled_grad flushed_fraction",
-        "optim": "lr grad_norm updates",
+        "optim": "lr grad_norm clipped_fraction updates",
         "rollout": "version tokens lag_mean lag_max",
         "dynamic": "generation_batches prompts all_right all_wrong equal kept_fraction surplus trained",
         "reward_part": "NAME",
@@ -27,7 +27,7 @@ CONTRACT = {
         "warm_start": "loss accuracy",
         "time": "step background rollout reward learner_logp reference_logp engine_share update sync eval checkpoint",
         "rate": "rollout_tokens_per_s learner_tokens_per_s",
-        "advantage": "degenerate_group_fraction",
+        "advantage": "degenerate_group_fraction silent_steps",
     }.items()
     for name in names.split()
 }

@@ -95,8 +95,8 @@ def equal(kind: str | None, folder: Path) -> dict[str, Any]:
 
 
 def inf_on_one_rank(kind: str | None, folder: Path) -> dict[str, Any]:
-    """Step 1: a gradient that is inf on rank 1 at any scale. Step 3: a loss that is inf on rank 1. Step 5: an overflow
-    on rank 1 above a scale of 2^12."""
+    """Step 1: a gradient that is inf on rank 1 at any scale. Step 3: a loss of NaN on rank 1, its gradients finite.
+    Step 5: an overflow on rank 1 above a scale of 2^12."""
     trainer = make_trainer(kind, "fp16", scale=ScalerConfig(initial=2.0**14, retries=4))
     model: Any = unwrapped(trainer.model)
     rows, kinds, scales = batches(7), [], []
@@ -106,7 +106,7 @@ def inf_on_one_rank(kind: str | None, folder: Path) -> dict[str, Any]:
         bad = i == 3 and other
         outcome = trainer.step(
             mine(batch, trainer.ranks.rank, trainer.ranks.world),
-            lambda model, batch, bad=bad: loss_fn(model, batch) * (math.inf if bad else 1.0),
+            lambda model, batch, bad=bad: loss_fn(model, batch) + (math.nan if bad else 0.0),
         )
         kinds.append(str(outcome))
         scales.append(outcome.scale)

@@ -182,10 +182,42 @@ def test_gates(outside: int, action: str, value: float) -> None:
     assert "outside/absent" not in decision.numbers
 
 
-def test_policy_loss_is_not_a_loss_to_judge() -> None:
+@pytest.mark.parametrize(("drop", "action"), [(0, "ok"), (1, "ok"), (3, "warn"), (4, "warn"), (6, "fall back")])
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-1.0, 1.0), (-10.0, 30.0)])
+@pytest.mark.parametrize("referred", [False, True])
+def test_accuracy_and_reward_that_fall_by_points(
+    drop: int, action: str, low: float, high: float, referred: bool
+) -> None:
+    """Of the rewards' range: a fall of accuracy and the same fall of a reward that is its image are one figure."""
+
+    def rows(*accuracies: float) -> Rows:
+        length = len(accuracies)
+        return rows_of(
+            reward_accuracy=accuracies,
+            reward_mean=[low + (high - low) * accuracy for accuracy in accuracies],
+            reward_min=[low] * length,
+            reward_max=[high] * length,
+            time_step=[1.0] * length,
+        )
+
+    config, late = GuardConfig(window=20), 0.5 - drop / 100
+    reference = Reference.of(rows(*[0.5] * 40)) if referred else None
+    run = rows(*[late] * 40) if referred else rows(*[0.5] * 20, *[late] * 20)
+    decisions = replay(run, config, reference)
+    decision = next((d for d in decisions if d.action == "fall back"), decisions[-1])
+    assert decision.action == action
+    for name in ("accuracy", "reward"):
+        assert (name in decision.rules) == (drop > 2)
+        passed = 0.05 < decision.numbers[f"{name}_drop"] <= 0.06 + 1e-9
+        assert passed if action == "fall back" else decision.numbers[f"{name}_drop"] == pytest.approx(drop / 100)
+
+
+def test_policy_loss_is_judged_for_being_finite_alone() -> None:
     reference = Reference.of(rows_of(train_loss=[1.0] * 30))
     rows = rows_of(policy_loss=[math.nan, *[50.0] * 29])
-    assert set(actions(rows, GuardConfig(divergence=1.1), reference)) == {"ok"}
+    config = GuardConfig(divergence=1.1)
+    assert actions(rows, config, reference) == ["warn", *["ok"] * 29]
+    assert actions(rows_of(policy_loss=[math.nan] * 2), config) == ["warn", "fall back"]
 
 
 # which action, and what comes after

@@ -24,7 +24,12 @@ ROW = st.fixed_dictionaries(
         "precision/overflows": st.sampled_from([None, 0, 0, 0, 1, 4]),
         "time/step": st.sampled_from([None, 1.0, 1.0, 1.5, 8.0]),
         "gap/kl": st.sampled_from([None, 0.0, 0.0, 0.0, 2.0, math.nan]),
-        "precision/format": st.sampled_from([None, "fp16", "fp16", "bf16"]),
+        "policy/loss": st.sampled_from([None, None, 0.5, math.nan]),
+        "reward/accuracy": st.sampled_from([None, 0.25, 0.5, 0.5, 0.5, 0.53, math.nan]),
+        "reward/mean": st.sampled_from([None, 0.0, 1.0, 1.0, 1.0, 1.0625, math.inf]),
+        "reward/min": st.sampled_from([None, 0.0, 0.0, -2.0]),
+        "reward/max": st.sampled_from([None, 1.0, 2.0, math.nan]),
+        "precision/format": st.sampled_from([None, "fp16", "fp16", "bf16/fp16", "bf16", "fp32/bf16"]),
     }
 )
 CONFIG = st.builds(
@@ -34,6 +39,9 @@ CONFIG = st.builds(
     overflow_warn=st.just(0.2),
     overflow_alert=st.sampled_from([0.25, 0.5]),
     overflow_fall_back=st.sampled_from([0.6, 1.0]),
+    accuracy_fall_back=st.sampled_from([0.05, 0.3, 1.0]),
+    reward_warn=st.sampled_from([0.0, 0.02]),
+    reward_fall_back=st.sampled_from([0.1, 1.0]),
     nonfinite_in_a_row=st.integers(1, 4),
     divergence=st.sampled_from([None, 1.3, 2.1]),
     gates=st.just({"gap/kl": (None, 1.0)}),
@@ -90,6 +98,32 @@ def slow_loss_actions(recent: Rows, past: list[Rows], config: GuardConfig, refer
     return found
 
 
+def slow_drop_actions(past: list[Rows], seen: Rows, config: GuardConfig, reference: Rows) -> list[str]:
+    """The rules for accuracy and reward. ``past``: as above; ``seen``: every row of the run so far."""
+    enough, found = min(config.min_steps, config.window), []
+    ends = [row[key] for row in seen for key in ("reward/min", "reward/max") if finite(row.get(key))]
+    for name, key, span in (
+        ("accuracy", "reward/accuracy", Fraction(1)),
+        ("reward", "reward/mean", Fraction(max(ends, default=0.0)) - Fraction(min(ends, default=0.0))),
+    ):
+        theirs = {row["step"]: Fraction(row[key]) for row in reference if finite(row.get(key))}
+        known = [[Fraction(row[key]) for row in window if finite(row.get(key))] for window in past]
+        if len(known[-1]) < enough:
+            continue
+        means = [sum(values) / len(values) for values in known if len(values) >= enough]
+        now, base = means[-1], max(means)
+        both = [row for row in past[-1] if finite(row.get(key)) and row["step"] in theirs]
+        if len(both) >= enough:
+            now = sum(Fraction(row[key]) for row in both) / len(both)
+            base = sum(theirs[row["step"]] for row in both) / len(both)
+        drop = (base - now) / span if span else Fraction(0)
+        for action in ("warn", "fall back"):
+            bound = exact(getattr(config, f"{name}_{action.replace(' ', '_')}"))
+            assume(drop == bound == 0 or abs(drop - bound) > 1e-9)
+            found += [action] if drop > bound else []
+    return found
+
+
 def slow_actions(recent: Rows, config: GuardConfig, reference: Rows) -> list[str]:
     """The rules for overflow, gates and speed."""
     enough, found = min(config.min_steps, config.window), []
@@ -118,16 +152,20 @@ def slow_guard(rows: Rows, config: GuardConfig, reference: Rows) -> list[tuple[s
     begin, fall_backs, trouble = 0, 0, None
     for now, row in enumerate(rows):
         windows = [rows[max(begin, end - config.window + 1) : end + 1] for end in range(begin, now + 1)]
-        since = [r["train/loss"] for r in rows[begin : now + 1] if "train/loss" in r]
+        losses = [r.get("train/loss", r.get("policy/loss")) for r in rows[begin : now + 1]]
+        since = [loss for loss in losses if loss is not None]
         bad = next((i for i, loss in enumerate(reversed(since)) if math.isfinite(loss)), len(since))
         by_loss = slow_loss_actions(windows[-1], windows, config, reference)
+        by_loss += slow_drop_actions(windows, rows[: now + 1], config, reference)
         found = [*by_loss, *slow_actions(windows[-1], config, reference)]
         if bad:
             found.append("fall back" if bad >= config.nonfinite_in_a_row else "warn")
         action = max(found, key=ACTIONS.index, default="ok")
         if bad or "warn" in by_loss or action in ("alert", "fall back"):
             trouble = now
-        if action == "fall back" and (fall_backs >= config.max_fall_backs or row.get("precision/format") == "bf16"):
+        if action == "fall back" and (
+            fall_backs >= config.max_fall_backs or row.get("precision/format") in ("bf16", "fp32/bf16")
+        ):
             action = "stop"
         if action == "fall back":
             begin, fall_backs = now + 1, fall_backs + 1

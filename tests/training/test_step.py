@@ -104,6 +104,31 @@ def test_one_injected_infinity_costs_at_most_one_step() -> None:
     assert kinds[3] == "skipped"
 
 
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("scale", "action"), [(1024.0, "stop"), (1024.0, "skip"), (1.0, "stop"), (1.0, "skip")])
+def test_a_loss_that_is_not_finite_is_no_step_whatever_its_gradients(loss: float, scale: float, action: str) -> None:
+    model = nn.Linear(2, 2)
+    step = make_step(model, LossScaler(ScalerConfig(initial=scale)), on_nonfinite=action)
+    finite = gradients(model, [1.0, 1.0])
+    assert step.run(lambda scale: (finite(scale), torch.tensor(0.5))[1]).kind == "stepped"
+    before, tries = snapshot(step), []
+
+    def backward(scale: float) -> Tensor:
+        tries.append(scale)
+        finite(scale)
+        return torch.tensor(loss)
+
+    if scale == 1.0 and action == "stop":
+        with pytest.raises(MantissaError, match="non-finite loss at loss scale 1, which is the floor"):
+            step.run(backward)
+    else:
+        outcome = step.run(backward)
+        assert (outcome.kind, outcome.overflows, len(tries)) == ("skipped", 1, 1)  # repeating would find the same
+        assert (step.updates, step.skipped, step.scaler.scale) == (1, 1, max(scale / 2, 1.0))
+    assert all(torch.equal(value, before[name]) for name, value in snapshot(step).items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_overflow_at_the_floor_stops_and_names_the_module() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with torch.no_grad():

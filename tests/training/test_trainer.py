@@ -33,6 +33,31 @@ def test_fp32_is_plain_torch_to_the_last_bit() -> None:
     assert same(state(ours), state(plain))
 
 
+@pytest.mark.parametrize(("accumulate", "poisoned"), [(1, 2), (2, 2), (2, 3)])
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_nan_loss_with_finite_gradients_costs_its_step_and_no_more(
+    accumulate: int, poisoned: int, halves: bool
+) -> None:
+    """Whichever of a window's batches it comes from; the others are learned from as if that window had not been."""
+    ours, plain, batches = mlp(), mlp(), data(6)
+    trainer = trainer_of(ours, "fp16", accumulate=accumulate)
+    scale = ScalerConfig(initial=2.0**15)  # the scale after the skip; 2^16 and 2^15 round alike here
+    oracle = trainer_of(plain, "fp16", accumulate=accumulate, scale=scale)
+    for index, batch in enumerate(batches):
+
+        def loss_fn(model: nn.Module, batch: Batch, index: int = index) -> Tensor:
+            return cross_entropy(model, batch) + (math.nan if index == poisoned else 0.0)
+
+        if halves:
+            trainer.backward_step(trainer.forward_loss(batch, loss_fn))
+        else:
+            trainer.step(batch, loss_fn)
+        if index // accumulate != poisoned // accumulate:
+            oracle.step(batch, cross_entropy)
+    assert (trainer.skipped, trainer.updates) == (1, 6 // accumulate - 1)
+    assert same(state(ours), state(plain))
+
+
 def test_accumulation_is_the_mean_over_micro_batches() -> None:
     ours, plain = nn.Linear(6, 3), nn.Linear(6, 3)
     plain.load_state_dict(ours.state_dict())

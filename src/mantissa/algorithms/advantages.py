@@ -23,8 +23,8 @@ divided by 1e-6 is a gradient. To ``reinforce_pp`` the batch is the group: it co
 their own like the others, but only a batch without any difference has no gradient.
 
 Sums are float64, so that the order of the batch does not show in an fp32 result beyond its last bit. A reward that is
-not finite makes its own group's advantages non-finite and no other's (``reinforce_pp``: the batch's); nothing is
-hidden.
+not finite makes its own group's advantages non-finite and no other's (``reinforce_pp``: the batch's), those of a group
+of equal infinities too: what is unknown is not 0, and nothing is hidden.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _advantage(rewards_B: Tensor, group_B: Tensor, formula: Callable[[Tensor, Te
     variance_G = zeros_G.index_add(0, index_B, centred.square()) / (count_G - 1).clamp(min=1)
     largest_G = zeros_G.scatter_reduce(0, index_B, reward, "amax", include_self=False)
     smallest_G = zeros_G.scatter_reduce(0, index_B, reward, "amin", include_self=False)
-    degenerate_G = largest_G == smallest_G
+    degenerate_G = (largest_G == smallest_G) & largest_G.isfinite()
     result = formula(centred, variance_G.sqrt()[index_B], count_G[index_B])
     result = torch.where(degenerate_G[index_B], 0.0, result).to(rewards_B.dtype)  # the one rounding
     every_B = torch.ones_like(index_B, dtype=torch.bool)

@@ -31,8 +31,8 @@ Numerics. log r is the difference of two numbers that agree to six digits or mor
 them: widened exactly to float64, subtracted, summed, clamped to +-20, and only then through ``exp`` (so that it is at
 most 4.9e8); the weight is rounded once, to the dtype of ``logp``. Masked positions are replaced before the subtraction.
 A valid position where either log-prob is not finite is dropped: it leaves ``valid_BT``, and so numerator and
-denominator of whatever uses that. Where anything is decided by sequence its whole sequence is dropped: a product with
-an unknown factor is unknown.
+denominator of whatever uses that. Where anything is decided by sequence, here or in the loss (``whole``: gspo, flowrl),
+its whole sequence is dropped: a product with an unknown factor is unknown, and not that of the factors that are known.
 
 Legend: B sequences, T response positions.
 Sources: arXiv 2510.26788 (sequence weights, C = 3; PG-IS); arXiv 2510.18855 (IcePop, 0.5 to 5); "Your efficient RL
@@ -52,17 +52,23 @@ from mantissa.precision.numerics import LOG_RATIO_BOUND, kl_estimate
 
 
 def correction(
-    logp_BT: Tensor, rollout_logp_BT: Tensor | None, mask_BT: Tensor, config: CorrectionConfig
+    logp_BT: Tensor,
+    rollout_logp_BT: Tensor | None,
+    mask_BT: Tensor,
+    config: CorrectionConfig,
+    *,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor, dict[str, Tally]]:
     """Importance weight of each token, which tokens are valid, and tallies.
 
     ``logp_BT``, ``rollout_logp_BT``: log-probs of the sampled tokens, fp32 (or float64), the same shape and dtype.
-    ``mask_BT``: bool, True at response tokens. Returns ``weight_BT`` (detached, the dtype of ``logp_BT``, 0 where not
-    valid), ``valid_BT`` (``mask_BT`` less what is not finite and what is rejected: use it as the mask from here on, and
-    for ``aggregation_scale``) and tallies named ``correction/...``. The weight statistics are of the weights as
-    applied, over valid tokens at the token level and over sequences at the sequence level. With ``normalize`` the batch
-    must be whole: a micro-batch's mean is another. Raises ``MantissaError`` where the rollout's log-probs are missing,
-    ``TypeError`` for unequal dtypes.
+    ``mask_BT``: bool, True at response tokens. ``whole``: the loss is of whole sequences, so that one with a log-prob
+    that is not finite is dropped as a whole, however tokens are weighed. Returns ``weight_BT`` (detached, the dtype of
+    ``logp_BT``, 0 where not valid), ``valid_BT`` (``mask_BT`` less what is not finite and what is rejected: use it as
+    the mask from here on, and for ``aggregation_scale``) and tallies named ``correction/...``. The weight statistics
+    are of the weights as applied, over valid tokens at the token level and over sequences at the sequence level. With
+    ``normalize`` the batch must be whole: a micro-batch's mean is another. Raises ``MantissaError`` where the rollout's
+    log-probs are missing, ``TypeError`` for unequal dtypes.
     """
     if rollout_logp_BT is None:
         raise MantissaError(
@@ -70,7 +76,7 @@ def correction(
             "(they are never assumed to equal the learner's)"
         )
     with torch.no_grad():
-        finite_BT, log_r_BT = _log_ratio(logp_BT, rollout_logp_BT, mask_BT, config)
+        finite_BT, log_r_BT = _log_ratio(logp_BT, rollout_logp_BT, mask_BT, config.whole_sequences or whole)
         kept_BT, vetoed_B1 = _keep(log_r_BT, finite_BT, config)
         valid_BT = finite_BT & kept_BT
         weight_BT, metrics = _weights(log_r_BT, valid_BT, config, logp_BT.dtype)
@@ -100,18 +106,16 @@ def importance_weights(
     if config.normalize:
         raise ValueError("weights normalised over a batch cannot be made from a part of it")
     with torch.no_grad():
-        finite_BT, log_r_BT = _log_ratio(logp_BT, rollout_logp_BT, mask_BT, config)
+        finite_BT, log_r_BT = _log_ratio(logp_BT, rollout_logp_BT, mask_BT, config.whole_sequences)
         return _weights(log_r_BT, valid_BT & finite_BT, config, logp_BT.dtype)
 
 
-def _log_ratio(
-    logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig
-) -> tuple[Tensor, Tensor]:
+def _log_ratio(logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
     """Where log r is known (whole sequences where they are what is decided about), and log r, float64, 0 elsewhere."""
     if logp_BT.dtype != rollout_logp_BT.dtype or logp_BT.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"expected both log-probs in fp32, not {logp_BT.dtype} and {rollout_logp_BT.dtype}")
     finite_BT = mask_BT & logp_BT.isfinite() & rollout_logp_BT.isfinite()
-    if config.whole_sequences:
+    if whole:
         finite_BT = finite_BT & (finite_BT == mask_BT).all(-1, keepdim=True)
     log_r = torch.where(finite_BT, logp_BT, 0.0).double() - torch.where(finite_BT, rollout_logp_BT, 0.0).double()
     return finite_BT, log_r

@@ -41,11 +41,11 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from mantissa.algorithms.losses import drift
+from mantissa.algorithms.losses import bounded_ratio, drift
 from mantissa.algorithms.tally import Tally
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError
-from mantissa.precision.numerics import LOG_RATIO_BOUND, masked_mean, masked_sum
+from mantissa.precision.numerics import masked_mean, masked_sum
 
 _Bound = Annotated[float, Field(allow_inf_nan=True)]
 
@@ -123,8 +123,8 @@ def flowrl_loss(
         "flowrl/delta_mean": Tally.of("mean", delta, known_B),
         "flowrl/delta_abs_mean": Tally.of("mean", delta.abs(), known_B),
         "flowrl/log_z_mean": Tally.of("mean", log_z, counted_B & log_z.isfinite()),
-        "flowrl/weight_mean": Tally.of("mean", w, counted_B),
-        "flowrl/weight_max": Tally.of("max", w, counted_B),
+        "flowrl/weight_mean": Tally.of("mean", w, counted_B & w.isfinite()),
+        "flowrl/weight_max": Tally.of("max", w, counted_B & w.isfinite()),
         "flowrl/bounded_fraction": Tally.of("mean", bounded_BT, mask_BT),
         "flowrl/nonfinite": Tally.of("sum", nonfinite, torch.ones_like(nonfinite, dtype=torch.bool)),
     }
@@ -138,6 +138,6 @@ def _importance(logp: Tensor, old: Tensor, mask_BT: Tensor, config: FlowRLConfig
         log_ratio = masked_sum(log_ratio, mask_BT, -1).unsqueeze(-1)
     if config.importance == "geometric":
         log_ratio = log_ratio / mask_BT.sum(-1, keepdim=True).clamp(min=1)
-    ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    ratio = bounded_ratio(log_ratio)
     bounded = ratio.clamp(low, high)
     return bounded.to(logp.dtype).expand_as(logp), (ratio != bounded).expand_as(mask_BT)

@@ -28,7 +28,7 @@ Numerics. Everything is in the dtype of ``logp`` (fp32). Masked positions are re
 neither their value nor their gradient passes through ``exp``: ``0 * inf`` is NaN in a backward pass too. The log-ratio
 is clamped to +-20, beyond which a token's ratio has no gradient. The clip of ``gspo`` is 7e-4 wide, so its mean is
 taken in float64. A valid log-prob that is not finite is not repaired here: it shows in ``policy/nonfinite``, and in the
-loss or in the gradient, for whoever guards the step to act on.
+loss, which is then not finite either, for whoever guards the step to act on: no clamp makes a ratio of it.
 
 Legend: B sequences, T response positions.
 """
@@ -43,7 +43,7 @@ from torch import Tensor
 
 from mantissa.algorithms.tally import Tally
 from mantissa.config_base import Config
-from mantissa.precision.numerics import LOG_RATIO_BOUND, clamped_log_ratio, kl_estimate, masked_sum
+from mantissa.precision.numerics import LOG_RATIO_BOUND, kl_estimate, masked_sum
 
 
 class ReinforceConfig(Config):
@@ -106,7 +106,7 @@ def ppo_clip(
 
     All inputs BT in one dtype, nothing masked. A ratio exactly at a bound is not clipped.
     """
-    surrogate, held = _clipped(clamped_log_ratio(logp_BT, old_logp_BT).exp(), advantage_BT, config)
+    surrogate, held = _clipped(bounded_ratio(logp_BT - old_logp_BT), advantage_BT, config)
     return -weight_BT * surrogate, held
 
 
@@ -114,7 +114,7 @@ def dapo(
     logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, config: DAPOConfig
 ) -> TokenLosses:
     """``-w * min(ratio * A, clip(ratio) * A)``, and for A < 0 ``-w * max(that min, c * A)``; see ``ppo_clip``."""
-    surrogate, held = _clipped(clamped_log_ratio(logp_BT, old_logp_BT).exp(), advantage_BT, config)
+    surrogate, held = _clipped(bounded_ratio(logp_BT - old_logp_BT), advantage_BT, config)
     floor = torch.where(advantage_BT < 0, advantage_BT, 0.0) * min(config.dual_clip, torch.finfo(logp_BT.dtype).max)
     capped = (advantage_BT < 0) & (surrogate < floor).detach()
     return -weight_BT * torch.where(capped, floor, surrogate), held | capped
@@ -131,7 +131,7 @@ def gspo(
     mean_B1 = masked_sum(difference, mask_BT, -1).unsqueeze(-1) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
     # The value is the mean alone (logp less itself is 0); the gradient is this token's, and none beyond the clamp.
     log_s_BT = mean_B1.to(logp_BT.dtype) + (logp_BT - logp_BT.detach())
-    surrogate, held = _clipped(log_s_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(), advantage_BT, config)
+    surrogate, held = _clipped(bounded_ratio(log_s_BT), advantage_BT, config)
     return -weight_BT * surrogate, held
 
 
@@ -139,9 +139,15 @@ def cispo(
     logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, config: CISPOConfig
 ) -> TokenLosses:
     """``-w * stopgrad(min(ratio, 1 + high)) * A * logp``, and where the ratio was above its bound (bool, BT)."""
-    ratio = clamped_log_ratio(logp_BT.detach(), old_logp_BT).exp()
+    ratio = bounded_ratio(logp_BT.detach() - old_logp_BT)
     bounded = ratio.clamp(max=1 + config.clip_high)
     return -weight_BT * bounded * advantage_BT * logp_BT, ratio > bounded
+
+
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """``exp`` of a log-ratio clamped to +-20; NaN where it is not finite: what is unknown is no ratio of exp(20)."""
+    clamped = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return torch.where(log_ratio.isfinite(), clamped, torch.nan).exp()
 
 
 def _clipped(

@@ -6,14 +6,17 @@ With log r = logp_ref - logp of a sampled token (so that theta is where samples 
 name  estimate        value, on average           its gradient as a loss, on average
 ====  ==============  ==========================  =================================================================
 k1    -log r          KL(theta || ref)            0. E[d logp] = 0: it moves the policy at random and nowhere
-k2    (log r)^2 / 2   about KL, for small gaps    that of KL(theta || ref)
-k3    r - 1 - log r   KL(theta || ref)            that of KL(ref || theta), the other direction
+k2    (log r)^2 / 2   about KL, for small gaps    that of KL(theta || ref) of the next token, its prefix held fixed
+k3    r - 1 - log r   KL(theta || ref)            that of KL(ref || theta) of the next token, its prefix held fixed
 ====  ==============  ==========================  =================================================================
 
 A good estimate of a value is not a loss with the right gradient (arXiv 2510.01555): the samples' own dependence on
 theta is what a loss leaves out. In the *reward* that dependence is what the policy gradient adds, so there k1 is the
 unbiased choice; in the *loss* it is k2, and k3 is what GRPO published. k1 in the loss is allowed, for comparisons: it
-is noise. All of this holds on policy; after several steps on one batch, a weight has to make up for it.
+is noise. A loss sees each token at the prefix that was sampled. That another token there leads to other prefixes,
+nearer to the reference or farther, is in the gradient of a sequence's KL and in none of these; only the reward has it,
+where the sum of k1 over a response is the unbiased choice for the sequence as well. All of this holds on policy; after
+several steps on one batch, a weight has to make up for it.
 
 Numerics. k3 is taken in float64 (``kl_estimate``) and its log r is bounded above by 20: where the reference is 4.9e8
 times as sure as the policy, there is no gradient; k1, k2 and the other side of k3 have no ``exp`` that could overflow.
@@ -43,8 +46,8 @@ class KLConfig(Config):
 
     where: Literal["loss", "reward"] = Field("loss", description="Added to each token's loss, or taken off the reward.")
     estimator: KLEstimator = Field(
-        "k3", description="k1, k2 or k3. In the loss k2 has the gradient of KL(theta || ref), k3 that of KL(ref || "
-        "theta), k1 none on average; in the reward k1 is unbiased."
+        "k3", description="k1, k2 or k3. In the loss k2 has the gradient of each token's KL(theta || ref), k3 that of "
+        "its KL(ref || theta), prefixes held fixed, k1 none on average; in the reward k1 is unbiased."
     )  # fmt: skip
     coefficient: float = Field(gt=0, description="Loss, or reward, for one nat.")
 

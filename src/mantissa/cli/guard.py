@@ -121,7 +121,9 @@ def _reference(settings: GuardSettings, config: GuardConfig, given: Path | None)
 
 
 def _refuse_foreign(run: Path, rows: Sequence[dict[str, Any]], judge: Guard) -> None:
-    known = {"train/loss", "precision/overflows", "time/step", *judge.config.gates}
+    from mantissa.training.guard_config import DROPS
+
+    known = {"train/loss", *DROPS.values(), "precision/overflows", "time/step", *judge.config.gates}
     if not any(known & row.keys() for row in rows):
         raise MantissaError(
             f"{run}: no row has train/loss, precision/overflows, time/step or a metric with a gate; expected the "
@@ -186,6 +188,8 @@ def _print_rules(console: Console, rows: Sequence[dict[str, Any]], decisions: Se
 
 def _rules(rows: Sequence[dict[str, Any]], decisions: Sequence[Decision], judge: Guard) -> list[tuple[str, str, str]]:
     """For each rule: the worst that it saw, or why it saw nothing; and where it fires."""
+    from mantissa.training.guard_config import DROPS
+
     config, reference = judge.config, judge.reference
 
     def steps(name: str) -> int:
@@ -201,16 +205,14 @@ def _rules(rows: Sequence[dict[str, Any]], decisions: Sequence[Decision], judge:
         value, step = pick(seen, key=lambda pair: pair[0])
         return f"{_shown(value, show)} at step {step}"
 
-    if not steps("train/loss"):
-        no_loss = "no data: no row has train/loss" + (
-            " (policy/loss is not judged: batches of RL have no common scale)" if steps("policy/loss") else ""
-        )
-    else:
-        no_loss = ""
-    losses = any(d.numbers["nonfinite_in_a_row"] for d in decisions)
-    nonfinite = no_loss or (
-        worst("nonfinite_in_a_row", "train/loss", "{:.0f} in a row") if losses else "all are finite"
-    )
+    no_loss = "" if steps("train/loss") else "no data: no row has train/loss"
+    nonfinite = no_loss
+    if steps("policy/loss") and no_loss:
+        no_loss += " (of policy/loss only whether it is finite: batches of RL have no common scale)"
+        nonfinite = ""
+    if any(d.numbers["nonfinite_in_a_row"] for d in decisions):
+        nonfinite = worst("nonfinite_in_a_row", "policy/loss" if no_loss else "train/loss", "{:.0f} in a row")
+    nonfinite = nonfinite or "all are finite"
     overflow = worst("overflowed_rate", "precision/overflows", "{:.1%} of steps")
     if reference is None:
         loss = speed = "no data: no reference"
@@ -224,6 +226,16 @@ def _rules(rows: Sequence[dict[str, Any]], decisions: Sequence[Decision], judge:
         ("overflow", overflow, "warn, alert, fall back above " + ", ".join(f"{100 * b:g}%" for b in bounds)),
         ("loss", loss, f"warn, fall back above {100 * config.loss_warn:g}%, {100 * config.loss_fall_back:g}%"),
         ("divergence", divergence, f"fall back above {config.divergence:g} times" if config.divergence else ""),
+        *(
+            (
+                name,
+                worst(f"{name}_drop", metric, "{:+.1%}"),
+                "warn, fall back for a fall of more than "
+                f"{100 * getattr(config, f'{name}_warn'):g}, {100 * getattr(config, f'{name}_fall_back'):g} points",
+            )
+            for name, metric in DROPS.items()
+            if steps(metric)
+        ),
         ("speed", speed, f"warn below {config.slow_warn:g} x"),
     ]
     measured = [name for name in config.gates if steps(name)]

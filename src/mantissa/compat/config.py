@@ -15,6 +15,9 @@ import torch
 from mantissa.errors import MantissaError
 from mantissa.training import ScalerConfig
 
+_SWITCH = "ENABLE_FP16_TRAINING"
+_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
 
 class PrecisionMode(StrEnum):
     """What the forward computes in. ``fp16`` and ``mixed_fp16`` are one thing here, as are the two of bf16: fp32
@@ -47,6 +50,7 @@ class _Config:
     backoff_factor: float
     growth_interval: int
     max_grad_norm: float | None
+    adaptive_clip: float | None
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense now, not at the first step."""
@@ -58,6 +62,7 @@ class _Config:
             (_is_count(self.growth_interval), "growth_interval", "a whole number from 1 on"),
             (_is_count(self.accumulate), "gradient_accumulation_steps", "a whole number from 1 on"),
             (self.max_grad_norm is None or self.max_grad_norm >= 0, "max_grad_norm", "0 or more, or None"),
+            (self.adaptive_clip is None or 0 < self.adaptive_clip < math.inf, "adaptive_clip", "more than 0, or None"),
         )
         for good, name, expected in checks:
             if not good:
@@ -107,16 +112,17 @@ class _Config:
 class FP16TrainingConfig(_Config):
     """``enabled``: fp16, else fp32. ``loss_scale``: the first scale; the other three are the dynamic rule.
 
-    ``max_grad_norm``: bound on the unscaled gradient's norm; None and 0 never clip. ``backend`` and ``fallback``: as
-    ``PrecisionTrainer``.
+    ``max_grad_norm``: bound on the unscaled gradient's norm; None and 0 never clip. ``adaptive_clip``, ``backend`` and
+    ``fallback``: as ``PrecisionTrainer``.
     """
 
-    enabled: bool = _from("ENABLE_FP16_TRAINING", True)
+    enabled: bool = _from(_SWITCH, True)
     loss_scale: float = _from("FP16_LOSS_SCALE", 65536.0)
     growth_factor: float = _from("FP16_GROWTH_FACTOR", 2.0)
     backoff_factor: float = _from("FP16_BACKOFF_FACTOR", 0.5)
     growth_interval: int = _from("FP16_GROWTH_INTERVAL", 2000)
     max_grad_norm: float | None = field(default=1.0, kw_only=True)
+    adaptive_clip: float | None = field(default=None, kw_only=True)
     backend: Literal["auto", "native", "simulated"] = field(default="auto", kw_only=True)
     fallback: Literal["error", "warn"] = field(default="error", kw_only=True)
 
@@ -147,6 +153,7 @@ class ExtendedFP16Config(_Config):
     use_ddp: bool = False
     find_unused_parameters: bool = False
     broadcast_buffers: bool = True
+    adaptive_clip: float | None = field(default=None, kw_only=True)
     backend: Literal["auto", "native", "simulated"] = field(default="auto", kw_only=True)
     fallback: Literal["error", "warn"] = field(default="error", kw_only=True)
 
@@ -171,11 +178,18 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and value >= 1
 
 
+def switched_off(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether ``ENABLE_FP16_TRAINING`` says no: then every trainer is in fp32, whatever its configuration says."""
+    text = (os.environ if environment is None else environment).get(_SWITCH)
+    return text is not None and not _parsed(_SWITCH, text, bool)
+
+
 def _parsed(variable: str, text: str, kind: type) -> Any:
     if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise MantissaError(f"{variable}={text!r}: expected true or false")
-        return text.lower() == "true"
+        word = text.strip().lower()
+        if word not in _WORDS:
+            raise MantissaError(f"{variable}={text!r}: expected true or false (or 1, 0, yes, no, on, off)")
+        return _WORDS[word]
     try:
         return kind(text)
     except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -12,11 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mantissa.compat.config import ExtendedFP16Config, FP16TrainingConfig
+from mantissa.compat.config import ExtendedFP16Config, FP16TrainingConfig, switched_off
 from mantissa.compat.processes import cleanup_distributed, device_for, init_distributed, placed
 from mantissa.errors import MantissaError
 from mantissa.training import PrecisionTrainer
 
+_LOG = logging.getLogger(__name__)
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
@@ -66,7 +68,8 @@ class ScalerView:
 
 
 class FP16Trainer:
-    """Train ``model`` in fp16. Without ``config`` the environment decides (see ``ENVIRONMENT``).
+    """Train ``model`` in fp16. Without ``config`` the environment decides (see ``ENVIRONMENT``); with one too, where it
+    switches fp16 off.
 
     ``scaler``: the one scaler, as long as the trainer lives, read as ``torch.amp.GradScaler`` is; None where the format
     needs none. ``training_steps``: optimiser steps attempted; ``overflow_steps``: given up because a gradient was not
@@ -84,17 +87,22 @@ class FP16Trainer:
         self.config = self._checked(config)
         self.model = model
         self.optimizer = optimizer
+        self._off = self.config.enabled and switched_off()
+        if self._off:
+            _LOG.warning("ENABLE_FP16_TRAINING is off: training in fp32, not in %s", self.config.number_format)
         self._trainer = PrecisionTrainer(
             model,
             optimizer,
-            self.config.number_format,
+            "fp32" if self._off else self.config.number_format,
             backend=self.config.backend,
             fallback=self.config.fallback,
             scale=self.config.scaler_config(),
             accumulate=self.config.accumulate,
             max_grad_norm=self.config.max_grad_norm or math.inf,
+            adaptive_clip=self.config.adaptive_clip,
             on_nonfinite="skip",
         )
+        self._trainer.optimizer_step.given_up_level = logging.WARNING  # as there
         self.scaler = ScalerView(self._trainer) if self._trainer.precision.active.needs_loss_scaling else None
 
     @classmethod
@@ -108,8 +116,9 @@ class FP16Trainer:
 
     @property
     def effective_config(self) -> FP16TrainingConfig | ExtendedFP16Config:
-        """The configuration that is in force: ``config``, but not enabled where a fallback chose fp32."""
-        fell_back = self.config.enabled and self._trainer.precision.reason.startswith("fallback")
+        """The configuration that is in force: ``config``, but not enabled where a fallback, or the environment's
+        switch, chose fp32."""
+        fell_back = self._off or (self.config.enabled and self._trainer.precision.reason.startswith("fallback"))
         return dataclasses.replace(self.config, enabled=False) if fell_back else self.config
 
     @property
@@ -144,11 +153,12 @@ class FP16Trainer:
         return self.model
 
     def get_stats(self) -> dict[str, Any]:
-        """Counters, what is active, and the scale while it is in use. ``overflow_rate``: skipped / attempted optimiser
-        steps. ``precision_active``: whether a low precision is; ``precision_requested`` and ``precision_in_use`` are
-        the formats' names."""
+        """Counters, what is active, and the scale (1 where the format needs none). ``clipped_fraction``: units that
+        adaptive clipping shortened in the last step; None where it is off. ``overflow_rate``: skipped / attempted
+        optimiser steps. ``precision_active``: whether a low precision is; ``precision_requested`` and
+        ``precision_in_use`` are the formats' names."""
         role, stats = self._trainer.precision, self._trainer.stats()
-        shown = {
+        return {
             "training_steps": self.training_steps,
             "overflow_steps": self.overflow_steps,
             "overflow_rate": stats["overflow_rate"],
@@ -158,8 +168,9 @@ class FP16Trainer:
             "precision_in_use": role.active.name,
             "backend": role.backend,
             "reason": role.reason,
+            "current_scale": stats["loss_scale"],
+            "clipped_fraction": stats["clipped_fraction"],
         }
-        return shown | ({} if self.scaler is None else {"current_scale": self.scaler.get_scale()})
 
     def save_checkpoint(self, path: str | Path) -> None:
         """One file, atomically, by rank 0; see ``mantissa.training.trainer_file`` for its keys. On several ranks call

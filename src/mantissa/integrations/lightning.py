@@ -100,6 +100,7 @@ class MantissaPrecision(Precision):
         self._keeper: Keeper | None = None
         self._step: OptimizerStep | None = None
         self._micro_batches = 0  # of the open window
+        self._losses: list[Tensor] = []  # of the backwards since the last step, unscaled
         self._repeatable = False  # whether the step in progress can be
         self._clip_value: float | None = None
 
@@ -176,6 +177,7 @@ class MantissaPrecision(Precision):
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Call Lightning's hooks with the loss, then scale it; loss and scale are fp32."""
         loss: Tensor = super().pre_backward(tensor, module)
+        self._losses.append(loss.detach().float())
         return loss.float() * self.scaler.scale
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -196,7 +198,7 @@ class MantissaPrecision(Precision):
         automatic = model.automatic_optimization
         self._repeatable = automatic and self._micro_batches == 1
         if loss is None and automatic:  # ``training_step`` returned None: there is no gradient
-            self._micro_batches = 0
+            self._micro_batches, self._losses = 0, []
             return None
         tries = 0
 
@@ -205,18 +207,19 @@ class MantissaPrecision(Precision):
             tries += 1
             if tries > 1:
                 keeper.restore()
+                self._losses = []
                 loss = closure()
-            return loss
+            return torch.stack(self._losses).sum() if self._losses else None  # of a whole window, where one accumulates
 
         outcome = step.run(backward, accumulated=True, repeatable=self._repeatable)
         step.max_grad_norm = float("inf")  # a bound holds for the step it was asked for
-        self._micro_batches = 0
+        self._micro_batches, self._losses = 0, []
         if not outcome.applied:
             keeper.restore_buffers()
         if not automatic:
             torch.clear_autocast_cache()  # ``training_step`` goes on in its context, and the weights have changed
         self._count(replace(outcome, clipped=None), model)
-        return outcome.loss
+        return loss
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Bound the unscaled gradients of the step in progress; of the next one where a manual loop asks before it."""

@@ -256,6 +256,10 @@ def _optimizer(draft: Draft) -> None:
         draft.refuse("optimizer.moments", "8bit: nothing was found that both verl's learners read; leave it out")
     else:
         draft.fixed("optimizer.moments", "fp32")
+    if config.adaptive_clip is not None:
+        draft.refuse("optimizer.adaptive_clip", "verl clips by the whole gradient's norm alone; leave it out")
+    else:
+        draft.fixed("optimizer.adaptive_clip", "not used")
     draft.set(where + "weight_decay", config.weight_decay, "optimizer.weight_decay")
     draft.set(where + "clip_grad", bound, "optimizer.max_grad_norm")
 
@@ -354,6 +358,10 @@ def _loop(draft: Draft) -> None:
     draft.set("trainer.logger", ["console", *config.trackers], "trackers")
     draft.set("trainer.project_name", "mantissa", "name")
     draft.set("trainer.experiment_name", config.name, "name")
+    if config.guard is not None:
+        draft.refuse("guard", "verl does not leave a format by itself; leave it out, or train with mantissa train")
+    else:
+        draft.fixed("guard", "not used")
     draft.unused("nproc", "--nodes and --gpus say how many processes")
     draft.unused("parallel", "--engine says how the learner is held")
     if config.run_dir is None:

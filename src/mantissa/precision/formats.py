@@ -77,13 +77,13 @@ E5M2 = NumberFormat("e5m2", 5, 2, 57344.0, "inf", torch.float8_e5m2)
 E4M3 = NumberFormat("e4m3", 4, 3, 448.0, "saturate", torch.float8_e4m3fn)
 
 FORMATS: dict[str, NumberFormat] = {f.name: f for f in (FP32, BF16, FP16, E5M2, E4M3)}
-_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "e4m3fn": "e4m3"}
+ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "e4m3fn": "e4m3"}
 
 
 def format_named(name: str) -> NumberFormat:
     """Look a format up by name (``fp16``) or by torch's name for it (``float16``); unknown names are a user's error."""
-    known = _ALIASES.get(name, name)
+    known = ALIASES.get(name, name)
     if known not in FORMATS:
-        hint = nearest(name, [*FORMATS, *_ALIASES])
+        hint = nearest(name, [*FORMATS, *ALIASES])
         raise MantissaError(f"unknown number format {name!r}: expected one of {', '.join(FORMATS)}{hint}")
     return FORMATS[known]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from mantissa.bounds import LARGEST_SIZE, number
 from mantissa.errors import MantissaError, nearest
-from mantissa.precision.formats import NumberFormat, format_named
+from mantissa.precision.formats import ALIASES, NumberFormat, format_named
 from mantissa.precision.fp8 import Fp8Policy
 
 Backend = Literal["native", "simulated"]
@@ -42,7 +42,8 @@ def _known_format(key: str, name: Any, allowed: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """The precision asked for, by role.
+    """The precision asked for, by role. Formats also go by torch's names (``float16``, ``half``, ``bfloat16``,
+    ``float32``), and are printed and recorded under ours.
 
     ``train``: the learner's forward and backward. ``rollout``: the sampling policy. ``reference``: the frozen policy
     that some algorithms compare with; None means as ``train``, where two equal policies have equal log-probs to the
@@ -133,7 +134,7 @@ class PrecisionPolicy:
                 f"precision={value!r}: expected a preset's name, one of {', '.join(PRESETS)}, or fields"
             )
         fields = dict(value)
-        base = _preset(fields.pop("preset", "fp32"))
+        base = PRESETS[preset_named(fields.pop("preset", "fp32"))]
         known = _check_keys("precision", fields, cls, "preset")
         if isinstance(fields.get("fp8"), Mapping):
             _check_keys("precision.fp8", fields["fp8"], Fp8Policy)
@@ -167,8 +168,10 @@ PRESETS: dict[str, PrecisionPolicy] = {
 }
 
 
-def _preset(name: Any) -> PrecisionPolicy:
-    if isinstance(name, str) and name in PRESETS:
-        return PRESETS[name]
-    hint = nearest(str(name), PRESETS)
+def preset_named(name: Any) -> str:
+    """The canonical name of a preset; torch's names for formats (``float16``, ``half``) stand for ours."""
+    canonical = ALIASES.get(name, name) if isinstance(name, str) else name
+    if isinstance(canonical, str) and canonical in PRESETS:
+        return canonical
+    hint = nearest(str(name), [*PRESETS, *ALIASES])
     raise MantissaError(f"unknown precision preset {name!r}: expected one of {', '.join(PRESETS)}{hint}")

@@ -144,7 +144,8 @@ class Ahead:
             self._batches[batch.step].set_result(batch)
         self._thread.start()
         first = step + len(ahead) + 1
-        assert step == 0 or first > min(step + self._behind, self._last), "sampled ahead by weights that are gone"
+        # none of them: the run begins, or its guard has fallen back
+        assert not ahead or first > min(step + self._behind, self._last), "sampled ahead by weights that are gone"
         self._order(range(first, step + self._behind + 2), weights, version)
 
     def take(self, step: int) -> Batch:

@@ -23,10 +23,11 @@ from mantissa.config_base import Config
 from mantissa.errors import MantissaError
 from mantissa.model import FreshModelConfig, LoraConfig
 from mantissa.precision import NumberFormat, PrecisionPolicy
+from mantissa.precision.policy import preset_named
 from mantissa.rl.config_checks import check_together
 from mantissa.rl.config_rollout import RolloutConfig
 from mantissa.tasks import TaskConfig
-from mantissa.training import AutoScaler, LossScaler, Moments, ScalerConfig
+from mantissa.training import AutoScaler, GuardConfig, LossScaler, Moments, ScalerConfig
 
 
 class ModelSource(Config):
@@ -214,6 +215,12 @@ class OptimizerConfig(Config):
     max_grad_norm: float = Field(
         1.0, gt=0, allow_inf_nan=True, description="Clip bound on the unscaled gradient; .inf never clips."
     )
+    adaptive_clip: float | None = Field(
+        None,
+        gt=0,
+        description="Bounds each unit's gradient by this share of its weights' norm, before max_grad_norm and but for "
+        "an output head of its own (arXiv 2102.06171; 0.01 is usual); null: off.",
+    )
     updates_per_batch: int = Field(1, ge=1, description="Optimiser steps on each batch; 1 is on-policy.")
     micro_batch_tokens: int = Field(
         16384, ge=1, description="Padded tokens a forward holds; memory only, the gradient does not depend on it."
@@ -304,6 +311,11 @@ class RunConfig(Config):
     loss_scaling: LossScalingConfig | None = Field(None, description="Only for an fp16 learner; has defaults.")
     evaluation: EvaluationConfig | None = Field(EvaluationConfig(), description="None: never evaluate.")
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: dict[str, Any] | None = Field(
+        None,
+        description="{} or settings of docs/rollback.md, such as {to: fp32}: thresholds at which the run goes back to "
+        "its last good checkpoint and on in a wider format. null: no guard.",
+    )
     grading: GradingConfig = GradingConfig()
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(("tensorboard",), description="tensorboard, wandb.")
 
@@ -312,7 +324,12 @@ class RunConfig(Config):
     def _precision_by_name(cls, value: Any) -> Any:
         fields = {"preset": value} if isinstance(value, str) else value
         PrecisionPolicy.parse(fields)  # a mistake is found here, before anything is built on it
-        return fields
+        return fields | {"preset": preset_named(fields["preset"])} if "preset" in fields else fields
+
+    @field_validator("guard")
+    @classmethod
+    def _guard_as_it_will_be(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if value is None else GuardConfig.from_dict(value).to_dict()
 
     @property
     def steps_behind(self) -> int:

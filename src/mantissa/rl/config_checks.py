@@ -83,8 +83,16 @@ def _check_rollout(config: RunConfig) -> None:
             f"a step makes {updates} versions, so sampling one step ahead needs {updates} or more; raise it, or set it "
             "to 0"
         )
-    if config.algorithm.advantage not in ("dr_grpo", "reinforce_pp") and rollout.samples < 2:
-        raise MantissaError(f"algorithm.advantage={config.algorithm.advantage} needs rollout.samples of 2 or more")
+    kind = config.algorithm.advantage
+    if kind != "reinforce_pp" and rollout.samples < 2:
+        raise MantissaError(
+            f"algorithm.advantage={kind} needs rollout.samples of 2 or more: it compares the completions of a prompt, "
+            "and of one alone every advantage is 0; raise it, or use reinforce_pp, which compares the whole batch"
+        )
+    if rollout.prompts * rollout.samples < 2:
+        raise MantissaError(
+            f"algorithm.advantage={kind} compares completions, and a step has one; raise rollout.prompts"
+        )
 
 
 def _check_vllm(config: RunConfig) -> None:
@@ -110,6 +118,11 @@ def _check_vllm(config: RunConfig) -> None:
         (
             policy.backend == "simulated" and policy.rollout != "fp32",
             f"precision.backend=simulated: vLLM computes in {policy.rollout} itself; leave backend out",
+        ),
+        (
+            config.guard is not None and rollout.vllm.server is not None,
+            "guard: the server samples in the format that it was started in, and a fall back would leave it; leave "
+            "rollout.vllm.server or guard out",
         ),
         (
             rollout.vllm.sleep and rollout.max_policy_lag > 0,

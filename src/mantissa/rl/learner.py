@@ -26,11 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from mantissa.algorithms import FlowRLConfig, Tally, aggregation_scale, correction, merge
+from mantissa.algorithms import FlowRLConfig, GSPOConfig, Tally, aggregation_scale, correction, merge
 from mantissa.kernels import Kernels, NativeKernels
 from mantissa.model import Decoder, policy_weights, trained_parameters
 from mantissa.precision import FP32
@@ -49,6 +50,7 @@ from mantissa.training import (
     OptimizerStep,
     StepOutcome,
     adamw,
+    adaptive_clip_,
     first_nonfinite,
     flushed_fraction,
     gradients_of,
@@ -120,6 +122,8 @@ class Learner:
             # the sum over ranks carries it to all parameters: what saw it in an output saw it where it began
             return min(found, key=lambda text: (text.startswith("nothing"), "the output of" not in text))
 
+        clipped = [p for name, p in self.model.named_parameters() if p.requires_grad and not name.startswith("lm_head")]
+        factor = self.config.adaptive_clip
         return OptimizerStep(
             parameters,
             optimizer,
@@ -128,6 +132,7 @@ class Learner:
             lr_at,
             self.config.max_grad_norm,
             diagnose,
+            clip=None if factor is None else partial(adaptive_clip_, clipped, factor),
             ranks=self.team.ranks,
         )
 
@@ -203,7 +208,11 @@ class Learner:
         sequences = experience.sequences
         advantage_B, tallies = advantages(experience, self.algorithm)
         weight_BR, valid_BR, weights = correction(
-            old_logp_BR, experience.rollout_logp_BR, sequences.mask_BR, self.algorithm.correction
+            old_logp_BR,
+            experience.rollout_logp_BR,
+            sequences.mask_BR,
+            self.algorithm.correction,
+            whole=isinstance(self.algorithm.loss, (GSPOConfig, FlowRLConfig)),
         )
         anchor_BR = experience.rollout_logp_BR if self.algorithm.correction.bypass else old_logp_BR
         key_B = None if self.flow is None else self.flow.keys(experience.group_B, step)
@@ -252,16 +261,19 @@ class Learner:
         graphs = [kept] if kept is not None and self._usable(kept, data, batches) else []
         del kept  # what is not used must not hold its memory through the step
 
-        def backward(scale: float) -> None:
+        def backward(scale: float) -> Tensor:
             tallies.clear()  # a repeated backward counts once
+            total = torch.zeros((), device=batches[0].scale_BR.device)
             for micro in batches:
                 graph = graphs.pop() if graphs else None  # serves one backward, which frees it
                 loss, tally = self._loss(data, micro, self.kernels, graph)
                 del graph
                 if micro.counts:
                     tallies.append(tally)
+                    total += loss.detach()
                 (loss * scale).backward()
             self.team.sum_gradients(self.step.parameters.values())
+            return total
 
         outcome = self.step.run(backward)
         merged = merge(tallies)

@@ -29,6 +29,7 @@ from mantissa.rl.batches import Batch, Collector, pack, unpack
 from mantissa.rl.config import RunConfig
 from mantissa.rl.exactness import Exactness
 from mantissa.rl.experience import Experience
+from mantissa.rl.guarded import RunGuard
 from mantissa.rl.learner import Update
 from mantissa.rl.warm_start import warm_start
 from mantissa.rollout import NativeEngine
@@ -40,6 +41,7 @@ from mantissa.tasks import Problem
 from mantissa.tensors import check_tensors
 from mantissa.training import Checkpoint, load_checkpoint, load_weights, save_checkpoint, saved_steps
 
+_SILENT = 3  # first steps without any advantage after which it is said
 _PROBE_EVERY = 10  # steps between measurements of flushed gradients: each costs a forward and backward of 8 completions
 
 
@@ -57,6 +59,7 @@ class Loop:
         self.base = FrozenBase(config.model, parts.model, parts.tokenizer, run)
         self.kept: list[int] = []
         self.position = 0  # prompts sampled for the steps taken
+        self.silent = 0  # the step up to which every advantage was 0, from the first on
         self.ahead: list[Batch] = []  # batches of later steps that a checkpoint held
         self.source: Source
         self.exactness: Exactness | None = None
@@ -67,24 +70,33 @@ class Loop:
             others = [] if self.reference is None else [self.reference.kernels]
             engine = parts.sampler.engine
             self.exactness = Exactness(config.policy, parts.learner, engine, run, live.note, parts.replan, others)
+        self.guard: RunGuard | None = None
+        if config.guard is not None:
+            self.guard = RunGuard(config, run, parts.team, live.note)
+            self.learner.step.on_nonfinite = "skip"  # what becomes of it is then the guard's decision
+        self.fell_back = False  # whether the run goes on in another format, from the checkpoint that says so
         self._seconds: dict[str, float] = {}
 
-    def go(self) -> None:
-        """Run to the end: from the newest checkpoint, or from the beginning."""
+    def go(self) -> bool:
+        """Run to the end: from the newest checkpoint, or from the beginning. False: the guard fell back on the way, and
+        the newest checkpoint is to be gone on from in another format."""
         saved = self.team.decided(saved_steps(self._checkpoints))  # rank 0 may be about to write one
         step = self._restore(saved[-1]) if saved else self._begin()
         self.source = self._source()
         self.source.start(step, self.learner.weights, self.learner.version, self.ahead)
         try:
-            while step < self.config.steps:
+            while step < self.config.steps and not self.fell_back:
                 step += 1
                 self._step(step)
         finally:
             self.source.close()
+        if self.fell_back:
+            return False
         weights = self.team.whole(self.learner.weights) if self.team.sharded else None
         if self.team.first:
             self.base.export()
             save_model(self.parts.model, self.parts.tokenizer, self.run.policy_path, weights=weights)
+        return True
 
     def _source(self) -> Source:
         """Where batches come from, at the position after the last that was sampled."""
@@ -99,6 +111,8 @@ class Loop:
 
     def _begin(self) -> int:
         self.run.rewind(0)
+        if self.guard is not None:
+            self.guard.restore(0, {}, [])
         self.run.truncate_warm_start(-1)
         config = self.config
         if config.warm_start is not None:
@@ -160,6 +174,10 @@ class Loop:
         ):
             self._take(checkpoint)
         self.run.rewind(checkpoint.step)
+        rows = self.run.read_metrics()
+        self.silent = int(rows[-1].get("advantage/silent_steps", 0)) if rows else 0
+        if self.guard is not None:
+            self.guard.restore(checkpoint.step, checkpoint.state.get("guard", {}), rows)
         self.live.note(f"resumed after step {checkpoint.step}")
         if not checkpoint.checked:
             self.live.note(f"checkpoint step-{step} was written without digests: its files are taken as they are")
@@ -199,6 +217,7 @@ class Loop:
         return digest.hexdigest()
 
     def _save(self, step: int) -> None:
+        guard = {} if self.guard is None else {"guard": self.guard.saving(step)}
         self.team.check_alike(self.learner.trained)
         trained = self.team.whole(self.learner.trained)
         optimizer = self.team.whole(self.learner.step.optimizer_tensors())
@@ -206,7 +225,7 @@ class Loop:
             return
         state = {"step": self.learner.step.state_dict(), "kept": self.kept, "position": self.position}
         state["fingerprint"] = self._fingerprint
-        state |= self.base.state()
+        state |= self.base.state() | guard
         if self.exactness is not None and self.exactness.replans:
             state["exact"] = self.exactness.kernels[0].plan.way
         more = self.learner.beside
@@ -216,7 +235,8 @@ class Loop:
         if sampled:
             more["ahead"] = sampled
         checkpoint = Checkpoint(step, trained, optimizer, state, more)
-        save_checkpoint(self._checkpoints, checkpoint, self.config.checkpoint.keep)
+        spare = () if self.guard is None else (self.guard.good,)
+        save_checkpoint(self._checkpoints, checkpoint, self.config.checkpoint.keep, spare)
 
     @property
     def _checkpoints(self) -> Any:
@@ -242,12 +262,13 @@ class Loop:
         with self._timed("update"):
             update = self.learner.update(experience, step, probe=step % _PROBE_EVERY == 1)
         self.position = batch.position
-        row: dict[str, float] = {"step": step, "rollout/version": batch.version, **lag, **measured, **batch.metrics}
+        row: dict[str, Any] = {"step": step, "rollout/version": batch.version, **lag, **measured, **batch.metrics}
         if self.reference is not None:
             row["reference/version"] = self.reference.version  # of the one that this step was held to
             self.reference.follow(self.learner.weights, self.learner.version)
             row["reference/refreshes"] = self.reference.refreshes
         row |= self._learner_metrics(experience, update)
+        row["advantage/silent_steps"] = self._silence(step, row)
         last = step == config.steps
         if config.evaluation and (step % config.evaluation.every == 0 or last):
             with self._timed("eval"), self.source.engine(self.learner.weights, self.learner.version):
@@ -256,11 +277,17 @@ class Loop:
             self.source.hand_over(step, self.learner.weights, self.learner.version)
         self.run.write_rollouts(step, _rollout_rows(batch, experience, update))
         row |= self._clock(started, batch, update.trained_tokens)
+        row |= {} if self.guard is None else {"precision/format": self.guard.format}
         assert not undeclared(row), f"metrics that the catalogue does not declare: {undeclared(row)}"
         self.run.append_metrics(row)  # before the checkpoint: a resume forgets rows after it, and can add none
         self.trackers.log(step, row)
         self.live.step(row)
         self._seconds = {}
+        if self.guard is not None and self.guard.judge(row):
+            self.fell_back = True
+            if self.team.first:
+                self.guard.fall_back(self._checkpoints, step, self.position, self.config.checkpoint.keep)
+            return
         if step % config.checkpoint.every == 0 or last:
             with self._timed("checkpoint"):  # appears in the next step's row
                 self._save(step)
@@ -304,10 +331,25 @@ class Loop:
         if applied:
             row["optim/grad_norm"] = sum(outcome.grad_norm for outcome in applied) / len(applied)
             row["optim/lr"] = applied[-1].lr
+            clipped = [outcome.clipped for outcome in applied if outcome.clipped is not None]
+            row |= {"optim/clipped_fraction": sum(clipped) / len(clipped)} if clipped else {}
             row["precision/max_scaled_grad"] = max(outcome.max_scaled_grad for outcome in applied)
         if update.flushed_fraction is not None:
             row["precision/flushed_fraction"] = update.flushed_fraction
         return row
+
+    def _silence(self, step: int, row: dict[str, float]) -> int:
+        """Steps of a run that has had no advantage yet, this one included; said once they are some."""
+        if self.silent < step - 1 or row["advantage/abs_max"] != 0:
+            return 0
+        self.silent = step
+        if step == min(_SILENT, self.config.steps):
+            self.live.note(
+                f"warning: no advantage in the first {step} steps: within each group the rewards are all equal (mean "
+                f"{row['reward/mean']:g}), and from that nothing is learned; look at the completions' rewards, and "
+                "begin where the policy sometimes succeeds (warm_start, an easier task, perfectible)"
+            )
+        return step
 
     def _evaluate(self, step: int) -> dict[str, float]:
         evaluation = self.config.evaluation

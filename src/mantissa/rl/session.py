@@ -11,13 +11,15 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
 from mantissa.errors import MantissaError, StoppedError
+from mantissa.precision import resolve
 from mantissa.rl.assemble import Parts, assemble, choose_device
 from mantissa.rl.config import RunConfig
+from mantissa.rl.guarded import fall_back_of, guard_config, in_force, widened
 from mantissa.rl.loop import Loop
 from mantissa.rl.recipe import apply_overrides, make_config
 from mantissa.rl.team import joined
@@ -34,16 +36,19 @@ MAY_CHANGE = ("nproc", "parallel", "rollout.vllm.server")  # when a run goes on
 
 def start(config: RunConfig) -> Path:
     """Run ``config`` from its beginning in a new folder; returns the path of its report."""
+    if config.guard is not None:
+        resolve(widened(config, guard_config(config).to).policy, choose_device(config.device))  # refuses now, not then
     with joined(config, choose_device(config.device)) as team:
         parts = assemble(config, team)
         try:
             path = team.decided(config.run_dir or str(default_path(config.name)))
             plain = config.model_dump(mode="json", exclude={"run_dir"})
             run = RunDirectory.create(path, plain, _environment(parts)) if team.first else Onlooker(path)
-            with run, _resumable(run):
-                return _go(config, parts, run, resumed=False)
-        finally:
+        except BaseException:
             parts.close()
+            raise
+        with run, _resumable(run):
+            return _to_the_end(config, parts, run, "start")
 
 
 def resume(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = None) -> Path:
@@ -56,11 +61,8 @@ def resume(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = 
     with joined(config, choose_device(config.device)) as team:
         run = RunDirectory.open(path, write=True) if team.first else Onlooker.open(path)
         with run, _resumable(run):
-            parts = assemble(config, team)
-            try:
-                return _go(config, parts, run, resumed=True)
-            finally:
-                parts.close()
+            config = in_force(config, run, team)
+            return _to_the_end(config, assemble(config, team), run, "resume")
 
 
 def resumed_config(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = None) -> RunConfig:
@@ -83,11 +85,30 @@ def resumed_config(path: str | Path, overrides: Sequence[str] = (), nproc: int |
     return make_config(values, f"{path}/config.yaml")
 
 
-def _go(config: RunConfig, parts: Parts, run: RunDirectory, *, resumed: bool) -> Path:
+_Way = Literal["start", "resume", "fall back"]  # how a run comes to take its next step
+
+
+def _to_the_end(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> Path:
+    """The run in one format after the other, as its guard takes it; closes ``parts``, and returns the report's path."""
+    while True:
+        team = parts.team
+        try:
+            finished = _go(config, parts, run, way)
+        finally:
+            parts.close()
+        if finished:
+            return build_report(run) if team.first else run.report_path
+        del parts  # their memory goes before others take as much
+        config, way = in_force(config, run, team), "fall back"
+        parts = assemble(config, team)
+
+
+def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
+    """Take the run's steps in its present format; False where the guard fell back on the way."""
     first = parts.team.first
-    steps = run.checkpoint_steps() if resumed else []
+    steps = run.checkpoint_steps() if way != "start" else []
     done = steps[-1] if steps else 0
-    trackers = from_names(config.trackers if first else (), run, done if resumed else None)
+    trackers = from_names(config.trackers if first else (), run, None if way == "start" else done)
     try:
         with _screen(config.steps, done, first) as live:
             live.precision(_precision(parts))
@@ -100,14 +121,16 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, *, resumed: bool) ->
                 live.note(parts.share.twin.line)
             for note in parts.sampler.grader.notes:
                 live.note(note)
-            if resumed and first:
+            if first and config.guard is not None and (fell := fall_back_of(run)):
+                run.record_fall_back(fell, _environment(parts))
+            if way == "resume" and first:
                 _note_changes(live, run.record_resume(done, _environment(parts)))
-            Loop(config, parts, run, trackers, live).go()
-            if first and (said := share_sentence(run.read_metrics(), run.environment)):
+            finished = Loop(config, parts, run, trackers, live).go()
+            if first and finished and (said := share_sentence(run.read_metrics(), run.environment)):
                 live.note(said)
     finally:
         trackers.close()
-    return build_report(run) if first else run.report_path
+    return finished
 
 
 @contextmanager

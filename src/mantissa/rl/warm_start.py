@@ -80,7 +80,7 @@ def _supervised_step(learner: Learner, step: OptimizerStep, sequences: Sequences
     parts = team.micro_batches(sequences, rows, learner.config.micro_batch_tokens)
     losses: list[torch.Tensor] = []
 
-    def backward(scale: float) -> None:
+    def backward(scale: float) -> torch.Tensor:
         losses.clear()
         for part_rows in parts:
             part = sequences.select(part_rows if len(part_rows) else rows[:1])
@@ -93,6 +93,7 @@ def _supervised_step(learner: Learner, step: OptimizerStep, sequences: Sequences
             losses.append(loss.detach())
             (loss * scale).backward()
         team.sum_gradients(step.parameters.values())
+        return torch.stack(losses).sum()
 
     step.run(backward)
     return team.ranks.sum_of(float(torch.stack(losses).sum()))

@@ -123,7 +123,8 @@ class RunDirectory:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What ``create`` was told, with one entry in ``resumed`` for each resume that found something different."""
+        """What ``create`` was told, with one entry in ``resumed`` for each resume that found something different, and
+        in ``fell_back`` for each time that the guard took the run to a wider format."""
         path = self.path / "environment.json"
         if not path.is_file():
             return {}
@@ -139,15 +140,24 @@ class RunDirectory:
         An empty result is the condition under which resuming promises the same bits.
         """
         first = self.environment
-        changed = {
-            key: [first.get(key), environment.get(key)]
-            for key in sorted((first.keys() | environment.keys()) - {"resumed", "created"})
-            if first.get(key) != json.loads(json.dumps(environment.get(key)))
-        }
+        changed = _changed(first, environment)
         first.setdefault("resumed", []).append({"step": step, "changed": changed})
-        self._require_lock()
-        write_atomically(self.path / "environment.json", json.dumps(first, indent=2) + "\n")
+        self._write_environment(first)
         return changed
+
+    def record_fall_back(self, fell: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+        """Note once that the guard fell back (``fell``: ``step``, ``from_step``, ``was``, ``to``, ``reasons``), and the
+        environment that the run goes on in: a resume from there on compares with it."""
+        first = self.environment
+        known = first.setdefault("fell_back", [])
+        if all(entry["step"] != fell["step"] for entry in known):
+            now = {key: values[1] for key, values in _changed(first, environment).items()}
+            known.append({**fell, "environment": now})
+            self._write_environment(first)
+
+    def _write_environment(self, environment: Mapping[str, Any]) -> None:
+        self._require_lock()
+        write_atomically(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
 
     # what was measured
 
@@ -322,6 +332,18 @@ class Onlooker(RunDirectory):
 
     def rewind(self, step: int) -> None:
         pass
+
+
+def _changed(recorded: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What ``environment`` says otherwise than the record, fall backs included, as key: [then, now]."""
+    then = dict(recorded)
+    for fell in recorded.get("fell_back", ()):
+        then |= fell["environment"]
+    return {
+        key: [then.get(key), environment.get(key)]
+        for key in sorted((then.keys() | environment.keys()) - {"resumed", "created", "fell_back"})
+        if then.get(key) != json.loads(json.dumps(environment.get(key)))
+    }
 
 
 def planned_steps(config: dict[str, Any]) -> int | None:

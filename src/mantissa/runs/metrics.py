@@ -49,6 +49,12 @@ LOOP_METRICS: tuple[Metric, ...] = (
     _plain("length/mean", "mean response length, the stop token included", "tokens"),
     _plain("length/max", "largest response length", "tokens"),
     _ranged("length/truncated_fraction", "completions cut off at max_tokens / completions", "fraction", (0, 0.2)),
+    _ranged(
+        "advantage/silent_steps",
+        "steps since the run began, while every advantage of all of them was 0; 0 once one was not",
+        "steps",
+        (0, 2),
+    ),
     _plain("policy/entropy", "mean_t of -sum_v p_theta(v) log p_theta(v)", "nats/token"),
     _plain(
         "exact/checked_tokens", "log-probs compared bit by bit, with exact kernels, in a step that is checked", "tokens"
@@ -69,6 +75,11 @@ LOOP_METRICS: tuple[Metric, ...] = (
     ),
     _plain("optim/lr", "learning rate of the step's last update", "1/update"),
     _plain("optim/grad_norm", "2-norm of the unscaled gradient before clipping, mean over updates", "1"),
+    _plain(
+        "optim/clipped_fraction",
+        "units whose gradient adaptive clipping shortened / units, mean over updates",
+        "fraction",
+    ),
     _plain("optim/updates", "optimiser steps applied since the run began", "count"),
     _plain("rollout/version", "policy version that sampled this step", "version"),
     _plain("reference/version", "policy version that this step's reference is a copy of", "version"),

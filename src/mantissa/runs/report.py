@@ -48,7 +48,7 @@ def build_report(run: RunDirectory) -> Path:
     body = [
         f"<h1>{text(run.path.resolve().name)}</h1>",
         f'<p class="sub">{text(_subtitle(rows, config, environment))}</p>',
-        _verdict(rows, excursions, config),
+        _verdict(rows, excursions, config, environment),
         f'<div class="cards">{"".join(_cards(rows))}</div>',
         _excursions(excursions),
         _precision(environment),
@@ -76,6 +76,7 @@ def _subtitle(rows: Rows, config: dict[str, Any], environment: dict[str, Any]) -
     for role in ("learner", "rollout"):
         if role in roles:
             parts.append(f"{role} in {roles[role].get('active')}")
+    parts += [f"in {fell['to']} from step {fell['step'] + 1}" for fell in environment.get("fell_back") or ()]
     device = environment.get("device")
     if device:
         parts.append(str(environment.get("cpu") or device) if device == "cpu" else str(device))
@@ -86,12 +87,12 @@ def _subtitle(rows: Rows, config: dict[str, Any], environment: dict[str, Any]) -
     return " · ".join(parts)
 
 
-def _verdict(rows: Rows, excursions: Sequence[Excursion], config: dict[str, Any]) -> str:
+def _verdict(rows: Rows, excursions: Sequence[Excursion], config: dict[str, Any], environment: dict[str, Any]) -> str:
     """The banner: the verdict, and what else a person must know before reading on."""
     if not rows:
         return '<div class="card verdict watch"><h2>No step has been finished</h2></div>'
     judged = judge(rows, excursions)
-    said = [*judged.remarks, *(sentence(f) for f in excursions[:4])]
+    said = [*judged.remarks, *map(_fell, environment.get("fell_back") or ()), *(sentence(f) for f in excursions[:4])]
     if len(excursions) > 4:
         said.append(f"and {len(excursions) - 4} more, below.")
     planned, last = planned_steps(config), rows[-1]["step"]
@@ -187,7 +188,17 @@ def _precision(environment: dict[str, Any]) -> str:
         return '<h2>Precision</h2><p class="note">The run recorded no precision table.</p>'
     names = ("role", "requested", "active", "kernels", "reason")
     lines = [[text(row.get(name, "")) for name in names] for row in rows]
-    return "<h2>Precision</h2>" + page.table(names, lines)
+    tables = ["<h2>Precision</h2>" + page.table(names, lines)]
+    for fell in environment.get("fell_back") or []:
+        lines = [[text(row.get(name, "")) for name in names] for row in fell["environment"].get("precision") or []]
+        tables.append(f'<p class="sub">{text(_fell(fell))}</p>' + page.table(names, lines))
+    return "".join(tables)
+
+
+def _fell(fell: dict[str, Any]) -> str:
+    """What the guard did, in a sentence or two."""
+    back = f"back to the checkpoint of step {fell['from_step']} and on in {fell['to']}"
+    return f"After step {fell['step']} the guard took the run from {fell['was']} {back}. Why: {fell['reasons']}."
 
 
 def _samples(rollouts: Rows) -> str:
@@ -239,7 +250,7 @@ def _sample(row: dict[str, Any]) -> str:
 
 
 def _environment_text(environment: dict[str, Any]) -> str:
-    rest = {key: value for key, value in environment.items() if key != "precision"}
+    rest = {key: value for key, value in environment.items() if key not in ("precision", "fell_back")}
     rest["report written"] = time.strftime("%Y-%m-%d %H:%M:%S")
     return yaml.safe_dump(json.loads(json.dumps(rest)), sort_keys=False, allow_unicode=True)
 

@@ -1,13 +1,20 @@
 """Loss scaling, the one optimiser step that everything uses, the drop-in trainer and its guard, checkpoints."""
 
 from mantissa.training.auto_scale import AutoRule, AutoScaler
-from mantissa.training.checkpoint import Checkpoint, load_checkpoint, load_weights, save_checkpoint, saved_steps
+from mantissa.training.checkpoint import (
+    Checkpoint,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+    saved_state,
+    saved_steps,
+)
 from mantissa.training.clipping import adaptive_clip_
 from mantissa.training.diagnosis import first_nonfinite, flushed_fraction, gradients_of
 from mantissa.training.distributed import Ranks, distribute
 from mantissa.training.guard import Decision, Guard, replay
 from mantissa.training.guard_config import GuardConfig, Reference
-from mantissa.training.guard_log import GuardLog, GuardSettings, open_guard
+from mantissa.training.guard_log import GuardLog, GuardSettings, Judge, open_guard
 from mantissa.training.moments import Moments
 from mantissa.training.optimizer import adamw, learning_rate
 from mantissa.training.scaler import FixedScaler, LossScaler, ScalerConfig, scaler_for
@@ -25,6 +32,7 @@ __all__ = [
     "GuardConfig",
     "GuardLog",
     "GuardSettings",
+    "Judge",
     "LossScaler",
     "Moments",
     "OptimizerStep",
@@ -45,6 +53,7 @@ __all__ = [
     "open_guard",
     "replay",
     "save_checkpoint",
+    "saved_state",
     "saved_steps",
     "scaler_for",
 ]

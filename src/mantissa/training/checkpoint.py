@@ -19,7 +19,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,9 @@ class Checkpoint:
         return self.more[name]
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write ``folder/step-N`` atomically and delete all but the newest ``keep``. Returns the new folder.
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, spare: Collection[int] = ()) -> Path:
+    """Write ``folder/step-N`` atomically and delete all but the newest ``keep`` and the steps in ``spare``. Returns the
+    new folder.
 
     A full or unwritable disk raises ``MantissaError`` and leaves every earlier checkpoint as it was.
     """
@@ -100,7 +101,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         for step in saved_steps(folder)[:-keep]:
-            remove(folder / f"step-{step}")
+            if step not in spare:
+                remove(folder / f"step-{step}")
     return final
 
 
@@ -146,6 +148,13 @@ def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
                 raise MantissaError(f"checkpoint {path / name} is damaged: its SHA-256 is another; {advice}")
         parts = {name.removesuffix(".safetensors"): load_file(path / name) for name in header["files"]}
         return Checkpoint(chosen, parts.pop("policy"), parts.pop("optimizer"), header["state"], parts, bool(digests))
+
+
+def saved_state(folder: Path, step: int) -> dict[str, Any]:
+    """The plain state of ``folder/step-N``, without its tensors. ``MantissaError`` as ``load_checkpoint``."""
+    path = folder / f"step-{step}"
+    state: dict[str, Any] = _read_header(path, step, f"delete {path} to go on from an earlier one")["state"]
+    return state
 
 
 def _read_header(path: Path, step: int, advice: str) -> dict[str, Any]:

@@ -9,12 +9,17 @@ as thresholds; the guard holds each step's row against them:
     overflow    steps that overflowed / steps                              warn, alert, fall back
     loss        mean loss above the reference's, over the same steps       warn, fall back
     divergence  mean loss above the best mean so far (off by default)      fall back
+    accuracy    mean accuracy below the reference's, or the best mean      warn, fall back
+    reward      mean reward below it, as a share of the rewards' range     warn, fall back
     speed       reference's median time of a step / this run's             warn
     gate        steps with a metric outside its healthy range / steps      warn, alert
 
 The most severe action wins and every reason is kept. *Fall back* means: load the last good checkpoint and go on in a
 wider format. The guard does none of that itself; it decides, and then forgets its window, since the steps in it led to
 a state that is gone. Where no fall back is left, or the format is as wide already, the same trouble is *stop*.
+
+A run of RL has no loss on a common scale from batch to batch, so of its ``policy/loss`` only ``nonfinite`` is judged;
+accuracy and reward are its measure, as the rows of a trainer know neither.
 
 Decisions are a pure function of the rows (and of the reference, read once): no clock, no random numbers, sums that are
 rounded once. So they can be reproduced from ``metrics.jsonl``, and a guard can be rebuilt by replaying it. Two things
@@ -36,7 +41,7 @@ from typing import Any, Literal, get_args
 
 from mantissa.errors import MantissaError
 from mantissa.jsonl import Row
-from mantissa.training.guard_config import GuardConfig, Reference, finite_loss, mean, number
+from mantissa.training.guard_config import DROPS, GuardConfig, Reference, finite_loss, mean, number
 
 Action = Literal["ok", "warn", "alert", "fall back", "stop"]
 ACTIONS: tuple[Action, ...] = get_args(Action)  # in the order of severity
@@ -51,7 +56,8 @@ class Decision:
     for "fall back" and "stop" one more line that says where to, or why not.
     ``numbers``: every figure there was enough data for, whether its rule fired or not: ``steps`` (in the window),
     ``overflowed_rate``, ``loss_mean``, ``nonfinite_in_a_row``, ``fall_backs`` (before this step) and, where measured,
-    ``best_loss_mean``, ``compared_loss_mean``, ``reference_loss_mean``, ``loss_excess``, ``speed``, ``outside/<gate>``.
+    ``best_loss_mean``, ``compared_loss_mean``, ``reference_loss_mean``, ``loss_excess``, ``accuracy_mean``,
+    ``accuracy_drop``, ``reward_mean``, ``reward_drop``, ``speed``, ``outside/<gate>``.
     """
 
     step: int
@@ -94,6 +100,8 @@ class _Seen:
     reference_loss: float | None
     seconds: float | None
     outside: dict[str, bool]
+    figures: dict[str, float]  # by name of DROPS
+    reference_figures: dict[str, float]
 
 
 Finding = tuple[Action, str]
@@ -115,6 +123,7 @@ class Guard:
         self._last_step: int | None = None
         self._quiet: int | None = None  # steps since the last trouble; None: there was none yet
         self._updates: float | None = None  # the row before's optim/updates
+        self._rewards: tuple[float, float] | None = None  # the smallest and the largest seen
         self._lost = 0  # updates undone by going back to a checkpoint: step n continues what was step n - lost
         self._forget()
 
@@ -122,6 +131,7 @@ class Guard:
         self._window: deque[_Seen] = deque(maxlen=self.config.window)
         self._nonfinite = 0
         self._best: float | None = None
+        self._tops: dict[str, float] = {}  # best window mean by name of DROPS
         self._magnitude: float | None = None  # mean |loss| of the first losses: what the floor is a share of
 
     @property
@@ -129,7 +139,8 @@ class Guard:
         """Whether a checkpoint written now may be called the last good one.
 
         True before the first step and until trouble is seen; after trouble, when ``good_after`` steps were free of it.
-        Trouble: a loss that is not finite, a loss above the reference's by ``loss_warn``, an alert, or worse.
+        Trouble: a loss that is not finite, one above the reference's by ``loss_warn``, accuracy or reward lower by what
+        warns, an alert, or worse.
         """
         return self._quiet is None or self._quiet >= self.config.good_after
 
@@ -146,7 +157,7 @@ class Guard:
         numbers: dict[str, float] = {"steps": len(self._window)}
         findings = [
             finding
-            for rule in (_nonfinite, _overflow, _against_reference, _divergence, _speed, _gates)
+            for rule in (_nonfinite, _overflow, _against_reference, _divergence, _drops, _speed, _gates)
             for finding in rule(self, numbers)
         ]
         numbers["fall_backs"] = self.fall_backs
@@ -164,8 +175,15 @@ class Guard:
             if self._updates is not None and updates < self._updates:
                 self._lost += round(self._updates - began_at)
             self._updates = updates
-        if loss is not None:
-            self._nonfinite = 0 if finite_loss(loss) else self._nonfinite + 1
+        judged = number(row, "policy/loss") if loss is None else loss
+        if judged is not None:
+            self._nonfinite = 0 if finite_loss(judged) else self._nonfinite + 1
+        ends = [number(row, "reward/min"), number(row, "reward/max"), *(self._rewards or ())]
+        known = [end for end in ends if end is not None and math.isfinite(end)]
+        self._rewards = (min(known), max(known)) if known else None
+        found = {name: number(row, metric) for name, metric in DROPS.items()}
+        figures = {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+        theirs = self.reference.drops if self.reference else {}
         finite = loss if loss is not None and finite_loss(loss) else None
         return _Seen(
             step,
@@ -174,6 +192,8 @@ class Guard:
             self.reference.loss.get(step - self._lost) if self.reference and finite is not None else None,
             seconds if seconds is not None and math.isfinite(seconds) and seconds > 0 else None,
             {name: not _inside(value, *ends) for name, (value, ends) in gates.items() if value is not None},
+            figures,
+            {name: theirs[name][at] for name in figures if (at := step - self._lost) in theirs.get(name, {})},
         )
 
     def _decide(self, step: int, fmt: object, findings: list[Finding], numbers: dict[str, float]) -> Decision:
@@ -182,7 +202,7 @@ class Guard:
         reasons = tuple(reason for _, reason in findings)
         if action == "fall back":
             used, to = self.config.max_fall_backs, self.config.to
-            if fmt in _AS_WIDE[to]:
+            if isinstance(fmt, str) and set(fmt.split("/")) <= set(_AS_WIDE[to]):  # of learner and rollout, where two
                 action, why = "stop", f"the format is {fmt}, and {to} is no wider"
             elif self.fall_backs >= used:
                 action, why = "stop", f"{self.fall_backs} of {used} fall backs are used up"
@@ -192,7 +212,8 @@ class Guard:
         return Decision(step, action, reasons, numbers)
 
     def _remember(self, decision: Decision) -> None:
-        trouble = self._nonfinite > 0 or severity(decision.action) >= severity("alert") or "loss" in decision.rules
+        trouble = self._nonfinite > 0 or severity(decision.action) >= severity("alert")
+        trouble = trouble or not {"loss", *DROPS}.isdisjoint(decision.rules)
         if trouble:
             self._quiet = 0
         elif self._quiet is not None:
@@ -209,6 +230,8 @@ class Guard:
             "fall_backs": self.fall_backs,
             "nonfinite": self._nonfinite,
             "best": self._best,
+            "tops": dict(self._tops),
+            "rewards": self._rewards,
             "magnitude": self._magnitude,
             "quiet": self._quiet,
             "updates": self._updates,
@@ -220,6 +243,7 @@ class Guard:
         self._window = deque((_Seen(**seen) for seen in state["window"]), maxlen=self.config.window)
         self._last_step, self.fall_backs = state["last_step"], int(state["fall_backs"])
         self._nonfinite, self._best, self._magnitude = int(state["nonfinite"]), state["best"], state["magnitude"]
+        self._tops, self._rewards = dict(state["tops"]), state["rewards"] and tuple(state["rewards"])
         self._quiet, self._updates, self._lost = state["quiet"], state["updates"], int(state["lost"])
 
     # for the rules below
@@ -308,6 +332,30 @@ def _divergence(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
         return []
     bound = f"fall back above {config.divergence:g} times"
     return [("fall back", f"divergence: mean loss {now:.4g}, the best was {best:.4g} ({bound})")]
+
+
+def _drops(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+    found: list[Finding] = []
+    for name in DROPS:
+        known = guard._enough(seen.figures.get(name) for seen in guard._window)
+        if not known:
+            continue
+        now = numbers[f"{name}_mean"] = mean(known)
+        best = guard._tops[name] = max(now, guard._tops.get(name, now))
+        base, whose = best, "the best window's"
+        pairs = guard._enough(
+            (seen.figures[name], seen.reference_figures[name]) if name in seen.reference_figures else None
+            for seen in guard._window
+        )
+        if pairs:
+            now, base = mean([pair[0] for pair in pairs]), mean([pair[1] for pair in pairs])
+            whose = "the reference's"
+        low, high = (0.0, 1.0) if name == "accuracy" else guard._rewards or (0.0, 0.0)
+        drop = numbers[f"{name}_drop"] = (base - now) / (high - low) if high > low else 0.0
+        said = f"{name}: {now:.4g} over {len(pairs or known)} steps, {drop:.1%} below {whose} {base:.4g}"
+        bounds = getattr(guard.config, f"{name}_warn"), getattr(guard.config, f"{name}_fall_back")
+        found += _highest((("warn", bounds[0]), ("fall back", bounds[1])), drop, said)
+    return found
 
 
 def _speed(guard: Guard, numbers: dict[str, float]) -> list[Finding]:

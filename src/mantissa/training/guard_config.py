@@ -14,9 +14,11 @@ import torch
 
 from mantissa.errors import MantissaError, nearest
 from mantissa.jsonl import JsonLines, Row, encode
+from mantissa.precision.formats import ALIASES
 
 Range = tuple[float | None, float | None]
 FALL_BACK_FORMATS = ("bf16", "fp32")
+DROPS = {"accuracy": "reward/accuracy", "reward": "reward/mean"}  # what must not fall, and the metric that tells
 _LARGEST_LOSS = torch.finfo(torch.float32).max  # losses are fp32: what is beyond was inf where it was computed
 
 
@@ -37,6 +39,11 @@ class GuardConfig:
     max(|reference mean|, floor), with floor = ``loss_floor`` x the mean |loss| that the reference began with. Shares
     of negative losses are of their magnitude.
     ``slow_warn``: the least share of the reference's speed, by median ``time/step``; 0 turns the rule off.
+
+    ``accuracy_warn``, ``accuracy_fall_back``: how far the mean ``reward/accuracy`` may lie below the reference's over
+    the same steps, or without one below this run's own best window mean since the last fall back; 0.02 is two points.
+    ``reward_warn``, ``reward_fall_back``: the same of ``reward/mean``, as a share of the distance from the smallest
+    to the largest reward that the run has seen: for rewards of 0 and 1 the two are one measure. 1 turns a rule off.
 
     ``nonfinite_in_a_row``: losses that are not finite, one after the other, before the run falls back.
     ``divergence``: None, or how many times the best window mean since the last fall back the mean loss may be (above
@@ -61,6 +68,10 @@ class GuardConfig:
     loss_fall_back: float = 0.20
     loss_floor: float = 0.01
     slow_warn: float = 0.8
+    accuracy_warn: float = 0.02
+    accuracy_fall_back: float = 0.05
+    reward_warn: float = 0.02
+    reward_fall_back: float = 0.05
     nonfinite_in_a_row: int = 2
     divergence: float | None = None
     gates: Mapping[str, Range] = field(default_factory=dict)
@@ -78,6 +89,10 @@ class GuardConfig:
         _rising(self, ("overflow_warn", "overflow_alert", "overflow_fall_back"), 1.0)
         _rising(self, ("gate_warn", "gate_alert"), 1.0)
         _rising(self, ("loss_warn", "loss_fall_back"), math.inf)
+        for name in DROPS:
+            _rising(self, (f"{name}_warn", f"{name}_fall_back"), 1.0)
+        if isinstance(self.to, str):
+            object.__setattr__(self, "to", ALIASES.get(self.to, self.to))  # bfloat16 is bf16
         _require(_is_number(self.loss_floor) and self.loss_floor > 0, "loss_floor", self.loss_floor, "more than 0")
         _require(_is_number(self.slow_warn) and 0 <= self.slow_warn <= 1, "slow_warn", self.slow_warn, "0 to 1")
         off = self.divergence is None
@@ -121,6 +136,7 @@ class Reference:
 
     ``loss``: finite ``train/loss`` by step, unitless or nats. ``seconds``: median ``time/step``, or None.
     ``format``: its ``precision/format``, or None. ``rows``: how many rows were read. ``digest``: a hash of all this.
+    ``drops``: by name (``DROPS``) its finite figures by step; nothing of a run that has none.
     """
 
     path: str
@@ -129,6 +145,7 @@ class Reference:
     format: str | None
     rows: int
     digest: str
+    drops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path | str, rows: int | None = None) -> Reference:
@@ -140,7 +157,7 @@ class Reference:
         if not reference.loss and reference.seconds is None:
             raise MantissaError(
                 f"{path} is no reference: none of its {reference.rows} rows has a finite train/loss or time/step; give "
-                "a run of the trainer, or of mantissa train for its speed"
+                "a run of the trainer, or of mantissa train for its speed, accuracy and reward"
             )
         return reference
 
@@ -148,6 +165,7 @@ class Reference:
     def of(cls, rows: Sequence[Row], path: str = "") -> Reference:
         """The reference that these rows make."""
         loss, seconds, formats, digest = {}, [], [], hashlib.sha256()
+        drops: dict[str, dict[int, float]] = {name: {} for name in DROPS}
         for row in rows:
             value, time = number(row, "train/loss"), number(row, "time/step")
             if value is not None and finite_loss(value):
@@ -157,10 +175,14 @@ class Reference:
             name = row.get("precision/format")
             if isinstance(name, str):
                 formats.append(name)
-            kept = {"step": row["step"], "loss": value, "time": time, "format": name if name in formats else None}
+            kept: Row = {"step": row["step"], "loss": value, "time": time, "format": name if name in formats else None}
+            for key, metric in DROPS.items():
+                figure = number(row, metric)
+                if figure is not None and math.isfinite(figure):
+                    drops[key][int(row["step"])] = kept[key] = figure
             digest.update(encode(kept).encode() + b"\n")
         median = statistics.median(seconds) if seconds else None
-        return cls(path, loss, median, formats[0] if formats else None, len(rows), digest.hexdigest())
+        return cls(path, loss, median, formats[0] if formats else None, len(rows), digest.hexdigest(), drops)
 
     def first_magnitude(self, losses: int) -> float:
         """Mean |loss| of the first ``losses`` losses: the scale on which a loss is small."""

@@ -9,6 +9,7 @@ its newest decision and nothing else.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,33 @@ def open_guard(folder: Path | str, config: GuardConfig) -> tuple[Guard, GuardLog
             )
         guard = Guard(config, settings.read_reference())
     return guard, GuardLog(folder)
+
+
+class Judge:
+    """A run's guard and its log: what asks for a decision after every row. ``say`` hears what has changed.
+
+    Raises ``MantissaError`` as ``open_guard``.
+    """
+
+    def __init__(self, folder: Path | str, config: GuardConfig, say: Callable[[str], None]) -> None:
+        self.guard, self._log = open_guard(folder, config)
+        self._say = say
+        self._told: tuple[Any, ...] = ("ok", ())  # action and rules of the decision before
+
+    def judge(self, row: Mapping[str, Any]) -> Decision:
+        """Decide after one more row, which is on disk already; the decision is logged when this returns."""
+        decision = self.guard.observe(row)
+        self._log.add(decision)
+        told = (decision.action, decision.rules)
+        if told != self._told:  # a standing warning is logged every step, and told once
+            why = f": {'; '.join(decision.reasons)}" if decision.reasons else " again"
+            self._say(f"guard: step {decision.step}: {decision.action}{why}")
+        self._told = ("ok", ()) if decision.action == "fall back" else told
+        return decision
+
+    def rewind(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Be as after ``step``, whose rows these are: decisions are a function of them, those after it forgotten."""
+        self._log.truncate(step)
+        self.guard = Guard(self.guard.config, self.guard.reference)
+        for row in rows:
+            self.guard.observe(row)

@@ -4,17 +4,21 @@ The order matters. Clipping scaled gradients at an unscaled bound always clips, 
 update; clipping before the search for infinities turns one inf into NaN everywhere. And a batch of RL is expensive (it
 was sampled) while its backward is cheap: so an overflow lowers the scale and repeats the backward on the *same* batch,
 up to ``retries`` times, before the batch is given up. (Not where the loss itself was not finite: that is no matter of
-scale.) A step that is given up leaves nothing behind: gradients are zeroed, and neither the optimiser, nor the learning
-rate's schedule, nor the count of updates (the policy's version) moves.
+scale. Its gradients may be finite all the same, as those of ``loss + nan`` are; they are not learned from.) A step
+that is given up leaves nothing behind: gradients are zeroed, and neither the optimiser, nor the learning rate's
+schedule, nor the count of updates (the policy's version) moves.
+
+Overflows and changes of the scale are told to Python's logging (``mantissa.training.step``), as information.
 
 On several processes every rank takes the same branch: what was found is reduced (MAX) before anyone decides, for an
-inf in one rank's shard is an inf for all.
+inf in one rank's shard, or a NaN in one rank's loss, is one for all.
 
 Master weights and gradients are fp32, and so are Adam's moments unless the optimiser is one that keeps them in 8 bits.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,6 +34,7 @@ from mantissa.training.moments import flattened, restored
 from mantissa.training.scaler import LossScaler
 
 Backward = Callable[[float], Tensor | None]
+_LOG = logging.getLogger(__name__)
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -110,6 +115,7 @@ class OptimizerStep:
         self.clip = clip
         self.on_nonfinite = on_nonfinite
         self.ranks = ranks
+        self.given_up_level = logging.INFO  # of the line about a batch that is lost; whoever shows no counts raises it
         self.updates = 0
         self.skipped = 0
 
@@ -119,11 +125,12 @@ class OptimizerStep:
         """Do one optimiser step on the gradients that ``backward(scale)`` leaves in the parameters' ``.grad``.
 
         ``backward`` multiplies its loss by the scale it is given, and must do the same work when called again: it is
-        called once, and again after each overflow. It may return its unscaled loss, which the outcome carries.
+        called once, and again after each overflow. It returns its unscaled loss, without which the step cannot see that
+        the loss is not finite where the gradients are.
         ``accumulated``: the first call adds to gradients that are already there; after an overflow they are cleared,
         and the next call must make the whole. ``share``: a factor on the gradients, applied with the unscaling.
         ``repeatable`` False: ``backward`` cannot be called twice, so an overflow skips.
-        Raises ``MantissaError`` on a non-finite gradient at the floor, unless ``on_nonfinite`` is ``skip``.
+        Raises ``MantissaError`` on a non-finite loss or gradient at the floor, unless ``on_nonfinite`` is ``skip``.
         """
         overflows = 0
         while True:
@@ -132,31 +139,39 @@ class OptimizerStep:
                 self.optimizer.zero_grad(set_to_none=True)
             loss = backward(scale)
             gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
-            largest = self._largest(gradients)
+            largest = self._largest(gradients, loss)
             if largest <= _FP32_MAX:  # false for inf and for NaN
                 break
             overflows += 1
             if self.scaler.at_floor and self.on_nonfinite == "stop":
-                self._stop(backward, scale)
+                self._stop(backward, scale, "loss" if self._loss_is_lost(loss) else "gradient")
             incurable = not repeatable or self.scaler.at_floor or self._loss_is_lost(loss)
             self.scaler.overflowed()
-            if overflows > self.scaler.config.retries or incurable:
+            given_up = overflows > self.scaler.config.retries or incurable
+            what = f"overflow at loss scale {scale:g}: the batch is {'given up' if given_up else 'repeated'}"
+            self._log(self.given_up_level if given_up else logging.INFO, f"{what}, the scale now {self.scaler.scale:g}")
+            if given_up:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.skipped += 1
                 return StepOutcome("skipped", overflows, float("nan"), scale, float("inf"), 0.0, loss)
         fraction = largest / self.format.largest
         norm, lr, clipped = self._apply(gradients, scale, share, fraction)
+        if self.scaler.scale != scale:
+            self._log(logging.INFO, f"loss scale {scale:g}, now {self.scaler.scale:g}")
         kind: Literal["stepped", "retried"] = "retried" if overflows else "stepped"
         return StepOutcome(kind, overflows, norm, scale, fraction, lr, loss, clipped)
 
-    def _largest(self, gradients: list[Tensor]) -> float:
-        """Largest |gradient| on any rank; inf where one is inf or NaN (a MAX over ranks may drop a NaN)."""
+    def _largest(self, gradients: list[Tensor], loss: Tensor | None) -> float:
+        """Largest |gradient| on any rank; inf where one, or a loss, is inf or NaN (a MAX over ranks may drop a NaN)."""
         largest = _largest_of([grad for grad in gradients if grad.numel()])
-        return float(self.ranks.max(torch.where(largest.isnan(), float("inf"), largest)))
+        unknown = largest.isnan()
+        if loss is not None:
+            unknown = unknown | ~loss.detach().isfinite().all().to(unknown.device)
+        return float(self.ranks.max(torch.where(unknown, float("inf"), largest)))
 
     def _loss_is_lost(self, loss: Tensor | None) -> bool:
         """Whether the forward itself was not finite, on any rank: a repeated backward would find the same."""
-        lost = 0.0 if loss is None or bool(loss.isfinite()) else 1.0
+        lost = 0.0 if loss is None or bool(loss.isfinite().all()) else 1.0
         return self.ranks.max_of(lost) > 0
 
     def _apply(
@@ -183,11 +198,16 @@ class OptimizerStep:
         self.updates += 1
         return float(norm), lr, None if clipped is None else float(clipped)
 
-    def _stop(self, backward: Backward, scale: float) -> None:
+    def _log(self, level: int, text: str) -> None:
+        """One line to Python's logging, by the first rank: all take the same branch."""
+        if self.ranks.rank == 0:
+            _LOG.log(level, "after %d updates: %s", self.updates, text)
+
+    def _stop(self, backward: Backward, scale: float, what: str) -> None:
         where = self.diagnose(backward) if self.diagnose else "not diagnosed"
         self.optimizer.zero_grad(set_to_none=True)
         raise MantissaError(
-            f"non-finite gradient at loss scale {scale:g}, which is the floor, so lowering the scale cannot help; "
+            f"non-finite {what} at loss scale {scale:g}, which is the floor, so lowering the scale cannot help; "
             f"first non-finite value: {where}; look at that module's input, or train in a format with more range "
             "(bf16, fp32)"
         )

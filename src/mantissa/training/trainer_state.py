@@ -36,6 +36,7 @@ def stats_of(trainer: PrecisionTrainer) -> dict[str, Any]:
         "accumulated": trainer.accumulated,
         "loss_scale": trainer.scaler.scale,
         "grad_norm": latest.grad_norm if latest else None,
+        "clipped_fraction": latest.clipped if latest else None,
         "max_scaled_grad": latest.max_scaled_grad if latest else None,
         "flushed_fraction": trainer.flushed_fraction,
         "precision_requested": role.requested,

@@ -22,7 +22,7 @@ from mantissa.jsonl import JsonLines, Row
 from mantissa.training import trainer_file, trainer_state
 from mantissa.training.guard import Decision, Guard, severity
 from mantissa.training.guard_config import GuardConfig
-from mantissa.training.guard_log import GuardLog, open_guard
+from mantissa.training.guard_log import Judge
 from mantissa.training.step import StepOutcome
 
 if TYPE_CHECKING:
@@ -47,16 +47,19 @@ class Watch:
         self._good_at: int | None = None  # updates at the last good checkpoint of this process
         self._checked = False
         self._began = 0.0
-        self._told: tuple[Any, ...] = ("ok", ())  # action and rules of the decision before
         self._rows = JsonLines(self.folder / "metrics.jsonl")
-        self.guard: Guard | None = None
-        self._log: GuardLog | None = None
+        self._judge: Judge | None = None
         if trainer.ranks.rank == 0:
             if config is None and (self.folder / "guard.json").exists():
                 raise MantissaError(f"{self.folder} is a guarded run: give the trainer its guard, or another run_dir")
             self.folder.mkdir(parents=True, exist_ok=True)
             if config is not None:
-                self.guard, self._log = open_guard(self.folder, config)
+                self._judge = Judge(self.folder, config, trainer.say)
+
+    @property
+    def guard(self) -> Guard | None:
+        """Rank 0's guard; None elsewhere, and without one."""
+        return None if self._judge is None else self._judge.guard
 
     def begin(self) -> None:
         """A window opens: note the time, and make sure that there is something to fall back to."""
@@ -105,11 +108,8 @@ class Watch:
             return
         if self._rows.path.exists():
             self._rows.truncate(self._trainer.steps)
-        if self.guard is not None and self._log is not None:
-            self._log.truncate(self._trainer.steps)
-            self.guard = Guard(self.guard.config, self.guard.reference)
-            for row in self._rows.read():
-                self.guard.observe(row)
+        if self._judge is not None:
+            self._judge.rewind(self._trainer.steps, self._rows.read())
 
     def _check_new(self) -> None:
         """Refuse to mix this run's rows with another's."""
@@ -136,22 +136,15 @@ class Watch:
             "optim/updates": trainer.updates,
             "time/step": seconds,
         }
+        if outcome.clipped is not None:
+            row["optim/clipped_fraction"] = outcome.clipped
         if trainer.flushed_fraction is not None:
             row["precision/flushed_fraction"] = trainer.flushed_fraction
         return row
 
     def _record(self, row: Row) -> Decision | None:
         self._rows.append(row)
-        if self.guard is None or self._log is None:
-            return None
-        decision = self.guard.observe(row)
-        self._log.add(decision)
-        told = (decision.action, decision.rules)
-        if told != self._told:  # a standing warning is logged every step, and told once
-            why = f": {'; '.join(decision.reasons)}" if decision.reasons else " again"
-            self._trainer.say(f"guard: step {decision.step}: {decision.action}{why}")
-        self._told = ("ok", ()) if decision.action == "fall back" else told
-        return decision
+        return None if self._judge is None else self._judge.judge(row)
 
     def _save_good(self) -> None:
         self._trainer.save_checkpoint(self.good_path)
