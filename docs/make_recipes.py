@@ -16,6 +16,7 @@ from mantissa.precision import PRESETS, PrecisionPolicy
 from mantissa.rl.config import RunConfig
 
 PAGE = Path(__file__).with_name("recipes.md")
+RECIPES = Path(__file__).parents[1] / "recipes"
 _WITH_TERMS = (
     "`task` (`kind: running_sum`)"  # terms of a reward and turns of a template are the same for every task: listed once
 )
@@ -73,9 +74,18 @@ def section(title: str, model: type[BaseModel]) -> list[str]:
     return lines + inner
 
 
+def shipped() -> list[str]:
+    """The recipes of this repository, each with the first sentence that it says of itself."""
+    lines = ["\n## Recipes that are here\n", "| recipe | what it is |", "|---|---|"]
+    for path in sorted(RECIPES.rglob("*.yaml"), key=lambda path: (len(path.parts), path)):
+        said = " ".join(line[2:] for line in path.read_text().partition("\nname:")[0].splitlines())
+        lines.append(f"| `{path.relative_to(RECIPES.parent)}` | {said.partition('. ')[0].removesuffix('.')}. |")
+    return lines
+
+
 def page() -> str:
     """The whole page."""
-    lines = [_INTRO, *section("The run", RunConfig), "\n## `precision`\n"]
+    lines = [_INTRO, *shipped(), *section("The run", RunConfig), "\n## `precision`\n"]
     lines += [" ".join((PrecisionPolicy.__doc__ or "").split("``fallback``")[0].split()).replace("``", "`")]
     lines += ["\n| preset | train | rollout |", "|---|---|---|"]
     lines += [f"| `{name}` | {policy.train} | {policy.rollout} |" for name, policy in PRESETS.items()]
