@@ -127,7 +127,8 @@ def smollm2_runs(rows: Sequence[Row]) -> str:
             [r["precision"], str(r["seed"]), learned, *heldout, stopped, run, phases, gap, f"{r['gap_k3']:.1e}"]
         )
     header = ("learner/rollout", "seed", "training accuracy", "held out, greedy", "held out, mean of 4",
-              "ended with the end token", "run", "median s of a step", "mean abs log-prob difference", "k3")  # fmt: skip
+              "ended with the end token", "run", "median s of a step",
+              "mean abs log-prob difference", "k3")  # fmt: skip
     return table(header, lines)
 
 
