@@ -104,6 +104,34 @@ def demo_runs(rows: Sequence[Row]) -> str:
     return table(header, lines)
 
 
+def smollm2_runs(rows: Sequence[Row]) -> str:
+    """One line a run of the pretrained model: accuracy, completions that ended by themselves, time and gap.
+
+    Held-out accuracy before is of the seed's run named smollm2_base: one step at a rate that moves nothing.
+    """
+    lines = []
+    before = {r["seed"]: r for r in rows if r["benchmark"] == "smollm2_base_runs"}
+    for r in rows:
+        if r["benchmark"] != "smollm2_runs":
+            continue
+        last = next(r[name] for name in r if name.startswith("accuracy_last_"))
+        phases = ", ".join(f"{name} {r['phase_seconds'][name]:.1f}" for name in ("rollout", "learner_logp", "update"))
+        heldout = [
+            f"{before[r['seed']][name]:.2f} → {r[name]:.2f}" if r["seed"] in before else f"{r[name]:.2f}"
+            for name in ("greedy_heldout", "avg_heldout")
+        ]
+        stopped = f"{r['stopped_first']:.0%} → {r['stopped_last']:.0%}"
+        run = f"{r['steps']} steps, {r['rl_seconds'] / 60:.0f} min, {r['threads']} thread{'s' * (r['threads'] > 1)}"
+        learned, gap = f"{r['accuracy_first']:.2f} → {last:.3f}", f"{r['gap_abs_logp_diff_mean']:.1e}"
+        lines.append(
+            [r["precision"], str(r["seed"]), learned, *heldout, stopped, run, phases, gap, f"{r['gap_k3']:.1e}"]
+        )
+    header = ("learner/rollout", "seed", "training accuracy", "held out, greedy", "held out, mean of 4",
+              "ended with the end token", "run", "median s of a step",
+              "mean abs log-prob difference", "k3")  # fmt: skip
+    return table(header, lines)
+
+
 def auto_scale(rows: Sequence[Row]) -> str:
     """One line a kind of gradients, one column a rule: skipped steps / fraction of gradients flushed to zero."""
     mine = {(r["case"], r["contender"], r["metric"]): r["value"] for r in rows if r["benchmark"] == "auto_scale"}
@@ -135,6 +163,8 @@ SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
     ("One RL step against TRL: 64 prompts of 16 tokens x 8 samples x 24 tokens, hidden 128, 4 layers", rl_step,
      {"rl_step"}),
     ("Runs of the demo; the gap is the mean over the first ten steps", demo_runs, {"demo_runs"}),
+    ("RL on SmolLM2-135M-Instruct, weights from a 4-bit grid: one-digit sums and differences", smollm2_runs,
+     {"smollm2_runs", "smollm2_base_runs"}),
     ("Matmul peak", lambda r: generic(r, ["peak"], ("contender", "threads")), {"peak"}),
     ("Rollout against transformers' generate", lambda r: generic(r, ["rollout_vs_generate"], COMMON),
      {"rollout_vs_generate"}),

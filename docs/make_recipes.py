@@ -16,7 +16,10 @@ from mantissa.precision import PRESETS, PrecisionPolicy
 from mantissa.rl.config import RunConfig
 
 PAGE = Path(__file__).with_name("recipes.md")
-_WITH_TERMS = "`task` (`kind: running_sum`)"  # the terms of a reward are the same for every task: listed once
+RECIPES = Path(__file__).parents[1] / "recipes"
+_WITH_TERMS = (
+    "`task` (`kind: running_sum`)"  # terms of a reward and turns of a template are the same for every task: listed once
+)
 _INTRO = """\
 # Recipes
 
@@ -59,7 +62,7 @@ def section(title: str, model: type[BaseModel]) -> list[str]:
     inner: list[str] = []
     for name, field in model.model_fields.items():
         nested = [] if name == "precision" else models_in(field.annotation)
-        described = nested and name == "reward" and title != _WITH_TERMS
+        described = nested and name in ("reward", "template") and title != _WITH_TERMS
         description = (field.description or "").replace("|", "\\|").replace("``", "`")
         where = f"section `{name}`" if nested else description
         lines.append(f"| `{name}` | {default_of(field)} | {description or where} |")
@@ -71,9 +74,18 @@ def section(title: str, model: type[BaseModel]) -> list[str]:
     return lines + inner
 
 
+def shipped() -> list[str]:
+    """The recipes of this repository, each with the first sentence that it says of itself."""
+    lines = ["\n## Recipes that are here\n", "| recipe | what it is |", "|---|---|"]
+    for path in sorted(RECIPES.rglob("*.yaml"), key=lambda path: (len(path.parts), path)):
+        said = " ".join(line[2:] for line in path.read_text().partition("\nname:")[0].splitlines())
+        lines.append(f"| `{path.relative_to(RECIPES.parent)}` | {said.partition('. ')[0].removesuffix('.')}. |")
+    return lines
+
+
 def page() -> str:
     """The whole page."""
-    lines = [_INTRO, *section("The run", RunConfig), "\n## `precision`\n"]
+    lines = [_INTRO, *shipped(), *section("The run", RunConfig), "\n## `precision`\n"]
     lines += [" ".join((PrecisionPolicy.__doc__ or "").split("``fallback``")[0].split()).replace("``", "`")]
     lines += ["\n| preset | train | rollout |", "|---|---|---|"]
     lines += [f"| `{name}` | {policy.train} | {policy.rollout} |" for name, policy in PRESETS.items()]

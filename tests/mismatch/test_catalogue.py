@@ -13,6 +13,7 @@ from mantissa.algorithms import (
     FlowRLConfig,
     GSPOConfig,
     KLConfig,
+    PolicyLoss,
     PPOClipConfig,
     ReinforceConfig,
     advantage,
@@ -20,6 +21,7 @@ from mantissa.algorithms import (
     flowrl_loss,
     kl_loss,
     kl_reward,
+    log_ratio_parts,
     policy_loss,
     reference_drift,
 )
@@ -52,19 +54,26 @@ def test_engine_share() -> None:
     assert names(ENGINE_METRICS) < names(ALL_METRICS)
 
 
+def parts(config: PolicyLoss | FlowRLConfig) -> set[str]:
+    return set(log_ratio_parts(ONE, ONE, ONE, ONE[0], ONE.bool(), ONE.bool(), config))
+
+
 def test_policy() -> None:
     reported = {
-        config.kind: set(policy_loss(ONE, ONE, ONE[0], ONE.bool(), ONE, ONE, config)[1])
+        config.kind: policy_loss(ONE, ONE, ONE[0], ONE.bool(), ONE, ONE, config)[1].keys() | parts(config)
         for config in (PPOClipConfig(), DAPOConfig(), GSPOConfig(), CISPOConfig(), ReinforceConfig())
     }
-    assert reported.pop("reinforce") == names(POLICY_METRICS) - {"policy/clip_fraction"}
+    clip = {"policy/clip_fraction", "policy/phantom_clip_fraction"}
+    assert reported.pop("reinforce") == names(POLICY_METRICS) - clip
     assert all(metrics == names(POLICY_METRICS) for metrics in reported.values())
 
 
 def test_flowrl_and_the_reference() -> None:
     every = ONE.bool()
     flowrl = flowrl_loss(ONE, ONE, ONE, ONE[0], ONE[0], every, ONE, ONE, FlowRLConfig())[1]
-    assert set(flowrl) == names(FLOWRL_METRICS) | (names(POLICY_METRICS) - {"policy/clip_fraction"})
+    assert flowrl.keys() | parts(FlowRLConfig()) == names(FLOWRL_METRICS) | (
+        names(POLICY_METRICS) - {"policy/clip_fraction"}
+    )
     config = KLConfig(coefficient=0.1)
     assert set(kl_loss(ONE, ONE, every, ONE, ONE, config)[1]) == names(REFERENCE_METRICS)
     assert set(reference_drift(ONE, ONE, every)) == names(REFERENCE_METRICS) - {"reference/penalty"}

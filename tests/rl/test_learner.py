@@ -261,6 +261,39 @@ def test_with_bypass_the_ratio_is_to_the_rollout_and_the_gap_is_still_measured(l
     assert float(update.tallies["correction/weight_std"].value()) == 0.0
 
 
+@pytest.mark.parametrize("corrected", ["bypass", "token_tis"])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_step_tells_what_it_learned_from_what_the_kernels_differ_by(
+    learn: Callable[..., Parts], corrected: str, updates: int
+) -> None:
+    """Of the rows that carry a gradient, however they are split: beta as it was given, alpha only after an update."""
+    rows = []
+    for tokens in (25, 16384):
+        parts = learn(
+            "precision=fp32", f"algorithm.correction={corrected}", "optimizer.lr=0.02",
+            f"optimizer.updates_per_batch={updates}", f"optimizer.micro_batch_tokens={tokens}",
+        )  # fmt: skip
+        experience = sampled(parts, gap=0.2)
+        before = experience.old_logp_BR
+        assert before is not None
+        rows.append({n: float(t.value()) for n, t in parts.learner.update(experience, 1, probe=False).tallies.items()})
+    alive = (learner_advantages(experience) != 0).unsqueeze(1) & experience.sequences.mask_BR
+    beta = (before.double() - experience.rollout_logp_BR.double())[alive]
+    for row in rows:
+        assert row["policy/beta_mean"] == pytest.approx(float(beta.mean()), rel=1e-5)
+        assert row["policy/beta_abs_mean"] == pytest.approx(float(beta.abs().mean()), rel=1e-6)
+        alpha, phantom, clip = (
+            row[f"policy/{n}"] for n in ("alpha_abs_mean", "phantom_clip_fraction", "clip_fraction")
+        )
+        assert alpha > 0.01 if updates > 1 else alpha < 1e-6
+        assert phantom > 0.05
+        if corrected == "bypass":
+            assert phantom < clip if updates > 1 else phantom == clip  # some were cut for what was learned
+        else:
+            assert (clip > 0) == (updates > 1)
+    assert rows[0] == pytest.approx(rows[1], rel=1e-3, abs=1e-5)
+
+
 def test_a_batch_without_any_advantage_moves_nothing(learn: Callable[..., Parts]) -> None:
     parts = learn("precision=fp16", "optimizer.weight_decay=0.1")
     learner, experience = parts.learner, sampled(parts)

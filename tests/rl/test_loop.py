@@ -69,7 +69,8 @@ def test_every_choice_runs_and_measures_itself(
     expected = {m.name for m in METRICS} - {"warm_start/loss", "warm_start/accuracy", "precision/flushed_fraction"}
     expected -= {"reward_part/NAME"}  # only where a reward has parts
     expected -= {"optim/clipped_fraction"}  # of adaptive clipping, which is off
-    expected -= {"time/checkpoint"} | ({"policy/clip_fraction"} if loss == "reinforce" else set())
+    clip = {"policy/clip_fraction", "policy/phantom_clip_fraction"}
+    expected -= {"time/checkpoint"} | (clip if loss == "reinforce" else set())
     expected -= {m.name for m in TRAINER_METRICS}
     expected = {name for name in expected if not name.startswith(("flowrl/", "reference/", "time/reference", "exact/"))}
     expected -= {m.name for m in METRICS if m.name.startswith("dynamic/")}  # of choices that are off

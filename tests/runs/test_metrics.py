@@ -13,7 +13,8 @@ CONTRACT = {
     for group, names in {
         "reward": "mean accuracy verifier_errors accuracy_trained overlong_penalty overlong_fraction",
         "length": "mean max truncated_fraction",
-        "policy": "loss entropy clip_fraction kl_old ratio_mean ratio_max",
+        "policy": "loss entropy clip_fraction kl_old ratio_mean ratio_max alpha_mean alpha_abs_mean beta_mean "
+        "beta_abs_mean phantom_clip_fraction",
         "gap": "k3_kl abs_logp_diff_mean abs_logp_diff_max",
         "correction": "weight_mean weight_std weight_min weight_max ess masked_token_fraction masked_sequence_fraction",
         "exact": "checked_tokens mismatched_tokens",

@@ -120,6 +120,31 @@ def test_the_parts_of_a_gap_are_dashed_beside_it() -> None:
     assert zero.note == "Exactly 0 at every step: no token's log-prob differed. There is none."
 
 
+def test_the_parts_of_the_log_ratio_and_the_clipping_are_the_data() -> None:
+    alpha, beta, clip, phantom = (
+        [0.0, 1e-3, 4e-3, 2e-3],
+        [3e-2, 1e-2, 2e-2, 5e-2],
+        [0.2, 0.1, 0.3, 0.4],
+        [0.1, 0, 0, 0.3],
+    )
+    names = ("alpha_abs_mean", "beta_abs_mean", "clip_fraction", "phantom_clip_fraction")
+    rows = [
+        {"step": i, **{f"policy/{name}": value for name, value in zip(names, values, strict=True)}}
+        for i, values in enumerate(zip(alpha, beta, clip, phantom, strict=True), start=1)
+    ]
+    plot = plots.ratio_parts(rows)
+    for colour, data in ((plots.ORANGE, np.log10(beta)), (plots.GREY, np.array(clip)), (plots.PINK, np.array(phantom))):
+        assert any(is_linear_image(c[:, 1], data) for c in curves(plot, colour) if len(c) == 4), colour
+    assert "alpha 0.0018; beta 0.028" in plot.note
+    assert "holds 10.00% of the tokens" in plot.note
+    assert "(30.00% in the worst step)" in plot.note
+    unclipped = plots.ratio_parts([{k: v for k, v in row.items() if "clip" not in k} for row in rows])
+    assert [label for label, _ in unclipped.legend] == ["|alpha|, moved by learning", "|beta|, kernels and formats"]
+    assert "clip" not in unclipped.note
+    equal = plots.ratio_parts([{"step": 1, **dict.fromkeys((f"policy/{name}" for name in names), 0.0)}])
+    assert equal.svg == ""
+
+
 def test_probabilities_lie_where_they_should() -> None:
     rollout = np.log(np.array([0.5, 0.1, 0.01, 0.001]))
     learner = rollout + np.array([0, 0.25, -0.5, 0.75])
@@ -179,6 +204,7 @@ def test_time_bars_are_stacked_in_proportion() -> None:
     [
         lambda rows: plots.learning(rows, []),
         plots.gap,
+        plots.ratio_parts,
         plots.probabilities,
         plots.length_drift,
         plots.scaling,

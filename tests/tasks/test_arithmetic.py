@@ -119,6 +119,16 @@ def test_prefix_reward_is_the_share_of_leading_characters(completion: str, value
     assert (reward.value, reward.correct) == (value, value == 1.0)
 
 
+@pytest.mark.parametrize(
+    ("completion", "correct"),
+    [("12", True), (" 12\n", True), ("6+6=12", True), ("6+6= 12 ", True), ("6+6=6+6", False), ("6+6=12.", False),
+     ("6+6=1=12", True), ("12=6+6", False), ("6+6=", False), ("12 12", False), ("", False)],
+)  # fmt: skip
+def test_result_reward_judges_what_follows_the_last_equals_sign(completion: str, correct: bool) -> None:
+    reward = TextMatch("result")(Problem("p", "6+6=", "12", "s"), completion)
+    assert (reward.value, reward.correct) == (float(correct), correct)
+
+
 @given(answer=st.text("0123", min_size=1, max_size=6), completion=st.text("0123", max_size=8))
 def test_prefix_reward_against_a_naive_count(answer: str, completion: str) -> None:
     problem = Problem("p", "q", answer, "s")

@@ -21,6 +21,7 @@ from mantissa.tasks.config import (
 )
 from mantissa.tasks.countdown import Countdown
 from mantissa.tasks.datasets import DatasetTask
+from mantissa.tasks.types import Message
 
 ADAPTER: TypeAdapter[Any] = TypeAdapter(TaskConfig)
 CONFIGS = (RunningSumConfig, AdditionConfig, ChainConfig, CountdownConfig, CodeConfig, DatasetConfig)
@@ -67,6 +68,20 @@ def test_options_reach_the_task() -> None:
         assert set(p.solution or "*") <= set("<answer>/123+-()")
 
 
+def test_a_template_asks_the_same_problems_in_other_words() -> None:
+    fields = {"kind": "addition", "digits": 2, "train_size": 20, "heldout_size": 5, "warm_start_size": 0}
+    plain = build_task(parse(**fields), 0)
+    text = build_task(parse(**fields, template="Add: {problem} {x}"), 0)
+    turns = [("system", "Sums."), ("user", "1+2=?"), ("assistant", "1+2=3"), ("user", "{problem}?")]
+    chat = build_task(parse(**fields, template=[{"role": role, "content": said} for role, said in turns]), 0)
+    assert (plain.alphabet, text.alphabet, chat.alphabet) == ("0123456789+=", None, None)
+    for split in ("train", "heldout"):
+        for a, b, c in zip(*(task.split(split) for task in (plain, text, chat)), strict=True):
+            assert (b.prompt, b.answer, b.id) == (f"Add: {a.prompt} {{x}}", a.answer, a.id)
+            asked = (*(Message(*turn) for turn in turns[:3]), Message("user", f"{a.prompt}?"))
+            assert (c.prompt, c.answer, c.id) == (asked, a.answer, a.id)
+
+
 def test_a_dataset_with_every_option(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     rows = [{"problem": f"q{i}", "answer": str(i)} for i in range(10)]
@@ -109,7 +124,13 @@ def test_a_dataset_with_every_option(tmp_path: Path) -> None:
         ({"kind": "running_sum", "min_digits": 9, "max_digits": 8}, "min_digits=9 is above max_digits=8"),
         ({"kind": "countdown", "operations": "+%"}, "should match pattern"),
         ({"kind": "countdown", "operations": ""}, "should match pattern"),
-        ({"kind": "chain", "reward": "soft"}, "'exact' or 'prefix'"),
+        ({"kind": "chain", "reward": "soft"}, "'exact', 'prefix' or 'result'"),
+        ({"kind": "addition", "template": "Add"}, "template lacks {problem}"),
+        ({"kind": "addition", "template": [{"role": "user", "content": "Add"}]}, "template lacks {problem}"),
+        (
+            {"kind": "addition", "template": [{"role": "tool", "content": "{problem}"}]},
+            "'system', 'user' or 'assistant'",
+        ),
         ({"kind": "addition", "train_size": 0}, "greater than or equal to 1"),
         ({"kind": "dataset"}, "Field required"),
         ({"kind": "dataset", "files": []}, "at least 1 item"),

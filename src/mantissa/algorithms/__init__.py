@@ -15,6 +15,7 @@ from mantissa.algorithms.losses import (
     ReinforceConfig,
     policy_loss,
 )
+from mantissa.algorithms.ratio_parts import log_ratio_parts
 from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward, reference_drift
 from mantissa.algorithms.tally import Tally, TallyKind, merge, values
 
@@ -43,6 +44,7 @@ __all__ = [
     "importance_weights",
     "kl_loss",
     "kl_reward",
+    "log_ratio_parts",
     "merge",
     "policy_loss",
     "reference_drift",

@@ -130,6 +130,11 @@ def flowrl_loss(
     }
 
 
+def bounded(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor, config: FlowRLConfig) -> Tensor:
+    """Where a bound changed the ratio (its sequence's, unless by token); bool BT. As for ``losses.clipped``."""
+    return _importance(logp_BT, old_logp_BT, mask_BT, config)[1] & mask_BT
+
+
 def _importance(logp: Tensor, old: Tensor, mask_BT: Tensor, config: FlowRLConfig) -> tuple[Tensor, Tensor]:
     """Bounded ratio of theta to old at each token (a sequence's at all of its tokens), and where a bound acted."""
     low, high = config.bounds

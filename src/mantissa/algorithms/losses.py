@@ -91,6 +91,7 @@ class CISPOConfig(Config):
 
 PolicyLoss = ReinforceConfig | PPOClipConfig | DAPOConfig | GSPOConfig | CISPOConfig
 PolicyLossConfig = Annotated[PolicyLoss, Field(discriminator="kind")]
+ClippedLoss = PPOClipConfig | DAPOConfig | GSPOConfig | CISPOConfig
 TokenLosses = tuple[Tensor, Tensor]
 
 
@@ -203,7 +204,7 @@ def _ratio_loss(
     advantage: Tensor,
     weight: Tensor,
     mask: Tensor,
-    config: PPOClipConfig | DAPOConfig | GSPOConfig | CISPOConfig,
+    config: ClippedLoss,
 ) -> TokenLosses:
     """Token losses of the kind that ``config`` is of, and where its bound acts."""
     if isinstance(config, GSPOConfig):
@@ -213,6 +214,15 @@ def _ratio_loss(
     if isinstance(config, CISPOConfig):
         return cispo(logp, old, advantage, weight, config)
     return ppo_clip(logp, old, advantage, weight, config)
+
+
+def clipped(logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor, config: ClippedLoss) -> Tensor:
+    """Where the loss's own bound acts on the ratio of ``logp_BT`` to ``old_logp_BT``; bool BT, False where masked.
+
+    Floats detached, one dtype, 0 where ``mask_BT`` is False.
+    """
+    advantage_BT = torch.where(mask_BT, advantage_B.unsqueeze(-1), 0.0)
+    return _ratio_loss(logp_BT, old_logp_BT, advantage_BT, mask_BT.to(logp_BT.dtype), mask_BT, config)[1] & mask_BT
 
 
 def drift(logp: Tensor, old: Tensor, mask: Tensor) -> dict[str, Tally]:

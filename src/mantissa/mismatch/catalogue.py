@@ -30,6 +30,8 @@ CORRECTION_METRICS: tuple[Metric, ...] = (
            "sequence's, is not finite", "tokens", (0.0, 0.0), "by definition"),
 )  # fmt: skip
 
+_TRL = "A. Dirhoussi, Defeating the trainer-generator precision mismatch in TRL (2026)"
+
 POLICY_METRICS: tuple[Metric, ...] = (
     Metric("policy/loss", "sum over tokens of scale x loss", "1"),
     Metric("policy/ratio_mean", "mean_t exp(logp_theta - logp_old); with bypass old is the rollout", "1"),
@@ -38,6 +40,15 @@ POLICY_METRICS: tuple[Metric, ...] = (
            source="Schulman 2020, k3"),
     Metric("policy/clip_fraction", "share of tokens whose gradient the clip takes away (cispo: whose weight it bounds)",
            "fraction"),
+    Metric("policy/alpha_mean", "mean_t alpha, alpha = logp_theta - logp_old: how far the learner moved; 0 "
+           "with one update a batch, but for the order of sums", "nats", source=_TRL),
+    Metric("policy/alpha_abs_mean", "mean_t|alpha|, over every response token that the update computed", "nats",
+           source=_TRL),
+    Metric("policy/beta_mean", "mean_t beta, beta = logp_old - logp_rollout: kernels and formats at equal weights (and "
+           "with a policy lag what moved meanwhile), before any clamp or truncation", "nats", source=_TRL),
+    Metric("policy/beta_abs_mean", "mean_t|beta|, over the same tokens", "nats", source=_TRL),
+    Metric("policy/phantom_clip_fraction", "share of tokens in the loss that its clip holds at alpha + beta and not at "
+           "alpha alone; with bypass they are cut, without it they would be", "fraction", source=_TRL),
     Metric("policy/nonfinite", "valid tokens whose log-prob, old or current, is not finite", "tokens", (0.0, 0.0),
            "by definition"),
 )  # fmt: skip

@@ -214,9 +214,8 @@ class Learner:
             self.algorithm.correction,
             whole=isinstance(self.algorithm.loss, (GSPOConfig, FlowRLConfig)),
         )
-        anchor_BR = experience.rollout_logp_BR if self.algorithm.correction.bypass else old_logp_BR
         key_B = None if self.flow is None else self.flow.keys(experience.group_B, step)
-        data = _Batch(experience, anchor_BR, advantage_B, weight_BR, valid_BR, key_B)
+        data = _Batch(experience, old_logp_BR, advantage_B, weight_BR, valid_BR, key_B)
         order = torch.randperm(len(sequences), generator=generator(self.seed, "update", step))
         parts = [part.to(advantage_B.device) for part in order.tensor_split(self.config.updates_per_batch)]
         outcomes, losses, trained, flushed = [], [], 0, None
@@ -309,7 +308,7 @@ class Learner:
         return micro_loss(
             Micro(
                 logp_BR,
-                data.anchor_BR[rows, :responses],
+                data.old_logp_BR[rows, :responses],
                 experience.rollout_logp_BR[rows, :responses],
                 None if ref_logp_BR is None else ref_logp_BR[rows, :responses],
                 data.advantage_B[rows],
@@ -365,11 +364,11 @@ class _Kept:
 class _Batch:
     """A scored batch with what the loss needs of each completion.
 
-    ``anchor_BR``: the log-probs below the loss's ratio. ``key_B``: names of the dropout of FlowRL's head.
+    ``old_logp_BR``: the experience's, which is scored. ``key_B``: names of the dropout of FlowRL's head.
     """
 
     experience: Experience
-    anchor_BR: Tensor
+    old_logp_BR: Tensor
     advantage_B: Tensor
     weight_BR: Tensor
     valid_BR: Tensor

@@ -21,6 +21,7 @@ from mantissa.algorithms import (
     importance_weights,
     kl_loss,
     kl_reward,
+    log_ratio_parts,
     policy_loss,
     reference_drift,
 )
@@ -34,12 +35,12 @@ Tallies = dict[str, Tally]
 class Micro:
     """What the loss needs of each completion of a micro-batch; floats fp32.
 
-    ``logp_BR``: the current policy's, with gradient. ``anchor_BR``: the log-probs below the loss's ratio.
+    ``logp_BR``: the current policy's, with gradient. ``old_logp_BR``: the policy's before the update.
     ``mask_BR``: response tokens; ``valid_BR``, ``weight_BR``: from ``correction``. ``log_z_B``: with FlowRL only.
     """
 
     logp_BR: Tensor
-    anchor_BR: Tensor
+    old_logp_BR: Tensor
     rollout_logp_BR: Tensor
     ref_logp_BR: Tensor | None
     advantage_B: Tensor
@@ -81,10 +82,20 @@ def every_row_counts(algorithm: AlgorithmConfig) -> bool:
 def micro_loss(micro: Micro, algorithm: AlgorithmConfig) -> tuple[Tensor, Tallies]:
     """Loss of a micro-batch, and tallies; losses and gradients of all of a step's micro-batches add up."""
     config = algorithm.loss
+    below_BR = micro.rollout_logp_BR if algorithm.correction.bypass else micro.old_logp_BR  # below the loss's ratio
+    parts = log_ratio_parts(
+        micro.logp_BR,
+        micro.old_logp_BR,
+        micro.rollout_logp_BR,
+        micro.advantage_B,
+        micro.mask_BR,
+        micro.valid_BR,
+        config,
+    )
     if isinstance(config, FlowRLConfig):
-        return flowrl_loss(
+        loss, tallies = flowrl_loss(
             micro.logp_BR,
-            micro.anchor_BR,
+            below_BR,
             micro.ref_logp_BR,
             micro.log_z_B,
             micro.advantage_B,
@@ -93,6 +104,7 @@ def micro_loss(micro: Micro, algorithm: AlgorithmConfig) -> tuple[Tensor, Tallie
             micro.scale_BR,
             config,
         )
+        return loss, {**tallies, **parts}
     weight_BR, weights = micro.weight_BR, dict[str, Tally]()
     if config.kind == "reinforce":
         # No ratio in this loss: its importance weight is of the current policy, not of the one before the update.
@@ -100,11 +112,11 @@ def micro_loss(micro: Micro, algorithm: AlgorithmConfig) -> tuple[Tensor, Tallie
             micro.logp_BR.detach(), micro.rollout_logp_BR, micro.mask_BR, micro.valid_BR, algorithm.correction
         )
     loss, tallies = policy_loss(
-        micro.logp_BR, micro.anchor_BR, micro.advantage_B, micro.valid_BR, weight_BR, micro.scale_BR, config
+        micro.logp_BR, below_BR, micro.advantage_B, micro.valid_BR, weight_BR, micro.scale_BR, config
     )
     if algorithm.kl is not None and algorithm.kl.where == "loss":
         penalty, distance = kl_loss(
             micro.logp_BR, micro.ref_logp_BR, micro.valid_BR, weight_BR, micro.scale_BR, algorithm.kl
         )
         loss, tallies = loss + penalty, {**tallies, **distance}
-    return loss, {**tallies, **weights}
+    return loss, {**tallies, **parts, **weights}

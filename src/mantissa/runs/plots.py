@@ -233,6 +233,43 @@ def gap(rows: Rows, share: str = "") -> Plot:
     return Plot(title, f"{note} {share}".rstrip(), svg, legend, dashes if any(dashes) else ())
 
 
+def ratio_parts(rows: Rows) -> Plot:
+    """Sizes of the log-ratio's two parts by step on a log axis, and below them what the clip took, and for which."""
+    title = "Log-ratio: what was learned and what is numerical"
+    named = (("|alpha|, moved by learning", "alpha", BLUE), ("|beta|, kernels and formats", "beta", ORANGE))
+    drawn = [(label, colour, *series(rows, f"policy/{name}_abs_mean")) for label, name, colour in named]
+    clips = (("clipped", "clip", GREY), ("phantom: for beta alone", "phantom_clip", PINK))
+    held = [(label, colour, *series(rows, f"policy/{name}_fraction")) for label, name, colour in clips]
+    held = [entry for entry in held if entry[2].size]
+    if not drawn[1][2].size:
+        return Plot(title, "Not logged.")
+    said = "; ".join(f"{part} {y.mean():.2g}" for part, (*_, y) in zip(("alpha", "beta"), drawn, strict=True))
+    note = f"Means over the steps, in nats a token: {said}."
+    if held:
+        phantom = held[-1][3]
+        note += f" The clip at alpha + beta holds {phantom.mean():.2%} of the tokens that alpha alone would leave"
+        note += f" ({phantom.max():.2%} in the worst step); it does so with correction: bypass only."
+    if not any(y.any() for *_, y in drawn + held):
+        return Plot(title, note)
+    with styled():
+        drawing = figure()
+        top, *below = drawing.subplots(
+            1 + bool(held), 1, sharex=True, height_ratios=(1.5, 1)[: 1 + bool(held)], squeeze=False
+        )[:, 0]
+        if any(y.any() for *_, y in drawn):
+            log_lines(top, [(x, y, colour, {}) for _, colour, x, y in drawn])
+        top.set_ylabel("nats")
+        step_axis(top, "" if held else "step")
+        for bottom in below:
+            for _, colour, x, y in held:
+                curve(bottom, x, 100 * y, colour)
+            bottom.set_ylim(bottom=0)
+            bottom.set_ylabel("% of tokens")
+            step_axis(bottom)
+        svg = to_svg(drawing, "ratio_parts", title)
+    return Plot(title, note, svg, tuple((label, colour) for label, colour, *_ in drawn + held))
+
+
 def log_lines(axes: Axes, drawn: Sequence[tuple[Array, Array, str, dict[str, Any]]]) -> int:
     """Curves (x, y, colour, style) on a log axis, what is 0 or below as open circles on its floor; how many are.
 

@@ -38,6 +38,7 @@ def build_report(run: RunDirectory) -> Path:
     drawn = (
         plots.learning(rows, warm_start),
         plots.gap(rows, share_sentence(rows, environment)),
+        plots.ratio_parts(rows),
         plots.probabilities(rollouts),
         plots.length_drift(rollouts),
         plots.scaling(rows),

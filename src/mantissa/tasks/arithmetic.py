@@ -23,7 +23,7 @@ from typing import Literal
 from mantissa.tasks.generated import GeneratedTask
 from mantissa.tasks.types import Problem, Reward, SplitName, Verifier, stable_id
 
-RewardKind = Literal["exact", "prefix"]
+RewardKind = Literal["exact", "prefix", "result"]
 _DIGITS = "0123456789"
 _PADDING = "."
 
@@ -33,14 +33,17 @@ class TextMatch(Verifier):
     """Compares the completion, stripped of white space at its ends, with the answer, character by character.
 
     ``exact``: 1 where they are equal, else 0. ``prefix``: leading characters that agree / length of the longer text,
-    which is 1 for the exact answer only; ``correct`` still means exact.
+    which is 1 for the exact answer only; ``correct`` still means exact. ``result``: ``exact``, of what follows the last
+    ``=`` of the completion (all of it where there is none), so that ``6+6=12`` is right and ``6+6=6+6`` is not.
     """
 
     kind: RewardKind = "exact"
 
     def __call__(self, problem: Problem, completion: str) -> Reward:
         got, want = completion.strip(), problem.answer
-        if got == want or self.kind == "exact":
+        if self.kind == "result":
+            got = got.rpartition("=")[2].strip()
+        if got == want or self.kind != "prefix":
             return self.judged(got == want)
         agree = 0
         for a, b in zip(got, want, strict=False):  # the shorter text ends the comparison

@@ -20,7 +20,20 @@ from pydantic import (
 )
 
 from mantissa.config_base import Config
-from mantissa.tasks.types import SplitName
+from mantissa.tasks.types import Message, SplitName, Template
+
+
+def _has_place(template: str | None) -> str | None:
+    if template is not None and "{problem}" not in template:
+        raise ValueError("template lacks {problem}, the place where each problem's text goes")
+    return template
+
+
+class MessageConfig(Config):
+    """One turn of a chat."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
 
 
 class _GeneratedConfig(Config):
@@ -29,6 +42,25 @@ class _GeneratedConfig(Config):
     warm_start_size: int = Field(
         8192, ge=0, description="Number of solved problems for the supervised warm start; disjoint from the others."
     )
+
+    template: str | tuple[MessageConfig, ...] | None = Field(
+        None,
+        description="How a problem is asked, with {problem} in it: a text, or messages (role, content) for the "
+        "policy's chat template; the problem as it is by default.",
+    )
+
+    @field_validator("template")
+    @classmethod
+    def _with_its_place(cls, template: Any) -> Any:
+        _has_place(template if template is None or isinstance(template, str) else " ".join(m.content for m in template))
+        return template
+
+    @property
+    def prompt_template(self) -> Template | None:
+        """The template as tasks take it."""
+        if self.template is None or isinstance(self.template, str):
+            return self.template
+        return tuple(Message(message.role, message.content) for message in self.template)
 
     @property
     def sizes(self) -> dict[SplitName, int]:
@@ -106,11 +138,11 @@ def _name_or_terms(value: Any) -> str:
 
 
 _Reward = Annotated[
-    Annotated[Literal["exact", "prefix"], Tag("name")] | Annotated[_Terms, Tag("terms")],
+    Annotated[Literal["exact", "prefix", "result"], Tag("name")] | Annotated[_Terms, Tag("terms")],
     Discriminator(_name_or_terms),
     Field(
-        description="exact: 1 for the right text, else 0. prefix: share of leading characters that are right; "
-        f"{_TERMS_HELP}."
+        description="exact: 1 for the right text, else 0. prefix: share of leading characters that are right. "
+        f"result: exact, of what follows the last =; {_TERMS_HELP}."
     ),
 ]
 _OwnReward = Annotated[_Terms | None, Field(description=f"The task's own verdict where not given; {_TERMS_HELP}.")]
@@ -235,7 +267,7 @@ class DatasetConfig(Config):
     row_schema: Literal["plain", "dapo"] | None = Field(
         None, description="Schema of the rows; detected by their columns if null."
     )
-    template: str | None = Field(
+    template: Annotated[str | None, AfterValidator(_has_place)] = Field(
         None, description="Prompt of a plain row, with {problem} in it; by default it asks for steps and a \\boxed{}."
     )
     chat: bool = Field(
@@ -253,8 +285,6 @@ class DatasetConfig(Config):
         uses_own = self.reward is None or any(term.verifier == "task" for term in self.reward)
         if self.verifier is not None and not uses_own:
             raise ValueError("verifier does nothing beside a reward without {verifier: task}; leave it out")
-        if self.template is not None and "{problem}" not in self.template:
-            raise ValueError("template lacks {problem}, the place where each problem's text goes")
         return self
 
 

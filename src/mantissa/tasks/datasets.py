@@ -18,7 +18,7 @@ from mantissa.bounds import boundary
 from mantissa.errors import MantissaError
 from mantissa.tasks.answers import normalize_answer
 from mantissa.tasks.rows import BadRow, Row, Schema, read_rows
-from mantissa.tasks.types import Message, Problem, SplitName, Task, Verifier, prompt_text, stable_id
+from mantissa.tasks.types import Message, Problem, SplitName, Task, Verifier, as_prompt, prompt_text, stable_id
 
 OnBadRow = Literal["error", "skip"]
 DEFAULT_TEMPLATE = "{problem}\n\nThink step by step, then write the final answer in \\boxed{}."
@@ -109,10 +109,8 @@ def _read(
 def _problem(row: Row, key: str, template: str | None, chat: bool, path: Path) -> Problem:
     prompt = row.prompt
     if isinstance(prompt, str):
-        # replace, not format: problems and templates are full of braces of their own
-        prompt = (template or DEFAULT_TEMPLATE).replace("{problem}", prompt.strip())
-        if chat:
-            prompt = (Message("user", prompt),)
+        asked = template or DEFAULT_TEMPLATE
+        prompt = as_prompt(prompt.strip(), (Message("user", asked),) if chat else asked)
     elif template is not None or chat:
         raise MantissaError(
             f"dataset {path}: its rows are chat messages (DAPO schema), where template and chat do nothing; "

@@ -43,6 +43,11 @@ def batched(function: _Function) -> _Function:
     return function
 
 
+def silent(problem: Problem, completion: str) -> bool:
+    """Whether nothing was said: the right answer where every token costs (``mantissa.tasks.functions:silent``)."""
+    return completion == ""
+
+
 @dataclass(frozen=True)
 class FunctionVerifier(Verifier):
     """The function at ``reference``, as a verifier. ``batch_size``: samples a call of a batched one; None is 64."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from mantissa.errors import MantissaError
-from mantissa.tasks.types import Problem, SplitName, Task, Verifier
+from mantissa.tasks.types import Problem, SplitName, Task, Template, Verifier, as_prompt
 
 # Held-out problems are drawn first and know nothing of the other sizes, so a longer training set keeps the same exam.
 _ORDER: tuple[SplitName, ...] = ("heldout", "warm_start", "train")
@@ -18,13 +19,15 @@ class GeneratedTask(Task):
     """A task that draws its problems. Each split has a random stream of its own, named by seed, task and split.
 
     A split skips the prompts of the splits before it (held-out, warm start, train), so the three are disjoint whatever
-    their sizes, and enlarging one only appends to it. Splits are drawn on first use and kept.
+    their sizes, and enlarging one only appends to it. Splits are drawn on first use and kept. ``template``
+    says how a problem is put to a policy, and changes none.
     """
 
     def __init__(self, name: str, verifier: Verifier, sizes: Mapping[SplitName, int], seed: int, alphabet: str | None):
         self.name = name
         self.verifier = verifier
         self.alphabet = alphabet
+        self.template: Template | None = None  # of a prompt, with {problem} in it
         self._sizes = dict(sizes)
         self._seed = seed
         self._drawn: dict[SplitName, tuple[Problem, ...]] = {}
@@ -37,7 +40,10 @@ class GeneratedTask(Task):
         for split in _ORDER[: _ORDER.index(name) + 1]:
             if split not in self._drawn:
                 self._drawn[split] = self._draw_split(split)
-        return self._drawn[name]
+        if self.template is None:
+            return self._drawn[name]
+        asked = (as_prompt(str(problem.prompt), self.template) for problem in self._drawn[name])
+        return [replace(problem, prompt=prompt) for problem, prompt in zip(self._drawn[name], asked, strict=True)]
 
     def _draw_split(self, name: SplitName) -> tuple[Problem, ...]:
         # A string seed goes through SHA-512: the same stream on every platform and in every process.

@@ -17,6 +17,7 @@ from mantissa.tasks.config import (
 )
 from mantissa.tasks.countdown import Countdown
 from mantissa.tasks.datasets import DatasetTask
+from mantissa.tasks.generated import GeneratedTask
 from mantissa.tasks.rewards import weighted
 from mantissa.tasks.types import Task
 from mantissa.tasks.verifiers import verifier_named
@@ -29,6 +30,10 @@ def build_task(config: TaskConfig, seed: int) -> Task:
     Raises ``MantissaError`` for files that cannot be read.
     """
     task = _build(config, seed)
+    if isinstance(task, GeneratedTask) and not isinstance(config, DatasetConfig):
+        task.template = config.prompt_template
+        if task.template is not None:
+            task.alphabet = None  # it brings characters of its own
     if isinstance(config.reward, tuple):
         task.verifier = weighted(config.reward, task.verifier)
     return task

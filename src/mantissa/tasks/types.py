@@ -22,6 +22,17 @@ class Message:
     content: str
 
 
+Template = str | tuple[Message, ...]
+
+
+def as_prompt(text: str, template: Template) -> Template:
+    """``text`` in the places of ``{problem}`` in ``template``: plain text, or the messages of a chat."""
+    # replace, not format: problems and templates are full of braces of their own
+    if isinstance(template, str):
+        return template.replace("{problem}", text)
+    return tuple(Message(turn.role, turn.content.replace("{problem}", text)) for turn in template)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing to ask a policy.
@@ -32,7 +43,7 @@ class Problem:
     """
 
     id: str
-    prompt: str | tuple[Message, ...]
+    prompt: Template
     answer: str
     source: str
     solution: str | None = None
