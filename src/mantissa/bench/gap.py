@@ -132,6 +132,7 @@ class GapResult:
     rows: list[Row] = field(default_factory=list)
     completions: list[Row] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    report: Path | None = None  # of the run in whose folder this is
 
 
 def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
@@ -169,7 +170,7 @@ def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
     if result.rows:
         write_gap_page(result.folder)
     if run and result.rows:
-        build_report(RunDirectory.open(run))
+        result.report = build_report(RunDirectory.open(run))
     return result
 
 

@@ -128,7 +128,11 @@ def _show(result: GapResult) -> None:
         table.add_column(header.replace("/", "/\n", 1) if header.startswith("learner") else header)
     for row in found.rows:
         cells = [shown(row, name) for name in TITLES]
-        table.add_row(row["pair"], *(f"{value}\n{interval}" for value, interval in cells), f"{row['tokens']:,}")
+        table.add_row(
+            row["pair"], *(f"{value}\n{interval}".rstrip() for value, interval in cells), f"{row['tokens']:,}"
+        )
     console.print(table)
     console.print(Text(gap_note(found), style="dim"))
     console.print(f"page: {result.folder / PAGE}")
+    if result.report is not None:
+        console.print(f"report, which begins with it: {result.report}")
