@@ -87,7 +87,7 @@ def shown(row: dict[str, Any], name: str) -> tuple[str, str]:
 
 
 def _size(value: float) -> str:
-    return f"{value:.2g}" if value >= 0.01 else small(value)
+    return f"{value:#.2g}".rstrip(".") if value >= 0.01 else small(value)
 
 
 def _share(value: float) -> str:
@@ -98,7 +98,7 @@ def _share(value: float) -> str:
 
 
 def _signed(value: float) -> str:
-    return "0" if value == 0 else f"{value:+.2f}" if abs(value) >= 0.01 else f"{value:+.0e}"
+    return "0" if value == 0 else f"{value:+.2f}" if abs(value) >= 0.005 else f"{value:+.0e}"
 
 
 def gap_table(found: GapRows) -> str:
