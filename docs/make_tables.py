@@ -358,20 +358,44 @@ def guard_settings() -> str:
 # bench.md
 
 
-def bench_options() -> str:
-    """The command's options."""
+def command_options(command: str) -> str:
+    """A command's options."""
     from typer.main import get_command
 
     from mantissa.cli import app
 
     lines = []
-    for option in get_command(app).commands["bench"].params:  # type: ignore[attr-defined]
-        if "--help" in option.opts:
+    for option in get_command(app).commands[command].params:  # type: ignore[attr-defined]
+        if "--help" in option.opts or option.param_type_name == "argument":
             continue
         default = option.show_default if isinstance(option.show_default, str) else option.default
         shown = "" if default in (None, False) else str(default) if " " in str(default) else f"`{default}`"
         lines.append([f"`{option.opts[0]}`", shown, option.help])
     return table(("option", "default", "what it does"), lines)
+
+
+# gap.md
+
+
+def gap_figures() -> str:
+    """What each column of ``mantissa gap`` is."""
+    from mantissa.mismatch.estimates import GAP_FIGURES
+    from mantissa.runs.gap_page import TITLES
+
+    lines = [[TITLES[f.name], f"`{f.name}`", f.formula, f.unit] for f in GAP_FIGURES]
+    return table(("column", "in the rows", "formula", "unit"), lines)
+
+
+def measured_gap() -> str:
+    """The newest row of each pair: figures, and their intervals below them."""
+    from mantissa.runs.gap_page import TITLES, shown
+
+    newest = {r["pair"]: r for r in _rows("gap")}
+    lines = []
+    for pair, row in newest.items():
+        cells = [shown(row, name) for name in TITLES]
+        lines.append([f"`{pair}`", *(f"{value}<br>{interval}" for value, interval in cells), f"{row['tokens']:,}"])
+    return table(("learner/rollout", *TITLES.values(), "tokens"), lines)
 
 
 # cluster.md
@@ -462,7 +486,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "rl_metrics": lambda: _metric_lines(False),
     },
     "rollback.md": {"guard_rules": guard_rules, "guard_settings": guard_settings},
-    "bench.md": {"bench_options": bench_options},
+    "bench.md": {"bench_options": lambda: command_options("bench")},
+    "gap.md": {"gap_options": lambda: command_options("gap"), "figures": gap_figures, "measured": measured_gap},
     "cluster.md": {
         "engines": engines_by_precision,
         "traps": verl_traps,

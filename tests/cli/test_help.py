@@ -11,7 +11,19 @@ from mantissa import cli
 from mantissa.precision import PRESETS
 from mantissa.runs.metrics import METRICS
 
-COMMANDS = ("train", "sample", "report", "compare", "guard", "precision", "metrics", "launch", "check-verl", "data")
+COMMANDS = (
+    "train",
+    "sample",
+    "gap",
+    "report",
+    "compare",
+    "guard",
+    "precision",
+    "metrics",
+    "launch",
+    "check-verl",
+    "data",
+)
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:

@@ -7,14 +7,13 @@ import math
 import numpy as np
 import pytest
 
+from mantissa.mismatch.estimates import student_quantile, student_within
 from mantissa.runs.compare_stats import (
     Estimate,
     apart,
     distinguish,
     of_one,
     of_seeds,
-    student_quantile,
-    student_within,
     wilson,
 )
 

@@ -98,7 +98,7 @@ def run_bench(config: BenchConfig, say: Callable[[str], None]) -> Result:
     sources = config.sources()
     if config.model is not None:
         called(config.model, factory_named(config.model))  # what is wrong with it is said before anything is made
-    result = Result(_folder(config.out))
+    result = Result(new_folder(config.out, "bench", "bench.csv"))
     setting = Setting(config.precisions, config.device, config.backend, config.repeats, stamp(config.device),
                       result.refused.append, say)  # fmt: skip
     for name in config.scenarios:
@@ -128,11 +128,11 @@ def _sweep_batch(config: BenchConfig, kind: str) -> int:
     return SCENARIO_BATCH if config.model is not None else SIZE_BATCH[kind]
 
 
-def _folder(out: Path | None) -> Path:
-    """The folder, made. One that holds another bench's rows is refused."""
-    folder = out or Path("runs") / f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
-    if (folder / "bench.csv").exists():
-        raise MantissaError(f"--out {folder}: it holds a bench already; choose another folder")
+def new_folder(out: Path | None, kind: str, marker: str) -> Path:
+    """The folder, made; ``runs/KIND-TIME`` where none is named. One that holds a ``marker`` already is refused."""
+    folder = out or Path("runs") / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if (folder / marker).exists():
+        raise MantissaError(f"--out {folder}: it holds a {kind} already; choose another folder")
     with disk_errors(folder):
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -114,7 +114,7 @@ def gap_metrics(rollout_logp_BT: Tensor, learner_logp_BT: Tensor, mask_BT: Tenso
         rollout = torch.where(valid_BT, rollout_logp_BT, zero).double()  # exact: widening
         learner = torch.where(valid_BT, learner_logp_BT, zero).double()
         whole_B = valid_BT.any(-1) & (valid_BT == mask_BT).all(-1)
-        equal_BT = _same_bits(rollout_logp_BT, learner_logp_BT)
+        equal_BT = same_bits(rollout_logp_BT, learner_logp_BT)
         return {
             **_token_metrics(rollout, learner, valid_BT),
             **_probability_metrics(rollout, learner, valid_BT),
@@ -200,6 +200,7 @@ def _masked_max(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.any(), torch.where(mask, x, -torch.inf).max(), 0.0)
 
 
-def _same_bits(a: Tensor, b: Tensor) -> Tensor:
+def same_bits(a: Tensor, b: Tensor) -> Tensor:
+    """Where two tensors of one dtype (fp32 or float64) hold the same bits; bool."""
     integer = torch.int32 if a.dtype == torch.float32 else torch.int64
     return a.contiguous().view(integer) == b.contiguous().view(integer)

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import NormalDist, fmean, stdev
 
+from mantissa.mismatch.estimates import student_quantile
+
 LEVEL = 0.95
 
 
@@ -56,33 +58,6 @@ def wilson(share: float, n: int, level: float = LEVEL) -> tuple[float, float]:
     low = 0.0 if share == 0 else (middle - half) / whole  # there the two terms cancel exactly
     high = 1.0 if share == 1 else (middle + half) / whole
     return low, high
-
-
-def student_within(t: float, freedom: int) -> float:
-    """P(|T| <= t) of Student's t with a whole number of degrees of freedom, by its finite sum.
-
-    Abramowitz and Stegun 26.7.3 (odd) and 26.7.4 (even).
-    """
-    theta = math.atan(t / math.sqrt(freedom))
-    sine, cosine = math.sin(theta), math.cos(theta)
-    odd = freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for i in range(1 + odd, freedom, 2):
-        total += term
-        term *= cosine * cosine * i / (i + 1)
-    return 2 / math.pi * (theta + sine * total) if odd else sine * total
-
-
-def student_quantile(freedom: int, level: float = LEVEL) -> float:
-    """The t with P(|T| <= t) = ``level``, by bisection to the last bit; 12.706 for one degree of freedom."""
-    if freedom < 1:
-        raise ValueError(f"expected at least one degree of freedom, got {freedom}")
-    low, high = 0.0, 1.0
-    while student_within(high, freedom) < level:
-        low, high = high, 2 * high
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if student_within(middle, freedom) < level else (low, middle)
-    return high
 
 
 def of_one(share: float, problems: int | None) -> Estimate:

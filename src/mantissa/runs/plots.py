@@ -104,16 +104,16 @@ def _evaluations(axes: Axes, rows: Rows) -> list[tuple[str, str]]:
     return legend
 
 
-def _decades(axes: Axes, which: str) -> None:
+def decades(axes: Axes, which: str, ticks: int = 6) -> None:
     """Tick labels 10^k on an axis that already holds log10 values."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axis.set_major_locator(MaxNLocator(nbins=ticks, integer=True))
     axis.set_major_formatter(FuncFormatter(lambda v, _: "1" if v == 0 else f"$10^{{{v:.0f}}}$"))
 
 
-def _density(axes: Axes, x: Array, y: Array, colour: str) -> None:
+def density(axes: Axes, x: Array, y: Array, colour: str) -> None:
     """Hexagons whose opacity grows with the log of how many points fell in; legible on light and dark."""
     from matplotlib.colors import to_rgb
 
@@ -142,17 +142,17 @@ def probabilities(rollouts: Rows) -> Plot:
         left, *others = drawing.subplots(1, 2 if apart.any() else 1, squeeze=False)[0]
         low = float(min(rollout.min(), learner.min(), np.log(0.1))) * to_decades
         left.plot([low, 0], [low, 0], color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
-        _density(left, rollout * to_decades, learner * to_decades, BLUE)
+        density(left, rollout * to_decades, learner * to_decades, BLUE)
         left.set(xlim=(low, -low * 0.03), ylim=(low, -low * 0.03))
         left.set_xlabel("p under the rollout")
         left.set_ylabel("p under the learner")
-        _decades(left, "x")
-        _decades(left, "y")
+        decades(left, "x")
+        decades(left, "y")
         for right in others:
-            _density(right, rollout[apart] * to_decades, np.log10(gap[apart]), ORANGE)
-            _decades(right, "y")
+            density(right, rollout[apart] * to_decades, np.log10(gap[apart]), ORANGE)
+            decades(right, "y")
             right.set_xlim(low, -low * 0.03)
-            _decades(right, "x")
+            decades(right, "x")
             right.set_xlabel("p under the rollout")
             right.set_ylabel("|log-prob difference|, nats")
         svg = to_svg(drawing, "probabilities", title)

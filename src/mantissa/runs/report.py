@@ -19,6 +19,7 @@ from mantissa.files import write_atomically
 from mantissa.runs import page, plots
 from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.engine_share import share_sentence, share_text
+from mantissa.runs.gap_page import gap_head
 from mantissa.runs.health import Excursion, check, judge, number, sentence
 from mantissa.runs.live import count, duration, small
 from mantissa.runs.metrics import METRICS
@@ -35,7 +36,7 @@ def build_report(run: RunDirectory) -> Path:
     rollouts = recent_rollouts(run)
     config, environment = run.config, run.environment
     excursions = check(rows)
-    drawn = (
+    learning, *drawn = (
         plots.learning(rows, warm_start),
         plots.gap(rows, share_sentence(rows, environment)),
         plots.ratio_parts(rows),
@@ -46,15 +47,17 @@ def build_report(run: RunDirectory) -> Path:
         plots.entropy(rows),
         plots.length(rows),
     )
+    head = gap_head(run.path, learning)
     body = [
         f"<h1>{text(run.path.resolve().name)}</h1>",
         f'<p class="sub">{text(_subtitle(rows, config, environment))}</p>',
         _verdict(rows, excursions, config, environment),
+        head,
         f'<div class="cards">{"".join(_cards(rows))}</div>',
         _excursions(excursions),
         _precision(environment),
         "<h2>Curves</h2>",
-        f'<div class="plots">{"".join(page.plot(p) for p in drawn)}</div>',
+        f'<div class="plots">{"".join(page.plot(p) for p in (drawn if head else (learning, *drawn)))}</div>',
         _samples(rollouts),
         page.folded("Recipe", page.pre(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))),
         page.folded("Environment", page.pre(_environment_text(environment))),

@@ -1,0 +1,294 @@
+"""``mantissa gap``: how far a model's sampling policy is from its learning policy in each pair of formats, no training.
+
+For each pair the rollout engine samples completions of the same prompts from the same seeds, and the learner's kernels
+score the very tokens that it sampled, at the same weights. So nothing has been learned between the two log-probs of a
+token, and all of their difference is kernels and formats. Each pair samples for itself, for the gap is one of the
+policy that samples: after some tokens two pairs write different texts, and their figures are of the same prompts and
+not of the same tokens.
+
+The masters are loaded once, fp32. Beside them lies one copy, the engine's of the pair at hand, and the logits of one
+micro-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mantissa.bench.command import new_folder
+from mantissa.bench.rows import Row, stamp, write_jsonl
+from mantissa.errors import MantissaError
+from mantissa.kernels import learner_kernels, rollout_kernels
+from mantissa.mismatch.estimates import gap_estimates
+from mantissa.model import Decoder, Tokenizer, policy_weights
+from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.rl.adapters import open_policy, policy_folder
+from mantissa.rl.assemble import be_deterministic, exact_plan, prove
+from mantissa.rl.config_rollout import RolloutConfig
+from mantissa.rl.engines import build_engine, close_engine, on_vllm
+from mantissa.rl.experience import Experience
+from mantissa.rl.forward import score
+from mantissa.rl.seeds import derive_seed
+from mantissa.rollout import (
+    LEAST_TEMPERATURE,
+    Completion,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    VllmEngine,
+    require_vllm,
+)
+from mantissa.runs.directory import RunDirectory
+from mantissa.runs.gap_page import COMPLETIONS, FOLDER, ROWS, write_gap_page
+from mantissa.runs.report import build_report
+
+PAIRS = ("fp32", "fp16", "bf16", "fp8", "bf16/fp8", "exact")
+_SLOTS = 64  # rows decoded together
+_MICRO_BATCH = 1024  # padded tokens of one scoring forward: 200 MB of fp32 logits at 49,152 words
+_MOST_PROMPTS, _MOST_BYTES = 10_000, 64 << 20
+
+
+@dataclass(frozen=True)
+class GapConfig:
+    """The command's options. ``prompts`` None: those that come with the package."""
+
+    model: str
+    device: torch.device
+    pairs: tuple[str, ...] = PAIRS
+    prompts: Path | None = None
+    samples: int = 1
+    max_tokens: int = 32
+    temperature: float = 1.0
+    seed: int = 0
+    engine: Literal["native", "vllm"] = "native"
+    out: Path | None = None
+
+    def policies(self) -> dict[str, PrecisionPolicy]:
+        """Each pair's precision, by its name."""
+        if not self.pairs or len(set(self.pairs)) < len(self.pairs):
+            what = "one is named twice" if self.pairs else f"expected names such as {','.join(PAIRS)}"
+            raise MantissaError(f"--pairs {','.join(self.pairs)}: {what}")
+        policies = {name: parse_pair(name) for name in self.pairs}
+        exact = [name for name, policy in policies.items() if policy.kernels == "exact"]
+        if exact and self.engine == "vllm":
+            raise MantissaError(
+                f"--pairs {exact[0]}: vLLM's kernels add in another order than the learner's, so nothing is equal to "
+                "the last bit; leave it out, or use --engine native"
+            )
+        return policies
+
+
+def parse_pair(name: str) -> PrecisionPolicy:
+    """``PRESET``, ``TRAIN/ROLLOUT`` (the learner of one preset and the rollout of another), either with ``+exact`` for
+    exact kernels; ``exact`` is ``bf16+exact``."""
+    formats, plus, kernels = ("bf16+exact" if name == "exact" else name).partition("+")
+    train, slash, rollout = formats.partition("/")
+    if plus and kernels != "exact":
+        raise MantissaError(f"--pairs {name}: expected +exact after the formats, not +{kernels}")
+    try:
+        learner, sampler = (PrecisionPolicy.parse(side) for side in (train, rollout if slash else train))
+        return dataclasses.replace(learner, rollout=sampler.rollout, kernels="exact" if plus else "fast", fp8=None)
+    except MantissaError as error:
+        said = "a pair is a preset or TRAIN/ROLLOUT of two, either with +exact"
+        raise MantissaError(f"--pairs {name}: {error} ({said})") from None
+
+
+def read_prompts(path: Path | None) -> list[str]:
+    """The prompts of a text file, one a line, empty lines left out; the package's own where there is no path."""
+    if path is None:
+        return importlib.resources.files("mantissa.bench").joinpath("gap_prompts.txt").read_text("utf-8").splitlines()
+    if not path.is_file():
+        what = "a folder" if path.is_dir() else "not there"
+        raise MantissaError(f"--prompts {path} is {what}: expected a text file with one prompt a line")
+    if path.stat().st_size > _MOST_BYTES:
+        raise MantissaError(f"--prompts {path}: more than {_MOST_BYTES >> 20} MiB; choose some dozens of its prompts")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (UnicodeDecodeError, OSError) as error:
+        raise MantissaError(
+            f"--prompts {path}: not readable as UTF-8 text ({error}); expected one prompt a line"
+        ) from None
+    prompts = [line.rstrip("\r") for line in lines if line.strip()]
+    if not prompts or len(prompts) > _MOST_PROMPTS:
+        raise MantissaError(f"--prompts {path}: {len(prompts):,} prompts; expected 1 to {_MOST_PROMPTS:,}, one a line")
+    return prompts
+
+
+@dataclass
+class GapResult:
+    """``folder`` holds gap.jsonl, completions.jsonl and gap.html; ``failed``: why a pair has no row, or a wrong one."""
+
+    folder: Path
+    rows: list[Row] = field(default_factory=list)
+    completions: list[Row] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    report: Path | None = None  # of the run in whose folder this is
+
+
+def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
+    """Measure every pair and write the rows as they are made, then the page; in a run's folder also its report anew."""
+    policies, texts = config.policies(), read_prompts(config.prompts)
+    for name, value in (("--samples", config.samples), ("--max-tokens", config.max_tokens)):
+        if value < 1:
+            raise MantissaError(f"{name} {value}: expected 1 or more")
+    least = LEAST_TEMPERATURE if config.engine == "vllm" else 0.0
+    if not (config.temperature > 0 and least <= config.temperature < math.inf):
+        more = f"{least} or more for vLLM" if least else "more than 0, for a greedy choice has no log-prob"
+        raise MantissaError(f"--temperature {config.temperature:g}: expected {more}")
+    run = config.out if config.out is not None and (config.out / "config.yaml").is_file() else None
+    if config.engine == "vllm":
+        require_vllm()
+    say(f"loading {config.model}")
+    be_deterministic(config.device)
+    model, tokenizer = open_policy(policy_folder(config.model), None, 0)
+    model = model.to(config.device)
+    bench = _Bench(config, model, tokenizer, encode(texts, tokenizer, model.config.max_position_embeddings, config))
+    result = GapResult(new_folder(run / FOLDER if run else config.out, "gap", ROWS))
+    for number, (name, policy) in enumerate(policies.items(), start=1):
+        say(f"{name} ({number} of {len(policies)})")
+        try:
+            row, completions = bench.measure(name, policy)
+        except MantissaError as error:
+            result.failed.append(f"{name}: {error}")
+            continue
+        if policy.kernels == "exact" and row["differing"]:
+            result.failed.append(f"{name}: {row['differing']} of {row['tokens']} log-probs differ, and none may")
+        result.rows.append(row)
+        result.completions += completions
+        write_jsonl(result.folder / ROWS, result.rows)
+        write_jsonl(result.folder / COMPLETIONS, result.completions)
+    if result.rows:
+        write_gap_page(result.folder)
+    if run and result.rows:
+        result.report = build_report(RunDirectory.open(run))
+    return result
+
+
+def encode(texts: Sequence[str], tokenizer: Tokenizer, positions: int, config: GapConfig) -> list[list[int]]:
+    """The prompts' tokens: as a user's message where the tokenizer has a chat template, else as they stand."""
+    chat = bool(tokenizer.backend.chat_template)
+    prompts = []
+    for number, text in enumerate(texts, start=1):
+        prompt = tokenizer.encode_prompt([{"role": "user", "content": text}] if chat else text)
+        if not prompt or len(prompt) + config.max_tokens > positions:
+            raise MantissaError(
+                f"prompt {number} has {len(prompt)} tokens, and with --max-tokens {config.max_tokens} the model's "
+                f"{positions} positions allow 1 to {positions - config.max_tokens}; change the prompt or --max-tokens"
+            )
+        prompts.append(prompt)
+    return prompts
+
+
+@dataclass
+class _Bench:
+    """What all pairs share."""
+
+    config: GapConfig
+    model: Decoder
+    tokenizer: Tokenizer
+    prompts: list[list[int]]
+
+    def measure(self, name: str, policy: PrecisionPolicy) -> tuple[Row, list[Row]]:
+        """One pair: its row, and a row for each completion."""
+        config, vllm = self.config, self.config.engine == "vllm"
+        precision = resolve(policy, config.device)
+        precision = on_vllm(precision) if vllm else precision
+        if policy.fp8 is not None:
+            policy.fp8.check(self.model.projections)
+        longest = max(map(len, self.prompts)) + config.max_tokens
+        plan = exact_plan(precision, self.model, config.device, longest, _MICRO_BATCH)
+        evidence = prove(precision, config.device, plan, vllm)
+        started = time.perf_counter()
+        count = len(self.prompts) * config.samples
+        rollout = RolloutConfig(max_tokens=config.max_tokens, slots=min(count, _SLOTS), engine=config.engine)
+        kernels = rollout_kernels(precision, plan)
+        engine = build_engine(rollout, precision, kernels, self.model.config, self.tokenizer, config.device)
+        release: str = config.engine
+        try:
+            if isinstance(engine, VllmEngine):
+                evidence["rollout"], release = engine.evidence, engine.release
+            groups = self._sample(engine)
+        finally:
+            close_engine(engine)
+        sampled = time.perf_counter()
+        experience = Experience.build(self.prompts, groups, [0.0] * count, config.device)
+        learner_BR = score(
+            self.model,
+            learner_kernels(precision, plan),
+            experience.sequences,
+            config.temperature,
+            micro_batch_tokens=_MICRO_BATCH,
+        )
+        seconds = {"sample_seconds": sampled - started, "score_seconds": time.perf_counter() - sampled}
+        row = self._row(name, precision, experience, learner_BR, release) | seconds
+        return row | {"evidence": "; ".join(evidence.values())}, self._completions(name, groups, learner_BR)
+
+    def _sample(self, engine: RolloutEngine) -> list[list[Completion]]:
+        config = self.config
+        engine.sync(policy_weights(self.model), 0)
+        requests = [
+            Request(tuple(prompt), derive_seed(config.seed, "gap", index), config.samples)
+            for index, prompt in enumerate(self.prompts)
+        ]
+        params = SamplingParams(config.max_tokens, config.temperature, stop_token_ids=tuple(self.tokenizer.eos_ids))
+        return engine.generate(requests, params, 0)
+
+    def _row(
+        self, name: str, precision: ResolvedPrecision, experience: Experience, learner_BR: Tensor, engine: str
+    ) -> Row:
+        config, roles = self.config, (precision.learner, precision.rollout)
+        mask_BR = experience.sequences.mask_BR
+        measured = gap_estimates(experience.rollout_logp_BR, learner_BR, mask_BR, experience.group_B)
+        row: Row = {
+            "pair": name,
+            "requested": "/".join(role.requested for role in roles),
+            "active": "/".join(role.requested if role.fp8 else role.active.name for role in roles),
+            "kernels": "/".join(dict.fromkeys(role.kernels for role in roles)),
+            "engine": engine,
+            "model": config.model,
+            "weights": getattr(self.model.config, "weights_note", ""),
+            "parameters": sum(weight.numel() for weight in self.model.parameters()),
+            "prompts": len(self.prompts),
+            "completions": len(mask_BR),
+            "max_tokens": config.max_tokens,
+            "temperature": config.temperature,
+            "seed": config.seed,
+            "tokens": measured.tokens,
+            "differing": measured.differing,
+            "nonfinite": measured.nonfinite,
+            "interval_over": measured.unit,
+        }
+        for figure, estimate in measured.figures.items():
+            row |= {figure: estimate.value, f"{figure}_low": estimate.low, f"{figure}_high": estimate.high}
+        return row | stamp(str(config.device)) | {"time": datetime.now(UTC).isoformat(timespec="seconds")}
+
+    def _completions(self, name: str, groups: Sequence[Sequence[Completion]], learner_BR: Tensor) -> list[Row]:
+        """Each completion's tokens with both log-probs, None where one is not finite."""
+        flat = [(index, completion) for index, group in enumerate(groups) for completion in group]
+        rows = []
+        for (index, completion), learner in zip(flat, learner_BR.cpu(), strict=True):
+            count = len(completion.tokens)
+            both = {"rollout_logp": completion.logp_T, "learner_logp": learner[:count]}
+            rows.append(
+                {
+                    "pair": name,
+                    "prompt": index,
+                    "prompt_length": len(self.prompts[index]),
+                    "tokens": [*self.prompts[index], *completion.tokens],
+                    "temperature": self.config.temperature,
+                    "finish_reason": completion.finish_reason,
+                    "text": self.tokenizer.decode(completion.tokens),
+                }
+                | {key: [x if math.isfinite(x) else None for x in logp.tolist()] for key, logp in both.items()}
+            )
+        return rows

@@ -1,0 +1,259 @@
+"""The page of ``mantissa gap``, and the same table and pictures at the head of a run's report.
+
+Built from ``gap.jsonl`` (a row a pair of formats) and ``completions.jsonl`` (every completion with both log-probs).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mantissa.errors import MantissaError
+from mantissa.files import write_atomically
+from mantissa.mismatch.estimates import GAP_FIGURES
+from mantissa.runs import page
+from mantissa.runs.live import duration, small
+from mantissa.runs.page import text
+from mantissa.runs.plots import Plot, decades, density, log_lines
+from mantissa.runs.series import Array, token_logps
+from mantissa.runs.svg import MUTED, SERIES, figure, step_axis, styled, to_svg
+
+FOLDER, ROWS, COMPLETIONS, PAGE = "gap", "gap.jsonl", "completions.jsonl", "gap.html"
+Rows = Sequence[dict[str, Any]]
+_PANELS = 6  # of the scatter in one line
+TITLES = {
+    "abs_logp_diff_mean": "mean |Δ log-prob|",
+    "k3_kl": "k3 KL",
+    "seq_log_ratio_std": "std of the sequence log-ratio",
+    "log_ratio_slope": "its slope, /1k tokens",
+    "equal_fraction": "equal tokens",
+    "phantom_clip_fraction": "clipped at 0.2",
+}
+
+
+@dataclass(frozen=True)
+class GapRows:
+    """What one call of the command found."""
+
+    rows: Rows
+    completions: Rows
+
+    @property
+    def title(self) -> str:
+        """What was measured, for a heading."""
+        return f"The gap of {self.rows[0]['model']}"
+
+    @property
+    def where(self) -> str:
+        """On what, in one line."""
+        row = self.rows[0]
+        seconds = sum(r["sample_seconds"] + r["score_seconds"] for r in self.rows)
+        engine = "" if row["engine"] == "native" else f" · sampled by {row['engine']}"
+        engine += f" · weights {row['weights']}" if row["weights"] else ""
+        return (
+            f"{row['parameters'] / 1e6:.3g}M weights · {row['prompts']} prompts, {row['completions']} completions of "
+            f"at most {row['max_tokens']} tokens at temperature {row['temperature']:g} · {row['device']}, "
+            f"{row['threads']} thread{'s' * (row['threads'] > 1)}, {duration(seconds)}{engine}"
+        )
+
+
+def read_gap(folder: Path) -> GapRows | None:
+    """What lies in the folder of a ``mantissa gap``; None where nothing does."""
+    if not (folder / ROWS).is_file():
+        return None
+    try:
+        rows, completions = (
+            [json.loads(line) for line in (folder / name).read_text("utf-8").splitlines()]
+            for name in (ROWS, COMPLETIONS)
+        )
+    except (OSError, ValueError) as error:
+        raise MantissaError(
+            f"{folder}: its rows cannot be read ({error}); delete the folder and measure again"
+        ) from None
+    return GapRows(rows, completions) if rows else None
+
+
+def shown(row: dict[str, Any], name: str) -> tuple[str, str]:
+    """A figure as text, and its interval (empty where there is none)."""
+    kind = next(one.unit for one in GAP_FIGURES if one.name == name)
+    say = _share if kind == "fraction" else _signed if name == "log_ratio_slope" else _size
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return say(row[name]), "" if low is None else f"{say(low)}..{say(high)}"
+
+
+def _size(value: float) -> str:
+    return f"{value:#.2g}".rstrip(".") if value >= 0.01 else small(value)
+
+
+def _share(value: float) -> str:
+    """In percent: 0 and 100 exactly, else with as many digits as tell them from these."""
+    if value in (0, 1):
+        return f"{value:.0%}"
+    return f"{value:.1%}" if 0.001 <= value <= 0.999 else f"{value:.3%}"
+
+
+def _signed(value: float) -> str:
+    return "0" if value == 0 else f"{value:+.2f}" if abs(value) >= 0.005 else f"{value:+.0e}"
+
+
+def gap_table(found: GapRows) -> str:
+    """One line a pair: each figure with its interval."""
+    lines = []
+    for row in found.rows:
+        cells = [shown(row, name) for name in TITLES]
+        lines.append(
+            [
+                f"<strong>{text(row['pair'])}</strong><br><span class='note'>{text(row['kernels'])}</span>",
+                *(f"{text(value)}<br><span class='note'>{text(interval)}</span>" for value, interval in cells),
+                f"{row['tokens']:,}",
+            ]
+        )
+    header = ("learner/rollout", *(text(title) for title in TITLES.values()), "tokens")
+    return page.table(header, lines)
+
+
+def gap_note(found: GapRows) -> str:
+    """What the table is of, for below it."""
+    over = found.rows[0]["interval_over"]
+    intervals = "Too few completions for intervals." if over == "neither" else f"In small 95% intervals, over {over}."
+    return (
+        "Nothing was learned between the two log-probs of a token: the engine sampled it, and the learner's kernels "
+        "scored the same token with the same weights. Each pair sampled its own tokens, of the same prompts and seeds. "
+        f"{intervals}"
+    )
+
+
+def write_gap_page(folder: Path) -> Path:
+    """Write ``gap.html`` beside the rows; returns its path."""
+    found = read_gap(folder)
+    assert found is not None, "rows are written first"
+    figures = [
+        [f"<code>{text(f.name)}</code>", text(TITLES[f.name]), text(f.unit), text(f.formula)] for f in GAP_FIGURES
+    ]
+    body = [
+        f"<h1>{text(found.title)}</h1>",
+        f'<p class="sub">{text(found.where)}</p>',
+        gap_table(found),
+        f'<p class="note gap">{text(gap_note(found))}</p>',
+        "<h2>Curves</h2>",
+        f'<div class="plots">{"".join(page.plot(p) for p in over_position(found.completions))}</div>',
+        f'<div class="gap">{page.plot(scatter(found.completions))}</div>',
+        page.folded("What each figure means", page.table(("name", "column", "unit", "formula"), figures)),
+        page.folded("Kernels", page.table(("learner/rollout", "evidence"), _evidence(found.rows))),
+    ]
+    path = folder / PAGE
+    write_atomically(path, page.page(f"{found.title} - Mantissa", body))
+    return path
+
+
+def gap_head(run: Path, learning: Plot) -> str:
+    """What a run's report begins with where a gap lies in the run's folder: its table, its curve beside the learning
+    curve, its scatter. Empty where none was measured; one that cannot be read is said."""
+    try:
+        found = read_gap(run / FOLDER)
+    except MantissaError as error:
+        return f'<p class="note">{text(error)}</p><div class="plots">{page.plot(learning)}</div>'
+    if found is None:
+        return ""
+    return (
+        f'<h2>{text(found.title)}</h2><p class="sub">{text(found.where)}</p>{gap_table(found)}'
+        f'<p class="note gap">{text(gap_note(found))}</p>'
+        f'<div class="plots gap">{page.plot(over_position(found.completions)[0])}{page.plot(learning)}</div>'
+        f'<div class="gap">{page.plot(scatter(found.completions))}</div><h2>The run</h2>'
+    )
+
+
+def _evidence(rows: Rows) -> list[list[str]]:
+    return [[text(row["pair"]), text(row["evidence"])] for row in rows]
+
+
+def by_position(completions: Rows) -> tuple[Array, Array, Array]:
+    """Positions t from 1, the mean over completions of |d_t|, and the standard deviation over them of S_t.
+
+    As far as half of the completions (and two) reach, whose log-probs are all finite; those that have ended drop out.
+    """
+    gaps = []
+    for row in completions:
+        rollout, learner = token_logps([row])
+        if rollout.size == len(row["rollout_logp"]):
+            gaps.append(learner - rollout)
+    lengths = np.sort([gap.size for gap in gaps])[::-1]
+    reach = int(lengths[max(2, -(-len(gaps) // 2)) - 1]) if len(gaps) >= 2 else 0
+    absolute, spread = np.empty(reach), np.empty(reach)
+    for t in range(reach):
+        alive = [gap[: t + 1] for gap in gaps if gap.size > t]
+        absolute[t] = np.mean([abs(gap[t]) for gap in alive])
+        spread[t] = np.std([gap.sum() for gap in alive])
+    return np.arange(1.0, reach + 1), absolute, spread
+
+
+def over_position(completions: Rows) -> list[Plot]:
+    """The gap of a token, and the spread of the sequence log-ratio up to it, against its position."""
+    pairs = _by_pair(completions)
+    curves = {name: by_position(rows) for name, rows in pairs.items()}
+    wanted = (
+        ("Spread of the sequence log-ratio", "position", "std of the sum so far, nats", 2, "spread"),
+        ("Gap of a token", "position", "mean |Δ log-prob|, nats", 1, "position"),
+    )
+    drawn = []
+    for title, across, up, which, name in wanted:
+        lines = [
+            (curves[pair][0], curves[pair][which], SERIES[i % len(SERIES)], {"marker": ""})
+            for i, pair in enumerate(pairs)
+            if curves[pair][0].size
+        ]
+        if not any((y > 0).any() for _, y, *_ in lines):
+            drawn.append(Plot(title, "No gap, or too few completions for a curve."))
+            continue
+        with styled():
+            drawing = figure(5.6, 2.9)
+            axes = drawing.subplots()
+            zeros = log_lines(axes, lines)
+            axes.set_ylabel(up)
+            step_axis(axes, across)
+            svg = to_svg(drawing, f"gap-{name}", title)
+        note = "Of the tokens of each completion that gets so far." + (
+            " Open circles on the floor are exact zeros." if zeros else ""
+        )
+        legend = tuple((pair, SERIES[i % len(SERIES)]) for i, pair in enumerate(pairs))
+        drawn.append(Plot(title, note, svg, legend))
+    return drawn
+
+
+def scatter(completions: Rows) -> Plot:
+    """Every token's probability under the learner against the rollout's, one panel a pair."""
+    title = "Token probabilities: learner against rollout"
+    pairs = {name: token_logps(rows) for name, rows in _by_pair(completions).items()}
+    pairs = {name: both for name, both in pairs.items() if both[0].size}
+    if not pairs:
+        return Plot(title, "No token has two finite log-probs.")
+    low = min(float(min(rollout.min(), learner.min())) for rollout, learner in pairs.values()) / np.log(10)
+    low = min(low, -1.0)
+    with styled():
+        lines = -(-len(pairs) // _PANELS)
+        drawing = figure(1.95 * _PANELS, 2.25 * lines)
+        panels = drawing.subplots(lines, _PANELS, sharex=True, sharey=True, squeeze=False).flatten()
+        for number, (axes, (name, (rollout, learner))) in enumerate(zip(panels, pairs.items(), strict=False)):
+            axes.plot([low, 0], [low, 0], color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
+            density(axes, rollout / np.log(10), learner / np.log(10), SERIES[number % len(SERIES)])
+            axes.set(xlim=(low, -low * 0.03), ylim=(low, -low * 0.03), title=name)
+            decades(axes, "x", 3)
+            decades(axes, "y", 4)
+        for axes in panels[len(pairs) :]:
+            axes.set_visible(False)
+        panels[0].set_ylabel("p under the learner")
+        panels[0].set_xlabel("p under the rollout")
+        svg = to_svg(drawing, "gap-scatter", title)
+    return Plot(title, "One point a token; on the diagonal both agree.", svg)
+
+
+def _by_pair(completions: Rows) -> dict[str, list[dict[str, Any]]]:
+    pairs: dict[str, list[dict[str, Any]]] = {}
+    for row in completions:
+        pairs.setdefault(row["pair"], []).append(row)
+    return pairs

@@ -1,0 +1,211 @@
+"""``mantissa gap``: what it prints is what the tokens on disk say; whose log-probs these are; what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mantissa.bench.gap as command
+from fake_vllm import install
+from html_page import Page
+from mantissa.kernels import NativeKernels
+from mantissa.mismatch.estimates import GAP_FIGURES, gap_estimates
+from mantissa.model import load_model, load_tokenizer
+from mantissa.precision import FP32
+
+Mantissa = Callable[..., Any]
+PROMPTS = "12=\n\n345=\n9876543=\n1=\n22=\n31=\n49=\n58=\n60=\n"
+NAMES = [figure.name for figure in GAP_FIGURES]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text(PROMPTS)
+    return path
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_are_the_figures_of_the_tokens_on_disk(
+    mantissa: Mantissa, finished: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    pairs = ("fp32", "bf16/fp16", "fp16+exact")
+    argv = ("gap", finished, "--prompts", prompts, "--samples", 2, "--max-tokens", 6, "--temperature", 0.8)
+    result = mantissa(*argv, "--pairs", ",".join(pairs), "--out", out, "--json")
+    assert result.code == 0, result
+    rows, completions = lines(out / "gap.jsonl"), lines(out / "completions.jsonl")
+    assert [json.loads(line) for line in result.out.splitlines()] == rows
+    assert [row["pair"] for row in rows] == list(pairs)
+    assert [row["active"] for row in rows] == ["fp32/fp32", "bf16/fp16", "fp16/fp16"]
+    for row in rows:
+        mine = [one for one in completions if one["pair"] == row["pair"]]
+        assert (row["prompts"], row["completions"], row["interval_over"]) == (9, 18, "prompts")
+        both = [torch.zeros(18, 6), torch.zeros(18, 6)]
+        for index, one in enumerate(mine):
+            for side, name in zip(both, ("rollout_logp", "learner_logp"), strict=True):
+                side[index, : len(one[name])] = torch.tensor(one[name])
+        lengths = torch.tensor([len(one["tokens"]) - one["prompt_length"] for one in mine])
+        mask = torch.arange(6) < lengths[:, None]
+        again = gap_estimates(*both, mask, torch.tensor([one["prompt"] for one in mine]))
+        for name, one in again.figures.items():
+            assert (row[name], row[f"{name}_low"], row[f"{name}_high"]) == (one.value, one.low, one.high)
+        assert (row["tokens"], row["differing"], row["nonfinite"]) == (int(mask.sum()), again.differing, 0)
+    assert rows[0]["abs_logp_diff_mean"] < 1e-6 < 1e-4 < rows[1]["abs_logp_diff_mean"]
+    assert rows[2]["differing"] == 0
+    # The learner's side is the model's own log-prob of the sampled token, at the temperature asked for.
+    model = load_model(finished / "policy")
+    for one in (one for one in completions if one["pair"] == "fp32"):
+        tokens, start = torch.tensor([one["tokens"]]), one["prompt_length"]
+        with torch.no_grad():
+            hidden = model(tokens, NativeKernels(FP32))
+            logp = (model.logits(hidden[0], NativeKernels(FP32)).double() / 0.8).log_softmax(-1)
+        expected = logp[start - 1 : -1].gather(1, tokens[0, start:, None]).squeeze(1)
+        assert one["learner_logp"] == pytest.approx(expected.tolist(), abs=1e-5)
+    page = Page((out / "gap.html").read_text())
+    assert [line[0].split()[0] for line in page.tables[0][1:]] == list(pairs)
+
+
+def test_screen_and_report_of_a_run_begin_with_it(
+    mantissa: Mantissa, finished: Path, prompts: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    before = Page((run / "report.html").read_text()).text
+    argv = ("gap", run, "--prompts", prompts, "--max-tokens", 4, "--out", run)
+    result = mantissa(*argv, "--pairs", "fp32,bf16/fp16")
+    assert result.code == 0, result
+    assert f"page: {run / 'gap' / 'gap.html'}" in result.out
+    assert all(word in result.out for word in ("k3 KL", "clipped at 0.2", "over prompts", "bf16/fp16"))
+    after = (run / "report.html").read_text()
+    text = Page(after).text
+    assert "The gap of" not in before
+    order = [text.index(part) for part in ("The gap of", "Reward and accuracy", "The run", "Training accuracy")]
+    assert order == sorted(order)
+    assert text.count("Reward and accuracy") == 1
+    assert "it holds a gap already" in mantissa(*argv).error()
+    (run / "gap" / "completions.jsonl").write_text("{")
+    assert mantissa("report", run).code == 0
+    assert "rows cannot be read" in Page((run / "report.html").read_text()).text
+
+
+def test_a_chat_template_is_used_where_there_is_one(mantissa: Mantissa, finished: Path, tmp_path: Path) -> None:
+    chat, prompts = tmp_path / "chat", tmp_path / "prompts.txt"
+    shutil.copytree(finished / "policy", chat)
+    (chat / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}=")
+    prompts.write_text("12")
+    tokens = {}
+    for folder in (finished / "policy", chat):
+        out = tmp_path / f"{folder.name}-out"
+        argv = ("--pairs", "fp32", "--prompts", prompts, "--max-tokens", 2, "--samples", 3, "--out", out)
+        assert mantissa("gap", folder, *argv).code == 0
+        tokens[folder.name] = [one["tokens"][: one["prompt_length"]] for one in lines(out / "completions.jsonl")]
+        assert lines(out / "gap.jsonl")[0]["interval_over"] == "neither"
+    tokenizer = load_tokenizer(chat)
+    assert tokens == {"policy": [tokenizer.encode("12")] * 3, "chat": [tokenizer.encode("12=")] * 3}
+
+
+def test_the_same_seed_gives_every_pair_the_same_draws(
+    mantissa: Mantissa, finished: Path, prompts: Path, tmp_path: Path
+) -> None:
+    found = []
+    for number, seed in enumerate((1, 1, 2)):
+        out = tmp_path / str(number)
+        argv = ("--pairs", "fp32,fp32/fp32", "--prompts", prompts, "--max-tokens", 4, "--seed", seed, "--out", out)
+        assert mantissa("gap", finished, *argv).code == 0
+        found.append([one["tokens"] for one in lines(out / "completions.jsonl")])
+    assert found[0] == found[1] != found[2]
+    assert found[0][:9] == found[0][9:]
+
+
+def test_vllm_samples_and_the_learner_scores(
+    mantissa: Mantissa, finished: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = install(monkeypatch).made
+    out = tmp_path / "out"
+    argv = ("gap", finished, "--engine", "vllm", "--prompts", prompts, "--max-tokens", 4, "--out", out)
+    result = mantissa(*argv, "--pairs", "fp32,bf16")
+    assert result.code == 0, result
+    assert [llm.closed for llm in made] == [True, True]
+    assert [row["engine"] for row in lines(out / "gap.jsonl")] == ["vLLM 0.32.0"] * 2
+    logp = (-torch.arange(4.0)).log_softmax(-1)
+    for one in lines(out / "completions.jsonl"):
+        sampled = one["tokens"][one["prompt_length"] :]
+        assert one["rollout_logp"] == logp[torch.tensor(sampled)].tolist(), "the stand-in's own distribution"
+    assert "nothing is equal" in mantissa(*argv, "--pairs", "exact", "--out", tmp_path / "2").error()
+
+
+def test_a_pair_that_fails_leaves_the_others_and_is_the_error(
+    mantissa: Mantissa, finished: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score = command.score
+    monkeypatch.setattr(command, "score", lambda *a, **k: score(*a, **k) + 1e-6)
+    argv = ("gap", finished, "--prompts", prompts, "--max-tokens", 4, "--out", tmp_path / "out")
+    result = mantissa(*argv, "--pairs", "exact,fp16,fp32/bf16")
+    assert result.code == 2
+    row = lines(tmp_path / "out" / "gap.jsonl")[0]
+    assert f"error: exact: {row['differing']} of {row['tokens']} log-probs differ, and none may\n" in result.err
+    monkeypatch.setattr(command, "score", score)
+
+    def no_plan(precision: Any, *rest: Any) -> None:
+        if precision.learner.exact:
+            raise command.MantissaError("no plan here")
+
+    monkeypatch.setattr(command, "exact_plan", no_plan)
+    result = mantissa(*argv[:-1], tmp_path / "2", "--pairs", "exact,fp16")
+    assert result.err.endswith("error: exact: no plan here\n")
+    assert [row["pair"] for row in lines(tmp_path / "2" / "gap.jsonl")] == ["fp16"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--pairs", "bf61"), "--pairs bf61: unknown precision preset 'bf61'"),
+        (("--pairs", "bf16/"), "--pairs bf16/: unknown precision preset ''"),
+        (("--pairs", "bf16+exakt"), "expected +exact after the formats"),
+        (("--pairs", "bf16/fp16+exact"), "round to different numbers"),
+        (("--pairs", "fp16,fp16"), "one is named twice"),
+        (("--samples", 0), "--samples 0: expected 1 or more"),
+        (("--max-tokens", 0), "--max-tokens 0: expected 1 or more"),
+        (("--max-tokens", 100_000), "prompt 1 has 3 tokens"),
+        (("--temperature", 0), "--temperature 0: expected more than 0"),
+        (("--temperature", "nan"), "--temperature nan: expected more than 0"),
+        (("--engine", "sglang"), "--engine sglang: expected native or vllm"),
+        (("--engine", "vllm"), "vllm is not installed here"),
+        (("--prompts", "nowhere.txt"), "nowhere.txt is not there"),
+        (("--prompts", "."), ". is a folder"),
+        (("--prompts", "empty.txt"), "0 prompts; expected 1 to 10,000"),
+        (("--prompts", "binary.txt"), "not readable as UTF-8 text"),
+        (("--prompts", "huge.txt"), "more than 64 MiB"),
+        (("--prompts", "many.txt"), "20,000 prompts; expected 1 to 10,000"),
+        (("--prompts", "words.txt"), "which the character vocabulary does not have"),
+    ],
+)
+def test_refusals(
+    mantissa: Mantissa, finished: Path, prompts: Path, argv: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(prompts.parent)
+    Path("empty.txt").write_text("\n  \n")
+    Path("binary.txt").write_bytes(b"\xff\xfe\x00")
+    Path("many.txt").write_text("1=\n" * 20_000)
+    Path("words.txt").write_text("What is 1 plus 1?\n")
+    with open("huge.txt", "wb") as file:
+        file.truncate(65 << 20)
+    given = () if "--prompts" in argv else ("--prompts", prompts)
+    assert says in mantissa("gap", finished, *given, *argv).error()
+    assert not list(Path("runs").glob("*/*")), "nothing is left behind"
+
+
+def test_the_packages_own_prompts() -> None:
+    prompts = command.read_prompts(None)
+    assert len(prompts) == len(set(prompts)) == 32
+    assert all(prompt.isascii() and prompt == prompt.strip() and prompt for prompt in prompts)

@@ -1,0 +1,58 @@
+"""The gap's curves over position against a plain loop, and how its figures read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mantissa.runs.gap_page import by_position, over_position, scatter, shown
+
+
+def completion(rollout: list[float | None], gap: list[float], pair: str = "bf16") -> dict[str, Any]:
+    learner = [None if r is None else r + g for r, g in zip(rollout, gap, strict=True)]
+    return {"pair": pair, "rollout_logp": rollout, "learner_logp": learner}
+
+
+def test_curves_are_of_the_completions_that_get_so_far() -> None:
+    generator = np.random.default_rng(0)
+    lengths = (9, 3, 7, 7, 1, 8)
+    gaps = [generator.normal(0, 0.1, n) for n in lengths]
+    rows = [completion([-1.0] * n, gap.tolist()) for n, gap in zip(lengths, gaps, strict=True)]
+    broken = completion([-1.0] * 9, [0.5] * 9)
+    broken["learner_logp"][4] = None
+    position, absolute, spread = by_position([*rows, broken])
+    assert position.tolist() == [1, 2, 3, 4, 5, 6, 7], "half of six get to 7"
+    for t in range(7):
+        alive = [gap for gap in gaps if gap.size > t]
+        assert absolute[t] == pytest.approx(sum(abs(gap[t]) for gap in alive) / len(alive))
+        assert spread[t] == pytest.approx(float(np.std([gap[: t + 1].sum() for gap in alive])))
+    assert by_position(rows[:1])[0].size == 0
+
+
+def test_pictures_of_nothing_are_sentences() -> None:
+    none = completion([None, None], [0.0, 0.0])
+    assert [plot.svg for plot in over_position([none, none])] == ["", ""]
+    assert scatter([none]).svg == ""
+    equal = [completion([-1.0, -2.0], [0.0, 0.0]) for _ in range(3)]
+    assert all("No gap" in plot.note for plot in over_position(equal))
+    assert scatter(equal).svg, "equal probabilities lie on the diagonal"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "low", "high", "says"),
+    [
+        ("k3_kl", 9.3e-4, 7.1e-4, 1.2e-3, ("9.3e-04", "7.1e-04..1.2e-03")),
+        ("abs_logp_diff_mean", 0.1712, 0.1, 0.25, ("0.17", "0.10..0.25")),
+        ("seq_log_ratio_std", 0.02, 9e-3, 12.3, ("0.020", "9.0e-03..12")),
+        ("log_ratio_slope", 0.0081, -0.5, 0.52, ("+0.01", "-0.50..+0.52")),
+        ("log_ratio_slope", -1.406, -4.2, 1.4, ("-1.41", "-4.20..+1.40")),
+        ("log_ratio_slope", -7.1e-5, -4e-4, 2e-4, ("-7e-05", "-4e-04..+2e-04")),
+        ("equal_fraction", 1.0, 0.9962, 1.0, ("100%", "99.6%..100%")),
+        ("equal_fraction", 0.99996, 0.9991, 1.0, ("99.996%", "99.910%..100%")),
+        ("phantom_clip_fraction", 0.0, None, None, ("0%", "")),
+    ],
+)
+def test_figures_read_well(name: str, value: float, low: float, high: float, says: tuple[str, str]) -> None:
+    assert shown({name: value, f"{name}_low": low, f"{name}_high": high}, name) == says
