@@ -458,6 +458,24 @@ def verl_ignored() -> str:
     return table(("key", "on", "why nothing happens"), lines)
 
 
+def verl_handed() -> str:
+    """Keys that verl hands on unread, and what Megatron and the rollout's engine do with them."""
+    from mantissa.launch.facts import FACTS, HANDED_KEYS
+
+    lines = []
+    for fact in (FACTS[key] for key in FACTS if key in HANDED_KEYS):
+        lines.append([f"`{'+' if fact.new else ''}{fact.key}`", fact.what, fact.trap])
+    return table(("key", "what it decides", "mind"), lines)
+
+
+def verl_variables() -> str:
+    """Environment variables that fp8 needs on every node."""
+    from mantissa.launch.facts import NEEDED
+
+    header = ("variable", "where", "without it")
+    return table(header, [[f"`{row.name}={row.value}`", f"`{row.key}={row.values[0]}`", row.without] for row in NEEDED])
+
+
 def launch_options() -> str:
     """What a launch file may hold."""
     from mantissa.launch import LaunchOptions
@@ -492,6 +510,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "engines": engines_by_precision,
         "traps": verl_traps,
         "ignored": verl_ignored,
+        "handed": verl_handed,
+        "variables": verl_variables,
         "launch_options": launch_options,
     },
 }

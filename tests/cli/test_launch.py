@@ -22,7 +22,7 @@ def test_a_dry_run_shows_each_override_with_its_field_and_the_whole_command(mant
     rows = {tuple(line.split()) for line in result.out.splitlines()}
     assert ("actor_rollout_ref.actor.megatron.dtype=bfloat16", "precision.train") in rows
     assert (
-        "+actor_rollout_ref.actor.megatron.override_transformer_config.fp8=hybrid",
+        "+actor_rollout_ref.actor.megatron.override_transformer_config.fp8=e4m3",
         "precision.fp8.backward",
     ) in rows
     assert ("trainer.total_training_steps=7", "steps") in rows

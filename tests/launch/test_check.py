@@ -81,11 +81,83 @@ def test_on_megatron_the_same_key_is_the_right_one() -> None:
         assert roles["gap"] == "fp16 learner, bf16 rollout"
 
 
-def test_fp8_on_megatron_without_its_variable_is_noticed() -> None:
-    overrides = ["model_engine=megatron", "+actor_rollout_ref.actor.megatron.override_transformer_config.fp8=hybrid",
-                 "+actor_rollout_ref.actor.megatron.override_transformer_config.fp8_recipe=blockwise"]  # fmt: skip
-    report = check_verl(overrides)
-    assert [role.active for role in report.roles if role.name == "its products"] == ["fp8 (hybrid, blockwise)"]
+MEGATRON = "actor_rollout_ref.actor.megatron."
+TRANSFORMER = f"+{MEGATRON}override_transformer_config."
+OPTIMIZER = "+actor_rollout_ref.actor.optim.override_optimizer_config."
+IN_RUNTIME_ENV = "+ray_kwargs.ray_init.runtime_env.env_vars."
+FP8 = ["model_engine=megatron", f"{TRANSFORMER}fp8=hybrid", f"{TRANSFORMER}fp8_recipe=blockwise",
+       ROLLOUT + "name=vllm", ROLLOUT + "quantization=fp8"]  # fmt: skip
+VARIABLES = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "VLLM_USE_DEEP_GEMM": "1", "VLLM_USE_DEEP_GEMM_E8M0": "0"}
+
+
+def test_fp8_without_its_variables_is_noticed() -> None:
+    report = check_verl(FP8)
+    products = [role.active for role in report.roles if role.name == "its products"]
+    assert products == ["fp8 (hybrid, blockwise)", "fp8 (e4m3)"]
+    assert {str(s.given): s.verdict for s in report.wrong} == {f"{n}={v}": "missing" for n, v in VARIABLES.items()}
+    assert "powers of two" in report.wrong[0].why
+    assert report.wrong[0].instead == f"{IN_RUNTIME_ENV}NVTE_FP8_BLOCK_SCALING_FP32_SCALES='1'"
+    assert check_verl([*FP8, *(s.instead.replace("'", "") for s in report.wrong)]).wrong == []  # the advice, followed
+    assert check_verl([*FP8, *(f"{n}={v}" for n, v in VARIABLES.items())]).wrong == []
+    wrong = check_verl([*FP8, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=0", "VLLM_USE_DEEP_GEMM=1"]).wrong
+    assert [(s.given.key[:4], s.verdict) for s in wrong] == [("NVTE", "wrong value"), ("VLLM", "missing")]
+    sglang = check_verl([*FP8, ROLLOUT + "name=sglang", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1"])
+    assert sglang.wrong == []  # vLLM's variables are vLLM's
+
+
+@pytest.mark.parametrize(("form", "says"), [("e4m3", "e4m3 forwards and backwards"), ("hybrid", "e5m2")])
+def test_e4m3_against_hybrid(form: str, says: str) -> None:
+    (setting,) = check_verl(["model_engine=megatron", f"{TRANSFORMER}fp8={form}"]).settings
+    assert setting.verdict == "takes effect"
+    assert says in setting.why
+
+
+IN_DICTIONARIES: list[tuple[str, str, str, str]] = [
+    ("megatron", f"{OPTIMIZER}use_precision_aware_optimizer=True", "takes effect", "by itself it narrows none"),
+    ("megatron", f"{OPTIMIZER}exp_avg_dtype=bf16", "ignored", "a word here stays a word"),
+    ("megatron", f"{OPTIMIZER}some_new_dtype=bf16", "handed on", "the optimizer's constructor"),
+    ("megatron", "actor_rollout_ref.actor.optim.exp_avg_dtype=bf16", "takes effect", "Adam's first moment"),
+    ("megatron", f"{TRANSFORMER}moe_router_dtype=fp32", "takes effect", "the rollout's router has its own"),
+    ("megatron", f"{TRANSFORMER}moe_router_dtype=fp16", "wrong value", "fp32, fp64"),
+    ("megatron", f"{TRANSFORMER}some_new_dtype=fp16", "handed on", "Megatron's TransformerConfig"),
+    ("megatron", f"+{MEGATRON}override_ddp_config.grad_reduce_in_fp32=False", "takes effect", "verl sets it"),
+    ("megatron", MEGATRON + "vanilla_mbridge=True", "takes effect", "the old mbridge"),
+    ("megatron", MEGATRON + "use_mbridge=False", "wrong value", "expected one of True"),
+    ("megatron", MEGATRON + "qat.mode=w4a4", "wrong value", "w4a16"),
+    ("megatron", "actor_rollout_ref.actor.qat.enable=True", "ignored", "read by nobody"),
+    ("dp", "actor_rollout_ref.actor.fsdp_config.qat.mode=w4a4", "takes effect", "activations too"),
+    ("dp", "actor_rollout_ref.actor.fsdp_config.qat.mode=w4a8", "wrong value", "w4a16, w4a4"),
+    ("dp", f"{OPTIMIZER}eps=1e-6", "", ""),  # not about precision
+    ("dp", f"+{ROLLOUT}engine_kwargs.vllm.kv_cache_dtype=fp8", "takes effect", "round what the learner does not"),
+    ("dp", f"+{ROLLOUT}engine_kwargs.vllm.new_quant=1", "handed on", "vLLM's command line"),
+    ("dp", f"+{ROLLOUT}engine_kwargs.sglang.kv_cache_dtype=fp8", "ignored", "the vllm rollout does not read it"),
+]
+
+
+@pytest.mark.parametrize(("engine", "override", "verdict", "why"), IN_DICTIONARIES, ids=lambda value: str(value)[-40:])
+def test_what_is_handed_on_in_a_dictionary(engine: str, override: str, verdict: str, why: str) -> None:
+    settings = check_verl([f"model_engine={engine}", ROLLOUT + "name=vllm", override]).settings
+    assert [s.verdict for s in settings] == ([verdict] if verdict else [])
+    assert all(why in s.why for s in settings)
+
+
+def test_the_engine_s_own_dictionary_wins_over_verl_s_key() -> None:
+    report = check_verl([ROLLOUT + "dtype=bfloat16", f"+{ROLLOUT}engine_kwargs.vllm.dtype=float16"])
+    assert active(report)["rollout"] == "fp16"
+
+
+@pytest.mark.parametrize(("name", "weights"), [("vllm", "learner and rollout"), ("sglang", "in the learner alone")])
+def test_weights_of_4_bits_are_told(name: str, weights: str) -> None:
+    report = check_verl(["actor_rollout_ref.actor.fsdp_config.qat.enable=True", ROLLOUT + f"name={name}"])
+    assert weights in active(report)["weights"]
+
+
+def test_rollouts_beside_vllm_and_sglang() -> None:
+    trtllm = check_verl([ROLLOUT + "name=trtllm", ROLLOUT + "quantization=torchao", ROLLOUT + "dtype=float16"])
+    assert (trtllm.rollout, [s.verdict for s in trtllm.settings]) == ("trtllm", ["wrong value", "takes effect"])
+    dynamo = check_verl([ROLLOUT + "name=dynamo", ROLLOUT + "dtype=float16"])
+    assert (dynamo.rollout, dynamo.wrong) == ("vllm", [])
+    assert "recipe.dynamo registers it" in "".join(dynamo.assumed)
 
 
 def test_casts_on_the_way() -> None:
@@ -106,7 +178,8 @@ def test_what_the_exporter_writes_takes_effect(planned: Callable[..., Plan]) -> 
         ("precision=fp16", "fsdp2", "fp16"), ("precision=bf16", "fsdp", "bf16"), ("precision=fp16", "megatron", "fp16"),
         ("precision=fp8", "megatron", "bf16"), ("algorithm.correction=icepop", "fsdp2", "bf16"),
     ):  # fmt: skip
-        report = check_verl([str(one) for one in planned(features, engine=engine).overrides])
+        plan = planned(features, engine=engine)
+        report = check_verl([*map(str, plan.overrides), *(f"{one.name}={one.value}" for one in plan.environment)])
         assert report.wrong == [], features
         assert report.meant == (), features
         roles = active(report)
@@ -154,6 +227,76 @@ def test_variables_and_their_defaults(tmp_path: Path) -> None:
         ROLLOUT + "dtype": "float16", "x.y": "bfloat16", "z.w": "${NOBODY}"}  # fmt: skip
 
 
+# Shapes of scripts that people publish, in our own words: arrays, a last line that ends in a backslash, a job's
+# runtime_env, a program kept in a here-document.
+SHAPES: dict[str, tuple[str, list[str]]] = {
+    "arrays of a submitted job, ending in a backslash": (r"""
+export NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1
+WHERE=${WHERE:-"$PWD"}
+RUNTIME_ENV=${RUNTIME_ENV:-"${WHERE}/no/runtime_env.yaml"}
+long=$((1024 * 20))
+NARROW=(
+    +actor_rollout_ref.actor.megatron.override_transformer_config.fp8="e4m3"
+    +actor_rollout_ref.actor.megatron.override_transformer_config.fp8_recipe="blockwise"
+    +actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype=fp32
+    +actor_rollout_ref.actor.optim.override_optimizer_config.use_precision_aware_optimizer=True
+)
+ray job submit --runtime-env="${RUNTIME_ENV}" -- python3 -m verl.trainer.main_ppo model_engine=megatron \
+    data.max_response_length=${long} actor_rollout_ref.rollout.name=vllm \
+    "${NARROW[@]}" \
+""", ["missing: exported, but a submitted job has its runtime_env only ($PWD/no/runtime_env.yaml"]),
+    "a job whose runtime_env is there": (r"""
+ray job submit --runtime-env env.yaml -- python3 -m verl.trainer.main_ppo model_engine=megatron \
+    actor_rollout_ref.rollout.name=vllm \
+    +actor_rollout_ref.actor.megatron.override_transformer_config.fp8_recipe=blockwise""", []),
+    "a job whose runtime_env is on its line": (r"""
+ray job submit --runtime-env-json '{"env_vars": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}}' -- python3 x.py \
+    model_engine=megatron actor_rollout_ref.rollout.name=vllm \
+    +actor_rollout_ref.actor.megatron.override_transformer_config.fp8_recipe=blockwise""", []),
+    "4-bit weights, patterns with quotes": (r"""
+mode=${mode:-w4a8}
+python3 -m verl.trainer.main_ppo --config-path "$PWD/config" --config-name own_trainer \
+    actor_rollout_ref.actor.fsdp_config.qat.enable=True actor_rollout_ref.actor.fsdp_config.qat.mode=${mode} \
+    'actor_rollout_ref.actor.fsdp_config.qat.ignore_patterns=["lm_head", "re:.*gate$"]' \
+    actor_rollout_ref.rollout.name=vllm""", ["wrong value: expected one of w4a16, w4a4"]),
+    "TensorRT-LLM": (r"""
+for v in $(env | awk -F= '/^(PMI|SLURM)_/{print $1}'); do unset "$v"; done
+python3 -m verl.trainer.main_ppo --config-name='ppo_megatron_trainer.yaml' \
+    actor_rollout_ref.rollout.name=trtllm actor_rollout_ref.rollout.mode="async" \
+    +actor_rollout_ref.rollout.engine_kwargs.trtllm.batch_wait_timeout_iters=32 \
+    actor_rollout_ref.actor.megatron.use_mbridge=True actor_rollout_ref.rollout.calculate_log_probs=True "${@:2}"
+""", []),
+    "Dynamo, in a here-document": (r"""#!/bin/bash
+#SBATCH --nodes=2
+# that isn't closed: '
+read -r -d '' program <<EOF
+python3 own.py \\
+    actor_rollout_ref.rollout.name=dynamo \\
+    actor_rollout_ref.actor.fsdp_config.dtype=float16
+EOF
+srun bash -c "$program"
+""", ["ignored: FSDP reads mixed_precision.param_dtype; only Megatron's engine reads a key called dtype"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_of_published_scripts(shape: str, tmp_path: Path) -> None:
+    text, found = SHAPES[shape]
+    (tmp_path / "env.yaml").write_text("env_vars: {NVTE_FP8_BLOCK_SCALING_FP32_SCALES: 1}\n")
+    path = tmp_path / "train.sh"
+    path.write_text(text.rstrip("\n"))
+    said = [f"{setting.verdict}: {setting.why}" for setting in check_verl([str(path)]).wrong]
+    assert len(said) == len(found), said
+    assert all(line.startswith(start) for line, start in zip(said, found, strict=True)), said
+
+
+def test_a_word_that_grows_without_end_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    doubling = "\n".join(f"v{i + 1}=$v{i}$v{i}" for i in range(60))
+    path.write_text(f"v0=ab\n{doubling}\nrun actor_rollout_ref.rollout.dtype=$v60\n")
+    assert len(read_words([str(path)]).overrides[ROLLOUT + "dtype"].value) < 200_000
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [("echo 'no end", "cannot be read as a shell script"), ("echo hello", "found no override")],
@@ -169,7 +312,7 @@ def test_scripts_that_are_none(text: str, reason: str, tmp_path: Path) -> None:
     ("arguments", "reason"),
     [(["missing.sh"], "expected overrides such as"), (["a.b=1", "what"], "'what': expected key=value"),
      (["actor_rollout_ref.actor.strategy=veomni"], "this check knows fsdp, fsdp2, megatron"),
-     (["actor_rollout_ref.rollout.name=hf"], "this check knows vllm, sglang")],
+     (["actor_rollout_ref.rollout.name=hf"], "this check knows vllm, sglang, trtllm, dynamo")],
 )  # fmt: skip
 def test_arguments_that_are_wrong(arguments: list[str], reason: str) -> None:
     with pytest.raises(MantissaError, match=reason):

@@ -203,6 +203,14 @@ def test_the_fp8_recipe_takes_its_variables_to_every_node() -> None:
     }
 
 
+@pytest.mark.parametrize(("overrides", "form"), [((), "e4m3"), (("precision.fp8.backward=e5m2",), "hybrid")])
+def test_the_fp8_recipe_is_e4m3_as_verl_s_own_and_hybrid_by_a_word(overrides: tuple[str, ...], form: str) -> None:
+    path = CLUSTER / "qwen3-30b-a3b-dapo-fp8.yaml"
+    plan = export(load_recipe(path, overrides), load_options(launch_file(path), {}))
+    fp8 = {one.key.rpartition(".")[2]: one.value for one in plan.overrides if "override_transformer" in one.key}
+    assert fp8 == {"fp8": form, "fp8_recipe": "blockwise"}
+
+
 # values and options
 
 

@@ -8,26 +8,43 @@ set and from verl's defaults, which are bf16 throughout.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from mantissa.errors import MantissaError
-from mantissa.launch.facts import FACTS, FSDPS, IGNORED, Engine, Fact, Ignored, Rollout, Version, full, short
+from mantissa.launch.facts import (
+    AROUND,
+    FACTS,
+    FSDPS,
+    HANDED_KEYS,
+    IGNORED,
+    NEEDED,
+    Engine,
+    Fact,
+    Ignored,
+    Needed,
+    Rollout,
+    Version,
+    full,
+    reader_of,
+    short,
+)
 from mantissa.launch.script import Given, Words, read_words
 
 _SHORT = {"float16": "fp16", "half": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "float32": "fp32",
           "float": "fp32", "fp32": "fp32"}  # fmt: skip
 _ABOUT_PRECISION = re.compile(
-    r"(dtype|fp8|fp16|bf16|quant|precision|loss_scale|scaler|autocast|amp\b|logprobs_mode|calculate_log_probs|veto"
-    r"|rollout_correction|grad_clip|clip_grad|qat)"
+    r"(dtype|fp4|fp8|fp16|bf16|fp32|quant|precision|loss_scale|scaler|autocast|amp\b|logprobs_mode|calculate_log_probs"
+    r"|veto|rollout_correction|grad_clip|clip_grad|qat|mbridge\b)"
 )
+_IN_RUNTIME_ENV = "+ray_kwargs.ray_init.runtime_env.env_vars."
 _CASTING = {
     "delta_sharded": "weights are cast to bf16, and vLLM takes the delta in bf16 only",
     "kimi_ckpt_engine": "weights are cast to bf16 (its rollout_dtype, which has no key of its own)",
     "mooncake": "weights are cast to bf16 unless engine_kwargs.mooncake.rollout_dtype says otherwise",
 }
-Verdict = Literal["takes effect", "ignored", "refused by hydra", "wrong value", "unknown"]
+Verdict = Literal["takes effect", "handed on", "ignored", "refused by hydra", "wrong value", "unknown", "missing"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +86,7 @@ class Report:
     @property
     def wrong(self) -> list[Setting]:
         """Settings that do not do what they say."""
-        return [setting for setting in self.settings if setting.verdict != "takes effect"]
+        return [setting for setting in self.settings if setting.verdict not in ("takes effect", "handed on")]
 
 
 def check_verl(arguments: Sequence[str], version: Version = "0.9.1") -> Report:
@@ -77,9 +94,14 @@ def check_verl(arguments: Sequence[str], version: Version = "0.9.1") -> Report:
     words = read_words(arguments)
     words.overrides = {short(key): given for key, given in words.overrides.items()}
     engine, rollout, assumed = _engines(words)
-    about = [given for key, given in words.overrides.items() if _ABOUT_PRECISION.search(key)]
-    settings = tuple(_judged(given, engine, rollout, version) for given in about)
-    good = {short(s.given.key): s.given.value for s in settings if s.verdict == "takes effect"}
+    about = [
+        given
+        for key, given in words.overrides.items()
+        if (_ABOUT_PRECISION.search(key) or key in HANDED_KEYS) and not key.startswith(_IN_RUNTIME_ENV[1:])
+    ]
+    judged = [_judged(given, engine, rollout, version) for given in about]
+    good = {short(s.given.key): s.given.value for s in judged if s.verdict == "takes effect"}
+    settings = (*judged, *_variables(words, good, rollout))
     roles = _roles(words, good, engine, rollout)
     return Report(
         version=version,
@@ -92,6 +114,39 @@ def check_verl(arguments: Sequence[str], version: Version = "0.9.1") -> Report:
         meant=tuple(_meant(settings, good, engine)),
         others=len(words.overrides) - len(about),
     )
+
+
+def _variables(words: Words, good: dict[str, str], rollout: Rollout) -> Iterator[Setting]:
+    """The environment variables that these settings need on every node: there, missing, or with another value."""
+    job = {key.removeprefix(_IN_RUNTIME_ENV[1:]): given.value for key, given in words.overrides.items()} | words.job
+    for row in NEEDED:
+        if good.get(row.key) not in row.values or rollout not in row.rollouts:
+            continue
+        value = job.get(row.name) or words.variables.get(row.name)
+        reaches = row.name in job or not words.submitted
+        if value is None or not reaches:
+            yield Setting(
+                Given(row.name, row.value),
+                "missing",
+                _why_missing(row, words),
+                f"{_IN_RUNTIME_ENV}{row.name}='{row.value}'",
+            )
+        elif value != row.value:
+            yield Setting(Given(row.name, value), "wrong value", f"expected {row.value}: {row.without}")
+        else:
+            where = (
+                "in the job's runtime_env"
+                if row.name in job
+                else "set where the driver starts; on several nodes put it into runtime_env"
+            )
+            yield Setting(Given(row.name, value), "takes effect", where)
+
+
+def _why_missing(row: Needed, words: Words) -> str:
+    if row.name in words.variables:
+        where = f" ({words.runtime_env_file} was not found to look into)" if words.runtime_env_file else ""
+        return f"exported, but a submitted job has its runtime_env only{where}. Without it {row.without}"
+    return f"{short(row.key)} needs it on every node. Without it {row.without}"
 
 
 def _meant(settings: Sequence[Setting], good: dict[str, str], engine: Engine) -> list[str]:
@@ -119,12 +174,16 @@ def _engines(words: Words) -> tuple[Engine, Rollout, list[str]]:
         engine, said = "fsdp", "learner on FSDP: neither model_engine nor actor.strategy is given"
         assumed.append(said)
     rollout = words.value("rollout.name") or ""
+    if rollout in AROUND:
+        inner, why = AROUND[rollout]
+        assumed.append(f"rollout.name={rollout} is none of verl's own: {why}, and is judged as {inner}")
+        rollout = inner
     if not rollout:
         rollout = "vllm"
         assumed.append("rollout on vLLM: rollout.name is not given, and verl will ask for it")
     for name, value, known in (
         ("actor.strategy", engine, get_args(Engine)),
-        ("rollout.name", rollout, get_args(Rollout)),
+        ("rollout.name", rollout, (*get_args(Rollout), *AROUND)),
     ):
         if value not in known:
             raise MantissaError(f"{name}={value}: this check knows {', '.join(known)}")
@@ -137,6 +196,10 @@ def _judged(given: Given, engine: Engine, rollout: Rollout, version: Version) ->
     for row in IGNORED:
         if row.key == key and engine in row.engines and rollout in row.rollouts:
             return _ignored(given, row)
+    if fact is None and (reader := reader_of(key)):
+        return Setting(
+            given, "handed on", f"verl hands it unread to {reader}; what it does there this table does not say"
+        )
     if fact is None:
         return Setting(given, "unknown", "not a key that this version of mantissa has seen verl read")
     if version not in fact.versions:
@@ -148,13 +211,18 @@ def _judged(given: Given, engine: Engine, rollout: Rollout, version: Version) ->
         return Setting(
             given, "refused by hydra", f"not in the tree of {engine}", _for_engine(fact, engine, given.value)
         )
+    if rollout not in fact.rollouts:
+        return Setting(given, "ignored", f"the {rollout} rollout does not read it; {' and '.join(fact.rollouts)} does")
     if fact.new and not given.mark:
         return Setting(given, "refused by hydra", "the key is not in verl's tree", f"+{full(key)}={given.value}")
     if not fact.new and given.mark == "+":
         return Setting(given, "refused by hydra", "the key is in verl's tree already", f"{full(key)}={given.value}")
-    if fact.values and given.value not in fact.values and given.value != "null":
-        return Setting(given, "wrong value", f"expected one of {', '.join(fact.values)}; verl itself does not check")
-    return Setting(given, "takes effect", fact.what + (f"; {fact.trap}" if fact.trap else ""))
+    values = fact.understood(engine, rollout)
+    if values and given.value not in values and given.value != "null":
+        return Setting(given, "wrong value", f"expected one of {', '.join(values)}; verl itself does not check")
+    said = fact.says.get(given.value) or fact.says.get(given.value.capitalize())
+    meaning = f"{fact.what}: {said}" if said else fact.what
+    return Setting(given, "takes effect", meaning + (f"; {fact.trap}" if fact.trap else ""))
 
 
 def _ignored(given: Given, row: Ignored) -> Setting:
@@ -194,16 +262,27 @@ def _roles(words: Words, good: dict[str, str], engine: Engine, rollout: Rollout)
         roles.append(Role("reference", reference, why))
     else:
         roles.append(Role("reference", "none", "no KL is used (it would be bf16, whatever the actor is)"))
-    dtype = good.get("rollout.dtype")
+    dtype = good.get(f"rollout.engine_kwargs.{rollout}.dtype") or good.get("rollout.dtype")
     active = "the model file's" if dtype == "auto" else _SHORT.get(dtype or "bfloat16", "bf16")
     roles.append(Role("rollout", active, "rollout.dtype" if dtype else "rollout.dtype is not set: bfloat16"))
     if good.get("rollout.quantization") not in (None, "null"):
         name = good["rollout.quantization"]
         roles.append(Role("its products", "fp8 (e4m3)" if name == "fp8" else name, "rollout.quantization"))
+    roles += _rounded_to_4_bits(good, engine, rollout)
     if learner != active:
         roles.append(Role("gap", f"{learner} learner, {active} rollout", "two roundings of one policy"))
     roles.append(_correction(words, good))
     return roles
+
+
+def _rounded_to_4_bits(good: dict[str, str], engine: Engine, rollout: Rollout) -> list[Role]:
+    section = f"actor.{'megatron' if engine == 'megatron' else 'fsdp_config'}.qat"
+    if good.get(f"{section}.enable", "").lower() != "true":
+        return []
+    mode = good.get(f"{section}.mode", "w4a16")
+    if rollout != "vllm":
+        return [Role("weights", f"NVFP4 ({mode}) in the learner alone", f"{section}; {rollout} does not read it")]
+    return [Role("weights", f"NVFP4 ({mode}), learner and rollout", section)]
 
 
 def _learner(good: dict[str, str], role: str, engine: Engine) -> tuple[str, str]:

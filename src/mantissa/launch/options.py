@@ -7,13 +7,13 @@ beside it (``NAME.launch.yml`` for ``NAME.yaml``) and from the command's options
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError, nearest
-from mantissa.launch.facts import Engine, Rollout, Version, short
+from mantissa.launch.facts import Engine, Version, short
 from mantissa.launch.hardware import Gpu, cuda_version, gpu_named
 from mantissa.rl.recipe import parse_yaml
 
@@ -23,7 +23,7 @@ class LaunchOptions(Config):
 
     version: Version = Field("0.9.1", description="verl's version on the cluster.")
     engine: Engine = Field("fsdp2", description="The learner's engine.")
-    rollout: Rollout = Field("vllm", description="The rollout's engine.")
+    rollout: Literal["vllm", "sglang"] = Field("vllm", description="The rollout's engine.")
     nodes: int = Field(1, ge=1, description="Machines.")
     gpus: int = Field(8, ge=1, description="GPUs of each machine.")
     hardware: str | None = Field(None, description="The GPUs' name, such as h100; needed for fp8.")

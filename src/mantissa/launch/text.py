@@ -63,12 +63,13 @@ def report_text(report: Report) -> str:
     for title, settings in (
         ("precision settings without effect", report.wrong),
         ("precision settings that take effect", [s for s in report.settings if s.verdict == "takes effect"]),
+        ("handed to another program as they are", [s for s in report.settings if s.verdict == "handed on"]),
     ):
         if not settings:
             continue
         lines += ["", title]
         for setting in settings:
-            verdict = "" if setting.verdict == "takes effect" else f"{setting.verdict}: "
+            verdict = "" if setting.verdict in ("takes effect", "handed on") else f"{setting.verdict}: "
             lines += [f"  {setting.given}", f"      {verdict}{setting.why}"]
             if setting.instead:
                 lines.append(f"      instead: {setting.instead}")
