@@ -59,7 +59,7 @@ class Loop:
             assert isinstance(parts.sampler.engine, NativeEngine)
             # A sum of gradients must not depend on whether its step was checked.
             self.learner.reuse_scoring = (config.policy.check_every or 1) == 1
-            self.exactness = Exactness(config.policy, parts.learner, parts.sampler.engine, run, live.note)
+            self.exactness = Exactness(config.policy, parts.learner, parts.sampler.engine, run, live.note, config.steps)
         self._seconds: dict[str, float] = {}
 
     def go(self) -> None:
@@ -205,7 +205,8 @@ class Loop:
         measured: dict[str, float] = {}
         if self.exactness is None or self.exactness.due(step):
             with self._timed("learner_logp"):
-                experience = experience.with_learner(*self.learner.score(experience.sequences))
+                look = None if self.exactness is None else self.exactness.look(experience)
+                experience = experience.with_learner(*self.learner.score(experience.sequences, look))
             if self.exactness is not None:
                 measured |= self.exactness.check(step, experience)
         else:  # the promise, used: these are the learner's own, to the last bit
@@ -218,6 +219,8 @@ class Loop:
                 experience = experience.with_reference(self.reference.score(experience.sequences))
         with self._timed("update"):
             update = self.learner.update(experience, step, probe=step % _PROBE_EVERY == 1)
+        if self.exactness is not None:
+            measured |= self.exactness.updated()
         self.position = batch.position
         row: dict[str, float] = {"step": step, "rollout/version": batch.version, **lag, **measured, **batch.metrics}
         if self.reference is not None:
