@@ -12,6 +12,7 @@ from mantissa.errors import MantissaError
 from mantissa.kernels import (
     ExactPlan,
     ModelShapes,
+    check_invariance,
     learner_kernels,
     plan_exact,
     probe,
@@ -124,11 +125,13 @@ def prove(
 def exact_plan(
     precision: ResolvedPrecision, model: Decoder, device: torch.device, length: int = 256, rows: int = 4096
 ) -> ExactPlan | None:
-    """How exact kernels will compute this model here, found by probing; None where no role is exact, or on CUDA.
+    """How exact kernels will compute this model here, found by probing; None where no role is exact.
+
+    On CUDA there is nothing to choose: None too, but the kernels are probed, and ``MantissaError`` names what fails.
 
     ``length``: positions of the longest sequence to look at. ``rows``: positions of the largest product.
     """
-    if not precision.learner.exact or device.type != "cpu":
+    if not precision.learner.exact:
         return None
     config = model.config
     shapes = ModelShapes.of(
@@ -139,6 +142,9 @@ def exact_plan(
         length,
         rows,
     )
+    if device.type != "cpu":
+        check_invariance(rollout_kernels(precision), shapes, device)
+        return None
     return plan_exact(shapes, precision.learner, device)
 
 
