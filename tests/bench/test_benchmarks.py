@@ -25,8 +25,8 @@ THREAD = ("--threads", "1")
 TINY = {"PROMPTS": 2, "SAMPLES": 2, "PROMPT_TOKENS": 4, "NEW_TOKENS": 4}
 # What a script is called with, and constants of it that a short round has smaller.
 SCRIPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "allocator": ((*THREAD, "--rounds", "1", "--dry"), {}),
-    "amp_loss": ((*THREAD, "--seeds", "1"), {"UPDATES": 50}),
+    "allocator": ((*THREAD, "--rounds", "1", "--work", "tiny", "--dry"), {}),
+    "amp_loss": ((*THREAD, "--seeds", "2"), {"UPDATES": 50}),
     "amp_overhead": ((*THREAD, "--rounds", "1"), {}),
     "auto_scale": (("--steps", "60", "--seeds", "1"), {}),
     "demo_memory": ((*THREAD, "--dry"), {"IMPORTS": ("mantissa",)}),
@@ -39,7 +39,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "peak": (("--threads", "1", "--dry"), {"SHAPES": {"square": (64, 64, 64)}}),
     "rollout_vs_generate": ((*THREAD, "--repeats", "1", "--cases", "1", "--dry"), {}),
     "simulated_step": ((*THREAD, "--rounds", "1"), {}),
-    "waiting": (("--threads", "1", "--busy", "0", "--rounds", "1", "--dry"), {}),
+    "waiting": (("--threads", "1", "--busy", "0", "--rounds", "1", "--work", "tiny", "--dry"), {}),
 }
 ELSEWHERE = {  # tests of their own, here or in test_scripts.py; or no script, but what scripts share
     "demo_runs", "gpu", "gpu_sizes", "rl_step", "rl_step_vs_trl", "run_all", "tables", "trl_step",
