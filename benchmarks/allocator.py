@@ -24,6 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--work", default="small", help="as rl_step.py's")
     parser.add_argument("--dry", action="store_true", help="print, and append no rows")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -31,7 +32,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rl_step-") as folder:
         for precision in ("fp32", "fp16"):
             workers = {
-                name: our_worker(Path(folder), precision, arguments.threads, "--allocator", name)
+                name: our_worker(
+                    Path(folder), precision, arguments.threads, "--allocator", name, "--work", arguments.work
+                )
                 for name in ("default", "kept")
             }
             try:

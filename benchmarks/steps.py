@@ -62,8 +62,8 @@ def interleaved(steps: dict[str, Callable[[], Any]], warm_up: int, rounds: int) 
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
+    """Median and quartiles; of one value, that value."""
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return {"value": middle, "quartile_low": low, "quartile_high": high}
 
 

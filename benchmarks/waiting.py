@@ -23,8 +23,11 @@ from workers import take_turns
 POLICIES = {"default": {}, "short": {"GOMP_SPINCOUNT": "10000"}, "passive": {"OMP_WAIT_POLICY": "passive"}}
 
 
-def measure(folder: Path, threads: int, busy: int, rounds: int) -> list[dict[str, object]]:
-    workers = {name: our_worker(folder, "fp16", threads, environment=variables) for name, variables in POLICIES.items()}
+def measure(folder: Path, threads: int, busy: int, rounds: int, work: str) -> list[dict[str, object]]:
+    workers = {
+        name: our_worker(folder, "fp16", threads, "--work", work, environment=variables)
+        for name, variables in POLICIES.items()
+    }
     beside = [subprocess.Popen([sys.executable, "-P", "-c", "while True: pass"]) for _ in range(busy)]
     try:
         steps = take_turns(workers, warm_up=1, rounds=rounds)
@@ -47,12 +50,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--busy", type=int, nargs="*", default=[0, 2])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--work", default="small", help="as rl_step.py's")
     parser.add_argument("--dry", action="store_true", help="print, and append no rows")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rl_step-") as folder:
         for busy in arguments.busy:
             for threads in arguments.threads:
-                rows = measure(Path(folder), threads, busy, arguments.rounds)
+                rows = measure(Path(folder), threads, busy, arguments.rounds, arguments.work)
                 for row in rows:
                     print(f"{busy} busy, {threads} threads  {row['contender']!s:>8} {row['value']:8.3f} s", flush=True)
                 if not arguments.dry:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from mantissa.kernels import NativeKernels, probe
+from mantissa.errors import MantissaError
+from mantissa.kernels import ModelShapes, NativeKernels, check_invariance, exact_native_probe, probe
 from mantissa.kernels.exact_native import ExactNativeKernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.model.decoder import Projection
@@ -33,7 +34,6 @@ from mantissa.precision import (
     quantize,
     round_cached,
 )
-from mantissa.precision.numerics import token_logprob
 from mantissa.rollout.engine import NativeEngine
 from mantissa.rollout.types import Request, SamplingParams
 from triton_interpreter import DEVICE, INTERPRETED, needs_a_device
@@ -167,10 +167,37 @@ def test_the_engine_s_log_probs_are_the_learner_s(fmt: NumberFormat) -> None:
             with torch.no_grad():
                 logits = model.logits(model(tokens, kernels)[0], kernels)
             start = len(request.prompt_tokens)
-            logp = token_logprob(logits[start - 1 : -1], tokens[0, start:], 0.8).cpu()
+            logp = kernels.token_logprob(logits[start - 1 : -1], tokens[0, start:], 0.8).cpu()
             assert torch.equal(logp, completion.logp_T)
             compared += len(logp)
     assert compared == 3 * 2 * 4
+
+
+SHAPES = ModelShapes((("q_proj", 48, 64), ("lm_head", 48, 50)), 4, 2, 16, 50, length=70, rows=64)
+
+
+@pytest.mark.parametrize("fault", ["", "linear", "logits", "rms_norm", "swiglu", "token_logprob", "attention"])
+def test_the_invariance_probe(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes the family, and names each operation that looks at how many rows there are."""
+    if INTERPRETED:
+        monkeypatch.setattr(exact_native_probe, "_COUNTS", (1, 5))
+    kernels = ExactNativeKernels(FP32)
+    name = "cached_attention" if fault == "attention" else fault
+    if fault:
+        sound = getattr(kernels, name)
+
+        def by_rows(x: Tensor, *others: Any) -> Tensor:
+            out = sound(x, *others)
+            few = fault == "attention" or len(x) < 4
+            return torch.nextafter(out, out + 1) if few else out
+
+        monkeypatch.setattr(kernels, name, by_rows)
+    if not fault:
+        assert check_invariance(kernels, SHAPES, DEVICE).startswith("row-invariant: q_proj 48x64, lm_head 48x50, rms")
+        return
+    said = {"linear": "q_proj 48x64", "logits": "lm_head 48x50"}.get(fault, fault)
+    with pytest.raises(MantissaError, match=f"on this GPU {said}"):
+        check_invariance(kernels, SHAPES, DEVICE)
 
 
 @formats

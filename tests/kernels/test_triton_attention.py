@@ -106,6 +106,51 @@ def test_rows_of_different_lengths_in_one_step(fmt: NumberFormat) -> None:
         assert torch.equal(alone, together[b : b + 1])
 
 
+@pytest.mark.parametrize("fmt", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("length", [64, 130])
+def test_chunks_apart_or_by_one_program(fmt: NumberFormat, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 64 keys: a query's bits do not depend on who takes them, nor on how many there are beyond it."""
+    from mantissa.kernels import triton_attention
+
+    monkeypatch.setattr(triton_attention, "CHUNK", 64)
+    q, k, v = qkv(fmt, 4, 2, 16, length)
+    found = []
+    for programs in (0, 1 << 30):  # one program takes all chunks; every chunk has a program
+        monkeypatch.setattr(triton_attention, "PROGRAMS", programs)
+        found.append(attention(q, k, v))
+        longer = torch.cat((k, torch.randn_like(k)), 2), torch.cat((v, torch.randn_like(v)), 2)
+        found.append(attention(q[:, :, -1:], *longer, torch.full((2,), length - 1)))
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert torch.equal(found[0][:, :, -1:], found[1])
+    error = (found[0].double() - exact_attention(q, k, v)).abs()
+    assert bool((error <= (fmt.epsilon + 2.0**-20) * v.double().abs().amax()).all())
+
+
+@pytest.mark.parametrize(("bad", "programs"), [(float("inf"), 0), (float("nan"), 1 << 30)])
+def test_a_value_that_is_not_finite_reaches_who_sees_it(
+    bad: float, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mantissa.kernels import triton_attention
+
+    monkeypatch.setattr(triton_attention, "CHUNK", 64)
+    monkeypatch.setattr(triton_attention, "PROGRAMS", programs)
+    q, k, v = qkv(BF16, 4, 2, 16, 100)
+    clean = attention(q, k, v)
+    v[1, 0, 70, 3] = bad
+    found = attention(q, k, v)
+    assert torch.equal(found.isnan().nonzero().unique(dim=0), _places(q, slice(70, None), 3))
+    assert torch.equal(found[:, :, :70], clean[:, :, :70])
+    assert torch.equal(found[0], clean[0])
+
+
+def _places(q: Tensor, positions: slice, feature: int) -> Tensor:
+    """Indices in ``q`` of a feature at some positions of row 1, of the query heads that share key head 0."""
+    places = torch.zeros(q.shape, dtype=torch.bool)
+    places[1, : q.shape[1] // 2, positions, feature] = True
+    return places.nonzero()
+
+
 @formats
 def test_scores_that_spread_far_do_not_overflow(fmt: NumberFormat) -> None:
     """Scores of 200 and of -200 in turn, the largest in the last block: every earlier sum is rescaled to zero."""

@@ -93,6 +93,31 @@ def test_a_row_is_the_same_among_any_number_of_rows(fmt: NumberFormat) -> None:
         assert torch.equal(part, whole[start : start + rows])
 
 
+@formats
+@pytest.mark.parametrize("shape", [(17, 256), (70, 520), (48, 1030)], ids=str)
+def test_ranges_of_k_apart_or_by_one_program(
+    shape: tuple[int, int], fmt: NumberFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits do not depend on who takes the ranges; the tree does on the weight's shape, and on nothing else."""
+    from mantissa.kernels import triton_products
+
+    outputs, inputs = shape
+    x, w, b = (t.to(fmt.dtype) for t in (torch.randn(9, inputs), torch.randn(outputs, inputs), torch.randn(outputs)))
+    tile = triton_products.product_tile(fmt.dtype, outputs, inputs)
+    assert tile.splits == (8 if inputs > 1000 else 4 if inputs > 512 else 2) or fmt is not FP32
+    assert tile.splits > 1 or inputs < 512
+    monkeypatch.setattr(triton_products, "product_tile", lambda *shape: tile)
+    found = []
+    for programs in (0, 1 << 30):
+        monkeypatch.setattr(triton_products, "PROGRAMS", programs)
+        found += [matmul(x, w, b, fmt.dtype), matmul(x[3:4], w, b, fmt.dtype)]
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert torch.equal(found[0][3:4], found[1])
+    terms = x.double().abs() @ w.double().abs().t() + b.double().abs()
+    check(found[0], x.double() @ w.double().t() + b.double(), terms, fmt)
+
+
 @pytest.mark.gpu
 @formats
 @pytest.mark.parametrize("shape", [(4096, 4096), (1024, 3072), (32000, 2048), (11008, 4096)], ids=str)

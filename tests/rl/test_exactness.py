@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,22 +15,32 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
 from mantissa.cli import app
 from mantissa.errors import MantissaError
-from mantissa.kernels import ExactKernels, Kernels, plan_exact
-from mantissa.model import load_model
-from mantissa.precision import BF16, E4M3, round_to_format
+from mantissa.kernels import ExactKernels, Kernels, NativeKernels, plan_exact
+from mantissa.model import Decoder, ModelConfig, load_model
+from mantissa.precision import BF16, E4M3, FP32, PrecisionPolicy, round_to_format
 from mantissa.rl import assemble, replay, session
 from mantissa.rl.exactness import Exactness
-from mantissa.rl.replay import read_case
+from mantissa.rl.experience import Experience, Sequences
+from mantissa.rl.forward import forward
+from mantissa.rl.learner import Learner
+from mantissa.rl.loop import Loop
+from mantissa.rl.replay import Case, read_case, write_case
+from mantissa.rollout import Call, NativeEngine, Request, SamplingParams, generation
+from mantissa.rollout.sampling import sample
+from mantissa.rollout.uniforms import uniforms
 from mantissa.runs.directory import RunDirectory
 
 Train = Callable[..., RunDirectory]
 QUICK = ("steps=2", "warm_start.steps=20", "warm_start.evaluate_every=20", "task.reward=prefix", "evaluation=null")
 EXACT = (*QUICK, "precision.kernels=exact")
+SHORT = (*EXACT, "steps=1", "warm_start=null", "rollout.prompts=2", "checkpoint.every=9")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
@@ -125,12 +139,28 @@ def mutated(kind: Any) -> Callable[..., Kernels]:
     return build
 
 
+class LogSoftmax(ExactKernels):
+    """A log-prob that is right, and another: x_t - logsumexp(x)."""
+
+    def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
+        picked = logits_NV.gather(-1, tokens_N.unsqueeze(-1)).squeeze(-1)
+        return picked / temperature - torch.logsumexp(logits_NV / temperature, -1)
+
+
 MUTATIONS = [
     (Silu, "fp32", r"swiglu after model\.layers\.0\.mlp\.up_proj"),
     (Flash, "fp32", r"attention before model\.layers\.0\.self_attn\.o_proj"),
     (PerTensor, "fp8", r"model\.layers\.0\.self_attn\.[qkv]_proj"),
     (half_head, "fp16", r"logits"),
+    (LogSoftmax, "bf16", r"token_logprob"),
 ]
+
+
+def replayed(file: Path) -> tuple[int, str]:
+    """Exit code and output, on one line, of ``mantissa replay``."""
+    found = CliRunner().invoke(app, ["replay", str(file), "--device", "cpu"])
+    assert found.exception is None or isinstance(found.exception, SystemExit)
+    return found.exit_code, found.output.replace("\n", " ")
 
 
 @pytest.mark.parametrize(("kind", "precision", "said"), MUTATIONS, ids=lambda value: getattr(value, "__name__", None))
@@ -146,19 +176,143 @@ def test_what_differs_on_one_side_is_caught_named_and_replayed(
         train(*EXACT, f"precision={precision}")
     message = str(caught.value)
     assert message.startswith("step 1: exact kernels, and yet ")
-    found = __import__("re").search(rf"they part in {said} at position \d+: \d+ of \d+ numbers differ", message)
+    found = re.search(rf"they part in {said} at position \d+: \d+ of \d+ numbers differ", message)
     assert found, message
     (file,) = tmp_path.glob("run-*/mismatch-step-1.safetensors")
     assert f"mantissa replay {file}" in message
 
-    healthy = CliRunner().invoke(app, ["replay", str(file), "--device", "cpu"])  # kernels without the mutation
-    assert (healthy.exit_code, "every operation gives both sides the same numbers" in healthy.output) == (0, True)
+    code, out = replayed(file)  # kernels without the mutation
+    assert (code, "not reproduced here (cpu): every operation gives both sides the same numbers" in out) == (0, True)
+    assert re.search(r"run's two sides: [1-9]\d* of \d+ .* rollout, here against the run: [1-9]\d* of", out)
+    assert "the learner, here against the run: 0 of " in out  # which says whose numbers the run's rollout lost
     monkeypatch.setattr(replay, "rollout_kernels", mutated(kind))
-    ill = CliRunner().invoke(app, ["replay", str(file), "--device", "cpu"])
-    assert ill.exit_code == 1
-    assert found.group() in ill.output.replace("\n", " ")
-    assert message.partition("; replay it")[0] in ill.output.replace("\n", " ")
+    code, out = replayed(file)
+    assert (code, "reproduced here (cpu): they part in" in out) == (1, True)
+    assert found.group() in out
+    assert "the rollout, here against the run: 0 of " in out
+    assert message.partition("; replay it")[0] in out
     assert read_case(file).policy.kernels == "exact"
+
+
+def test_recorded_tokens_are_forced(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another uniform for every draw: whoever sampled again would trace other sequences than those recorded."""
+    monkeypatch.setattr(assemble, "rollout_kernels", mutated(Silu))
+    with pytest.raises(MantissaError) as caught:
+        train(*SHORT)
+    (file,) = tmp_path.glob("run-*/mismatch-step-1.safetensors")
+    named = re.search(r"they part in (.*?);", str(caught.value))
+    stored = read_case(file)
+    assert stored.case.call.tokens[stored.case.job] == stored.case.response
+    assert len(stored.case.call.tokens) == 8
+    assert None not in stored.case.call.tokens
+    monkeypatch.setattr(generation, "uniforms", lambda keys, positions: uniforms(keys ^ 12345, positions))
+    assert replayed(file)[0] == 0
+    monkeypatch.setattr(replay, "rollout_kernels", mutated(Silu))
+    code, out = replayed(file)
+    assert (code, named is not None and named.group(1) in out) == (1, True)
+    assert "the rollout, here against the run: 0 of " in out
+
+    # A file of version 1 holds neither the tokens of batch mates nor log-probs.
+    with safe_open(file, "pt") as handle:
+        facts = json.loads(handle.metadata()["mantissa_case"])
+        tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    old = {name: tensor for name, tensor in tensors.items() if not name.startswith(("call.", "logp."))}
+    save_file(old, file, {"mantissa_case": json.dumps({**facts, "version": 1})})
+    code, out = replayed(file)
+    assert (code, named is not None and named.group(1) in out, "the file is of version 1" in out) == (1, True, True)
+
+
+def hot(logits: Tensor, params: Any, uniform: Tensor, logprob: Any, forced: Any) -> tuple[Tensor, Tensor]:
+    tokens, _ = sample(logits, dataclasses.replace(params, temperature=1.7), uniform, forced_B=forced)
+    return tokens, logprob(logits, tokens, params.temperature)
+
+
+def few(logits: Tensor, params: Any, uniform: Tensor, logprob: Any, forced: Any) -> tuple[Tensor, Tensor]:
+    tokens, _ = sample(logits, dataclasses.replace(params, top_k=6), uniform, forced_B=forced)
+    return tokens, logprob(logits, tokens, params.temperature)
+
+
+@pytest.mark.parametrize("law", [hot, few])
+def test_tokens_drawn_from_another_law_are_caught(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, law: Any
+) -> None:
+    """Their log-probs are the learner's, to the bit; it is the draw that is another's."""
+    monkeypatch.setattr(generation, "sample", law)
+    with pytest.raises(MantissaError, match=r"1: \d+ of \d+ tokens are not those that their uniforms select") as said:
+        train(*SHORT, "rollout.temperature=0.8")
+    assert re.search(r"response token \d+ is \d+, and the uniform 0\.\d+ selects \d+", str(said.value))
+    (file,) = tmp_path.glob("run-*/mismatch-step-1.safetensors")
+    code, out = replayed(file)
+    assert (code, "drawn anew, it comes out the same" in out, "run's two sides: 0 of" in out) == (1, True, True)
+    monkeypatch.setattr(generation, "sample", sample)
+    code, out = replayed(file)
+    assert (code, "drawn anew, it comes out otherwise" in out, "not reproduced here" in out) == (0, True, True)
+
+
+def test_what_does_not_come_back_is_written_too(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A bit that flips on the way from the engine; and a step whose call nobody kept."""
+    built = Experience.build
+
+    def flip(*given: Any) -> Experience:
+        experience = built(*given)
+        experience.rollout_logp_BR.view(torch.int32)[3, 0] ^= 1
+        return experience
+
+    monkeypatch.setattr(Experience, "build", staticmethod(flip))
+    with pytest.raises(MantissaError, match=r"1 of \d+ log-probs differ.*; not reproduced; the run's two sides: 1 of"):
+        train(*SHORT)
+    (file,) = tmp_path.glob("run-0/mismatch-step-1.safetensors")
+    code, out = replayed(file)
+    assert (code, "the rollout, here against the run: 1 of" in out, "not reproduced here" in out) == (0, True, True)
+    monkeypatch.setattr(NativeEngine, "calls", property(lambda self: [], lambda self, value: None), raising=False)
+    with pytest.raises(MantissaError, match="not reproduced"):
+        train(*SHORT)
+    (file,) = tmp_path.glob("run-1/mismatch-step-1.safetensors")
+    assert (replayed(file)[0], read_case(file).case.key) == (0, None)
+
+
+def on_other_kernels(self: Learner, sequences: Any, kernels: Any) -> Any:
+    """The learner's forward, but with gradients on on kernels of its own."""
+    if torch.is_grad_enabled():
+        kernels = copy.copy(kernels)
+        kernels.__class__ = Silu
+    return forward(self.model, kernels, sequences, self.temperature, prompts=False)
+
+
+def test_the_update_s_own_forward_is_compared(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    rows = train(*SHORT, "precision=fp32").read_metrics()
+    assert [row["exact/update_mismatched_tokens"] for row in rows] == [0]
+    monkeypatch.setattr(Learner, "forward", on_other_kernels)
+    with pytest.raises(MantissaError, match=r"update's own forward, .* gives \d+ log-probs .* has other kernels"):
+        train(*SHORT, "precision=fp32")
+    assert (tmp_path / "run-1" / "mismatch-step-1.safetensors").exists()
+    rows = train(*SHORT, "precision=fp32", "precision.on_mismatch=warn").read_metrics()
+    assert rows[0]["exact/update_mismatched_tokens"] > 0
+    assert rows[0]["exact/mismatched_tokens"] == rows[0]["exact/misdrawn_tokens"] == 0
+    assert "warning: step 1: the update's own forward" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("broken", "step", "said"), [(Silu, 2, "own forward"), (hot, 3, "uniforms")])
+def test_a_fault_between_checks_and_in_the_last_step(
+    train: Train, monkeypatch: pytest.MonkeyPatch, broken: Any, step: int, said: str
+) -> None:
+    """Of three steps the first and last are checked; the update of the second compares what it computes anyway."""
+    stepped = Loop._step
+
+    def break_and_step(self: Loop, number: int) -> None:
+        if number == step and broken is Silu:
+            self.sampler.engine.kernels.__class__ = Silu  # type: ignore[attr-defined]
+        elif number == step:
+            monkeypatch.setattr(generation, "sample", broken)
+        stepped(self, number)
+
+    monkeypatch.setattr(Loop, "_step", break_and_step)
+    with pytest.raises(MantissaError, match=f"step {step}: .*{said}"):
+        train(*EXACT, "steps=3", "precision=fp32", "precision.check_every=9")  # warm, so that some rewards differ
 
 
 def test_a_warning_goes_on_and_counts(train: Train, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,20 +325,14 @@ def test_a_warning_goes_on_and_counts(train: Train, capsys: Any, monkeypatch: py
     assert "they part in swiglu" in out
 
 
-def test_a_log_prob_taken_differently_is_not_blamed_on_an_operation(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from mantissa.rollout import generation
-
-    drawn = generation.sample
-
+def test_a_log_prob_changed_after_it_was_taken(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     def off_by_one(*arguments: Any) -> tuple[Tensor, Tensor]:
-        tokens, logp = drawn(*arguments)
+        tokens, logp = sample(*arguments)
         return tokens, torch.nextafter(logp, torch.tensor(-math.inf))
 
     monkeypatch.setattr(generation, "sample", off_by_one)
-    with pytest.raises(MantissaError, match="every operation agrees: either the log-prob itself is taken differently"):
-        train(*EXACT)
+    with pytest.raises(MantissaError, match="they part in what a side makes of token_logprob, which agrees, at"):
+        train(*SHORT)
 
 
 @pytest.mark.parametrize("content", [b"", b"not safetensors at all", None])
@@ -194,6 +342,86 @@ def test_a_file_that_is_no_case(tmp_path: Path, content: bytes | None) -> None:
         path.write_bytes(content)
     with pytest.raises(MantissaError, match=r"expected the file that a run with precision\.kernels=exact wrote"):
         read_case(path)
+
+
+def damaged(file: Path, to: Path, change: Any) -> Path:
+    """``file`` with its facts and tensors changed."""
+    with safe_open(file, "pt") as handle:
+        facts = json.loads(handle.metadata()["mantissa_case"])
+        tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    change(facts, tensors)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, to, {"mantissa_case": json.dumps(facts)})
+    return to
+
+
+DAMAGE: dict[str, Callable[[Any, Any], Any]] = {
+    "a newer version": lambda f, t: f.update(version=3),
+    "an odd version": lambda f, t: f.update(version=[["x"] * 500]),
+    "no engine": lambda f, t: f.pop("engine"),
+    "no temperature": lambda f, t: f.pop("temperature"),
+    "an infinite temperature": lambda f, t: f.update(temperature=float("inf")),
+    "requests that are none": lambda f, t: f.update(requests=7),
+    "a million samples": lambda f, t: f["requests"][0].update(samples=1 << 40),
+    "a prompt outside the vocabulary": lambda f, t: f["requests"][0].update(prompt_tokens=[10**6]),
+    "a job that there is not": lambda f, t: f.update(job=99),
+    "a row that there is not": lambda f, t: f.update(row=-1),
+    "a model of a million layers": lambda f, t: f["model"].update(num_hidden_layers=10**6),
+    "a model of no known kind": lambda f, t: f["model"].update(surprise=1),
+    "no model": lambda f, t: f.update(model=None),
+    "an unknown precision": lambda f, t: f["precision"].update(train="fp7"),
+    "slots beyond memory": lambda f, t: f["engine"].update(slots=1 << 50),
+    "slots of another type": lambda f, t: f["engine"].update(slots=[1]),
+    "max_tokens beyond memory": lambda f, t: f["params"].update(max_tokens=1 << 50),
+    "no embedding": lambda f, t: t.pop("weights.model.embed_tokens.weight"),
+    "a weight too many": lambda f, t: t.update({"weights.other": torch.zeros(3)}),
+    "a misshapen weight": lambda f, t: t.update({"weights.model.norm.weight": torch.zeros(3)}),
+    "a weight of NaN": lambda f, t: t["weights.model.norm.weight"].fill_(math.nan),
+    "a weight in half": lambda f, t: t.update({"weights.model.norm.weight": torch.zeros(32).half()}),
+    "no tokens": lambda f, t: t.pop("part.tokens_BT"),
+    "tokens outside the vocabulary": lambda f, t: t["part.tokens_BT"].fill_(10**6),
+    "tokens as floats": lambda f, t: t.update({"part.tokens_BT": t["part.tokens_BT"].float()}),
+    "lengths beyond the tokens": lambda f, t: t["part.length_B"].fill_(10**6),
+    "a mask of another shape": lambda f, t: t.update({"part.mask_BR": torch.ones(1, 1, dtype=torch.bool)}),
+    "a mask with holes": lambda f, t: t["part.mask_BR"].fill_(False),
+    "answers cut short": lambda f, t: t.update({"call.tokens": t["call.tokens"][:-1]}),
+    "negative lengths": lambda f, t: t["call.lengths"].neg_(),
+    "another answer": lambda f, t: t["call.tokens"].fill_(1),
+    "fewer log-probs": lambda f, t: t.update({"logp.rollout": t["logp.rollout"][:-1]}),
+    "log-probs in half": lambda f, t: t.update({"logp.learner": t["logp.learner"].half()}),
+    "no log-probs": lambda f, t: t.pop("logp.learner"),
+}
+
+
+@pytest.fixture(scope="module")
+def case_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file as a run writes it, of a policy that nobody trained."""
+    folder = tmp_path_factory.mktemp("case")
+    model = Decoder(ModelConfig("llama", 13, 32, 24, 1, 2, 1, 16, max_position_embeddings=32)).initialize(
+        torch.Generator().manual_seed(0)
+    )
+    policy = PrecisionPolicy(train="fp32", rollout="fp32", kernels="exact")
+    call = Call((Request((1, 2), 5, 2),), SamplingParams(4), ((3, 4, 5), (6,)))
+    part = Sequences.build([(1, 2), (1, 2)], [(3, 4, 5), (6,)], torch.device("cpu"))
+    engine = NativeEngine(model.config, NativeKernels(FP32), kv_format=FP32, slots=2, max_length=16)
+    case = Case(call, 0, part, 0, 1.0, torch.zeros(3), torch.zeros(3), call.keys[0])
+    write_case(folder / "case.safetensors", case, model.config, policy, engine, model.state_dict(), "a note")
+    return folder / "case.safetensors"
+
+
+def test_a_case_comes_back(case_file: Path) -> None:
+    stored = read_case(case_file)
+    assert stored.case.call.tokens == ((3, 4, 5), (6,))
+    assert (stored.case.response, stored.slots, stored.note) == ((3, 4, 5), 2, "a note")
+    code, out = replayed(case_file)  # its tokens were not drawn, its log-probs are not the policy's
+    assert (code, "selects" in out, "the learner, here against the run: 3 of 3" in out) == (0, True, True)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_case_is_one_clear_error(case_file: Path, tmp_path: Path, damage: str) -> None:
+    path = damaged(case_file, tmp_path / "case.safetensors", DAMAGE[damage])
+    with pytest.raises(MantissaError, match=rf"^{re.escape(str(path))}: ") as caught:
+        read_case(path)
+    assert len(str(caught.value)) < len(str(path)) + 500
 
 
 def test_a_lag_is_refused(configure: Callable[..., Any]) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 import team_worker
 from mantissa.rl.recipe import apply_overrides
+from mantissa.rl.replay import read_case, replay
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.metrics import deterministic
 
@@ -318,11 +319,13 @@ def test_a_rollout_that_differs_on_one_rank_stops_all(launched: dict[int, Path],
     assert len(said) == 1
     message = said.pop()
     assert "exact kernels, and yet" in message
-    if kind == "ddp":
-        assert "model.layers.1.mlp.down_proj" in message
-        assert list((launched[2] / f"{kind}-mismatch").glob("mismatch-step-1.safetensors"))
-    else:
-        assert "parallel=ddp names the operation" in message
+    assert ("model.layers.1.mlp.down_proj" if kind == "ddp" else "no rank holds whole weights") in message
+    stored = read_case(launched[2] / f"{kind}-mismatch" / "mismatch-step-1.safetensors")
+    assert stored.case.key is not None
+    found, _ = replay(stored, torch.device("cpu"))  # the weights that were learned with, on both sides
+    assert (found.culprit, found.draw) == (None, None)
+    assert torch.equal(found.learner_T, stored.case.learner_logp_T)
+    assert not torch.equal(found.rollout_T, stored.case.rollout_logp_T)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,9 +12,9 @@ def replay(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="RUN/mismatch-step-N.safetensors.")],
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
-    """Run both sides of a log-prob mismatch again and name the first operation that differs.
+    """Run both sides of a mismatch again on the recorded tokens, and name the first operation that differs.
 
-    Exits with 1 where they differ, with 0 where every operation agrees on this machine.
+    Exits with 1 where they differ here too, with 0 where they do not.
     """
     from mantissa.rl.assemble import be_deterministic, choose_device
     from mantissa.rl.replay import read_case
@@ -24,11 +24,11 @@ def replay(
     be_deterministic(chosen)
     stored = read_case(file)
     typer.echo(f"seen by the run: {stored.note}")
-    found = run_again(stored, chosen)
-    for line in found.plan:
+    found, plan = run_again(stored, chosen)
+    for line in plan:
         typer.echo(f"exact: {line}")
-    if found.culprit is None:
-        typer.echo(f"here ({chosen}) every operation gives both sides the same numbers")
-        return
-    typer.echo(f"here ({chosen}) they part in {found.culprit}")
-    raise typer.Exit(1)
+    for line in found.lines(stored.case):
+        typer.echo(line)
+    typer.echo(f"{'reproduced' if found.reproduced else 'not reproduced'} here ({chosen}): {found}")
+    if found.reproduced:
+        raise typer.Exit(1)

@@ -8,6 +8,7 @@ from mantissa.errors import MantissaError
 from mantissa.kernels.autocast import Autocast, autocast_for
 from mantissa.kernels.autocast_probe import probe_autocast
 from mantissa.kernels.exact import ExactKernels
+from mantissa.kernels.exact_native_probe import check_invariance
 from mantissa.kernels.exact_plan import WAYS, ExactPlan, ModelShapes, Way
 from mantissa.kernels.exact_probe import plan_exact
 from mantissa.kernels.interface import Kernels
@@ -79,6 +80,7 @@ __all__ = [
     "Traced",
     "Way",
     "autocast_for",
+    "check_invariance",
     "first_difference",
     "learner_kernels",
     "operation",

@@ -23,7 +23,8 @@ from mantissa.precision import BlockScaled
 # From an operation's kind and result, the vectors to note (n, features) and their positions in the sequence (n).
 Pick = Callable[[str, Tensor], tuple[Tensor, Tensor]]
 
-_HEADS_FIRST = ("rotate", "attention")  # results B,H,T,D; the others are B,T,... and the logits N,V
+LOGPROB = 1 << 30  # the log-prob's number: it ends a position, and is no part of the forward
+_HEADS_FIRST = ("rotate", "attention")  # results B,H,T,D; the others are B,T,..., the logits N,V and log-probs N
 
 
 class Traced:
@@ -79,8 +80,13 @@ class Traced:
         self._note("attention", "attention", out_BHD.unsqueeze(2))
         return out_BHD
 
-    def _note(self, kind: str, name: str, out: Tensor) -> Tensor:
-        number, self._number = self._number, self._number + 1
+    def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
+        logp_N = self._kernels.token_logprob(logits_NV, tokens_N, temperature)
+        return self._note("logits", "token_logprob", logp_N, LOGPROB)  # picked as the logits are
+
+    def _note(self, kind: str, name: str, out: Tensor, number: int | None = None) -> Tensor:
+        if number is None:
+            number, self._number = self._number, self._number + 1
         self.names.setdefault(number, name)
         if self._pick is None:
             return out
@@ -102,7 +108,7 @@ def first_difference(one: Traced, other: Traced) -> tuple[int, int] | None:
 def operation(names: dict[int, str], number: int) -> str:
     """What an operation is, in words: a projection's name in the model, or another's and the projection next to it."""
     name = names[number]
-    if "." in name or name in ("embedding", "logits"):
+    if "." in name or name in ("embedding", "logits", "token_logprob"):
         return name
     projections = [n for n in names if "." in names[n]]
     if not projections:

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+PROGRAMS = 128  # that fill a GPU, about: its multiprocessors
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False}
 
 

@@ -15,6 +15,7 @@ from mantissa.kernels import (
     ExactPlan,
     ModelShapes,
     Way,
+    check_invariance,
     learner_kernels,
     plan_exact,
     probe,
@@ -136,12 +137,14 @@ def exact_plan(
     rows: int = 4096,
     only: Way | None = None,
 ) -> ExactPlan | None:
-    """How exact kernels will compute this model here, found by probing; None where no role is exact, or on CUDA.
+    """How exact kernels will compute this model here, found by probing; None where no role is exact.
+
+    On CUDA there is nothing to choose: None too, but the kernels are probed, and ``MantissaError`` names what fails.
 
     ``length``: positions of the longest sequence to look at. ``rows``: positions of the largest product. ``only``: one
     way to compute, and no faster one.
     """
-    if not precision.learner.exact or device.type != "cpu":
+    if not precision.learner.exact:
         return None
     config = model.config
     shapes = ModelShapes.of(
@@ -152,6 +155,9 @@ def exact_plan(
         length,
         rows,
     )
+    if device.type != "cpu":
+        check_invariance(rollout_kernels(precision), shapes, device)
+        return None
     return plan_exact(shapes, precision.learner, device, only)
 
 

@@ -1,33 +1,41 @@
 """The promise of ``precision.kernels=exact``, checked: every sampled token's log-prob is the learner's, bit for bit.
 
 The check compares the rollout's log-probs with those of the learner's own forward, all sampled tokens of the step, by
-their bits. It fails closed: at the first step where one differs, both sides are replayed to find the operation in which
-they part (``replay.py``), a file that reproduces it is written, and the run stops (``precision.on_mismatch: warn`` goes
-on, and says so at every such step).
+their bits, and each token with the one that its uniform selects from the learner's distribution. It fails closed: at
+the first step where one differs, both sides are replayed to find the operation in which they part (``replay.py``), a
+file that holds both is written, and the run stops (``precision.on_mismatch: warn`` goes on, and says so at every such
+step).
 
 Before it stops, it may plan anew: once in a run, and only where nothing was learned from unchecked numbers, the kernels
 move to the next safer way (``kernels/exact_plan.py``), and the step is sampled again with it, from the same seeds. That
 is printed, counted (``exact/replans``) and kept in the checkpoints. A second difference stops the run.
 
 Exactness also pays. The log-probs of the old policy, for which a step otherwise needs a forward of its own, are those
-that the rollout delivered. With ``precision.check_every: n`` that forward is done in one step of n, as the check, and
-in the others left out: what they learn from is the same, bit for bit, as long as the promise holds.
+that the rollout delivered. With ``precision.check_every: n`` that forward is done in one step of n and in the last, as
+the check, and in the others left out: what they learn from is the same, bit for bit, as long as the promise holds.
+
+Every step, checked or not, compares what costs nothing: the first update's own forward is one under the weights that
+sampled, so each log-prob it gives (of the completions that carry a gradient) is the old policy's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.kernels import WAYS, ExactKernels, ExactPlan, Kernels, Way
 from mantissa.precision import PrecisionPolicy
 from mantissa.rl.experience import Experience
-from mantissa.rl.learner import Learner
-from mantissa.rl.replay import Case, locate, write_case
-from mantissa.rollout import NativeEngine
+from mantissa.rl.learner import Learner, Look
+from mantissa.rl.replay import Case, examine, unequal, write_case
+from mantissa.rollout import Call, NativeEngine, Request, SamplingParams
+from mantissa.rollout.sampling import drawn_otherwise
+from mantissa.rollout.uniforms import uniforms
 from mantissa.runs.directory import RunDirectory
 
 
@@ -46,7 +54,7 @@ def compare(experience: Experience) -> Mismatch | None:
     mask_BR = experience.sequences.mask_BR
     assert experience.old_logp_BR is not None, "score the experience first"
     rollout_BR, learner_BR = experience.rollout_logp_BR, experience.old_logp_BR
-    different_BR = (rollout_BR.view(torch.int32) != learner_BR.view(torch.int32)) & mask_BR
+    different_BR = unequal(rollout_BR, learner_BR) & mask_BR
     if not bool(different_BR.any()):
         return None
     row, token = different_BR.nonzero()[0].tolist()
@@ -54,7 +62,7 @@ def compare(experience: Experience) -> Mismatch | None:
 
 
 class Exactness:
-    """Checks the steps of a run. ``note`` takes a line for the screen."""
+    """Checks the steps of a run, ``steps`` in all. ``note`` takes a line for the screen."""
 
     def __init__(
         self,
@@ -63,17 +71,19 @@ class Exactness:
         engine: NativeEngine,
         run: RunDirectory,
         note: Callable[[str], None],
+        steps: int,
         replan: Callable[[Way], ExactPlan] | None = None,
         others: Sequence[Kernels] = (),
     ) -> None:
         self.policy, self.learner, self.engine, self.run, self.note = policy, learner, engine, run, note
         self.kernels = [k for k in (learner.kernels, engine.kernels, *others) if isinstance(k, ExactKernels)]
-        self.replan = replan
-        self.replans = 0
+        self.steps, self.replan, self.replans = steps, replan, 0
+        self.unlike: int | None = None
+        engine.keeps_calls, learner.verify = True, self.verify
 
     def due(self, step: int) -> bool:
-        """Whether ``step`` is checked: the first one, and every ``check_every``-th after it."""
-        return (step - 1) % (self.policy.check_every or 1) == 0
+        """Whether ``step`` is checked: the first one, every ``check_every``-th after it, and the last."""
+        return (step - 1) % (self.policy.check_every or 1) == 0 or step == self.steps
 
     def check(self, step: int, experience: Experience) -> dict[str, float] | None:
         """Compare a scored batch; returns the step's metrics. At a difference, ``precision.on_mismatch`` decides.
@@ -83,19 +93,20 @@ class Exactness:
         found = compare(experience)
         checked = int(experience.sequences.mask_BR.sum())
         if found is not None:
-            message = self._explain(step, experience, found)
+            message = self._mismatch(step, experience, found)
             if self._may_plan_anew(step):
                 way = WAYS[WAYS.index(self.kernels[0].plan.way) + 1]
                 self.use(way)
-                self.note(f"warning: {message}; from here on all kernels compute by {way}, and step {step} is sampled again")
+                self.note(f"warning: {message}; from here on all kernels compute by {way}: step {step} is sampled again")
                 return None
-            if self.policy.on_mismatch != "warn":
-                again = ", also with the safer plan" if self.replans else ""
-                raise MantissaError(f"{message}{again}; precision.on_mismatch=warn goes on in spite of it")
-            self.note(f"warning: {message}")
+            self._decide(message + (", also with the safer plan" if self.replans else ""))
+        misdrawn, message = self._misdrawn(step, experience)
+        if misdrawn:
+            self._decide(message)
         return {
             "exact/checked_tokens": checked,
             "exact/mismatched_tokens": found.tokens if found else 0,
+            "exact/misdrawn_tokens": misdrawn,
             "exact/replans": self.replans,
         }
 
@@ -113,8 +124,71 @@ class Exactness:
             kernels.plan = plan
         self.replans += 1
 
-    def _explain(self, step: int, experience: Experience, found: Mismatch) -> str:
-        """What differs, where it begins, and the file that reproduces it."""
+    def look(self, experience: Experience) -> Look:
+        """What watches the scoring of a batch for tokens that the learner's law does not draw with their uniforms."""
+        sequences, key_B = experience.sequences, experience.key_B
+        assert key_B is not None, "a native engine draws"
+        params = SamplingParams(1, self.learner.temperature)
+        self._misdrawn_BR = torch.zeros_like(sequences.mask_BR, dtype=torch.int32)
+
+        def look(row_N: Tensor, column_N: Tensor, logits_NV: Tensor) -> None:
+            token_N = sequences.tokens_BT[row_N, sequences.prompt_length_B[row_N] + column_N]
+            otherwise_N = drawn_otherwise(logits_NV, token_N, params, uniforms(key_B[row_N], column_N))
+            self._misdrawn_BR[row_N, column_N] = otherwise_N.to(torch.int32)
+
+        return look
+
+    def _misdrawn(self, step: int, experience: Experience) -> tuple[int, str]:
+        """How many tokens were drawn from another law than the learner's, and what to say of the first."""
+        self.learner.team.join_rows(self._misdrawn_BR)
+        count = int(self._misdrawn_BR.sum())
+        if not count:
+            return 0, ""
+        row, token = self._misdrawn_BR.nonzero()[0].tolist()
+        what = (
+            f"step {step}: {count} of {int(experience.sequences.mask_BR.sum())} tokens are not those that their "
+            f"uniforms select from the learner's distribution; the first is response token {token} of sequence {row}"
+        )
+        return count, self._explain(step, experience, what, row)
+
+    def verify(self, step: int, experience: Experience, seen_BR: Tensor) -> None:
+        """Compare the log-probs of the first update's own forward with the old policy's: the weights are still its own.
+
+        In a step that was not checked those are the rollout's.
+        """
+        assert experience.old_logp_BR is not None
+        sequences, team = experience.sequences, self.learner.team
+        different_BR = unequal(seen_BR, experience.old_logp_BR) & sequences.mask_BR
+        self.unlike = int(team.ranks.sum_of(int(different_BR.sum())))
+        if not self.unlike:
+            return
+        found = [place.tolist() for place in different_BR.nonzero()[:1]]
+        row, token = next(places[0] for places in team.ranks.gather(found) if places)
+        scored = experience.with_learner(self.learner.score(sequences)[0], None)
+        again = compare(scored)
+        what = (
+            f"step {step}: the update's own forward, before any weight changed, gives {self.unlike} log-probs that are "
+            f"not the old policy's; the first is that of sequence {row}, response token {token}"
+        )
+        if again is None:  # scoring is as the rollout: so the update computes otherwise
+            what += ". Scoring gives the rollout's: the update's forward has other kernels"
+        else:
+            what += f". Scoring differs from the rollout in {again.tokens} of {again.checked} too"
+        self._decide(self._explain(step, scored, what, row if again is None else again.row))
+
+    def updated(self) -> dict[str, float]:
+        """The metrics of the update since the last call; none where it made no forward."""
+        unlike, self.unlike = self.unlike, None
+        return {} if unlike is None else {"exact/update_mismatched_tokens": unlike}
+
+    def _decide(self, message: str) -> None:
+        """``precision.on_mismatch``."""
+        if self.policy.on_mismatch != "warn":
+            raise MantissaError(message + "; precision.on_mismatch=warn goes on in spite of it")
+        self.note(f"warning: {message}")
+
+    def _mismatch(self, step: int, experience: Experience, found: Mismatch) -> str:
+        """What differs, where it begins, and the file that holds it."""
         assert experience.old_logp_BR is not None
         at = (found.row, found.token)
         position = int(experience.sequences.prompt_length_B[found.row]) + found.token
@@ -123,44 +197,53 @@ class Exactness:
             f"and learner; the first is that of sequence {found.row}, response token {found.token} (position "
             f"{position}): {float(experience.rollout_logp_BR[at]):.9g} against {float(experience.old_logp_BR[at]):.9g}"
         )
-        team = self.learner.team
+        return self._explain(step, experience, what, found.row)
+
+    def _explain(self, step: int, experience: Experience, what: str, row: int) -> str:
+        """``what``, with what a replay of sequence ``row`` shows, and the file that holds both sides of it.
+
+        The rank that sampled it replays it; where no rank holds whole weights, the first one writes the file alone.
+        """
+        team, learner = self.learner.team, self.learner
+        case = self._case(experience, row)
+        owners = team.ranks.gather(case.key is not None)
+        actor = owners.index(True) if any(owners) and not team.sharded else 0
+        weights: Any = learner.weights
         if team.sharded:
-            return f"{what}; no rank holds whole weights to replay it with: parallel=ddp names the operation"
-        case = self._case(experience, found.row)
-        replayed = team.said(None if case is None else self._replayed(step, what, case))  # by the rank that sampled it
-        return replayed or f"{what}; the call that sampled it is gone, so it cannot be replayed"
+            weights, cases = team.whole(learner.weights), team.ranks.gather(case)
+            case = cases[owners.index(True) if any(owners) else 0]
+        said = None
+        if team.ranks.rank == actor:
+            if team.sharded:
+                what += "; no rank holds whole weights to replay it with here"
+            else:
+                found = examine(self.engine, learner.model, learner.kernels, case)
+                seen = () if found.reproduced else ("not reproduced", *found.lines(case))
+                what = "; ".join((what, *seen, str(found)))
+            path = self.run.path / f"mismatch-step-{step}.safetensors"
+            write_case(path, case, learner.model.config, self.policy, self.engine, weights, what)
+            said = f"{what}; replay it with: mantissa replay {path}"
+        return team.said(said) or what
 
-    def _replayed(self, step: int, what: str, case: Case) -> str:
-        """``what``, with the operation in which the two sides part, and the file that reproduces it."""
-        culprit = locate(self.engine, self.learner.model, self.learner.kernels, case)
-        if culprit is not None:
-            where = f"they part in {culprit}"
-        else:
-            where = (
-                "replayed, every operation agrees: either the log-prob itself is taken differently, or the difference "
-                "does not come back (another number of threads, faulty memory)"
-            )
-        path = self.run.path / f"mismatch-step-{step}.safetensors"
-        write_case(
-            path, case, self.learner.model.config, self.policy, self.engine, self.learner.weights, f"{what}; {where}"
-        )
-        return f"{what}; {where}; replay it with: mantissa replay {path}"
+    def _case(self, experience: Experience, row: int) -> Case:
+        """Both sides of one sequence: the call that sampled it, and the micro-batch that scored it.
 
-    def _case(self, experience: Experience, row: int) -> Case | None:
-        """Both sides of one sequence: the call that sampled it, and the micro-batch that scored it."""
-        sequences = experience.sequences
+        Where no call of this rank sampled it, its key is None, and in place of the call stand its tokens alone.
+        """
+        sequences, old_BR = experience.sequences, experience.old_logp_BR
+        assert old_BR is not None
         prompt_length, length = int(sequences.prompt_length_B[row]), int(sequences.length_B[row])
         tokens = sequences.tokens_BT[row, :length].tolist()
         prompt, response = tuple(tokens[:prompt_length]), tuple(tokens[prompt_length:])
         rows = self.learner.scored_with(sequences, row)
+        key = None if experience.key_B is None else int(experience.key_B[row])
+        params = SamplingParams(len(response), self.learner.temperature)
+        call, job, found = Call((Request(prompt, 0),), params, (response,)), 0, None
+        for known in self.engine.calls:
+            for number, (other, answer) in enumerate(zip(known.keys, known.tokens, strict=True)):
+                if (other, answer) == (key, response):
+                    call, job, found = known, number, key
+        mine = slice(None, len(response))
         place = int((rows == row).nonzero()[0, 0])
-        for call in self.engine.calls:
-            owners = [request for request in call.requests for _ in range(request.samples)]
-            if not any(request.prompt_tokens == prompt for request in owners):
-                continue
-            flat = [completion for group in self.engine.again(call) for completion in group]
-            for job, (request, completion) in enumerate(zip(owners, flat, strict=True)):
-                same = request.prompt_tokens == prompt and completion.tokens == response
-                if same and torch.equal(completion.logp_T, experience.rollout_logp_BR[row, : len(response)].cpu()):
-                    return Case(call, job, sequences.select(rows), place, self.learner.temperature)
-        return None
+        logp = experience.rollout_logp_BR[row, mine].cpu(), old_BR[row, mine].detach().cpu()
+        return Case(call, job, sequences.select(rows), place, self.learner.temperature, *logp, found)

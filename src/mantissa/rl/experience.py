@@ -82,7 +82,8 @@ class Experience:
     ``rollout_logp_BR``: fp32, from the engine. ``reward_B``: fp32. ``group_B``: int64, the prompt within the batch.
     ``old_logp_BR`` and ``entropy_BR``: fp32, the learner's before the update; None until ``with_learner`` fills them.
     With exact kernels a step that is not checked has the rollout's log-probs there, and no entropy.
-    ``ref_logp_BR``: fp32, the reference's; None where there is no reference.
+    ``ref_logp_BR``: fp32, the reference's; None where there is no reference. ``key_B``: int64, of the uniforms that
+    drew each response; None where another engine did.
     """
 
     sequences: Sequences
@@ -92,6 +93,7 @@ class Experience:
     old_logp_BR: Tensor | None = None
     entropy_BR: Tensor | None = None
     ref_logp_BR: Tensor | None = None
+    key_B: Tensor | None = None
 
     @staticmethod
     def build(
@@ -109,7 +111,9 @@ class Experience:
         for row, completion in zip(logp_BR, completions, strict=True):
             row[: len(completion.tokens)] = completion.logp_T
         reward_B = torch.tensor(rewards, dtype=torch.float32, device=device)
-        return Experience(sequences, logp_BR.to(device), reward_B, group_B)
+        keys = [completion.key for completion in completions if completion.key is not None]
+        key_B = torch.tensor(keys, device=device) if len(keys) == len(completions) else None
+        return Experience(sequences, logp_BR.to(device), reward_B, group_B, key_B=key_B)
 
     def with_learner(self, logp_BR: Tensor, entropy_BR: Tensor | None) -> Experience:
         return replace(self, old_logp_BR=logp_BR, entropy_BR=entropy_BR)

@@ -69,8 +69,16 @@ class Update:
     flushed_fraction: float | None
 
 
+# Row and column (N) of each response token that was scored, and its logits (N,V).
+Look = Callable[[Tensor, Tensor, Tensor], None]
+
+# A step, its batch, and the log-probs (B,R) that its first optimiser step's own forward gave: the batch's old ones
+# where it computed none. Before the weights change, on every rank.
+Verify = Callable[[int, Experience, Tensor], None]
+
+
 class Learner:
-    """Owns the master weights and everything that changes them."""
+    """Owns the master weights and everything that changes them. ``verify`` is shown each update's first forward."""
 
     def __init__(
         self,
@@ -93,6 +101,7 @@ class Learner:
         self.aggregation_length = aggregation_length if norm else None
         self.reuse_scoring = True  # keep the graph of ``score`` for the update, where it can serve
         self._kept: _Kept | None = None
+        self.verify: Verify | None = None
         self.flow: Flow | None = None
         if isinstance(algorithm.loss, FlowRLConfig):
             self.flow = Flow(model.config.hidden_size, algorithm.loss, seed, next(model.parameters()).device)
@@ -170,8 +179,11 @@ class Learner:
         passed = self.forward(sequences, kernels)
         return passed.logp_N, passed.logits_NV
 
-    def score(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of every response token under the current weights; B, R, fp32, 0 at padding."""
+    def score(self, sequences: Sequences, look: Look | None = None) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of every response token under the current weights; B, R, fp32, 0 at padding.
+
+        ``look`` is shown the logits of what this rank scores.
+        """
         logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=sequences.mask_BR.device)
         entropy_BR = torch.zeros_like(logp_BR)
         parts = self.scoring_parts(sequences)
@@ -188,6 +200,8 @@ class Learner:
             if keep:
                 graph_BR = logp_BR.index_put((rows[row], column), passed.logp_N)
                 self._kept = _Kept(sequences, self.version, graph_BR, rows, passed.prompt_BE)
+            if look is not None:
+                look(rows[row], column, passed.logits_NV.detach())
             logp_BR[rows[row], column] = passed.logp_N.detach()
             entropy_BR[rows[row], column] = entropy(passed.logits_NV.detach(), self.temperature)
         self.team.join_rows(logp_BR, entropy_BR)
@@ -216,16 +230,18 @@ class Learner:
         )
         key_B = None if self.flow is None else self.flow.keys(experience.group_B, step)
         data = _Batch(experience, old_logp_BR, advantage_B, weight_BR, valid_BR, key_B)
+        first = data if self.verify is None else replace(data, seen_BR=old_logp_BR.clone())
         order = torch.randperm(len(sequences), generator=generator(self.seed, "update", step))
         parts = [part.to(advantage_B.device) for part in order.tensor_split(self.config.updates_per_batch)]
-        outcomes, losses, trained, flushed = [], [], 0, None
+        outcomes: list[StepOutcome] = []
+        losses, trained, flushed = [], 0, None
         for index, rows in enumerate(parts):
             batches = self._micro_batches(data, rows, self.team)
             trained += sum(int(valid_BR[micro.rows].sum()) for micro in batches if micro.counts)
             if probe and index == 0 and batches:
                 flushed = self._flushed(data, self._micro_batches(data, rows, ALONE)[0])
             if batches:  # else there is no gradient, and momentum alone must not move the policy
-                outcome, tally = self._step(data, batches)
+                outcome, tally = self._step(data if outcomes else first, batches, step)
                 outcomes.append(outcome)
                 losses.append(tally)
         losses = [tally for parts_of_one in self.team.ranks.gather(losses) for tally in parts_of_one if tally]
@@ -253,7 +269,7 @@ class Learner:
             for part in parts
         ]
 
-    def _step(self, data: _Batch, batches: list[_MicroBatch]) -> tuple[StepOutcome, dict[str, Tally]]:
+    def _step(self, data: _Batch, batches: list[_MicroBatch], step: int) -> tuple[StepOutcome, dict[str, Tally]]:
         """One optimiser step over its micro-batches."""
         tallies: list[dict[str, Tally]] = []
         kept, self._kept = self._kept, None
@@ -272,6 +288,8 @@ class Learner:
                     total += loss.detach()
                 (loss * scale).backward()
             self.team.sum_gradients(self.step.parameters.values())
+            if self.verify is not None and data.seen_BR is not None:
+                self.verify(step, data.experience, data.seen_BR)  # raises while the weights are still the old ones
             return total
 
         outcome = self.step.run(backward)
@@ -301,6 +319,8 @@ class Learner:
         else:
             passed = self.forward(sequences, kernels)
             logp_BR, prompt_BE = scatter(passed.logp_N, sequences.mask_BR), passed.prompt_BE
+        if data.seen_BR is not None:
+            data.seen_BR[rows, :responses] = logp_BR.detach()
         log_z_B = None
         if self.flow is not None and prompt_BE is not None and data.key_B is not None:
             log_z_B = self.flow.log_z(prompt_BE, data.key_B[rows])
@@ -364,7 +384,8 @@ class _Kept:
 class _Batch:
     """A scored batch with what the loss needs of each completion.
 
-    ``old_logp_BR``: the experience's, which is scored. ``key_B``: names of the dropout of FlowRL's head.
+    ``old_logp_BR``: the experience's, which is scored. ``key_B``: names of the dropout of FlowRL's head. ``seen_BR``:
+    takes the log-probs that the first optimiser step's own forward gives; None in the others.
     """
 
     experience: Experience
@@ -373,6 +394,7 @@ class _Batch:
     weight_BR: Tensor
     valid_BR: Tensor
     key_B: Tensor | None
+    seen_BR: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,9 @@ class Loop:
             # A sum of gradients must not depend on whether its step was checked.
             self.learner.reuse_scoring = (config.policy.check_every or 1) == 1
             others = [] if self.reference is None else [self.reference.kernels]
-            engine = parts.sampler.engine
-            self.exactness = Exactness(config.policy, parts.learner, engine, run, live.note, parts.replan, others)
+            self.exactness = Exactness(
+                config.policy, parts.learner, parts.sampler.engine, run, live.note, config.steps, parts.replan, others
+            )
         self.guard: RunGuard | None = None
         if config.guard is not None:
             self.guard = RunGuard(config, run, parts.team, live.note)
@@ -261,6 +262,8 @@ class Loop:
                 experience = experience.with_reference(self.reference.score(experience.sequences))
         with self._timed("update"):
             update = self.learner.update(experience, step, probe=step % _PROBE_EVERY == 1)
+        if self.exactness is not None:
+            measured |= self.exactness.updated()
         self.position = batch.position
         row: dict[str, Any] = {"step": step, "rollout/version": batch.version, **lag, **measured, **batch.metrics}
         if self.reference is not None:
@@ -306,7 +309,8 @@ class Loop:
             # The promise, used: these are the learner's own, to the last bit.
             return batch, experience.with_learner(experience.rollout_logp_BR, None), {}
         with self._timed("learner_logp"):
-            experience = experience.with_learner(*self.learner.score(experience.sequences))
+            look = None if self.exactness is None else self.exactness.look(experience)
+            experience = experience.with_learner(*self.learner.score(experience.sequences, look))
         measured = {} if self.exactness is None else self.exactness.check(step, experience)
         if measured is None:
             self.source.again(self.position)

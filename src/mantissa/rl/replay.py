@@ -1,19 +1,22 @@
 """Where two policies that should be equal to the last bit part: both sides of one sequence, run again under watch.
 
-The rollout's side is the whole call that sampled the sequence, batch mates, slots and cache included: every draw is a
-function of its seed, so the same tokens come out. The learner's side is the micro-batch that scored it. Each notes a
-digest of what every operation gave at every position of the sequence; the first position, and there the first
-operation, whose digests differ is where the two programs part. What differs later may only follow from it. A second
-pass keeps the two vectors themselves.
+The rollout's side is the whole call that sampled the sequence, batch mates, slots and cache included, made to take the
+tokens that it took then: what is compared is the recorded sequence, on any machine. The learner's side is the
+micro-batch that scored it. Each notes a digest of what every operation gave at every position of the sequence, the
+log-prob included; the first position, and there the first operation, whose digests differ is where the two programs
+part. What differs later may only follow from it. A second pass keeps the two vectors themselves. Then the draws: is
+each token the one that its uniform selects from the learner's distribution?
 
 A case can be written to one file and replayed elsewhere (``mantissa replay FILE``): it holds the fp32 weights, the
-requests, the learner's micro-batch and the precision, and nothing of the task.
+requests and what they were answered, the learner's micro-batch, both sides' log-probs as the run saw them and the
+precision, and nothing of the task.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,14 +36,18 @@ from mantissa.kernels import (
     rollout_kernels,
 )
 from mantissa.model import Decoder, ModelConfig, RopeScaling
-from mantissa.precision import Fp8Policy, PrecisionPolicy, resolve
+from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rl.assemble import exact_plan
 from mantissa.rl.experience import Sequences
 from mantissa.rl.forward import forward
 from mantissa.rl.packing import Packed
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams
+from mantissa.rollout.checks import check_requests
+from mantissa.rollout.sampling import drawn_otherwise, sample
+from mantissa.rollout.uniforms import uniforms
 
-_VERSION = 1
+_VERSION = 2
+_MOST = 1 << 20  # samples or slots that a file may speak of
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,9 @@ class Case:
     """One sequence on both sides.
 
     ``call``, ``job``: what sampled it, and its number among that call's samples. ``part``, ``row``: the learner's
-    micro-batch, and its row there. ``temperature``: of the learner's log-probs.
+    micro-batch, and its row there. ``temperature``: of the learner's log-probs. ``rollout_logp_T``, ``learner_logp_T``:
+    of the response, fp32, as the run saw them; None in files of version 1. ``key``: of the uniforms that drew it; None
+    where the call is not the one that sampled it (that one being unknown), but its tokens alone.
     """
 
     call: Call
@@ -56,6 +65,15 @@ class Case:
     part: Sequences
     row: int
     temperature: float
+    rollout_logp_T: Tensor | None
+    learner_logp_T: Tensor | None
+    key: int | None
+
+    @property
+    def response(self) -> tuple[int, ...]:
+        """The tokens that were sampled."""
+        first, end = int(self.part.prompt_length_B[self.row]), int(self.part.length_B[self.row])
+        return tuple(self.part.tokens_BT[self.row, first:end].tolist())
 
 
 @dataclass(frozen=True)
@@ -72,7 +90,7 @@ class Culprit:
     learner: Tensor
 
     def __str__(self) -> str:
-        elements = (self.rollout != self.learner) & ~(self.rollout.isnan() & self.learner.isnan())
+        elements = unequal(self.rollout, self.learner)
         first = int(elements.nonzero()[0])
         return (
             f"{self.operation} at position {self.position}: {int(elements.sum())} of {elements.numel()} numbers "
@@ -80,30 +98,124 @@ class Culprit:
         )
 
 
-def locate(engine: NativeEngine, model: Decoder, kernels: Kernels, case: Case) -> Culprit | None:
-    """Run both sides again and find where they part; None where this time they agree in every operation.
+@dataclass(frozen=True)
+class Draw:
+    """The first response token that its uniform does not select from the learner's distribution.
+
+    ``token``: its place in the response. ``taken``, ``selected``: the token there, and the one that the uniform
+    selects. ``again``: whether the rollout, drawing anew, draws it again.
+    """
+
+    token: int
+    taken: int
+    selected: int
+    uniform: float
+    again: bool
+
+    def __str__(self) -> str:
+        return (
+            f"response token {self.token} is {self.taken}, and the uniform {self.uniform:.9g} selects {self.selected} "
+            "from the learner's distribution: it was drawn from another"
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """What running both sides again showed.
+
+    ``culprit``: where their numbers part, None where nowhere. ``draw``: None where every token is the one that its
+    uniform selects. ``rollout_T``, ``learner_T``: the log-probs of the response here, fp32.
+    """
+
+    culprit: Culprit | None
+    draw: Draw | None
+    rollout_T: Tensor
+    learner_T: Tensor
+
+    @property
+    def reproduced(self) -> bool:
+        """Whether the two sides differ here too."""
+        return self.culprit is not None or (self.draw is not None and self.draw.again)
+
+    def __str__(self) -> str:
+        if self.culprit is not None:
+            return f"they part in {self.culprit}"
+        if self.draw is not None:
+            again = "drawn anew, it comes out the same" if self.draw.again else "drawn anew, it comes out otherwise"
+            return f"{self.draw}; {again}"
+        return (
+            "every operation gives both sides the same numbers, log-probs and draws included: the difference does not "
+            "come back (another number of threads or processor, faulty memory, or code that has been mended since)"
+        )
+
+    def lines(self, case: Case) -> list[str]:
+        """How the log-probs that the run saw compare with those here, bit by bit."""
+        if case.rollout_logp_T is None or case.learner_logp_T is None:
+            return ["the file is of version 1: it does not hold the log-probs that the run saw"]
+        sides = {"rollout": (case.rollout_logp_T, self.rollout_T), "learner": (case.learner_logp_T, self.learner_T)}
+        said = [f"the run's two sides: {_count(case.rollout_logp_T, case.learner_logp_T)} log-probs differ"]
+        said += [f"the {name}, here against the run: {_count(a, b)} log-probs differ" for name, (a, b) in sides.items()]
+        return said
+
+
+def unequal(one: Tensor, other: Tensor) -> Tensor:
+    """Where two fp32 tensors differ in a bit: -0.0 is not 0.0, and a NaN is itself. bool."""
+    return one.contiguous().view(torch.int32) != other.contiguous().view(torch.int32)
+
+
+def _count(one: Tensor, other: Tensor) -> str:
+    return f"{int(unequal(one, other).sum())} of {len(one)}"
+
+
+def examine(engine: NativeEngine, model: Decoder, kernels: Kernels, case: Case) -> Found:
+    """Run both sides again and find where they part.
 
     ``model``, ``kernels``: the learner's. The engine must hold the weights that sampled the case.
     """
-    traces = _both(engine, model, kernels, case, None)
-    at = first_difference(*traces)
-    if at is None:
+    rollout, learner, rollout_T, learner_T, logits_TV = _both(engine, model, kernels, case, None)
+    if rollout.digests.keys() != learner.digests.keys():
+        raise MantissaError("the two sides did not run the same operations, so where they part cannot be said")
+    at, culprit = first_difference(rollout, learner), None
+    if at is not None:
+        one, other, *_ = _both(engine, model, kernels, case, at)
+        if one.kept is not None and other.kept is not None and bool(unequal(one.kept, other.kept).any()):
+            culprit = Culprit(at[0], operation(learner.names, at[1]), one.kept, other.kept)
+    elif bool((differ_T := unequal(rollout_T, learner_T)).any()):
+        token = int(differ_T.nonzero()[0])
+        name = "what a side makes of token_logprob, which agrees,"
+        position = int(case.part.prompt_length_B[case.row]) + token - 1
+        culprit = Culprit(position, name, rollout_T[token : token + 1], learner_T[token : token + 1])
+    return Found(culprit, _draw(engine, case, logits_TV), rollout_T, learner_T)
+
+
+def _draw(engine: NativeEngine, case: Case, logits_TV: Tensor) -> Draw | None:
+    """The first token of the case that its uniform does not select from the learner's logits."""
+    if case.key is None:
         return None
-    rollout, learner = _both(engine, model, kernels, case, at)
-    assert rollout.kept is not None
-    assert learner.kept is not None
-    return Culprit(at[0], operation(learner.names, at[1]), rollout.kept, learner.kept)
+    device, response = logits_TV.device, case.response
+    params = SamplingParams(1, case.temperature)
+    uniform_T = uniforms(torch.tensor(case.key, device=device), torch.arange(len(response), device=device))
+    otherwise_T = drawn_otherwise(logits_TV, torch.tensor(response, device=device), params, uniform_T)
+    if not bool(otherwise_T.any()):
+        return None
+    token = int(otherwise_T.nonzero()[0])
+    selected, _ = sample(logits_TV[token : token + 1], params, uniform_T[token : token + 1])
+    again = engine.again(case.call, case.job).tokens[: token + 1] == response[: token + 1]
+    return Draw(token, response[token], int(selected), float(uniform_T[token]), again)
 
 
 def _both(
     engine: NativeEngine, model: Decoder, kernels: Kernels, case: Case, keep: tuple[int, int] | None
-) -> tuple[Traced, Traced]:
+) -> tuple[Traced, Traced, Tensor, Tensor, Tensor]:
+    """Both traces, both sides' log-probs of the response (on the CPU), and the learner's logits."""
     rollout, learner = Traced(engine.kernels, keep), Traced(kernels, keep)
-    engine.replay(case.call, rollout, case.job)
+    completion = engine.replay(case.call, rollout, case.job)
     learner.begin(_row_of(case.part, case.row))
     with torch.no_grad():
-        forward(model, learner, case.part, case.temperature)
-    return rollout, learner
+        passed = forward(model, learner, case.part, case.temperature)
+    before = int(case.part.mask_BR[: case.row].sum())
+    mine = slice(before, before + len(case.response))
+    return rollout, learner, completion.logp_T, passed.logp_N[mine].cpu(), passed.logits_NV[mine]
 
 
 def _row_of(part: Sequences, row: int) -> Pick:
@@ -144,10 +256,17 @@ def write_case(
         "job": case.job,
         "row": case.row,
         "temperature": case.temperature,
+        "key": case.key,
     }
     tensors = {f"weights.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     for field in dataclasses.fields(case.part):
         tensors[f"part.{field.name}"] = getattr(case.part, field.name).cpu().contiguous()
+    answers = [tokens or () for tokens in case.call.tokens]
+    tensors["call.tokens"] = torch.tensor([token for tokens in answers for token in tokens], dtype=torch.int64)
+    tensors["call.lengths"] = torch.tensor([len(tokens) for tokens in answers], dtype=torch.int64)
+    for side, logp_T in (("rollout", case.rollout_logp_T), ("learner", case.learner_logp_T)):
+        assert logp_T is not None
+        tensors[f"logp.{side}"] = logp_T.cpu().contiguous()
     write_atomically(path, save(tensors, {"mantissa_case": json.dumps(facts)}))
 
 
@@ -165,52 +284,119 @@ class StoredCase:
 
 
 def read_case(path: Path | str) -> StoredCase:
-    """The inverse of ``write_case``; a file that is none is a ``MantissaError``."""
+    """The inverse of ``write_case``; a file that is none, or holds what does not fit together, is a ``MantissaError``.
+
+    Files of version 1 hold neither the log-probs nor the tokens of batch mates, which are then sampled again.
+    """
     from safetensors import SafetensorError, safe_open
 
+    what = f"{path}: expected the file that a run with precision.kernels=exact wrote at a mismatch"
     try:
         with safe_open(path, framework="pt") as file:
             facts = json.loads((file.metadata() or {})["mantissa_case"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a handle, not a mapping
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise MantissaError(
-            f"{path}: expected the file that a run with precision.kernels=exact wrote at a mismatch ({error})"
-        ) from None
-    if facts["version"] != _VERSION:
-        raise MantissaError(f"{path}: written in version {facts['version']} of this format, expected {_VERSION}")
+        if facts["version"] not in (1, _VERSION):
+            raise MantissaError(
+                f"{path}: written in version {facts['version']!r:.40} of this format, expected 1 or {_VERSION}; "
+                "replay it with the version of Mantissa that wrote it"
+            )
+        stored = _parsed(facts, tensors)
+        _check(stored)
+    except MantissaError as error:
+        raise error if str(error).startswith(str(path)) else MantissaError(f"{what} ({error!s:.300})") from None
+    except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise MantissaError(f"{what} ({type(error).__name__}: {error!s:.300})") from None  # a file may hold anything
+    return stored
+
+
+def _parsed(facts: dict[str, Any], tensors: dict[str, Tensor]) -> StoredCase:
     requests = tuple(Request(tuple(r["prompt_tokens"]), int(r["seed"]), int(r["samples"])) for r in facts["requests"])
     params: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in facts["params"].items()}
     part = Sequences(**{field.name: tensors[f"part.{field.name}"] for field in dataclasses.fields(Sequences)})
-    model, precision = facts["model"], facts["precision"]
+    model = dict(facts["model"])
     if model["rope_scaling"] is not None:
         model["rope_scaling"] = RopeScaling(**model["rope_scaling"])
-    if precision["fp8"] is not None:
-        precision["fp8"] = Fp8Policy(**precision["fp8"])
+    engine, old = facts["engine"], facts["version"] == 1
+    jobs, job, row = sum(request.samples for request in requests), int(facts["job"]), int(facts["row"])
+    if not (0 < jobs <= _MOST and 0 <= job < jobs and 0 <= row < len(part)):
+        raise MantissaError(f"sample {job} of {jobs}, row {row} of {len(part)}: there is none")
+    case = Case(
+        Call(requests, SamplingParams(**params), (None,) * jobs),
+        job,
+        part,
+        row,
+        float(facts["temperature"]),
+        None if old else tensors["logp.rollout"],
+        None if old else tensors["logp.learner"],
+        None if old or facts["key"] is None else int(facts["key"]),
+    )
+    if old:  # the one response that is known
+        tokens = (*(None,) * job, case.response, *(None,) * (jobs - job - 1))
+        case = dataclasses.replace(case, key=case.call.keys[job])
+    else:
+        parts = tensors["call.tokens"].split(tensors["call.lengths"].tolist())
+        tokens = tuple(tuple(part.tolist()) or None for part in parts)
     return StoredCase(
-        Case(Call(requests, SamplingParams(**params)), facts["job"], part, facts["row"], facts["temperature"]),
-        facts["note"],
+        dataclasses.replace(case, call=dataclasses.replace(case.call, tokens=tokens)),
+        str(facts["note"]),
         ModelConfig(**model),
-        PrecisionPolicy(**precision),
+        PrecisionPolicy.parse(facts["precision"]),
         {name.removeprefix("weights."): t for name, t in tensors.items() if name.startswith("weights.")},
-        **facts["engine"],
+        int(engine["slots"]),
+        int(engine["max_length"]),
     )
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """What a replay found: where the sides part (None: nowhere), and how the exact kernels computed here."""
+def _check(stored: StoredCase) -> None:
+    """Raise ``MantissaError`` where the parts of a file do not fit together, before anything is built from them."""
+    case, model, weights = stored.case, stored.model, stored.weights
+    part, call, words = case.part, stored.case.call, model.vocab_size
+    if not 0 < model.num_hidden_layers <= len(weights):
+        raise MantissaError(f"{model.num_hidden_layers} layers, but only {len(weights)} weights")
+    with torch.device("meta"):
+        expected = {name: tensor.shape for name, tensor in Decoder(model).state_dict().items()}
+    for name in sorted(expected.keys() | weights.keys()):
+        found, wanted = weights.get(name), expected.get(name)
+        if found is None or found.shape != wanted or found.dtype != torch.float32 or not bool(found.isfinite().all()):
+            shown = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+            raise MantissaError(f"weight {name}: expected {wanted and list(wanted)} finite fp32 numbers, found {shown}")
+    check_requests(call.requests, dataclasses.replace(call.params, stop=()), words, stored.max_length, True)
+    rows, width = part.tokens_BT.shape
+    counted = torch.arange(part.mask_BR.shape[1]) < (part.length_B - part.prompt_length_B).unsqueeze(1)
+    request = [r for r in call.requests for _ in range(r.samples)][case.job]
+    shaped = [
+        None if logp is None else (logp.dtype, *logp.shape) for logp in (case.rollout_logp_T, case.learner_logp_T)
+    ]
+    fits = {
+        "slots, max_length or max_tokens": 0 < stored.slots <= _MOST
+        and 1 < stored.max_length <= model.max_position_embeddings
+        and stored.slots * call.params.max_tokens <= 1 << 30,
+        "temperature": math.isfinite(case.temperature) and case.temperature > 0,
+        "part": {t.dtype for t in (part.tokens_BT, part.prompt_length_B, part.length_B)} == {torch.int64}
+        and part.prompt_length_B.shape == part.length_B.shape == (rows,)
+        and int(part.prompt_length_B.min()) > 0 and int(part.length_B.max()) <= width
+        and torch.equal(part.mask_BR, counted) and bool(counted.any(1).all())
+        and int(part.tokens_BT.min()) >= 0 and int(part.tokens_BT.max()) < words,
+        "answers": len(call.tokens) == sum(r.samples for r in call.requests)
+        and all(len(t or ()) <= call.params.max_tokens for t in call.tokens)
+        and all(0 <= token < words for t in call.tokens for token in t or ())
+        and call.tokens[case.job] == case.response
+        and tuple(part.tokens_BT[case.row, : len(request.prompt_tokens)].tolist()) == request.prompt_tokens,
+        "log-probs": shaped in ([None, None], [(torch.float32, len(case.response))] * 2),
+    }  # fmt: skip
+    for what, good in fits.items():
+        if not good:
+            raise MantissaError(f"{what}: what it holds does not fit together")
 
-    culprit: Culprit | None
-    plan: list[str]
 
-
-def replay(stored: StoredCase, device: torch.device) -> Replayed:
-    """Build both sides of a stored case on this machine, and locate where they part."""
+def replay(stored: StoredCase, device: torch.device) -> tuple[Found, list[str]]:
+    """Build both sides of a stored case on this machine and run them; returns the exact plan's lines too."""
     precision = resolve(stored.policy, device)
     model = Decoder(stored.model)
     model.load_state_dict(stored.weights)
     model = model.to(device)
-    plan = exact_plan(precision, model, device)
+    rows = max(stored.case.part.tokens_BT.numel(), stored.slots)
+    plan = exact_plan(precision, model, device, stored.max_length, rows)
     engine = NativeEngine(
         stored.model,
         rollout_kernels(precision, plan),
@@ -222,5 +408,5 @@ def replay(stored: StoredCase, device: torch.device) -> Replayed:
     engine.sync(dict(model.named_parameters()), 0)
     case = stored.case
     part = Sequences(**{f.name: getattr(case.part, f.name).to(device) for f in dataclasses.fields(Sequences)})
-    culprit = locate(engine, model, learner_kernels(precision, plan), dataclasses.replace(case, part=part))
-    return Replayed(culprit, plan.lines() if plan else [])
+    found = examine(engine, model, learner_kernels(precision, plan), dataclasses.replace(case, part=part))
+    return found, plan.lines() if plan else []

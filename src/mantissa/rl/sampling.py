@@ -113,20 +113,21 @@ class Sampler:
         return sum(rates) / len(rates)
 
 
-_Packed = tuple[Tensor, list[int], Tensor, list[FinishReason], int]
+_Packed = tuple[Tensor, list[int], Tensor, list[FinishReason], int, list[int | None]]
 
 
 def _packed(group: Sequence[Completion]) -> _Packed:
-    """A group as few objects, to travel: tokens, lengths, log-probs, finish reasons, version."""
+    """A group as few objects, to travel: tokens, lengths, log-probs, finish reasons, version, keys."""
     tokens = torch.tensor([token for completion in group for token in completion.tokens], dtype=torch.int64)
     logp = torch.cat([completion.logp_T for completion in group])
     lengths = [len(completion.tokens) for completion in group]
-    return tokens, lengths, logp, [completion.finish_reason for completion in group], group[0].policy_version
+    reasons, keys = [completion.finish_reason for completion in group], [completion.key for completion in group]
+    return tokens, lengths, logp, reasons, group[0].policy_version, keys
 
 
 def _unpacked(packed: _Packed) -> list[Completion]:
-    tokens, lengths, logp, reasons, version = packed
+    tokens, lengths, logp, reasons, version, keys = packed
     return [
-        Completion(tuple(part.tolist()), logp_T.clone(), reason, version)
-        for part, logp_T, reason in zip(tokens.split(lengths), logp.split(lengths), reasons, strict=True)
+        Completion(tuple(part.tolist()), logp_T.clone(), reason, version, key)
+        for part, logp_T, reason, key in zip(tokens.split(lengths), logp.split(lengths), reasons, keys, strict=True)
     ]

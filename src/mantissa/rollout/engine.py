@@ -21,14 +21,25 @@ from mantissa.rollout.cache import KVCache
 from mantissa.rollout.checks import check_requests
 from mantissa.rollout.generation import EngineStats, Generation, Watched
 from mantissa.rollout.types import Completion, Request, SamplingParams
+from mantissa.rollout.uniforms import stream_keys
 
 
 @dataclass(frozen=True)
 class Call:
-    """What one ``generate`` was asked."""
+    """What one ``generate`` was asked, and what it answered.
+
+    ``tokens``: the responses of all samples of all requests, in order; None for one that is not known.
+    """
 
     requests: tuple[Request, ...]
     params: SamplingParams
+    tokens: tuple[tuple[int, ...] | None, ...]
+
+    @property
+    def keys(self) -> list[int]:
+        """The key of each sample's uniforms, in the order of ``tokens``."""
+        jobs = [(request.seed, sample) for request in self.requests for sample in range(request.samples)]
+        return stream_keys([seed for seed, _ in jobs], [sample for _, sample in jobs]).tolist()
 
 
 class NativeEngine:
@@ -37,7 +48,7 @@ class NativeEngine:
     ``kv_format``: the grid that keys and values are rounded to before anything attends to them, in prefill and decode
     alike. ``slots``: rows decoded at a time. ``max_length``: prompt and response tokens of one sample together.
     ``decode_text``: token ids to text, needed for stop strings only. ``stats`` describes the last ``generate``;
-    ``calls`` are those since the last ``sync``, so that each can be sampled again.
+    ``calls`` are those since the last ``sync``, where ``keeps_calls`` is set, so that each can be replayed.
     """
 
     def __init__(
@@ -61,6 +72,7 @@ class NativeEngine:
         self.slots, self.max_length = slots, max_length
         self.device = torch.device(device)
         self.stats = EngineStats()
+        self.keeps_calls = False
         self.calls: list[Call] = []
         self._decode_text = decode_text
         self._copies = CopiedPolicy(config, kernels, self.device, "sync")
@@ -96,22 +108,36 @@ class NativeEngine:
         if version != self._version:
             raise MantissaError(f"policy version {version} was asked for, {self._version} is loaded: call sync first")
         check_requests(requests, params, self.config.vocab_size, self.max_length, self._decode_text is not None)
-        self.calls.append(Call(tuple(requests), params))
-        return self._run(requests, params, self.kernels, None)
+        results = self._run(requests, params, self.kernels)
+        if self.keeps_calls:
+            tokens = tuple(completion.tokens for completion in self._flat(results))
+            self.calls.append(Call(tuple(requests), params, tokens))
+        return results
 
-    def again(self, call: Call) -> list[list[Completion]]:
-        """Sample a call again: the same tokens and log-probs, where the machine does not interfere."""
-        return self._run(call.requests, call.params, self.kernels, None)
+    def again(self, call: Call, job: int) -> Completion:
+        """Draw a call again, and return one of its samples: the same tokens, where the machine does not interfere."""
+        return self._flat(self._run(call.requests, call.params, self.kernels))[job]
 
-    def replay(self, call: Call, kernels: Traced, job: int) -> list[list[Completion]]:
-        """Sample a call again with ``kernels`` (this engine's, traced), noting what they give for one sample.
+    def replay(self, call: Call, kernels: Traced, job: int) -> Completion:
+        """Run a call again with ``kernels`` (this engine's, traced), noting what they give for one sample.
 
-        ``job``: the sample's number among all samples of all requests of the call, in order.
+        Nothing is drawn where the call's tokens are known: they are taken, so every sample has the batch mates, the
+        slot and the cache that it had. ``job``: the sample's number among all of the call, in order.
         """
-        return self._run(call.requests, call.params, kernels, Watched(job, kernels))
+        watched = Watched(job, kernels)
+        return self._flat(self._run(call.requests, call.params, kernels, watched, call.tokens))[job]
+
+    @staticmethod
+    def _flat(results: list[list[Completion]]) -> list[Completion]:
+        return [completion for group in results for completion in group]
 
     def _run(
-        self, requests: Sequence[Request], params: SamplingParams, kernels: Kernels, watched: Watched | None
+        self,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        kernels: Kernels,
+        watched: Watched | None = None,
+        forced: Sequence[Sequence[int] | None] | None = None,
     ) -> list[list[Completion]]:
         self._cache.restart()
         generation = Generation(
@@ -126,6 +152,7 @@ class NativeEngine:
             self._version,
             self._decode_text,
             watched,
+            forced,
         )
         finished = False
         try:

@@ -85,7 +85,10 @@ class _Counters:
 
 @dataclass
 class Generation:
-    """The state of one call. ``run`` returns the completions of every request, in order."""
+    """The state of one call. ``run`` returns the completions of every request, in order.
+
+    ``forced``: for each job the tokens that it has to take, whatever is drawn; None where it may draw.
+    """
 
     model: Decoder
     kernels: Kernels
@@ -98,12 +101,22 @@ class Generation:
     version: int
     decode_text: Callable[[Sequence[int]], str] | None
     watched: Watched | None = None
+    forced: Sequence[Sequence[int] | None] | None = None
     counters: _Counters = field(default_factory=_Counters)
 
     def __post_init__(self) -> None:
         jobs = [(i, j) for i, request in enumerate(self.requests) for j in range(request.samples)]
         self._jobs = jobs
-        self._keys_J = stream_keys([self.requests[i].seed for i, _ in jobs], [j for _, j in jobs], self.device)
+        keys_J = stream_keys([self.requests[i].seed for i, _ in jobs], [j for _, j in jobs])
+        self._key_of, self._keys_J = keys_J.tolist(), keys_J.to(self.device)
+        self._forced_J = np.zeros(len(jobs), dtype=np.int64)  # how many tokens a job has to take; 0: none
+        self._forced_JT: Tensor | None = None
+        if self.forced is not None:
+            self._forced_J[:] = [len(tokens or ()) for tokens in self.forced]
+            table = torch.full((len(jobs), int(self._forced_J.max(initial=0))), -1)
+            for row, tokens in zip(table, self.forced, strict=True):
+                row[: len(tokens or ())] = torch.tensor(tokens or (), dtype=torch.int64)
+            self._forced_JT = table.to(self.device)
         waiting: dict[tuple[int, ...], list[int]] = {}
         for job, (i, _) in enumerate(jobs):
             waiting.setdefault(self.requests[i].prompt_tokens, []).append(job)
@@ -162,11 +175,23 @@ class Generation:
         self.counters.busy += rows
         self._length_S[:rows] += 1
         tokens_B, logp_B = sample(
-            logits_BV, self.params, uniforms(state_4B[_KEY], state_4B[_COUNT]), self.kernels.token_logprob
+            logits_BV,
+            self.params,
+            uniforms(state_4B[_KEY], state_4B[_COUNT]),
+            self.kernels.token_logprob,
+            self._forced(self._job_S[:rows], self._count_S[:rows]),
         )
         state_4B[_TOKEN] = tokens_B
         state_4B[_POSITION : _COUNT + 1] += 1
         return self._record(np.arange(rows), tokens_B, logp_B)
+
+    def _forced(self, jobs: np.ndarray, counts: np.ndarray) -> Tensor | None:
+        """The token that each of ``jobs`` has to take next, -1 where it may draw; None where all may."""
+        if self._forced_JT is None:
+            return None
+        inside = counts < self._forced_J[jobs]
+        at = torch.from_numpy(np.stack((jobs, np.where(inside, counts, 0)))).to(self.device)
+        return self._forced_JT[at[0], at[1]].masked_fill(torch.from_numpy(~inside).to(self.device), -1)
 
     # Prefill and admission
 
@@ -196,8 +221,13 @@ class Generation:
         keys_B = self._keys_J[jobs_B]
         lengths_B = ready.lengths[rows_B]
         first = torch.zeros_like(keys_B)
+        self._watch_first(jobs, lengths_B)
         tokens_B, logp_B = sample(
-            ready.logits[rows_B], self.params, uniforms(keys_B, first), self.kernels.token_logprob
+            ready.logits[rows_B],
+            self.params,
+            uniforms(keys_B, first),
+            self.kernels.token_logprob,
+            self._forced(jobs, np.zeros_like(jobs)),
         )
         self._state_4S[:, slots_B] = torch.stack((tokens_B, lengths_B, first + 1, keys_B))
         self._job_S[slots], self._count_S[slots] = jobs, 0
@@ -268,6 +298,13 @@ class Generation:
         row = next((row for row, (_, waiting) in enumerate(batch) if job in waiting), None)
         self.watched.kernels.begin(None if row is None else _prompt_in(row, len(batch[row][0])))
 
+    def _watch_first(self, jobs: np.ndarray, lengths_B: Tensor) -> None:
+        if self.watched is None:
+            return
+        rows = np.flatnonzero(jobs == self.watched.job)
+        row = int(rows[0]) if len(rows) else None
+        self.watched.kernels.begin(None if row is None else _token_in(row, int(lengths_B[row]) - 1))
+
     def _watch_slot(self, rows: int) -> None:
         if self.watched is None:
             return
@@ -280,7 +317,7 @@ class Generation:
     def _record(self, slots: np.ndarray, tokens_B: Tensor, logp_B: Tensor) -> np.ndarray:
         """Take the sampled tokens to the host, turn finished rows into completions, and return their slots."""
         tokens, logp = torch.stack((tokens_B.double(), logp_B.double())).cpu().numpy()  # one transfer; both exact
-        if not np.isfinite(logp).all():
+        if self.forced is None and not np.isfinite(logp).all():  # a token that has to be taken may be impossible
             raise MantissaError(
                 f"policy version {self.version} gives non-finite logits in {self.kernels.format}, expected finite: an "
                 "activation overflowed or the weights diverged; use a format with more range (bf16, fp32) or an "
@@ -295,7 +332,8 @@ class Generation:
         if self._stop_strings is not None:
             for i in np.flatnonzero(~stopped):
                 stopped[i] = self._stop_strings.completed(self._tokens_ST[slots[i], : counts[i]].tolist())
-        finished = stopped | (counts >= self.params.max_tokens)
+        length = self._forced_J[self._job_S[slots]]
+        finished = np.where(length > 0, counts >= length, stopped | (counts >= self.params.max_tokens))
         for i in np.flatnonzero(finished):
             self._complete(int(slots[i]), bool(stopped[i]))
         return slots[finished]
@@ -307,6 +345,7 @@ class Generation:
             logp_T=torch.tensor(self._logp_ST[slot, :count]),
             finish_reason="stop" if stopped else "length",
             policy_version=self.version,
+            key=self._key_of[self._job_S[slot]],
         )
 
 

@@ -27,21 +27,51 @@ LogProb = Callable[[Tensor, Tensor, float], Tensor]
 
 
 def sample(
-    logits_BV: Tensor, params: SamplingParams, uniform_B: Tensor, logprob: LogProb = token_logprob
+    logits_BV: Tensor,
+    params: SamplingParams,
+    uniform_B: Tensor,
+    logprob: LogProb = token_logprob,
+    forced_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row. Returns tokens (int64, B) and their log-probs (fp32, B) under the distribution drawn from.
 
     ``logits_BV``: fp32. ``uniform_B``: float64 in (0, 1). With ``temperature=0`` the most probable token is taken; the
     distribution is then a point mass and the log-prob is 0. A token of probability zero is never returned.
     ``logprob``: the kernels' ``token_logprob``. A row that holds NaN or +inf has a log-prob that is not finite: the
-    caller must look.
+    caller must look. ``forced_B``: tokens to take in place of those drawn, in a replay; -1 where there is none.
     """
     if params.temperature == 0:
         best_B, tokens_B = logits_BV.max(dim=-1)
-        return tokens_B, best_B - best_B  # log 1 = 0; not finite where the best logit is NaN or infinite
+        return _taken(tokens_B, forced_B), best_B - best_B  # log 1 = 0; not finite where the best logit is not
     kept_BV = filter_logits(logits_BV, params)
-    tokens_B = draw(_probabilities(kept_BV, params.temperature), uniform_B)
+    tokens_B = _taken(draw(_probabilities(kept_BV, params.temperature), uniform_B), forced_B)
     return tokens_B, logprob(kept_BV, tokens_B, params.temperature)
+
+
+def _taken(drawn_B: Tensor, forced_B: Tensor | None) -> Tensor:
+    return drawn_B if forced_B is None else torch.where(forced_B < 0, drawn_B, forced_B)
+
+
+_SLACK = 2.0**-20  # of a uniform: a GPU may add up a softmax in another order beside other rows
+_AT_ONCE = 1 << 22  # probabilities held at a time: 16 MiB, and twice that of sums
+
+
+def drawn_otherwise(logits_NV: Tensor, tokens_N: Tensor, params: SamplingParams, uniform_N: Tensor) -> Tensor:
+    """Which ``tokens_N`` the uniforms do not select from the distribution of ``logits_NV`` under ``params``. bool, N.
+
+    Temperature above 0. By ``draw`` itself; a token within 2^-20 of the uniform that was drawn by counts as selected.
+    """
+    otherwise_N = torch.zeros_like(tokens_N, dtype=torch.bool)
+    rows = max(1, _AT_ONCE // logits_NV.shape[-1])
+    for logits, tokens, uniform, otherwise in zip(
+        *(x.split(rows) for x in (logits_NV, tokens_N, uniform_N, otherwise_N)), strict=True
+    ):
+        probabilities = _probabilities(filter_logits(logits, params), params.temperature)
+        otherwise.copy_(draw(probabilities, uniform) != tokens)
+        if bool(otherwise.any()):
+            low, high = (draw(probabilities, (uniform + s).clamp(0.0, 1.0)) for s in (-_SLACK, _SLACK))
+            otherwise.logical_and_((tokens < low) | (tokens > high))
+    return otherwise_N
 
 
 def filter_logits(logits_BV: Tensor, params: SamplingParams) -> Tensor:

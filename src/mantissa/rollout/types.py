@@ -61,12 +61,14 @@ class Completion:
 
     ``tokens``: the response's token ids, a stop token included. ``logp_T``: fp32, CPU, under the distribution sampled
     from. ``policy_version``: the weights that sampled it. ``finish_reason``: ``stop`` or ``length`` (truncated).
+    ``key``: of the uniforms that its tokens were drawn by (``uniforms.py``); None where another engine drew them.
     """
 
     tokens: tuple[int, ...]
     logp_T: Tensor
     finish_reason: FinishReason
     policy_version: int
+    key: int | None = None
 
 
 class RolloutEngine(Protocol):

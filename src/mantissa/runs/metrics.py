@@ -61,6 +61,18 @@ LOOP_METRICS: tuple[Metric, ...] = (
     ),
     _ranged("exact/replans", "times that exact kernels moved to a safer way after a difference", "", (0, 0)),
     _ranged("exact/mismatched_tokens", "of these, how many differ between rollout and learner", "tokens", (0, 0)),
+    _ranged(
+        "exact/misdrawn_tokens",
+        "of these, how many are tokens that their uniform does not select from the learner's distribution",
+        "tokens",
+        (0, 0),
+    ),
+    _ranged(
+        "exact/update_mismatched_tokens",
+        "log-probs of the first update's own forward that are not the old policy's, with exact kernels",
+        "tokens",
+        (0, 0),
+    ),
     _plain("precision/loss_scale", "factor on the loss before backward; 1 is no scaling", "1"),
     _ranged("precision/overflows", "backward passes that overflowed, this step", "count", (0, 1)),
     _ranged("precision/retries", "backward passes redone at a lower scale, this step", "count", (0, 1)),

@@ -1,0 +1,128 @@
+"""Every script under benchmarks/ runs: one short round each, on sizes as small as it allows, and no row of it is kept.
+
+A script that measures against TRL or on a GPU runs as far as it can without them, and says what it lacks. What the
+others append goes to a folder of the test's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+pytestmark = pytest.mark.variants
+
+THREAD = ("--threads", "1")
+TINY = {"PROMPTS": 2, "SAMPLES": 2, "PROMPT_TOKENS": 4, "NEW_TOKENS": 4}
+# What a script is called with, and constants of it that a short round has smaller.
+SCRIPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "allocator": ((*THREAD, "--rounds", "1", "--work", "tiny", "--dry"), {}),
+    "amp_loss": ((*THREAD, "--seeds", "2"), {"UPDATES": 50}),
+    "amp_overhead": ((*THREAD, "--rounds", "1"), {}),
+    "auto_scale": (("--steps", "60", "--seeds", "1"), {}),
+    "demo_memory": ((*THREAD, "--dry"), {"IMPORTS": ("mantissa",)}),
+    "exact_cost": ((*THREAD, "--rounds", "1", "--precisions", "fp16"), TINY),
+    "fp8_step": ((*THREAD, "--rounds", "1", "--hidden", "128"), {}),
+    "gpu_demo": (("--device", "cpu", "--steps", "3", "--warm-start", "4", "--dry"), {}),
+    "gpu_exact": (("--dry", "--seconds", "4"), {}),
+    "lora_step": ((*THREAD, "--rounds", "1"), {}),
+    "moments_step": ((*THREAD, "--rounds", "1"), {}),
+    "peak": (("--threads", "1", "--dry"), {"SHAPES": {"square": (64, 64, 64)}}),
+    "rollout_vs_generate": ((*THREAD, "--repeats", "1", "--cases", "1", "--dry"), {}),
+    "simulated_step": ((*THREAD, "--rounds", "1"), {}),
+    "waiting": (("--threads", "1", "--busy", "0", "--rounds", "1", "--work", "tiny", "--dry"), {}),
+}
+ELSEWHERE = {  # tests of their own, here or in test_scripts.py; or no script, but what scripts share
+    "demo_runs", "gpu", "gpu_sizes", "rl_step", "rl_step_vs_trl", "run_all", "tables", "trl_step",
+    "rl_problem", "rows", "steps", "workers",
+}  # fmt: skip
+
+
+def run(folder: Path, script: str, *arguments: str, constants: dict[str, Any] | None = None, code: int = 0) -> str:
+    """What a script prints, with some of its constants replaced; rows go to ``folder``."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); sys.argv = {[script, *arguments]!r}; import {script}\n"
+        f"for name, value in {constants or {}!r}.items():\n"
+        f"    assert hasattr({script}, name), name\n"
+        f"    setattr({script}, name, value)\n"
+        f"{script}.main()"
+    )
+    environment = {**os.environ, "OUT": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_no_script_is_left_out() -> None:
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} == SCRIPTS.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_it_runs(script: str, tmp_path: Path) -> None:
+    arguments, constants = SCRIPTS[script]
+    if script == "rollout_vs_generate":
+        pytest.importorskip("transformers")
+    printed = run(tmp_path, script, *arguments, constants=constants)
+    assert re.search(r"\d", printed)
+    written = list(tmp_path.glob("*.jsonl"))
+    assert len(written) == ("--dry" not in arguments)
+    assert all(path.read_text().count("\n") > 0 for path in written)
+
+
+@pytest.mark.parametrize("script", ["gpu", "gpu_sizes"])
+def test_what_needs_a_gpu_says_so(script: str, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here: benchmarks/gpu.sh measures on it")
+    said = run(tmp_path, script, code=1)
+    assert said == f"benchmarks/{script}.py: expected a CUDA device that torch can use, found none\n"
+
+
+def test_trl_s_worker_takes_its_arguments(tmp_path: Path) -> None:
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("trl is in an environment of its own: make bench-trl")
+    assert "--threads" in run(tmp_path, "trl_step", "--help")
+
+
+def test_the_tables_are_those_in_the_repository(tmp_path: Path) -> None:
+    """From a copy: what ``tables.py`` writes is what is committed, so nothing in it was typed."""
+    for name in ("README.md", "results"):
+        subprocess.run(["cp", "-r", str(ROOT / name), str(tmp_path)], check=True)
+    program = (
+        f"import sys, pathlib; sys.path.insert(0, {str(BENCHMARKS)!r}); import tables\n"
+        f"tables.ROOT = pathlib.Path({str(tmp_path)!r}); tables.RESULTS = tables.ROOT / 'results'; tables.main()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    for name in ("README.md", "results/README.md"):
+        assert (tmp_path / name).read_text() == (ROOT / name).read_text()
+
+
+def test_the_summary_of_runs(tmp_path: Path) -> None:
+    options = ["steps=2", "warm_start=null", "rollout.prompts=2", "evaluation.problems=4", "evaluation.every=2"]
+    command = [sys.executable, "-m", "mantissa", "train", "recipes/demo.yaml", f"run_dir={tmp_path}/run", *options]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    script = [sys.executable, str(BENCHMARKS / "demo_runs.py"), str(tmp_path / "run")]
+    subprocess.run(script, env={**os.environ, "OUT": str(tmp_path)}, check=True)
+    (row,) = (tmp_path / "demo_runs.jsonl").read_text().splitlines()
+    assert '"steps": 2' in row
+
+
+def test_what_run_all_runs_is_there(tmp_path: Path) -> None:
+    """Its list of commands: scripts that exist, with options that they take."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import run_all
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    for script, *options in run_all.commands(1):
+        taken = run(tmp_path, script.removesuffix(".py"), "--help")
+        assert all(option in taken for option in options if option.startswith("--")), script
