@@ -79,7 +79,7 @@ def rl_step(rows: Sequence[Row], work: str) -> str:
         lines.append([str(threads), contender, active, cell(by["step_seconds"]), ratio, share, memory, split, bounds])
     header = ("threads", "contender", "active", "one step", "x TRL fp32", "share of matmul peak", "peak memory",
               "phases, s", "ops")  # fmt: skip
-    return table(header, lines)
+    return table(header, lines) if lines else ""
 
 
 def generic(rows: Sequence[Row], benchmarks: Sequence[str], columns: Sequence[str]) -> str:
@@ -139,9 +139,11 @@ SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
     ("One RL step of SmolLM2-135M against TRL: 4 prompts of 48 tokens x 8 samples x 24 tokens",
      lambda r: rl_step(r, "pretrained"), {"rl_step"}),
     ("Runs of the demo; the gap is the mean over the first ten steps", demo_runs, {"demo_runs"}),
-    ("Matmul peak", lambda r: generic(r, ["peak"], ("contender", "threads")), {"peak"}),
+    ("Matmul peak and memory bandwidth", lambda r: generic(r, ["peak"], ("contender", "threads")), {"peak"}),
     ("Rollout against transformers' generate", lambda r: generic(r, ["rollout_vs_generate"], COMMON),
      {"rollout_vs_generate"}),
+    ("Sampling from SmolLM2-135M against transformers' generate",
+     lambda r: generic(r, ["decode_pretrained"], COMMON), {"decode_pretrained"}),
     ("A simulated training step against fp32", lambda r: generic(r, ["simulated_step"], COMMON), {"simulated_step"}),
     ("A training step with simulated fp8 products against fp32", lambda r: generic(r, ["fp8_step"], COMMON),
      {"fp8_step"}),
@@ -168,9 +170,9 @@ def main() -> None:
     text = HEAD
     for title, make, names in SECTIONS:
         mine = [r for r in rows if r["benchmark"] in names]
-        if mine:
+        if mine and (content := make(rows)):
             devices = ", ".join(sorted({r["device"] for r in mine}))
-            text += f"\n## {title}\n\nDevice: {devices}. torch {mine[-1]['torch']}.\n\n{make(rows)}"
+            text += f"\n## {title}\n\nDevice: {devices}. torch {mine[-1]['torch']}.\n\n{content}"
     (RESULTS / "README.md").write_text(text)
     write_between(ROOT / "README.md", "demo_runs", demo_runs(rows))
     print(RESULTS / "README.md")
