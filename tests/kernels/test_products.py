@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mantissa.kernels import rollout_kernels
+from mantissa.kernels import ExactKernels, ExactPlan, NativeKernels, rollout_kernels
+from mantissa.kernels.exact_plan import Choice
 from mantissa.kernels.products import packed, product
 from mantissa.model import CopiedPolicy, Decoder, ModelConfig
-from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.precision import FP16, FP32, PrecisionPolicy, resolve
 
 BIG = ModelConfig("qwen3", 600, 256, 256, 1, 4, 2, 64, qk_norm=True, tie_word_embeddings=True)
 
@@ -47,3 +48,8 @@ def test_packed_copies_hold_the_same_values_and_give_the_same_logits(precision: 
     with pytest.raises(Exception, match="missing"):
         laid.take({})
     assert all(kept.isnan().all() for kept in laid.weights.values())
+
+
+def test_only_who_multiplies_by_this_product_has_packed_weights() -> None:
+    exact = ExactKernels(FP32, ExactPlan({}, Choice("fp64", 1)))
+    assert [exact.packs, NativeKernels(FP16).packs, NativeKernels(FP32).packs] == [False, False, True]

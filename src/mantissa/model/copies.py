@@ -66,7 +66,7 @@ class CopiedPolicy:
                 names.append(name)
                 # The largest magnitude of the master and of what is now stored; NaN wins a maximum, so one that was
                 # not written shows. One transfer to the host for all tensors.
-                peaks.append(torch.stack((master.abs().amax(), kept.float().abs().amax())))
+                peaks.append(torch.stack((_peak(master), _peak(kept.float()))))
             head = packed(self.decoder.head_weight) if self._pack and self.decoder.lm_head is None else None
             self.decoder.packed_head = head if head is not None and head.is_mkldnn else None
             peaks_N2 = torch.stack(peaks).cpu()
@@ -163,6 +163,12 @@ def _whole(master: Tensor) -> Tensor:
     """All of a tensor that several processes hold shards of; any other tensor itself."""
     gather = getattr(master, "full_tensor", None)
     return master if gather is None else gather()
+
+
+def _peak(x: Tensor) -> Tensor:
+    """The largest magnitude, NaN where there is one, in one pass over the memory: ``x.abs().amax()`` makes three."""
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high)
 
 
 def _finite(x: float) -> bool:
