@@ -44,10 +44,6 @@ demo-short: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
-# All that the suite leaves out for want of time, more than ten thousand hostile inputs among it.
-test-all: $(STAMP)
-	$(BIN)/python -m pytest -m "fuzz or variants or recipes"
-
 # Every recipe from three seeds: 175 s of processor time.
 test-recipes: $(STAMP)
 	$(BIN)/python -m pytest -m recipes

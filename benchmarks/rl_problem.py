@@ -1,14 +1,46 @@
-"""The step that Mantissa and TRL are timed on: one model, its prompts, its reward. Plain values; imports neither.
+"""The steps that Mantissa and TRL are timed on: a model, its prompts, its reward. Plain values; imports neither.
 
-64 prompts of 16 tokens, 8 samples each, 24 new tokens (the end token is ignored), hidden 128, 4 layers, vocabulary 64.
-The reward is dense (mean character code), so that practically every sample has an advantage and takes part in the
-update: a sample with advantage zero costs Mantissa no training time, and TRL as much as any other.
+``small``: 64 prompts of 16 tokens, 8 samples each, 24 new tokens (the end token is ignored), hidden 128, 4 layers,
+vocabulary 64, made here. ``pretrained``: a model in a folder of the user's, 4 prompts of 48 tokens, 8 samples each, 24
+new tokens. A prompt is digits and "=", one token each. The reward is dense (mean character code), so that practically
+every sample has an advantage and takes part in the update: a sample with advantage zero costs Mantissa no training
+time, and TRL as much as any other.
 """
 
 from __future__ import annotations
 
-PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 64, 8, 24, 16
-TRAINED_TOKENS = PROMPTS * SAMPLES * NEW_TOKENS
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step does."""
+
+    name: str
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    new_tokens: int
+    learning_rate: float
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+    def about(self, hidden: int) -> dict[str, int]:
+        """Its sizes, for a result's row."""
+        sizes = {"prompts": self.prompts, "samples": self.samples, "prompt_tokens": self.prompt_tokens}
+        return sizes | {"new_tokens": self.new_tokens, "hidden": hidden}
+
+
+WORKS = {
+    "small": Work("small", 64, 8, 16, 24, 1e-4),
+    "pretrained": Work("pretrained", 4, 8, 48, 24, 1e-6),
+    "tiny": Work("tiny", 2, 2, 8, 4, 1e-6),  # no measurement: that the scripts run
+}
 SHAPE = {
     "family": "qwen3",
     "hidden_size": 128,
@@ -21,7 +53,6 @@ SHAPE = {
     "initializer_range": 0.08,
 }
 ALPHABET = "0123456789=abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY"  # 62, and two special tokens: 64
-LEARNING_RATE = 1e-4
 
 
 def reward(text: str) -> float:
@@ -29,19 +60,27 @@ def reward(text: str) -> float:
     return sum(map(ord, text)) / (128 * max(len(text), 1))
 
 
-def step_flops(prompt_tokens_once: bool) -> float:
+def model_config(model: Path) -> dict[str, Any]:
+    """The ``config.json`` of a Hugging Face folder."""
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return config
+
+
+def step_flops(work: Work, config: dict[str, Any], prompt_tokens_once: bool) -> float:
     """Floating-point operations of the products in one step's necessary work: rollout, forward and backward once.
 
     Two a weight and token forwards, six in training; attention products over the keys a token really sees. What is
     recomputed (a scoring pass, attention's probabilities in the backward pass) does not count.
     """
-    hidden, layers, wide, vocabulary = 128, 4, 384, 64
-    q, kv = 128, 64
+    hidden, layers, wide = config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or hidden // heads
+    q, kv = heads * size, config["num_key_value_heads"] * size
     weights = layers * (2 * hidden * q + 2 * hidden * kv + 3 * hidden * wide)
-    rows, length = PROMPTS * SAMPLES, PROMPT_TOKENS + NEW_TOKENS
-    prefilled = PROMPTS if prompt_tokens_once else rows
+    rows, length = work.rows, work.prompt_tokens + work.new_tokens
+    prefilled = work.prompts if prompt_tokens_once else rows
     attention = 2 * 2 * q * layers * length * (length + 1) / 2  # QK^T and PV of one whole sequence
-    head = 2 * hidden * vocabulary * TRAINED_TOKENS
-    rollout = 2 * weights * (prefilled * PROMPT_TOKENS + rows * (NEW_TOKENS - 1)) + rows * attention + head
+    head = 2 * hidden * config["vocab_size"] * rows * work.new_tokens
+    rollout = 2 * weights * (prefilled * work.prompt_tokens + rows * (work.new_tokens - 1)) + rows * attention + head
     training = 3 * (2 * weights * rows * length + rows * attention + head)
     return rollout + training

@@ -1,11 +1,11 @@
 """Mantissa's side of the RL step: a worker (see workers.py) around ``Loop``, as ``mantissa train`` runs it.
 
-    python benchmarks/rl_step.py FOLDER --precision fp16 --threads 2
+    python benchmarks/rl_step.py FOLDER --precision fp16 --threads 2 [--work pretrained --model MODEL]
 
 A step is everything that ``mantissa train`` does in one: sample, grade, score under the learner (the measurement of the
 gap, which a trainer without it does not pay for), update, hand the weights over, write metrics and every completion.
-``FOLDER`` receives the model where there is none yet. Two things differ from a recipe, both so that the work is fixed:
-the end token does not end a completion, and the reward is ``rl_problem.reward``.
+``FOLDER`` receives the prompts, and the model where none is given. Two things differ from a recipe, both so that the
+work is fixed: the end token does not end a completion, and the reward is ``rl_problem.reward``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rl_problem import ALPHABET, LEARNING_RATE, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SAMPLES, SHAPE, reward
+from rl_problem import ALPHABET, SHAPE, WORKS, Work, reward
 from workers import serve
 
 from mantissa.cli.memory import keep_freed_memory
@@ -44,25 +44,35 @@ class DenseReward(Verifier):
         return Reward(reward(completion), correct=False)
 
 
-def recipe(folder: Path, precision: str, device: str, run_dir: str) -> RunConfig:
+def recipe(model: Path, work: Work, precision: str, device: str, run_dir: str) -> RunConfig:
     values: dict[str, Any] = {
         "name": "rl_step",
         "steps": 1_000_000,
         "device": device,
         "precision": precision,
         "run_dir": run_dir,
-        "model": {"path": str(folder)},
+        "model": {"path": str(model)},
         "task": {
             "kind": "running_sum",
-            "min_digits": PROMPT_TOKENS - 1,
-            "max_digits": PROMPT_TOKENS - 1,
-            "train_size": PROMPTS,
+            "min_digits": work.prompt_tokens - 1,
+            "max_digits": work.prompt_tokens - 1,
+            "train_size": work.prompts,
             "heldout_size": 0,
             "warm_start_size": 0,
         },
-        "rollout": {"prompts": PROMPTS, "samples": SAMPLES, "max_tokens": NEW_TOKENS, "slots": PROMPTS * SAMPLES},
+        "rollout": {
+            "prompts": work.prompts,
+            "samples": work.samples,
+            "max_tokens": work.new_tokens,
+            "slots": work.rows,
+        },
         "algorithm": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean", "correction": "none"},
-        "optimizer": {"lr": LEARNING_RATE, "updates_per_batch": 1, "max_grad_norm": 1.0, "micro_batch_tokens": 32768},
+        "optimizer": {
+            "lr": work.learning_rate,
+            "updates_per_batch": 1,
+            "max_grad_norm": 1.0,
+            "micro_batch_tokens": 32768,
+        },
         "evaluation": None,
         "checkpoint": {"every": 1_000_000},
         "trackers": [],
@@ -70,18 +80,19 @@ def recipe(folder: Path, precision: str, device: str, run_dir: str) -> RunConfig
     return make_config(values, "rl_step")
 
 
-def write_problem(folder: Path) -> None:
-    """The model as a Hugging Face folder, and the prompts, for both sides."""
+def write_model(folder: Path) -> Path:
+    """The small model as a Hugging Face folder, for both sides."""
     if (folder / "model").is_dir():
-        return
+        return folder / "model"
     tokenizer = character_tokenizer(ALPHABET)
     config = FreshModelConfig.model_validate(SHAPE).model(tokenizer.vocab_size)
     save_model(Decoder(config).initialize(torch.Generator().manual_seed(0)), tokenizer, folder / "model")
+    return folder / "model"
 
 
-def build(folder: Path, precision: str, device: str, run_dir: str) -> tuple[Loop, Parts, Live]:
+def build(model: Path, work: Work, precision: str, device: str, run_dir: str) -> tuple[Loop, Parts, Live]:
     """The loop at its first step, outside a recipe's life cycle (no warm start, no checkpoint)."""
-    config = recipe(folder / "model", precision, device, run_dir)
+    config = recipe(model, work, precision, device, run_dir)
     parts = assemble(config)
     parts.task.verifier = DenseReward()
     parts.sampler.grader = Grader(parts.task)
@@ -89,18 +100,19 @@ def build(folder: Path, precision: str, device: str, run_dir: str) -> tuple[Loop
     live = Live(config.steps)
     loop = Loop(config, parts, run, Trackers(()), live)
     loop.params = replace(loop.params, stop_token_ids=())
-    loop.kept = list(range(PROMPTS))
-    parts.sampler.engine.sync(parts.learner.weights, parts.learner.version)
+    loop.kept = list(range(work.prompts))
+    loop.source = loop._source()
+    loop.source.start(0, parts.learner.weights, parts.learner.version, ())
     return loop, parts, live
 
 
 class Stepper:
     """Does step after step and says what each took."""
 
-    def __init__(self, folder: Path, precision: str, device: str = "cpu") -> None:
+    def __init__(self, folder: Path, work: Work, precision: str, device: str, model: Path | None) -> None:
         self._scratch = Path(tempfile.mkdtemp(prefix="rl_step-"))
-        write_problem(folder)
-        self.loop, self.parts, self._live = build(folder, precision, device, str(self._scratch / "run"))
+        self.work, run_dir = work, str(self._scratch / "run")
+        self.loop, self.parts, self._live = build(model or write_model(folder), work, precision, device, run_dir)
         self._count = 0
         prompts = [problem.prompt for problem in self.loop.train]
         (folder / "prompts.json").write_text(json.dumps(prompts))
@@ -119,16 +131,16 @@ class Stepper:
     def _measure(self) -> dict[str, Any]:
         self._count += 1
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         self.loop._step(self._count)
-        seconds = time.perf_counter() - started
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         used = resource.getrusage(resource.RUSAGE_SELF)
         row = self.loop.run.read_metrics()[-1]
-        assert row["rollout/tokens"] == PROMPTS * SAMPLES * NEW_TOKENS
+        assert row["rollout/tokens"] == self.work.rows * self.work.new_tokens
         assert row["optim/updates"] == self._count, "a step was skipped"
         phases = {phase: row[f"time/{phase}"] for phase in PHASES}
         memory = {"page_faults": used.ru_minflt - faults, "peak_memory": used.ru_maxrss * 1024}
-        return {"seconds": seconds, "phases": phases | {"other": seconds - sum(phases.values())}, **memory}
+        return {"seconds": seconds, "cpu": cpu, "phases": phases | {"other": seconds - sum(phases.values())}, **memory}
 
     @property
     def about(self) -> dict[str, Any]:
@@ -150,6 +162,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--work", default="small", choices=WORKS)
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder; by default the small model, written here")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--allocator", default="kept", choices=("kept", "default"), help="kept, as the command has it")
     arguments = parser.parse_args()
@@ -158,7 +172,7 @@ def main() -> None:
             "rl_step.py: the allocator refused to keep freed memory; unset MALLOC_*, or --allocator default"
         )
     torch.set_num_threads(arguments.threads)
-    stepper = Stepper(arguments.folder, arguments.precision, arguments.device)
+    stepper = Stepper(arguments.folder, WORKS[arguments.work], arguments.precision, arguments.device, arguments.model)
     try:
         serve(stepper.about, stepper)
     finally:

@@ -2,12 +2,15 @@
 
     make bench-trl          # makes .venv-trl, TRL's own environment, and runs this
     python benchmarks/rl_step_vs_trl.py [--threads 2] [--rounds 9] [--trl-python .venv-trl/bin/python]
+    python benchmarks/rl_step_vs_trl.py --model FOLDER      # a pretrained model: 4 prompts of 48 tokens x 8 x 24
 
 Each side is a long-lived process (rl_step.py, trl_step.py) that does one whole step at a time, in turns. Same model
 folder, prompts, reward, AdamW, threads; one optimiser step a batch, no KL term, 24 new tokens always. What differs:
 TRL computes each prompt once a sample where Mantissa computes it once, and Mantissa scores the batch under the learner,
 measures the gap and writes every completion down. TRL runs in fp32: the row is refused where its products came out in
-another format. Targets: fp32 at most 0.5, simulated fp16 at most 1.0 of TRL's fp32 time. Rows: results/rl_step.jsonl.
+another format. Targets, of TRL's fp32 time: fp32 at most 0.55, simulated fp16 at most 0.65; with SmolLM2-135M 0.7 and
+1.0. Peak memory is each process's own (``ru_maxrss``). With ``--threads 1`` on a busy machine the ratio of processor
+times is steadier than that of times. Rows: results/rl_step.jsonl.
 """
 
 from __future__ import annotations
@@ -19,22 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rl_problem import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SAMPLES, step_flops
+from rl_problem import WORKS, Work, model_config, step_flops
 from rows import append
 from steps import spread
 from workers import Worker, ratios, take_turns
 
 HERE = Path(__file__).resolve().parent
-PRECISIONS = ("fp32", "fp16", "bf16")
 MATMUL = ("aten::mm", "aten::bmm", "aten::baddbmm", "aten::addmm")
 TRL_PYTHON = HERE.parent / ".venv-trl" / "bin" / "python"
-SHAPE = {
-    "prompts": PROMPTS,
-    "samples": SAMPLES,
-    "prompt_tokens": PROMPT_TOKENS,
-    "new_tokens": NEW_TOKENS,
-    "hidden": 128,
-}
 
 
 def our_worker(
@@ -44,10 +39,13 @@ def our_worker(
     return Worker([*command, "--threads", str(threads), *options], threads, environment)
 
 
-def summary(name: str, worker: Worker, steps: dict[str, list[dict[str, Any]]], trl: bool) -> list[dict[str, Any]]:
-    """Rows of one contender: its step time, phases, share of time, ratio to TRL."""
+def summary(
+    work: Work, config: dict[str, Any], name: str, worker: Worker, steps: dict[str, list[dict[str, Any]]], trl: bool
+) -> list[dict[str, Any]]:
+    """Rows of one contender: its step time, phases, peak memory, ratio to TRL."""
     mine = steps[name]
-    about = {"benchmark": "rl_step", "contender": name, "rounds": len(mine), **SHAPE}
+    about = {"benchmark": "rl_step", "work": work.name, "contender": name, "rounds": len(mine)}
+    about |= work.about(config["hidden_size"])
     if name == "trl":
         active = {"float32": "fp32"}.get(mine[0]["active"], mine[0]["active"])
         about |= {"requested": "fp32", "active": active, "kernels": "native", "trl": worker.about["trl"]}
@@ -55,13 +53,15 @@ def summary(name: str, worker: Worker, steps: dict[str, list[dict[str, Any]]], t
         about |= {"requested": name, "active": worker.about["active"], "kernels": worker.about["kernels"]}
     seconds = [step["seconds"] for step in mine]
     rows = [about | {"metric": "step_seconds", "unit": "s", **spread(seconds)}]
-    flops = step_flops(prompt_tokens_once=name != "trl")
+    flops = step_flops(work, config, prompt_tokens_once=name != "trl")
     rows.append(about | {"metric": "product_gflops", "unit": "GFLOP/s", **spread([flops / s / 1e9 for s in seconds])})
+    rows.append(about | {"metric": "peak_memory", "unit": "bytes", "value": max(step["peak_memory"] for step in mine)})
     for phase in mine[0].get("phases", ()):
         times = [step["phases"][phase] for step in mine]
         rows.append(about | {"metric": f"{phase}_seconds", "unit": "s", **spread(times)})
     if trl and name != "trl":
-        rows.append(about | {"metric": "time_over_trl_fp32", "unit": "ratio", **spread(ratios(steps, name, "trl"))})
+        for metric, key in (("time_over_trl_fp32", "seconds"), ("processor_time_over_trl_fp32", "cpu")):
+            rows.append(about | {"metric": metric, "unit": "ratio", **spread(ratios(steps, name, "trl", key))})
     return rows
 
 
@@ -70,6 +70,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--model", type=Path, help="a pretrained model's Hugging Face folder, such as SmolLM2's")
+    parser.add_argument("--work", choices=WORKS, help="by default small, or pretrained with --model")
+    parser.add_argument("--precisions", nargs="*", default=["fp32", "fp16", "bf16"])
     parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON)
     parser.add_argument("--dry", action="store_true", help="print, and append no rows")
     arguments = parser.parse_args()
@@ -77,19 +80,22 @@ def main() -> None:
     with_trl = arguments.trl_python.is_file()
     if not with_trl:
         print(f"no TRL: {arguments.trl_python} is not there (make bench-trl makes it); timing Mantissa alone")
+    work = WORKS[arguments.work or ("pretrained" if arguments.model else "small")]
     with tempfile.TemporaryDirectory(prefix="rl_step-") as folder:
-        workers = {p: our_worker(Path(folder), p, arguments.threads) for p in PRECISIONS}
+        options = ["--work", work.name, *(["--model", str(arguments.model)] if arguments.model else [])]
+        workers = {p: our_worker(Path(folder), p, arguments.threads, *options) for p in arguments.precisions}
         if with_trl:
-            script = [str(HERE / "trl_step.py"), folder, "--threads", str(arguments.threads)]
+            script = [str(HERE / "trl_step.py"), folder, "--threads", str(arguments.threads), *options]
             environment = {"PYTHONPATH": "", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
             workers["trl"] = Worker([str(arguments.trl_python), *script], arguments.threads, environment)
         try:
             steps = take_turns(workers, arguments.warm_up, arguments.rounds)
-            ops = {p: workers[p].step("profile")["ops"] for p in PRECISIONS}
+            ops = {p: workers[p].step("profile")["ops"] for p in arguments.precisions}
+            config = model_config(arguments.model or Path(folder) / "model")
         finally:
             for worker in workers.values():
                 worker.close()
-    rows = [row for name in workers for row in summary(name, workers[name], steps, with_trl)]
+    rows = [row for name in workers for row in summary(work, config, name, workers[name], steps, with_trl)]
     for row in [row for row in rows if row["metric"] == "step_seconds" and row["contender"] in ops]:
         rows.append(row | {"metric": "time_in_matmul", "unit": "share", "ops": ops[row["contender"]], "value": 0.0})
         rows[-1]["value"] = sum(share for name, share in rows[-1]["ops"].items() if name in MATMUL)

@@ -58,9 +58,9 @@ def peak_of(rows: Sequence[Row], device: str, threads: int) -> float | None:
     return next((r["value"] for r in peaks if (r["device"], r["threads"]) == (device, threads)), None)
 
 
-def rl_step(rows: Sequence[Row]) -> str:
+def rl_step(rows: Sequence[Row], work: str) -> str:
     """One line a contender and thread count: time, ratio to TRL, share of the peak, phases, what bounds it."""
-    mine = [r for r in rows if r["benchmark"] == "rl_step"]
+    mine = [r for r in rows if r["benchmark"] == "rl_step" and r.get("work", "small") == work]
     lines = []
     groups = sorted({(r["threads"], r["device"], r["contender"]) for r in mine})
     for threads, device, contender in groups:
@@ -75,9 +75,11 @@ def rl_step(rows: Sequence[Row]) -> str:
         ops = by["time_in_matmul"]["ops"] if "time_in_matmul" in by else {}
         bounds = ", ".join(f"{op.removeprefix('aten::')} {part:.0%}" for op, part in ops.items())
         active = f"{by['step_seconds']['active']} {by['step_seconds']['kernels']}"
-        lines.append([str(threads), contender, active, cell(by["step_seconds"]), ratio, share, split, bounds])
-    header = ("threads", "contender", "active", "one step", "x TRL fp32", "share of matmul peak", "phases, s", "ops")
-    return table(header, lines)
+        memory = f"{by['peak_memory']['value'] / 1e9:.2f} GB" if "peak_memory" in by else ""
+        lines.append([str(threads), contender, active, cell(by["step_seconds"]), ratio, share, memory, split, bounds])
+    header = ("threads", "contender", "active", "one step", "x TRL fp32", "share of matmul peak", "peak memory",
+              "phases, s", "ops")  # fmt: skip
+    return table(header, lines) if lines else ""
 
 
 def generic(rows: Sequence[Row], benchmarks: Sequence[str], columns: Sequence[str]) -> str:
@@ -171,15 +173,19 @@ def write_between(path: Path, mark: str, content: str) -> None:
 
 COMMON = ("case", "contender", "engine", "requested", "active", "kernels", "hidden", "tokens", "threads")
 SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
-    ("One RL step against TRL: 64 prompts of 16 tokens x 8 samples x 24 tokens, hidden 128, 4 layers", rl_step,
-     {"rl_step"}),
+    ("One RL step against TRL: 64 prompts of 16 tokens x 8 samples x 24 tokens, hidden 128, 4 layers",
+     lambda r: rl_step(r, "small"), {"rl_step"}),
+    ("One RL step of SmolLM2-135M against TRL: 4 prompts of 48 tokens x 8 samples x 24 tokens",
+     lambda r: rl_step(r, "pretrained"), {"rl_step"}),
     ("The gap of SmolLM2-135M-Instruct in each pair of formats, 95% intervals: 32 prompts, 32 tokens", gap, {"gap"}),
     ("Runs of the demo; the gap is the mean over the first ten steps", demo_runs, {"demo_runs"}),
     ("RL on SmolLM2-135M-Instruct, weights from a 4-bit grid: one-digit sums and differences", smollm2_runs,
      {"smollm2_runs", "smollm2_base_runs"}),
-    ("Matmul peak", lambda r: generic(r, ["peak"], ("contender", "threads")), {"peak"}),
+    ("Matmul peak and memory bandwidth", lambda r: generic(r, ["peak"], ("contender", "threads")), {"peak"}),
     ("Rollout against transformers' generate", lambda r: generic(r, ["rollout_vs_generate"], COMMON),
      {"rollout_vs_generate"}),
+    ("Sampling from SmolLM2-135M against transformers' generate",
+     lambda r: generic(r, ["decode_pretrained"], COMMON), {"decode_pretrained"}),
     ("A simulated training step against fp32", lambda r: generic(r, ["simulated_step"], COMMON), {"simulated_step"}),
     ("A training step with simulated fp8 products against fp32", lambda r: generic(r, ["fp8_step"], COMMON),
      {"fp8_step"}),
@@ -206,9 +212,9 @@ def main() -> None:
     text = HEAD
     for title, make, names in SECTIONS:
         mine = [r for r in rows if r["benchmark"] in names]
-        if mine:
+        if mine and (content := make(rows)):
             devices = ", ".join(sorted({r["device"] for r in mine}))
-            text += f"\n## {title}\n\nDevice: {devices}. torch {mine[-1]['torch']}.\n\n{make(rows)}"
+            text += f"\n## {title}\n\nDevice: {devices}. torch {mine[-1]['torch']}.\n\n{content}"
     (RESULTS / "README.md").write_text(text)
     write_between(ROOT / "README.md", "gap", gap(rows))
     print(RESULTS / "README.md")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +12,7 @@ from torch import Tensor
 from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import BF16, FP16, FP32
+from mantissa.rl import forward as module
 from mantissa.rl.experience import Sequences
 from mantissa.rl.forward import forward, scatter
 
@@ -95,3 +99,40 @@ def test_scatter_puts_each_response_token_where_the_mask_says() -> None:
     got[0, 1].backward()
     assert values_N.grad is not None
     assert values_N.grad.tolist() == [0, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kernels", [NativeKernels(FP32), SimulatedKernels(FP16), SimulatedKernels(BF16)], ids=str)
+def test_logits_in_parts_are_the_whole_ones(model: Decoder, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probs, entropies and gradients against float64, and no more logits at a time than the bound allows."""
+    hidden, weight, token = torch.randn(29, 32), torch.randn(300, 32), torch.randint(0, 300, (29,))
+    pull, seen, logits = torch.randn(29), [], kernels.logits
+
+    def watched(x: Tensor, w: Tensor) -> Tensor:
+        seen.append(len(x))
+        return logits(x, w)
+
+    def of(compute: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]], *leaves: Tensor) -> list[Tensor]:
+        given = [leaf.clone().requires_grad_() for leaf in leaves]
+        logp, entropies = compute(*given)
+        assert entropies is not None
+        assert not entropies.requires_grad
+        (logp * pull.to(logp.dtype)).sum().backward()
+        return [logp.detach(), entropies, *(leaf.grad for leaf in given if leaf.grad is not None)]
+
+    def oracle(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        logp = torch.log_softmax(x @ w.t() / 0.7, -1)
+        return logp[torch.arange(29), token], -(logp.exp() * logp).sum(-1).detach()
+
+    monkeypatch.setattr(kernels, "logits", watched)
+    monkeypatch.setattr(module, "_ENTROPY_AT_ONCE", 700)
+    head = partial(module._head, kernels=kernels, token_N=token, temperature=0.7, entropies=True)
+    values = [kernels.weight(leaf) for leaf in (hidden, weight)]
+    expected = of(oracle, *(leaf.double() for leaf in values))
+    for bound, rows in ((29 * 300, 29), (7 * 300, 6)):
+        monkeypatch.setattr(module, "_LOGITS_AT_ONCE", bound)
+        seen.clear()
+        got = of(lambda x, w: head(w, hidden_NE=x), *values)
+        assert max(seen) == rows
+        for one, other in zip(got, expected, strict=True):
+            bound_ = 1e-6 if kernels.format is FP32 else 2 * kernels.format.epsilon
+            assert (one.double() - other).norm() <= bound_ * other.norm()

@@ -327,7 +327,7 @@ def test_several_updates_split_the_batch_and_each_has_its_own_denominator(learn:
             sub = experience.sequences.select(rows)
             assert experience.old_logp_BR is not None
             old = experience.old_logp_BR[rows][:, : sub.mask_BR.shape[1]][sub.mask_BR]
-            logp, _ = twin.logp(sub, twin.kernels)
+            logp = twin.logp(sub, twin.kernels)
             repeated = advantage_B[rows].repeat_interleave(sub.mask_BR.sum(1))
             ratio = (logp - old).exp()
             clipped = ratio.clamp(0.8, 1.2)

@@ -89,7 +89,7 @@ def test_in_the_loss_it_adds_its_gradient_to_every_completions(build: Callable[.
         group = experience.reward_B[row - row % 4 : row - row % 4 + 4].tolist()
         advantage = float(experience.reward_B[row]) - sum(group) / 4
         slopes += [(-advantage + 0.7 * SLOPE[kind](x)) / tokens for x in log_r(experience, row)]
-    logp_N, _ = parts.learner.logp(sequences, parts.learner.kernels)
+    logp_N = parts.learner.logp(sequences, parts.learner.kernels)
     expected = dict(
         zip(
             dict(parts.model.named_parameters()),

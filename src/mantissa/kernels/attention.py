@@ -82,3 +82,22 @@ def _causal_probabilities(q: Tensor, k: Tensor, start: int, stop: int) -> Tensor
     # Mask and scale enter with the product: on their own they would each be one more pass over the scores.
     scores = torch.baddbmm(mask, block.flatten(1, 2), k[:, :stop].transpose(1, 2), alpha=q.shape[-1] ** -0.5)
     return torch.softmax(scores.view(*block.shape[:3], stop), dim=-1)
+
+
+def rotate_fp32(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+    """x * cos + rotate_half(x) * sin, rotate_half(a, b) = (-b, a) on the halves of D. All fp32; shape of ``x``."""
+    half = x_BHTD.shape[-1] // 2
+    cos, sin = cos_BTD.unsqueeze(1)[..., :half], sin_BTD.unsqueeze(1)[..., :half]
+    first, second = x_BHTD[..., :half], x_BHTD[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def cached_probabilities(q_BHD: Tensor, k_BKSD: Tensor, length_B: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) in fp32 over each row's first ``length_B`` keys. Shape B, K, H/K, S; zero beyond."""
+    rows, heads, size = q_BHD.shape
+    kv_heads, keys = k_BKSD.shape[1], k_BKSD.shape[2]
+    q_BKGD = q_BHD.reshape(rows, kv_heads, heads // kv_heads, size).float()
+    scores = (q_BKGD @ k_BKSD.float().transpose(-1, -2)) * size**-0.5
+    beyond_BS = torch.arange(keys, device=q_BHD.device) >= length_B.unsqueeze(1)
+    scores = scores.masked_fill_(beyond_BS[:, None, None, :], float("-inf"))
+    return torch.softmax(scores, dim=-1)

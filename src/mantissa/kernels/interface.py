@@ -50,6 +50,11 @@ class Kernels(Protocol):
         """What a policy that does not train keeps of a master: rounded once, or quantised once. No gradient."""
         ...
 
+    @property
+    def packs(self) -> bool:
+        """Whether its products read a copy that ``products.packed`` has laid out; it must not train."""
+        ...
+
     def embedding(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
         """Rows of the embedding table, in the format. ``weight_VE`` is the master."""
         ...

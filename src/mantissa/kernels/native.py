@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels.attention import CausalAttention
+from mantissa.kernels import products
+from mantissa.kernels.attention import CausalAttention, cached_probabilities, rotate_fp32
+from mantissa.kernels.simulated import Linear, RMSNorm, Rotate
 from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format
 from mantissa.precision.numerics import token_logprob
 
@@ -48,13 +50,20 @@ class NativeKernels:
 
         return quantized_weight(master, self.fp8)
 
+    @property
+    def packs(self) -> bool:
+        return self.format is FP32 and type(self).linear is NativeKernels.linear
+
     def linear(
         self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
     ) -> Tensor:
         bias = None if bias_F is None else self.weight(bias_F)
         if not self._in_fp8(layer):
             assert isinstance(weight_FE, Tensor)  # only what the policy names is kept as codes
-            return F.linear(x_NE, self.weight(weight_FE), bias)
+            weight = self.weight(weight_FE)
+            if self._is_cpus_own(x_NE):
+                return Linear.apply(x_NE, weight, bias, FP32, FP32, products.product)
+            return F.linear(x_NE, weight, bias)
         from mantissa.kernels.triton_fp8 import Fp8Linear
 
         if isinstance(weight_FE, BlockScaled):
@@ -64,15 +73,24 @@ class NativeKernels:
     def _in_fp8(self, layer: str) -> bool:
         return self.fp8 is not None and self.fp8.quantizes(layer)
 
+    def _is_cpus_own(self, x: Tensor) -> bool:
+        """Where the simulated family's operations are this one's too: its roundings are the identity in fp32."""
+        return self.format is FP32 and not x.is_cuda
+
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
         weight = self.weight(weight_VE)
-        logits = F.linear(x_NE, weight) if self.format is FP32 else _HalfProductToFloat.apply(x_NE, weight)
+        if self._is_cpus_own(x_NE):
+            logits = Linear.apply(x_NE, weight, None, FP32, FP32, products.product)
+        else:
+            logits = F.linear(x_NE, weight) if self.format is FP32 else _HalfProductToFloat.apply(x_NE, weight)
         return round_to_format(logits, self.logits_format)
 
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         return token_logprob(logits_NV, tokens_N, temperature)
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        if self._is_cpus_own(x_NE):
+            return RMSNorm.apply(x_NE, weight_E, eps, FP32)
         x = x_NE.float()  # the sum of squares of fp16 values overflows fp16 from |x| = 256 on
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         return normed.to(self.dtype) * self.weight(weight_E)
@@ -81,6 +99,8 @@ class NativeKernels:
         return F.silu(gate_NE) * up_NE  # torch's silu computes in fp32 and rounds once
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+        if self._is_cpus_own(x_BHTD):
+            return Rotate.apply(x_BHTD, cos_BTD, sin_BTD, FP32)
         return rotate_fp32(x_BHTD.float(), cos_BTD, sin_BTD).to(self.dtype)
 
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
@@ -94,7 +114,7 @@ class NativeKernels:
                 q_BHTD.transpose(1, 2), k_BKTD.transpose(1, 2), v_BKTD.transpose(1, 2), causal=True
             )
             return out_BTHD.transpose(1, 2)
-        if self.format is FP32 and not q_BHTD.is_cuda:
+        if self._is_cpus_own(q_BHTD):
             return CausalAttention.apply(q_BHTD, k_BKTD, v_BKTD, FP32)
         group = q_BHTD.shape[1] // k_BKTD.shape[1]
         if group > 1 and q_BHTD.is_cuda and self.format is FP32:
@@ -105,25 +125,6 @@ class NativeKernels:
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         p_BKGS = cached_probabilities(q_BHD, k_BKSD, length_B).to(self.dtype)
         return (p_BKGS @ v_BKSD.to(self.dtype)).reshape(q_BHD.shape)  # a cache may be coarser than the rollout
-
-
-def rotate_fp32(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-    """x * cos + rotate_half(x) * sin, rotate_half(a, b) = (-b, a) on the halves of D. All fp32; shape of ``x``."""
-    half = x_BHTD.shape[-1] // 2
-    cos, sin = cos_BTD.unsqueeze(1)[..., :half], sin_BTD.unsqueeze(1)[..., :half]
-    first, second = x_BHTD[..., :half], x_BHTD[..., half:]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def cached_probabilities(q_BHD: Tensor, k_BKSD: Tensor, length_B: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) in fp32 over each row's first ``length_B`` keys. Shape B, K, H/K, S; zero beyond."""
-    rows, heads, size = q_BHD.shape
-    kv_heads, keys = k_BKSD.shape[1], k_BKSD.shape[2]
-    q_BKGD = q_BHD.reshape(rows, kv_heads, heads // kv_heads, size).float()
-    scores = (q_BKGD @ k_BKSD.float().transpose(-1, -2)) * size**-0.5
-    beyond_BS = torch.arange(keys, device=q_BHD.device) >= length_B.unsqueeze(1)
-    scores = scores.masked_fill_(beyond_BS[:, None, None, :], float("-inf"))
-    return torch.softmax(scores, dim=-1)
 
 
 class _HalfProductToFloat(torch.autograd.Function):

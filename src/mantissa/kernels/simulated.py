@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels.attention import CausalAttention
-from mantissa.kernels.native import cached_probabilities, rotate_fp32
+from mantissa.kernels import products
+from mantissa.kernels.attention import CausalAttention, cached_probabilities, rotate_fp32
 from mantissa.kernels.scaled import Product, ScaledLinear, weight_values
 from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format, round_to_format_
 from mantissa.precision.numerics import token_logprob
@@ -65,9 +65,13 @@ class SimulatedKernels:
             return weight_values(master, self.fp8)
         return round_to_format(master.detach(), self.format)
 
+    @property
+    def packs(self) -> bool:
+        return type(self).product is SimulatedKernels.product  # an exact family has products of its own
+
     def product(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
         """x @ weight^T + bias of operands on their grids, fp32, not rounded; an exact family replaces it."""
-        return F.linear(x_NE, weight_FE, bias_F)
+        return products.product(x_NE, weight_FE, bias_F)
 
     def linear(
         self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
@@ -77,23 +81,23 @@ class SimulatedKernels:
         if self.fp8 is not None and self.fp8.quantizes(layer):
             on_grid = self.weights_on_grid
             return ScaledLinear.apply(x_NE, weight_FE, bias, self.fp8, self.format, self.product, on_grid)
-        return _Linear.apply(x_NE, self.weight(weight_FE), bias, self.format, self.format, self.product)
+        return Linear.apply(x_NE, self.weight(weight_FE), bias, self.format, self.format, self.product)
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
-        logits = _Linear.apply(x_NE, self.weight(weight_VE), None, self.format, FP32, self.product)
+        logits = Linear.apply(x_NE, self.weight(weight_VE), None, self.format, FP32, self.product)
         return round_to_format(logits, self.logits_format)
 
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         return token_logprob(logits_NV, tokens_N, temperature)
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        return _RMSNorm.apply(x_NE, self.weight(weight_E), eps, self.format)
+        return RMSNorm.apply(x_NE, self.weight(weight_E), eps, self.format)
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
         return _SwiGLU.apply(gate_NE, up_NE, self.format)
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-        return _Rotate.apply(x_BHTD, cos_BTD, sin_BTD, self.format)
+        return Rotate.apply(x_BHTD, cos_BTD, sin_BTD, self.format)
 
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
         return _Add.apply(x_NE, y_NE, self.format)
@@ -106,7 +110,7 @@ class SimulatedKernels:
         return round_to_format_(probabilities @ v_BKSD, self.format).reshape(q_BHD.shape)
 
 
-class _Linear(torch.autograd.Function):
+class Linear(torch.autograd.Function):
     """x @ w^T + b with the result in ``result_fmt``.
 
     The weight's gradient leaves in fp32 and is rounded by the casts that made the compute copy.
@@ -131,13 +135,13 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = round_to_format(grads[0], ctx.fmt)
         flat = grad.reshape(-1, grad.shape[-1])
-        grad_x = round_to_format_(grad @ weight, ctx.fmt) if ctx.needs_input_grad[0] else None
+        grad_x = round_to_format_(products.product(grad, weight.t()), ctx.fmt) if ctx.needs_input_grad[0] else None
         grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
         grad_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-class _RMSNorm(torch.autograd.Function):
+class RMSNorm(torch.autograd.Function):
     """y = w * n, n = round(x * s), s = (mean(x^2) + eps)^-1/2. dx = s * (dn - xs * mean(dn * xs)), dn = round(dy * w).
 
     dw = sum of round(dy * n) over rows: autograd makes a half tensor of the product before it sums.
@@ -187,7 +191,7 @@ class _SwiGLU(torch.autograd.Function):
         return round_to_format_(grad_gate, fmt), grad_up, None
 
 
-class _Rotate(torch.autograd.Function):
+class Rotate(torch.autograd.Function):
     """A rotation; its backward is the rotation by the opposite angle."""
 
     @staticmethod

@@ -2,7 +2,8 @@
 
 A copy is made once from the fp32 master: rounded to the format, or for a layer in fp8 quantised to codes and scales.
 What is kept is what the kernels multiply: fp32 values on the grid (simulated), a half dtype (native), or the codes
-themselves with their scales beside them (native fp8).
+themselves with their scales beside them (native fp8). A policy that only samples may keep its projections, and once
+more its tied head, in the layout that its products read fastest (``kernels/products.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from mantissa.errors import MantissaError, nearest
 from mantissa.kernels import Kernels
+from mantissa.kernels.products import packed
 from mantissa.model.config import ModelConfig
 from mantissa.model.decoder import Decoder, Projection
 from mantissa.precision import BlockScaled
@@ -22,11 +24,16 @@ from mantissa.precision import BlockScaled
 class CopiedPolicy:
     """A decoder that holds copies. ``who`` begins its errors: ``sync``, ``reference``.
 
+    ``pack``: keep matrices in their products' layout, where the kernels read it.
+
     It holds NaN until ``take`` has succeeded: a policy with half its weights is nobody's policy.
     """
 
-    def __init__(self, config: ModelConfig, kernels: Kernels, device: torch.device | str, who: str) -> None:
+    def __init__(
+        self, config: ModelConfig, kernels: Kernels, device: torch.device | str, who: str, pack: bool = False
+    ) -> None:
         self.kernels, self.who = kernels, who
+        self._pack = pack and kernels.packs
         with torch.device("meta"):  # neither memory nor random values for what ``take`` overwrites
             decoder = Decoder(config).requires_grad_(False)
         self.decoder = decoder.to(kernels.dtype).to_empty(device=torch.device(device))
@@ -37,7 +44,7 @@ class CopiedPolicy:
         """What is kept, by parameter name, in its own dtype; the scales of codes as ``NAME.scales``."""
         kept: dict[str, Tensor] = {}
         for name, owner, parameter in self._parameters():
-            kept[name] = parameter.detach()
+            kept[name] = parameter.detach().to_dense() if parameter.is_mkldnn else parameter.detach()
             if isinstance(owner, Projection) and owner.scales is not None and parameter is owner.weight:
                 kept[f"{name}.scales"] = owner.scales
         return kept
@@ -59,7 +66,9 @@ class CopiedPolicy:
                 names.append(name)
                 # The largest magnitude of the master and of what is now stored; NaN wins a maximum, so one that was
                 # not written shows. One transfer to the host for all tensors.
-                peaks.append(torch.stack((master.abs().amax(), kept.float().abs().amax())))
+                peaks.append(torch.stack((_peak(master), _peak(kept.float()))))
+            head = packed(self.decoder.head_weight) if self._pack and self.decoder.lm_head is None else None
+            self.decoder.packed_head = head if head is not None and head.is_mkldnn else None
             peaks_N2 = torch.stack(peaks).cpu()
         for name, (master_peak, stored_peak) in zip(names, peaks_N2.tolist(), strict=True):
             self._check_peak(name, master_peak, stored_peak)
@@ -69,7 +78,11 @@ class CopiedPolicy:
         weight_of = isinstance(owner, Projection) and parameter is owner.weight
         copy = self.kernels.copied(master, owner.name if isinstance(owner, Projection) and weight_of else "")
         if isinstance(copy, Tensor):
-            return parameter.copy_(copy)
+            laid = packed(copy) if self._pack and weight_of else copy
+            if not laid.is_mkldnn:
+                return parameter.copy_(copy)
+            owner.weight = nn.Parameter(laid, requires_grad=False)
+            return copy
         assert isinstance(owner, Projection)  # nothing else has a name, and only what has one is quantised
         self._make_room(owner, copy)
         assert owner.scales is not None
@@ -98,10 +111,16 @@ class CopiedPolicy:
             for name, parameter in list(module.named_parameters(recurse=False)):
                 yield f"{prefix}.{name}", module, parameter
 
+    @torch.no_grad()
     def _poison(self) -> None:
-        with torch.no_grad():
-            for tensor in self.weights.values():
-                tensor.fill_(float("nan"))
+        self.decoder.packed_head = None
+        for _, owner, parameter in self._parameters():
+            if parameter.is_mkldnn:  # is replaced, not written to
+                owner.weight = nn.Parameter(torch.full((1, 1), float("nan")).expand_as(parameter), requires_grad=False)
+            else:
+                parameter.fill_(float("nan"))
+            if isinstance(owner, Projection) and owner.scales is not None:
+                owner.scales.fill_(float("nan"))
 
     def _check_names(self, masters: Mapping[str, Tensor]) -> None:
         expected = {name: parameter for name, _, parameter in self._parameters()}
@@ -144,6 +163,12 @@ def _whole(master: Tensor) -> Tensor:
     """All of a tensor that several processes hold shards of; any other tensor itself."""
     gather = getattr(master, "full_tensor", None)
     return master if gather is None else gather()
+
+
+def _peak(x: Tensor) -> Tensor:
+    """The largest magnitude, NaN where there is one, in one pass over the memory: ``x.abs().amax()`` makes three."""
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high)
 
 
 def _finite(x: float) -> bool:

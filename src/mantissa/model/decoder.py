@@ -136,6 +136,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.lora: LoraShape | None = None  # set where adapters were attached (``lora.attach``)
+        self.packed_head: Tensor | None = None  # a tied head in its product's layout, beside the embedding (``copies``)
         self.model = Backbone(config)
         self.lm_head = None if config.tie_word_embeddings else Projection(config.hidden_size, config.vocab_size, False)
         for name, module in self.named_modules():
@@ -162,6 +163,8 @@ class Decoder(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """The output projection, V by E: its own, or the embedding table where the two are tied."""
+        if self.packed_head is not None:
+            return self.packed_head
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def hidden(self, tokens_BT: Tensor, kernels: Kernels, positions_BT: Tensor, attend: Attend) -> Tensor:

@@ -5,7 +5,7 @@ Shapes: B sequences, T positions, V vocabulary. Log-probabilities and everything
 - ``token_logprob``: ``log(softmax(x))[t]`` underflows to -inf for improbable tokens, and ``x_t - logsumexp(x)`` errs by
   a rounding at the logits' own size (5e-4 for logits of 1e4). ``(x_t - max x) - log(sum exp(x - max x))`` does neither.
 - ``entropy``: ``-p log p`` is NaN where a filtered token has p = 0, and its gradient is NaN even where the product is
-  replaced afterwards; ``where`` on ``log p``, before the product, keeps both finite.
+  replaced afterwards; a clamp of ``log p``, before the product, keeps both finite.
 - ``masked_sum``, ``masked_mean``: ``(x * mask).sum()`` turns a masked inf or NaN into NaN; ``where`` does not.
 - ``clamped_log_ratio``: ``exp(a - b)`` overflows fp32 at 88.7 and its gradient with it; the clamp at +-20 keeps both.
 - ``kl_estimate``: ``r - 1 - log r`` near r = 1 is the small difference of two numbers; it is taken in float64.
@@ -45,7 +45,7 @@ def entropy(logits_BTV: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy in nats of softmax(logits / temperature): ``-sum p log p``, with 0 log 0 = 0. Leading shape."""
     logp = torch.log_softmax(logits_BTV if temperature == 1.0 else logits_BTV / temperature, dim=-1)
     p = logp.exp()
-    finite_logp = torch.where(p > 0, logp, torch.zeros_like(logp))  # before the product: its gradient is 0 * -inf too
+    finite_logp = logp.clamp(min=torch.finfo(logp.dtype).min)  # before the product: its gradient is 0 * -inf too
     return -(p * finite_logp).sum(-1)
 
 

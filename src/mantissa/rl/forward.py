@@ -4,6 +4,10 @@ The learner, the reference and the measure of an engine's share come here: the s
 same log-prob function at the same temperature. What may differ is the weights and the kernels, and so those alone make
 a difference.
 
+With a large vocabulary the logits are the largest tensor of a step: 10,000 response tokens of 49,152 words are 2 GB,
+and autograd keeps their log-softmax beside them. Beyond a bound they are computed part by part, in the backward pass
+once more, so that one part is all that exists of them: the head's product is taken four times in a step, not three.
+
 Legend: B sequences, U distinct prompts, P prompt tokens right-padded, N response tokens flat, E features, V words.
 """
 
@@ -14,30 +18,42 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from mantissa.kernels import Kernels
+from mantissa.kernels import Kernels, Traced
 from mantissa.model import Decoder
+from mantissa.precision.numerics import entropy
 from mantissa.rl.experience import Sequences
 from mantissa.rl.packing import Packed
 from mantissa.rl.team import ALONE, Team
 
+_LOGITS_AT_ONCE = 1 << 25  # 128 MiB of fp32
+_ENTROPY_AT_ONCE = 1 << 21  # values: what a cache holds
+
 
 @dataclass(frozen=True)
 class Forward:
-    """What a forward gives: ``logp_N`` and the ``logits_NV`` it came from (fp32, differentiable), and the prompts.
+    """What a forward gives: ``logp_N`` (fp32, differentiable), and where it was asked for the rest (fp32).
 
-    ``prompt_BE``: fp32, the mean of the final hidden states over each sequence's prompt; None where not asked for.
+    ``entropy_N``: of the distributions that the log-probs are of, without gradient. ``prompt_BE``: the mean of the
+    final hidden states over each sequence's prompt.
     """
 
     logp_N: Tensor
-    logits_NV: Tensor
+    entropy_N: Tensor | None = None
     prompt_BE: Tensor | None = None
 
 
 def forward(
-    model: Decoder, kernels: Kernels, sequences: Sequences, temperature: float, *, prompts: bool = False
+    model: Decoder,
+    kernels: Kernels,
+    sequences: Sequences,
+    temperature: float,
+    *,
+    prompts: bool = False,
+    entropies: bool = False,
 ) -> Forward:
-    """Log-prob of each response token, and with ``prompts`` each prompt's mean hidden state, in one pass.
+    """Log-prob of each response token, with ``prompts`` each prompt's mean hidden state, with ``entropies`` those too.
 
     A prompt that several sequences share is computed once, and only positions that predict a response token reach the
     output projection.
@@ -45,13 +61,36 @@ def forward(
     position_N, token_N = sequences.response_tokens()
     packed = Packed.of(sequences)
 
-    def work() -> tuple[Tensor, Tensor | None]:
+    def work() -> tuple[Tensor, Tensor | None, Tensor | None]:
         hidden_ME = packed.hidden(model, kernels)
-        logits_NV = model.logits(F.embedding(packed.packed_BT.flatten()[position_N], hidden_ME), kernels)
-        return logits_NV, prompt_mean(packed, hidden_ME, sequences.prompt_length_B) if prompts else None
+        hidden_NE = F.embedding(packed.packed_BT.flatten()[position_N], hidden_ME)
+        logp_N, entropy_N = _head(model.head_weight, kernels, hidden_NE, token_N, temperature, entropies)
+        return logp_N, entropy_N, prompt_mean(packed, hidden_ME, sequences.prompt_length_B) if prompts else None
 
-    logits_NV, mean_BE = model.within(work)
-    return Forward(kernels.token_logprob(logits_NV, token_N, temperature), logits_NV, mean_BE)
+    return Forward(*model.within(work))
+
+
+def _head(
+    weight_VE: Tensor, kernels: Kernels, hidden_NE: Tensor, token_N: Tensor, temperature: float, entropies: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each token after its hidden state, and the entropy there where it is asked for; ``Forward``'s."""
+
+    def part(hidden_nE: Tensor, token_n: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits_nV = kernels.logits(hidden_nE, weight_VE)
+        logp_n = kernels.token_logprob(logits_nV, token_n, temperature)
+        if not entropies:
+            return logp_n, None
+        some = logits_nV.detach().split(max(1, _ENTROPY_AT_ONCE // len(weight_VE)))
+        return logp_n, torch.cat([entropy(logits, temperature) for logits in some])
+
+    parts = -(-len(token_N) * len(weight_VE) // _LOGITS_AT_ONCE)
+    if parts <= 1 or isinstance(kernels, Traced):  # who takes notes sees each operation once
+        return part(hidden_NE, token_N)
+    done = [
+        checkpoint(part, hidden_nE, token_n, use_reentrant=False, preserve_rng_state=False)
+        for hidden_nE, token_n in zip(hidden_NE.tensor_split(parts), token_N.tensor_split(parts), strict=True)
+    ]
+    return torch.cat([logp_n for logp_n, _ in done]), torch.cat([h for _, h in done]) if entropies else None
 
 
 def score(

@@ -35,7 +35,6 @@ from mantissa.algorithms import FlowRLConfig, GSPOConfig, Tally, aggregation_sca
 from mantissa.kernels import Kernels, NativeKernels
 from mantissa.model import Decoder, policy_weights, trained_parameters
 from mantissa.precision import FP32
-from mantissa.precision.numerics import entropy
 from mantissa.rl.config import AlgorithmConfig, OptimizerConfig
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.flow import Flow
@@ -170,14 +169,14 @@ class Learner:
         """The policy's version: optimiser steps applied. A skipped step does not advance it."""
         return self.step.updates
 
-    def forward(self, sequences: Sequences, kernels: Kernels) -> Forward:
+    def forward(self, sequences: Sequences, kernels: Kernels, entropies: bool = False) -> Forward:
         """One differentiable forward of the current weights; see ``forward.py``."""
-        return forward(self.model, kernels, sequences, self.temperature, prompts=self.flow is not None)
+        flow = self.flow is not None
+        return forward(self.model, kernels, sequences, self.temperature, prompts=flow, entropies=entropies)
 
-    def logp(self, sequences: Sequences, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """Log-prob of each response token (N, fp32, differentiable) and the logits they came from (N, V, fp32)."""
-        passed = self.forward(sequences, kernels)
-        return passed.logp_N, passed.logits_NV
+    def logp(self, sequences: Sequences, kernels: Kernels) -> Tensor:
+        """Log-prob of each response token: N, fp32, differentiable."""
+        return self.forward(sequences, kernels).logp_N
 
     def score(self, sequences: Sequences, look: Look | None = None) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every response token under the current weights; B, R, fp32, 0 at padding.
@@ -193,7 +192,7 @@ class Learner:
         for rows in parts:
             part = sequences.select(rows if len(rows) else self._all_rows(sequences)[:1])
             with torch.set_grad_enabled(keep):
-                passed = self.forward(part, self.kernels)
+                passed = self.forward(part, self.kernels, entropies=True)
             if not len(rows):
                 continue
             row, column = part.mask_BR.nonzero(as_tuple=True)
@@ -203,7 +202,8 @@ class Learner:
             if look is not None:
                 look(rows[row], column, passed.logits_NV.detach())
             logp_BR[rows[row], column] = passed.logp_N.detach()
-            entropy_BR[rows[row], column] = entropy(passed.logits_NV.detach(), self.temperature)
+            assert passed.entropy_N is not None
+            entropy_BR[rows[row], column] = passed.entropy_N
         self.team.join_rows(logp_BR, entropy_BR)
         return logp_BR, entropy_BR
 

@@ -84,7 +84,7 @@ def _supervised_step(learner: Learner, step: OptimizerStep, sequences: Sequences
         losses.clear()
         for part_rows in parts:
             part = sequences.select(part_rows if len(part_rows) else rows[:1])
-            logp_N, _ = learner.logp(part, learner.kernels)
+            logp_N = learner.logp(part, learner.kernels)
             if len(part_rows):
                 weight_N = scale_BR[part_rows, : part.mask_BR.shape[1]][part.mask_BR]
             else:

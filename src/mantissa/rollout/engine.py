@@ -75,7 +75,7 @@ class NativeEngine:
         self.keeps_calls = False
         self.calls: list[Call] = []
         self._decode_text = decode_text
-        self._copies = CopiedPolicy(config, kernels, self.device, "sync")
+        self._copies = CopiedPolicy(config, kernels, self.device, "sync", pack=True)
         self.model = self._copies.decoder
         self._version = -1
         self._cache = KVCache(config, slots, kernels.dtype, self.device)
