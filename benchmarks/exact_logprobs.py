@@ -32,7 +32,12 @@ from mantissa.rl.forward import forward
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 
 # slots, prompts, shortest and longest prompt, new tokens
-CASES = {"short": (64, 64, 6, 24, 40), "refilled": (16, 24, 30, 200, 40), "long": (4, 4, 440, 472, 40), "one": (1, 1, 16, 17, 40)}
+CASES = {
+    "short": (64, 64, 6, 24, 40),
+    "refilled": (16, 24, 30, 200, 40),
+    "long": (4, 4, 440, 472, 40),
+    "one": (1, 1, 16, 17, 40),
+}
 LONGEST = 512
 Pairs = list[tuple[tuple[int, ...], Any]]
 
@@ -127,7 +132,9 @@ def main() -> None:
             command = [sys.executable, __file__, arguments.model, "--formats", *arguments.formats]
             command += ["--threads", str(threads), "--scale", str(arguments.scale), "--capabilities"]
             command += ["--lora"] if arguments.lora else []
-            failed |= subprocess.run(command, env={**os.environ, "ATEN_CPU_CAPABILITY": capability}, check=False).returncode
+            failed |= subprocess.run(
+                command, env={**os.environ, "ATEN_CPU_CAPABILITY": capability}, check=False
+            ).returncode
     raise SystemExit(failed)
 
 

@@ -35,7 +35,15 @@ def test_some_way_holds_on_this_machine_and_the_lines_say_which() -> None:
     assert lines[0].endswith("tiles of 16 to 192 rows: all shapes tried agree")
     assert plan.threads == (1, 2)
     assert lines[-2].startswith(f"attention: {plan.attention}: ")
-    for what in ("rms_norm 16", "rms_norm 48", "swiglu 48", "log_softmax 24", "softmax of 16 to 96 keys", "rotation 8", "1 and 2 threads"):
+    for what in (
+        "rms_norm 16",
+        "rms_norm 48",
+        "swiglu 48",
+        "log_softmax 24",
+        "softmax of 16 to 96 keys",
+        "rotation 8",
+        "1 and 2 threads",
+    ):
         assert what in lines[-1]
 
 

@@ -5,8 +5,8 @@ positions, D head size, N = B*K, M rows of queries that see the same keys (G tim
 
 What a row's number may depend on is its query and the keys and values up to its own position. Three rules make it so:
 
-- Keys come in blocks of ``BLOCK`` = 128 from position 0, the last one of a multiple of 16, which the cache's lengths are
-  multiples of. What lies beyond the query has a score of -inf, so a probability of exactly 0. Adding 0 * v, v finite,
+- Keys come in blocks of ``BLOCK`` = 128 from position 0, the last one of a multiple of 16, as the cache's
+  lengths are. What lies beyond the query has a score of -inf, so a probability of exactly 0. Adding 0 * v, v finite,
   changes no sum; so it does not matter how many such keys there are, or what they hold.
 - P V is summed block by block, and the blocks' sums are added in order.
 - A call of the library has one of a few shapes: so many heads, so many queries, so many keys (``AttentionChoice``). All
@@ -67,9 +67,7 @@ class ExactAttention(torch.autograd.Function):
         return (*CausalAttention.backward(ctx, *grads), None, None)
 
 
-def causal(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, fmt: NumberFormat, choice: AttentionChoice
-) -> Tensor:
+def causal(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, fmt: NumberFormat, choice: AttentionChoice) -> Tensor:
     """Queries of the last T of S positions against the keys up to each of them: T = S but in a chunk of a prefill.
 
     Shape of ``q``. No gradient.
@@ -78,10 +76,8 @@ def causal(
     return _causal(q, k, v, q_BHTD.shape[2], k_BKSD.shape[2], fmt, choice).view(q_BHTD.shape)
 
 
-def _laid_out(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, choice: AttentionChoice
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q as N,G,T,D and k, v as N,S,D, contiguous, with zeros behind: whole steps of positions, and keys for them all."""
+def _laid_out(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, choice: AttentionChoice) -> tuple[Tensor, Tensor, Tensor]:
+    """q as N,G,T,D and k, v as N,S,D, contiguous, with zeros behind: whole steps of positions, and their keys."""
     kv_heads, first = k_BKSD.shape[1], k_BKSD.shape[2] - q_BHTD.shape[2]
     q = _padded(q_BHTD, 2, choice.positions[0])
     k, v = (_padded(x, 2, choice.keys, first + q.shape[2]).flatten(0, 1) for x in (k_BKSD, v_BKSD))

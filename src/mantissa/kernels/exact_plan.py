@@ -81,7 +81,7 @@ class ModelShapes:
 
 @functools.lru_cache(maxsize=4096)
 def pieces(count: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
-    """``count`` rows as tiles of the ``sizes`` (ascending): start, stop and size of each; the last may be part empty."""
+    """``count`` rows as tiles of the ``sizes`` (ascending): start, stop, size of each; the last may not be full."""
     parts, start = [], 0
     while start < count:
         left = count - start

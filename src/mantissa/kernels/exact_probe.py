@@ -271,7 +271,10 @@ class _Attention:
         scores = batched(self.q_UPD[at], self.k_USD[head_N][:, keys].transpose(1, 2), choice)
         if not torch.equal(scores, self.scores_UPS[at][:, :, keys]):
             return False
-        return torch.equal(batched(self.p_UPS[call.keys][at][:, :, keys], self.v_USD[head_N][:, keys], choice), self.values_UPD[call.keys][at])
+        return torch.equal(
+            batched(self.p_UPS[call.keys][at][:, :, keys], self.v_USD[head_N][:, keys], choice),
+            self.values_UPD[call.keys][at],
+        )
 
     def _together(self, choice: AttentionChoice) -> str:
         """The parts as one: some rows of whole passes against a chunk's and a cache's; "" where they agree."""
@@ -287,7 +290,9 @@ class _Attention:
             for position in {0, 15 % length, half, length - 1}:
                 room = -(-(position + 1) // KEYS) * KEYS + KEYS
                 cache = torch.randn(2, 2, kv_heads, room, size, generator=generator)
-                cache[0, :, :, : position + 1], cache[1, :, :, : position + 1] = (x[:, :, : position + 1] for x in (k, v))
+                cache[0, :, :, : position + 1], cache[1, :, :, : position + 1] = (
+                    x[:, :, : position + 1] for x in (k, v)
+                )
                 got = cached(q[:, :, position], cache[0], cache[1], torch.full((2,), position + 1), FP32, choice)
                 if not torch.equal(got, whole[:, :, position]):
                     return f"decode at position {position}"

@@ -52,10 +52,11 @@ class PrecisionPolicy:
     cache; None means as ``rollout``. It may be coarser than the rollout, never finer: fp32 > fp16 > bf16 > fp8 by
     mantissa; in fp8 each head's vector has a scale of its own. ``fp8``: what a role in fp8 is; None where none is.
     ``kernels``: ``fast``, or ``exact``, where the learner's log-prob of each sampled token equals the rollout's to the
-    last bit. ``on_mismatch``: what to do where it does not: ``replan`` (also None), once in a run and before anything is
+    last bit. ``on_mismatch``: what to do where it does not: ``replan`` (also None): once in a run, before anything is
     learned from it, go on with the next safer way to compute and sample the step again, then stop; ``stop`` at once; or
-    ``warn``. ``check_every``: steps between checks; between them the learner takes the rollout's log-probs for its own, and its scoring forward is left
-    out. ``backend``: which kernel family; ``auto`` is native on CUDA, simulated for fp16 and bf16 on a CPU.
+    ``warn``. ``check_every``: steps between checks; between them the learner takes the rollout's log-probs for its own,
+    and its scoring forward is left out. ``backend``: which kernel family; ``auto`` is native on CUDA, simulated for
+    fp16 and bf16 on a CPU.
     ``fallback``: what to do where the GPU lacks a format's arithmetic: refuse, or warn and use fp32.
     """
 

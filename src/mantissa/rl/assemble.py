@@ -286,7 +286,9 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     plan = team.decided(exact_plan(precision, model, device, longest, rows))  # found by probing, and one for all
 
     def replan(way: Way) -> ExactPlan:
-        return team.decided(exact_plan(precision, model, device, longest, rows, way))
+        again = team.decided(exact_plan(precision, model, device, longest, rows, way))
+        assert again is not None
+        return again
 
     evidence = prove(precision, device, plan, vllm)
     twin = None

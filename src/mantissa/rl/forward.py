@@ -13,6 +13,7 @@ Legend: B sequences, U distinct prompts, P prompt tokens right-padded, N respons
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,8 @@ from mantissa.rl.team import ALONE, Team
 
 _LOGITS_AT_ONCE = 1 << 25  # 128 MiB of fp32
 _ENTROPY_AT_ONCE = 1 << 21  # values: what a cache holds
+
+Look = Callable[[int, Tensor], None]  # is shown logits (n,V, detached) of the response tokens from this number on
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,11 @@ def forward(
     *,
     prompts: bool = False,
     entropies: bool = False,
+    look: Look | None = None,
 ) -> Forward:
     """Log-prob of each response token, with ``prompts`` each prompt's mean hidden state, with ``entropies`` those too.
+
+    ``look`` is shown the logits, once, part by part.
 
     A prompt that several sequences share is computed once, and only positions that predict a response token reach the
     output projection.
@@ -64,19 +70,30 @@ def forward(
     def work() -> tuple[Tensor, Tensor | None, Tensor | None]:
         hidden_ME = packed.hidden(model, kernels)
         hidden_NE = F.embedding(packed.packed_BT.flatten()[position_N], hidden_ME)
-        logp_N, entropy_N = _head(model.head_weight, kernels, hidden_NE, token_N, temperature, entropies)
+        logp_N, entropy_N = _head(model.head_weight, kernels, hidden_NE, token_N, temperature, entropies, look)
         return logp_N, entropy_N, prompt_mean(packed, hidden_ME, sequences.prompt_length_B) if prompts else None
 
     return Forward(*model.within(work))
 
 
 def _head(
-    weight_VE: Tensor, kernels: Kernels, hidden_NE: Tensor, token_N: Tensor, temperature: float, entropies: bool
+    weight_VE: Tensor,
+    kernels: Kernels,
+    hidden_NE: Tensor,
+    token_N: Tensor,
+    temperature: float,
+    entropies: bool,
+    look: Look | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each token after its hidden state, and the entropy there where it is asked for; ``Forward``'s."""
 
-    def part(hidden_nE: Tensor, token_n: Tensor) -> tuple[Tensor, Tensor | None]:
+    shown: set[int] = set()  # a backward pass computes a part once more
+
+    def part(start: int, hidden_nE: Tensor, token_n: Tensor) -> tuple[Tensor, Tensor | None]:
         logits_nV = kernels.logits(hidden_nE, weight_VE)
+        if look is not None and start not in shown:
+            shown.add(start)
+            look(start, logits_nV.detach())
         logp_n = kernels.token_logprob(logits_nV, token_n, temperature)
         if not entropies:
             return logp_n, None
@@ -85,11 +102,11 @@ def _head(
 
     parts = -(-len(token_N) * len(weight_VE) // _LOGITS_AT_ONCE)
     if parts <= 1 or isinstance(kernels, Traced):  # who takes notes sees each operation once
-        return part(hidden_NE, token_N)
-    done = [
-        checkpoint(part, hidden_nE, token_n, use_reentrant=False, preserve_rng_state=False)
-        for hidden_nE, token_n in zip(hidden_NE.tensor_split(parts), token_N.tensor_split(parts), strict=True)
-    ]
+        return part(0, hidden_NE, token_N)
+    done, start = [], 0
+    for hidden_nE, token_n in zip(hidden_NE.tensor_split(parts), token_N.tensor_split(parts), strict=True):
+        done.append(checkpoint(part, start, hidden_nE, token_n, use_reentrant=False, preserve_rng_state=False))
+        start += len(token_n)
     return torch.cat([logp_n for logp_n, _ in done]), torch.cat([h for _, h in done]) if entropies else None
 
 

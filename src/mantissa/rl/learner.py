@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -169,10 +170,9 @@ class Learner:
         """The policy's version: optimiser steps applied. A skipped step does not advance it."""
         return self.step.updates
 
-    def forward(self, sequences: Sequences, kernels: Kernels, entropies: bool = False) -> Forward:
-        """One differentiable forward of the current weights; see ``forward.py``."""
-        flow = self.flow is not None
-        return forward(self.model, kernels, sequences, self.temperature, prompts=flow, entropies=entropies)
+    def forward(self, sequences: Sequences, kernels: Kernels, **also: Any) -> Forward:
+        """One differentiable forward of the current weights; see ``forward.py``, for what ``also`` asks as well."""
+        return forward(self.model, kernels, sequences, self.temperature, prompts=self.flow is not None, **also)
 
     def logp(self, sequences: Sequences, kernels: Kernels) -> Tensor:
         """Log-prob of each response token: N, fp32, differentiable."""
@@ -191,16 +191,21 @@ class Learner:
         self._kept = None  # before the forward: two graphs at a time would be one too many
         for rows in parts:
             part = sequences.select(rows if len(rows) else self._all_rows(sequences)[:1])
+            row, column = part.mask_BR.nonzero(as_tuple=True)
+            places_N = rows[row] if len(rows) else row
+
+            def shown(start: int, logits_nV: Tensor, row_N: Tensor = places_N, column_N: Tensor = column) -> None:
+                mine = slice(start, start + len(logits_nV))
+                assert look is not None
+                look(row_N[mine], column_N[mine], logits_nV)
+
             with torch.set_grad_enabled(keep):
-                passed = self.forward(part, self.kernels, entropies=True)
+                passed = self.forward(part, self.kernels, entropies=True, look=shown if look and len(rows) else None)
             if not len(rows):
                 continue
-            row, column = part.mask_BR.nonzero(as_tuple=True)
             if keep:
                 graph_BR = logp_BR.index_put((rows[row], column), passed.logp_N)
                 self._kept = _Kept(sequences, self.version, graph_BR, rows, passed.prompt_BE)
-            if look is not None:
-                look(rows[row], column, passed.logits_NV.detach())
             logp_BR[rows[row], column] = passed.logp_N.detach()
             assert passed.entropy_N is not None
             entropy_BR[rows[row], column] = passed.entropy_N

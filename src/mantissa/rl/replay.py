@@ -212,10 +212,11 @@ def _both(
     completion = engine.replay(case.call, rollout, case.job)
     learner.begin(_row_of(case.part, case.row))
     with torch.no_grad():
-        passed = forward(model, learner, case.part, case.temperature)
+        logits: list[Tensor] = []
+        passed = forward(model, learner, case.part, case.temperature, look=lambda _, part: logits.append(part))
     before = int(case.part.mask_BR[: case.row].sum())
     mine = slice(before, before + len(case.response))
-    return rollout, learner, completion.logp_T, passed.logp_N[mine].cpu(), passed.logits_NV[mine]
+    return rollout, learner, completion.logp_T, passed.logp_N[mine].cpu(), torch.cat(logits)[mine]
 
 
 def _row_of(part: Sequences, row: int) -> Pick:
