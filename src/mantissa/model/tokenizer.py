@@ -22,7 +22,7 @@ from typing import Any
 
 from mantissa.bounds import LARGEST_SIZE, boundary, number, time_limit
 from mantissa.errors import MantissaError
-from mantissa.files import write_atomically
+from mantissa.files import DIGESTS, write_atomically
 from mantissa.model.hub import find_folder, read_json
 
 _TEMPLATE_S = 2.0  # for one chat template with one prompt; a millisecond is usual
@@ -105,6 +105,7 @@ class Tokenizer:
         """Write the tokenizer's files and ``generation_config.json`` into the folder ``path``."""
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
+        (path / DIGESTS).unlink(missing_ok=True)  # of the files that are replaced here
         self.backend.save_pretrained(str(path))
         eos: int | list[int] = self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids)
         generation = {**self.generation, "eos_token_id": eos, "pad_token_id": self.pad_id}
