@@ -39,6 +39,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
+    path.unlink(missing_ok=True)  # whoever has mapped the file that was there keeps its bytes
     with path.open("wb") as file, ThreadPoolExecutor(1) as pool:
         for block in _blocks(len(text).to_bytes(8, "little") + text, (tensors[name] for name in order)):
             hashed = pool.submit(digest.update, block)
@@ -85,7 +86,7 @@ def all_finite(tensor: Tensor) -> bool:
     """Whether every value is finite; on a CPU at the speed of reading it, without a mask of its size."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    low, high = torch.aminmax(tensor if tensor.element_size() > 1 else tensor.float())
+    low, high = torch.aminmax(tensor.detach() if tensor.element_size() > 1 else tensor.detach().float())
     return math.isfinite(low) and math.isfinite(high)  # a NaN is either's result
 
 

@@ -40,7 +40,7 @@ def dataset(*files: Path) -> dict[str, Any]:
         (["precision.rollout=int4"], "unknown number format 'int4'"),
         (["precision.master=bf16"], "master"),
         (["steps"], "expected key=value"),
-        (["steps=x"], "steps: input should be a valid integer"),
+        (["steps=x"], "steps: expected a number, without quotes"),
         (["trackers=[wanbd]"], "'tensorboard' or 'wandb', got 'wanbd'"),
         (["model.path=/nowhere", "model.fresh=null", "model.tokenizer=null"], "/nowhere"),
     ],
@@ -115,6 +115,7 @@ def test_broken_models(
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(finished / "policy", model)
+    (model / "digests.json").unlink()
     damage(model, how)
     trained = mantissa("train", recipe(model={"path": str(model)}), f"run_dir={tmp_path / 'run'}").error()
     assert message in trained

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,14 @@ from hostile import attempt, fuzz, sizes
 from mantissa.errors import MantissaError
 from mantissa.model import load_model
 from mantissa.rl import make_config
+from mantissa.rl.assemble import Parts, assemble
+from mantissa.rl.config import RunConfig
+from mantissa.rl.loop import Loop
 from mantissa.rl.recipe import apply_overrides
 from mantissa.rl.session import resume, start
+from mantissa.runs.directory import RunDirectory
+from mantissa.runs.live import Live
+from mantissa.runs.trackers import Trackers
 from mantissa.training import Checkpoint, PrecisionTrainer, load_checkpoint, save_checkpoint, saved_steps
 from toys import cross_entropy, data, mlp
 
@@ -38,7 +44,7 @@ checkpoint: {every: 1}, trackers: [], algorithm: {reference: {}, loss: flowrl}}
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run stopped after the first of two steps, with a reference, a partition head and a batch sampled ahead."""
     path = tmp_path_factory.mktemp("run") / "run"
-    start(make_config(apply_overrides(yaml.safe_load(RECIPE), [f"run_dir={path}"]), "recipe"))
+    start(config_of(path))
     shutil.rmtree(path / "checkpoints" / "step-2")
     return path
 
@@ -47,6 +53,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(whole: Path, tmp_path: Path) -> Path:
     shutil.copytree(whole, tmp_path / "run")
     return tmp_path / "run"
+
+
+def config_of(path: Path) -> RunConfig:
+    return make_config(apply_overrides(yaml.safe_load(RECIPE), [f"run_dir={path}"]), "recipe")
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[Parts]:
+    """What every damaged checkpoint is to be put into; none is, so one is enough."""
+    made = assemble(config_of(Path("unused")))
+    yield made
+    made.close()
 
 
 def signed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -149,15 +167,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_refused(name: str, run: Path) -> None:
+def test_damage_is_refused(name: str, run: Path, parts: Parts) -> None:
     damage, message = DAMAGE[name]
     damage(run / "checkpoints" / "step-1")
     metrics = (run / "metrics.jsonl").read_bytes()
-    error = attempt(resume, run)
+    weights = {key: tensor.clone() for key, tensor in parts.learner.trained.items()}
+    with RunDirectory.open(run, write=True) as folder, Live(2) as live:
+        loop = Loop(config_of(run), parts, folder, Trackers([]), live)
+        error = attempt(loop._restore, 1)
     assert error is not None
     with pytest.raises(MantissaError, match=message):
         raise error
     assert (run / "metrics.jsonl").read_bytes() == metrics
+    assert same(weights, parts.learner.trained)
 
 
 def test_an_older_checkpoint_without_digests_is_taken_and_said_to_be(run: Path, capsys: Any) -> None:

@@ -101,7 +101,9 @@ def test_scatter_puts_each_response_token_where_the_mask_says() -> None:
     assert values_N.grad.tolist() == [0, 1, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("kernels", [NativeKernels(FP32), SimulatedKernels(FP16), SimulatedKernels(BF16)], ids=str)
+@pytest.mark.parametrize(
+    "kernels", [NativeKernels(FP32), SimulatedKernels(FP16), SimulatedKernels(BF16)], ids=["fp32", "fp16", "bf16"]
+)
 def test_logits_in_parts_are_the_whole_ones(model: Decoder, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs, entropies and gradients against float64, and no more logits at a time than the bound allows."""
     hidden, weight, token = torch.randn(29, 32), torch.randn(300, 32), torch.randint(0, 300, (29,))

@@ -184,7 +184,7 @@ def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
     for file in _weight_files(folder):
         with (
-            boundary(file, "truncated or damaged; fetch the file again"),
+            boundary(f"{file}: truncated or damaged", "fetch the file again"),
             safe_open(str(file), framework="pt") as opened,
         ):
             for name in opened.keys():  # noqa: SIM118 - not a dict

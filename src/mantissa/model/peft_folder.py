@@ -87,7 +87,7 @@ def load_adapter(decoder: Decoder, folder: Path) -> None:
     if not path.is_file():
         raise MantissaError(f"{folder}: no {TENSORS}; expected an adapter in peft's format, stored as safetensors")
     check_digests(folder)
-    with boundary(path, "truncated or damaged; fetch the file again"):
+    with boundary(f"{path}: truncated or damaged", "fetch the file again"):
         stored = load_file(path)
     wanted = {_peft_name(name): parameter for name, parameter in adapter_parameters(decoder).items()}
     if stored.keys() != wanted.keys():

@@ -22,7 +22,7 @@ from typing import Any
 
 from mantissa.bounds import LARGEST_SIZE, boundary, number, time_limit
 from mantissa.errors import MantissaError
-from mantissa.files import write_atomically
+from mantissa.files import DIGESTS, write_atomically
 from mantissa.model.gguf_model import gguf_tokenizer
 from mantissa.model.hub import find_model, read_json
 
@@ -112,6 +112,7 @@ class Tokenizer:
         """Write the tokenizer's files and ``generation_config.json`` into the folder ``path``."""
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
+        (path / DIGESTS).unlink(missing_ok=True)  # of the files that are replaced here
         self.backend.save_pretrained(str(path))
         eos: int | list[int] = self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids)
         generation = {**self.generation, "eos_token_id": eos, "pad_token_id": self.pad_id}
