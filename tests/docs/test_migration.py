@@ -1,0 +1,145 @@
+"""The table of names from elsewhere, walked: every name that it calls ours is there; none of compat's is left out."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.main import get_command
+
+import mantissa.compat
+from mantissa.cli import app
+from mantissa.compat.config import ENVIRONMENT
+from mantissa.launch import LaunchOptions
+from mantissa.launch.facts import PRECISION_KEYS
+from mantissa.rl import make_config
+from mantissa.rl.recipe import apply_overrides
+from mantissa.runs.metrics import METRICS
+
+ROOT = Path(__file__).parents[2]
+HEADER = "| from | there | what it is here | here | mind |"
+FROM = ("guides", "Precision-RL", "FlowRL", "verl")
+RECIPE: dict[str, Any] = {
+    "steps": 1,
+    "precision": "fp16",
+    "model": {"path": "policy"},
+    "task": {"kind": "dataset", "files": "train.jsonl", "heldout_files": "heldout.jsonl"},
+    "rollout": {"prompts": 64, "samples": 8, "max_tokens": 8192},
+    "algorithm": {"advantage": "grpo", "loss": "ppo_clip"},
+    "optimizer": {"lr": 1e-6},
+}
+BESIDE = {  # what an override needs beside it
+    "algorithm.loss={kind: flowrl": "algorithm.reference={}",
+    "algorithm.loss=flowrl": "algorithm.reference={}",
+    "precision.reference": "algorithm.reference={}",
+    "precision=bf16": "loss_scaling=null",
+    "parallel": "nproc=2",
+}
+
+
+def rows() -> list[list[str]]:
+    lines = (ROOT / "docs" / "migration.md").read_text().partition(HEADER)[2].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in lines if line.startswith("|")]
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def imported(name: str) -> None:
+    """A module, or something in one, or a field of a class in one."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            fields = [each.name for each in dataclasses.fields(found)] if dataclasses.is_dataclass(found) else []
+            assert hasattr(found, part) or part in fields, name
+            found = getattr(found, part, None)
+        return
+    raise AssertionError(name)
+
+
+def recipe(override: str) -> None:
+    beside = [more for start, more in BESIDE.items() if override.startswith(start)]
+    make_config(apply_overrides(copy.deepcopy(RECIPE), [*beside, override]), "migration")
+
+
+def command(line: str) -> None:
+    program, name, *options = line.split()
+    assert program == "mantissa"
+    found = get_command(app).commands[name]  # type: ignore[attr-defined]
+    assert set(options) <= {option for each in found.params for option in each.opts}, line
+
+
+def statistic(name: str) -> None:
+    model = torch.nn.Linear(2, 1)
+    config = mantissa.compat.ExtendedFP16Config()
+    stats = mantissa.compat.ExtendedFP16Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), config).get_stats()
+    assert name in stats
+
+
+def among(known: Any) -> Any:
+    def check(name: str) -> None:
+        assert name in known, name
+
+    return check
+
+
+KINDS = {
+    "import": imported,
+    "recipe": recipe,
+    "command": command,
+    "statistic": statistic,
+    "metric": among({metric.name for metric in METRICS}),
+    "variable": among(ENVIRONMENT),
+    "launch": among(LaunchOptions.model_fields),
+    "file": lambda name: among([name] if (ROOT / name).is_file() else [])(name),
+}
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row[0]}: {row[1]}"[:70])
+def test_each_name_of_the_table_is_there(row: list[str]) -> None:
+    assert len(row) == 5, row
+    source, there, kind, here, mind = row
+    assert source in FROM
+    assert there
+    if kind == "none":
+        assert here == "—"
+        assert mind, "a name without a counterpart needs the reason"
+        return
+    assert names(here), row
+    for name in names(here):
+        KINDS[kind](name)
+
+
+def test_a_name_that_is_not_there_is_found() -> None:
+    for kind, name in (("import", "mantissa.compat.FP8Trainer"), ("metric", "gap/nothing"), ("file", "docs/none.md"),
+                       ("command", "mantissa bench --nothing"), ("variable", "FP16_NOTHING"), ("launch", "nothing"),
+                       ("statistic", "nothing")):  # fmt: skip
+        with pytest.raises(AssertionError):
+            KINDS[kind](name)
+    with pytest.raises(mantissa.errors.MantissaError):
+        recipe("optimizer.nothing=1")
+
+
+def test_the_table_leaves_nothing_of_the_compatible_interface_out() -> None:
+    table = rows()
+    here = {name for row in table for name in names(row[3])}
+    there = {name for row in table for name in names(row[1])}
+    fields = {each.name for config in (mantissa.compat.FP16TrainingConfig, mantissa.compat.ExtendedFP16Config)
+              for each in dataclasses.fields(config)} - {"backend", "fallback"}  # fmt: skip
+    methods = {name for name in vars(mantissa.compat.FP16Trainer) if not name.startswith("_")} - {"effective_config"}
+    assert fields | methods <= there
+    assert set(mantissa.compat.PrecisionMode.__members__) <= {name.rpartition(".")[2] for name in there}
+    assert set(ENVIRONMENT) <= here
+    assert {f"mantissa.compat.{name}" for name in mantissa.compat.__all__} <= here
+    assert there >= PRECISION_KEYS
