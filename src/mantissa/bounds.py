@@ -19,6 +19,7 @@ from mantissa.errors import MantissaError
 LARGEST_SIZE = 2**31 - 1  # of anything that is counted: steps, tokens, problems, layers
 LARGEST_SEED = 2**63 - 1
 MOST_LAYERS = 10_000  # each is some twenty objects to make before there is a bill
+BELOW_ONE = 1 - 2.0**-53  # the nearest number below it
 SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # what fp32 holds with all of its mantissa
 
 
@@ -93,9 +94,11 @@ def available_memory() -> int | None:
 
 
 def number(value: Any, low: float, high: float = LARGEST_FLOAT, *, whole: bool = False) -> bool:
-    """Whether ``value`` is a number (no bool, no text) in [low, high]; NaN never is, inf only where ``high`` is."""
+    """Whether ``value`` is a number (no bool, no text) in [low, high]: finite in fp32, but for a ``high`` of inf."""
     kinds = int if whole else (int, float)
-    return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+    if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
+        return False
+    return value in (low, high) or abs(value) <= LARGEST_FLOAT
 
 
 def count(value: Any, name: str) -> int:

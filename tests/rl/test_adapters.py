@@ -126,7 +126,7 @@ def test_only_adapters_learn(learn: Learn, precision: str) -> None:
 
 
 def everything(folder: Path) -> dict[str, Any]:
-    """Rows less the clock's, and files but the one that names the run's own folder, and its digest."""
+    """Rows less the clock's, and files but the one that names the run's own folder and its digest."""
     run = RunDirectory.open(folder)
     files = [p for name in ("checkpoints/*", "policy", "base", "adapter") for p in folder.glob(f"{name}/*")]
     return {"metrics": [deterministic(row) for row in run.read_metrics()]} | {

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Self
 
-import torch
-
+from mantissa.bounds import BELOW_ONE, LARGEST_SIZE, SMALLEST_FLOAT, number
 from mantissa.errors import MantissaError
 from mantissa.training import ScalerConfig
 
@@ -56,13 +55,25 @@ class _Config:
         """Refuse what makes no sense now, not at the first step."""
         checks = (
             (isinstance(self.enabled, bool), "enabled", "True or False"),
-            (0 < self.loss_scale <= torch.finfo(torch.float32).max, "loss_scale", "a finite number above 0"),
-            (1 <= self.growth_factor < math.inf, "growth_factor", "a finite number, 1 or more"),
-            (0 < self.backoff_factor < 1, "backoff_factor", "between 0 and 1: an overflow lowers the scale"),
+            (number(self.loss_scale, SMALLEST_FLOAT), "loss_scale", "a finite number above 0"),
+            (number(self.growth_factor, 1), "growth_factor", "a finite number, 1 or more"),
+            (
+                number(self.backoff_factor, SMALLEST_FLOAT, BELOW_ONE),
+                "backoff_factor",
+                "between 0 and 1: an overflow lowers the scale",
+            ),
             (_is_count(self.growth_interval), "growth_interval", "a whole number from 1 on"),
             (_is_count(self.accumulate), "gradient_accumulation_steps", "a whole number from 1 on"),
-            (self.max_grad_norm is None or self.max_grad_norm >= 0, "max_grad_norm", "0 or more, or None"),
-            (self.adaptive_clip is None or 0 < self.adaptive_clip < math.inf, "adaptive_clip", "more than 0, or None"),
+            (
+                self.max_grad_norm is None or number(self.max_grad_norm, 0, math.inf),
+                "max_grad_norm",
+                "0 or more, or None",
+            ),
+            (
+                self.adaptive_clip is None or number(self.adaptive_clip, SMALLEST_FLOAT),
+                "adaptive_clip",
+                "more than 0, or None",
+            ),
         )
         for good, name, expected in checks:
             if not good:
@@ -175,7 +186,7 @@ class ExtendedFP16Config(_Config):
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and value >= 1
+    return number(value, 1, LARGEST_SIZE, whole=True)
 
 
 def switched_off(environment: Mapping[str, str] | None = None) -> bool:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from mantissa.bounds import LARGEST_SIZE, SMALLEST_FLOAT, count, number
+from mantissa.bounds import BELOW_ONE, LARGEST_SIZE, SMALLEST_FLOAT, count, number
 from mantissa.errors import MantissaError, nearest
 from mantissa.precision import NumberFormat
 
@@ -54,7 +54,7 @@ class ScalerConfig:
             ),
             (number(self.growth_factor, 1), f"growth_factor={self.growth_factor}: expected a number of at least 1"),
             (
-                number(self.backoff_factor, SMALLEST_FLOAT, 1) and self.backoff_factor < 1,
+                number(self.backoff_factor, SMALLEST_FLOAT, BELOW_ONE),
                 f"backoff_factor={self.backoff_factor}: expected between 0 and 1",
             ),
             (
