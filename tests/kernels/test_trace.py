@@ -111,7 +111,9 @@ def test_nothing_is_noted_without_a_pick_and_everything_is_passed_on() -> None:
     assert (traced.format, traced.dtype, traced.logits_format) == (plain.format, plain.dtype, plain.logits_format)
 
 
-@pytest.mark.parametrize("change", [lambda v: v * -1.0, lambda v: v.flip(-1), lambda v: v.roll(1, -1)], ids=["sign", "flip", "roll"])
+@pytest.mark.parametrize(
+    "change", [lambda v: v * -1.0, lambda v: v.flip(-1), lambda v: v.roll(1, -1)], ids=["sign", "flip", "roll"]
+)
 def test_a_digest_sees_signs_and_order(change: Callable[[Tensor], Tensor]) -> None:
     from mantissa.kernels.trace import _digests
 

@@ -97,9 +97,7 @@ class Exactness:
             if self._may_plan_anew(step):
                 way = WAYS[WAYS.index(self.kernels[0].plan.way) + 1]
                 self.use(way)
-                self.note(
-                    f"warning: {message}; all kernels compute by {way} from here on, step {step} again"
-                )
+                self.note(f"warning: {message}; all kernels compute by {way} from here on, step {step} again")
                 return None
             self._decide(message + (", also with the safer plan" if self.replans else ""))
         misdrawn, message = self._misdrawn(step, experience)
