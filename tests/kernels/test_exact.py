@@ -15,9 +15,11 @@ from mantissa.errors import MantissaError
 from mantissa.kernels import (
     ExactKernels,
     ExactPlan,
+    ModelShapes,
     NativeKernels,
     SimulatedKernels,
     learner_kernels,
+    plan_exact,
     probe,
     reference_kernels,
     rollout_kernels,
@@ -25,9 +27,15 @@ from mantissa.kernels import (
 from mantissa.kernels.exact_attention import ExactAttention, cached, causal
 from mantissa.kernels.exact_plan import AttentionChoice, Choice, pieces
 from mantissa.kernels.exact_products import product
+from mantissa.kernels.products import _ONEDNN, packed
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, is_on_grid, resolve, round_to_format
 
-PRODUCTS = [Choice("tiles", (16, 32, 48, 64, 96, 128)), Choice("one tile", (64,)), Choice("fp64", (64,))]
+PRODUCTS = [
+    Choice("tiles", (16, 32, 48, 64, 96, 128)),
+    Choice("one tile", (64,)),
+    Choice("fp64", (64,)),
+    Choice("tiles", (16, 32, 64), onednn=True),
+]
 ATTENTION = [
     AttentionChoice("tiles", (1, 2, 4, 8), 4, (16, 32), 16),
     AttentionChoice("tiles", (1, 2, 4, 8), 16, (16,), 128),
@@ -54,6 +62,20 @@ def test_products_are_right_and_rows_are_their_own(choice: Choice, rows: int) ->
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-5)
     assert torch.equal(got, product(x, weight, choice)[:rows])
     assert torch.equal(product(x[:rows].view(1, rows, 48), weight, choice)[0], got)
+
+
+def test_a_rollouts_packed_weight_gives_the_learners_bits() -> None:
+    """oneDNN's own layout holds the same values; a way that has no use for it takes them back."""
+    shapes = ModelShapes((("gate_proj", 288, 256), ("lm_head", 288, 40)), 2, 1, 16, 40, 32, 256)
+    plan = plan_exact(shapes, exactly("bf16").learner, "cpu")
+    assert (plan.product((256, 288)).onednn, plan.product((40, 288)).onednn) == (_ONEDNN, False)
+    assert ExactKernels(BF16, plan).packs == _ONEDNN
+    x, weight = drawn(300, 288), drawn(256, 288, seed=1)
+    for choice in (plan.product((256, 288)), PRODUCTS[0], PRODUCTS[1], PRODUCTS[2]):
+        learner = product(x, weight, choice)
+        torch.testing.assert_close(learner.double(), x.double() @ weight.double().t(), rtol=0, atol=1e-4)
+        for rows in (1, 16, 40, 300):
+            assert torch.equal(product(x[:rows], packed(weight), choice), learner[:rows])
 
 
 @pytest.mark.parametrize("sizes", [(16, 32, 48, 64, 96), (64,), (1, 2, 4, 8, 16), (16,)])

@@ -50,6 +50,10 @@ class ExactKernels(SimulatedKernels):
         self.plan = plan
         self.kv_format = kv_format or fmt
 
+    @property
+    def packs(self) -> bool:
+        return any(choice.onednn for choice in self.plan.products.values())
+
     def product(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
         self.plan.check_threads(torch.get_num_threads())
         out_NF = exact_products.product(x_NE, weight_FE, self.plan.product(weight_FE.shape))

@@ -98,14 +98,18 @@ def pieces(count: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int, int], ..
 
 @dataclass(frozen=True)
 class Choice:
-    """How a product is computed: the ``sizes`` of its tiles in rows, ascending, and why these and no others."""
+    """How a product is computed: the ``sizes`` of its tiles in rows, ascending, and why these and no others.
+
+    ``onednn``: by oneDNN's product instead of the one behind ``torch.mm``.
+    """
 
     way: Way
     sizes: tuple[int, ...]
     why: str = "not probed"
+    onednn: bool = False
 
     def __str__(self) -> str:
-        return f"{self.way} of {_listed(self.sizes)} rows"
+        return f"{self.way} of {_listed(self.sizes)} rows{' by oneDNN' if self.onednn else ''}"
 
 
 @dataclass(frozen=True)

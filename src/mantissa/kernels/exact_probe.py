@@ -14,6 +14,7 @@ compares every sampled token's log-prob as well.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,11 +29,12 @@ from mantissa.kernels.exact import ExactKernels
 from mantissa.kernels.exact_attention import BLOCK, KEYS, ExactAttention, batched, cached, causal
 from mantissa.kernels.exact_plan import WAYS, AttentionChoice, Choice, ExactPlan, ModelShapes, Way
 from mantissa.kernels.exact_products import product
+from mantissa.kernels.products import packable, packed
 from mantissa.precision import FP32, ResolvedRole
 
 _TILES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
-_OPERATIONS = 5e8  # floating-point operations of the largest tile: 5 ms; larger ones are hardly faster
+_OPERATIONS = 8e9  # floating-point operations of the largest tile: larger ones are hardly faster
 _ENOUGH = 48  # rows of a tile that is large enough not to give up the small ones for larger: few rows are dear in it
 _SMALL: tuple[int, ...] = (8, 8)  # the products by which ``probe`` proves a format; fp8 has its own
 
@@ -103,51 +105,58 @@ class _Product:
         self.sizes = [n for n in _TILES if n <= 64 or (n < 2 * rows and 2.0 * n * inputs * outputs <= _OPERATIONS)]
         self.x_ME = torch.randn(self.sizes[-1] + 1, inputs, generator=generator)
         shifted = torch.randn(outputs * inputs + 1, generator=generator)[1:].view(outputs, inputs)
-        self.weights = (shifted.clone(), shifted)  # aligned in memory, and not
-        self.reference_MF, self._reference = torch.empty(0), ("", 0)
+        aligned = shifted.clone()
+        self.weights = {
+            False: (aligned, shifted),
+            True: (aligned, packed(aligned)),
+        }  # the second is elsewhere in memory
+        self.libraries = (True, False) if packable(size) else (False,)
+        self.reference_MF, self._reference = torch.empty(0), Choice("tiles", ())
 
     def choose(self, what: str, ways: tuple[Way, ...], role: ResolvedRole) -> Choice:
         failures: list[str] = []
         for way in ways:
-            found: list[Choice] = []
-            for base in (16, 64) if way == "tiles" else (64,):
-                choice = None if found and found[0].sizes[-1] >= _ENOUGH else self._from(way, base, failures)
-                found += [] if choice is None else [choice]
-            if found:
-                best = max(found, key=lambda choice: choice.sizes[-1])  # the first of equals: it serves few rows better
-                self._refer_to(best.way, best.sizes[0])
-                return Choice(best.way, best.sizes, "; ".join([*failures, best.why]))
+            for onednn in self.libraries if way != "fp64" else (False,):
+                found: list[Choice] = []
+                for base in (16, 64) if way == "tiles" else (64,):
+                    if not found or found[0].sizes[-1] < _ENOUGH:
+                        found += self._from(Choice(way, (base,), onednn=onednn), failures)
+                if found:
+                    best = max(found, key=lambda choice: choice.sizes[-1])  # the first of equals: it serves few rows
+                    self._refer_to(dataclasses.replace(best, sizes=best.sizes[:1], why=""))
+                    return dataclasses.replace(best, why="; ".join([*failures, best.why]))
         raise _none_holds(what, failures, role)
 
-    def _from(self, way: Way, base: int, failures: list[str]) -> Choice | None:
-        """The tiles that agree with those of ``base`` rows; None where these do not agree among themselves."""
-        self._refer_to(way, base)
-        if not self._agrees(way, base):
-            failures.append(f"{way} of {base} rows differ")
-            return None
-        if way != "tiles":
-            return Choice(way, (base,), "a row is the same at every place")
-        larger = [n for n in self.sizes if n > base]
-        good = [n for n in larger if self._agrees(way, n)]
-        return Choice(way, (base, *good), _why([str(n) for n in larger if n not in good]))
+    def _from(self, base: Choice, failures: list[str]) -> list[Choice]:
+        """The tiles that agree with those of ``base``; none where these do not agree among themselves."""
+        self._refer_to(dataclasses.replace(base, why=""))
+        if not self._agrees(base):
+            failures.append(f"{base} differ")
+            return []
+        if base.way != "tiles":
+            return [dataclasses.replace(base, why="a row is the same at every place")]
+        larger = [n for n in self.sizes if n > base.sizes[0]]
+        good = [n for n in larger if self._agrees(dataclasses.replace(base, sizes=(n,)))]
+        why = _why([str(n) for n in larger if n not in good])
+        return [dataclasses.replace(base, sizes=(*base.sizes, *good), why=why)]
 
-    def _refer_to(self, way: Way, base: int) -> None:
-        if self._reference != (way, base):
-            self._reference = (way, base)
-            self.reference_MF = product(self.x_ME, self.weights[0], Choice(way, (base,)))
+    def _refer_to(self, base: Choice) -> None:
+        if self._reference != base:
+            self._reference = base
+            self.reference_MF = product(self.x_ME, self.weights[base.onednn][0], base)
 
     def holds(self, choice: Choice) -> bool:
         """Whether the tiles of ``choice`` give the reference's bits here and now."""
-        return all(self._agrees(choice.way, size) for size in choice.sizes)
+        return all(self._agrees(dataclasses.replace(choice, sizes=(size,))) for size in choice.sizes)
 
-    def _agrees(self, way: Way, count: int) -> bool:
-        """Tiles of ``count`` rows, as the reference's stand and one row further on, the weight elsewhere in memory.
+    def _agrees(self, choice: Choice) -> bool:
+        """Tiles of one size, as the reference's stand and one row further on, with either weight.
 
         A row that is the same one place further on, at every place, is the same at all places.
         """
-        last = len(self.x_ME) - 1 - (len(self.x_ME) - 1) % count
-        for start, weight_FE in ((0, self.weights[0]), (1, self.weights[1])):
-            got_MF = product(self.x_ME[start : start + last], weight_FE, Choice(way, (count,)))
+        last = len(self.x_ME) - 1 - (len(self.x_ME) - 1) % choice.sizes[0]
+        for start, weight_FE in enumerate(self.weights[choice.onednn]):
+            got_MF = product(self.x_ME[start : start + last], weight_FE, choice)
             if not torch.equal(got_MF, self.reference_MF[start : start + last]):
                 return False
         return True
@@ -174,7 +183,7 @@ class _Attention:
     def __init__(self, shapes: ModelShapes, generator: torch.Generator) -> None:
         self.shapes, self.group = shapes, shapes.heads // shapes.kv_heads
         size, most = shapes.head_dim, 32 * self.group
-        self.sizes = [n for n in _HEADS if n <= 16 or 2.0 * n * most * BLOCK * size <= _OPERATIONS / 4]
+        self.sizes = [n for n in _HEADS if n <= 16 or 2.0 * n * most * BLOCK * size <= 1.25e8]
         self.q_UPD = torch.randn(4, most, size, generator=generator)
         # A block of a longer cache, as it is met: the keys before it are others'.
         self.k_USD, self.v_USD = torch.randn(2, 4, KEYS + BLOCK, size, generator=generator)[:, :, KEYS:]

@@ -13,6 +13,8 @@ Legend: N any leading shape, E features in, F features out.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,14 +31,23 @@ def product(x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Te
         return F.linear(x_NE, weight_FE, bias_F)
     if not x_NE.numel():
         return x_NE.new_zeros(*x_NE.shape[:-1], weight_FE.shape[0])
+    return onednn(x_NE, weight_FE, bias_F)
+
+
+def onednn(x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    """The same by oneDNN, whatever the size."""
     out_NF: Tensor = torch.ops.mkldnn._linear_pointwise(x_NE.contiguous(), weight_FE, bias_F, "none", [], "")
     return out_NF
 
 
+def packable(shape: tuple[int, ...]) -> bool:
+    """Whether a weight of this shape gains from oneDNN and its layout."""
+    return _ONEDNN and len(shape) == 2 and math.prod(shape) >= _SMALL_WEIGHT
+
+
 def packed(weight_FE: Tensor) -> Tensor:
     """``weight_FE`` in the layout that ``product`` reads fastest; itself where that is the one it has."""
-    small = weight_FE.dim() != 2 or weight_FE.numel() < _SMALL_WEIGHT
-    if not _ONEDNN or small or weight_FE.device.type != "cpu" or weight_FE.dtype != torch.float32:
+    if not packable(tuple(weight_FE.shape)) or weight_FE.device.type != "cpu" or weight_FE.dtype != torch.float32:
         return weight_FE
     layout: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_FE.contiguous())
     return layout
