@@ -10,6 +10,7 @@ import pytest
 from mantissa.errors import MantissaError
 from mantissa.launch import Plan, Report, check_verl
 from mantissa.launch.script import read_words
+from mantissa.launch.text import submit_command
 
 FSDP_FP16 = "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"
 ROLLOUT = "actor_rollout_ref.rollout."
@@ -184,6 +185,16 @@ def test_what_the_exporter_writes_takes_effect(planned: Callable[..., Plan]) -> 
         assert report.meant == (), features
         roles = active(report)
         assert (roles["learner"], roles["rollout"]) == (wanted, wanted), features
+
+
+def test_the_command_of_a_dry_run_is_clean_as_a_script(planned: Callable[..., Plan], tmp_path: Path) -> None:
+    """Its variables stand in ``--runtime-env-json``."""
+    path = tmp_path / "submit.sh"
+    path.write_text(submit_command(planned("precision=fp8", engine="megatron"), None, None))
+    report = check_verl([str(path)])
+    assert report.wrong == []
+    found = {s.given.key: s.why for s in report.settings if s.given.key in VARIABLES}
+    assert found == dict.fromkeys(VARIABLES, "in the job's runtime_env")
 
 
 SCRIPT = r"""#!/usr/bin/env bash
