@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ def mantissa(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 
     def call(*argv: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["mantissa", *map(str, argv)])
+        monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))  # whatever runs beside the tests
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
             cli.main()
