@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ CASES = {
     "one": (1, 1, 16, 17, 40),
 }
 LONGEST = 512
+HERE = Path(__file__).parent
 Pairs = list[tuple[tuple[int, ...], Any]]
 
 
@@ -129,7 +131,13 @@ def main() -> None:
     failed = 0
     for threads in arguments.threads:
         for capability in arguments.capabilities:
-            command = [sys.executable, __file__, arguments.model, "--formats", *arguments.formats]
+            command = [
+                sys.executable,
+                str(HERE / "exact_logprobs.py"),
+                arguments.model,
+                "--formats",
+                *arguments.formats,
+            ]
             command += ["--threads", str(threads), "--scale", str(arguments.scale), "--capabilities"]
             command += ["--lora"] if arguments.lora else []
             failed |= subprocess.run(

@@ -247,7 +247,7 @@ def test_without_a_gpu_the_format_is_real_and_fp32_is_opted_into(mode: str) -> N
     stats = plain.get_stats()
     assert (stats["precision_requested"], stats["precision_in_use"]) == (asked, "fp32")
     assert (stats["precision_active"], stats["fp16_enabled"]) == (False, False)
-    assert "current_scale" not in stats
+    assert stats["current_scale"] == 1.0
     assert "fallback" in stats["reason"]
 
 

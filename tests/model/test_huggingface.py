@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,10 +201,14 @@ def test_folders_that_are_not_whole(folder: Path, decoder: Decoder, tokenizer: T
 
     save_model(decoder, tokenizer, tmp_path / "sharded", shard_bytes=3000)
     sharded = tmp_path / "sharded"
+    whole_folder = shutil.copytree(sharded, tmp_path / "whole")
+    (sharded / "digests.json").unlink()
     shard = sorted(sharded.glob("model-*.safetensors"))[1]
     content = shard.read_bytes()
     shard.unlink()
     assert f"shard {shard.name} is missing" in refusal(sharded)
+    (whole_folder / shard.name).unlink()
+    assert f"{shard.name} is gone since this folder was written" in refusal(whole_folder)
     shard.write_bytes(content[:-7])
     assert f"{shard.name}: truncated or damaged" in refusal(sharded)
     shard.write_bytes(sorted(sharded.glob("model-*.safetensors"))[0].read_bytes())

@@ -84,7 +84,7 @@ def gradients(
 
     with monkeypatch.context() as patch:
         patch.setattr(learner.step, "run", run)
-        patch.setattr(learner, "_step", lambda data, batches: whole(learner, data, deal(batches)))
+        patch.setattr(learner, "_step", lambda data, batches, step: whole(learner, data, deal(batches), step))
         patch.setattr("mantissa.rl.learner.merge", lambda rows: {})  # metrics: tests/algorithms/test_ranks.py
         learner.update(experience, 1, probe=False)
     return found

@@ -19,11 +19,13 @@ import sys
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from exact_policies import FAMILIES, Policies, exactly, make_model, ragged, shapes_of, threads
+from mantissa.errors import MantissaError
 from mantissa.kernels import plan_exact
 from mantissa.precision.strict import StrictPromotion
 from mantissa.training import distribute
@@ -57,21 +59,24 @@ def compare(precision: str, rank: int) -> tuple[int, int, float]:
 
 
 def thread(precision: str) -> tuple[int, int]:
-    """Every count samples, and scores what the first sampled, at once and one by one.
+    """Every count samples and scores with a plan of its own, at once and one by one; where that plan holds for one
+    thread too, its numbers are one thread's. A count that was not tried is refused.
 
     Eleven rows on two threads are the case in which a library was seen to give one of them fewer than four.
     """
-    with threads(4):
-        plan = plan_exact(shapes_of(make_model(FAMILIES["qwen2"])), exactly(precision).learner, "cpu")
-    policies = Policies(make_model(FAMILIES["qwen2"]), exactly(precision), slots=11, plan=plan)
     first, compared, different = None, 0, 0
     for count in (1, 2, 4):
         with threads(count):
+            plan = plan_exact(shapes_of(make_model(FAMILIES["qwen2"])), exactly(precision).learner, "cpu")
+            policies = Policies(make_model(FAMILIES["qwen2"]), exactly(precision), slots=11, plan=plan)
             sampled = policies.sample(ragged(12, samples=3), tokens=25)
+            scored = [policies.score(sampled), policies.score(sampled, micro=1)]
             first = first or sampled
-            for logp_N in (sampled.logp_N, policies.score(first), policies.score(first, micro=1)):
+            for logp_N in scored + ([first.logp_N] if 1 in plan.threads else []):
                 compared += len(logp_N)
-                different += int((logp_N != first.logp_N).sum())
+                different += int((logp_N != sampled.logp_N).sum())
+    with threads(3), pytest.raises(MantissaError, match="and torch now uses 3"):
+        policies.score(sampled)
     return compared, different
 
 
