@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -305,7 +306,12 @@ def test_a_word_that_grows_without_end_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     doubling = "\n".join(f"v{i + 1}=$v{i}$v{i}" for i in range(60))
     path.write_text(f"v0=ab\n{doubling}\nrun actor_rollout_ref.rollout.dtype=$v60\n")
-    assert len(read_words([str(path)]).overrides[ROLLOUT + "dtype"].value) < 200_000
+    tracemalloc.start()
+    value = read_words([str(path)]).overrides[ROLLOUT + "dtype"].value
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(value) < 200_000
+    assert peak < 64e6  # bytes; each of its 60 variables may hold 0.1 MB
 
 
 @pytest.mark.parametrize(

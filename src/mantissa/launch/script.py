@@ -138,8 +138,10 @@ def _expanded(word: str, variables: dict[str, str]) -> str:
         return variables.get(match[1] or match[3], default)
 
     for _ in range(_DEEPEST):  # a default may hold a variable
+        if len(word) + sum(len(known(match)) for match in _USE.finditer(word)) > _LONGEST:
+            break  # before it is made: variables that double each other would fill the memory
         put_in = _USE.sub(known, word)
-        if put_in == word or len(put_in) > _LONGEST:
+        if put_in == word:
             break
         word = put_in
     return word
