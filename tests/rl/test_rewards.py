@@ -86,8 +86,8 @@ def test_a_function_that_is_not_there_leaves_no_folder(small: dict[str, Any], tm
             r"unknown key 'task.reward.0.functio'; did you mean 'function'\? \(known here: function,",
         ),
         ([{"function": "a.b"}], "task.reward.0.function: expected package.module:function, .* got 'a.b'"),
-        ("exat", "task.reward: input should be 'exact' or 'prefix', got 'exat'"),
-        ([{"verifier": "task", "weight": "x"}], "task.reward.0.weight: input should be a valid number"),
+        ("exat", "task.reward: input should be 'exact', 'prefix' or 'result', got 'exat'"),
+        ([{"verifier": "task", "weight": "x"}], "task.reward.0.weight: expected a number, without quotes, got 'x'"),
     ],
 )
 def test_mistakes_name_the_key(small: dict[str, Any], reward: Any, message: str) -> None:

@@ -283,7 +283,7 @@ class Learner:
 
         def backward(scale: float) -> Tensor:
             tallies.clear()  # a repeated backward counts once
-            total = torch.zeros((), device=batches[0].scale_BR.device)
+            total = torch.zeros((), device=data.advantage_B.device)
             for micro in batches:
                 graph = graphs.pop() if graphs else None  # serves one backward, which frees it
                 loss, tally = self._loss(data, micro, self.kernels, graph)
