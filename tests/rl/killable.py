@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+import mantissa.cli
+import mantissa.rl.session
+
 
 def child(argv: list[str], slow: float, report: bool, log: str) -> None:
     """Be the command ``mantissa``."""
@@ -22,9 +25,10 @@ def child(argv: list[str], slow: float, report: bool, log: str) -> None:
     os.dup2(out, 1)
     os.dup2(out, 2)
     if slow:
-        import mantissa.tensors
+        from mantissa.model import huggingface, peft_folder
+        from mantissa.training import checkpoint
 
-        real = mantissa.tensors.write_tensors
+        real = checkpoint.write_tensors
 
         def write_tensors(*arguments: Any) -> str:
             time.sleep(slow)
@@ -32,8 +36,8 @@ def child(argv: list[str], slow: float, report: bool, log: str) -> None:
             time.sleep(slow)
             return digest
 
-        for module in (mantissa.training.checkpoint, mantissa.model.huggingface, mantissa.model.peft_folder):
-            module.write_tensors = write_tensors
+        for module in (checkpoint, huggingface, peft_folder):
+            module.write_tensors = write_tensors  # type: ignore[attr-defined]
     if not report:
         mantissa.rl.session.build_report = lambda run: run.report_path
     sys.argv = ["mantissa", *argv]
