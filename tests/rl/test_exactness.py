@@ -273,12 +273,12 @@ def test_what_does_not_come_back_is_written_too(
     assert (replayed(file)[0], read_case(file).case.key) == (0, None)
 
 
-def on_other_kernels(self: Learner, sequences: Any, kernels: Any) -> Any:
+def on_other_kernels(self: Learner, sequences: Any, kernels: Any, **also: Any) -> Any:
     """The learner's forward, but with gradients on on kernels of its own."""
     if torch.is_grad_enabled():
         kernels = copy.copy(kernels)
         kernels.__class__ = Silu
-    return forward(self.model, kernels, sequences, self.temperature, prompts=False)
+    return forward(self.model, kernels, sequences, self.temperature, **also)
 
 
 def test_the_update_s_own_forward_is_compared(

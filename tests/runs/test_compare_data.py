@@ -52,7 +52,7 @@ def test_what_is_not_a_run_is_said(write_run, tmp_path: Path) -> None:
         ("folder", "neither config.yaml nor metrics.jsonl"),
         ("file", "is a file; expected the folder of a run"),
         ("broken", "expected keys and values, got list"),
-        ("binary", "cannot read the run"),
+        ("binary", "config.yaml is not YAML"),
     ):
         with pytest.raises(MantissaError, match=said):
             read_runs([good, tmp_path / name])

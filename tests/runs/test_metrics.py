@@ -17,7 +17,7 @@ CONTRACT = {
         "beta_abs_mean phantom_clip_fraction",
         "gap": "k3_kl abs_logp_diff_mean abs_logp_diff_max",
         "correction": "weight_mean weight_std weight_min weight_max ess masked_token_fraction masked_sequence_fraction",
-        "exact": "checked_tokens mismatched_tokens misdrawn_tokens update_mismatched_tokens",
+        "exact": "checked_tokens mismatched_tokens replans misdrawn_tokens update_mismatched_tokens",
         "precision": "loss_scale overflows retries skipped max_scaled_grad flushed_fraction",
         "optim": "lr grad_norm clipped_fraction updates",
         "rollout": "version tokens lag_mean lag_max",

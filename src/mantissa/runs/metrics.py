@@ -59,7 +59,7 @@ LOOP_METRICS: tuple[Metric, ...] = (
     _plain(
         "exact/checked_tokens", "log-probs compared bit by bit, with exact kernels, in a step that is checked", "tokens"
     ),
-    _ranged("exact/replans", "times that exact kernels moved to a safer way after a difference", "", (0, 0)),
+    _ranged("exact/replans", "times that exact kernels moved to a safer way after a difference", "times", (0, 0)),
     _ranged("exact/mismatched_tokens", "of these, how many differ between rollout and learner", "tokens", (0, 0)),
     _ranged(
         "exact/misdrawn_tokens",
