@@ -127,14 +127,21 @@ def test_logits_in_parts_are_the_whole_ones(model: Decoder, kernels: Kernels, mo
 
     monkeypatch.setattr(kernels, "logits", watched)
     monkeypatch.setattr(module, "_ENTROPY_AT_ONCE", 700)
-    head = partial(module._head, kernels=kernels, token_N=token, temperature=0.7, entropies=True)
+    looked: list[tuple[int, int]] = []
+
+    def look(start: int, part: Tensor) -> None:
+        looked.append((start, len(part)))
+
+    head = partial(module._head, kernels=kernels, token_N=token, temperature=0.7, entropies=True, look=look)
     values = [kernels.weight(leaf) for leaf in (hidden, weight)]
     expected = of(oracle, *(leaf.double() for leaf in values))
     for bound, rows in ((29 * 300, 29), (7 * 300, 6)):
         monkeypatch.setattr(module, "_LOGITS_AT_ONCE", bound)
         seen.clear()
+        looked.clear()
         got = of(lambda x, w: head(w, hidden_NE=x), *values)
         assert max(seen) == rows
+        assert [at for start, count in looked for at in range(start, start + count)] == list(range(29))  # each once
         for one, other in zip(got, expected, strict=True):
             bound_ = 1e-6 if kernels.format is FP32 else 2 * kernels.format.epsilon
             assert (one.double() - other).norm() <= bound_ * other.norm()
