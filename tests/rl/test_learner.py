@@ -451,7 +451,7 @@ def test_a_nan_loss_with_finite_gradients_moves_nothing(
     (outcome,) = learner.update(experience, 1, probe=False).outcomes
     assert (outcome.kind, outcome.overflows) == ("skipped", 1)
     assert (len(calls) > 1) == (tokens == 30)
-    monkeypatch.setattr(Learner, "logp", lambda self, *a: (self.forward(*a).logp_N + math.nan, None))
+    monkeypatch.setattr(Learner, "logp", lambda self, *a: self.forward(*a).logp_N + math.nan)
     step = learner.optimizer_step(lambda update: 1e-2, parts.new_scaler())
     assert math.isnan(_supervised_step(learner, step, experience.sequences))
     assert (step.skipped, learner.version) == (1, 0)
