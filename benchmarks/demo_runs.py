@@ -43,7 +43,7 @@ def summary(path: str) -> dict[str, Any]:
     reached = next((row["step"] for row in rows if row["reward/accuracy"] >= GOAL), None)
     last = min(LAST, max(1, len(rows) // 4))
     start, end = rows[:FIRST], rows[-last:]
-    phases = [f"time/{phase}" for phase in PHASES if f"time/{phase}" in rows[-1]]
+    seconds = {phase: [row[f"time/{phase}"] for row in rows if f"time/{phase}" in row] for phase in PHASES}
     warm = run.read_warm_start()
     return {
         "benchmark": f"{config['name']}_runs",
@@ -60,7 +60,7 @@ def summary(path: str) -> dict[str, Any]:
         "stopped_first": 1 - rows[0]["length/truncated_fraction"],
         "stopped_last": 1 - mean(end, "length/truncated_fraction"),
         "rl_seconds": sum(row["time/step"] for row in rows),
-        "phase_seconds": {phase.removeprefix("time/"): median(row[phase] for row in rows) for phase in phases},
+        "phase_seconds": {phase: median(found) for phase, found in seconds.items() if found},
         "overflows": sum(row["precision/overflows"] for row in rows),
         "gap_abs_logp_diff_mean": mean(start, "gap/abs_logp_diff_mean"),
         "gap_k3": mean(start, "gap/k3_kl"),

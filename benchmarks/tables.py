@@ -107,21 +107,14 @@ def demo_runs(rows: Sequence[Row]) -> str:
 
 
 def smollm2_runs(rows: Sequence[Row]) -> str:
-    """One line a run of the pretrained model: accuracy, completions that ended by themselves, time and gap.
-
-    Held-out accuracy before is of the seed's run named smollm2_base: one step at a rate that moves nothing.
-    """
+    """One line a run of the pretrained model: accuracy, completions that ended by themselves, time and gap."""
     lines = []
-    before = {r["seed"]: r for r in rows if r["benchmark"] == "smollm2_base_runs"}
     for r in rows:
         if r["benchmark"] != "smollm2_runs":
             continue
         last = next(r[name] for name in r if name.startswith("accuracy_last_"))
         phases = ", ".join(f"{name} {r['phase_seconds'][name]:.1f}" for name in ("rollout", "learner_logp", "update"))
-        heldout = [
-            f"{before[r['seed']][name]:.2f} → {r[name]:.2f}" if r["seed"] in before else f"{r[name]:.2f}"
-            for name in ("greedy_heldout", "avg_heldout")
-        ]
+        heldout = [f"{r[name]:.2f}" for name in ("greedy_heldout", "avg_heldout")]
         stopped = f"{r['stopped_first']:.0%} → {r['stopped_last']:.0%}"
         run = f"{r['steps']} steps, {r['rl_seconds'] / 60:.0f} min, {r['threads']} thread{'s' * (r['threads'] > 1)}"
         learned, gap = f"{r['accuracy_first']:.2f} → {last:.3f}", f"{r['gap_abs_logp_diff_mean']:.1e}"
@@ -180,7 +173,7 @@ SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
     ("The gap of SmolLM2-135M-Instruct in each pair of formats, 95% intervals: 32 prompts, 32 tokens", gap, {"gap"}),
     ("Runs of the demo; the gap is the mean over the first ten steps", demo_runs, {"demo_runs"}),
     ("RL on SmolLM2-135M-Instruct, weights from a 4-bit grid: one-digit sums and differences", smollm2_runs,
-     {"smollm2_runs", "smollm2_base_runs"}),
+     {"smollm2_runs"}),
     ("Matmul peak and memory bandwidth", lambda r: generic(r, ["peak"], ("contender", "threads")), {"peak"}),
     ("Rollout against transformers' generate", lambda r: generic(r, ["rollout_vs_generate"], COMMON),
      {"rollout_vs_generate"}),
