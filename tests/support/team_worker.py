@@ -62,9 +62,9 @@ def gradients(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
         real, rows = learner._step, []
 
-        def step(data: Any, batches: Any) -> Any:
+        def step(data: Any, batches: Any, number: int) -> Any:
             rows.extend(len(micro.rows) for micro in batches if micro.counts)
-            return real(data, batches)
+            return real(data, batches, number)
 
         learner.step.run, learner._step = run, step  # type: ignore[method-assign]
         update = learner.update(experience, 1, probe=True)
