@@ -129,11 +129,13 @@ def everything(folder: Path) -> dict[str, Any]:
     """Rows less the clock's, and files but the one that names the run's own folder and its digest."""
     run = RunDirectory.open(folder)
     files = [p for name in ("checkpoints/*", "policy", "base", "adapter") for p in folder.glob(f"{name}/*")]
-    return {"metrics": [deterministic(row) for row in run.read_metrics()]} | {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in files
-        if path.parent.name != "adapter" or path.suffix != ".json"
-    }
+    plain = [deterministic(row) for row in run.read_metrics()]
+    named = ("adapter", ".json")
+    kept = [path for path in files if (path.parent.name, path.suffix) != named]
+    whole: dict[str, Any] = {str(path.relative_to(folder)): path.read_bytes() for path in kept}
+    for path in filter(lambda name: name.endswith("state.json"), whole):  # less the fingerprint: a recipe names paths
+        whole[path] = json.loads(whole[path])["state"] | {"fingerprint": None}
+    return {"metrics": plain} | whole
 
 
 def test_a_run_from_beginning_to_its_continuations(
