@@ -16,7 +16,7 @@ def loaded(statement: str) -> set[str]:
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
 
 
-def best_of(code: str, tries: int = 2) -> float:
+def best_of(code: str, tries: int = 4) -> float:
     """Processor seconds of a fresh interpreter that runs ``code``: the least of several, since other work only adds."""
     seconds = []
     for _ in range(tries):
