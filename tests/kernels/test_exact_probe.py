@@ -10,7 +10,7 @@ import torch
 
 from exact_policies import FAMILIES, OtherLibrary, Policies, exactly, make_model, ragged, shapes_of, threads
 from mantissa.errors import MantissaError
-from mantissa.kernels import ModelShapes, plan_exact
+from mantissa.kernels import ModelShapes, plan_exact, products
 from mantissa.kernels import exact_probe as probe_module
 from mantissa.kernels.exact_plan import WAYS, ExactPlan
 from mantissa.model import Decoder, LoraShape, attach
@@ -94,6 +94,26 @@ def test_a_library_that_sums_otherwise_gets_the_shapes_that_agree(name: str) -> 
     assert ways(plan) == {"tiles"}
     assert plan.products[32, 48].sizes == products
     assert attention in str(plan.attention)
+
+
+@pytest.mark.skipif(not products._ONEDNN, reason="torch without oneDNN")
+@pytest.mark.parametrize("layout", ["plain", "packed", "both"])
+def test_a_onednn_whose_rows_depend_on_their_place_is_not_taken(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """In one layout only, or in each at the places that hide the other's: every second row of a call is another number."""
+    whole = products.onednn
+
+    def placed(x: torch.Tensor, weight: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        out = whole(x, weight, *more)
+        if layout == "both" or weight.is_mkldnn == (layout == "packed"):
+            first = int(weight.is_mkldnn)
+            out[first::2] = torch.nextafter(out[first::2], torch.tensor(9e9))
+        return out
+
+    monkeypatch.setattr(products, "onednn", placed)
+    shapes = ModelShapes((("gate_proj", 288, 256), ("lm_head", 288, 40)), 2, 1, 16, 40, 32, 256)
+    choice = plan_exact(shapes, ROLE, "cpu").product((256, 288))
+    assert not choice.onednn
+    assert choice.why.startswith("tiles of 16 rows by oneDNN differ; tiles of 64 rows by oneDNN differ; ")
 
 
 class Unsteady(OtherLibrary):

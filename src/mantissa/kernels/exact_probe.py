@@ -61,12 +61,14 @@ def plan_exact(
         for size, names in sizes.items():
             probed = _Product(size, shapes.rows, generator)
             products[size] = probed.choose(f"the product {names} {size[1]}x{size[0]}", ways, role)
-            with _threads(1):
-                agree = agree and probed.holds(products[size])
+            if present > 1:
+                with _threads(1):
+                    agree = agree and probed.holds(products[size])
         heads = _Attention(shapes, generator)
         attention = heads.choose(ways, role)
-        with _threads(1):
-            agree = agree and heads.holds(attention)
+        if present > 1:
+            with _threads(1):
+                agree = agree and heads.holds(attention)
         threads = tuple(sorted({1, present})) if agree else (present,)
         plan = ExactPlan(products, attention, shapes.sizes, threads=threads)
         checked = _check_rest(shapes, ExactKernels(FP32, plan), role, generator)
@@ -106,10 +108,9 @@ class _Product:
         self.x_ME = torch.randn(self.sizes[-1] + 1, inputs, generator=generator)
         shifted = torch.randn(outputs * inputs + 1, generator=generator)[1:].view(outputs, inputs)
         aligned = shifted.clone()
-        self.weights = {
-            False: (aligned, shifted),
-            True: (aligned, packed(aligned)),
-        }  # the second is elsewhere in memory
+        # The row that a call begins with, and its weight: as it is, elsewhere in memory, and in oneDNN's own layout.
+        placed = ((0, aligned), (1, shifted))
+        self.calls = {False: placed, True: (*placed, (0, packed(aligned)))}
         self.libraries = (True, False) if packable(size) else (False,)
         self.reference_MF, self._reference = torch.empty(0), Choice("tiles", ())
 
@@ -143,19 +144,20 @@ class _Product:
     def _refer_to(self, base: Choice) -> None:
         if self._reference != base:
             self._reference = base
-            self.reference_MF = product(self.x_ME, self.weights[base.onednn][0], base)
+            self.reference_MF = product(self.x_ME, self.calls[base.onednn][0][1], base)
 
     def holds(self, choice: Choice) -> bool:
         """Whether the tiles of ``choice`` give the reference's bits here and now."""
         return all(self._agrees(dataclasses.replace(choice, sizes=(size,))) for size in choice.sizes)
 
     def _agrees(self, choice: Choice) -> bool:
-        """Tiles of one size, as the reference's stand and one row further on, with either weight.
+        """Tiles of one size, as the reference's stand and one row further on, with each weight.
 
-        A row that is the same one place further on, at every place, is the same at all places.
+        A row that is the same one place further on, at every place, is the same at all places; and a weight in another
+        layout that gives each place the same row's bits gives them at all places too.
         """
         last = len(self.x_ME) - 1 - (len(self.x_ME) - 1) % choice.sizes[0]
-        for start, weight_FE in enumerate(self.weights[choice.onednn]):
+        for start, weight_FE in self.calls[choice.onednn]:
             got_MF = product(self.x_ME[start : start + last], weight_FE, choice)
             if not torch.equal(got_MF, self.reference_MF[start : start + last]):
                 return False
