@@ -99,7 +99,7 @@ def test_a_library_that_sums_otherwise_gets_the_shapes_that_agree(name: str) -> 
 @pytest.mark.skipif(not products._ONEDNN, reason="torch without oneDNN")
 @pytest.mark.parametrize("layout", ["plain", "packed", "both"])
 def test_a_onednn_whose_rows_depend_on_their_place_is_not_taken(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    """In one layout only, or in each at the places that hide the other's: every second row of a call is another number."""
+    """Every second row is another number: in one layout only, or in each where the other's hides it."""
     whole = products.onednn
 
     def placed(x: torch.Tensor, weight: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
