@@ -12,9 +12,10 @@ from exact_policies import FAMILIES, OtherLibrary, Policies, exactly, make_model
 from mantissa.errors import MantissaError
 from mantissa.kernels import ModelShapes, plan_exact, products
 from mantissa.kernels import exact_probe as probe_module
+from mantissa.kernels.exact import ExactKernels
 from mantissa.kernels.exact_plan import WAYS, ExactPlan
 from mantissa.model import Decoder, LoraShape, attach
-from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.precision import FP32, PrecisionPolicy, resolve
 
 SHAPES = ModelShapes(
     (("layers.0.q_proj", 48, 32), ("layers.1.q_proj", 48, 32), ("lm_head", 48, 24)), 4, 2, 16, 24, 96, 128
@@ -40,7 +41,7 @@ def test_some_way_holds_on_this_machine_and_the_lines_say_which() -> None:
         "rms_norm 48",
         "swiglu 48",
         "log_softmax 24",
-        "softmax of 16 to 96 keys",
+        "softmax of 16 to 128 keys",
         "rotation 8",
         "1 and 2 threads",
     ):
@@ -204,3 +205,17 @@ def test_adapters_are_no_products() -> None:
     plain = ModelShapes.of(dict(model.named_parameters()), 2, 2, 64)
     attach(model, LoraShape(rank=2, alpha=4.0), torch.Generator().manual_seed(0))
     assert ModelShapes.of(dict(model.named_parameters()), 2, 2, 64).sizes == plain.sizes
+
+
+def test_what_was_not_probed_is_refused() -> None:
+    """A softmax was tried over so many keys; more of them are no guess."""
+    plan = plan_exact(SHAPES, ROLE, "cpu")
+    kernels = ExactKernels(FP32, plan)
+    heads, size, most = SHAPES.heads, SHAPES.head_dim, plan.length
+    assert SHAPES.length <= most < SHAPES.length + 128
+    q, k = torch.randn(1, heads, most + 1, size), torch.randn(1, SHAPES.kv_heads, most + 1, size)
+    kernels.causal_attention(q[:, :, :most], k[:, :, :most], k[:, :, :most])
+    with pytest.raises(MantissaError, match=f"sequences of {most} positions at most, and here are {most + 1}"):
+        kernels.causal_attention(q, k, k)
+    with pytest.raises(MantissaError, match="at most"):
+        kernels.cached_attention(q[:, :, 0], k, k, torch.tensor([most + 1]))

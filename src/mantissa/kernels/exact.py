@@ -63,11 +63,13 @@ class ExactKernels(SimulatedKernels):
         return _ExactSwiGLU.apply(gate_NE, up_NE, self.format)
 
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
+        self.plan.check_length(k_BKTD.shape[2])
         return exact_attention.ExactAttention.apply(
             q_BHTD, k_BKTD, v_BKTD, self.format, self.kv_format, self.plan.attention
         )
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
+        self.plan.check_length(k_BKSD.shape[2])
         return exact_attention.cached(q_BHD, k_BKSD, v_BKSD, length_B, self.format, self.plan.attention)
 
 

@@ -144,7 +144,7 @@ class ExactPlan:
     """The calls that hold on this machine: ``products`` by the shape of the weight, ``attention``, and the evidence.
 
     ``names``: of the products. ``checked``: what else was found to be row-invariant, and over what. ``threads``: the
-    numbers of threads that it holds for; none given: any.
+    numbers of threads that it holds for; none given: any. ``length``: keys that one query may see; 0: any number.
     """
 
     products: Mapping[tuple[int, ...], Choice]
@@ -152,6 +152,7 @@ class ExactPlan:
     names: Mapping[tuple[int, ...], str] = dataclasses.field(default_factory=dict)
     checked: str = ""
     threads: tuple[int, ...] = ()
+    length: int = 0
 
     @property
     def way(self) -> Way:
@@ -164,6 +165,14 @@ class ExactPlan:
             raise MantissaError(
                 f"precision.kernels=exact: the kernels were proven for {' and '.join(map(str, self.threads))} threads, "
                 f"and torch now uses {threads}; set the number of threads before the run begins, and leave it"
+            )
+
+    def check_length(self, keys: int) -> None:
+        """``MantissaError`` where more keys are attended to than a softmax was tried with."""
+        if self.length and keys > self.length:
+            raise MantissaError(
+                f"precision.kernels=exact: the kernels were proven for sequences of {self.length} positions at most, and "
+                f"here are {keys}; this is a mistake of whoever planned them: please report it"
             )
 
     def product(self, size: tuple[int, ...]) -> Choice:

@@ -262,6 +262,16 @@ def _most_tokens(problem: Problem) -> int:
     return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) + 256 * len(texts)
 
 
+def _longest(config: RunConfig, task: Task, room: int) -> int:
+    """A bound on the positions of any sequence of the run, of a model with ``room``: exact kernels refuse longer ones."""
+    evaluation, warm = config.evaluation, config.warm_start
+    problems = [*task.split("train"), *(task.split("heldout") if evaluation or warm else ())]
+    bounds = [_most_tokens(problem) + config.rollout.max_tokens for problem in problems]
+    for problem in task.split("warm_start") if warm else ():
+        bounds.append(_most_tokens(problem) + len((problem.solution or "").encode("utf-8", "surrogatepass")) + 1)
+    return min(room, max(bounds, default=room))
+
+
 def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     """Build every part; nothing is written yet, so a mistake in the recipe leaves no folder behind."""
     device = choose_device(config.device)
@@ -281,7 +291,7 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     model = team.prepare(model, device)
     if config.policy.fp8 is not None:
         config.policy.fp8.check(model.projections)
-    longest = min(model.config.max_position_embeddings, max(256, 2 * config.rollout.max_tokens), 2048)
+    longest = _longest(config, task, model.config.max_position_embeddings)
     rows = max(config.rollout.slots, config.optimizer.micro_batch_tokens)
     plan = team.decided(exact_plan(precision, model, device, longest, rows))  # found by probing, and one for all
 
