@@ -171,8 +171,8 @@ class ExactPlan:
         """``MantissaError`` where more keys are attended to than a softmax was tried with."""
         if self.length and keys > self.length:
             raise MantissaError(
-                f"precision.kernels=exact: the kernels were proven for sequences of {self.length} positions at most, and "
-                f"here are {keys}; this is a mistake of whoever planned them: please report it"
+                f"precision.kernels=exact: the kernels were proven for sequences of {self.length} positions at most, "
+                f"and here are {keys}; this is a mistake of whoever planned them: please report it"
             )
 
     def product(self, size: tuple[int, ...]) -> Choice:

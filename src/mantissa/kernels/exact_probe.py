@@ -357,7 +357,7 @@ def _check_rest(shapes: ModelShapes, kernels: ExactKernels, role: ResolvedRole, 
         part = scores[:, :keys].masked_fill(torch.arange(keys) >= (seen * (keys - KEYS)).ceil(), float("-inf"))
         if not torch.equal(torch.softmax(part, -1)[:2, : keys - KEYS], torch.softmax(part[:2, : keys - KEYS], -1)):
             raise MantissaError(
-                f"precision.kernels=exact: on this CPU softmax over {keys} keys gives other bits than over those of them "
-                "that are seen, and has no other way; choose kernels=fast, or another torch build"
+                f"precision.kernels=exact: on this CPU softmax over {keys} keys gives other bits than over those of "
+                "them that are seen, and has no other way; choose kernels=fast, or another torch build"
             )
     return ", ".join([*(name for name, _, _ in checks), f"softmax of {KEYS} to {kernels.plan.length} keys"])

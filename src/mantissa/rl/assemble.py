@@ -263,7 +263,7 @@ def _most_tokens(problem: Problem) -> int:
 
 
 def _longest(config: RunConfig, task: Task, room: int) -> int:
-    """A bound on the positions of any sequence of the run, of a model with ``room``: exact kernels refuse longer ones."""
+    """A bound on any sequence of the run, of a model with ``room`` positions: exact kernels refuse longer ones."""
     evaluation, warm = config.evaluation, config.warm_start
     problems = [*task.split("train"), *(task.split("heldout") if evaluation or warm else ())]
     bounds = [_most_tokens(problem) + config.rollout.max_tokens for problem in problems]
