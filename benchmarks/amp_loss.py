@@ -28,8 +28,8 @@ import torch
 from rows import append
 from torch import Tensor, nn
 
-from mantissa.bench.family import BEST_LOSS, ResidualMLP, loss_fn, make_batch, width_for
 from mantissa.bench.runner import RefusedError
+from mantissa.bench.workload import BEST_LOSS, ResidualMLP, loss_fn, make_batch, width_for
 from mantissa.training import LossScaler, ScalerConfig
 from mantissa.training.trainer import PrecisionTrainer
 

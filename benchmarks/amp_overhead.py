@@ -23,7 +23,7 @@ from rows import append
 from steps import interleaved, spread
 from torch import Tensor, nn
 
-from mantissa.bench.family import ResidualMLP, loss_fn, make_batch, width_for
+from mantissa.bench.workload import ResidualMLP, loss_fn, make_batch, width_for
 from mantissa.precision import format_named
 from mantissa.training.trainer import PrecisionTrainer
 

@@ -28,7 +28,7 @@ from rows import append
 from mantissa.kernels import SimulatedKernels
 from mantissa.precision import FP16
 from mantissa.training import LossScaler, ScalerConfig, flushed_fraction
-from mantissa.training.auto_scale import AutoRule, AutoScaler
+from mantissa.training.scaler import AutoRule, AutoScaler
 
 LOWEST, BINS = -160, 320  # binades that are counted
 OVERFLOW = 65520.0  # the first magnitude that rounds to inf

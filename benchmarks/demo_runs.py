@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.series import PHASES
+from mantissa.runs.metrics import PHASES
 
 RESULTS = Path(os.environ.get("OUT") or Path(__file__).resolve().parents[1] / "results")
 FIRST, LAST, GOAL = 10, 10, 0.95

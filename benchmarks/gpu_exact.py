@@ -27,7 +27,7 @@ from steps import decoder_config, interleaved, spread
 from torch import Tensor
 
 from mantissa.kernels import NativeKernels
-from mantissa.kernels.exact_native import ExactNativeKernels
+from mantissa.kernels.exact.native import ExactNativeKernels
 from mantissa.model import Decoder
 from mantissa.precision import BF16, E4M3, FP16, FP32, BlockScaled, Fp8Policy
 from mantissa.precision.numerics import token_logprob
@@ -196,7 +196,7 @@ def products(setting: Setting) -> Iterator[list[Row]]:
 
 
 def product_rows(setting: Setting, rows: int, size: int) -> list[Row]:
-    from mantissa.kernels.triton_products import matmul, quantize, scaled_matmul
+    from mantissa.kernels.triton.products import matmul, quantize, scaled_matmul
 
     x, master = torch.randn(rows, size, device=setting.device), torch.randn(size, size, device=setting.device)
     x, weight = x.bfloat16(), master.bfloat16()

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from rows import append
 
-from mantissa.bench.memory import training_peak
-from mantissa.bench.runner import Request, Runner
-from mantissa.bench.timing import Spread, speed_up, step_seconds
+from mantissa.bench.profile import training_peak
+from mantissa.bench.runner import Request, Runner, Spread, speed_up, step_seconds
 from mantissa.bench.workload import Source, parse_size, short
 
 CONTENDERS = ("fp32", "tf32", "bf16", "fp16")

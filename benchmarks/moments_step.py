@@ -24,7 +24,7 @@ from mantissa.kernels import NativeKernels
 from mantissa.model import Decoder, FreshModelConfig
 from mantissa.precision import FP32
 from mantissa.training import LossScaler, OptimizerStep, adamw
-from mantissa.training.moments import Moments, described
+from mantissa.training.optimizer import Moments, described
 
 
 class Policy:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from mantissa.algorithms import CORRECTION_PRESETS, CorrectionConfig, correction, values
-from mantissa.algorithms.correction_config import RejectUnit
+from mantissa.algorithms.correction import RejectUnit
 from mantissa.errors import MantissaError
 from mantissa.precision.numerics import KLEstimator
 

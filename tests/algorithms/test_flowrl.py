@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from mantissa.algorithms import FlowRLConfig, aggregation_scale, correction, flowrl_loss, merge, values
-from mantissa.algorithms.correction_config import CORRECTION_PRESETS
+from mantissa.algorithms.correction import CORRECTION_PRESETS
 from mantissa.errors import MantissaError
 
 NAN, INF = float("nan"), float("inf")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.bench.family import (
+from mantissa.bench.workload import (
     BEST_LOSS,
     NOISE_STD,
     ResidualMLP,

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from mantissa.bench import scenarios
-from mantissa.bench.family import BEST_LOSS
-from mantissa.bench.memory import training_peak
+from mantissa.bench.profile import training_peak
 from mantissa.bench.rows import COLUMNS, write_csv, write_jsonl
 from mantissa.bench.runner import Request, Runner
 from mantissa.bench.scenarios import SCENARIOS, run_scenario, run_size
-from mantissa.bench.workload import Source
+from mantissa.bench.workload import BEST_LOSS, Source
 from mantissa.errors import MantissaError
 from mantissa.precision import FP32
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mantissa.bench.summary import crossover_sentence
-from mantissa.bench.timing import Crossover, Spread, crossover, rotated, speed_up, step_seconds
+from mantissa.bench.rows import crossover_sentence
+from mantissa.bench.runner import Crossover, Spread, crossover, rotated, speed_up, step_seconds
 
 
 def table(**speeds: float | tuple[float, float, float]) -> dict[int, Spread]:

@@ -10,7 +10,7 @@ import pytest
 import mantissa.integrations
 from mantissa.errors import MantissaError
 from mantissa.integrations import require
-from mantissa.integrations.held import HeldScheduler
+from mantissa.integrations.huggingface import HeldScheduler
 
 
 def test_importing_the_room_loads_none_of_the_libraries() -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mantissa.kernels import Autocast
 from mantissa.kernels.autocast import Backend
-from mantissa.kernels.rounded_ops import rounding
+from mantissa.kernels.rounded import rounding
 from mantissa.precision import (
     BF16,
     FP16,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.kernels import Autocast
-from mantissa.kernels.autocast_lists import IN_FP32, LOWER, PROMOTED, REFUSED
+from mantissa.kernels.autocast import IN_FP32, LOWER, PROMOTED, REFUSED
 from mantissa.precision import BF16, FP16, NumberFormat
 
 both = pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
@@ -161,7 +161,7 @@ def test_native_autocast_on_a_cpu_is_not_changed_by_the_registrations() -> None:
         "import runpy, sys, torch; torch.set_num_threads(1)\n"
         "results = runpy.run_path(sys.argv[1])['native_results']\n"
         "before = results()\n"
-        "from mantissa.kernels.autocast_lists import follow_cuda; follow_cuda('cpu')\n"
+        "from mantissa.kernels.autocast import follow_cuda; follow_cuda('cpu')\n"
         "for a, b in zip(before, results(), strict=True): assert a.dtype == b.dtype and torch.equal(a, b)\n"
         "print(len(before), [str(a.dtype) for a in before].count('torch.bfloat16'))"
     )

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from mantissa.errors import MantissaError
 from mantissa.kernels import Autocast, autocast_for, probe_autocast
 from mantissa.kernels.autocast import Backend
-from mantissa.kernels.rounded_ops import rounding
+from mantissa.kernels.rounded import rounding
 from mantissa.precision import BF16, E4M3, FP16, FP32, NumberFormat, PrecisionPolicy, resolve
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # CUDA: not yet run on a GPU

@@ -24,9 +24,8 @@ from mantissa.kernels import (
     reference_kernels,
     rollout_kernels,
 )
-from mantissa.kernels.exact_attention import ExactAttention, cached, causal
-from mantissa.kernels.exact_plan import AttentionChoice, Choice, pieces
-from mantissa.kernels.exact_products import product
+from mantissa.kernels.exact.attention import ExactAttention, cached, causal, product
+from mantissa.kernels.exact.plan import AttentionChoice, Choice, pieces
 from mantissa.kernels.products import _ONEDNN, packed
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, is_on_grid, resolve, round_to_format
 

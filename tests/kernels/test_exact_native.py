@@ -15,8 +15,9 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from mantissa.errors import MantissaError
-from mantissa.kernels import ModelShapes, NativeKernels, check_invariance, exact_native_probe, probe
-from mantissa.kernels.exact_native import ExactNativeKernels
+from mantissa.kernels import ModelShapes, NativeKernels, check_invariance, probe
+from mantissa.kernels.exact import native as native_module
+from mantissa.kernels.exact.native import ExactNativeKernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.model.decoder import Projection
 from mantissa.precision import (
@@ -180,7 +181,7 @@ SHAPES = ModelShapes((("q_proj", 48, 64), ("lm_head", 48, 50)), 4, 2, 16, 50, le
 def test_the_invariance_probe(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes the family, and names each operation that looks at how many rows there are."""
     if INTERPRETED:
-        monkeypatch.setattr(exact_native_probe, "_COUNTS", (1, 5))
+        monkeypatch.setattr(native_module, "_COUNTS", (1, 5))
     kernels = ExactNativeKernels(FP32)
     name = "cached_attention" if fault == "attention" else fault
     if fault:

@@ -22,8 +22,8 @@ from torch import Tensor
 import exact_worker
 from exact_policies import FAMILIES, FORMATS, Policies, exactly, make_model, ragged
 from mantissa.kernels import ExactKernels
-from mantissa.kernels.exact_attention import causal
-from mantissa.kernels.exact_plan import WAYS
+from mantissa.kernels.exact.attention import causal
+from mantissa.kernels.exact.plan import WAYS
 from mantissa.model import Decoder, LoraShape, attach, trained_parameters
 from mantissa.precision import FP16, PrecisionPolicy, resolve
 from mantissa.rollout import Request

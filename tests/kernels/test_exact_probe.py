@@ -11,9 +11,9 @@ import torch
 from exact_policies import FAMILIES, OtherLibrary, Policies, exactly, make_model, ragged, shapes_of, threads
 from mantissa.errors import MantissaError
 from mantissa.kernels import ModelShapes, plan_exact, products
-from mantissa.kernels import exact_probe as probe_module
-from mantissa.kernels.exact import ExactKernels
-from mantissa.kernels.exact_plan import WAYS, ExactPlan
+from mantissa.kernels.exact import probe as probe_module
+from mantissa.kernels.exact.kernels import ExactKernels
+from mantissa.kernels.exact.plan import WAYS, ExactPlan
 from mantissa.model import Decoder, LoraShape, attach
 from mantissa.precision import FP32, PrecisionPolicy, resolve
 

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from mantissa.kernels.exact_native import ExactNativeKernels
+from mantissa.kernels.exact.native import ExactNativeKernels
 from mantissa.kernels.native import NativeKernels
 from mantissa.precision import BF16, FP32, Fp8Policy
 
@@ -15,7 +15,7 @@ from mantissa.precision import BF16, FP32, Fp8Policy
 def test_families_are_made_without_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"  # importing it would raise
-        "from mantissa.kernels.exact_native import ExactNativeKernels\n"
+        "from mantissa.kernels.exact.native import ExactNativeKernels\n"
         "from mantissa.precision import BF16, Fp8Policy\n"
         "family = ExactNativeKernels(BF16, fp8=Fp8Policy())\n"
         "print(family.format, family.kv_format, family.logits_format)"

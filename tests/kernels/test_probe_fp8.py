@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from mantissa.errors import MantissaError
-from mantissa.kernels import SimulatedKernels, probe, scaled
+from mantissa.kernels import SimulatedKernels, probe, simulated
 from mantissa.precision import BF16, FP16, Fp8Policy, NumberFormat, format_named, round_in_blocks, round_to_format
 
 Quantise = Callable[..., Tensor]
@@ -162,7 +162,7 @@ QUANTISATIONS: list[tuple[Quantise, str]] = [
 def test_another_quantisation_is_caught(quantise: Quantise, caught_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fp8 = Fp8Policy(backward="e4m3", base="fp16")
     probe(SimulatedKernels(FP16, fp8=fp8), "cpu")
-    monkeypatch.setattr(scaled, "round_in_blocks", quantise)
+    monkeypatch.setattr(simulated, "round_in_blocks", quantise)
     assert_caught(SimulatedKernels(FP16, fp8=fp8), caught_by)
 
 

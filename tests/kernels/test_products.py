@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mantissa.kernels import ExactKernels, ExactPlan, NativeKernels, rollout_kernels
-from mantissa.kernels.exact_plan import Choice
+from mantissa.kernels.exact.plan import Choice
 from mantissa.kernels.products import packed, product
 from mantissa.model import CopiedPolicy, Decoder, ModelConfig
 from mantissa.precision import FP16, FP32, PrecisionPolicy, resolve

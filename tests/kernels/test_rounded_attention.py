@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels import rounded_attention as module
-from mantissa.kernels.rounded_attention import rounded_attention
+from mantissa.kernels import rounded as module
+from mantissa.kernels.rounded import rounded_attention
 from mantissa.precision import BF16, FP16, NumberFormat, round_by_arithmetic
 
 both = pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels.rounded_ops import RoundedOps, rounding
+from mantissa.kernels.rounded import RoundedOps, rounding
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, round_by_arithmetic
 
 FORMATS = [FP16, BF16]

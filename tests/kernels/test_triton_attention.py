@@ -22,7 +22,7 @@ HEADS = [(4, 4, 16), (6, 2, 32), (8, 1, 24)]  # query heads, key heads, size
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None = None) -> Tensor:
-    from mantissa.kernels import triton_attention
+    from mantissa.kernels.triton import attention as triton_attention
 
     first = torch.zeros(q.shape[0], dtype=torch.int32) if first is None else first
     return triton_attention.attention(*(x.to(DEVICE) for x in (q, k, v, first))).cpu()
@@ -110,7 +110,7 @@ def test_rows_of_different_lengths_in_one_step(fmt: NumberFormat) -> None:
 @pytest.mark.parametrize("length", [64, 130])
 def test_chunks_apart_or_by_one_program(fmt: NumberFormat, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 64 keys: a query's bits do not depend on who takes them, nor on how many there are beyond it."""
-    from mantissa.kernels import triton_attention
+    from mantissa.kernels.triton import attention as triton_attention
 
     monkeypatch.setattr(triton_attention, "CHUNK", 64)
     q, k, v = qkv(fmt, 4, 2, 16, length)
@@ -131,7 +131,7 @@ def test_chunks_apart_or_by_one_program(fmt: NumberFormat, length: int, monkeypa
 def test_a_value_that_is_not_finite_reaches_who_sees_it(
     bad: float, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mantissa.kernels import triton_attention
+    from mantissa.kernels.triton import attention as triton_attention
 
     monkeypatch.setattr(triton_attention, "CHUNK", 64)
     monkeypatch.setattr(triton_attention, "PROGRAMS", programs)
@@ -166,7 +166,7 @@ def test_scores_that_spread_far_do_not_overflow(fmt: NumberFormat) -> None:
 
 @formats
 def test_gradients_are_the_fast_family_s(fmt: NumberFormat) -> None:
-    from mantissa.kernels.exact_native import ExactNativeKernels
+    from mantissa.kernels.exact.native import ExactNativeKernels
 
     leaves = [x.to(DEVICE).requires_grad_() for x in qkv(fmt, 4, 2, 16, 70)]
     seed = torch.randn(2, 4, 70, 16).to(fmt.dtype).to(DEVICE)

@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from mantissa.kernels.exact_native import ExactNativeKernels
+from mantissa.kernels.exact.native import ExactNativeKernels
 from mantissa.kernels.native import NativeKernels
 from mantissa.precision import BF16, E4M3, E5M2, FP16, FP32, Fp8Policy, NumberFormat
 from triton_compiled import compiled, recorded
@@ -101,7 +101,7 @@ def test_operations_compile(name: str, fmt: NumberFormat, capability: int) -> No
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_the_log_prob_compiles(capability: int) -> None:
-    from mantissa.kernels.triton_rows import token_logprob
+    from mantissa.kernels.triton.rows import token_logprob
 
     def work() -> Any:
         return token_logprob(torch.zeros(6, 151_669), torch.zeros(6, dtype=torch.int64))
@@ -141,7 +141,7 @@ def test_fp8_compiles_for_hopper(backward: Any, power_of_two: bool) -> None:
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("block_rows", [1, 128])
 def test_quantisation_compiles_for_ragged_shapes(fmt: NumberFormat, block_rows: int) -> None:
-    from mantissa.kernels.triton_products import quantize
+    from mantissa.kernels.triton.products import quantize
 
     (kernel,) = compiled(lambda: quantize(torch.zeros(33, 300), fmt, block_rows, False), 90)
     assert "div.rn.f32" in kernel.asm["ptx"]

@@ -24,21 +24,21 @@ FP8_ADDITIONS = ADDITIONS if INTERPRETED else 2.0**-12  # Hopper's accumulator o
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    from mantissa.kernels import triton_products
+    from mantissa.kernels.triton import products as triton_products
 
     on_device = (None if t is None else t.to(DEVICE) for t in (x, weight, bias))
     return triton_products.matmul(*on_device, dtype).cpu()  # type: ignore[arg-type]
 
 
 def quantized(x: Tensor, fmt: NumberFormat, rows: int = 1, power_of_two: bool = False) -> BlockScaled:
-    from mantissa.kernels import triton_products
+    from mantissa.kernels.triton import products as triton_products
 
     found = triton_products.quantize(x.to(DEVICE), fmt, rows, power_of_two)
     return BlockScaled(found.codes.cpu(), found.scales.cpu())
 
 
 def scaled_matmul(x: BlockScaled, weight: BlockScaled, bias: Tensor | None, dtype: torch.dtype, rows: int) -> Tensor:
-    from mantissa.kernels import triton_products
+    from mantissa.kernels.triton import products as triton_products
 
     a, b = (BlockScaled(s.codes.to(DEVICE), s.scales.to(DEVICE)) for s in (x, weight))
     return triton_products.scaled_matmul(a, b, None if bias is None else bias.to(DEVICE), dtype, rows).cpu()
@@ -99,7 +99,7 @@ def test_ranges_of_k_apart_or_by_one_program(
     shape: tuple[int, int], fmt: NumberFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits do not depend on who takes the ranges; the tree does on the weight's shape, and on nothing else."""
-    from mantissa.kernels import triton_products
+    from mantissa.kernels.triton import products as triton_products
 
     outputs, inputs = shape
     x, w, b = (t.to(fmt.dtype) for t in (torch.randn(9, inputs), torch.randn(outputs, inputs), torch.randn(outputs)))
@@ -124,7 +124,7 @@ def test_ranges_of_k_apart_or_by_one_program(
 def test_rows_are_the_same_at_real_sizes(shape: tuple[int, int], fmt: NumberFormat) -> None:
     outputs, inputs = shape
     x, w = (torch.randn(n, inputs, device="cuda").to(fmt.dtype) for n in (1500, outputs))
-    from mantissa.kernels import triton_products
+    from mantissa.kernels.triton import products as triton_products
 
     whole = triton_products.matmul(x, w, None, fmt.dtype)
     for rows in [*range(1, 71), 127, 128, 129, 500]:

@@ -23,7 +23,7 @@ formats = pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=str)
 
 
 def family(fmt: NumberFormat) -> NativeKernels:
-    from mantissa.kernels.exact_native import ExactNativeKernels
+    from mantissa.kernels.exact.native import ExactNativeKernels
 
     return ExactNativeKernels(fmt)
 
@@ -41,7 +41,7 @@ def swiglu(gate: Tensor, up: Tensor, fmt: NumberFormat) -> Tensor:
 
 
 def logprob(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    from mantissa.kernels import triton_rows
+    from mantissa.kernels.triton import rows as triton_rows
 
     return triton_rows.token_logprob(*on_device(logits, tokens), temperature)
 

@@ -115,7 +115,7 @@ def test_jobs_on_a_real_head(start_head: Callable[[], Head], tmp_path: Path, mon
     package = Path(ray_job.__file__).parents[1]
     environment = runtime_env({"MANTISSA_TEST": "on every node"}, here, [package])
     script = (
-        "import os, mantissa.tasks.verifiers as v; print(os.environ['MANTISSA_TEST'], open('data.txt').read(), "
+        "import os, mantissa.tasks.rewards as v; print(os.environ['MANTISSA_TEST'], open('data.txt').read(), "
         "v.__file__ != '%s')" % (package / "tasks" / "verifiers.py")
     )
     job = submit(client, f'{sys.executable} -c "{script}"', environment, "small")

@@ -11,7 +11,7 @@ import pytest
 
 from mantissa.errors import MantissaError
 from mantissa.model import ModelConfig, RopeScaling, read_config
-from mantissa.model.config_file import config_fields, parse_config
+from mantissa.model.config import config_fields, parse_config
 
 # What the published files say, reduced to the keys that matter here.
 QWEN25_HALF_BILLION = {

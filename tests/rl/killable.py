@@ -25,7 +25,7 @@ def child(argv: list[str], slow: float, report: bool, log: str) -> None:
     os.dup2(out, 1)
     os.dup2(out, 2)
     if slow:
-        from mantissa.model import huggingface, peft_folder
+        from mantissa.model import huggingface, lora
         from mantissa.training import checkpoint
 
         real = checkpoint.write_tensors
@@ -36,7 +36,7 @@ def child(argv: list[str], slow: float, report: bool, log: str) -> None:
             time.sleep(slow)
             return digest
 
-        for module in (checkpoint, huggingface, peft_folder):
+        for module in (checkpoint, huggingface, lora):
             module.write_tensors = write_tensors  # type: ignore[attr-defined]
     if not report:
         mantissa.rl.session.build_report = lambda run: run.report_path

@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 
 from mantissa.algorithms import advantage
 from mantissa.errors import MantissaError
-from mantissa.rl.batches import Collector, pack, unpack
-from mantissa.rl.config import RunConfig
-from mantissa.rl.config_rollout import DynamicConfig, OverlongConfig, RolloutConfig
-from mantissa.rl.dynamic import chosen, fate
-from mantissa.rl.overlong import overlong_penalty, shaped
+from mantissa.rl.batches import Collector, chosen, fate, overlong_penalty, pack, shaped, unpack
+from mantissa.rl.config import DynamicConfig, OverlongConfig, RolloutConfig, RunConfig
 from mantissa.rl.sampling import Sampled
 from mantissa.rl.seeds import derive_seed, stream_slice
 from mantissa.rollout import Completion, SamplingParams

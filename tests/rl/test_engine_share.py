@@ -168,7 +168,7 @@ def test_where_there_are_no_exact_kernels_none_stand_in(build: Build, monkeypatc
 
 def test_of_a_rollout_in_fp8_nothing_is_measured_on_a_cpu(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact kernels hold values there, and vLLM is sent codes."""
-    monkeypatch.setattr("mantissa.rollout.vllm_fp8.device_problem", lambda device: None)
+    monkeypatch.setattr("mantissa.rollout.vllm.worker.device_problem", lambda device: None)
     sizes = [f"model.fresh.{name}=128" for name in ("hidden_size", "head_dim", "intermediate_size")]
     share = share_of(build("precision={preset: fp8-rollout, fp8: {base: fp16}}", *sizes))
     assert share.twin.kernels is None

@@ -33,8 +33,7 @@ from mantissa.rl.learner import Learner
 from mantissa.rl.loop import Loop
 from mantissa.rl.replay import Case, read_case, write_case
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams, generation
-from mantissa.rollout.sampling import sample
-from mantissa.rollout.uniforms import uniforms
+from mantissa.rollout.sampling import sample, uniforms
 from mantissa.runs.directory import RunDirectory
 
 Train = Callable[..., RunDirectory]

@@ -17,8 +17,7 @@ from mantissa.model import load_model, save_model
 from mantissa.model.partition import kept_units
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
-from mantissa.rl.experience import Experience
-from mantissa.rl.flow import PREFIX, Flow
+from mantissa.rl.experience import PREFIX, Experience, Flow
 from mantissa.rl.learner import Learner
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import StepOutcome, load_checkpoint

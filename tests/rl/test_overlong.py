@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mantissa.errors import MantissaError
-from mantissa.rl.config import RunConfig
-from mantissa.rl.config_rollout import OverlongConfig
-from mantissa.rl.overlong import overlong_penalty, shaped
+from mantissa.rl.batches import overlong_penalty, shaped
+from mantissa.rl.config import OverlongConfig, RunConfig
 from mantissa.runs.directory import RunDirectory
 from mantissa.tasks import Reward
 

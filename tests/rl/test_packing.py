@@ -11,8 +11,7 @@ from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import BF16, FP16, FP32
 from mantissa.precision.numerics import token_logprob
-from mantissa.rl.experience import Sequences
-from mantissa.rl.packing import Packed
+from mantissa.rl.experience import Packed, Sequences
 
 CONFIG = ModelConfig("qwen3", 13, 32, 48, 2, 4, 2, 8, qk_norm=True, initializer_range=0.3)
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from mantissa.errors import MantissaError
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
 from mantissa.rl.session import resume
-from mantissa.rollout.vllm_worker import digest
+from mantissa.rollout.vllm.worker import digest
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.metrics import deterministic
 from mantissa.training import load_checkpoint

@@ -26,7 +26,7 @@ from mantissa.precision import resolve
 from mantissa.rl import make_config
 from mantissa.rl.assemble import load_policy
 from mantissa.rl.engines import vllm_start
-from mantissa.rollout.vllm_worker import digest
+from mantissa.rollout.vllm.worker import digest
 from mantissa.runs.directory import RunDirectory
 from mantissa.tasks import build_task
 

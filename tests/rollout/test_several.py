@@ -20,10 +20,10 @@ from mantissa.errors import MantissaError
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import FP32, PrecisionPolicy, resolve
-from mantissa.precision.strict import StrictPromotion
+from mantissa.precision.resolve import StrictPromotion
 from mantissa.rollout import Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.several import ONE_PROCESS, Processes, agreed
-from mantissa.rollout.vllm_worker import digest
+from mantissa.rollout.vllm.worker import digest
 
 T = TypeVar("T")
 CONFIG = ModelConfig("llama", 40, 32, 56, 2, 4, 2, 8, initializer_range=0.25)
@@ -177,7 +177,7 @@ def test_a_fault_of_one_vllm_stops_all(monkeypatch: pytest.MonkeyPatch, bad: Fau
     install(monkeypatch)
     monkeypatch.setattr(SecondFails, "bad", bad)
     monkeypatch.setattr(sys.modules["vllm"], "LLM", SecondFails)
-    monkeypatch.setattr("mantissa.rollout.vllm_link.require_vllm", lambda: "0.32.0")
+    monkeypatch.setattr("mantissa.rollout.vllm.link.require_vllm", lambda: "0.32.0")
 
     def work(me: Processes) -> None:
         engine = VllmEngine(START, KERNELS, processes=me)

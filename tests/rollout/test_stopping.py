@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mantissa.rollout.stopping import StopStrings
+from mantissa.rollout.generation import StopStrings
 
 PIECES = ["a", "b", "ab", "</", "answer", ">", "", " ", "é", "</answer>"]
 

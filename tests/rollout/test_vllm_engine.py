@@ -24,8 +24,8 @@ from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rollout import Request, SamplingParams, VllmEngine, VllmStart
-from mantissa.rollout.uniforms import stream_keys
-from mantissa.rollout.vllm_worker import digest
+from mantissa.rollout.sampling import stream_keys
+from mantissa.rollout.vllm.worker import digest
 
 CONFIG = ModelConfig("qwen2", 40, 32, 56, 2, 4, 2, 8, qkv_bias=True, tie_word_embeddings=True, initializer_range=0.25)
 PARAMS = SamplingParams(max_tokens=6, temperature=0.5, stop_token_ids=(3,))

@@ -18,7 +18,7 @@ from mantissa.rollout import VllmEngine, VllmStart
 
 WORKER = """
 import time
-from mantissa.rollout.vllm_worker import WeightReader
+from mantissa.rollout.vllm.worker import WeightReader
 WeightReader().mantissa_follow({owner})
 print("follows", flush=True)
 time.sleep(100)

@@ -23,8 +23,7 @@ from mantissa.kernels import rollout_kernels
 from mantissa.model import CopiedPolicy, Decoder, ModelConfig
 from mantissa.precision import BF16, FP32, Fp8Policy, PrecisionPolicy, resolve
 from mantissa.rollout import VllmEngine, VllmStart
-from mantissa.rollout.vllm_fp8 import check_device, check_layers, quantization_config
-from mantissa.rollout.vllm_worker import digest
+from mantissa.rollout.vllm.worker import check_device, check_layers, digest, quantization_config
 
 CONFIG = ModelConfig("qwen2", 40, 256, 384, 2, 2, 1, 128, qkv_bias=True, tie_word_embeddings=True)
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -34,7 +33,7 @@ Build = Callable[..., VllmEngine]
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
     """``build(fault, **fp8)``: an engine on the stand-in, on a machine that could."""
-    monkeypatch.setattr("mantissa.rollout.vllm_fp8.device_problem", lambda device: None)
+    monkeypatch.setattr("mantissa.rollout.vllm.worker.device_problem", lambda device: None)
     made: list[VllmEngine] = []
 
     def make(fault: Fault | None = None, **fp8: Any) -> VllmEngine:

@@ -18,8 +18,9 @@ import torch
 from mantissa.errors import MantissaError
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import BF16, FP32
-from mantissa.rollout import VllmStart, serve_vllm, vllm_serve
-from mantissa.rollout.vllm_serve import flags
+from mantissa.rollout import VllmStart, serve_vllm
+from mantissa.rollout.vllm import server
+from mantissa.rollout.vllm.server import flags
 
 CONFIG = ModelConfig("qwen3", 40, 32, 56, 2, 4, 2, 8, qk_norm=True, tie_word_embeddings=True)
 START = VllmStart(CONFIG, BF16, FP32, 5, 32, torch.device("cpu"))
@@ -57,8 +58,8 @@ server.serve_forever(0.01)
 def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The stand-in in the place of vLLM's server; the file in which it says what it saw."""
     path = tmp_path / "said.json"
-    monkeypatch.setattr(vllm_serve, "require_vllm", lambda: "0.32.0")
-    monkeypatch.setattr(vllm_serve, "_command", lambda: [sys.executable, "-c", SERVER])
+    monkeypatch.setattr(server, "require_vllm", lambda: "0.32.0")
+    monkeypatch.setattr(server, "_command", lambda: [sys.executable, "-c", SERVER])
     monkeypatch.setenv("SAID", str(path))
     monkeypatch.setenv("RANK", "1")
     return path
@@ -109,7 +110,7 @@ def test_the_flags_are_the_options_of_a_start(said: Path) -> None:
     assert json.loads(given[given.index("--hf-overrides") + 1]) == {"head_dtype": "float32"}
     values = {"--logprobs-mode": "processed_logprobs", "--max-num-seqs": "5", "--max-model-len": "32"}
     assert {name: given[given.index(name) + 1] for name in values} == values
-    assert given[given.index("--worker-extension-cls") + 1] == "mantissa.rollout.vllm_worker.WeightReader"
+    assert given[given.index("--worker-extension-cls") + 1] == "mantissa.rollout.vllm.worker.WeightReader"
 
 
 def test_one_that_does_not_start(said: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +122,7 @@ def test_one_that_does_not_start(said: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_one_that_does_not_end_is_ended(said: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEAF", "1")
-    monkeypatch.setattr(vllm_serve, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(server, "_PATIENCE_S", 0.3)
     urls: list[str] = []
     thread = interrupt_when_ready(urls, signal.SIGINT)
     assert serve_vllm(START, SHAPES, host="127.0.0.1", port=port(), folder=None, ready=urls.append) == 0

@@ -10,10 +10,10 @@ import pytest
 
 from html_page import Page
 from mantissa.errors import MantissaError
-from mantissa.runs.compare import build_comparison
-from mantissa.runs.compare_data import read_runs
-from mantissa.runs.compare_said import compare, times_said
-from mantissa.runs.compare_stats import wilson
+from mantissa.runs.compare.data import read_runs
+from mantissa.runs.compare.page import build_comparison
+from mantissa.runs.compare.stats import wilson
+from mantissa.runs.compare.text import compare, times_said
 
 H2 = ("Runs", "Final accuracy", "Curves", "Gap between rollout and learner", "Time", "What differs")
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mantissa.runs.compare_curves import (
+from mantissa.runs.compare.data import Group, Run
+from mantissa.runs.compare.stats import (
     curve_of,
     ends_of,
     final_accuracy,
@@ -17,9 +18,8 @@ from mantissa.runs.compare_curves import (
     total,
     training_accuracy,
     wall_clock,
+    wilson,
 )
-from mantissa.runs.compare_data import Group, Run
-from mantissa.runs.compare_stats import wilson
 
 
 def run(rows: list[dict], config: dict | None = None) -> Run:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mantissa.errors import MantissaError
-from mantissa.runs.compare_data import (
+from mantissa.runs.compare.data import (
     Difference,
     Group,
     environment_differences,

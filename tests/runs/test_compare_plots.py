@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mantissa.runs import compare_plots, page
-from mantissa.runs.compare_data import Group, Run
-from mantissa.runs.compare_stats import of_one
-from mantissa.runs.plots import Plot
-from mantissa.runs.svg import RUNS, VARIABLES
+from mantissa.runs import page
+from mantissa.runs.compare import plots as compare_plots
+from mantissa.runs.compare.data import Group, Run
+from mantissa.runs.compare.stats import of_one
+from mantissa.runs.plots import RUNS, VARIABLES, Plot
 
 SVG = "{http://www.w3.org/2000/svg}"
 # Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mantissa.mismatch.estimates import student_quantile, student_within
-from mantissa.runs.compare_stats import (
+from mantissa.runs.compare.stats import (
     Estimate,
     apart,
     distinguish,

@@ -5,8 +5,7 @@ from collections import Counter
 import torch
 
 from mantissa.mismatch import ALL_METRICS, gap_metrics
-from mantissa.runs.metrics import BY_NAME, LOOP_METRICS, METRICS, TRAINER_METRICS, deterministic, undeclared
-from mantissa.runs.series import PHASES
+from mantissa.runs.metrics import BY_NAME, LOOP_METRICS, METRICS, PHASES, TRAINER_METRICS, deterministic, undeclared
 
 CONTRACT = {
     f"{group}/{name}"

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from mantissa.runs import plots
-from mantissa.runs.plots import Plot
-from mantissa.runs.svg import SERIES, VARIABLES
+from mantissa.runs.plots import SERIES, VARIABLES, Plot
 
 SVG = "{http://www.w3.org/2000/svg}"
 

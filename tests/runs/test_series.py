@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mantissa.mismatch import gap_metrics
-from mantissa.runs.series import (
+from mantissa.runs.metrics import (
     ends,
     fit_line,
     phase_times,

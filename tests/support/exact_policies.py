@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.kernels import ExactPlan, Kernels, ModelShapes, learner_kernels, plan_exact, rollout_kernels
-from mantissa.kernels.exact_plan import Way
+from mantissa.kernels.exact.plan import Way
 from mantissa.model import Decoder, ModelConfig, policy_weights
 from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.experience import Sequences

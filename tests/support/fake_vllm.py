@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from mantissa.rollout.vllm_worker import WeightReader
+from mantissa.rollout.vllm.worker import WeightReader
 
 
 class Product:

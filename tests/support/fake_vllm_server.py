@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from fake_vllm import LLM, Fault
-from mantissa.rollout.vllm_start import VllmStart, WeightFolder, sample_weights
+from mantissa.rollout.vllm.server import VllmStart, WeightFolder, sample_weights
 
 
 class _Listening(http.server.ThreadingHTTPServer):

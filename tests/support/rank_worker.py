@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mantissa.precision.strict import StrictPromotion
+from mantissa.precision.resolve import StrictPromotion
 from mantissa.training import GuardConfig, PrecisionTrainer, ScalerConfig, distribute
 from mantissa.training.distributed import unwrapped, whole
 

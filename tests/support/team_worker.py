@@ -25,7 +25,7 @@ import mantissa.rl.session
 from mantissa.algorithms import values
 from mantissa.errors import MantissaError
 from mantissa.model.decoder import Norm
-from mantissa.precision.strict import StrictPromotion
+from mantissa.precision.resolve import StrictPromotion
 from mantissa.rl import make_config, resume, start
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.experience import Experience

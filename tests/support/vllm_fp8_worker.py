@@ -14,7 +14,7 @@ from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 from vllm.platforms import PlatformEnum
 
-from mantissa.rollout.vllm_worker import WeightReader
+from mantissa.rollout.vllm.worker import WeightReader
 
 HALF = "MANTISSA_TEST_HALF_PRODUCTS"  # set: the other product
 

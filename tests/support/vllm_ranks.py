@@ -21,7 +21,7 @@ from mantissa.precision import FP32, PrecisionPolicy, resolve
 from mantissa.rl.team import Team
 from mantissa.rollout import NativeEngine, Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.reference import reference_logits
-from mantissa.rollout.vllm_start import WeightFolder
+from mantissa.rollout.vllm.server import WeightFolder
 from mantissa.training import Ranks
 
 CONFIG = ModelConfig(

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mantissa.tasks import answers
-from mantissa.tasks.answers import last_boxed, normalize_answer, plain_number
+from mantissa.tasks import rewards
+from mantissa.tasks.rewards import last_boxed, normalize_answer, plain_number
 
 
 @pytest.mark.parametrize(
@@ -185,9 +185,9 @@ PIECES = "1 2 } . ... cm ^2 ^{3} m ^ sq square hours \\text{ x= \\frac { $ \\cir
 @given(text=st.lists(st.sampled_from([*PIECES, " ", "\n"]), max_size=9).map("".join))
 def test_the_two_linear_rewrites_are_the_plain_ones(text: str) -> None:
     """Against patterns that say ``$``, which try again from every place within a row that does not end the text."""
-    for pattern, replacement in answers._REWRITES:
+    for pattern, replacement in rewards._REWRITES:
         plain = pattern.pattern
-        if plain == answers._BARE_UNITS:
+        if plain == rewards._BARE_UNITS:
             plain += "$"
         elif plain.endswith("\\.++$"):
             plain = r"(?<=.)\.+$"

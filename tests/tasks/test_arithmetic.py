@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mantissa.tasks.arithmetic import Addition, Chain, RunningSum, TextMatch
-from mantissa.tasks.generated import GeneratedTask
+from mantissa.tasks.generated import Addition, Chain, GeneratedTask, RunningSum, TextMatch
 from mantissa.tasks.types import Problem
 
 SIZES = {"train": 60, "heldout": 20, "warm_start": 40}

@@ -18,7 +18,7 @@ from mantissa.errors import MantissaError
 from mantissa.tasks import Grader, Problem, SplitName, Task, build_task, code
 from mantissa.tasks.code import CodeTask, CodeVerifier, last_block, read_tests, same
 from mantissa.tasks.config import CodeConfig
-from mantissa.tasks.sandbox import Isolation, Outcome, Sandbox
+from mantissa.tasks.sandbox.run import Isolation, Outcome, Sandbox
 
 SIZES: dict[SplitName, int] = {"train": 40, "heldout": 15, "warm_start": 20}
 ANSWER = json.dumps({"function": "f", "tests": [[[1, 2], 3], [[5, 5], 10], [[0, 0], 0], [[-1, 4], 3]]})

@@ -10,7 +10,6 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from mantissa.tasks import TaskConfig, build_task
-from mantissa.tasks.arithmetic import Addition, Chain, RunningSum
 from mantissa.tasks.config import (
     AdditionConfig,
     ChainConfig,
@@ -19,8 +18,8 @@ from mantissa.tasks.config import (
     DatasetConfig,
     RunningSumConfig,
 )
-from mantissa.tasks.countdown import Countdown
 from mantissa.tasks.datasets import DatasetTask
+from mantissa.tasks.generated import Addition, Chain, Countdown, RunningSum
 from mantissa.tasks.types import Message
 
 ADAPTER: TypeAdapter[Any] = TypeAdapter(TaskConfig)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mantissa.errors import MantissaError
-from mantissa.tasks.countdown import MAX_CHARACTERS, Countdown, CountdownVerifier, ExpressionError, evaluate
+from mantissa.tasks.generated import MAX_CHARACTERS, Countdown, CountdownVerifier, ExpressionError, evaluate
 from mantissa.tasks.types import Problem
 
 SIZES = {"train": 60, "heldout": 20, "warm_start": 20}

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mantissa.errors import MantissaError
-from mantissa.tasks.arithmetic import Addition, RunningSum
-from mantissa.tasks.countdown import Countdown
+from mantissa.tasks.generated import Addition, Countdown, RunningSum
 from mantissa.tasks.types import Message, prompt_text, stable_id
 
 
@@ -68,7 +67,7 @@ def test_sizes_of_other_splits_move_little() -> None:
 def test_problems_do_not_depend_on_the_process() -> None:
     # hash randomisation is what usually breaks this
     code = (
-        "from mantissa.tasks.arithmetic import RunningSum\n"
+        "from mantissa.tasks.generated import RunningSum\n"
         "task = RunningSum({'train': 5, 'heldout': 2, 'warm_start': 2}, 7, 3, 9)\n"
         "print([(p.id, p.prompt) for p in task.split('train')])"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mantissa.tasks.jail import CHECKED, SYSCALLS, filter_program
+from mantissa.tasks.sandbox.jail import CHECKED, SYSCALLS, filter_program
 
 ALLOW, DENY, KILL = 0x7FFF0000, 0x00050001, 0x80000000
 HEADERS = {  # column of the table: where the kernel's numbers stand, and how they are written

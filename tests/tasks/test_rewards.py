@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from mantissa.tasks import Grader, Problem, Reward, SplitName, Task, Verifier
 from mantissa.tasks.config import RewardTerm
-from mantissa.tasks.rewards import Term, TermError, WeightedSum, weighted
-from mantissa.tasks.verifiers import Dapo, Exact
+from mantissa.tasks.rewards import Dapo, Exact, Term, TermError, WeightedSum, weighted
 
 PROBLEM = Problem("p", "q", "4", "s")
 

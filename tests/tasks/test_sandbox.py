@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from mantissa.errors import MantissaError
-from mantissa.tasks import jail, sandbox
-from mantissa.tasks.sandbox import Isolation, Limits, Outcome, Sandbox
+from mantissa.tasks.sandbox import jail
+from mantissa.tasks.sandbox import run as sandbox
+from mantissa.tasks.sandbox.run import Isolation, Limits, Outcome, Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
 
@@ -331,7 +332,7 @@ def test_the_server_goes_with_whoever_started_it() -> None:
     import subprocess
 
     script = (
-        "import time\nfrom mantissa.tasks.sandbox import Sandbox\ns = Sandbox()\n"
+        "import time\nfrom mantissa.tasks.sandbox.run import Sandbox\ns = Sandbox()\n"
         "s.run('def f(): return 1', 'f', [[]])\n"
         "print(s._process.pid, flush=True)\ntime.sleep(60)"
     )

@@ -13,7 +13,7 @@ import pytest
 
 from mantissa.errors import MantissaError
 from mantissa.tasks import Grader, Problem, SplitName, Task, Verifier, read_problems, verifier_named
-from mantissa.tasks.verifiers import VERIFIERS, Dapo, Exact, MathVerify, math_equal
+from mantissa.tasks.rewards import VERIFIERS, Dapo, Exact, MathVerify, math_equal
 
 
 def problem(answer: str) -> Problem:
@@ -159,7 +159,7 @@ def test_a_ground_truth_that_cannot_be_read_is_an_error_not_a_zero() -> None:
 
 def test_the_self_check_notices_a_broken_library(monkeypatch: pytest.MonkeyPatch) -> None:
     MathVerify().prepare()
-    monkeypatch.setattr("mantissa.tasks.verifiers.math_equal", lambda answer, text: False)
+    monkeypatch.setattr("mantissa.tasks.rewards.math_equal", lambda answer, text: False)
     with pytest.raises(RuntimeError, match="reinstall"):
         MathVerify().prepare()
 

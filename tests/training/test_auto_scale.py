@@ -18,7 +18,7 @@ import torch
 from mantissa.errors import MantissaError
 from mantissa.precision import FP16, round_to_format
 from mantissa.training import AutoRule, AutoScaler, LossScaler, OptimizerStep, ScalerConfig
-from mantissa.training.auto_scale import predicted_peak
+from mantissa.training.scaler import predicted_peak
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
-from mantissa.training.clipping import adaptive_clip_
+from mantissa.training.step import adaptive_clip_
 
 SHAPES = [(6, 5), (4, 3, 2, 2), (7,), (), (1, 9)]
 
@@ -104,7 +104,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from mantissa.errors import MantissaError
-from mantissa.training.clipping import adaptive_clip_
+from mantissa.training.step import adaptive_clip_
 
 torch.set_num_threads(1)
 rank, file = int(sys.argv[1]), sys.argv[2]

@@ -34,7 +34,7 @@ from mantissa.training import (
     load_weights,
     save_checkpoint,
 )
-from mantissa.training.moments import described
+from mantissa.training.optimizer import described
 
 LR = 1e-2
 

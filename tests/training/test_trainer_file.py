@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mantissa.errors import MantissaError
-from mantissa.training import PrecisionTrainer, trainer_file
+from mantissa.training import PrecisionTrainer, trainer_state
 from toys import cross_entropy, data, fragile, mlp, quiet, same, state, trainer_of
 
 
@@ -217,11 +217,11 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
 
 WRITER = """
 import sys, torch
-from mantissa.training import trainer_file
+from mantissa.training import trainer_state
 path, start, size = sys.argv[1], int(sys.argv[2]), 300_000
 for i in range(start, 10**9):
     value = torch.full((size,), float(i))
-    trainer_file.write(path, {"model_state_dict": {"w": value}, "optimizer_state_dict": {"i": i}})
+    trainer_state.write(path, {"model_state_dict": {"w": value}, "optimizer_state_dict": {"i": i}})
     print(i, flush=True)
 """
 
@@ -239,12 +239,12 @@ def test_killed_at_any_instant_there_is_a_whole_file(tmp_path: Path) -> None:
             time.sleep(float(torch.rand(())) * 0.3)
             writer.send_signal(signal.SIGKILL)
             printed += [int(line) for line in writer.stdout.read().split()]
-        content = trainer_file.read(path)
+        content = trainer_state.read(path)
         number = content["optimizer_state_dict"]["i"]
         assert number in (printed[-1], printed[-1] + 1)
         assert torch.equal(content["model_state_dict"]["w"], torch.full((300_000,), float(number)))
         if number > 0:
-            kept = trainer_file.read(trainer_file.previous(path))["optimizer_state_dict"]["i"]
+            kept = trainer_state.read(trainer_state.previous(path))["optimizer_state_dict"]["i"]
             assert kept in (number, number - 1)
         start = number + 1
 
@@ -256,11 +256,11 @@ def test_a_full_disk_is_one_error_and_the_old_file_stays(tmp_path: Path) -> None
     before = path.read_bytes()
     code = (
         "import resource, sys, torch\n"
-        "from mantissa.training import trainer_file\n"
+        "from mantissa.training import trainer_state\n"
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
         "state = {'model_state_dict': {'w': torch.zeros(100_000)}, 'optimizer_state_dict': {}}\n"
-        f"trainer_file.write({str(path)!r}, state)\n"
+        f"trainer_state.write({str(path)!r}, state)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "MantissaError: cannot write" in done.stderr

@@ -1,9 +1,16 @@
 """Advantages, policy losses, rollout correction, aggregation: pure functions of tensors."""
 
 from mantissa.algorithms.advantages import ADVANTAGES, AdvantageKind, advantage
-from mantissa.algorithms.aggregation import AggregationKind, aggregation_scale, batch_counts
-from mantissa.algorithms.correction import correction, importance_weights
-from mantissa.algorithms.correction_config import CORRECTION_PRESETS, CorrectionConfig
+from mantissa.algorithms.aggregation import (
+    AggregationKind,
+    Tally,
+    TallyKind,
+    aggregation_scale,
+    batch_counts,
+    merge,
+    values,
+)
+from mantissa.algorithms.correction import CORRECTION_PRESETS, CorrectionConfig, correction, importance_weights
 from mantissa.algorithms.flowrl import FlowRLConfig, flowrl_loss
 from mantissa.algorithms.losses import (
     CISPOConfig,
@@ -17,7 +24,6 @@ from mantissa.algorithms.losses import (
 )
 from mantissa.algorithms.ratio_parts import log_ratio_parts
 from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward, reference_drift
-from mantissa.algorithms.tally import Tally, TallyKind, merge, values
 
 __all__ = [
     "ADVANTAGES",

@@ -35,7 +35,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mantissa.algorithms.tally import Tally
+from mantissa.algorithms.aggregation import Tally
 
 STD_EPSILON = 1e-6
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]

@@ -15,16 +15,115 @@ seq_mean_token_sum_norm  1 / (S * constant)          no preference for short or 
 
 N: valid tokens in the batch. S: sequences with at least one valid token; others are padding rows or were dropped, and
 leave numerator and denominator alike.
+
+Metrics that add up: the same numbers however a batch was split into micro-batches or over ranks.
+
+A mean of means is not the mean when the parts differ in size, and a loss that ignores the split deserves metrics that
+do too. So a function in this room returns no means. Each metric is a ``Tally``: float64 parts that combine by one
+operation, and a value that is computed once, at the end.
+
+=======  ==========================  =========  =========================================
+kind     parts                       combine    value
+=======  ==========================  =========  =========================================
+sum      sum x                       add        sum x
+mean     sum x, n                    add        sum x / n
+max      max x                       maximum    max x
+min      min x                       minimum    min x
+std      sum d, sum d^2, n; d=x-1    add        sqrt(mean d^2 - (mean d)^2)
+ess      sum x, sum x^2, n           add        (mean x)^2 / mean x^2
+=======  ==========================  =========  =========================================
+
+The last two are for importance weights. The moments of ``std`` are taken about 1, where weights live: with weights
+1 +- 1e-9 those about 0 lose the variance (1e-18) in float64, and those about 1 keep all of it; the error is 1e-8 of the
+distance from 1. ``ess`` is a ratio, and weights may all be 2e-9 at once: its moments are about 0, and nothing cancels.
+With nothing counted every value is 0, ``ess`` included: an empty batch has no effective sample, and no value is NaN.
+
+Use: ``values(merge([metrics_of_first_micro_batch, ...]))``. Over ranks: all-reduce ``parts`` with ``reduce`` as the
+operation, then read ``value``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mantissa.errors import MantissaError
+from mantissa.precision.numerics import masked_sum
+
+TallyKind = Literal["sum", "mean", "max", "min", "std", "ess"]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """One metric over part of a batch. ``parts``: float64, one dimension, laid out as the module's table says."""
+
+    kind: TallyKind
+    parts: Tensor
+
+    @staticmethod
+    def of(kind: TallyKind, x: Tensor, mask: Tensor) -> Tally:
+        """Tally ``x`` where ``mask`` (bool, the same shape) holds. Detached; masked entries may be anything."""
+        x = x.detach().double()  # exact; sums of many fp32 numbers would otherwise depend on their order
+        if kind in ("max", "min"):
+            worst = -torch.inf if kind == "max" else torch.inf
+            kept = torch.cat([torch.where(mask, x, worst).flatten(), x.new_full((1,), worst)])
+            return Tally(kind, (kept.max() if kind == "max" else kept.min()).reshape(1))
+        if kind == "sum":
+            return Tally(kind, masked_sum(x, mask).reshape(1))
+        count = mask.sum().double()
+        if kind == "mean":
+            return Tally(kind, torch.stack([masked_sum(x, mask), count]))
+        d = x - 1 if kind == "std" else x
+        return Tally(kind, torch.stack([masked_sum(d, mask), masked_sum(d.square(), mask), count]))
+
+    @property
+    def reduce(self) -> Literal["sum", "max", "min"]:
+        """The operation by which parts combine, under the name that collectives use for it."""
+        return self.kind if self.kind in ("max", "min") else "sum"
+
+    def __add__(self, other: Tally) -> Tally:
+        if self.kind != other.kind:
+            raise TypeError(f"cannot combine a tally of {self.kind} with one of {other.kind}")
+        if self.reduce == "sum":
+            return Tally(self.kind, self.parts + other.parts)
+        extreme = torch.maximum if self.reduce == "max" else torch.minimum
+        return Tally(self.kind, extreme(self.parts, other.parts))
+
+    def value(self) -> Tensor:
+        """The metric, a zero-dimensional float64 tensor; 0 where nothing was counted."""
+        if self.kind == "sum":
+            return self.parts[0]
+        if self.kind in ("max", "min"):
+            nothing = -torch.inf if self.kind == "max" else torch.inf
+            return torch.where(self.parts[0] == nothing, 0.0, self.parts[0])
+        count = self.parts[-1].clamp(min=1)
+        mean = self.parts[0] / count
+        if self.kind == "mean":
+            return mean
+        mean_square = self.parts[1] / count
+        if self.kind == "std":
+            return (mean_square - mean.square()).clamp(min=0).sqrt()
+        return mean.square() / torch.where(mean_square > 0, mean_square, 1.0)  # all zero: 0 / 1
+
+
+def merge(rows: Iterable[Mapping[str, Tally]]) -> dict[str, Tally]:
+    """Combine the tallies of several micro-batches, name by name. Every row must have the same names."""
+    merged: dict[str, Tally] = {}
+    for row in rows:
+        if merged and row.keys() != merged.keys():
+            raise KeyError(f"tallies that do not match: {sorted(row.keys() ^ merged.keys())}")
+        merged = {name: merged[name] + tally if merged else tally for name, tally in row.items()}
+    return merged
+
+
+def values(tallies: Mapping[str, Tally]) -> dict[str, Tensor]:
+    """The value of each tally, zero-dimensional float64."""
+    return {name: tally.value() for name, tally in tallies.items()}
+
 
 AggregationKind = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 

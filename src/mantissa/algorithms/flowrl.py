@@ -41,8 +41,8 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
+from mantissa.algorithms.aggregation import Tally
 from mantissa.algorithms.losses import bounded_ratio, drift
-from mantissa.algorithms.tally import Tally
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError
 from mantissa.precision.numerics import masked_mean, masked_sum

@@ -39,9 +39,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mantissa.algorithms.aggregation import Tally
 from mantissa.algorithms.flowrl import FlowRLConfig, bounded
 from mantissa.algorithms.losses import GSPOConfig, PolicyLoss, ReinforceConfig, clipped
-from mantissa.algorithms.tally import Tally
 
 
 def log_ratio_parts(

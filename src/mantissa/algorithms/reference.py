@@ -35,7 +35,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.tally import Tally
+from mantissa.algorithms.aggregation import Tally
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError
 from mantissa.precision.numerics import LOG_RATIO_BOUND, KLEstimator, kl_estimate, masked_sum

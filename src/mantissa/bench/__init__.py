@@ -1,11 +1,9 @@
 """``mantissa bench``: training in each precision, timed and measured in turn, on a task whose best loss is known."""
 
 from mantissa.bench.command import BenchConfig, Result, run_bench
-from mantissa.bench.family import BEST_LOSS, ResidualMLP, family_workload
 from mantissa.bench.rows import COLUMNS
-from mantissa.bench.runner import RefusedError, Request, Runner
-from mantissa.bench.timing import Crossover, Spread, crossover
-from mantissa.bench.workload import Source, Workload
+from mantissa.bench.runner import Crossover, RefusedError, Request, Runner, Spread, crossover
+from mantissa.bench.workload import BEST_LOSS, ResidualMLP, Source, Workload, family_workload
 
 __all__ = [
     "BEST_LOSS",

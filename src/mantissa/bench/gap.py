@@ -34,7 +34,7 @@ from mantissa.model import Decoder, Tokenizer, policy_weights
 from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.assemble import be_deterministic, exact_plan, prove
-from mantissa.rl.config_rollout import RolloutConfig
+from mantissa.rl.config import RolloutConfig
 from mantissa.rl.engines import build_engine, close_engine, on_vllm
 from mantissa.rl.experience import Experience
 from mantissa.rl.forward import score

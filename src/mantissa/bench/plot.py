@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mantissa.bench.rows import Row
-from mantissa.bench.summary import speed_ups
+from mantissa.bench.rows import Row, speed_ups
 from mantissa.bench.workload import short
 from mantissa.files import atomic_file
 

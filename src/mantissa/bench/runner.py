@@ -3,20 +3,117 @@
 It goes through ``PrecisionTrainer``, so a row says what a user of it gets. A row is a claim about a precision; so it is
 refused where that precision did not engage: where the trainer's probe failed, or where another format is active than
 was requested.
+
+Timing: interleaved rounds, warm-up, synchronised clocks, median and quartiles, and where one side overtakes.
+
+Contenders run in turn within each round, in an order that rotates, so that what slows the machine for a while slows
+all alike; ratios are taken within a round. A clock that stops before the device has finished measures the launching of
+work: ``synchronize`` stands on both sides of every interval. Short steps are timed in blocks of at least 20 ms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from mantissa.bench.workload import Source, to_device
 from mantissa.errors import MantissaError
 from mantissa.training.step import StepOutcome
 from mantissa.training.trainer import PrecisionTrainer
+
+_BLOCK_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of repeated measurements."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        low, median, high = (float(q) for q in np.quantile(np.asarray(values, dtype=np.float64), (0.25, 0.5, 0.75)))
+        return cls(median, low, high)
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait until the device has done what it was given; a CPU always has."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """``names`` beginning with number ``turn``, and around: whoever goes first in a round does not in the next."""
+    start = turn % len(names)
+    return [*names[start:], *names[:start]]
+
+
+def step_seconds(
+    steps: Mapping[str, Callable[[], object]], device: torch.device | str, rounds: int, warm_up: int = 3
+) -> dict[str, list[float]]:
+    """Seconds of one call of each function, in each round, after ``warm_up`` calls of each.
+
+    In a round each function is called as often as fills 20 ms (at most 50 times, by its last warm-up call).
+    """
+    calls = {}
+    for name, step in steps.items():
+        for _ in range(max(1, warm_up)):
+            once = _seconds(step, 1, device)
+        calls[name] = max(1, min(50, math.ceil(_BLOCK_SECONDS / once)))
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds):
+        for name in rotated(list(steps), turn):
+            times[name].append(_seconds(steps[name], calls[name], device))
+    return times
+
+
+def _seconds(step: Callable[[], object], calls: int, device: torch.device | str) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    synchronize(device)
+    return (time.perf_counter() - start) / calls
+
+
+def speed_up(base: Sequence[float], seconds: Sequence[float]) -> Spread:
+    """How many times as fast as ``base``: base time / time, taken within each round."""
+    return Spread.of([b / s for b, s in zip(base, seconds, strict=True)])
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """From which size on a precision is faster than fp32.
+
+    A size counts as faster where three rounds in four were (the speed-up's lower quartile is above 1). ``first``: the
+    smallest size from which on *every* larger one measured is faster; None where the largest is not. ``before``: the
+    size just below it. ``isolated``: faster sizes below a slower one, which are no crossover.
+    """
+
+    first: int | None
+    before: int | None
+    isolated: tuple[int, ...]
+
+
+def crossover(speed_ups: Mapping[int, Spread]) -> Crossover:
+    """Find it in a table of parameters -> speed-up over fp32."""
+    sizes = sorted(speed_ups)
+    faster = [speed_ups[size].low > 1 for size in sizes]
+    start = len(sizes)
+    while start > 0 and faster[start - 1]:
+        start -= 1
+    isolated = tuple(size for size, fast in zip(sizes[:start], faster, strict=False) if fast)
+    if start == len(sizes):
+        return Crossover(None, None, isolated)
+    return Crossover(sizes[start], sizes[start - 1] if start else None, isolated)
 
 
 class RefusedError(MantissaError):

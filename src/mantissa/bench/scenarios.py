@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mantissa.bench.memory import training_peak
+from mantissa.bench.profile import training_peak
 from mantissa.bench.rows import Row, make_row, spread_fields
-from mantissa.bench.runner import Request, Runner, engaged
-from mantissa.bench.timing import Spread, rotated, speed_up, step_seconds, synchronize
+from mantissa.bench.runner import Request, Runner, Spread, engaged, rotated, speed_up, step_seconds, synchronize
 from mantissa.bench.workload import Source
 from mantissa.errors import MantissaError
 

@@ -116,7 +116,7 @@ def _show(result: Result) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from mantissa.bench.summary import scenario_table, size_table
+    from mantissa.bench.rows import scenario_table, size_table
 
     console = Console(markup=False, highlight=False)
     console.width = max(console.width, _TABLE_WIDTH)

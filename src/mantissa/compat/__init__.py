@@ -24,8 +24,7 @@ For retry on the same batch, weights of batches, ``scale="auto"`` and the rest, 
 """
 
 from mantissa.compat.config import ENVIRONMENT, ExtendedFP16Config, FP16TrainingConfig, PrecisionMode
-from mantissa.compat.processes import cleanup_distributed, init_distributed
-from mantissa.compat.trainer import ExtendedFP16Trainer, FP16Trainer, ScalerView
+from mantissa.compat.trainer import ExtendedFP16Trainer, FP16Trainer, ScalerView, cleanup_distributed, init_distributed
 
 __all__ = [
     "ENVIRONMENT",

@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, Any
 from mantissa.errors import MantissaError
 
 if TYPE_CHECKING:
-    from mantissa.integrations.huggingface import ScalerTelemetry
-    from mantissa.integrations.huggingface_trainer import MantissaTrainerMixin
+    from mantissa.integrations.huggingface import MantissaTrainerMixin, ScalerTelemetry
     from mantissa.integrations.lightning import MantissaPrecision
 
 __all__ = ["MantissaPrecision", "MantissaTrainerMixin", "ScalerTelemetry"]
 
 _HOMES = {
     "MantissaPrecision": "lightning",
-    "MantissaTrainerMixin": "huggingface_trainer",
+    "MantissaTrainerMixin": "huggingface",
     "ScalerTelemetry": "huggingface",
 }
 

@@ -4,19 +4,62 @@ Trainer leaves precision to Accelerate: fp16 on a GPU is torch's autocast with a
 nobody sees. ``ScalerTelemetry`` reports them, and the format that the model's products really come out in, read from a
 layer's output. Where there is no scaler (bf16, fp32, any CPU) it says so once, and reports no scale and no overflows,
 rather than zeros.
+
+Hugging Face's ``Trainer`` in Mantissa's precision.
+
+Through methods that Trainer documents for overriding, forward and backward run in ``Autocast``, and each window of
+micro-batches goes through ``OptimizerStep``: scale, unscale, look for overflow, repeat the window or give it up. The
+gradients are then handed back unscaled, and Trainer clips (``max_grad_norm``) and steps as it does in fp32. Where a
+window was given up there are no gradients, so torch's optimisers change nothing, and the schedule is held.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from mantissa.errors import MantissaError
 from mantissa.integrations import require
 from mantissa.jsonl import JsonLines
+from mantissa.kernels import autocast_for, probe_autocast
+from mantissa.training import OptimizerStep, ScalerConfig, StepOutcome, first_nonfinite, scaler_for
+from mantissa.training.checks import device_of, named_parameters, precision_line, resolved_role
+from mantissa.training.distributed import Ranks, unwrapped
+from mantissa.training.window import Keeper
+
+
+def counts_of(outcome: StepOutcome) -> dict[str, int]:
+    """Backward passes that overflowed, those redone at a lower scale, and whether the step was given up (0 or 1)."""
+    return {
+        "precision/overflows": outcome.overflows,
+        "precision/retries": outcome.retries,
+        "precision/skipped": int(not outcome.applied),
+    }
+
+
+class HeldScheduler:
+    """``scheduler``, except that ``step`` does nothing while ``applied()`` is False: where the optimiser step before it
+    was given up, the weights have not moved, so neither does the rate. Everything else is the scheduler's own."""
+
+    def __init__(self, scheduler: Any, applied: Callable[[], bool]) -> None:
+        self.scheduler = scheduler
+        self._applied = applied
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if self._applied():
+            self.scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # asked for before __init__, as copying does
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
 
 require("accelerate", "accelerate")
 
@@ -145,3 +188,235 @@ def _multiplies(module: nn.Module) -> bool:
     """Whether autocast decides the type of what ``module`` computes: layers that multiply by a weight matrix."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.dim() >= 2 and not isinstance(module, nn.Embedding)
+
+
+require("accelerate", "accelerate")
+
+from transformers import TrainerCallback  # noqa: E402 (after the message for those who lack it)
+from transformers.trainer_callback import ExportableState  # noqa: E402
+
+
+class MantissaScalerState(TrainerCallback, ExportableState):
+    """Carries scaler and counters into Trainer's checkpoints (``trainer_state.json``) and back."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, Any] = {}
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"numbers": dict(self.numbers)}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        saved = state.stateful_callbacks.setdefault(
+            type(self).__name__, self.state()
+        )  # absent from others' checkpoints
+        self.numbers = dict(saved["attributes"]["numbers"])
+
+
+class MantissaTrainerMixin:
+    """``transformers.Trainer`` in Mantissa's precision: ``class MyTrainer(MantissaTrainerMixin, Trainer)``.
+
+    ``MyTrainer(model=..., args=..., precision="fp16", ...)`` takes the options of ``PrecisionTrainer``: ``precision``,
+    ``backend``, ``fallback``, ``scale``, ``retries``, ``on_nonfinite``, ``say``; everything else goes to Trainer, which
+    must be left in fp32 (``fp16=False, bf16=False``). Evaluation and prediction compute in the precision as well.
+
+    Each training entry of the log has ``precision/loss_scale``, ``precision/overflows``, ``precision/retries`` and
+    ``precision/skipped`` (sums since the last entry), ``precision/max_scaled_grad`` and ``optim/updates``.
+    Attributes: ``precision`` (requested, active, backend, reason), ``evidence``, ``scaler``, ``outcome`` (of the last
+    optimiser step). One process or DDP; FSDP, DeepSpeed and DataParallel are refused.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        precision: str = "fp16",
+        backend: Literal["auto", "native", "simulated"] = "auto",
+        fallback: Literal["error", "warn"] = "error",
+        scale: Literal["dynamic", "auto"] | float | ScalerConfig = "dynamic",
+        retries: int | None = None,
+        on_nonfinite: Literal["stop", "skip"] = "stop",
+        say: Callable[[str], None] = print,
+        **kwargs: Any,
+    ) -> None:
+        self._scale: float | None = None  # of the micro-batch that trains at this moment
+        super().__init__(*args, **kwargs)
+        trainer = cast(Any, self)
+        _check_trainer(trainer)
+        device = device_of(trainer.model)
+        self.precision = resolved_role(precision, backend, fallback, device)
+        self._autocast = autocast_for(self.precision, device)
+        self.evidence = probe_autocast(self._autocast, device)
+        role = self.precision
+        self.scaler = scaler_for(scale, role.active, retries)
+        self.outcome: StepOutcome | None = None
+        self._on_nonfinite = on_nonfinite
+        self._window: list[tuple[Any, Any]] = []
+        self._losses: list[Tensor] = []
+        self._step: OptimizerStep | None = None
+        self._tally: Counter[str] = Counter()
+        trainer.add_callback(MantissaScalerState())
+        if trainer.is_world_process_zero():
+            say(precision_line(role))
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        stack: ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]
+        stack.enter_context(self._autocast.forward())
+        return stack
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        result = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
+        if self._scale is None:
+            return result
+        loss, *outputs = result if return_outputs else (result,)
+        loss = loss.float() * self._scale  # the loss and its scale are fp32, whatever the model returned
+        return (loss, *outputs) if return_outputs else loss
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of one micro-batch; after the last of a window, the decision about its gradients."""
+        step = self._step_for(model)
+        if not self._window:
+            self._keeper.remember()
+        self._window.append((inputs, num_items_in_batch))
+        open_window = not cast(Any, self).accelerator.sync_gradients
+        try:
+            if open_window:
+                self._losses.append(self._micro(model, len(self._window) - 1, self.scaler.scale))
+            else:
+                self._close(model, step)
+            return self._losses[-1]
+        except BaseException:
+            open_window = False
+            raise
+        finally:
+            if not open_window:
+                self._window, self._losses = [], []
+
+    def _close(self, model: nn.Module, step: OptimizerStep) -> None:
+        tries = 0
+
+        def backward(scale: float) -> Tensor:
+            nonlocal tries
+            first, tries = len(self._window) - 1, tries + 1
+            if tries > 1:  # the gradients of the whole window are gone
+                self._keeper.restore()
+                first, self._losses = 0, []
+            for i in range(first, len(self._window)):
+                self._losses.append(self._micro(model, i, scale))
+            return torch.stack(self._losses).sum()
+
+        outcome = step.run(backward, accumulated=True)
+        if not outcome.applied:
+            self._keeper.restore_buffers()
+        self.outcome = outcome
+        for name, count in counts_of(outcome).items():
+            self._tally[name] += count
+        self._saved.numbers = step.state_dict()
+
+    def _micro(self, model: nn.Module, index: int, scale: float) -> Tensor:
+        """Trainer's own forward and backward of one micro-batch, in the precision; its unscaled loss."""
+        inputs, items = self._window[index]
+        last = index == len(self._window) - 1
+        # Trainer has arranged this for the micro-batch at hand; only repeated ones need it here.
+        unsynchronised = nullcontext() if last else cast(Any, self).accelerator.no_sync(model)
+        self._scale = scale
+        try:
+            with unsynchronised, self._autocast.backward():
+                loss: Tensor = super().training_step(model, inputs, items)  # type: ignore[misc]
+        finally:
+            self._scale = None
+        return loss / scale
+
+    def _step_for(self, model: nn.Module) -> OptimizerStep:
+        """The optimiser step of the training in progress; made, or made again, at its first micro-batch."""
+        optimizer = cast(Any, self).optimizer
+        if self._step is not None and cast(Any, self._step.optimizer).optimizer is optimizer:
+            return self._step
+        self._window, self._losses = [], []
+        self._keeper = Keeper(model, device_of(model))
+        self._step = OptimizerStep(
+            named_parameters(model, optimizer),
+            cast(torch.optim.Optimizer, _Handover(optimizer)),
+            self.scaler,
+            self.precision.active,
+            None,
+            diagnose=lambda backward: first_nonfinite(unwrapped(model), lambda: backward(self.scaler.scale)),
+            on_nonfinite=self._on_nonfinite,
+            ranks=Ranks.of(model),
+        )
+        for callback in cast(Any, self).callback_handler.callbacks:
+            if isinstance(callback, ScalerTelemetry):
+                callback.source = self.row
+        if self._saved.numbers:  # of the checkpoint that this training goes on from
+            self._step.load_state_dict(self._saved.numbers)
+        return self._step
+
+    def row(self) -> dict[str, Any]:
+        """The last optimiser step as a row of metrics (names and units as in ``mantissa.runs.metrics``)."""
+        assert self.outcome is not None
+        assert self._step is not None
+        return {
+            "precision/requested": self.precision.requested,
+            "precision/format": self.precision.active.name,
+            "precision/loss_scale": self.outcome.scale,
+            **counts_of(self.outcome),
+            "precision/max_scaled_grad": self.outcome.max_scaled_grad,
+            "optim/grad_norm": self.outcome.grad_norm,
+            "optim/updates": self._step.updates,
+        }
+
+    @property
+    def _saved(self) -> MantissaScalerState:
+        callbacks = cast(Any, self).callback_handler.callbacks
+        return next(each for each in callbacks if isinstance(each, MantissaScalerState))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Trainer's schedule, held where a step is given up (those that follow a metric are left alone)."""
+        made = super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+        follows_metric = isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if isinstance(made, torch.optim.lr_scheduler.LRScheduler) and not follows_metric:
+            made = HeldScheduler(made, lambda: self.outcome is None or self.outcome.applied)
+            cast(Any, self).lr_scheduler = made
+        return made
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Add the precision's figures to each training entry."""
+        if "loss" in logs and self.outcome is not None and self._step is not None:
+            logs = {**logs, "precision/loss_scale": self.outcome.scale, **self._tally}
+            logs["precision/max_scaled_grad"] = self.outcome.max_scaled_grad
+            logs["optim/updates"] = self._step.updates
+            if not self.outcome.applied and "grad_norm" in logs:
+                logs["grad_norm"] = float("nan")  # Trainer's is the norm of no gradients, 0
+            self._tally = Counter()
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+def _check_trainer(trainer: Any) -> None:
+    args = trainer.args
+    if args.fp16 or args.bf16:
+        raise MantissaError(
+            "MantissaTrainerMixin: TrainingArguments ask for mixed precision too; leave fp16 and bf16 False there"
+        )
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or args.n_gpu > 1:
+        raise MantissaError(
+            "MantissaTrainerMixin runs in one process or under DDP (torchrun), not FSDP, DeepSpeed or DataParallel"
+        )
+
+
+class _Handover:
+    """Stands for the optimiser in ``OptimizerStep`` where the loop around steps by itself: the step is left to it, and
+    with it the unscaled gradients. Only the gradients of a try that failed are cleared."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self._keep = False
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self) -> None:
+        self._keep = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not self._keep:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+        self._keep = False

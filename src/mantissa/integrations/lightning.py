@@ -35,8 +35,7 @@ from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
 from mantissa.integrations import require
-from mantissa.integrations.counts import counts_of
-from mantissa.integrations.held import HeldScheduler
+from mantissa.integrations.huggingface import HeldScheduler, counts_of
 from mantissa.kernels import Autocast, autocast_for, probe_autocast
 from mantissa.precision import ResolvedRole
 from mantissa.training import (

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 
 from mantissa.errors import MantissaError
-from mantissa.kernels.autocast import Autocast, autocast_for
-from mantissa.kernels.autocast_probe import probe_autocast
-from mantissa.kernels.exact import ExactKernels
-from mantissa.kernels.exact_native_probe import check_invariance
-from mantissa.kernels.exact_plan import WAYS, ExactPlan, ModelShapes, Way
-from mantissa.kernels.exact_probe import plan_exact
+from mantissa.kernels.autocast import Autocast, autocast_for, probe_autocast
+from mantissa.kernels.exact.kernels import ExactKernels
+from mantissa.kernels.exact.native import check_invariance
+from mantissa.kernels.exact.plan import WAYS, ExactPlan, ModelShapes, Way
+from mantissa.kernels.exact.probe import plan_exact
 from mantissa.kernels.interface import Kernels
 from mantissa.kernels.native import NativeKernels
 from mantissa.kernels.probe import probe
@@ -50,7 +49,7 @@ def _kernels(role: ResolvedRole, precision: ResolvedPrecision, plan: ExactPlan |
             raise ValueError(f"the {role.role}'s kernels are exact: pass the plan that plan_exact made")
         return ExactKernels(fmt, plan, logits, copies, cache, role.fp8)
     if role.exact:
-        from mantissa.kernels.exact_native import ExactNativeKernels
+        from mantissa.kernels.exact.native import ExactNativeKernels
 
         return ExactNativeKernels(fmt, logits, role.fp8, cache)
     if role.backend == "native":

@@ -11,8 +11,8 @@ to come from around it. Parameters stay fp32 masters; ``Autocast`` has two conte
 native: ``torch.amp.autocast`` of the device type in the forward pass. The backward pass runs in the types that the
 forward pass chose, so nothing is needed there.
 
-simulated: the same, on any device, with CUDA's choice of types (``autocast_lists``) and with a tensor core's arithmetic
-(``rounded_ops``), in both passes. Tensors are half tensors, so overflow beyond 65504 and the flush below 2^-25 are
+simulated: the same, on any device, with CUDA's choice of types and with a tensor core's arithmetic
+(``rounded``), in both passes. Tensors are half tensors, so overflow beyond 65504 and the flush below 2^-25 are
 torch's own casts, in activations and in gradients.
 
 fp32: autocast switched off, so that one around the caller does not leak in.
@@ -20,20 +20,213 @@ fp32: autocast switched off, so that one around the caller does not leak in.
 What is not in a product keeps CUDA's autocast types: softmax, norms and losses fp32, embeddings fp32, element-wise
 operations in the type they are given. Weights are cast once for each forward pass and their gradients arrive in fp32,
 rounded to the format.
+
+CUDA's autocast rules on a CPU, for simulated precision.
+
+Which operation autocast runs in half, in fp32 or in the widest type of its operands is decided per device type, and the
+CPU's lists are shorter than CUDA's: on a CPU ``softmax``, ``layer_norm``, ``exp`` or ``pow`` of a half tensor stay
+half. A simulation that promises what a GPU does must follow the GPU. The tables below hold CUDA's rules by operator;
+``follow_cuda`` registers, at the dispatcher's autocast key of the CPU, those rules that torch has only for CUDA. A
+registration is for the process; it acts only inside ``RoundedOps`` and otherwise hands the operation on as if it were
+not there, so that native autocast on a CPU stays what it was.
+
+Being at the dispatcher, above autograd, a rule's cast is differentiable, what the backward pass saves is the cast
+tensor, and operations that C++ code calls (``cross_entropy`` calls ``log_softmax``) are met too: as on CUDA.
+
+Three operators are replaced rather than cast. ``scaled_dot_product_attention`` is ``rounded_attention``: the CPU's
+kernels either do not round probabilities or round scores. Recurrent layers run step by step on half tensors with
+torch's composite code: the CPU's fused layer would hide its products from the simulation, and so would CUDA's.
+``dropout`` of half tensors is the fused operator that CUDA uses: the CPU's rounds 1/(1-p) to half before it multiplies.
+
+Left as the CPU's lists have it, fp32 where CUDA has half: pooling and padding in three dimensions, padding by
+reflection, ``grid_sample``, ``fft`` and linear algebra. Only a selection or a sum of few terms depends on it.
+
+Source: the list in torch's documentation of ``torch.amp``, and the operators torch registers for ``AutocastCUDA``,
+which a test compares with these tables.
+
+Proof that an ``Autocast`` computes in its format: a linear layer and a convolution with known answers.
+
+The checks are those of ``probe``, which see the same things in a kernel family; here they go through autocast, the
+dispatcher and autograd, as a user's module does. Inputs and weights are fp32 masters, and so are the gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from mantissa.errors import MantissaError
-from mantissa.kernels.autocast_lists import follow_cuda
-from mantissa.kernels.rounded_ops import RoundedOps, rounding
+from mantissa.kernels.probe import Check
+from mantissa.kernels.rounded import HALF, RoundedOps, rounded_attention, rounding
 from mantissa.precision import FP32, NumberFormat, ResolvedRole
 from mantissa.precision.policy import Backend
+
+LOWER = str.split("""
+    _convolution _convolution.deprecated _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell
+    addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d.input conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose einsum
+    gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell
+    scaled_dot_product_attention
+""")
+IN_FP32 = str.split("""
+    _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
+    cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm.dim group_norm hinge_embedding_loss
+    huber_loss kl_div l1_loss layer_norm linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log log10
+    log1p log2 log_softmax.int logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss
+    native_layer_norm nll_loss nll_loss2d norm.Scalar norm.ScalarOpt_dim nuclear_norm nuclear_norm.dim pdist
+    poisson_nll_loss pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor prod prod.dim_int reciprocal renorm rms_norm rsqrt
+    sinh smooth_l1_loss soft_margin_loss softmax.int softplus sum sum.dim_IntList tan triplet_margin_loss
+    upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
+    upsample_trilinear3d
+""")
+PROMOTED = str.split("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot")
+REFUSED = ["binary_cross_entropy"]  # on CUDA autocast raises and names the safe loss; a CPU computes it in fp32
+
+_KEEPS_GIVEN_DTYPE = ("sum", "prod", "cumsum", "cumprod", "softmax", "log_softmax", "linalg_vector_norm")
+_RECURRENT = [f"{kind}.{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")]
+
+Choose = Callable[[tuple[Any, ...], dict[str, Any], torch.dtype], torch.dtype | None]
+
+
+@functools.cache
+def follow_cuda(device_type: str) -> torch.library.Library:
+    """Register the rules that ``device_type`` lacks, once for the process; the library that holds them."""
+    library = torch.library.Library("aten", "IMPL")
+    key = f"Autocast{device_type.upper()}"
+    for name in _RECURRENT:
+        library.impl(name, _rule(name, key, _to_half, _without_fused_layers(device_type)), key, with_keyset=True)
+    if device_type != "cpu":
+        return library  # its autocast has the other rules, and its attention rounds as a tensor core does
+    on_cuda, on_cpu = (
+        set(torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{d}")) for d in ("CUDA", "CPU")
+    )
+    for names, choose in ((LOWER, _to_half), (IN_FP32, _to_fp32), (PROMOTED, _to_widest)):
+        for name in names:
+            if f"aten::{name}" in on_cuda - on_cpu:
+                library.impl(name, _rule(name, key, choose), key, with_keyset=True)
+    attention = _attention(torch.library.get_kernel("aten::scaled_dot_product_attention", key))
+    library.impl("dropout", _dropout, key, with_keyset=True)
+    with warnings.catch_warnings():  # torch says that it had a kernel there, which ours calls outside RoundedOps
+        warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
+        library.impl("scaled_dot_product_attention", attention, key, with_keyset=True, allow_override=True)
+    return library
+
+
+def _to_half(args: tuple[Any, ...], kwargs: dict[str, Any], half: torch.dtype) -> torch.dtype | None:
+    return half
+
+
+def _to_fp32(args: tuple[Any, ...], kwargs: dict[str, Any], half: torch.dtype) -> torch.dtype | None:
+    return torch.float32
+
+
+def _to_widest(args: tuple[Any, ...], kwargs: dict[str, Any], half: torch.dtype) -> torch.dtype | None:
+    dtypes = {t.dtype for t in _tensors((*args, *kwargs.values())) if t.is_floating_point()}
+    return torch.float32 if torch.float32 in dtypes and dtypes & set(HALF) else None
+
+
+def _rule(name: str, key: str, choose: Choose, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The kernel of ``name`` at the autocast key: cast where ``RoundedOps`` is active, else hand on."""
+    op = _overload(name)
+    takes_dtype = name.split(".")[0] in _KEEPS_GIVEN_DTYPE
+
+    def kernel(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        mode = rounding()
+        if mode is None:
+            return op.redispatch(keyset.remove(getattr(torch._C.DispatchKey, key)), *args, **kwargs)
+        dtype = choose(args, kwargs, torch.get_autocast_dtype(key.removeprefix("Autocast").lower()))
+        if takes_dtype and _given_dtype(args, kwargs):
+            dtype = None  # ``sum(x, dtype=...)`` says itself what it computes in
+        if dtype is not None:
+            args = tuple(_cast(a, dtype, mode) for a in args)
+            kwargs = {name: _cast(a, dtype, mode) for name, a in kwargs.items()}
+        with _excluded(key):
+            return op(*args, **kwargs) if run is None else run(op, args, kwargs)
+
+    return kernel
+
+
+def _excluded(key: str) -> Any:
+    """The context in which what is called inside an operation is not cast again."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)))
+
+
+def _attention(of_torch: Any) -> Callable[..., Tensor]:
+    """The rule for attention: all operands in half, and our arithmetic; what we leave to torch goes to its own rule."""
+
+    def kernel(keyset: torch.DispatchKeySet, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        mode, half = rounding(), torch.get_autocast_dtype("cpu")
+        named = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)), **kwargs}
+        both_masks = named.get("attn_mask") is not None and named.get("is_causal")  # torch says what is wrong with it
+        plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.dim() > 1 and t.numel() for t in (q, k, v))
+        wide = any(t.dtype == torch.float64 or not t.is_floating_point() for t in (q, k, v))
+        if mode is None or both_masks or not plain or wide or q.is_nested:
+            return of_torch.call_boxed(keyset, q, k, v, *args, **kwargs)
+        q, k, v = (_cast(t, half, mode) for t in (q, k, v))
+        with _excluded("AutocastCPU"):
+            return rounded_attention(q, k, v, **{name: _cast(a, half, mode) for name, a in named.items()})
+
+    return kernel
+
+
+def _dropout(keyset: torch.DispatchKeySet, x: Tensor, p: float, train: bool) -> Tensor:
+    if train and rounding() is not None and x.dtype in HALF:
+        return torch.native_dropout(x, p, train)[0]
+    return torch.ops.aten.dropout.default.redispatch(keyset.remove(torch._C.DispatchKey.AutocastCPU), x, p, train)
+
+
+def _without_fused_layers(device_type: str) -> Callable[..., Any]:
+    """Run a recurrent layer with torch's composite code, whose products are dispatched one by one."""
+    library = "mkldnn" if device_type == "cpu" else "cudnn"
+    enabled = getattr(torch._C, f"_get_{library}_enabled")
+    enable = getattr(torch._C, f"_set_{library}_enabled")  # torch.backends.mkldnn.flags would set TF32 too, and warn
+
+    def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = enabled()
+        enable(False)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            enable(before)
+
+    return run
+
+
+def _overload(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def _given_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("dtype") is not None or any(isinstance(a, torch.dtype) for a in args)
+
+
+def _cast(value: Any, dtype: torch.dtype, mode: RoundedOps) -> Any:
+    """Floating-point tensors in ``dtype``, alone or in a list; double precision, integers and complex stay."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.dtype not in (dtype, torch.float64):
+            return mode.cast(value, dtype)
+        return value
+    if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+        return [_cast(v, dtype, mode) for v in value]
+    return value
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        found += [value] if isinstance(value, Tensor) else _tensors(value) if isinstance(value, (list, tuple)) else []
+    return found
+
 
 _HALF_FORMATS = ("fp16", "bf16")
 
@@ -112,3 +305,74 @@ def _no_attention_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+def probe_autocast(autocast: Autocast, device: torch.device | str) -> str:
+    """Check rounding, accumulation, overflow and the gradients' rounding of modules; return one line of evidence.
+
+    With u = 2^-mantissa_bits, for the output, the input's gradient and the weight's gradient of a product: 1 + u stays;
+    1 + u/4 becomes 1; 2/u + 1 + 1 becomes 2/u + 2. An operand of 1 + u/4 becomes 1. In fp16, 60000 * 2 becomes inf and
+    2^-13 * 2^-13 becomes 0. The output and a convolution's have the format's dtype. For fp32 the first check is what
+    TF32 and an autocast left on would fail. Raises ``MantissaError`` naming the check that failed.
+    """
+    checks = _checks(autocast, device)
+    for what, got, expected in checks:
+        if got != expected:
+            raise MantissaError(
+                f"precision: {autocast.format} is not active under {autocast} on {device}: it should show that it "
+                f"{what} (expected {expected!r}, got {got!r}); check TF32 settings, an autocast around the caller, "
+                "and the torch build"
+            )
+    return "; ".join(what for what, _, _ in checks)
+
+
+def _checks(autocast: Autocast, device: torch.device | str) -> list[Check]:
+    fmt, u = autocast.format, autocast.format.epsilon
+    cases = [("keeps {} of 1+u", [1.0], [1.0 + u], 1.0 + u), ("rounds {} of 1+u/4 to 1", [1.0, u / 4], [1.0, 1.0], 1.0)]
+    if fmt != FP32:  # whose accumulator is no wider than itself
+        cases.append(("accumulates {} wider than it stores", [2 / u, 1.0, 1.0], [1.0, 1.0, 1.0], 2 / u + 2))
+    if fmt.name == "fp16":
+        cases.append(("overflows {} of 120000 to inf", [60000.0], [2.0], math.inf))
+        cases.append(("flushes {} of 2^-26 to 0", [2.0**-13], [2.0**-13], 0.0))
+    checks: list[Check] = []
+    for says, a, b, expected in cases:
+        out, grad_x, grad_weight = _products(autocast, device, a, b)
+        for name, got in (("an output", out), ("a gradient", grad_x), ("a weight's gradient", grad_weight)):
+            checks.append((says.format(name), got, expected))
+    operand = _products(autocast, device, [1 + u / 4], [1.0])[0]
+    checks.append(("rounds a master of 1+u/4 to 1", operand, 1.0) if fmt != FP32 else ("keeps 1+u/4", operand, 1.0))
+    bits = torch.finfo(fmt.dtype).bits
+    with autocast.forward(), torch.no_grad():
+        image, kernel = torch.ones(1, 8, 8, 8, device=device), torch.ones(8, 8, 3, 3, device=device)
+        checks.append(("holds a convolution in the format", torch.finfo(F.conv2d(image, kernel).dtype).bits, bits))
+    return checks
+
+
+def _products(autocast: Autocast, device: torch.device | str, a: list[float], b: list[float]) -> list[float]:
+    """sum_i a_i b_i as an output, as the gradient of an input (a the gradients), and of a weight (a the gradients)."""
+    row_a, row_b = _row(a, device), _row(b, device)
+    with autocast.forward(), torch.no_grad():
+        out = F.linear(row_a, row_b)
+    results = [out[0, 0].item()]
+    x, weight = torch.zeros(8, 8, device=device), row_b.t().contiguous()
+    results.append(_gradient(autocast, x, weight, row_a, of_weight=False))
+    results.append(
+        _gradient(autocast, row_b.t().contiguous(), torch.zeros(8, 8, device=device), row_a.t(), of_weight=True)
+    )
+    return results
+
+
+def _gradient(autocast: Autocast, x: Tensor, weight: Tensor, seed: Tensor, of_weight: bool) -> float:
+    """The first element of a gradient of ``F.linear(x, weight)`` from ``seed``, which is rounded to the format."""
+    leaf = (weight if of_weight else x).requires_grad_()
+    with torch.enable_grad(), autocast.forward():
+        out = F.linear(x, weight)
+    with autocast.backward():
+        return torch.autograd.grad(out, leaf, seed.to(out.dtype).contiguous())[0][0, 0].item()
+
+
+def _row(values: list[float], device: torch.device | str) -> Tensor:
+    """``values`` as the start of the first row of zeros, 8 by 8: some kernels need multiples of 8."""
+    rows = torch.zeros(8, 8, device=device)
+    rows[0, : len(values)] = torch.tensor(values, device=device)
+    return rows

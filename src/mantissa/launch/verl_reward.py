@@ -11,9 +11,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from mantissa.tasks.pool import Grader
+from mantissa.tasks.rewards import verifier_named
+from mantissa.tasks.sandbox.pool import Grader
 from mantissa.tasks.types import Problem, SplitName, Task
-from mantissa.tasks.verifiers import verifier_named
 
 _local = threading.local()
 

@@ -5,12 +5,13 @@ from mantissa.mismatch.catalogue import (
     ALL_METRICS,
     CORRECTION_METRICS,
     FLOWRL_METRICS,
+    GATES,
     POLICY_METRICS,
     REFERENCE_METRICS,
+    Finding,
+    check_gates,
 )
-from mantissa.mismatch.engine_share import ENGINE_METRICS, engine_share
-from mantissa.mismatch.gates import GATES, Finding, check_gates
-from mantissa.mismatch.metrics import GAP_METRICS, Metric, gap_metrics
+from mantissa.mismatch.metrics import ENGINE_METRICS, GAP_METRICS, Metric, engine_share, gap_metrics
 
 __all__ = [
     "ADVANTAGE_METRICS",

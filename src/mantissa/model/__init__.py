@@ -1,7 +1,6 @@
 """One decoder for the Llama, Qwen2 and Qwen3 families, its tokenizer, and the way from and to a Hugging Face folder."""
 
-from mantissa.model.config import LoraShape, ModelConfig, RopeScaling
-from mantissa.model.config_file import read_config
+from mantissa.model.config import FreshModelConfig, LoraShape, ModelConfig, RopeScaling, read_config
 from mantissa.model.copies import CopiedPolicy
 from mantissa.model.decoder import Attend, Decoder
 from mantissa.model.huggingface import empty_decoder, load_model, save_model
@@ -10,13 +9,15 @@ from mantissa.model.lora import (
     attach,
     base_digest,
     base_parameters,
+    is_adapter,
+    load_adapter,
     policy_weights,
+    read_shape,
+    save_adapter,
     trained_parameters,
     training_base,
 )
 from mantissa.model.partition import LogPartition
-from mantissa.model.peft_folder import is_adapter, load_adapter, read_shape, save_adapter
-from mantissa.model.presets import FreshModelConfig
 from mantissa.model.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer, load_tokenizer
 
 __all__ = [

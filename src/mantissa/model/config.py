@@ -1,14 +1,42 @@
-"""The shape of a decoder: what a Hugging Face ``config.json`` says, reduced to what the three families use."""
+"""The shape of a decoder: what a Hugging Face ``config.json`` says, reduced to what the three families use.
+
+A Hugging Face ``config.json`` to a ``ModelConfig`` and back, refusing what would silently change the numbers.
+
+The file says more than sizes: each family hides biases and norms behind its ``model_type``, and rotary scaling, sliding
+windows or quantised weights change what a forward pass computes without changing a tensor's name. So a setting that
+transformers would act on and this decoder does not is an error that names it. Dropout is the exception: it acts only
+in transformers' training mode, and a policy that learns must be the policy that sampled, so it is never applied here.
+
+What each family's code does (transformers 5):
+
+===========  ==============================  ============================  ==========  =========
+model_type   bias on q, k, v                 bias on o                     MLP bias    q/k norm
+===========  ==============================  ============================  ==========  =========
+llama        ``attention_bias``              ``attention_bias``            mlp_bias    no
+qwen2        always                          never                         never       no
+qwen3        ``attention_bias``              ``attention_bias``            never       yes
+===========  ==============================  ============================  ==========  =========
+
+Rotary settings have two layouts: ``rope_theta`` beside ``rope_scaling`` (transformers 4), and both inside
+``rope_parameters`` (transformers 5). Both are read; both are written, so that either version and vLLM read the same.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
+
+from mantissa.bounds import LARGEST_SIZE, MOST_LAYERS, SMALLEST_FLOAT, boundary, number
+from mantissa.config_base import Config
+from mantissa.errors import MantissaError, nearest
+from mantissa.model.huggingface import read_json
 
 Family = Literal["llama", "qwen2", "qwen3"]
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # what adapters may adapt
@@ -103,3 +131,348 @@ class ModelConfig:
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         blend = ((scaling.original_context / wavelengths - low) / (high - low)).clamp(0, 1)
         return blend * frequencies + (1 - blend) * frequencies / scaling.factor
+
+
+class FreshModelConfig(Config):
+    """The shape of a policy that starts from random weights. Its vocabulary comes from the tokenizer it is given.
+
+    The default has 0.8 million parameters beside its embedding and trains in minutes on four cores.
+    """
+
+    family: Literal["llama", "qwen3"] = Field(
+        "qwen3",
+        description="which published family's definition to use; qwen3 normalises query and key heads. A fresh qwen2 "
+        "is not offered: transformers 5 replaces the tokenizer of any folder that says qwen2 by Qwen's own",
+    )
+    hidden_size: int = Field(128, ge=1, description="features of the residual stream")
+    layers: int = Field(4, ge=1, le=MOST_LAYERS, description="attention and feed-forward blocks")
+    heads: int = Field(4, ge=1, description="query heads")
+    kv_heads: int = Field(2, ge=1, description="key/value heads; heads must be a multiple of it")
+    head_dim: int = Field(32, ge=2, description="features of one head; even, because rotary positions turn pairs")
+    intermediate_size: int = Field(384, ge=1, description="features inside the feed-forward block")
+    max_positions: int = Field(4096, ge=1, description="longest sequence promised to whoever loads the model")
+    rope_theta: float = Field(10000.0, gt=1, description="base of the rotary wavelengths; the longest is 2 pi times it")
+    tie_embeddings: bool = Field(True, description="the output projection is the embedding table itself")
+    initializer_range: float = Field(0.02, gt=0, description="standard deviation of the first random weights")
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> FreshModelConfig:
+        checks = (
+            (
+                self.heads % self.kv_heads == 0,
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; each key/value head serves the "
+                "same number of query heads",
+            ),
+            (self.head_dim % 2 == 0, f"head_dim={self.head_dim} is odd; rotary positions need an even one"),
+            (
+                self.family != "llama" or self.hidden_size % self.heads == 0,
+                f"hidden_size={self.hidden_size} is not a multiple of heads={self.heads}, which transformers asks of "
+                "a llama; change one or choose family qwen3",
+            ),
+        )
+        for good, message in checks:
+            if not good:
+                raise MantissaError(message)  # pydantic adds the place in the file, as to any ValueError
+        return self
+
+    def model(self, vocab_size: int) -> ModelConfig:
+        """The decoder's shape for a tokenizer of ``vocab_size`` ids."""
+        if vocab_size < 1:
+            raise MantissaError(f"vocab_size={vocab_size}: expected at least 1; take it from the tokenizer")
+        return ModelConfig(
+            family=self.family,
+            vocab_size=vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_positions,
+            rope_theta=self.rope_theta,
+            tie_word_embeddings=self.tie_embeddings,
+            qk_norm=self.family == "qwen3",
+            initializer_range=self.initializer_range,
+        )
+
+
+FAMILIES: dict[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_DEFAULT_THETA = 10000.0  # what transformers takes where a config names no rope_theta
+_QWEN3_HEAD_DIM = 128  # likewise for qwen3 and head_dim
+# Settings of other definitions: named here because a file that has them asks for numbers we would not produce.
+_UNSUPPORTED = (
+    "quantization_config",
+    "compression_config",
+    "num_experts",
+    "num_local_experts",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "residual_multiplier",
+    "embedding_multiplier",
+    "attention_multiplier",
+    "per_layer_config",
+    "no_rope_layers",
+)
+
+
+def read_config(path: Path | str) -> ModelConfig:
+    """The decoder's shape from ``config.json``, given the file or its folder.
+
+    Raises ``MantissaError``: file or key missing, a value of the wrong type, a family other than llama, qwen2 and
+    qwen3, or a setting that this decoder does not implement.
+    """
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    return parse_config(read_json(file), str(file))
+
+
+def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
+    """``read_config`` on the file's content; ``where`` names it in errors."""
+    with boundary(where, "expected the settings of a llama, qwen2 or qwen3 model"):
+        return _parsed(Fields(raw, where))
+
+
+def _parsed(fields: Fields) -> ModelConfig:
+    raw = fields.raw
+    family = _family(fields)
+    _refuse_unsupported(fields)
+    heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
+    # Only llama may leave this out (its first configs predate grouped queries); elsewhere transformers assumes 32.
+    kv_heads = heads if family == "llama" and raw.get("num_key_value_heads") is None else None
+    kv_heads = kv_heads or fields.size("num_key_value_heads")
+    bias = fields.flag("attention_bias", False) if family != "qwen2" else False
+    theta, scaling = _rotary(fields)
+    config = ModelConfig(
+        family=family,
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.size("intermediate_size"),
+        num_hidden_layers=fields.size("num_hidden_layers", MOST_LAYERS),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=_head_dim(fields, family, hidden, heads),
+        max_position_embeddings=fields.size("max_position_embeddings"),
+        rms_norm_eps=fields.positive("rms_norm_eps"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        qkv_bias=family == "qwen2" or bias,
+        o_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False) if family == "llama" else False,
+        qk_norm=family == "qwen3",
+        initializer_range=fields.positive("initializer_range", 0.02),
+        origin=dict(raw),
+    )
+    if heads % config.num_key_value_heads:
+        raise fields.error(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+    if config.head_dim % 2:
+        raise fields.error(f"head_dim={config.head_dim} is odd, and rotary positions need an even one")
+    return config
+
+
+def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """What ``config.json`` says of a decoder stored in ``dtype`` (torch's name): the inverse of ``parse_config``.
+
+    Fields of ``config.origin`` that carry no number of ours are kept. ``MantissaError`` where the family's definition
+    in transformers has no switch for what the config asks (a llama with q/k norms).
+    """
+    _require_expressible(config)
+    fields = {k: v for k, v in config.origin.items() if k not in ("rope_scaling", "_name_or_path")}
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_theta",
+        "tie_word_embeddings",
+        "initializer_range",
+    ):
+        fields[name] = getattr(config, name)
+    if config.family != "qwen2":
+        fields["attention_bias"] = config.qkv_bias
+    if config.family == "llama":
+        fields["mlp_bias"] = config.mlp_bias
+    scaling = _scaling_fields(config.rope_scaling)
+    fields["rope_parameters"] = {"rope_type": "default", **scaling, "rope_theta": config.rope_theta}
+    if scaling:
+        fields["rope_scaling"] = scaling
+    fields.update(
+        architectures=[ARCHITECTURES[config.family]],
+        model_type=config.family,
+        hidden_act="silu",
+        dtype=dtype,
+        torch_dtype=dtype,
+    )
+    # Absent would mean 1 and 2 to a llama, whatever its tokenizer says.
+    fields.setdefault("bos_token_id", None)
+    fields.setdefault("eos_token_id", None)
+    return fields
+
+
+class Fields:
+    """Typed reading of a config's keys, with errors that name file, key and value."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw, self.where = raw, where
+
+    def error(self, message: str) -> MantissaError:
+        return MantissaError(f"{self.where}: {message}")
+
+    def required(self, key: str) -> Any:
+        if self.raw.get(key) is None:
+            raise self.error(f"{key} is missing; expected the settings of a llama, qwen2 or qwen3 model")
+        return self.raw[key]
+
+    def size(self, key: str, most: int = LARGEST_SIZE) -> int:
+        value = self.required(key)
+        if not number(value, 1, most, whole=True):
+            raise self.error(f"{key}={value!r}: expected a whole number of at least 1 and at most {most:,}")
+        return int(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = default if default is not None and self.raw.get(key) is None else self.required(key)
+        if not number(value, SMALLEST_FLOAT):
+            raise self.error(f"{key}={value!r}: expected a finite number above 0")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = default if self.raw.get(key) is None else self.raw[key]
+        if not isinstance(value, bool):
+            raise self.error(f"{key}={value!r}: expected true or false")
+        return value
+
+    def table(self, key: str) -> Mapping[str, Any]:
+        value = self.raw.get(key) or {}
+        if not isinstance(value, Mapping):
+            raise self.error(f"{key}={value!r}: expected an object")
+        return value
+
+
+def _family(fields: Fields) -> Family:
+    name = fields.required("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise fields.error(
+            f"model_type {name!r} is not supported; expected one of {', '.join(FAMILIES)}{nearest(str(name), FAMILIES)}"
+        )
+    return FAMILIES[name]
+
+
+def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
+    if fields.raw.get("head_dim") is not None:
+        return fields.size("head_dim")
+    if family == "qwen3":
+        return _QWEN3_HEAD_DIM
+    if hidden % heads:
+        raise fields.error(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}; head_dim is needed")
+    return hidden // heads
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    raw = fields.raw
+    for key in _UNSUPPORTED:
+        if raw.get(key) is not None:
+            raise fields.error(f"{key} is set, which this decoder does not implement; use a plain, unquantised model")
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):  # one function, two names
+        raise fields.error(f"hidden_act {activation!r} is not supported; expected 'silu'")
+    if raw.get("pretraining_tp", 1) not in (None, 1):
+        raise fields.error(f"pretraining_tp={raw['pretraining_tp']}: only 1 is supported")
+    layer_types = raw.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise fields.error(f"layer_types={layer_types!r}: expected a list with the kind of each layer")
+    other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+    if other or (not layer_types and _slides(raw)):
+        kinds = f"layer_types has {', '.join(other)}" if other else "use_sliding_window is true"
+        raise fields.error(f"{kinds}, but only full attention is supported; sliding windows would change the numbers")
+    if layer_types and len(layer_types) != raw.get("num_hidden_layers"):
+        raise fields.error(f"layer_types has {len(layer_types)} entries for {raw.get('num_hidden_layers')} layers")
+    if raw.get("is_causal", True) is not True:
+        raise fields.error("is_causal is false: this is an encoder, and only causal language models are supported")
+    if "AutoModelForCausalLM" in fields.table("auto_map"):
+        raise fields.error("auto_map asks for modelling code of its own, which is never run here; use a plain model")
+
+
+def _slides(raw: Mapping[str, Any]) -> bool:
+    """Whether some layer of a qwen slides its window; absent keys mean what transformers takes for them."""
+    if raw.get("model_type") == "llama" or not raw.get("use_sliding_window") or raw.get("sliding_window", 4096) is None:
+        return False
+    return raw.get("max_window_layers", 28) < raw.get("num_hidden_layers", 0)
+
+
+def _rotary(fields: Fields) -> tuple[float, RopeScaling | None]:
+    """Base and scaling, from either layout; where a file has both they must agree."""
+    old, new = dict(fields.table("rope_scaling")), dict(fields.table("rope_parameters"))
+    nested = next((key for key, value in new.items() if isinstance(value, Mapping)), None)
+    if nested is not None:  # transformers takes the default for such a llama, and fails on such a qwen3
+        raise fields.error(f"rope_parameters has settings for {nested!r} alone; expected one for all layers")
+    theta = new.pop("rope_theta", None)
+    outer = fields.raw.get("rope_theta")
+    if theta is not None and outer is not None and theta != outer:
+        raise fields.error(f"rope_theta is {outer} but rope_parameters says {theta}; remove one")
+    found = [_scaling(table, fields) for table in (old, new) if table]
+    if len(found) == 2 and found[0] != found[1]:
+        raise fields.error("rope_scaling and rope_parameters disagree; remove one")
+    for table in (fields.raw, old, new):
+        if table.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+            raise fields.error(
+                "partial_rotary_factor below 1 is not supported; every feature of a head is rotated here"
+            )
+    theta = _DEFAULT_THETA if theta is None and outer is None else (outer if theta is None else theta)
+    base = Fields({"rope_theta": theta}, fields.where).positive("rope_theta")
+    return base, found[0] if found else None
+
+
+def _scaling(table: Mapping[str, Any], fields: Fields) -> RopeScaling | None:
+    kind = table.get("rope_type", table.get("type", "default"))
+    inner = Fields(table, f"{fields.where}: rotary scaling")
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", inner.positive("factor"))
+    if kind != "llama3":
+        raise fields.error(f"rotary scaling of type {kind!r} is not supported; expected default, linear or llama3")
+    original = table.get("original_max_position_embeddings", fields.raw.get("max_position_embeddings"))
+    low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
+    if high <= low:
+        raise inner.error(f"high_freq_factor={high} must be above low_freq_factor={low}")
+    context = Fields({"original_max_position_embeddings": original}, inner.where)
+    return RopeScaling("llama3", inner.positive("factor"), low, high, context.size("original_max_position_embeddings"))
+
+
+def _scaling_fields(scaling: RopeScaling | None) -> dict[str, Any]:
+    if scaling is None:
+        return {}
+    if scaling.kind == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_context,
+    }
+
+
+def _require_expressible(config: ModelConfig) -> None:
+    """A folder says family and switches; any other mixture of biases and norms would load as a different model."""
+    family = config.family
+    checks = (
+        ("qk_norm", config.qk_norm == (family == "qwen3")),
+        ("o_bias", config.o_bias == (config.qkv_bias if family != "qwen2" else False)),
+        ("qkv_bias", config.qkv_bias or family != "qwen2"),
+        ("mlp_bias", not config.mlp_bias or family == "llama"),
+    )
+    for name, good in checks:
+        if not good:
+            raise MantissaError(
+                f"model: {name}={getattr(config, name)} is not what transformers' {family} does; "
+                "change it or the family"
+            )

@@ -11,11 +11,9 @@ from mantissa.precision.blocks import (
     round_in_blocks,
 )
 from mantissa.precision.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, NumberFormat, format_named
-from mantissa.precision.fp8 import Fp8Policy
-from mantissa.precision.policy import PRESETS, PrecisionPolicy
-from mantissa.precision.resolve import ResolvedPrecision, ResolvedRole, resolve
+from mantissa.precision.policy import PRESETS, Fp8Policy, PrecisionPolicy
+from mantissa.precision.resolve import ResolvedPrecision, ResolvedRole, StrictPromotion, resolve
 from mantissa.precision.rounding import is_on_grid, round_by_arithmetic, round_to_format, round_to_format_
-from mantissa.precision.strict import StrictPromotion
 
 __all__ = [
     "ALONG_COLUMNS",

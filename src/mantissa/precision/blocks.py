@@ -37,7 +37,7 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.precision.formats import E4M3, NumberFormat
-from mantissa.precision.fp8 import BLOCK
+from mantissa.precision.policy import BLOCK
 from mantissa.precision.rounding import round_to_format
 
 Block = tuple[int, int]

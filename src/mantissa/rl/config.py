@@ -5,7 +5,7 @@ Unknown keys are errors, and so are keys that would do nothing. Fields say what 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -24,10 +24,227 @@ from mantissa.errors import MantissaError
 from mantissa.model import FreshModelConfig, LoraConfig
 from mantissa.precision import NumberFormat, PrecisionPolicy
 from mantissa.precision.policy import preset_named
-from mantissa.rl.config_checks import check_together
-from mantissa.rl.config_rollout import RolloutConfig
-from mantissa.tasks import TaskConfig
+from mantissa.rollout import LEAST_TEMPERATURE
+from mantissa.tasks import CodeConfig, TaskConfig
 from mantissa.training import AutoScaler, GuardConfig, LossScaler, Moments, ScalerConfig
+
+if TYPE_CHECKING:
+    from mantissa.rl.config import RunConfig
+
+
+class DynamicConfig(Config):
+    """Train on ``rollout.prompts`` groups with a gradient: drop those whose rewards are all equal and sample further.
+
+    That is DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). Whether a group is dropped is judged by the
+    verifier's rewards, before an overlong penalty, and also after it where there is one.
+    """
+
+    batch_prompts: int | None = Field(
+        None, ge=1, description="Prompts sampled at a time; rollout.prompts where not given."
+    )
+    max_generation_batches: int = Field(
+        10, ge=1, description="Times that a step samples batch_prompts prompts at most."
+    )
+    when_exhausted: Literal["error", "continue"] = Field(
+        "error", description="After that many: stop with an error, or go on with the groups there are."
+    )
+
+
+class OverlongConfig(Config):
+    """Reward less what a response is too long: min(0, -(length - (max_tokens - buffer)) / buffer * factor).
+
+    That is DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4). Advantages see it, accuracy does not.
+    """
+
+    buffer: int = Field(ge=1, description="Tokens before rollout.max_tokens over which the penalty grows.")
+    factor: float = Field(1.0, gt=0, description="The penalty of a response of max_tokens tokens.")
+
+
+class VllmConfig(Config):
+    """How vLLM runs where it is the engine; ``docs/vllm.md``."""
+
+    server: str | None = Field(
+        None, description="URL of one that mantissa serve started, held by one run at a time; null starts one here."
+    )
+    timeout_s: float = Field(3600.0, gt=0, description="Silence of a server after which the run stops.")
+    sleep: bool = Field(
+        False, description="Give its memory back to the learner between rollouts; on a GPU, where both must fit."
+    )
+    share_every: int = Field(
+        1, ge=0, description="Steps between measurements of its share of the gap, each a forward more; 0: never."
+    )
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        if self.server is None and self.timeout_s != type(self).model_fields["timeout_s"].default:
+            raise ValueError("timeout_s does nothing without a server; leave it out")
+        return self
+
+
+class RolloutConfig(Config):
+    """How each step samples. Log-probs are under softmax(logits / temperature), on both sides.
+
+    There is no top-k or top-p here: the learner cannot renormalise over a set that only the sampler knows, so its
+    log-probs would be of another distribution. ``mantissa sample`` and evaluation have no learner and may filter.
+    """
+
+    prompts: int = Field(64, ge=1, description="Prompts a step.")
+    samples: int = Field(8, ge=1, description="Completions of each prompt: its group.")
+    max_tokens: int = Field(ge=1, description="Longest response, the stop token included.")
+    temperature: float = Field(1.0, gt=0, description="Divides the logits, for the rollout and the learner alike.")
+    stop: tuple[str, ...] = Field((), description="Strings that end a completion, besides the end token.")
+    slots: int = Field(256, ge=1, description="Rows decoded together; a finished row is refilled from the queue.")
+    engine: Literal["native", "vllm"] = Field(
+        "native", description="vllm: in processes of its own, its kernels' gap measured; needs vllm installed."
+    )
+    vllm: VllmConfig = Field(VllmConfig(), description="Only with engine=vllm; has defaults.")
+    dynamic: DynamicConfig | None = Field(None, description="None: every group sampled is trained on.")
+    overlong: OverlongConfig | None = Field(None, description="None: length costs nothing.")
+    max_policy_lag: int = Field(
+        0,
+        ge=0,
+        description="Optimiser steps that completions may be older than the learner; 0 samples and learns in turn.",
+    )
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        if self.dynamic is not None and self.samples < 2:
+            raise ValueError("dynamic drops groups whose rewards are all equal, so samples=1 drops all; use 2 or more")
+        if self.overlong is not None and self.overlong.buffer >= self.max_tokens:
+            raise ValueError(
+                f"overlong.buffer={self.overlong.buffer}: expected less than max_tokens={self.max_tokens}, or every "
+                "response would be too long"
+            )
+        if self.engine == "native" and self.vllm != VllmConfig():
+            raise ValueError("vllm does nothing with engine=native; leave it out, or set engine=vllm")
+        return self
+
+
+def check_together(config: RunConfig) -> None:
+    """Raise ``MantissaError`` at the first pair of fields that do not go together."""
+    _check_precision(config)
+    _check_rollout(config)
+    if config.rollout.engine == "vllm":
+        _check_vllm(config)
+    _check_processes(config)
+    if isinstance(config.task, CodeConfig) and config.task.time_limit_s >= config.grading.timeout_s:
+        raise MantissaError(
+            f"task.time_limit_s={config.task.time_limit_s:g} is not below grading.timeout_s="
+            f"{config.grading.timeout_s:g}, which would count a slow program as a verifier error; raise the latter"
+        )
+
+
+def _check_precision(config: RunConfig) -> None:
+    policy = config.policy
+    if config.loss_scaling is not None and not policy.format_of(policy.train).needs_loss_scaling:
+        raise MantissaError(
+            f"loss_scaling does nothing for a {policy.train} learner (its exponent range is that of fp32); "
+            "leave it out, or set loss_scaling=null"
+        )
+    if policy.reference is not None and config.algorithm.reference is None:
+        raise MantissaError(
+            f"precision.reference={policy.reference} does nothing without a reference policy; leave it out, "
+            "or set algorithm.reference={}"
+        )
+    if policy.kernels == "exact" and config.rollout.max_policy_lag:
+        raise MantissaError(
+            f"precision.kernels=exact with rollout.max_policy_lag={config.rollout.max_policy_lag}: completions of "
+            "other weights have other log-probs, so there is nothing that must be equal; set rollout.max_policy_lag=0"
+        )
+
+
+def _check_processes(config: RunConfig) -> None:
+    if config.nproc == 1:
+        if config.parallel is not None:
+            raise MantissaError(f"parallel={config.parallel} does nothing with nproc=1; leave it out, or raise nproc")
+        return
+    if config.nproc > config.rollout.prompts:
+        raise MantissaError(
+            f"nproc={config.nproc}, but rollout.prompts={config.rollout.prompts}: processes share a step by prompts, "
+            "so some would have none; lower nproc or raise rollout.prompts"
+        )
+    if config.rollout.max_policy_lag:
+        raise MantissaError(
+            f"rollout.max_policy_lag={config.rollout.max_policy_lag} with nproc={config.nproc}: sampling beside "
+            "learning is for one process (two threads of each would talk to the others at once); set "
+            "rollout.max_policy_lag=0"
+        )
+    if config.parallel == "fsdp2" and config.optimizer.moments == "8bit":
+        raise MantissaError(
+            "parallel=fsdp2 with optimizer.moments=8bit: blocks of a slice are not those of the whole, so another "
+            "number of processes could not resume; use parallel=ddp, or optimizer.moments=fp32"
+        )
+    if config.parallel == "fsdp2" and config.model.lora is not None:
+        raise MantissaError(
+            "parallel=fsdp2 with model.lora: adapters are merged into whole matrices, and what would be divided, "
+            "gradients and moments, they hardly have; use parallel=ddp"
+        )
+
+
+def _check_rollout(config: RunConfig) -> None:
+    rollout, updates = config.rollout, config.optimizer.updates_per_batch
+    if updates > rollout.prompts * rollout.samples:
+        raise MantissaError("optimizer.updates_per_batch: expected at most one update a completion")
+    if 0 < rollout.max_policy_lag < updates:
+        raise MantissaError(
+            f"rollout.max_policy_lag={rollout.max_policy_lag} does nothing with optimizer.updates_per_batch={updates}: "
+            f"a step makes {updates} versions, so sampling one step ahead needs {updates} or more; raise it, or set it "
+            "to 0"
+        )
+    kind = config.algorithm.advantage
+    if kind != "reinforce_pp" and rollout.samples < 2:
+        raise MantissaError(
+            f"algorithm.advantage={kind} needs rollout.samples of 2 or more: it compares the completions of a prompt, "
+            "and of one alone every advantage is 0; raise it, or use reinforce_pp, which compares the whole batch"
+        )
+    if rollout.prompts * rollout.samples < 2:
+        raise MantissaError(
+            f"algorithm.advantage={kind} compares completions, and a step has one; raise rollout.prompts"
+        )
+
+
+def _check_vllm(config: RunConfig) -> None:
+    """What vLLM cannot do, or what nobody has tried with it."""
+    policy, rollout = config.policy, config.rollout
+    base = policy.format_of(policy.rollout).name
+    refusals = (
+        (
+            policy.kernels == "exact",
+            "precision.kernels=exact: vLLM's kernels add in another order than the learner's, so their log-probs are "
+            "not equal to the last bit; use kernels=fast and read the gap",
+        ),
+        (
+            policy.kv_cache not in (None, base, "fp8"),
+            f"precision.kv_cache={policy.kv_cache}: vLLM's cache is kept in the rollout's own format, {base}, or in "
+            "fp8; leave it out",
+        ),
+        (
+            policy.logits not in ("fp32", base),
+            f"precision.logits={policy.logits}: vLLM holds logits in fp32 or in the rollout's {base}; choose one of "
+            "them",
+        ),
+        (
+            policy.backend == "simulated" and policy.rollout != "fp32",
+            f"precision.backend=simulated: vLLM computes in {policy.rollout} itself; leave backend out",
+        ),
+        (
+            config.guard is not None and rollout.vllm.server is not None,
+            "guard: the server samples in the format that it was started in, and a fall back would leave it; leave "
+            "rollout.vllm.server or guard out",
+        ),
+        (
+            rollout.vllm.sleep and rollout.max_policy_lag > 0,
+            f"rollout.vllm.sleep=true and rollout.max_policy_lag={rollout.max_policy_lag}: it samples while the "
+            "learner works, so it never sleeps; leave one of them out",
+        ),
+        (
+            rollout.temperature < LEAST_TEMPERATURE,
+            f"rollout.temperature={rollout.temperature:g}: vLLM would sample at {LEAST_TEMPERATURE}; raise it to that",
+        ),
+    )
+    for refused, why in refusals:
+        if refused:
+            raise MantissaError(f"rollout.engine=vllm with {why}, or set rollout.engine=native")
 
 
 class ModelSource(Config):

@@ -4,7 +4,7 @@ vLLM delivers V with every token, the learner has its own L. Between them lies M
 in the rollout's format, logits and temperature, under kernels that give a token the same bits in whatever batch and at
 whatever step of its decoding. So M is what the native engine with exact kernels would have delivered, bit for bit, for
 these tokens. What separates M from V is vLLM's (its kernels, the order of their sums, where they round), what separates
-L from M is not: the learner's format, and its fast kernels. ``mantissa.mismatch.engine_share`` makes numbers of it.
+L from M is not: the learner's format, and its fast kernels. ``mantissa.mismatch.metrics`` makes numbers of it.
 
 Exact kernels are not to be had for everything. Then nothing is measured, and that is said; the fast ones, whose own
 order of sums would be in the answer, never stand in for them.

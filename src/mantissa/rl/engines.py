@@ -10,7 +10,7 @@ import torch
 from mantissa.kernels import Kernels
 from mantissa.model import Decoder, ModelConfig, Tokenizer
 from mantissa.precision import E4M3, ResolvedPrecision
-from mantissa.rl.config_rollout import RolloutConfig
+from mantissa.rl.config import RolloutConfig
 from mantissa.rl.team import ALONE, Team
 from mantissa.rollout import NativeEngine, RolloutEngine, VllmEngine, VllmStart, serve_vllm
 

@@ -7,7 +7,7 @@ file that holds both is written, and the run stops (``precision.on_mismatch: war
 step).
 
 Before it stops, it may plan anew: once in a run, and only where nothing was learned from unchecked numbers, the kernels
-move to the next safer way (``kernels/exact_plan.py``), and the step is sampled again with it, from the same seeds. That
+move to the next safer way (``kernels/exact/plan.py``), and the step is sampled again with it, from the same seeds. That
 is printed, counted (``exact/replans``) and kept in the checkpoints. A second difference stops the run.
 
 Exactness also pays. The log-probs of the old policy, for which a step otherwise needs a forward of its own, are those
@@ -34,8 +34,7 @@ from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Learner, Look
 from mantissa.rl.replay import Case, examine, unequal, write_case
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams
-from mantissa.rollout.sampling import drawn_otherwise
-from mantissa.rollout.uniforms import uniforms
+from mantissa.rollout.sampling import drawn_otherwise, uniforms
 from mantissa.runs.directory import RunDirectory
 
 

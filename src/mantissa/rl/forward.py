@@ -24,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from mantissa.kernels import Kernels, Traced
 from mantissa.model import Decoder
 from mantissa.precision.numerics import entropy
-from mantissa.rl.experience import Sequences
-from mantissa.rl.packing import Packed
+from mantissa.rl.experience import Packed, Sequences
 from mantissa.rl.team import ALONE, Team
 
 _LOGITS_AT_ONCE = 1 << 25  # 128 MiB of fp32

@@ -37,8 +37,7 @@ from mantissa.kernels import Kernels, NativeKernels
 from mantissa.model import Decoder, policy_weights, trained_parameters
 from mantissa.precision import FP32
 from mantissa.rl.config import AlgorithmConfig, OptimizerConfig
-from mantissa.rl.experience import Experience, Sequences
-from mantissa.rl.flow import Flow
+from mantissa.rl.experience import Experience, Flow, Sequences
 from mantissa.rl.forward import Forward, forward, scatter
 from mantissa.rl.objective import Micro, advantages, drift_from_reference, every_row_counts, micro_loss
 from mantissa.rl.seeds import generator

@@ -38,13 +38,11 @@ from mantissa.kernels import (
 from mantissa.model import Decoder, ModelConfig, RopeScaling
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rl.assemble import exact_plan
-from mantissa.rl.experience import Sequences
+from mantissa.rl.experience import Packed, Sequences
 from mantissa.rl.forward import forward
-from mantissa.rl.packing import Packed
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams
-from mantissa.rollout.checks import check_requests
-from mantissa.rollout.sampling import drawn_otherwise, sample
-from mantissa.rollout.uniforms import uniforms
+from mantissa.rollout.sampling import drawn_otherwise, sample, uniforms
+from mantissa.rollout.types import check_requests
 
 _VERSION = 2
 _MOST = 1 << 20  # samples or slots that a file may speak of

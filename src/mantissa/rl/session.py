@@ -29,7 +29,7 @@ from mantissa.runs.environment import environment
 from mantissa.runs.live import Live
 from mantissa.runs.report import build_report
 from mantissa.runs.trackers import from_names
-from mantissa.training.moments import described
+from mantissa.training.optimizer import described
 
 MAY_CHANGE = ("nproc", "parallel", "rollout.vllm.server")  # when a run goes on
 

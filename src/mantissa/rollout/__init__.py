@@ -3,9 +3,8 @@
 from mantissa.rollout.engine import Call, NativeEngine
 from mantissa.rollout.generation import EngineStats
 from mantissa.rollout.types import Completion, FinishReason, Request, RolloutEngine, SamplingParams
-from mantissa.rollout.vllm_engine import LEAST_TEMPERATURE, VllmEngine
-from mantissa.rollout.vllm_serve import serve_vllm
-from mantissa.rollout.vllm_start import VllmStart, require_vllm
+from mantissa.rollout.vllm.engine import LEAST_TEMPERATURE, VllmEngine
+from mantissa.rollout.vllm.server import VllmStart, require_vllm, serve_vllm
 
 __all__ = [
     "LEAST_TEMPERATURE",

@@ -18,10 +18,9 @@ from mantissa.kernels import Kernels, Traced
 from mantissa.model import CopiedPolicy, ModelConfig
 from mantissa.precision import NumberFormat
 from mantissa.rollout.cache import KVCache
-from mantissa.rollout.checks import check_requests
 from mantissa.rollout.generation import EngineStats, Generation, Watched
-from mantissa.rollout.types import Completion, Request, SamplingParams
-from mantissa.rollout.uniforms import stream_keys
+from mantissa.rollout.sampling import stream_keys
+from mantissa.rollout.types import Completion, Request, SamplingParams, check_requests
 
 
 @dataclass(frozen=True)

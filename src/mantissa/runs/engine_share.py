@@ -1,4 +1,4 @@
-"""The sentence on whose the gap is, for the end of a run and for its page; see ``mantissa.mismatch.engine_share``."""
+"""The sentence on whose the gap is, for the end of a run and for its page; see ``mantissa.mismatch.metrics``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mantissa.runs.live import small
-from mantissa.runs.series import series, where_measured
+from mantissa.runs.metrics import series, where_measured
 
 _NOISE = 0.05  # by which a share may leave [0, 1] without anything to be said about it
 

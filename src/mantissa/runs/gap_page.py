@@ -18,10 +18,9 @@ from mantissa.files import write_atomically
 from mantissa.mismatch.estimates import GAP_FIGURES
 from mantissa.runs import page
 from mantissa.runs.live import duration, small
+from mantissa.runs.metrics import Array, token_logps
 from mantissa.runs.page import text
-from mantissa.runs.plots import Plot, decades, density, log_lines
-from mantissa.runs.series import Array, token_logps
-from mantissa.runs.svg import MUTED, SERIES, figure, step_axis, styled, to_svg
+from mantissa.runs.plots import MUTED, SERIES, Plot, decades, density, figure, log_lines, step_axis, styled, to_svg
 
 FOLDER, ROWS, COMPLETIONS, PAGE = "gap", "gap.jsonl", "completions.jsonl", "gap.html"
 Rows = Sequence[dict[str, Any]]

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mantissa.mismatch.metrics import Metric
-from mantissa.runs.metrics import BY_NAME
-from mantissa.runs.series import series
+from mantissa.runs.metrics import BY_NAME, series
 
 Verdict = Literal["healthy", "watch", "unhealthy"]
 _BRIEF = 0.1  # a metric out of its range for at most this share of the steps, and back by the end, is one to watch

@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from mantissa.runs.live import power_of_two
-from mantissa.runs.plots import Dash, Plot
-from mantissa.runs.svg import VARIABLES
+from mantissa.runs.plots import VARIABLES, Dash, Plot
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
 

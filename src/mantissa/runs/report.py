@@ -22,9 +22,8 @@ from mantissa.runs.engine_share import share_sentence, share_text
 from mantissa.runs.gap_page import gap_head
 from mantissa.runs.health import Excursion, check, judge, number, sentence
 from mantissa.runs.live import count, duration, small
-from mantissa.runs.metrics import METRICS
+from mantissa.runs.metrics import METRICS, PHASES, ends, recent_rollouts, sequence_log_ratios, series, where_measured
 from mantissa.runs.page import scale_text, text
-from mantissa.runs.series import PHASES, ends, recent_rollouts, sequence_log_ratios, series, where_measured
 
 Rows = Sequence[dict[str, Any]]
 _SAMPLES = 3  # of each kind: right, wrong

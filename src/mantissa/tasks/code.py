@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal
 
 from mantissa.errors import MantissaError
 from mantissa.tasks.generated import GeneratedTask
-from mantissa.tasks.sandbox import Isolation, Limits, Sandbox
+from mantissa.tasks.sandbox.run import Isolation, Limits, Sandbox
 from mantissa.tasks.types import Problem, Reward, SplitName, Verifier, stable_id
 
 CodeReward = Literal["all", "fraction"]

@@ -22,11 +22,10 @@ from typing import Any
 
 from mantissa.errors import MantissaError
 from mantissa.files import atomic_file
-from mantissa.tasks.answers import normalize_answer
-from mantissa.tasks.pool import Grader
-from mantissa.tasks.rows import BadRow, Row, Schema, read_rows
+from mantissa.tasks.datasets import BadRow, Row, Schema, read_rows
+from mantissa.tasks.rewards import normalize_answer, verifier_named
+from mantissa.tasks.sandbox.pool import Grader
 from mantissa.tasks.types import Message, Problem, SplitName, Task, Verifier, prompt_text
-from mantissa.tasks.verifiers import verifier_named
 
 DAPO_TEMPLATE = (
     "Solve this problem step by step. Close with a line of its own that reads Answer: X, where X is the final answer "

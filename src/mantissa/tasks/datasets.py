@@ -4,21 +4,219 @@ Public sets repeat themselves: the DAPO file holds its 17 thousand prompts about
 that stands in both the training and the held-out set makes the exam worthless. So problems are deduplicated by prompt
 (white space collapsed) before they are split, the split is a property of the prompt and the seed alone (adding rows
 moves no other prompt), and held-out prompts from a file of their own are taken out of the training set.
+
+Reading rows of problems from jsonl and parquet files, and saying exactly which row could not be read, and why.
+
+Two schemas:
+
+- ``plain``: ``problem`` (or ``question``) and ``answer``. An answer with ``####`` in it (GSM8K) counts from there on.
+- ``dapo``: ``prompt`` as a list of ``{role, content}``, ``reward_model.ground_truth``, and ``data_source``.
+
+Other columns are ignored.
 """
 
 from __future__ import annotations
 
+import decimal
 import hashlib
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from mantissa.bounds import boundary
+from mantissa.bounds import boundary, regular_file, said
 from mantissa.errors import MantissaError
-from mantissa.tasks.answers import normalize_answer
-from mantissa.tasks.rows import BadRow, Row, Schema, read_rows
+from mantissa.tasks.rewards import normalize_answer
 from mantissa.tasks.types import Message, Problem, SplitName, Task, Verifier, as_prompt, prompt_text, stable_id
+
+Schema = Literal["plain", "dapo"]
+_PROBLEM_COLUMNS = ("problem", "question")
+_ROLES = ("system", "user", "assistant")
+_COLUMNS = (*_PROBLEM_COLUMNS, "answer", "prompt", "reward_model", "data_source", "ability", "extra_info")
+_BATCH_ROWS = 8192
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be read. ``row`` counts from 1: the line of a jsonl file, the row of a parquet file."""
+
+    file: str
+    row: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, row {self.row}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row that was read: the bare problem text or its chat messages, the answer as text, where it comes from.
+
+    ``number`` is the row's, as in ``BadRow``. ``ability``, ``style`` and ``index`` are the DAPO schema's, as they stand
+    there; None where a row lacks them.
+    """
+
+    prompt: str | tuple[Message, ...]
+    answer: str
+    source: str
+    number: int
+    ability: str | None = None
+    style: str | None = None
+    index: str | None = None
+
+
+class _UnreadableError(ValueError):
+    """Why one row cannot be read."""
+
+
+def read_rows(path: Path, schema: Schema | None = None) -> Iterator[Row | BadRow]:
+    """Every row of a ``.jsonl`` or ``.parquet`` file in order, read or reported. ``schema`` None: detected by columns.
+
+    Raises ``MantissaError`` for a missing file, an unknown extension, a file that is not what its extension says, and
+    columns of neither schema.
+    """
+    with boundary(f"dataset {path}", "expected a .jsonl or .parquet file"):
+        there = regular_file(path)
+    if not there:
+        what = "a folder" if path.is_dir() else "not there"
+        raise MantissaError(f"dataset {path} is {what}: expected a .jsonl or .parquet file")
+    if path.suffix == ".parquet":
+        yield from _read_parquet(path, schema)
+    elif path.suffix == ".jsonl":
+        yield from _read_jsonl(path, schema)
+    else:
+        raise MantissaError(
+            f"dataset {path}: unknown extension {path.suffix!r}: expected .jsonl (one JSON object a line) or .parquet"
+        )
+
+
+def _read_parquet(path: Path, schema: Schema | None) -> Iterator[Row | BadRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    with (
+        boundary(f"dataset {path}: not a readable parquet file", "write the file again"),
+        pyarrow.parquet.ParquetFile(path) as file,
+    ):
+        columns = file.schema_arrow.names
+        schema = _schema_of(columns, schema, path)
+        used = [c for c in _COLUMNS if c in columns]
+        number = 0
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=used):
+            for raw in batch.to_pylist():
+                number += 1
+                yield _row_or_report(raw, schema, path, number)
+
+
+def _read_jsonl(path: Path, schema: Schema | None) -> Iterator[Row | BadRow]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                raw = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                yield BadRow(str(path), number, f"not JSON ({said(error)})")
+                continue
+            if not isinstance(raw, dict):
+                yield BadRow(str(path), number, f"expected a JSON object, found {type(raw).__name__}")
+                continue
+            schema = _schema_of(list(raw), schema, path) if schema is None else schema
+            yield _row_or_report(raw, schema, path, number)
+
+
+def _schema_of(columns: Sequence[str], schema: Schema | None, path: Path) -> Schema:
+    """The schema that the columns hold, or the one asked for if they hold it."""
+    has = {
+        "plain": "answer" in columns and any(c in columns for c in _PROBLEM_COLUMNS),
+        "dapo": "prompt" in columns and "reward_model" in columns,
+    }
+    needed = {"plain": "'problem' (or 'question') and 'answer'", "dapo": "'prompt' and 'reward_model'"}
+    if schema is None:
+        if has["dapo"]:
+            return "dapo"
+        if has["plain"]:
+            return "plain"
+        raise MantissaError(
+            f"dataset {path}: columns {', '.join(columns) or '(none)'} fit no schema: expected {needed['plain']}, "
+            f"or {needed['dapo']}"
+        )
+    if not has[schema]:
+        raise MantissaError(
+            f"dataset {path}: schema {schema} needs columns {needed[schema]}, found {', '.join(columns) or '(none)'}"
+        )
+    return schema
+
+
+def _row_or_report(raw: Mapping[str, Any], schema: Schema, path: Path, number: int) -> Row | BadRow:
+    try:
+        return _plain_row(raw, path, number) if schema == "plain" else _dapo_row(raw, path, number)
+    except _UnreadableError as error:
+        return BadRow(str(path), number, str(error))
+    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        return BadRow(str(path), number, said(error))
+
+
+def _plain_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
+    column = next((c for c in _PROBLEM_COLUMNS if c in raw), _PROBLEM_COLUMNS[0])
+    return Row(_text(raw.get(column), column), _answer(raw.get("answer"), "answer"), path.stem, number)
+
+
+def _dapo_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
+    messages = raw.get("prompt")
+    if not isinstance(messages, list) or not messages:
+        raise _UnreadableError(f"'prompt' is {_shown(messages)}: expected a list of messages")
+    reward_model = raw.get("reward_model")
+    if not isinstance(reward_model, dict):
+        raise _UnreadableError(f"'reward_model' is {_shown(reward_model)}: expected an object with 'ground_truth'")
+    answer = _answer(reward_model.get("ground_truth"), "reward_model.ground_truth")
+    extra = raw.get("extra_info")
+    return Row(
+        tuple(_message(m) for m in messages),
+        answer,
+        str(raw.get("data_source") or path.stem),
+        number,
+        _named(raw.get("ability")),
+        _named(reward_model.get("style")),
+        _named(extra.get("index")) if isinstance(extra, dict) else None,
+    )
+
+
+def _named(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _message(raw: Any) -> Message:
+    if not isinstance(raw, dict):
+        raise _UnreadableError(f"a message of 'prompt' is {_shown(raw)}: expected an object with 'role' and 'content'")
+    if raw.get("role") not in _ROLES:
+        raise _UnreadableError(f"a message's role is {_shown(raw.get('role'))}: expected one of {', '.join(_ROLES)}")
+    return Message(raw["role"], _text(raw.get("content"), "content"))
+
+
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise _UnreadableError(f"'{column}' is {_shown(value)}: expected text")
+    return value
+
+
+def _answer(value: Any, column: str) -> str:
+    """An answer as text. A number that is whole loses its point: a column of doubles has no spelling to keep."""
+    if isinstance(value, str):
+        value = value.rpartition("####")[2].strip()
+        if value:
+            return str(value)
+    elif isinstance(value, (int, float, decimal.Decimal)) and not isinstance(value, bool) and math.isfinite(value):
+        return str(int(value)) if value == int(value) else str(value)
+    raise _UnreadableError(f"'{column}' is {_shown(value)}: expected text or a finite number")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return "missing or null" if value is None else text if len(text) <= 60 else f"{text[:57]}..."
+
 
 OnBadRow = Literal["error", "skip"]
 DEFAULT_TEMPLATE = "{problem}\n\nThink step by step, then write the final answer in \\boxed{}."

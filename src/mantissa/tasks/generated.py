@@ -1,18 +1,49 @@
-"""Tasks whose problems are drawn from a random generator: distinct prompts, three disjoint splits, any sizes."""
+"""Tasks whose problems are drawn from a random generator: distinct prompts, three disjoint splits, any sizes.
+
+Generated arithmetic of any length: running sums, addition, and long chains of plus and minus.
+
+Each is a character-level task for a policy small enough to train on a laptop. The completion is compared as text: one
+way to write an integer is right, so a reward leaves nothing to interpretation.
+
+===========  ====================  ===========  ===================================================
+task         prompt                solution     difficulty grows with
+===========  ====================  ===========  ===================================================
+running_sum  ``3141=``             ``3489``     digits; the policy must carry one state all along
+addition     ``123+456=``          ``579``      digits; carries run against the order of writing
+chain        ``7+2-4+9=``          ``14``       terms; all of the work before the first character
+===========  ====================  ===========  ===================================================
+
+Countdown: reach the target with the numbers given, each exactly once, by + - * / and parentheses.
+
+Many expressions may be right, so the verifier evaluates what the policy wrote. It never calls ``eval``: only digits,
+the four operators, parentheses and spaces pass; the text is short; Python's own parser builds the tree and exact
+rational arithmetic walks it. What remains cannot hang: with at most 200 characters there are at most 100 operations,
+and numbers grow no longer than the text.
+
+Rules: each number exactly once (the rule of TinyZero's Countdown), no other number, no sign in front of a number or a
+parenthesis, division by exact fractions, so ``8/(3-8/3)`` is 24.
+"""
 
 from __future__ import annotations
 
+import ast
+import operator
 import random
+import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate
+from typing import Literal
 
 from mantissa.errors import MantissaError
-from mantissa.tasks.types import Problem, SplitName, Task, Template, Verifier, as_prompt
+from mantissa.tasks.types import Problem, Reward, SplitName, Task, Template, Verifier, as_prompt, stable_id
 
 # Held-out problems are drawn first and know nothing of the other sizes, so a longer training set keeps the same exam.
 _ORDER: tuple[SplitName, ...] = ("heldout", "warm_start", "train")
-_PATIENCE = 100_000  # draws in a row that bring nothing new before a task counts as exhausted
+_PATIENCE = 100_000  # draws without a new problem before a task counts as exhausted
 
 
 class GeneratedTask(Task):
@@ -65,3 +96,236 @@ class GeneratedTask(Task):
                     f"{sum(self._sizes.values())}; make the problems longer or the splits smaller"
                 )
         return tuple(problems)
+
+
+RewardKind = Literal["exact", "prefix", "result"]
+_DIGITS = "0123456789"
+_PADDING = "."
+
+
+@dataclass(frozen=True)
+class TextMatch(Verifier):
+    """Compares the completion, stripped of white space at its ends, with the answer, character by character.
+
+    ``exact``: 1 where they are equal, else 0. ``prefix``: leading characters that agree / length of the longer text,
+    which is 1 for the exact answer only; ``correct`` still means exact. ``result``: ``exact``, of what follows the last
+    ``=`` of the completion (all of it where there is none), so that ``6+6=12`` is right and ``6+6=6+6`` is not.
+    """
+
+    kind: RewardKind = "exact"
+
+    def __call__(self, problem: Problem, completion: str) -> Reward:
+        got, want = completion.strip(), problem.answer
+        if self.kind == "result":
+            got = got.rpartition("=")[2].strip()
+        if got == want or self.kind != "prefix":
+            return self.judged(got == want)
+        agree = 0
+        for a, b in zip(got, want, strict=False):  # the shorter text ends the comparison
+            if a != b:
+                break
+            agree += 1
+        return Reward(agree / max(len(got), len(want)), correct=False)
+
+
+def _problem(source: str, prompt: str, answer: str) -> Problem:
+    return Problem(stable_id(source, prompt), prompt, answer, source, solution=answer)
+
+
+class RunningSum(GeneratedTask):
+    """Digits, then their running sums modulo ``modulus``, one character each: ``3141=`` gives ``3489``.
+
+    The number of digits is uniform in [``min_digits``, ``max_digits``]; 2 <= ``modulus`` <= 10. ``aligned`` pads every
+    prompt to ``max_digits`` (``31..=`` gives ``34``), so that each sum stands at the same distance from its digit
+    whatever the length: a small policy finds that far sooner than a distance that varies.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[SplitName, int],
+        seed: int,
+        min_digits: int,
+        max_digits: int,
+        modulus: int = 10,
+        reward: RewardKind = "exact",
+        aligned: bool = False,
+    ):
+        alphabet = f"{_DIGITS}={_PADDING if aligned else ''}"
+        super().__init__("running_sum", TextMatch(reward), sizes, seed, alphabet=alphabet)
+        self._lengths = (min_digits, max_digits)
+        self._width = max_digits if aligned else 0
+        self._modulus = modulus
+
+    def draw(self, rng: random.Random) -> Problem:
+        digits = [rng.randrange(10) for _ in range(rng.randint(*self._lengths))]
+        answer = "".join(str(total % self._modulus) for total in accumulate(digits))
+        prompt = "".join(map(str, digits)).ljust(self._width, _PADDING) + "="
+        return _problem(self.name, prompt, answer)
+
+
+class Addition(GeneratedTask):
+    """The sum of two numbers of exactly ``digits`` digits, uniform: ``123+456=`` gives ``579``."""
+
+    def __init__(self, sizes: Mapping[SplitName, int], seed: int, digits: int, reward: RewardKind = "exact"):
+        super().__init__("addition", TextMatch(reward), sizes, seed, alphabet=f"{_DIGITS}+=")
+        self._range = (10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
+
+    def draw(self, rng: random.Random) -> Problem:
+        a, b = rng.randint(*self._range), rng.randint(*self._range)
+        return _problem(self.name, f"{a}+{b}=", str(a + b))
+
+
+class Chain(GeneratedTask):
+    """Plus and minus over ``terms`` single digits: ``7+2-4+9=`` gives ``14``; the result may be negative."""
+
+    def __init__(self, sizes: Mapping[SplitName, int], seed: int, terms: int, reward: RewardKind = "exact"):
+        super().__init__("chain", TextMatch(reward), sizes, seed, alphabet=f"{_DIGITS}+-=")
+        self._terms = terms
+
+    def draw(self, rng: random.Random) -> Problem:
+        total = rng.randrange(10)
+        prompt = str(total)
+        for _ in range(self._terms - 1):
+            term, sign = rng.randrange(10), rng.choice("+-")
+            prompt += f"{sign}{term}"
+            total += term if sign == "+" else -term
+        return _problem(self.name, f"{prompt}=", str(total))
+
+
+Style = Literal["compact", "text"]
+MAX_CHARACTERS = 200
+_ALLOWED = re.compile(r"[0-9+\-*/() ]+")
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Fraction, Fraction], Fraction]]] = {
+    ast.Add: ("+", operator.add),
+    ast.Sub: ("-", operator.sub),
+    ast.Mult: ("*", operator.mul),
+    ast.Div: ("/", operator.truediv),
+}
+_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
+
+
+class ExpressionError(ValueError):
+    """A text that is not an expression of the game; a wrong answer, not an error."""
+
+
+def evaluate(text: str) -> tuple[Fraction, list[int], set[str]]:
+    """Value, numbers used (in order) and operators used of an arithmetic expression; raises ``ExpressionError``."""
+    text = text.strip()
+    if len(text) > MAX_CHARACTERS or not _ALLOWED.fullmatch(text):
+        raise ExpressionError("too long, empty, or a character that is no digit, operator, parenthesis or space")
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, MemoryError, RecursionError) as error:  # the last two: nesting beyond the parser's stack
+        raise ExpressionError(str(error)) from None
+    numbers: list[int] = []
+    operators: set[str] = set()
+    return _walk(tree, numbers, operators), numbers, operators
+
+
+def _walk(node: ast.expr, numbers: list[int], operators: set[str]) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        numbers.append(node.value)
+        return Fraction(node.value)
+    if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
+        raise ExpressionError("expected numbers joined by + - * /")
+    symbol, apply = _OPERATORS[type(node.op)]
+    left, right = _walk(node.left, numbers, operators), _walk(node.right, numbers, operators)
+    operators.add(symbol)
+    if symbol == "/" and right == 0:
+        raise ExpressionError("division by zero")
+    return apply(left, right)
+
+
+@dataclass(frozen=True)
+class CountdownVerifier(Verifier):
+    """1 where the expression uses each number exactly once, only the task's operators, and reaches the target; else 0.
+
+    ``Problem.answer`` reads ``3 5 7:26``: the numbers, then the target. Style ``compact`` grades the whole completion,
+    ``text`` what stands in its last ``<answer>...</answer>``.
+    """
+
+    operations: str = "+-*/"
+    style: Style = "compact"
+
+    def __call__(self, problem: Problem, completion: str) -> Reward:
+        if self.style == "text":
+            tagged = _ANSWER_TAG.findall(completion)
+            if not tagged:
+                return self.judged(False)
+            completion = tagged[-1]
+        numbers, target = problem.answer.split(":")
+        try:
+            value, used, operators = evaluate(completion)
+        except ExpressionError:
+            return self.judged(False)
+        same_numbers = Counter(used) == Counter(map(int, numbers.split()))
+        return self.judged(same_numbers and operators <= set(self.operations) and value == int(target))
+
+
+class Countdown(GeneratedTask):
+    """Numbers and a target that can be reached; the solution is the expression that the target was made from.
+
+    ``numbers`` values in 1..``max_number``, a target in 1..``max_target``. Prompts are made by combining random
+    pairs with random operators, so every problem is solvable; intermediate values are positive integers or zero.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[SplitName, int],
+        seed: int,
+        numbers: int = 4,
+        max_number: int = 9,
+        max_target: int = 99,
+        operations: str = "+-*/",
+        style: Style = "compact",
+    ):
+        alphabet = "0123456789 :=()" + operations if style == "compact" else None
+        super().__init__("countdown", CountdownVerifier(operations, style), sizes, seed, alphabet)
+        self._numbers, self._max_number, self._max_target = numbers, max_number, max_target
+        self._operations, self._style = operations, style
+
+    def draw(self, rng: random.Random) -> Problem:
+        numbers, target, expression = self._draw_expression(rng)
+        listed = " ".join(map(str, numbers))
+        answer = f"{listed}:{target}"
+        if self._style == "compact":
+            prompt, solution = f"{answer}=", expression
+        else:
+            prompt = (
+                f"Use each of the numbers {listed} exactly once, with {' '.join(self._operations)} and parentheses, "
+                f"to write an expression that equals {target}. Put the expression between <answer> and </answer>."
+            )
+            solution = f"<answer>{expression}</answer>"
+        return Problem(stable_id(self.name, prompt), prompt, answer, self.name, solution)
+
+    def _draw_expression(self, rng: random.Random) -> tuple[list[int], int, str]:
+        for _ in range(_PATIENCE):
+            numbers = [rng.randint(1, self._max_number) for _ in range(self._numbers)]
+            made = _combine(numbers, self._operations, rng)
+            if made is not None and 1 <= made[0] <= self._max_target:
+                return numbers, *made
+        raise MantissaError(
+            f"task countdown: {_PATIENCE} random expressions of {self._numbers} numbers up to {self._max_number} with "
+            f"{self._operations} gave no target in 1..{self._max_target}; raise max_target or use fewer numbers"
+        )
+
+
+def _combine(numbers: list[int], operations: str, rng: random.Random) -> tuple[int, str] | None:
+    """Join random pairs until one value is left: (value, expression); None where a step leaves 0, 1, 2, ..."""
+    pool = [(n, str(n), 3) for n in numbers]  # value, text, precedence of the text's outermost operator
+    while len(pool) > 1:
+        a, a_text, a_rank = pool.pop(rng.randrange(len(pool)))
+        b, b_text, b_rank = pool.pop(rng.randrange(len(pool)))
+        symbol = rng.choice(operations)
+        if symbol == "/" and (b == 0 or a % b):
+            return None
+        if symbol == "-" and b > a:
+            return None
+        value = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b else 0}[symbol]
+        rank = _PRECEDENCE[symbol]
+        left = f"({a_text})" if a_rank < rank else a_text
+        # a-(b+c) and a/(b*c) need their parentheses at equal rank too; a+(b-c) and a*(b/c) do not: both are exact
+        right = f"({b_text})" if b_rank < rank or (b_rank == rank and symbol in "-/") else b_text
+        pool.append((value, f"{left}{symbol}{right}", rank))
+    return pool[0][0], pool[0][1]

@@ -1,4 +1,4 @@
-"""Several rewards in one: their weighted sum.
+r"""Several rewards in one: their weighted sum.
 
 reward = sum_k weight_k * reward_k
 
@@ -7,19 +7,254 @@ it, the first verifier, or without any verifier the first function. So a bonus f
 
 A term that fails fails the whole sample: a sum that lacks a term says nothing about the completion. What is earned then
 is the sum of the terms' own values for failure: a function's 0, a verifier's lowest reward.
+
+Answers as text: finding them in a completion and bringing them to one spelling.
+
+A policy writes the same number in many ways: ``$1,\!657$``, ``1657.0``, ``\boxed{1657}``, ``x = 1657``.
+``normalize_answer`` maps such spellings to one; two answers then agree when their texts do. It only rewrites spelling
+and drops decoration (dollars, units, degrees, text commands); it computes nothing, so ``2/4`` and ``1/2`` stay apart.
+
+The set of rewrites follows what is commonly done for MATH-style answers (Lewkowycz et al., "Solving Quantitative
+Reasoning Problems with Language Models", 2022, appendix D), with two differences: a left-hand side goes only where it
+is one symbol (``x=5``, not the ``a=1,`` of ``a=1,b=5``), and numbers lose leading and trailing zeros.
+
+Verifiers for math answers written by a language model.
+
+============  =======================================================================  ========  ========
+name          an answer is right where                                                 rewards   isolated
+============  =======================================================================  ========  ========
+exact         the stripped completion is the answer, or the same plain number          0, 1      no
+math_verify   its last ``\boxed{}`` is mathematically equal (sympy decides); without   0, 1      yes
+              a box, the expression found in its last 300 characters
+dapo          in the last 300 characters the last ``Answer: ...`` is the answer        -1, 1     no
+              after normalisation
+dapo_strict   in the last 100 characters the last ``\boxed{}`` is the answer after     -1, 1     no
+              normalisation
+code          the function in its last code block passes the tests in the answer       0, 1      yes
+============  =======================================================================  ========  ========
+
+``142.0`` and ``142`` are equal under every one of them but ``code``, which is in ``code.py``.
+
+``math_verify`` is the only other one that may hang: ``\boxed{9^{9^{9^{9}}}}`` asks sympy for a number of 10^8 digits
+and more. The library's own time limits need SIGALRM in the main thread and are switched off; ``Grader`` runs the
+verifier in a process that it can kill.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import lru_cache, partial
+from typing import Any, ClassVar
 
+from mantissa.errors import MantissaError, nearest
+from mantissa.tasks.code import CodeVerifier
 from mantissa.tasks.config import RewardTerm
 from mantissa.tasks.functions import FunctionVerifier
 from mantissa.tasks.types import Problem, Reward, Verifier, describe
-from mantissa.tasks.verifiers import verifier_named
+
+_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_NUMBER = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?")
+_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
+_UNITS = (
+    "degrees? dollars? cents? percent points? units? hours? minutes? seconds? days? weeks? months? years? feet foot ft "
+    "inch(?:es)? miles? mph yards? meters? metres? centimeters? kilometers? km cm mm grams? kg liters? litres? "
+    "ways? people students? square cubic sq"
+).replace(" ", "|")
+# Possessive (++): a row of units that leads to nothing is given up at once, not split in exponentially many other ways.
+_AFTER_UNIT = r"(?:\s*\^\s*\{?[23]\}?)?\.?\s*"
+_END = rf"(?![A-Za-z]){_AFTER_UNIT}"
+# Bare, 2m is a product; as text, 2\text{ m} is a length.
+_BARE_UNITS = rf"(?<=[0-9}}])\s*+(?:(?:{_UNITS}){_END})++"
+_TEXT_COMMAND = r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|boxed|fbox)\s*\{"
+_TEXT_UNITS = rf"(?<=[0-9}}])\s*+{_TEXT_COMMAND}\s*+(?:(?:{_UNITS}|[mgsh]|in){_END})++\}}{_AFTER_UNIT}$"
+
+
+def _at_end(row: re.Match[str]) -> str:
+    """Nothing for a row of units that ends the text. A ``$`` would try a row that does not again from its middle."""
+    return "" if row.end() == len(row.string) else row[0]
+
+
+# Applied in this order. Each takes one decoration away or one spelling to another.
+_REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\(?:left|right|big|Big|bigg|Bigg|displaystyle)(?![A-Za-z])", ""),
+        (r"\\[!,;:> ]|~|\\q?quad(?![A-Za-z])", " "),  # spacing commands
+        (r"\\[()\[\]]|\\?\$", ""),  # math delimiters and dollars
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (_TEXT_UNITS, ""),
+        (_TEXT_COMMAND + r"([^{}]*)\}", r"\1"),
+        (r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])|°", ""),
+        (r"\\?%", ""),
+        (_BARE_UNITS, _at_end),  # 32 square cm^2
+        (r"^\s*[A-Za-z](?:_[A-Za-z0-9]|_\{[A-Za-z0-9]+\}|\([A-Za-z]\))?\s*=(?=[^=]*$)", ""),  # x=, x_1=, f(x)=
+        (r"\s+", ""),
+        (r"(?:(?<=[^.])|(?<=^\.))\.++$", ""),  # the full stop of the sentence; from the first of a row of dots alone
+        (r"\\frac([0-9A-Za-z])([0-9A-Za-z])", r"\\frac{\1}{\2}"),  # \frac12
+        (r"\\frac\{([^{}]*)\}([0-9A-Za-z])", r"\\frac{\1}{\2}"),  # \frac{40}7
+        (r"\\frac([0-9A-Za-z])\{", r"\\frac{\1}{"),  # \frac4{7}
+        (r"\\frac\{([0-9]+)\}\{([0-9]+)\}", r"\1/\2"),
+        (r"\\sqrt([0-9A-Za-z])", r"\\sqrt{\1}"),
+    )
+)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last complete ``\boxed{...}`` in ``text``, its braces balanced; None where there is none.
+
+    One pass over the braces, so that a completion of thousands of unclosed boxes costs no more than its length.
+    """
+    content: str | None = None
+    stack: list[int | None] = []  # for each open brace: where the box's content starts, None for a plain brace
+    for match in _BRACES.finditer(text):
+        token = match.group()
+        if token.startswith("\\boxed"):
+            stack.append(match.end())
+        elif token == "{":
+            stack.append(None)
+        elif token == "}" and stack:
+            start = stack.pop()
+            if start is not None:
+                content = text[start : match.start()]
+    return content
+
+
+def plain_number(text: str) -> str | None:
+    """A plain decimal number in one spelling (``025`` and ``25.0`` give ``25``); None where ``text`` is not one."""
+    text = text.strip()
+    if _THOUSANDS.fullmatch(text):
+        text = text.replace(",", "")
+    match = _NUMBER.fullmatch(text)
+    if match is None or not (match[2] or match[3]):
+        return None
+    whole, fraction = match[2].lstrip("0") or "0", (match[3] or "").rstrip("0")
+    digits = f"{whole}.{fraction}" if fraction else whole
+    return f"-{digits}" if match[1] == "-" and digits != "0" else digits
+
+
+def normalize_answer(text: str) -> str:
+    """One spelling for an answer: decoration, units and white space gone, fractions and numbers written one way."""
+    text = text.strip()
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    number = plain_number(text)
+    return text if number is None else number
+
+
+TAIL_CHARACTERS = 300
+STRICT_TAIL_CHARACTERS = 100
+MAX_ANSWER_CHARACTERS = 1000  # a longer box is no answer; parsing it could only cost time
+_ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+
+
+@dataclass(frozen=True)
+class Exact(Verifier):
+    """The whole completion, stripped, is the answer: the same text, or the same plain decimal number."""
+
+    def __call__(self, problem: Problem, completion: str) -> Reward:
+        got, want = completion.strip(), problem.answer.strip()
+        number = plain_number(got)
+        return self.judged(got == want or (number is not None and number == plain_number(want)))
+
+
+@dataclass(frozen=True)
+class Dapo(Verifier):
+    r"""The answer rule of DAPO (arXiv 2503.14476): reward +1 or -1.
+
+    The last ``Answer: ...`` line in the last 300 characters, or with ``strict`` the last ``\boxed{}`` in the last 100,
+    equals the ground truth after both are normalised.
+    """
+
+    low: ClassVar[float] = -1.0
+    strict: bool = False
+
+    def __call__(self, problem: Problem, completion: str) -> Reward:
+        got: str | None
+        if self.strict:
+            got = last_boxed(completion[-STRICT_TAIL_CHARACTERS:])
+        else:
+            found = _ANSWER_LINE.findall(completion[-TAIL_CHARACTERS:])
+            got = found[-1] if found else None
+        return self.judged(got is not None and normalize_answer(got) == normalize_answer(problem.answer))
+
+
+@dataclass(frozen=True)
+class MathVerify(Verifier):
+    r"""Mathematical equality by the math-verify library: ``\frac{1}{2}`` is ``0.5``, ``1,-2`` is ``-2,1``.
+
+    Only the last complete ``\boxed{}`` counts where there is one: the library would join several boxes into a set,
+    which a policy learns to exploit. Raises ``ValueError`` for a ground truth that the library cannot read.
+    """
+
+    isolated: ClassVar[bool] = True
+
+    def prepare(self) -> None:
+        """Import the library and see that it works: broken, it would call every answer wrong without a word."""
+        if not math_equal("\\frac{1}{2}", "\\boxed{0.5}") or math_equal("\\frac{1}{2}", "\\boxed{0.6}"):
+            raise RuntimeError("math-verify cannot tell 1/2 = 0.5 from 1/2 = 0.6; reinstall math-verify[antlr4-13-2]")
+
+    def __call__(self, problem: Problem, completion: str) -> Reward:
+        boxed = last_boxed(completion)
+        if boxed is None:
+            return self.judged(math_equal(problem.answer, completion[-TAIL_CHARACTERS:]))
+        if len(boxed) > MAX_ANSWER_CHARACTERS:
+            return self.judged(False)
+        if _squeezed(boxed) == _squeezed(problem.answer) != "":  # also answers that sympy cannot read, such as 05:00
+            return self.judged(True)
+        return self.judged(math_equal(problem.answer, f"\\boxed{{{boxed}}}"))
+
+
+def math_equal(answer: str, text: str) -> bool:
+    """True where the expression that math-verify finds in ``text`` equals ``answer`` (LaTeX without delimiters)."""
+    parse, verify = _library()
+    # None switches the library's time limits off. It reports what it cannot parse as an empty list: a wrong answer.
+    return bool(verify(_parsed_truth(answer), parse(text, parsing_timeout=None), timeout_seconds=None))
+
+
+@lru_cache(maxsize=4096)
+def _parsed_truth(answer: str) -> list[Any]:
+    # Cached, because a group of samples shares one ground truth.
+    parse, _ = _library()
+    parsed: list[Any] = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+    if not parsed:
+        raise ValueError(f"math-verify cannot read the ground truth {answer!r}")
+    return parsed
+
+
+@lru_cache(maxsize=1)
+def _library() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from math_verify import parse, verify  # half a second: imported where it is first used
+
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns that its time limits are off, which is the point
+    return parse, verify
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+VERIFIERS: dict[str, Callable[[], Verifier]] = {
+    "exact": Exact,
+    "math_verify": MathVerify,
+    "dapo": Dapo,
+    "dapo_strict": partial(Dapo, strict=True),
+    "code": CodeVerifier,
+}
+
+
+def verifier_named(name: str) -> Verifier:
+    """The verifier of that name; unknown names are a user's error."""
+    if name not in VERIFIERS:
+        raise MantissaError(
+            f"unknown verifier {name!r}: expected one of {', '.join(VERIFIERS)}{nearest(name, VERIFIERS)}"
+        )
+    return VERIFIERS[name]()
 
 
 class TermError(ValueError):

@@ -1,6 +1,5 @@
 """Loss scaling, the one optimiser step that everything uses, the drop-in trainer and its guard, checkpoints."""
 
-from mantissa.training.auto_scale import AutoRule, AutoScaler
 from mantissa.training.checkpoint import (
     Checkpoint,
     load_checkpoint,
@@ -9,16 +8,13 @@ from mantissa.training.checkpoint import (
     saved_state,
     saved_steps,
 )
-from mantissa.training.clipping import adaptive_clip_
-from mantissa.training.diagnosis import first_nonfinite, flushed_fraction, gradients_of
+from mantissa.training.checks import first_nonfinite, flushed_fraction, gradients_of
 from mantissa.training.distributed import Ranks, distribute
-from mantissa.training.guard import Decision, Guard, replay
+from mantissa.training.guard import Decision, Guard, GuardLog, GuardSettings, Judge, open_guard, replay
 from mantissa.training.guard_config import GuardConfig, Reference
-from mantissa.training.guard_log import GuardLog, GuardSettings, Judge, open_guard
-from mantissa.training.moments import Moments
-from mantissa.training.optimizer import adamw, learning_rate
-from mantissa.training.scaler import FixedScaler, LossScaler, ScalerConfig, scaler_for
-from mantissa.training.step import Backward, OptimizerStep, StepOutcome
+from mantissa.training.optimizer import Moments, adamw, learning_rate
+from mantissa.training.scaler import AutoRule, AutoScaler, FixedScaler, LossScaler, ScalerConfig, scaler_for
+from mantissa.training.step import Backward, OptimizerStep, StepOutcome, adaptive_clip_
 from mantissa.training.trainer import PrecisionTrainer
 
 __all__ = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 from mantissa.bounds import LARGEST_SIZE, SMALLEST_FLOAT, number
 from mantissa.errors import MantissaError
+from mantissa.kernels import Autocast
 from mantissa.precision import FP32, PrecisionPolicy, ResolvedRole, resolve
-from mantissa.training.distributed import unwrapped
+from mantissa.training.distributed import ALONE, Ranks, is_fsdp, local, synchronising, unwrapped
+from mantissa.training.window import Keeper, Micro
 
 
 def named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -116,3 +119,108 @@ def check_loss(loss: Any) -> None:
         raise MantissaError(f"loss_fn must return the batch's mean loss, a scalar floating-point tensor; got {what}")
     if not loss.requires_grad:
         raise MantissaError("loss_fn returned a loss without a gradient: was the model run under torch.no_grad()?")
+
+
+def first_nonfinite(model: nn.Module, work: Callable[[], object]) -> str:
+    """Run ``work`` (a forward and backward through ``model``) and name the first module with a non-finite value.
+
+    Looks at module outputs in the order of the forward, then at gradients of outputs in the order of the backward,
+    then at the parameters' gradients. Costs one synchronisation per module: call it only when something is wrong.
+    """
+    found: list[str] = []
+    handles = []
+
+    def check(values: Any, description: str) -> None:
+        for value in values if isinstance(values, (tuple, list)) else (values,):
+            if not found and isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
+                found.append(f"{description} ({int((~value.isfinite()).sum())} of {value.numel()} values)")
+
+    for name, module in model.named_modules():
+        label = name or type(model).__name__
+
+        def on_forward(module: nn.Module, args: Any, output: Any, label: str = label) -> None:
+            check(output, f"the output of {label}")
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(lambda grad: check(grad, f"the gradient of the output of {label}"))
+
+        handles.append(module.register_forward_hook(on_forward))
+    try:
+        work()
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, parameter in model.named_parameters():
+        check(None if parameter.grad is None else local(parameter.grad), f"the gradient of {name}")
+    return found[0] if found else "nothing: the values were finite when the pass was repeated"
+
+
+def anomaly(work: Callable[[], object]) -> str:
+    """What autograd's anomaly mode says of ``work``: the operation whose gradient is NaN, and the forward's line."""
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True):
+        warnings.simplefilter("always")
+        try:
+            work()
+        except RuntimeError as error:
+            trace = [line.strip() for w in caught for line in str(w.message).splitlines() if line.strip()]
+            files = [line for line in trace if line.startswith("File ")]
+            return f"anomaly mode: {error}" + (f", made at {files[-1]}" if files else "")
+    return "anomaly mode: no operation made a NaN gradient (it does not look for inf)"
+
+
+def flushed_fraction(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor], ranks: Ranks = ALONE) -> float:
+    """Fraction of gradients that are zero in ``gradients`` among those that are not in ``exact`` (fp32, same scale).
+
+    count(g == 0 and e != 0) / count(e != 0); 0 where ``exact`` is zero everywhere. Host float. Of sharded gradients
+    each of the ``ranks`` counts its shards, and the counts are added.
+    """
+    flushed, nonzero = 0, 0
+    for name, reference in exact.items():
+        alive = local(reference) != 0
+        flushed += int((alive & (local(gradients[name]) == 0)).sum())
+        nonzero += int(alive.sum())
+    counted = ranks.sum_of(nonzero)
+    return ranks.sum_of(flushed) / counted if counted else 0.0
+
+
+def gradients_of(model: nn.Module, work: Callable[[], None]) -> dict[str, Tensor]:
+    """Gradients that ``work`` (a backward pass) leaves in the parameters, which are then cleared. Not to be called
+    between a backward and its optimiser step."""
+    model.zero_grad(set_to_none=True)
+    work()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def flush_probe(model: nn.Module, micro: Micro, autocast: Autocast, factor: float, device: torch.device) -> float:
+    """Fraction of this rank's parameter gradients that are zero in ``autocast``'s format but not in fp32.
+
+    Both passes multiply the loss by ``factor`` (loss scale x weight). Gradients that are already there, buffers and
+    generators are put back. Under FSDP2 every rank must call this, with no micro-batch waiting: making gradients is
+    exchanging them.
+    """
+    keeper = Keeper(model, device)
+    pending = {parameter: parameter.grad for parameter in model.parameters()}
+
+    def gradients(context: Autocast) -> dict[str, Tensor]:
+        found = gradients_of(model, _pass(model, micro, context, factor))
+        keeper.restore()
+        return {name: local(grad) for name, grad in found.items()}
+
+    low = gradients(autocast)
+    exact = gradients(Autocast(FP32, "native", autocast.device_type))
+    for parameter, grad in pending.items():
+        parameter.grad = grad
+    return flushed_fraction(low, exact)
+
+
+def _pass(model: nn.Module, micro: Micro, autocast: Autocast, factor: float) -> Callable[[], None]:
+    def work() -> None:
+        assert micro.loss_fn is not None
+        with synchronising(model, is_fsdp(model)):
+            with autocast.forward():
+                loss = micro.loss_fn(model, micro.batch)
+            with autocast.backward():
+                (loss.float() * factor).backward()
+
+    return work

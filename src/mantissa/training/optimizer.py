@@ -1,13 +1,37 @@
-"""The optimiser and its learning rate, as functions of a model and of the number of updates applied."""
+"""The optimiser and its learning rate, as functions of a model and of the number of updates applied.
+
+Adam's moments in 8 bits, block by block, by torchao's AdamW8bit: which tensors, what it needs, how they are stored.
+
+In 8 bits a moment is a code (uint8) for each value and an fp32 scale for each block of 256 neighbours:
+value = map[code] * scale, the scale being the block's largest magnitude (Dettmers et al., arXiv 2110.02861). The map's
+256 levels are closer where numbers are small: signed for the mean m, unsigned for the mean square v. Each step makes
+both moments fp32, updates the weights with those, and rounds them back; masters, gradients and the update itself stay
+fp32. So the 8 bytes a parameter of two moments become 2 + 8/256, and what is lost is what rounding loses:
+
+- Where v is below 1.6e-7 of its block's largest it becomes zero: an element whose gradients g stay below 4e-4 of the
+  largest in its block. Its next step is m / (|g| sqrt(1 - beta2) + eps) before bias correction, not m / (|g| + eps): up
+  to 1 / sqrt(1 - beta2) times as long (32 at 0.999), and longer where g shrinks; only Adam's eps bounds it.
+- A change of v that is less than half a level is rounded away, unless the block's scale moves.
+
+The library leaves tensors of fewer than 4096 values, and those that are not whole blocks, in fp32; ``described`` says
+how many. It compiles its update with ``torch.compile``, once for each shape: on a CPU that needs a C++ compiler.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from mantissa.training.moments import Moments, eight_bit_adamw
+from mantissa.errors import MantissaError
+from mantissa.tensors import check_tensor
+from mantissa.training.distributed import is_dtensor, shard_like
 
 
 def adamw(
@@ -42,3 +66,135 @@ def learning_rate(lr: float, warmup: int, decay_until: int | None = None) -> Cal
         return lr * rising * falling
 
     return lr_at
+
+
+Moments = Literal["fp32", "8bit"]
+BLOCK = 256
+SMALLEST = 4096
+_INNER = ("codes", "scale", "qmap")
+_MISSING = (
+    "optimizer.moments=8bit needs torchao 0.18 or later, which is not installed; pip install 'mantissa[lowbit]', or "
+    "set optimizer.moments=fp32"
+)
+
+
+def eight_bit_adamw(groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+    """torchao's AdamW8bit over parameter groups, each with its weight decay; the rate is 0 until a step sets it.
+
+    Raises ``MantissaError`` where torchao or what compiles its update is missing, and where no tensor would be 8-bit.
+    """
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError:
+        raise MantissaError(_MISSING) from None
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if not any(map(_whole_blocks, parameters)):
+        raise MantissaError(
+            f"optimizer.moments=8bit does nothing here: of the {len(parameters)} tensors that train, none has "
+            f"{SMALLEST} values or more in whole blocks of {BLOCK}; set optimizer.moments=fp32"
+        )
+    _check_compiler(parameters[0].device)
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=0.0, betas=betas, eps=eps, block_size=BLOCK)
+    return optimizer
+
+
+def _check_compiler(device: torch.device) -> None:
+    """torch.compile would otherwise find out in the first step, after a batch was sampled."""
+    if device.type == "cpu":
+        compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+        found = shutil.which(compiler) is not None
+        what = f"a C++ compiler, and {compiler} is not there; install it, set CXX"
+    else:
+        found = importlib.util.find_spec("triton") is not None
+        what = "triton, which is not installed; install it"
+    if not found:
+        raise MantissaError(
+            f"optimizer.moments=8bit: torchao compiles its update, which on {device.type} takes {what}, or set "
+            "optimizer.moments=fp32"
+        )
+
+
+def _whole_blocks(parameter: nn.Parameter) -> bool:
+    """The library's own rule for what becomes 8-bit."""
+    return parameter.numel() >= SMALLEST and parameter.numel() % BLOCK == 0
+
+
+def is_eight_bit(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is torchao's optimiser; nothing is one before its library was imported."""
+    library = sys.modules.get("torchao.optim")
+    return library is not None and isinstance(optimizer, library.AdamW8bit)
+
+
+def described(optimizer: torch.optim.Optimizer) -> str | None:
+    """One line: how many values have 8-bit moments and why the others have not; None where all moments are fp32."""
+    if not is_eight_bit(optimizer):
+        return None
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    whole = [parameter for parameter in parameters if _whole_blocks(parameter)]
+    values, total = sum(p.numel() for p in whole), sum(p.numel() for p in parameters)
+    text = f"{values:,} of {total:,} values ({len(whole)} of {len(parameters)} tensors), in blocks of {BLOCK}"
+    if values < total:
+        text += f"; the others, below {SMALLEST:,} values or not whole blocks, stay fp32"
+    return text
+
+
+def flattened(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """One parameter's optimiser state as plain tensors: an 8-bit field as ``<field>.codes``, ``.scale``, ``.qmap``."""
+    plain: dict[str, Tensor] = {}
+    for field, value in state.items():
+        if hasattr(value, "codes"):
+            plain |= {f"{field}.{inner}": getattr(value, inner) for inner in _INNER}
+        else:
+            plain[field] = torch.as_tensor(value)
+    return plain
+
+
+def restored(
+    optimizer: torch.optim.Optimizer, name: str, parameter: nn.Parameter, plain: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The inverse of ``flattened``, bit for bit, on the parameter's device, and sharded as the parameter is.
+
+    ``MantissaError`` where the tensors hold fp32 moments and the optimiser would make 8-bit ones, or the reverse.
+    """
+    _check_state(name, parameter, plain)
+    ours = is_eight_bit(optimizer) and _whole_blocks(parameter)
+    theirs = any("." in field for field in plain)
+    if ours != theirs:
+        kinds: tuple[Moments, Moments] = ("fp32", "8bit")
+        raise MantissaError(
+            f"checkpoint's moments of {name} are {kinds[theirs]}, this run's are {kinds[ours]}; set "
+            f"optimizer.moments={kinds[theirs]}, or start a new run with model.path set to that run's folder"
+        )
+    counted_there = is_eight_bit(optimizer)  # the library counts steps on the host, fused AdamW beside the moments
+    state: dict[str, Tensor] = {}
+    for key, value in plain.items():
+        field, _, inner = key.partition(".")
+        if value.dim() and is_dtensor(parameter):  # fp32: a slice has no blocks of its own
+            state[field] = shard_like(value, parameter.detach())
+        elif inner in ("", "codes"):
+            device = torch.device("cpu") if field == "step" and counted_there else parameter.device
+            state[field] = _eight_bit(plain, field, device) if inner else value.to(device, copy=True)
+    return state
+
+
+def _check_state(name: str, parameter: nn.Parameter, plain: Mapping[str, Tensor]) -> None:
+    """AdamW's three fields, whole, finite, of the parameter's shape (a fused step reads past the end of others)."""
+    fields = {"step": torch.Size(()), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+    if {key.partition(".")[0] for key in plain} != fields.keys():
+        raise MantissaError(f"checkpoint's moments of {name} are {', '.join(plain)}; expected {', '.join(fields)}")
+    for key, value in plain.items():
+        field, _, inner = key.partition(".")
+        shape = {"scale": torch.Size((parameter.numel() // BLOCK,)), "qmap": torch.Size((256,))}.get(inner)
+        dtype = torch.uint8 if inner == "codes" else torch.float32
+        check_tensor(f"checkpoint's {key} of {name}", value, shape or fields[field], dtype)
+        if (field == "step" or (field == "exp_avg_sq" and inner != "codes")) and bool((value < 0).any()):
+            raise MantissaError(f"checkpoint's {key} of {name} has values below 0; it is broken")
+
+
+def _eight_bit(plain: Mapping[str, Tensor], field: str, device: torch.device) -> Tensor:
+    """One moment from its parts; the map is the checkpoint's own, so codes mean what they meant."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    codes, scale, qmap = (plain[f"{field}.{inner}"].to(device, copy=True) for inner in _INNER)
+    moment: Tensor = OptimState8bit(codes, scale, qmap, bool((qmap < 0).any()), dtype=torch.float32)
+    return moment

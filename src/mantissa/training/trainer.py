@@ -37,23 +37,23 @@ from torch import Tensor, nn
 from mantissa.errors import MantissaError
 from mantissa.kernels import autocast_for, probe_autocast
 from mantissa.precision import FP32
-from mantissa.training import trainer_file, trainer_state
+from mantissa.training import trainer_state
 from mantissa.training.checks import (
+    anomaly,
     check_loss,
     check_options,
     check_place,
     device_of,
+    first_nonfinite,
+    flush_probe,
     named_parameters,
     precision_line,
     resolved_role,
 )
-from mantissa.training.clipping import adaptive_clip_
-from mantissa.training.diagnosis import anomaly, first_nonfinite
 from mantissa.training.distributed import Ranks, forget_unsent, is_fsdp, synchronising, until_all_end, unwrapped
-from mantissa.training.flush import flush_probe
 from mantissa.training.guard_config import GuardConfig
 from mantissa.training.scaler import LossScaler, ScalerConfig, scaler_for
-from mantissa.training.step import Backward, OptimizerStep, StepOutcome
+from mantissa.training.step import Backward, OptimizerStep, StepOutcome, adaptive_clip_
 from mantissa.training.trainer_state import OpenWindow
 from mantissa.training.watch import watch_for
 from mantissa.training.window import Keeper, LossFunction, Micro, mean_loss
@@ -287,7 +287,7 @@ class PrecisionTrainer:
         failure: MantissaError | None = None
         if self.ranks.rank == 0:
             try:
-                trainer_file.write(path, state)
+                trainer_state.write(path, state)
             except MantissaError as error:
                 failure = error
         if self.ranks.max_of(0.0 if failure is None else 1.0) > 0:  # no rank waits for a file that will not come
@@ -300,7 +300,7 @@ class PrecisionTrainer:
         ``or_previous``: where the file is missing or damaged, take the one before it, and say so. Otherwise, and where
         it does not fit the model, ``MantissaError``, with nothing changed. Collective, as ``save_checkpoint``.
         """
-        state = trainer_file.read(path, or_previous)
+        state = trainer_state.read(path, or_previous)
         if state["problem"] is not None:
             self.say(f"checkpoint: {state['problem']}; going on from {state['read_from']}")
         if self._watch is not None:

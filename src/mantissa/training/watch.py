@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from mantissa.errors import MantissaError
 from mantissa.jsonl import JsonLines, Row
-from mantissa.training import trainer_file, trainer_state
-from mantissa.training.guard import Decision, Guard, severity
+from mantissa.training import trainer_state
+from mantissa.training.guard import Decision, Guard, Judge, severity
 from mantissa.training.guard_config import GuardConfig
-from mantissa.training.guard_log import Judge
 from mantissa.training.step import StepOutcome
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ class Watch:
     def _fall_back(self, decision: Decision | None) -> None:
         trainer = self._trainer
         assert self._config is not None
-        state = trainer_file.read(self.good_path, or_previous=True)
+        state = trainer_state.read(self.good_path, or_previous=True)
         trainer_state.restore_learning(trainer, state)
         trainer.use(self._config.to)
         trainer.say(

@@ -92,8 +92,8 @@ class Pair:
 def fp8_products() -> Iterator[None]:
     """vLLM's own kernels have none on a CPU, so Mantissa refuses one; these are lent to it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mantissa.rollout.vllm_start.EXTENSION", "vllm_fp8_worker.WithProducts")
-        patch.setattr("mantissa.rollout.vllm_fp8.device_problem", lambda device: None)
+        patch.setattr("mantissa.rollout.vllm.server.EXTENSION", "vllm_fp8_worker.WithProducts")
+        patch.setattr("mantissa.rollout.vllm.worker.device_problem", lambda device: None)
         yield
 
 

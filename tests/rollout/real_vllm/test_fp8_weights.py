@@ -126,7 +126,7 @@ def test_products_by_activations_in_half_are_refused(
     with pytest.raises(MantissaError, match=r"precision\.rollout=fp8 .* on a CPU vLLM leaves activations in half"):
         VllmEngine(start, rollout_kernels(resolved))
     monkeypatch.setenv("MANTISSA_TEST_HALF_PRODUCTS", "1")
-    monkeypatch.setattr("mantissa.rollout.vllm_start.EXTENSION", "vllm_fp8_worker.WithProducts")
-    monkeypatch.setattr("mantissa.rollout.vllm_fp8.device_problem", lambda device: None)
+    monkeypatch.setattr("mantissa.rollout.vllm.server.EXTENSION", "vllm_fp8_worker.WithProducts")
+    monkeypatch.setattr("mantissa.rollout.vllm.worker.device_problem", lambda device: None)
     with pytest.raises(MantissaError, match="runs with HalfProduct, which takes activations in half"):
         VllmEngine(dataclasses.replace(start), rollout_kernels(resolved))

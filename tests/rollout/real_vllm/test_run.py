@@ -55,8 +55,8 @@ def test_a_short_run_measures_the_gap_of_two_engines(precision: str, tmp_path: P
 
 def test_a_short_run_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the products lent to a CPU (``vllm_fp8_worker.py``): the learner in fp8 too, the codes its own."""
-    monkeypatch.setattr("mantissa.rollout.vllm_start.EXTENSION", "vllm_fp8_worker.WithProducts")
-    monkeypatch.setattr("mantissa.rollout.vllm_fp8.device_problem", lambda device: None)
+    monkeypatch.setattr("mantissa.rollout.vllm.server.EXTENSION", "vllm_fp8_worker.WithProducts")
+    monkeypatch.setattr("mantissa.rollout.vllm.worker.device_problem", lambda device: None)
     folder = tmp_path / "run"
     sizes = [f"model.fresh.{name}=128" for name in ("hidden_size", "head_dim", "intermediate_size")]
     rows = run_on_vllm(folder, "precision=fp8", *sizes)

@@ -1,0 +1,1 @@
+"""Kernels by which rollout and learner agree in every bit: on a CPU by probed calls, on CUDA by our own."""

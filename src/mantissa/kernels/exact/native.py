@@ -1,0 +1,207 @@
+"""Exact native kernels: on a GPU, the same bits for a token whether it is decoded or trained on.
+
+The forward of each operation is a kernel whose result for a row depends on that row, the weights and its own prefix
+alone (``kernels/triton`` says how); casts, gathers and the sum of two tensors
+are exact by IEEE and stay torch's. The backward may use any order, so it is the fast family's: torch's own products.
+
+Keys and values are rounded to the cache's format before they are attended to, in a whole sequence too; the gradient
+passes through unchanged.
+
+Interpreted on a CPU and compiled for sm_80 and sm_90; not yet run on a GPU.
+
+The probe behind ``kernels=exact`` on a GPU: does a row get the same bits wherever it stands, in this model's shapes?
+
+The Triton kernels have one way each, so nothing is chosen here: what differs is an error. As on a CPU a probe samples,
+and can refute a kernel but not prove it; so the loop compares every sampled token's log-prob as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mantissa.errors import MantissaError
+from mantissa.kernels.exact.plan import ModelShapes
+from mantissa.kernels.interface import Kernels
+from mantissa.kernels.native import NativeKernels
+from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_cached, round_to_format
+
+
+class ExactNativeKernels(NativeKernels):
+    """The operations in ``fmt`` on CUDA tensors, row-invariant. See ``Kernels`` for each one's contract.
+
+    ``kv_format``: the grid of the rollout's cache; None where it is ``fmt`` itself.
+    """
+
+    def __init__(
+        self,
+        fmt: NumberFormat,
+        logits_format: NumberFormat = FP32,
+        fp8: Fp8Policy | None = None,
+        kv_format: NumberFormat | None = None,
+    ) -> None:
+        super().__init__(fmt, logits_format, fp8)
+        self.kv_format = kv_format or fmt
+
+    def linear(
+        self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
+    ) -> Tensor:
+        if self._in_fp8(layer):
+            return super().linear(x_NE, weight_FE, bias_F, layer)  # row-invariant in the fast family too
+        assert isinstance(weight_FE, Tensor)  # only what the policy names is kept as codes
+        bias = None if bias_F is None else self.weight(bias_F)
+        return _Linear.apply(x_NE, self.weight(weight_FE), bias, self.dtype)
+
+    def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
+        logits = _Linear.apply(x_NE, self.weight(weight_VE), None, torch.float32)
+        return round_to_format(logits, self.logits_format)
+
+    def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
+        from mantissa.kernels.triton.rows import token_logprob  # torch's sums depend on how a row of odd length lies
+
+        return token_logprob(logits_NV, tokens_N, temperature)
+
+    def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        from mantissa.kernels.triton.rows import RMSNorm
+
+        return RMSNorm.apply(x_NE, self.weight(weight_E), eps)
+
+    def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
+        from mantissa.kernels.triton.rows import SwiGLU
+
+        return SwiGLU.apply(gate_NE, up_NE)
+
+    def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+        from mantissa.kernels.triton.rows import Rotate
+
+        return Rotate.apply(x_BHTD, cos_BTD, sin_BTD)
+
+    def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
+        from mantissa.kernels.triton.attention import CausalInvariantAttention
+
+        k_BKTD, v_BKTD = (_AsCached.apply(x, self.kv_format) for x in (k_BKTD, v_BKTD))
+        return CausalInvariantAttention.apply(q_BHTD, k_BKTD, v_BKTD, super().causal_attention)
+
+    def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
+        from mantissa.kernels.triton.attention import attention
+
+        k_BKSD, v_BKSD = k_BKSD.to(self.dtype), v_BKSD.to(self.dtype)  # exact: a cache holds values of the format
+        return attention(q_BHD.unsqueeze(2), k_BKSD, v_BKSD, length_B - 1).squeeze(2)
+
+
+class _AsCached(torch.autograd.Function):
+    """What a cache in ``fmt`` would hold of keys or values; the gradient passes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: NumberFormat) -> Tensor:
+        return round_cached(x, fmt)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Linear(torch.autograd.Function):
+    """x @ w^T + b by the row-invariant product; its gradients by torch's, with operands in the dtype of ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        from mantissa.kernels.triton.products import matmul
+
+        ctx.save_for_backward(x, weight)
+        out = matmul(x.reshape(-1, x.shape[-1]), weight, bias, out_dtype)
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].to(x.dtype)  # the logits' gradient is fp32
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        grad_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias, None
+
+
+_COUNTS = (1, 2, 3, 5, 16, 17, 33, 129, 300)  # rows
+_VALUES = 1 << 28  # that a product may give: 1 GiB of fp32 logits
+_LONGEST = 1100  # positions of a sequence: more than two chunks of keys
+
+
+def check_invariance(kernels: Kernels, shapes: ModelShapes, device: torch.device | str) -> str:
+    """Compare each row among few with the same row among many, bit by bit; returns what was compared.
+
+    Products, norms, SwiGLU, the log-prob, and attention, of whole sequences against a cache. ``MantissaError`` names
+    the first that differs.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(kernels.dtype)
+
+    compared = []
+    with torch.no_grad():
+        for name, width, most, work in _operations(kernels, shapes, drawn, generator):
+            x = drawn(most, width)
+            whole = work(x, 0)
+            for count in (*(n for n in _COUNTS if n < most), most):
+                for start in {0, min(3, most - count)}:
+                    if not torch.equal(work(x[start : start + count], start), whole[start : start + count]):
+                        raise _refuted(f"{name} gives a row other bits among {count} rows than among {most}", kernels)
+            compared.append(name)
+        compared.append(_attention(kernels, shapes, drawn))
+    return "row-invariant: " + ", ".join(compared)
+
+
+Work = Callable[[Tensor, int], Tensor]  # rows, and the place of the first among all
+
+
+def _operations(
+    kernels: Kernels, shapes: ModelShapes, drawn: Callable[..., Tensor], generator: torch.Generator
+) -> Iterator[tuple[str, int, int, Work]]:
+    """What is computed row by row: its name, a row's width, how many rows there are at most, and how."""
+    few = _COUNTS[-1]
+    for (outputs, inputs), names in shapes.sizes.items():
+        weight = drawn(outputs, inputs)
+        multiply = kernels.logits if outputs == shapes.vocabulary else kernels.linear
+        most = max(few, min(shapes.rows, _VALUES // outputs))
+        yield f"{names} {inputs}x{outputs}", inputs, most, lambda x, _, f=multiply, w=weight: f(x, w)  # type: ignore[misc]
+    widths = sorted({inputs for _, inputs, _ in shapes.products} | {shapes.head_dim})
+    for width in widths:
+        scale = drawn(width)
+        yield f"rms_norm {width}", width, few, lambda x, _, w=scale: kernels.rms_norm(x, w, 1e-6)  # type: ignore[misc]
+    yield f"swiglu {widths[-1]}", widths[-1], few, lambda x, _: kernels.swiglu(x * 8, x)
+    words, device = shapes.vocabulary, generator.device
+    tokens = torch.randint(0, words, (few,), generator=generator, device=device)
+    yield (
+        f"token_logprob {words}",
+        words,
+        few,
+        lambda x, start: kernels.token_logprob(x.float() * 4, tokens[start : start + len(x)], 0.7),
+    )
+
+
+def _attention(kernels: Kernels, shapes: ModelShapes, drawn: Callable[..., Tensor]) -> str:
+    length, size = min(shapes.length, _LONGEST), shapes.head_dim
+    q, k, v = (drawn(3, heads, length, size) for heads in (shapes.heads, shapes.kv_heads, shapes.kv_heads))
+    whole = kernels.causal_attention(q, k, v)
+    for kept in {1, min(65, length), length - 1} - {0}:
+        few = kernels.causal_attention(*(x[1:2, :, :kept] for x in (q, k, v)))
+        if not torch.equal(few, whole[1:2, :, :kept]):
+            raise _refuted(f"attention gives {kept} positions of one sequence other bits than of three", kernels)
+    for at in sorted({n - 1 for n in (1, 2, 64, 65, 129, 512, 513, 700, length) if n <= length}):
+        keys, values = (torch.cat((x[:, :, : at + 1], drawn(3, x.shape[1], 70, size)), 2) for x in (k, v))
+        lengths = torch.full((3,), at + 1, device=q.device)
+        if not torch.equal(kernels.cached_attention(q[:, :, at], keys, values, lengths), whole[:, :, at]):
+            raise _refuted(f"attention gives position {at} other bits from a cache than in its sequence", kernels)
+    return f"attention of 1 to {length} positions"
+
+
+def _refuted(what: str, kernels: Kernels) -> MantissaError:
+    return MantissaError(
+        f"precision.kernels=exact: on this GPU {what}, in {kernels.format}; choose kernels=fast, or another build of "
+        "Triton"
+    )

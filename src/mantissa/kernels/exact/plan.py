@@ -1,0 +1,194 @@
+"""What the exact family needs to know: a model's shapes, and for each the calls of a library that this machine allows.
+
+A product's row is the same whatever rows stand beside it only if the library adds its terms in one order for every
+number of rows. None promises that, and most break it somewhere: few rows go to a matrix-vector routine, threads split
+rows so that some get only a few, long sums are cut where the shape suggests. And no sample of row counts can prove it:
+a library that adds alike for 1 to 36 rows has been seen to add otherwise for 64 and for 192.
+
+So the number of rows of a call is not left to the caller. Every product is cut into *tiles* whose sizes come from a
+short list, the last one filled up with zeros; what a run can meet is then finite, and all of it is tried before the run
+begins: each size against one reference size, every row, every column, the number of threads in use. A size that gives
+other bits is left out of the list. What remains assumed is that a library's order depends on a call's shape and number
+of threads alone, and not on the numbers or where they lie in memory (two places are tried).
+
+- ``tiles``: the sizes that agree, of 16, 32, 48, 64, 96, ... rows;
+- ``one tile``: one size only, so that the library never sees another shape: what a run falls back to once;
+- ``fp64``: tiles of sums in float64, rounded to fp32 once. Of half operands they are so nearly exact that their order
+  does not reach the result; of fp32 operands it does about once in 2^29 roundings, which is why it comes last.
+
+Attention is cut likewise: so many heads a call, so many queries, keys in blocks (``attention.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from mantissa.errors import MantissaError
+
+Way = Literal["tiles", "one tile", "fp64"]
+WAYS: tuple[Way, ...] = ("tiles", "one tile", "fp64")  # from the fastest to the safest
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """The shapes that a decoder's operations have.
+
+    ``products``: name, features in and features out of each matrix. ``heads``, ``kv_heads``, ``head_dim``: of the
+    attention. ``vocabulary``: logits of a position. ``length``: positions of the longest sequence. ``rows``: the most
+    positions that one product may have at a time (a micro-batch of the learner, the slots of a rollout).
+    """
+
+    products: tuple[tuple[str, int, int], ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    length: int = 256
+    rows: int = 4096
+
+    @staticmethod
+    def of(
+        weights: Mapping[str, Tensor], heads: int, kv_heads: int, head_dim: int, length: int = 256, rows: int = 4096
+    ) -> ModelShapes:
+        """From a decoder's parameters by name (the meta device will do): each matrix, and the head, tied or not."""
+        products = []
+        for name, weight in weights.items():
+            if weight.dim() == 2 and ".lora_" not in name:  # adapters are merged before any kernel sees them
+                layer = "lm_head (tied)" if "embed_tokens" in name else name.removesuffix(".weight")
+                products.append((layer, weight.shape[1], weight.shape[0]))
+        if any(name == "lm_head" for name, _, _ in products):
+            products = [product for product in products if product[0] != "lm_head (tied)"]
+        vocabulary = next(outputs for name, _, outputs in products if name.startswith("lm_head"))
+        return ModelShapes(tuple(products), heads, kv_heads, head_dim, vocabulary, length, rows)
+
+    @property
+    def sizes(self) -> dict[tuple[int, ...], str]:
+        """Names of the distinct products, by (features out, features in), which is their weight's shape."""
+        names: dict[tuple[int, ...], list[str]] = {}
+        for name, inputs, outputs in self.products:
+            short = name.rsplit(".", 1)[-1]
+            known = names.setdefault((outputs, inputs), [])
+            if short not in known:
+                known.append(short)
+        return {size: ", ".join(known) for size, known in names.items()}
+
+
+@functools.lru_cache(maxsize=4096)
+def pieces(count: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    """``count`` rows as tiles of the ``sizes`` (ascending): start, stop, size of each; the last may not be full."""
+    parts, start = [], 0
+    while start < count:
+        left = count - start
+        fits = [size for size in sizes if size <= left]
+        above = [size for size in sizes if size >= left]
+        # A pass over the weights costs as much as some 16 rows, so a few empty rows are cheaper than one more call;
+        # where the sizes begin at 1 (heads, whose operands would be copied) nothing is ever filled up.
+        fill = sizes[0] > 1 and left <= 64 and above and above[0] - left <= 16
+        size = above[0] if fill or not fits else fits[-1]
+        parts.append((start, min(start + size, count), size))
+        start += size
+    return tuple(parts)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a product is computed: the ``sizes`` of its tiles in rows, ascending, and why these and no others.
+
+    ``onednn``: by oneDNN's product instead of the one behind ``torch.mm``.
+    """
+
+    way: Way
+    sizes: tuple[int, ...]
+    why: str = "not probed"
+    onednn: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.way} of {_listed(self.sizes)} rows{' by oneDNN' if self.onednn else ''}"
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """How attention is computed.
+
+    ``heads``: how many (sequence, key head) pairs a call may hold, ascending. ``rows``: a decode step's queries of one
+    key head are filled up to a multiple of it. ``positions``: of queries that training takes at a time. ``keys``: a
+    number of keys is rounded up to a multiple of it.
+    """
+
+    way: Way
+    heads: tuple[int, ...]
+    rows: int
+    positions: tuple[int, ...]
+    keys: int
+    why: str = "not probed"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.way} of {_listed(self.heads)} heads, {_listed(self.positions)} positions or decode rows by "
+            f"{self.rows}, keys by {self.keys}"
+        )
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+
+
+@dataclass(frozen=True)
+class ExactPlan:
+    """The calls that hold on this machine: ``products`` by the shape of the weight, ``attention``, and the evidence.
+
+    ``names``: of the products. ``checked``: what else was found to be row-invariant, and over what. ``threads``: the
+    numbers of threads that it holds for; none given: any. ``length``: keys that one query may see; 0: any number.
+    """
+
+    products: Mapping[tuple[int, ...], Choice]
+    attention: AttentionChoice
+    names: Mapping[tuple[int, ...], str] = dataclasses.field(default_factory=dict)
+    checked: str = ""
+    threads: tuple[int, ...] = ()
+    length: int = 0
+
+    @property
+    def way(self) -> Way:
+        """The fastest way in it: a plan can be made safer as long as this is not ``fp64``."""
+        return min((self.attention.way, *(choice.way for choice in self.products.values())), key=WAYS.index)
+
+    def check_threads(self, threads: int) -> None:
+        """``MantissaError`` where torch's number of threads is one that was not tried."""
+        if self.threads and threads not in self.threads:
+            raise MantissaError(
+                f"precision.kernels=exact: the kernels were proven for {' and '.join(map(str, self.threads))} threads, "
+                f"and torch now uses {threads}; set the number of threads before the run begins, and leave it"
+            )
+
+    def check_length(self, keys: int) -> None:
+        """``MantissaError`` where more keys are attended to than a softmax was tried with."""
+        if self.length and keys > self.length:
+            raise MantissaError(
+                f"precision.kernels=exact: the kernels were proven for sequences of {self.length} positions at most, "
+                f"and here are {keys}; this is a mistake of whoever planned them: please report it"
+            )
+
+    def product(self, size: tuple[int, ...]) -> Choice:
+        """The choice for a weight of this shape; ``ValueError`` where the plan was made for another model."""
+        choice = self.products.get(size)
+        if choice is None:
+            raise ValueError(f"the exact plan has no product of shape {tuple(size)}: it was made for another model")
+        return choice
+
+    def lines(self) -> list[str]:
+        """What was chosen, and why, for the screen: products that share both are one line."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for size, choice in self.products.items():
+            if size in self.names:
+                what = f"{self.names[size]} {size[1]}x{size[0]}"
+                groups.setdefault((str(choice), choice.why), []).append(what)
+        lines = [f"products {'; '.join(names)}: {choice}: {why}" for (choice, why), names in groups.items()]
+        lines.append(f"attention: {self.attention}: {self.attention.why}")
+        return [*lines, self.checked] if self.checked else lines

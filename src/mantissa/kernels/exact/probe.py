@@ -1,0 +1,362 @@
+"""The probe behind ``kernels=exact`` on a CPU: which calls of the library give a row the same bits wherever it stands.
+
+Nothing is taken from a table of processors or libraries. Products and attention are made of a few shapes of calls
+(``plan.py``), and here each of them is tried on the model's own sizes, on full fp32 significands (values on a
+half grid would hide differences): one size is the reference, in which a row must be the same at every place, and every
+other must give all its rows the reference's bits, with the number of threads in use, at two places in memory. A shape
+that does not is not used. What has no second way (norms, SwiGLU, softmax, rotation) must pass.
+
+Whether one thread gives these very bits too is tried as well: where it does, the plan holds for both numbers.
+
+The numbers are random: two orders of a sum that agree on all of some thousand sums are taken to be one. So the loop
+compares every sampled token's log-prob as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mantissa.errors import MantissaError
+from mantissa.kernels import probe as probes
+from mantissa.kernels.exact.attention import BLOCK, KEYS, ExactAttention, batched, cached, causal, product
+from mantissa.kernels.exact.kernels import ExactKernels
+from mantissa.kernels.exact.plan import WAYS, AttentionChoice, Choice, ExactPlan, ModelShapes, Way
+from mantissa.kernels.products import packable, packed
+from mantissa.precision import FP32, ResolvedRole
+
+_TILES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+_OPERATIONS = 8e9  # floating-point operations of the largest tile: larger ones are hardly faster
+_ENOUGH = 48  # rows of a tile that is large enough not to give up the small ones for larger: few rows are dear in it
+_SMALL: tuple[int, ...] = (8, 8)  # the products by which ``probe`` proves a format; fp8 has its own
+
+
+def plan_exact(
+    shapes: ModelShapes, role: ResolvedRole, device: torch.device | str, only: Way | None = None
+) -> ExactPlan:
+    """Probe this machine over ``shapes`` and choose. ``only`` asks for one way and no faster one.
+
+    Torch's number of threads is restored. ``MantissaError`` where not even the last way gives equal rows.
+    """
+    device = torch.device(device)
+    if device.type != "cpu" or not role.exact:
+        raise ValueError(f"plan_exact is for an exact role on a CPU, not for {role.kernels} {role.role} on {device}")
+    if only is not None and only not in WAYS:
+        raise ValueError(f"only={only!r}: expected one of {', '.join(WAYS)}")
+    started = time.perf_counter()
+    generator = torch.Generator().manual_seed(0)
+    sizes = {**shapes.sizes, _SMALL: "", **({} if role.fp8 is None else {probes.WEIGHT: ""})}
+    ways = WAYS if only is None else (only,)
+    present, agree = torch.get_num_threads(), True
+    with torch.no_grad():
+        products: dict[tuple[int, ...], Choice] = {}
+        for size, names in sizes.items():
+            probed = _Product(size, shapes.rows, generator)
+            products[size] = probed.choose(f"the product {names} {size[1]}x{size[0]}", ways, role)
+            if present > 1:
+                with _threads(1):
+                    agree = agree and probed.holds(products[size])
+        heads = _Attention(shapes, generator)
+        attention = heads.choose(ways, role)
+        if present > 1:
+            with _threads(1):
+                agree = agree and heads.holds(attention)
+        threads = tuple(sorted({1, present})) if agree else (present,)
+        length = -(-shapes.length // BLOCK) * BLOCK  # attention rounds a number of keys up to a block at most
+        plan = ExactPlan(products, attention, shapes.sizes, "", threads, length)
+        checked = _check_rest(shapes, ExactKernels(FP32, plan), role, generator)
+    numbers = " and ".join(str(n) for n in threads)
+    seconds = time.perf_counter() - started
+    checked = f"row-invariant too: {checked}; {numbers} threads; probed in {seconds:.1f} s"
+    return dataclasses.replace(plan, checked=checked)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _none_holds(what: str, failures: list[str], role: ResolvedRole) -> MantissaError:
+    return MantissaError(
+        f"precision.kernels=exact: on this CPU no way of computing {what} gives a row the same bits wherever it "
+        f"stands, in {role.active} ({'; '.join(failures)}); choose kernels=fast, or another torch build"
+    )
+
+
+def _why(left_out: list[str]) -> str:
+    return f"all shapes tried agree but {', '.join(left_out)}" if left_out else "all shapes tried agree"
+
+
+class _Product:
+    """One product's tiles. Rows are drawn once; row r of the reference stands in no tile twice at the same place."""
+
+    def __init__(self, size: tuple[int, ...], rows: int, generator: torch.Generator) -> None:
+        outputs, inputs = size
+        self.sizes = [n for n in _TILES if n <= 64 or (n < 2 * rows and 2.0 * n * inputs * outputs <= _OPERATIONS)]
+        self.x_ME = torch.randn(self.sizes[-1] + 1, inputs, generator=generator)
+        shifted = torch.randn(outputs * inputs + 1, generator=generator)[1:].view(outputs, inputs)
+        aligned = shifted.clone()
+        # The row that a call begins with, and its weight: as it is, elsewhere in memory, and in oneDNN's own layout.
+        placed = ((0, aligned), (1, shifted))
+        self.calls = {False: placed, True: (*placed, (0, packed(aligned)))}
+        self.libraries = (True, False) if packable(size) else (False,)
+        self.reference_MF, self._reference = torch.empty(0), Choice("tiles", ())
+
+    def choose(self, what: str, ways: tuple[Way, ...], role: ResolvedRole) -> Choice:
+        failures: list[str] = []
+        for way in ways:
+            for onednn in self.libraries if way != "fp64" else (False,):
+                found: list[Choice] = []
+                for base in (16, 64) if way == "tiles" else (64,):
+                    if not found or found[0].sizes[-1] < _ENOUGH:
+                        found += self._from(Choice(way, (base,), onednn=onednn), failures)
+                if found:
+                    best = max(found, key=lambda choice: choice.sizes[-1])  # the first of equals: it serves few rows
+                    self._refer_to(dataclasses.replace(best, sizes=best.sizes[:1], why=""))
+                    return dataclasses.replace(best, why="; ".join([*failures, best.why]))
+        raise _none_holds(what, failures, role)
+
+    def _from(self, base: Choice, failures: list[str]) -> list[Choice]:
+        """The tiles that agree with those of ``base``; none where these do not agree among themselves."""
+        self._refer_to(dataclasses.replace(base, why=""))
+        if not self._agrees(base):
+            failures.append(f"{base} differ")
+            return []
+        if base.way != "tiles":
+            return [dataclasses.replace(base, why="a row is the same at every place")]
+        larger = [n for n in self.sizes if n > base.sizes[0]]
+        good = [n for n in larger if self._agrees(dataclasses.replace(base, sizes=(n,)))]
+        why = _why([str(n) for n in larger if n not in good])
+        return [dataclasses.replace(base, sizes=(*base.sizes, *good), why=why)]
+
+    def _refer_to(self, base: Choice) -> None:
+        if self._reference != base:
+            self._reference = base
+            self.reference_MF = product(self.x_ME, self.calls[base.onednn][0][1], base)
+
+    def holds(self, choice: Choice) -> bool:
+        """Whether the tiles of ``choice`` give the reference's bits here and now."""
+        return all(self._agrees(dataclasses.replace(choice, sizes=(size,))) for size in choice.sizes)
+
+    def _agrees(self, choice: Choice) -> bool:
+        """Tiles of one size, as the reference's stand and one row further on, with each weight.
+
+        A row that is the same one place further on, at every place, is the same at all places; and a weight in another
+        layout that gives each place the same row's bits gives them at all places too.
+        """
+        last = len(self.x_ME) - 1 - (len(self.x_ME) - 1) % choice.sizes[0]
+        for start, weight_FE in self.calls[choice.onednn]:
+            got_MF = product(self.x_ME[start : start + last], weight_FE, choice)
+            if not torch.equal(got_MF, self.reference_MF[start : start + last]):
+                return False
+        return True
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One shape of attention's two products: so many heads, query rows and keys."""
+
+    heads: int
+    rows: int
+    keys: int
+
+    def __str__(self) -> str:
+        return f"{self.heads} heads x {self.rows} queries x {self.keys} keys"
+
+
+class _Attention:
+    """The calls of attention: each (heads, rows, keys) against (16 heads, 16 positions, a whole block).
+
+    Legend: N heads of a call, M query rows, P rows drawn, U heads drawn.
+    """
+
+    def __init__(self, shapes: ModelShapes, generator: torch.Generator) -> None:
+        self.shapes, self.group = shapes, shapes.heads // shapes.kv_heads
+        size, most = shapes.head_dim, 32 * self.group
+        self.sizes = [n for n in _HEADS if n <= 16 or 2.0 * n * most * BLOCK * size <= 1.25e8]
+        self.q_UPD = torch.randn(4, most, size, generator=generator)
+        # A block of a longer cache, as it is met: the keys before it are others'.
+        self.k_USD, self.v_USD = torch.randn(2, 4, KEYS + BLOCK, size, generator=generator)[:, :, KEYS:]
+        p_UPS = torch.rand(4, most, BLOCK + KEYS, generator=generator)  # rows of a longer matrix, as they are met
+        seen = torch.rand(4, most, 1, generator=generator)
+        # By the number of keys of a call: rows that see some of them, and the rest of a block as zeros.
+        self.p_UPS = {
+            keys: p_UPS.masked_fill(torch.arange(BLOCK + KEYS) >= (keys * seen).ceil().clamp(min=1), 0.0)
+            for keys in range(KEYS, BLOCK + 1, KEYS)
+        }
+        self.scores_UPS, self.values_UPD = torch.empty(0), dict[int, Tensor]()
+
+    def choose(self, ways: tuple[Way, ...], role: ResolvedRole) -> AttentionChoice:
+        failures: list[str] = []
+        for way in ways:
+            choice = self._tiles() if way == "tiles" else self._only(way)
+            if choice is not None and (difference := self._together(choice)):
+                failures.append(f"{way} differ at {difference}")
+                choice = None
+            elif choice is None:
+                failures.append(f"{way} differ")
+            if choice is not None:
+                why = "; ".join([*failures, choice.why])
+                return AttentionChoice(way, choice.heads, choice.rows, choice.positions, choice.keys, why)
+        raise _none_holds("attention", failures, role)
+
+    def holds(self, choice: AttentionChoice) -> bool:
+        """Whether the calls of ``choice`` give the reference's bits here and now."""
+        calls = self._calls(choice.heads, choice.rows, choice.positions, choice.keys)
+        return all(self._agrees(choice.way, call) for call in calls) and not self._together(choice)
+
+    def _only(self, way: Way) -> AttentionChoice | None:
+        """Calls of one shape: 16 heads, the queries of 16 positions, a whole block of keys."""
+        self._refer_to(way)
+        if not self._agrees(way, _Call(16, 16 * self.group, BLOCK)):
+            return None
+        return AttentionChoice(way, (16,), 16 * self.group, (16,), BLOCK, "a row is the same at every place")
+
+    def _tiles(self) -> AttentionChoice | None:
+        """The shapes that agree, leaving out first what costs least to do without."""
+        self._refer_to("tiles")
+        if not self._agrees("tiles", _Call(16, 16 * self.group, BLOCK)):
+            return None
+        out: list[str] = []
+
+        def good(call: _Call) -> bool:
+            agrees = self._agrees("tiles", call)
+            if not agrees:
+                out.append(str(call))
+            return agrees
+
+        heads = tuple(n for n in self.sizes if good(_Call(n, 16 * self.group, BLOCK)))
+        wide = all(good(_Call(n, 32 * self.group, BLOCK)) for n in heads)
+        positions = (16, 32) if wide else (16,)
+        short = all(good(call) for call in self._calls(heads, None, positions, KEYS))
+        keys = KEYS if short else BLOCK
+        for rows in (4, 16, 16 * self.group):
+            if all(good(call) for call in self._calls(heads, rows, (), keys)):
+                return AttentionChoice("tiles", heads, rows, positions, keys, _why(out))
+        return None
+
+    def _calls(
+        self, heads: tuple[int, ...], rows: int | None, positions: tuple[int, ...], keys: int
+    ) -> Iterator[_Call]:
+        """Every call that attention with these numbers can make."""
+        queries = [self.group * n for n in positions]
+        if rows is not None:
+            queries.append(-(-self.group // rows) * rows)
+        for count in heads:
+            for query in queries:
+                yield from (_Call(count, query, n) for n in range(keys, BLOCK + 1, keys))
+
+    def _drawn(self, call: _Call) -> tuple[Tensor, Tensor]:
+        """Which head and which of its rows stand where in a call: N, and N by M, every head's rows at other places."""
+        head_N = torch.arange(call.heads) % 4
+        row_NM = (torch.arange(call.rows) + 7 * torch.arange(call.heads).unsqueeze(1)) % self.q_UPD.shape[1]
+        return head_N, row_NM
+
+    def _refer_to(self, way: Way) -> None:
+        """What every row gives in the reference's calls: 16 heads, the queries of 16 positions, a whole block."""
+
+        def whole(x_UPE: Tensor, y_UEF: Tensor) -> Tensor:
+            y = y_UEF.repeat(4, 1, 1)
+            parts = [batched(x.repeat(4, 1, 1), y, _alone(way, 16))[:4] for x in x_UPE.split(16 * self.group, 1)]
+            return torch.cat(parts, 1)
+
+        self.scores_UPS = whole(self.q_UPD, self.k_USD.transpose(1, 2))
+        self.values_UPD = {keys: whole(p_UPS[:, :, :BLOCK], self.v_USD) for keys, p_UPS in self.p_UPS.items()}
+
+    def _agrees(self, way: Way, call: _Call) -> bool:
+        """Whether a call gives the reference's scores and values, in every bit."""
+        choice, (head_N, row_NM) = _alone(way, call.heads), self._drawn(call)
+        at, keys = (head_N.unsqueeze(1), row_NM), slice(call.keys)
+        scores = batched(self.q_UPD[at], self.k_USD[head_N][:, keys].transpose(1, 2), choice)
+        if not torch.equal(scores, self.scores_UPS[at][:, :, keys]):
+            return False
+        return torch.equal(
+            batched(self.p_UPS[call.keys][at][:, :, keys], self.v_USD[head_N][:, keys], choice),
+            self.values_UPD[call.keys][at],
+        )
+
+    def _together(self, choice: AttentionChoice) -> str:
+        """The parts as one: some rows of whole passes against a chunk's and a cache's; "" where they agree."""
+        kv_heads, size = min(self.shapes.kv_heads, 4), self.shapes.head_dim
+        generator = torch.Generator().manual_seed(1)
+        for length in sorted({min(n, self.shapes.length) for n in (40, 200, 520)}):
+            q = torch.randn(2, kv_heads * self.group, length, size, generator=generator)
+            k, v = torch.randn(2, 2, kv_heads, length, size, generator=generator)
+            whole = ExactAttention.apply(q, k, v, FP32, FP32, choice)
+            half = length // 2
+            if not torch.equal(causal(q[:, :, half:], k, v, FP32, choice), whole[:, :, half:]):
+                return f"a chunk of {length} positions"
+            for position in {0, 15 % length, half, length - 1}:
+                room = -(-(position + 1) // KEYS) * KEYS + KEYS
+                cache = torch.randn(2, 2, kv_heads, room, size, generator=generator)
+                cache[0, :, :, : position + 1], cache[1, :, :, : position + 1] = (
+                    x[:, :, : position + 1] for x in (k, v)
+                )
+                got = cached(q[:, :, position], cache[0], cache[1], torch.full((2,), position + 1), FP32, choice)
+                if not torch.equal(got, whole[:, :, position]):
+                    return f"decode at position {position}"
+        return ""
+
+
+def _alone(way: Way, heads: int) -> AttentionChoice:
+    return AttentionChoice(way, (heads,), 16, (16,), KEYS)
+
+
+def _check_rest(shapes: ModelShapes, kernels: ExactKernels, role: ResolvedRole, generator: torch.Generator) -> str:
+    """Everything that has one way only: each row alone, and among others, must be the same."""
+    widths = sorted({inputs for _, inputs, _ in shapes.products} | {shapes.head_dim})
+    checks: list[tuple[str, int, Callable[[Tensor], Tensor]]] = []
+    for width in widths:
+        weight = torch.randn(width, generator=generator)
+        checks.append((f"rms_norm {width}", width, lambda x, w=weight: kernels.rms_norm(x, w, 1e-6)))  # type: ignore[misc]
+    wide = max(widths)
+    checks.append((f"swiglu {wide}", wide, lambda x: kernels.swiglu(x * 8, x)))
+    checks.append((f"softmax {shapes.vocabulary}", shapes.vocabulary, lambda x: torch.softmax(x * 4, -1)))
+    first = torch.zeros(1, dtype=torch.int64)
+    checks.append(
+        (
+            f"log_softmax {shapes.vocabulary}",
+            shapes.vocabulary,
+            lambda x: kernels.token_logprob(x * 4, first.expand(len(x))),
+        )
+    )
+    half = shapes.head_dim // 2
+    checks.append((f"rotation {half}", half, lambda x: torch.cat(((x * 999).cos(), (x * 999).sin()), -1)))
+    for name, width, function in checks:
+        most = max(5, min(517, 2_000_000 // width))
+        x = torch.randn(most, width, generator=generator)
+        expected = function(x)
+        for threads in sorted({1, torch.get_num_threads()}):
+            for count in (n for n in (1, 2, 3, 5, 16, 17, 33, 129, most) if n <= most):
+                for start in {0, min(3, most - count)}:
+                    with _threads(threads):
+                        got = function(x[start : start + count])
+                    if not torch.equal(got, expected[start : start + count]):
+                        raise MantissaError(
+                            f"precision.kernels=exact: on this CPU {name} gives a row other bits among {count} rows "
+                            f"than among {most}, {threads} threads, and has no other way, in {role.active}; choose "
+                            "kernels=fast, or another torch build"
+                        )
+    scores = torch.randn(3, kernels.plan.length, generator=generator) * 4
+    seen = torch.rand(3, 1, generator=generator)
+    for keys in range(2 * KEYS, kernels.plan.length + 1, KEYS):
+        # What a row does not see changes nothing: with the last keys unseen, as without them; and so on from there.
+        part = scores[:, :keys].masked_fill(torch.arange(keys) >= (seen * (keys - KEYS)).ceil(), float("-inf"))
+        if not torch.equal(torch.softmax(part, -1)[:2, : keys - KEYS], torch.softmax(part[:2, : keys - KEYS], -1)):
+            raise MantissaError(
+                f"precision.kernels=exact: on this CPU softmax over {keys} keys gives other bits than over those of "
+                "them that are seen, and has no other way; choose kernels=fast, or another torch build"
+            )
+    return ", ".join([*(name for name, _, _ in checks), f"softmax of {KEYS} to {kernels.plan.length} keys"])

@@ -1,0 +1,1 @@
+"""The Triton kernels behind native fp8 and exact on CUDA."""

@@ -1,0 +1,1 @@
+"""vLLM as the rollout engine, in process or as a server."""

@@ -1,0 +1,294 @@
+"""vLLM as the rollout engine, held to what Mantissa's own engine promises.
+
+An engine written by others has kernels of its own, so its log-probs differ from the learner's by more than the rounding
+of a format: that difference is what the run's gap metrics then measure. What must *not* differ is checked and stops the
+run: the number format, the weights, the temperature, the distribution that log-probs are of.
+
+- Formats. vLLM computes in a dtype (fp32, bf16, fp16) and says afterwards which; a head in fp32 (half operands, fp32
+  logits) is asked for where the policy says ``logits: fp32``, vLLM's own default being half.
+- Log-probs. By default vLLM's are of the raw logits, before the temperature. Processed ones are asked for, and proven:
+  at temperature 2 the log-probs of two tokens must lie half as far apart as at 1.
+- Weights. The masters are rounded once, written to a folder, and loaded in place; then every tensor is read back from
+  the worker (``worker.py``) and compared by a hash of its bits. Keys and values of the old weights are dropped.
+- Whose they are. The worker keeps a mark of the weights it loaded last, which is looked at after every batch: a server
+  that was started again in between would otherwise go on with the weights it begins with.
+
+Of several processes each has a vLLM of its own, which it loads and checks itself; or all have one server, which the
+first of them loads and checks, while the others learn the mark and send their requests. See ``several.py``.
+
+How it is started and spoken to, here or as a server: ``server.py``, ``link.py``.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mantissa.errors import MantissaError
+from mantissa.kernels import Kernels
+from mantissa.model import CopiedPolicy
+from mantissa.rollout.generation import StopStrings
+from mantissa.rollout.sampling import stream_keys
+from mantissa.rollout.several import ONE_PROCESS, Processes, agreed
+from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams, check_requests
+from mantissa.rollout.vllm.link import LocalVllm, ServedVllm, VllmLink, VllmOutput
+from mantissa.rollout.vllm.server import VllmStart, dtype_name, sample_weights
+from mantissa.rollout.vllm.worker import CodeKernels
+
+LEAST_TEMPERATURE = 0.01  # below it vLLM samples at 0.01
+_NOT_FINITE = -9999.0  # what vLLM's server sends in the place of NaN and of anything below
+
+
+class VllmEngine:
+    """A ``RolloutEngine`` on vLLM. ``close`` ends its processes, or lets go of the server.
+
+    ``kernels`` hold the copy of the policy that is handed over (``copies``): their format is the engine's. ``start``:
+    what vLLM is asked to be. ``server``: the URL of one that ``mantissa serve`` started; None starts one here.
+    ``evidence``: what was seen of vLLM at the start, on weights made for that; ``release``: which vLLM it is.
+    ``processes``: those of the run, each of which has such an engine; making one and ``sync`` are collective.
+
+    A sample's draws depend on its prompt, its seed and its index. Its logits do not quite: vLLM's sums depend on the
+    batch, and two likely tokens may change places, so a run on vLLM repeats itself only nearly.
+    """
+
+    def __init__(
+        self,
+        start: VllmStart,
+        kernels: Kernels,
+        *,
+        server: str | None = None,
+        timeout_s: float = 3600.0,
+        decode_text: Callable[[Sequence[int]], str] | None = None,
+        processes: Processes = ONE_PROCESS,
+    ) -> None:
+        self.start, self.config = start, start.config
+        self._decode_text, self._processes = decode_text, processes
+        self.served = bool(server)
+        self._leads = processes.first or not self.served
+        if start.fp8 is not None and start.device.type == "cpu":  # where this package's hold values and no codes
+            kernels = CodeKernels(start.format, start.logits, start.fp8)
+        self._copies = CopiedPolicy(start.config, kernels, start.device, "sync")
+        self._version, self._mark, self._asleep, self.evidence, self.release = -1, "", False, "", ""
+        self.copied_version = -1  # of ``copies``; an engine asleep has it too
+        begun_with = sample_weights(self._copies.weights, start.fp8)
+
+        def link() -> VllmLink:
+            return ServedVllm(server, start, timeout_s, self._leads) if server else LocalVllm(start, begun_with)
+
+        self._link = agreed(processes, link, lambda made: made.close())
+        try:
+            self._lead(lambda: self._prove(begun_with))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def version(self) -> int:
+        """The policy version of the weights now loaded; -1 before the first ``sync``, asleep, and after one that
+        failed."""
+        return self._version
+
+    @property
+    def copies(self) -> CopiedPolicy:
+        """The policy as it was last sent to vLLM: rounded once, and held as this engine's kernels hold it."""
+        return self._copies
+
+    def close(self) -> None:
+        """End what was started here and delete the weights on disk; the engine is of no use afterwards."""
+        self._version = -1
+        self._link.close()
+
+    def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Load fp32 masters by name, rounded once, and stamp them ``version``. See ``RolloutEngine.sync``.
+
+        Fails closed: until every tensor read back from the worker has the very bits that were sent, the engine refuses
+        to generate. Wakes an engine that sleeps.
+        """
+        if version < 0:
+            raise ValueError(f"policy version {version}: expected 0 or more")
+        self._version = self.copied_version = -1
+        agreed(self._processes, lambda: self._take(weights))
+        self._lead(lambda: self._load(self._copies.weights))
+        self._version = self.copied_version = version
+
+    def sleep(self) -> None:
+        """Give the memory of weights and cache back to the learner, until the next ``sync``.
+
+        To be called by every process, when all of them have sampled.
+        """
+        self._version = -1
+        if not self._asleep and self._leads:
+            self._link.sleep()
+        self._asleep = True
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:
+        """Sample every request; result[i][j] is sample j of request i. See ``RolloutEngine.generate``."""
+        if self._version < 0:
+            raise MantissaError("the rollout engine holds no weights (or its last sync failed): call sync first")
+        if version != self._version:
+            raise MantissaError(f"policy version {version} was asked for, {self._version} is loaded: call sync first")
+        start = self.start
+        check_requests(requests, params, self.config.vocab_size, start.max_length, self._decode_text is not None)
+        _check_params(params)
+        jobs = [(request, sample) for request in requests for sample in range(request.samples)]
+        keys_B = stream_keys([request.seed for request, _ in jobs], [sample for _, sample in jobs])
+        outputs = self._link.outputs(
+            [request.prompt_tokens for request, _ in jobs], params, [key & ((1 << 63) - 1) for key in keys_B.tolist()]
+        )
+        held = self._link.call("mantissa_mark")["mark"]
+        if held != self._mark:
+            self._version = -1
+            raise MantissaError(
+                f"{self._link.where} no longer holds the weights that this run loaded (it was started again, or others "
+                "loaded theirs): what it sampled is not used; resume the run"
+            )
+        done = iter([self._completion(output, params) for output in outputs])
+        return [[next(done) for _ in range(request.samples)] for request in requests]
+
+    def _completion(self, output: VllmOutput, params: SamplingParams) -> Completion:
+        tokens, where = output.tokens, self._link.where
+        reason: FinishReason = self._finish_reason(output)
+        if len(output.logprobs) != len(tokens) or not all(
+            token in step for step, token in zip(output.logprobs, tokens, strict=True)
+        ):
+            raise MantissaError(f"{where} gave no log-prob for each token; Mantissa works with 0.32")
+        logp = [step[token] for step, token in zip(output.logprobs, tokens, strict=True)]
+        if params.stop and self._decode_text is not None:
+            found = StopStrings(params.stop, self._decode_text)
+            ends = (end for end in range(1, len(tokens) + 1) if found.completed(tokens[:end]))
+            if (end := next(ends, None)) is not None:
+                tokens, logp, reason = tokens[:end], logp[:end], "stop"
+        logp_T = torch.tensor(logp, dtype=torch.float32)
+        if params.temperature == 0:
+            logp_T = torch.zeros_like(logp_T)  # a point mass; vLLM's are of temperature 1 then
+        if not (torch.isfinite(logp_T) & (logp_T > _NOT_FINITE)).all():
+            raise MantissaError(
+                f"{where} gave a log-prob that is not finite: its {self.start.format} overflowed; use bf16"
+            )
+        return Completion(tokens, logp_T, reason, self._version)
+
+    def _finish_reason(self, output: VllmOutput) -> FinishReason:
+        if output.finish_reason == "stop":
+            return "stop"
+        if output.finish_reason == "length":
+            return "length"
+        raise MantissaError(
+            f"{self._link.where} ended a sample for another reason than its end or its length: {output.finish_reason}"
+        )
+
+    # weights
+
+    def _lead(self, work: Callable[[], object]) -> None:
+        """Work on a vLLM: each process on its own, or the first on the server of all; then all know how it stands."""
+        agreed(self._processes, lambda: work() if self._leads else None)
+        if self.served:
+            state = (self._mark, self._asleep, self.evidence, self.release)
+            self._mark, self._asleep, self.evidence, self.release = self._processes.decided(state)
+
+    def _take(self, masters: Mapping[str, Tensor]) -> None:
+        """Round every master once: every process, for each may hold a part of them."""
+        self._copies.take(masters)
+        if self._asleep:
+            torch.cuda.empty_cache()  # what this process keeps for later is not there for vLLM's
+
+    def _load(self, copies: Mapping[str, Tensor]) -> int:
+        """Write, load in place, read back, drop the old keys and values; returns how many tensors it were."""
+        link = self._link
+        if self._asleep:
+            link.wake("weights")
+        sent = link.folder.write(copies)
+        link.call("reload_weights", weights_path=str(link.folder.path))
+        self._compare(sent, link.call("mantissa_weights"))
+        if self._asleep:
+            link.wake("kv_cache")
+            self._asleep = False
+        if not link.reset_prefix_cache():
+            raise MantissaError(f"sync: {link.where} kept keys and values of the weights before these; resume the run")
+        self._mark = link.call("mantissa_mark", mark=uuid.uuid4().hex)["mark"]
+        return len(sent)
+
+    def _compare(self, sent: Mapping[str, str], held: Mapping[str, str]) -> None:
+        for name in [*sent, *held]:
+            if sent.get(name) != held.get(name):
+                raise MantissaError(
+                    f"sync: {self._link.where} computes with other values of {name} than were sent (sent "
+                    f"{sent.get(name, 'nothing')}, held {held.get(name, 'nothing')}); nothing is sampled from them"
+                )
+
+    # what is seen at the start
+
+    def _prove(self, weights: Mapping[str, Tensor]) -> None:
+        """Try everything that is promised, on ``weights``."""
+        start = self.start
+        facts = self._check_facts()
+        self.release = f"vLLM {facts.get('release', '')}".rstrip()
+        tensors = self._load(weights)
+        apart = self._prove_processed()
+        slept = self._prove_sleep(weights) if start.sleeps else ""
+        fp8 = "" if start.fp8 is None else f", products of {facts['products']} by {facts['product_kernels']}"
+        runs_in = f"{dtype_name(start.format)}{fp8}, head {dtype_name(start.logits)}{_cache_of(facts)}"
+        self.evidence = (
+            f"{self._link.where} runs in {runs_in}; {tensors} tensors read back as sent, bit for bit; {apart}{slept}"
+        )
+
+    def _check_facts(self) -> dict[str, str]:
+        """What the worker says of itself, where that is what was asked for."""
+        facts = self._link.call("mantissa_facts")
+        for name, value in self.start.facts().items():
+            if facts.get(name) != value:
+                role = "kv_cache" if name == "kv_cache" else "rollout"
+                raise MantissaError(
+                    f"{self._link.where} was asked for {name}={value} and runs with {facts.get(name) or None}; choose "
+                    f"another precision.{role}, or rollout.engine=native"
+                )
+        return facts
+
+    def _prove_processed(self) -> str:
+        """Log-probs must be of the distribution sampled from: at temperature 2 half as far apart as at 1."""
+        tables = []
+        for temperature in (1.0, 2.0):
+            (output,) = self._link.outputs([(0,)], SamplingParams(1, temperature), [0], logprobs=8)
+            tables.append(output.logprobs[0])
+        shared = sorted(set(tables[0]) & set(tables[1]), key=lambda token: tables[0][token])
+        at_1, at_2 = (table[shared[-1]] - table[shared[0]] if shared else 0.0 for table in tables)
+        said = f"log-probs {at_1:.4f} apart at temperature 1 are {at_2:.4f} apart at 2"
+        if not at_1 > 1e-3 or abs(at_2 - at_1 / 2) > 0.1 * at_1:
+            raise MantissaError(
+                f"{self._link.where} gives log-probs that are not of the distribution sampled from: {said}; Mantissa "
+                "works with 0.32"
+            )
+        return said
+
+    def _prove_sleep(self, loaded: Mapping[str, Tensor]) -> str:
+        """Asleep, the device must have at least the weights' memory free that it had not before."""
+        widest = self.start.format.dtype.itemsize
+        weights = sum(tensor.numel() * min(tensor.dtype.itemsize, widest) for tensor in loaded.values())
+        before = self._link.call("mantissa_memory")["free"]
+        self.sleep()
+        freed = int(self._link.call("mantissa_memory")["free"]) - int(before)
+        if freed < weights:
+            raise MantissaError(
+                f"{self._link.where} was told to sleep and gave {freed / 2**30:.2f} GiB back, its weights alone are "
+                f"{weights / 2**30:.2f}; set rollout.vllm.sleep=false"
+            )
+        return f"; asleep it gives {freed / 2**30:.1f} GiB back"
+
+
+def _cache_of(facts: Mapping[str, str]) -> str:
+    """What the evidence says of a cache that is not in the rollout's format."""
+    if facts["kv_cache"] == facts["dtype"]:
+        return ""
+    queries = "" if facts["queries"] == facts["dtype"] else f", queries in {facts['queries']}"
+    return f", cache {facts['kv_cache']}{queries}"
+
+
+def _check_params(params: SamplingParams) -> None:
+    if params.top_k or params.top_p < 1:
+        raise MantissaError("vLLM as a rollout engine samples without top-k and top-p; use the native engine for them")
+    if 0 < params.temperature < LEAST_TEMPERATURE:
+        raise MantissaError(
+            f"temperature={params.temperature:g}: vLLM would sample at {LEAST_TEMPERATURE}; raise it to that, or use 0"
+        )

@@ -1,0 +1,1 @@
+"""Several runs side by side: data, statistics, plots, words and the page."""

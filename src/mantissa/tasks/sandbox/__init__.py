@@ -1,0 +1,1 @@
+"""Running programs of a policy where they can do no harm."""
