@@ -17,7 +17,7 @@ from mantissa.bounds import available_memory
 from mantissa.errors import MantissaError
 from mantissa.model import Decoder, byte_tokenizer, load_model, load_tokenizer, save_model
 from mantissa.model.config import FreshModelConfig, parse_config
-from mantissa.model.huggingface import find_model
+from mantissa.model.hub import find_model
 from mantissa.rl import make_config
 from mantissa.rl.assemble import assemble
 from mantissa.rl.recipe import apply_overrides

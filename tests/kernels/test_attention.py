@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
-from mantissa.kernels import native as attention_module
+from mantissa.kernels import attention as attention_module
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, is_on_grid, round_to_format
 
 FAMILIES: dict[str, Kernels] = {

@@ -21,7 +21,7 @@ from mantissa.errors import MantissaError
 from mantissa.kernels import NativeKernels
 from mantissa.model import Decoder, RopeScaling, load_model, load_tokenizer, save_model
 from mantissa.model.gguf import GgufFile
-from mantissa.model.huggingface import find_model
+from mantissa.model.hub import find_model
 from mantissa.precision import FP32
 
 TEXTS = ("the in\n 3  12 and123", "  the\tin'S x\n\n", "ñandú 東京 ½ e\u0301", "<|im_start|>the<|im_end|>")

@@ -11,7 +11,7 @@ import pytest
 
 from mantissa.errors import MantissaError
 from mantissa.model import load_model, load_tokenizer
-from mantissa.model.huggingface import find_model
+from mantissa.model.hub import find_model
 
 
 def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def launch(
     if not dry_run:
         _run(plan, str(address), working_dir, wait)
         return
-    from mantissa.launch.script import dry_run as described
+    from mantissa.launch.text import dry_run as described
 
     typer.echo(described(plan, address, working_dir))
 
@@ -83,7 +83,7 @@ def _run(plan: Any, address: str, working_dir: Path | None, wait: bool) -> None:
     import shlex
 
     from mantissa.launch.ray_job import connect, follow, submit
-    from mantissa.launch.script import environment_of
+    from mantissa.launch.text import environment_of
 
     client = connect(address)
     job = submit(client, shlex.join(plan.arguments), environment_of(plan, working_dir), plan.name)

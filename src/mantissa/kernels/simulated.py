@@ -47,7 +47,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.kernels import products
-from mantissa.kernels.native import CausalAttention, cached_probabilities, rotate_fp32
+from mantissa.kernels.attention import CausalAttention, cached_probabilities, rotate_fp32
 from mantissa.precision import (
     ALONG_COLUMNS,
     ALONG_ROWS,

@@ -32,7 +32,7 @@ from mantissa.launch.hardware import CUDA_FOR_BLOCKWISE, cuda_version
 from mantissa.launch.options import LaunchOptions
 from mantissa.launch.plan import NO_BOUND, Draft, Plan, finite
 from mantissa.model import LoraConfig
-from mantissa.model.huggingface import is_gguf
+from mantissa.model.hub import is_gguf
 from mantissa.precision.policy import Fp8Policy
 from mantissa.rl.config import RunConfig
 from mantissa.tasks import DatasetConfig

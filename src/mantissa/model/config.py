@@ -36,7 +36,7 @@ from torch import Tensor
 from mantissa.bounds import LARGEST_SIZE, MOST_LAYERS, SMALLEST_FLOAT, boundary, number
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError, nearest
-from mantissa.model.huggingface import read_json
+from mantissa.model.hub import read_json
 
 Family = Literal["llama", "qwen2", "qwen3"]
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # what adapters may adapt

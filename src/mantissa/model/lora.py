@@ -49,7 +49,7 @@ from mantissa.files import check_digests, disk_errors, replace_directory, tempor
 from mantissa.kernels import Kernels
 from mantissa.model.config import TARGETS, LoraShape
 from mantissa.model.decoder import Decoder, Layer, Projection
-from mantissa.model.huggingface import read_json
+from mantissa.model.hub import read_json
 from mantissa.tensors import require_finite, write_tensors
 
 MATRICES = ("lora_A", "lora_B")

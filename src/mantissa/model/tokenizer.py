@@ -24,7 +24,7 @@ from mantissa.bounds import LARGEST_SIZE, boundary, number, time_limit
 from mantissa.errors import MantissaError
 from mantissa.files import DIGESTS, write_atomically
 from mantissa.model.gguf import gguf_tokenizer
-from mantissa.model.huggingface import find_model, read_json
+from mantissa.model.hub import find_model, read_json
 
 _TEMPLATE_S = 2.0  # for one chat template with one prompt; a millisecond is usual
 PAD, EOS = "<pad>", "<eos>"

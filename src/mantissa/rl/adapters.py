@@ -32,7 +32,7 @@ from mantissa.model import (
     save_model,
     training_base,
 )
-from mantissa.model.huggingface import find_model
+from mantissa.model.hub import find_model
 from mantissa.rl.config import ModelSource
 from mantissa.rl.seeds import generator
 from mantissa.runs.directory import RunDirectory

@@ -5,7 +5,7 @@ Unknown keys are errors, and so are keys that would do nothing. Fields say what 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -27,9 +27,6 @@ from mantissa.precision.policy import preset_named
 from mantissa.rollout import LEAST_TEMPERATURE
 from mantissa.tasks import CodeConfig, TaskConfig
 from mantissa.training import AutoScaler, GuardConfig, LossScaler, Moments, ScalerConfig
-
-if TYPE_CHECKING:
-    from mantissa.rl.config import RunConfig
 
 
 class DynamicConfig(Config):

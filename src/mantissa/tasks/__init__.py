@@ -9,11 +9,11 @@ from mantissa.tasks.config import (
     RewardTerm,
     RunningSumConfig,
     TaskConfig,
-    build_task,
 )
 from mantissa.tasks.dapo_data import Preparation, prepare_dapo
 from mantissa.tasks.datasets import DatasetSummary, DatasetTask, read_problems
 from mantissa.tasks.functions import batched
+from mantissa.tasks.registry import build_task
 from mantissa.tasks.rewards import VERIFIERS, verifier_named
 from mantissa.tasks.sandbox.pool import Grader, WorkerStartError
 from mantissa.tasks.types import Message, Problem, Reward, SplitName, Task, Verifier

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from mantissa.kernels import products
+from mantissa.kernels.attention import CausalAttention
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, pieces
-from mantissa.kernels.native import CausalAttention
 from mantissa.precision import NumberFormat, round_cached, round_to_format_
 
 
