@@ -70,7 +70,7 @@ class Places(ast.NodeTransformer):
         self.generic_visit(node)
         new = SWAPS.get(type(node.ops[0]))
         if new and self._here(node, f"{type(node.ops[0]).__name__} -> {new.__name__}"):
-            node.ops[0] = new()  # type: ignore[assignment]
+            node.ops[0] = new()  # type: ignore[call-overload]
         return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
@@ -100,7 +100,7 @@ class Places(ast.NodeTransformer):
         if isinstance(node.value, bool):
             if self._here(node, f"{node.value} -> {not node.value}"):
                 return ast.Constant(not node.value)
-        elif _number(node) and self._here(node, f"{node.value} -> {_other(node.value)}"):
+        elif isinstance(node.value, int | float) and self._here(node, f"{node.value} -> {_other(node.value)}"):
             return ast.Constant(_other(node.value))
         return node
 
@@ -178,8 +178,8 @@ def main() -> None:
             row[0], row[1] = row[0] + 1, row[1] + found
             if not found:
                 print(f"survives: {mutant.file}:{mutant.line}  {mutant.what}", flush=True)
-    for package, (tried, found) in table.items():
-        print(f"{package:<11} {found} of {tried} caught")
+    for package, (tried, dead) in table.items():
+        print(f"{package:<11} {dead} of {tried} caught")
     print(f"{'all':<11} {sum(row[1] for row in table.values())} of {len(mutants)} caught")
 
 
