@@ -16,20 +16,18 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from mantissa.errors import MantissaError
+from mantissa.tasks import config as sections
 from mantissa.tasks.generated import GeneratedTask
 from mantissa.tasks.sandbox.run import Isolation, Limits, Sandbox
-from mantissa.tasks.types import Problem, Reward, SplitName, Verifier, stable_id
+from mantissa.tasks.types import Problem, Reward, Verifier, stable_id
 
-CodeReward = Literal["all", "fraction"]
-IsolationNeed = Literal["required", "limits"]
-Style = Literal["compact", "text"]
 MAX_PROGRAM_CHARACTERS = 100_000
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*$", re.MULTILINE)
 _HIDDEN_TESTS = 4
@@ -58,10 +56,10 @@ class CodeVerifier(Verifier):
 
     isolated: ClassVar[bool] = True
 
-    reward: CodeReward = "all"
+    reward: sections.CodeReward = "all"
     time_limit_s: float = 2.0
     memory_mib: int = 256
-    isolation: IsolationNeed = "required"
+    isolation: sections.Isolation = "required"
 
     @property
     def _limits(self) -> Limits:
@@ -137,7 +135,7 @@ def same(got: Any, want: Any) -> bool:
 
 
 class CodeTask(GeneratedTask):
-    """Write the function that examples describe: a sum of x, y, z with coefficients 0..``max_coefficient``.
+    """Write the function that examples describe: a sum of x, y, z with whole coefficients.
 
     The examples are its values at (0, 0, 0), (1, 0, 0), (0, 1, 0), ... and with ``product`` at (1, 1, 0), which fix the
     coefficients: ``03 05 04 09:`` is answered by ``3+2*x+1*y+6*z``, every number and term at a place of its own. Any
@@ -145,23 +143,16 @@ class CodeTask(GeneratedTask):
     show. Each function is one prompt, so no function of the training set is held out.
     """
 
-    def __init__(
-        self,
-        sizes: Mapping[SplitName, int],
-        seed: int,
-        variables: int = 3,
-        max_coefficient: int = 9,
-        product: bool = False,
-        style: Style = "compact",
-        verifier: CodeVerifier = CodeVerifier(),
-    ):
-        self._variables, self._max, self._product, self._style = "xyz"[:variables], max_coefficient, product, style
-        alphabet = f"0123456789 :+*{self._variables}" if style == "compact" else None
-        super().__init__("code", verifier, sizes, seed, alphabet)
+    def __init__(self, config: sections.CodeConfig, seed: int):
+        self._variables, self._product, self._config = "xyz"[: config.variables], config.product, config
+        reward = config.reward if isinstance(config.reward, str) else "all"
+        verifier = CodeVerifier(reward, config.time_limit_s, config.memory_mib, config.isolation)
+        alphabet = f"0123456789 :+*{self._variables}" if config.style == "compact" else None
+        super().__init__(config, seed, verifier, alphabet)
 
     def draw(self, rng: random.Random) -> Problem:
         count = 1 + len(self._variables) + self._product
-        coefficients = [rng.randint(0, self._max) for _ in range(count)]
+        coefficients = [rng.randint(0, self._config.max_coefficient) for _ in range(count)]
         shown = self._examples()
         hidden = [[rng.randint(2, _LARGEST_INPUT) for _ in self._variables] for _ in range(_HIDDEN_TESTS)]
         tests = [[point, self._value(coefficients, point)] for point in [*shown, *hidden]]
@@ -187,8 +178,9 @@ class CodeTask(GeneratedTask):
     def _problem(self, expression: str, examples: list[Any], tests: list[Any]) -> Problem:
         arguments = ", ".join(self._variables)
         answer: dict[str, Any] = {"function": "f", "tests": tests}
-        if self._style == "compact":
-            width = len(str(self._max * (4 if self._product else 2)))  # of the largest value an example can have
+        if self._config.style == "compact":
+            largest = self._config.max_coefficient * (4 if self._product else 2)  # value that an example can have
+            width = len(str(largest))
             prompt = " ".join(str(value).rjust(width, "0") for _, value in examples) + ":"
             solution = expression
             answer["before"] = f"def f({arguments}):\n    return "

@@ -28,7 +28,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
 from mantissa.errors import MantissaError, nearest
-from mantissa.tasks.types import Problem, Reward, Verifier, describe
+from mantissa.tasks.types import Problem, Reward, Verifier, describe, shortened
 
 DEFAULT_BATCH = 64
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -99,7 +99,8 @@ class FunctionVerifier(Verifier):
     def _reward(self, result: Any) -> Reward:
         if isinstance(result, Mapping):
             if "reward" not in result:
-                raise ValueError(f"{self.reference} returned a dict without 'reward': it has {_listed(result)}")
+                has = ", ".join(map(repr, result)) or "nothing"
+                raise ValueError(f"{self.reference} returned a dict without 'reward': it has {has}")
             value, correct = self._number(result["reward"])
             said = result.get("correct", correct)
             if not isinstance(_plain(said), bool):
@@ -128,12 +129,7 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
-
-
-def _listed(result: Mapping[Any, Any]) -> str:
-    return ", ".join(map(repr, result)) or "nothing"
+    return f"{type(value).__name__} {shortened(repr(value))}"
 
 
 @lru_cache(maxsize=32)

@@ -74,6 +74,11 @@ class Isolation:
         )
 
 
+def cause_of_death(exit_code: int) -> str:
+    """How a process ended, by its exit code, minus a signal."""
+    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+
+
 class Sandbox:
     """A server process that runs programs one after another. Started on first use; ``close`` ends it.
 
@@ -109,7 +114,7 @@ class Sandbox:
             self.close()  # interrupted half-way, its next answer would be to this question
             raise
         if ended == "closed":
-            ended = signal.Signals(-status).name if status < 0 else "returned" if status == 0 else f"exit code {status}"
+            ended = "returned" if status == 0 else cause_of_death(status)
         return Outcome(ended, tuple(talk.values))
 
     def probe(self) -> Isolation:
@@ -125,12 +130,8 @@ class Sandbox:
                 listener.listen(1)
                 listener.setblocking(False)
             terminal = _terminal()
-            argument = {
-                "port": tcp.getsockname()[1],
-                "folder": folder,
-                "victim": victim.pid,
-                "terminal": os.ttyname(terminal[1]) if terminal else "/dev/tty",
-            }
+            argument = {"port": tcp.getsockname()[1], "folder": folder, "victim": victim.pid}
+            argument["terminal"] = os.ttyname(terminal[1]) if terminal else "/dev/tty"
             try:
                 outcome = self.run(_PROBE, "probe", [[argument]] * 2)
                 values = [output.get("value") for output in outcome.outputs]
@@ -188,13 +189,14 @@ class Sandbox:
         control.settimeout(_GRACE_S)
         if not hello:
             raise BrokenPipeError
-        self._layers = (
-            *([f"namespaces of {' '.join(hello['namespaces'])}"] if hello["namespaces"] else []),
-            *(["Landlock"] if hello["landlock"] else []),
-            *(["system-call filter"] if hello["filter"] else []),
-            *(["no capabilities"] if hello["dropped"] else []),
-            "resource limits",
-        )
+        layers = {
+            f"namespaces of {' '.join(hello['namespaces'])}": hello["namespaces"],
+            "Landlock": hello["landlock"],
+            "system-call filter": hello["filter"],
+            "no capabilities": hello["dropped"],
+            "resource limits": True,
+        }
+        self._layers = tuple(name for name, held in layers.items() if held)
         return control
 
 
