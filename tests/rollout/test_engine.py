@@ -15,7 +15,7 @@ from mantissa.model import Decoder
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.precision.numerics import token_logprob
 from mantissa.rollout import Completion, NativeEngine, Request, SamplingParams
-from mantissa.rollout.reference import (
+from naive_engine import (
     reference_distribution,
     reference_generate,
     reference_logits,

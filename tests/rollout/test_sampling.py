@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mantissa.precision.numerics import token_logprob
-from mantissa.rollout.reference import reference_distribution
 from mantissa.rollout.sampling import draw, filter_logits, sample
 from mantissa.rollout.types import SamplingParams
+from naive_engine import reference_distribution
 
 FILTERS = [
     {},

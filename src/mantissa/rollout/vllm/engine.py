@@ -31,9 +31,9 @@ from mantissa.errors import MantissaError
 from mantissa.kernels import Kernels
 from mantissa.model import CopiedPolicy
 from mantissa.rollout.generation import StopStrings
-from mantissa.rollout.sampling import stream_keys
+from mantissa.rollout.sampling import request_keys
 from mantissa.rollout.several import ONE_PROCESS, Processes, agreed
-from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams, check_requests
+from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams, check_requests, check_version
 from mantissa.rollout.vllm.link import LocalVllm, ServedVllm, VllmLink, VllmOutput
 from mantissa.rollout.vllm.server import VllmStart, dtype_name, sample_weights
 from mantissa.rollout.vllm.worker import CodeKernels
@@ -126,18 +126,13 @@ class VllmEngine:
 
     def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:
         """Sample every request; result[i][j] is sample j of request i. See ``RolloutEngine.generate``."""
-        if self._version < 0:
-            raise MantissaError("the rollout engine holds no weights (or its last sync failed): call sync first")
-        if version != self._version:
-            raise MantissaError(f"policy version {version} was asked for, {self._version} is loaded: call sync first")
-        start = self.start
-        check_requests(requests, params, self.config.vocab_size, start.max_length, self._decode_text is not None)
+        check_version(version, self._version)
+        limits = (self.config.vocab_size, self.start.max_length)
+        check_requests(requests, params, *limits, decodes=self._decode_text is not None)
         _check_params(params)
-        jobs = [(request, sample) for request in requests for sample in range(request.samples)]
-        keys_B = stream_keys([request.seed for request, _ in jobs], [sample for _, sample in jobs])
-        outputs = self._link.outputs(
-            [request.prompt_tokens for request, _ in jobs], params, [key & ((1 << 63) - 1) for key in keys_B.tolist()]
-        )
+        prompts = [request.prompt_tokens for request in requests for _ in range(request.samples)]
+        seeds = [key & ((1 << 63) - 1) for key in request_keys(requests).tolist()]
+        outputs = self._link.outputs(prompts, params, seeds)
         held = self._link.call("mantissa_mark")["mark"]
         if held != self._mark:
             self._version = -1
@@ -149,13 +144,11 @@ class VllmEngine:
         return [[next(done) for _ in range(request.samples)] for request in requests]
 
     def _completion(self, output: VllmOutput, params: SamplingParams) -> Completion:
-        tokens, where = output.tokens, self._link.where
-        reason: FinishReason = self._finish_reason(output)
-        if len(output.logprobs) != len(tokens) or not all(
-            token in step for step, token in zip(output.logprobs, tokens, strict=True)
-        ):
+        tokens, where, reason = output.tokens, self._link.where, self._finish_reason(output)
+        pairs = list(zip(output.logprobs, tokens, strict=False))  # a length too short is found in the next line
+        if len(output.logprobs) != len(tokens) or not all(token in step for step, token in pairs):
             raise MantissaError(f"{where} gave no log-prob for each token; Mantissa works with 0.32")
-        logp = [step[token] for step, token in zip(output.logprobs, tokens, strict=True)]
+        logp = [step[token] for step, token in pairs]
         if params.stop and self._decode_text is not None:
             found = StopStrings(params.stop, self._decode_text)
             ends = (end for end in range(1, len(tokens) + 1) if found.completed(tokens[:end]))
