@@ -1,12 +1,14 @@
-"""The engine against the naive one, against transformers, and against itself under every way of batching."""
+"""The engine against the naive one, against transformers, and against itself under every way of batching; its stops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mantissa.errors import MantissaError
@@ -15,6 +17,7 @@ from mantissa.model import Decoder
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.precision.numerics import token_logprob
 from mantissa.rollout import Completion, NativeEngine, Request, SamplingParams
+from mantissa.rollout.generation import StopStrings
 from naive_engine import (
     reference_distribution,
     reference_generate,
@@ -87,25 +90,13 @@ def test_greedy_equals_transformers(build: Build, requests: list[Request], famil
 
     engine, master = build(family, slots=4)
     c = engine.config
-    shape = {
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.num_hidden_layers,
-        "num_attention_heads": c.num_attention_heads,
-        "num_key_value_heads": c.num_key_value_heads,
-        "head_dim": c.head_dim,
-        "rms_norm_eps": c.rms_norm_eps,
-        "rope_theta": c.rope_theta,
-        "tie_word_embeddings": c.tie_word_embeddings,
-        "attn_implementation": "eager",
-    }
-    kinds = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    }
-    config_class, model_class = kinds[family]
+    sizes = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
+    )
+    names = [*sizes.split(), "num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings"]
+    shape = {name: getattr(c, name) for name in names} | {"attn_implementation": "eager"}
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    config_class, model_class = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
     ours = engine.generate(requests, SamplingParams(max_tokens=14, temperature=0.0), 1)
     with _disable_current_modes(), torch.no_grad():
         oracle = model_class(config_class(**shape)).eval()
@@ -115,14 +106,8 @@ def test_greedy_equals_transformers(build: Build, requests: list[Request], famil
         oracle.tie_weights()
         for request, group in zip(requests, ours, strict=True):
             prompt = torch.tensor([request.prompt_tokens])
-            out = oracle.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                do_sample=False,
-                max_new_tokens=14,
-                pad_token_id=0,
-                eos_token_id=None,
-            )
+            how = {"do_sample": False, "max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None}
+            out = oracle.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
             for completion in group:
                 assert completion.tokens == tuple(out[0, prompt.shape[1] :].tolist())
                 assert not completion.logp_T.any()
@@ -322,3 +307,91 @@ def test_the_longest_sample_that_fits(build: Build) -> None:
     params = SamplingParams(max_tokens=10)
     expected = reference_generate(engine.model, engine.kernels, engine.kv_format, requests, params, 1)
     assert_same(engine.generate(requests, params, 1), expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0"), ({"max_tokens": 4, "temperature": -0.1}, "temperature=-0.1"),
+        ({"max_tokens": 4, "top_k": -1}, "top_k=-1"), ({"max_tokens": 4, "top_p": 0.0}, "top_p=0.0"),
+        ({"max_tokens": 4, "top_p": 1.5}, "top_p=1.5"), ({"max_tokens": 4, "stop": ("a", "")}, "empty string"),
+    ],
+)  # fmt: skip
+def test_impossible_sampling_is_refused_by_name(fields: dict, named: str) -> None:
+    with pytest.raises(MantissaError, match=named):
+        SamplingParams(**fields)
+
+
+# stop strings, found at the token that completes them, wherever the tokens' borders lie
+
+PIECES = ["a", "b", "ab", "</", "answer", ">", "", " ", "é", "</answer>"]
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return "".join(PIECES[token] for token in tokens)
+
+
+def decode_stripped(tokens: Sequence[int]) -> str:
+    """As tokenizers do that drop the space in front of the first token."""
+    return decode(tokens).lstrip(" ")
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, len(PIECES) - 1), max_size=60),
+    stop=st.sampled_from([("</answer>",), ("ab",), ("ba", "é é"), ("  ",), ("b</",)]),
+)
+def test_equals_a_search_of_the_whole_text_after_every_token(tokens: list[int], stop: tuple[str, ...]) -> None:
+    strings = StopStrings(stop, decode)
+    for size in range(1, len(tokens) + 1):
+        expected = any(text in decode(tokens[:size]) for text in stop)
+        assert strings.completed(tokens[:size]) == expected
+        if expected:
+            return
+
+
+def test_characters_of_several_byte_tokens() -> None:
+    tokens = list("The answer is 5 → done ✓ and more".encode())
+    strings = StopStrings(("→ done ✓",), decode_bytes)
+    found = next(size for size in range(1, len(tokens) + 1) if strings.completed(tokens[:size]))
+    assert bytes(tokens[:found]).decode() == "The answer is 5 → done ✓"
+
+
+def test_tokens_without_text_do_not_hide_a_string() -> None:
+    empty = [6] * 200
+    tokens = [3, *empty, 4, *empty, 5]
+    strings = StopStrings(("</answer>",), decode)
+    assert not strings.completed(tokens[:-1])
+    assert strings.completed(tokens)
+
+
+def test_a_space_at_the_border_of_the_tail() -> None:
+    strings = StopStrings((" a",), decode_stripped)
+    tokens = [1] * 50 + [7, 0]
+    assert not strings.completed(tokens[:-1])
+    assert strings.completed(tokens)
+
+
+def test_only_a_tail_is_decoded() -> None:
+    seen: list[int] = []
+
+    def counting(tokens: Sequence[int]) -> str:
+        seen.append(len(tokens))
+        return decode(tokens)
+
+    assert not StopStrings(("</answer>",), counting).completed([0] * 5000)
+    assert max(seen) < 50
+
+
+@pytest.mark.parametrize("piece", [9, 4])
+def test_a_find_that_only_the_tail_has_does_not_count(piece: int) -> None:
+    """A decoder that renders a cut text otherwise: the whole text decides."""
+
+    def cutting(tokens: Sequence[int]) -> str:
+        return "#" * len(tokens) if len(tokens) > 20 else decode([piece] * len(tokens))
+
+    assert not StopStrings((PIECES[piece],), cutting).completed([0] * 100)

@@ -149,14 +149,10 @@ def test_a_lost_sandbox_is_a_verifier_error(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "answer",
     [
-        "{",
-        "[]",
-        '{"function": "f"}',
-        '{"function": "f", "tests": []}',
-        '{"function": "f", "tests": [[1, 2]]}',
+        "{", "[]", '{"function": "f"}', '{"function": "f", "tests": []}', '{"function": "f", "tests": [[1, 2]]}',
         '{"function": "f", "tests": [[[1], 2]], "test": 1}',
     ],
-)
+)  # fmt: skip
 def test_an_answer_without_tests_is_an_error_not_a_pass(answer: str) -> None:
     with pytest.raises(ValueError, match=r"Expecting|an object with|every program would pass|a test is a list"):
         read_tests(answer)

@@ -34,8 +34,8 @@ def test_defaults_build_full_splits(kind: str) -> None:
     task = build_task(parse(kind=kind), seed=0)
     assert task.name == kind
     assert [len(task.split(n)) for n in SPLITS] == ([2048, 256, 4096] if kind == "code" else [4096, 256, 8192])
-    assert build_task(parse(kind=kind), seed=0).split("train", 9) == task.split("train", 9)
-    assert build_task(parse(kind=kind), seed=1).split("train", 9) != task.split("train", 9)
+    assert build_task(parse(kind=kind), seed=0).split("heldout") == task.split("heldout")
+    assert build_task(parse(kind=kind), seed=1).split("heldout") != task.split("heldout")
 
 
 def test_options_reach_the_task() -> None:

@@ -386,7 +386,8 @@ def test_every_operator_occurs_in_the_solutions() -> None:
     assert {c for p in task.split("train") for c in p.solution or ""} == set("0123456789+-*/()") - {"0"}
 
 
-def test_an_unreachable_setting_is_a_clear_error() -> None:
+def test_an_unreachable_setting_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mantissa.tasks.generated._PATIENCE", 500)
     task = made("countdown", sizes=(1, 0, 0), numbers=10, max_number=10_000, max_target=1, operations="*")
     with pytest.raises(MantissaError, match=r"gave no target in 1\.\.1; raise max_target or use fewer numbers"):
         task.split("train")

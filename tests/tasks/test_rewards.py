@@ -145,10 +145,6 @@ def test_what_a_function_may_return_and_what_becomes_of_the_rest() -> None:
         "dict-correct": "TypeError: hostile_verifiers:obey: 'correct' is int 1: expected a bool",
         "raise": "KeyError: ",
         "leave": "SystemExit: 7",
-        "die": "the verifier's process died (exit code 3)",
-        "segfault": "the verifier's process died (SIGSEGV)",
-        "hang": "the verifier took longer than 2 s",
-        "eat-memory": "MemoryError",
     }
     said = [text for error in errors for text in (*returns, error)]
     with obedient("obey", timeout_s=2.0) as guarded:
@@ -164,15 +160,11 @@ def test_what_a_function_may_return_and_what_becomes_of_the_rest() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (np.float32(0.5), (0.5, False)),
-        (np.int64(2), (2.0, True)),
-        (np.bool_(True), (1.0, True)),
-        (np.array([0.25]), (0.25, False)),
-        (torch.tensor(1.5), (1.5, True)),
-        (torch.tensor(False), (0.0, False)),
+        (np.float32(0.5), (0.5, False)), (np.int64(2), (2.0, True)), (np.bool_(True), (1.0, True)),
+        (np.array([0.25]), (0.25, False)), (torch.tensor(1.5), (1.5, True)), (torch.tensor(False), (0.0, False)),
         (-3, (-3.0, False)),
     ],
-)
+)  # fmt: skip
 def test_scalars_of_libraries_are_numbers(value: object, expected: tuple[float, bool]) -> None:
     assert FunctionVerifier("m:f")._number(value) == expected
 

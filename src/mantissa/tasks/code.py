@@ -30,6 +30,7 @@ from mantissa.tasks.types import Problem, Reward, Verifier, stable_id
 
 MAX_PROGRAM_CHARACTERS = 100_000
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*$", re.MULTILINE)
+_SURROGATE = re.compile("[\ud800-\udfff]")  # what broken bytes decode to, and no file can hold
 _HIDDEN_TESTS = 4
 _LARGEST_INPUT = 20
 
@@ -80,7 +81,7 @@ class CodeVerifier(Verifier):
     def __call__(self, problem: Problem, completion: str) -> Reward:
         function, tests, before = read_tests(problem.answer)
         source = last_block(completion) if before is None else before + completion
-        if len(source) > MAX_PROGRAM_CHARACTERS or not is_text(source):
+        if len(source) > MAX_PROGRAM_CHARACTERS or _SURROGATE.search(source):
             return Reward(0.0, False, parts={"passed": 0.0, "ended": 0.0})
         outcome = _sandbox(self._limits).run(source, function, [arguments for arguments, _ in tests])
         if outcome.ended == "sandbox lost":
@@ -114,15 +115,6 @@ def last_block(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def is_text(source: str) -> bool:
-    """False for text that no file can hold: lone surrogates, which broken bytes decode to."""
-    try:
-        source.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def same(got: Any, want: Any) -> bool:
     """Equality of JSON values that tells True from 1."""
     if isinstance(got, bool) or isinstance(want, bool):
@@ -145,35 +137,26 @@ class CodeTask(GeneratedTask):
 
     def __init__(self, config: sections.CodeConfig, seed: int):
         self._variables, self._product, self._config = "xyz"[: config.variables], config.product, config
+        self._terms = [*self._variables, *(["x*y"] if config.product else [])]
         reward = config.reward if isinstance(config.reward, str) else "all"
         verifier = CodeVerifier(reward, config.time_limit_s, config.memory_mib, config.isolation)
         alphabet = f"0123456789 :+*{self._variables}" if config.style == "compact" else None
         super().__init__(config, seed, verifier, alphabet)
 
     def draw(self, rng: random.Random) -> Problem:
-        count = 1 + len(self._variables) + self._product
-        coefficients = [rng.randint(0, self._config.max_coefficient) for _ in range(count)]
-        shown = self._examples()
-        hidden = [[rng.randint(2, _LARGEST_INPUT) for _ in self._variables] for _ in range(_HIDDEN_TESTS)]
-        tests = [[point, self._value(coefficients, point)] for point in [*shown, *hidden]]
-        examples = tests[: len(shown)]
-        return self._problem(self._expression(coefficients), examples, tests)
-
-    def _examples(self) -> list[list[int]]:
+        constant, *factors = [rng.randint(0, self._config.max_coefficient) for _ in range(1 + len(self._terms))]
         size = len(self._variables)
-        points = [[0] * size] + [[int(i == j) for j in range(size)] for i in range(size)]
-        return [*points, [1, 1] + [0] * (size - 2)] if self._product else points
+        shown = [[0] * size] + [[int(i == j) for j in range(size)] for i in range(size)]
+        if self._product:
+            shown.append([1, 1] + [0] * (size - 2))
+        hidden = [[rng.randint(2, _LARGEST_INPUT) for _ in self._variables] for _ in range(_HIDDEN_TESTS)]
+        tests = [[point, constant + self._value(factors, point)] for point in [*shown, *hidden]]
+        expression = "+".join([str(constant), *(f"{c}*{name}" for c, name in zip(factors, self._terms, strict=True))])
+        return self._problem(expression, tests[: len(shown)], tests)
 
-    def _features(self, point: Sequence[int]) -> list[int]:
-        return [1, *point, *([point[0] * point[1]] if self._product else [])]
-
-    def _value(self, coefficients: Sequence[int], point: Sequence[int]) -> int:
-        return sum(c * f for c, f in zip(coefficients, self._features(point), strict=True))
-
-    def _expression(self, coefficients: Sequence[int]) -> str:
-        names = ["", *self._variables, *(["x*y"] if self._product else [])]
-        terms = [f"{c}*{name}" if name else str(c) for c, name in zip(coefficients, names, strict=True)]
-        return "+".join(terms)
+    def _value(self, factors: Sequence[int], point: Sequence[int]) -> int:
+        values = [*point, *([point[0] * point[1]] if self._product else [])]
+        return sum(c * value for c, value in zip(factors, values, strict=True))
 
     def _problem(self, expression: str, examples: list[Any], tests: list[Any]) -> Problem:
         arguments = ", ".join(self._variables)
@@ -186,10 +169,9 @@ class CodeTask(GeneratedTask):
             answer["before"] = f"def f({arguments}):\n    return "
         else:
             lines = "\n".join(f"f({', '.join(map(str, point))}) == {value}" for point, value in examples)
-            terms = ", ".join([*self._variables, *(["x*y"] if self._product else [])])
             prompt = (
-                f"Write a Python function f({arguments}) that is a sum of {terms} with whole coefficients and a "
-                f"constant, and has these values:\n\n{lines}\n\nGive the function in one code block."
+                f"Write a Python function f({arguments}) that is a sum of {', '.join(self._terms)} with whole "
+                f"coefficients and a constant, and has these values:\n\n{lines}\n\nGive the function in one code block."
             )
             solution = f"```python\ndef f({arguments}):\n    return {expression}\n```"
         source = json.dumps(answer, separators=(",", ":"))
