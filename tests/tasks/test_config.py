@@ -38,26 +38,12 @@ def test_defaults_build_full_splits(kind: str) -> None:
     assert build_task(parse(kind=kind), seed=1).split("heldout") != task.split("heldout")
 
 
-def test_options_reach_the_task() -> None:
-    small = {"sizes": (20, 0, 0)}
-    lengths = made("running_sum", min_digits=30, max_digits=31, modulus=2, **small).split("train")
-    assert {len(str(p.prompt)) for p in lengths} == {31, 32}
-    assert {c for p in lengths for c in p.answer} == {"0", "1"}
-    addition = made("addition", digits=7, **small)
-    assert len(str(addition.split("train")[0].prompt)) == 16
-    assert len(str(made("chain", terms=50, **small).split("train")[0].prompt)) == 100
+def test_the_kind_of_reward_reaches_the_task() -> None:
     for kind in ("running_sum", "addition", "chain"):
-        task, exact = made(kind, reward="prefix", **small), made(kind, **small)
+        task, exact = made(kind, reward="prefix", sizes=(20, 0, 0)), made(kind, sizes=(20, 0, 0))
         problem = task.split("train")[0]
         assert 0 < task.verifier(problem, f"{problem.answer}0").value < 1
         assert exact.verifier(problem, f"{problem.answer}0").value == 0
-    fields = {"numbers": 5, "max_number": 3, "max_target": 7, "operations": "+-", "style": "text"}
-    for p in made("countdown", **fields, **small).split("train"):
-        numbers, target = p.answer.split(":")
-        assert len(numbers.split()) == 5
-        assert max(map(int, numbers.split())) <= 3
-        assert int(target) <= 7
-        assert set(p.solution or "*") <= set("<answer>/123+-()")
 
 
 def test_a_template_asks_the_same_problems_in_other_words() -> None:
@@ -83,6 +69,7 @@ def test_a_dataset_with_every_option(tmp_path: Path) -> None:
     assert isinstance(task, DatasetTask)
     assert [p.prompt for p in task.split("train")] == ["<q0>", "<q1>", "<q2>", "<q3>"]
     assert len(task.summary.bad_rows) == 1
+    assert "10 problems, 0 duplicates dropped (0 with another answer), 1 unreadable (the first: " in task.notes[0]
     assert task.verifier(task.split("train")[3], "Answer: 3").value == 1.0
     assert task.verifier(task.split("train")[3], "Answer: 4").value == -1.0
     held = made("dataset", files=[str(path)], heldout_fraction=0.5, on_bad_row="skip")

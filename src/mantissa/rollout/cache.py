@@ -22,11 +22,6 @@ from mantissa.model import ModelConfig
 BUCKET = 16
 
 
-def bucketed(length: int, bucket: int = BUCKET) -> int:
-    """``length`` rounded up to a multiple of ``bucket``."""
-    return -(-length // bucket) * bucket
-
-
 class KVCache:
     """Keys and values of ``slots`` rows. Values are held in ``dtype``; who writes them has rounded them."""
 
@@ -63,7 +58,7 @@ class KVCache:
         Longer than now: at once. Shorter: only by a good part, since packing is a copy. One block more than the cache's
         own is kept, into which each is packed in turn.
         """
-        length = bucketed(length)
+        length = -(-length // BUCKET) * BUCKET
         if self.length * 3 // 4 <= length <= self.length:
             return
         kept = min(length, self.length)

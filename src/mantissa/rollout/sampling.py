@@ -36,10 +36,10 @@ from mantissa.rollout.types import Request, SamplingParams
 from mantissa.splitmix import GOLDEN, mix, shift_right, signed
 
 
-def stream_keys(seeds: Sequence[int], samples: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+def stream_keys(seeds: Sequence[int], samples: Sequence[int]) -> Tensor:
     """The key of each (seed, sample): int64, shape B. Seeds are any integers, taken modulo 2^64."""
-    seeds_B = torch.tensor([signed(seed) for seed in seeds], dtype=torch.int64, device=device)
-    samples_B = torch.tensor(samples, dtype=torch.int64, device=device)
+    seeds_B = torch.tensor([signed(seed) for seed in seeds], dtype=torch.int64)
+    samples_B = torch.tensor(samples, dtype=torch.int64)
     return mix(mix(seeds_B + GOLDEN) + (samples_B + 1) * GOLDEN)
 
 

@@ -340,6 +340,8 @@ class DatasetTask(Task):
             heldout = {key: problem for key, problem in problems.items() if _share(seed, key) < fraction}
         train = [problem for key, problem in problems.items() if key not in heldout]
         self.overlap = len(problems) - len(train) if config.heldout_files else 0
+        read = [self.summary, *([self.heldout_summary] if self.heldout_summary else [])]
+        self.notes = tuple(f"dataset {summary.describe()}" for summary in read)
         if not train:
             raise MantissaError(f"no training problem is left: all {len(problems)} are held out; hold out fewer")
         self._train, self._heldout = tuple(train[: config.limit]), tuple(heldout.values())

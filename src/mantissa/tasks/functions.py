@@ -82,14 +82,13 @@ class FunctionVerifier(Verifier):
         return bool(getattr(load_function(self.reference), "batch", False))
 
     def __call__(self, problem: Problem, completion: str) -> Reward:
-        if self._batched:
-            return self.grade([(problem, completion)])[0]
-        return self._reward(load_function(self.reference)(problem, completion))
+        return self.grade([(problem, completion)])[0]
 
     def grade(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
+        function = load_function(self.reference)
         if not self._batched:
-            return [self(problem, completion) for problem, completion in samples]
-        results = load_function(self.reference)([problem for problem, _ in samples], [text for _, text in samples])
+            return [self._reward(function(problem, completion)) for problem, completion in samples]
+        results = function([problem for problem, _ in samples], [text for _, text in samples])
         if isinstance(results, (str, bytes, Mapping)) or not hasattr(results, "__len__"):
             raise TypeError(f"{self.reference} is batched and returned {_shown(results)}: expected a list")
         if len(results) != len(samples):

@@ -126,11 +126,13 @@ class Task(ABC):
     """Problems in three splits that share no prompt, and the verifier that grades them.
 
     ``alphabet``: every character that prompts and solutions use, for generated character-level tasks; None for text.
+    ``notes``: what the user should know of where the problems come from, one line each.
     """
 
     name: str
     verifier: Verifier
     alphabet: str | None = None
+    notes: tuple[str, ...] = ()
 
     def split(self, name: SplitName, count: int | None = None) -> Sequence[Problem]:
         """The first ``count`` problems of a split, or all of it; the same ones for the same seed, in the same order.
