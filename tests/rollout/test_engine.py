@@ -26,10 +26,19 @@ from naive_engine import (
 )
 
 Build = Callable[..., tuple[NativeEngine, Decoder]]
-FAMILY = pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+FAMILIES = ("llama", "qwen2", "qwen3")
 PARAMS = SamplingParams(max_tokens=12, stop_token_ids=(7,))
 # How far the CDF at a token's borders may move: the reduction order's effect on logits, per format.
 CDF_TOLERANCE = {"fp32": 2e-6, "fp16": 4e-3, "bf16": 3e-2}
+
+
+def with_families(names: str, values: dict[str, tuple[object, ...]]) -> pytest.MarkDecorator:
+    """Every family with every value; each of both once in the fast suite, the other pairs are ``variants``."""
+    fast = {(FAMILIES[i % 3], name) for i, name in enumerate(values)}
+    pairs = [(family, name) for family in FAMILIES for name in values]
+    marks = [() if pair in fast else pytest.mark.variants for pair in pairs]
+    rows = [pytest.param(f, *values[n], id=f"{f}-{n}", marks=m) for (f, n), m in zip(pairs, marks, strict=True)]
+    return pytest.mark.parametrize(f"family, {names}", rows)
 
 
 def flat(completions: list[list[Completion]]) -> list[Completion]:
@@ -44,11 +53,9 @@ def assert_same(got: list[list[Completion]], expected: list[list[Completion]], t
         torch.testing.assert_close(ours.logp_T, theirs.logp_T, atol=tolerance, rtol=0)
 
 
-@FAMILY
-@pytest.mark.parametrize(
+@with_families(
     "fields",
-    [{}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}, {"temperature": 0.0}],
-    ids=["plain", "filters", "greedy"],
+    {"plain": ({},), "filters": ({"temperature": 0.7, "top_k": 9, "top_p": 0.8},), "greedy": ({"temperature": 0.0},)},
 )
 def test_fp32_equals_the_naive_engine(build: Build, requests: list[Request], family: str, fields: dict) -> None:
     engine, _ = build(family, slots=5)
@@ -58,9 +65,10 @@ def test_fp32_equals_the_naive_engine(build: Build, requests: list[Request], fam
     assert_same(engine.generate(requests, params, 1), expected)
 
 
-@FAMILY
-@pytest.mark.parametrize(
-    "precision", ["fp32", "fp16", "bf16", {"preset": "bf16", "rollout": "fp32", "kv_cache": "fp16"}]
+@with_families(
+    "precision",
+    {name: (name,) for name in ("fp32", "fp16", "bf16")}
+    | {"mixed": ({"preset": "bf16", "rollout": "fp32", "kv_cache": "fp16"},)},
 )
 def test_every_token_is_the_one_its_uniform_selects(
     build: Build, requests: list[Request], family: str, precision: str | dict
@@ -84,7 +92,7 @@ def test_every_token_is_the_one_its_uniform_selects(
                 assert abs(np.exp(completion.logp_T[step].item()) - distribution[token]) < tolerance
 
 
-@FAMILY
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers(build: Build, requests: list[Request], family: str) -> None:
     import transformers
 
@@ -113,12 +121,10 @@ def test_greedy_equals_transformers(build: Build, requests: list[Request], famil
                 assert not completion.logp_T.any()
 
 
-@pytest.mark.parametrize(
-    ("precision", "smallest_mean", "largest_mean"),
-    [("fp32", 0.0, 2e-6), ("fp16", 1e-5, 8e-3), ("bf16", 0.0, 6e-2)],
-    ids=["fp32", "fp16", "bf16"],
+@with_families(
+    "precision, smallest_mean, largest_mean",
+    {"bf16": ("bf16", 0.0, 6e-2), "fp32": ("fp32", 0.0, 2e-6), "fp16": ("fp16", 1e-5, 8e-3)},
 )
-@FAMILY
 def test_the_gap_to_the_learner(
     build: Build, family: str, precision: str, smallest_mean: float, largest_mean: float
 ) -> None:
@@ -143,17 +149,17 @@ def test_the_gap_to_the_learner(
         assert gap_BT.max() < 1e-5
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 7, 64])
-def test_slots_do_not_change_the_samples(build: Build, requests: list[Request], slots: int) -> None:
+def test_slots_do_not_change_the_samples(build: Build, requests: list[Request]) -> None:
     """Fewer slots than samples, than one group, one alone: refills, compaction and prefill ahead change nothing."""
     expected = build("qwen3", slots=15)[0].generate(requests, PARAMS, 1)
-    engine, _ = build("qwen3", slots=slots)
-    assert_same(engine.generate(requests, PARAMS, 1), expected)
-    assert engine.stats.generated_tokens == sum(len(c.tokens) for c in flat(expected))
-    assert engine.stats.prefill_tokens == sum(len(r.prompt_tokens) for r in requests)
-    if slots == 1:
-        assert engine.stats.occupancy == 1.0
-        assert engine.stats.decode_steps == sum(len(c.tokens) - 1 for c in flat(expected))
+    for slots in (1, 2, 3, 7, 64):
+        engine, _ = build("qwen3", slots=slots)
+        assert_same(engine.generate(requests, PARAMS, 1), expected)
+        assert engine.stats.generated_tokens == sum(len(c.tokens) for c in flat(expected))
+        assert engine.stats.prefill_tokens == sum(len(r.prompt_tokens) for r in requests)
+        if slots == 1:
+            assert engine.stats.occupancy == 1.0
+            assert engine.stats.decode_steps == sum(len(c.tokens) - 1 for c in flat(expected))
     assert_same(engine.generate(requests, PARAMS, 1), expected)  # what the cache holds from before does not matter
 
 

@@ -134,9 +134,10 @@ def test_only_the_offending_samples_lose_their_reward(hostile: ModuleType) -> No
 def test_workers_are_reused_and_an_idle_death_costs_nothing(hostile: ModuleType) -> None:
     before = children()
     with Grader(hostile.WhoAmI(), workers=2) as grader:
-        first = {int(r.value) for r in grader.grade([(PROBLEM, "")] * 24)}
+        first: set[int] = set()
+        while len(first) < 2:  # on a busy machine the second may begin when all is graded
+            first |= {int(r.value) for r in grader.grade([(PROBLEM, "")] * 24)}
         assert first == children() - before
-        assert len(first) == 2
         assert {int(r.value) for r in grader.grade([(PROBLEM, "")] * 24)} == first
         victim = min(first)
         os.kill(victim, signal.SIGKILL)
