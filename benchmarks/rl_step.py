@@ -95,7 +95,7 @@ def build(model: Path, work: Work, precision: str, device: str, run_dir: str) ->
     config = recipe(model, work, precision, device, run_dir)
     parts = assemble(config)
     parts.task.verifier = DenseReward()
-    parts.sampler.grader = Grader(parts.task)
+    parts.sampler.grader = Grader(parts.task.verifier)
     run = RunDirectory.create(run_dir, {}, {"precision": parts.precision.rows()})
     live = Live(config.steps)
     loop = Loop(config, parts, run, Trackers(()), live)

@@ -54,9 +54,12 @@ def two_steps(configure: Callable[..., RunConfig], folder: Path, task: str, *mor
     return RunDirectory.open(folder), " ".join(re.sub(r"<[^>]*>", " ", report.read_text()).split())
 
 
-def test_a_plain_file_with_math_verify(configure: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_a_plain_file_with_math_verify(
+    configure: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     task = f"{{kind: dataset, files: {plain_file(tmp_path)}, verifier: math_verify, heldout_fraction: 0.2}}"
     run, report = two_steps(configure, tmp_path / "run", task, *BYTES)
+    assert "sums.jsonl: 30 rows, 30 problems, 0 duplicates" in " ".join(capsys.readouterr().out.split())
     rows = run.read_metrics()
     assert [row["reward/accuracy"] for row in rows] == [0, 0]  # a policy of random bytes
     assert [row["reward/verifier_errors"] for row in rows] == [0, 0]

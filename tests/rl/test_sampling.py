@@ -85,7 +85,7 @@ def test_greedy_accuracy_does_not_depend_on_the_seed(parts: Parts) -> None:
 
 
 def test_a_prompt_that_cannot_be_written_names_its_problem(parts: Parts) -> None:
-    sampler = Sampler(parts.sampler.engine, character_tokenizer("0123"), Grader(parts.task))
+    sampler = Sampler(parts.sampler.engine, character_tokenizer("0123"), Grader(parts.task.verifier))
     with pytest.raises(MantissaError, match="problem p-7: tokenizer: '19=' holds '9='"):
         sampler.encode(Problem("p-7", "19=", "1", "s"))
     with pytest.raises(MantissaError, match=r"problem p-8: .*no chat template"):

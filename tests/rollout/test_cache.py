@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mantissa.model import ModelConfig
-from mantissa.rollout.cache import KVCache, bucketed
+from mantissa.rollout.cache import KVCache
 
 LAYERS, HEADS, SIZE, SLOTS = 2, 2, 4, 5
 CONFIG = ModelConfig("llama", 8, 16, 8, LAYERS, 4, HEADS, SIZE)
@@ -73,7 +73,6 @@ def test_packing_follows_the_longest_row() -> None:
         cache.fit(wanted, 1)
         lengths.append(cache.length)
     assert lengths == [16, 16, 32, 112, 112, 80, 80, 16]
-    assert [bucketed(n) for n in (1, 16, 17)] == [16, 16, 32]
 
 
 def test_memory_is_used_again() -> None:

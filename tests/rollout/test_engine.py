@@ -1,12 +1,14 @@
-"""The engine against the naive one, against transformers, and against itself under every way of batching."""
+"""The engine against the naive one, against transformers, and against itself under every way of batching; its stops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mantissa.errors import MantissaError
@@ -15,7 +17,8 @@ from mantissa.model import Decoder
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.precision.numerics import token_logprob
 from mantissa.rollout import Completion, NativeEngine, Request, SamplingParams
-from mantissa.rollout.reference import (
+from mantissa.rollout.generation import StopStrings
+from naive_engine import (
     reference_distribution,
     reference_generate,
     reference_logits,
@@ -23,10 +26,19 @@ from mantissa.rollout.reference import (
 )
 
 Build = Callable[..., tuple[NativeEngine, Decoder]]
-FAMILY = pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+FAMILIES = ("llama", "qwen2", "qwen3")
 PARAMS = SamplingParams(max_tokens=12, stop_token_ids=(7,))
 # How far the CDF at a token's borders may move: the reduction order's effect on logits, per format.
 CDF_TOLERANCE = {"fp32": 2e-6, "fp16": 4e-3, "bf16": 3e-2}
+
+
+def with_families(names: str, values: dict[str, tuple[object, ...]]) -> pytest.MarkDecorator:
+    """Every family with every value; each of both once in the fast suite, the other pairs are ``variants``."""
+    fast = {(FAMILIES[i % 3], name) for i, name in enumerate(values)}
+    pairs = [(family, name) for family in FAMILIES for name in values]
+    marks = [() if pair in fast else pytest.mark.variants for pair in pairs]
+    rows = [pytest.param(f, *values[n], id=f"{f}-{n}", marks=m) for (f, n), m in zip(pairs, marks, strict=True)]
+    return pytest.mark.parametrize(f"family, {names}", rows)
 
 
 def flat(completions: list[list[Completion]]) -> list[Completion]:
@@ -41,11 +53,9 @@ def assert_same(got: list[list[Completion]], expected: list[list[Completion]], t
         torch.testing.assert_close(ours.logp_T, theirs.logp_T, atol=tolerance, rtol=0)
 
 
-@FAMILY
-@pytest.mark.parametrize(
+@with_families(
     "fields",
-    [{}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}, {"temperature": 0.0}],
-    ids=["plain", "filters", "greedy"],
+    {"plain": ({},), "filters": ({"temperature": 0.7, "top_k": 9, "top_p": 0.8},), "greedy": ({"temperature": 0.0},)},
 )
 def test_fp32_equals_the_naive_engine(build: Build, requests: list[Request], family: str, fields: dict) -> None:
     engine, _ = build(family, slots=5)
@@ -55,9 +65,10 @@ def test_fp32_equals_the_naive_engine(build: Build, requests: list[Request], fam
     assert_same(engine.generate(requests, params, 1), expected)
 
 
-@FAMILY
-@pytest.mark.parametrize(
-    "precision", ["fp32", "fp16", "bf16", {"preset": "bf16", "rollout": "fp32", "kv_cache": "fp16"}]
+@with_families(
+    "precision",
+    {name: (name,) for name in ("fp32", "fp16", "bf16")}
+    | {"mixed": ({"preset": "bf16", "rollout": "fp32", "kv_cache": "fp16"},)},
 )
 def test_every_token_is_the_one_its_uniform_selects(
     build: Build, requests: list[Request], family: str, precision: str | dict
@@ -81,31 +92,19 @@ def test_every_token_is_the_one_its_uniform_selects(
                 assert abs(np.exp(completion.logp_T[step].item()) - distribution[token]) < tolerance
 
 
-@FAMILY
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers(build: Build, requests: list[Request], family: str) -> None:
     import transformers
 
     engine, master = build(family, slots=4)
     c = engine.config
-    shape = {
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.num_hidden_layers,
-        "num_attention_heads": c.num_attention_heads,
-        "num_key_value_heads": c.num_key_value_heads,
-        "head_dim": c.head_dim,
-        "rms_norm_eps": c.rms_norm_eps,
-        "rope_theta": c.rope_theta,
-        "tie_word_embeddings": c.tie_word_embeddings,
-        "attn_implementation": "eager",
-    }
-    kinds = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    }
-    config_class, model_class = kinds[family]
+    sizes = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
+    )
+    names = [*sizes.split(), "num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings"]
+    shape = {name: getattr(c, name) for name in names} | {"attn_implementation": "eager"}
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    config_class, model_class = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
     ours = engine.generate(requests, SamplingParams(max_tokens=14, temperature=0.0), 1)
     with _disable_current_modes(), torch.no_grad():
         oracle = model_class(config_class(**shape)).eval()
@@ -115,25 +114,17 @@ def test_greedy_equals_transformers(build: Build, requests: list[Request], famil
         oracle.tie_weights()
         for request, group in zip(requests, ours, strict=True):
             prompt = torch.tensor([request.prompt_tokens])
-            out = oracle.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                do_sample=False,
-                max_new_tokens=14,
-                pad_token_id=0,
-                eos_token_id=None,
-            )
+            how = {"do_sample": False, "max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None}
+            out = oracle.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
             for completion in group:
                 assert completion.tokens == tuple(out[0, prompt.shape[1] :].tolist())
                 assert not completion.logp_T.any()
 
 
-@pytest.mark.parametrize(
-    ("precision", "smallest_mean", "largest_mean"),
-    [("fp32", 0.0, 2e-6), ("fp16", 1e-5, 8e-3), ("bf16", 0.0, 6e-2)],
-    ids=["fp32", "fp16", "bf16"],
+@with_families(
+    "precision, smallest_mean, largest_mean",
+    {"bf16": ("bf16", 0.0, 6e-2), "fp32": ("fp32", 0.0, 2e-6), "fp16": ("fp16", 1e-5, 8e-3)},
 )
-@FAMILY
 def test_the_gap_to_the_learner(
     build: Build, family: str, precision: str, smallest_mean: float, largest_mean: float
 ) -> None:
@@ -143,9 +134,9 @@ def test_the_gap_to_the_learner(
     1e-3 to 8e-3 (bf16): the upper bounds leave room for that. Where the CPU sums a row alike in any batch, only
     attention differs, and a bf16 sum is seldom near enough to a tie to flip: a small model may show no gap in bf16.
     """
-    engine, master = build(family, precision, slots=32, max_length=80, wide=True)
-    prompts = torch.randint(0, 40, (32, 6), generator=torch.Generator().manual_seed(8)).tolist()
-    params = SamplingParams(max_tokens=64, temperature=1.2)
+    engine, master = build(family, precision, slots=24, max_length=60, wide=True)
+    prompts = torch.randint(0, 40, (24, 6), generator=torch.Generator().manual_seed(8)).tolist()
+    params = SamplingParams(max_tokens=48, temperature=1.2)
     completions = flat(engine.generate([Request(tuple(p), seed=i) for i, p in enumerate(prompts)], params, 1))
     kernels = learner_kernels(resolve(PrecisionPolicy.parse(precision), "cpu"))
     tokens_BT = torch.tensor([[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)])
@@ -158,17 +149,17 @@ def test_the_gap_to_the_learner(
         assert gap_BT.max() < 1e-5
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 7, 64])
-def test_slots_do_not_change_the_samples(build: Build, requests: list[Request], slots: int) -> None:
+def test_slots_do_not_change_the_samples(build: Build, requests: list[Request]) -> None:
     """Fewer slots than samples, than one group, one alone: refills, compaction and prefill ahead change nothing."""
     expected = build("qwen3", slots=15)[0].generate(requests, PARAMS, 1)
-    engine, _ = build("qwen3", slots=slots)
-    assert_same(engine.generate(requests, PARAMS, 1), expected)
-    assert engine.stats.generated_tokens == sum(len(c.tokens) for c in flat(expected))
-    assert engine.stats.prefill_tokens == sum(len(r.prompt_tokens) for r in requests)
-    if slots == 1:
-        assert engine.stats.occupancy == 1.0
-        assert engine.stats.decode_steps == sum(len(c.tokens) - 1 for c in flat(expected))
+    for slots in (1, 2, 3, 7, 64):
+        engine, _ = build("qwen3", slots=slots)
+        assert_same(engine.generate(requests, PARAMS, 1), expected)
+        assert engine.stats.generated_tokens == sum(len(c.tokens) for c in flat(expected))
+        assert engine.stats.prefill_tokens == sum(len(r.prompt_tokens) for r in requests)
+        if slots == 1:
+            assert engine.stats.occupancy == 1.0
+            assert engine.stats.decode_steps == sum(len(c.tokens) - 1 for c in flat(expected))
     assert_same(engine.generate(requests, PARAMS, 1), expected)  # what the cache holds from before does not matter
 
 
@@ -322,3 +313,91 @@ def test_the_longest_sample_that_fits(build: Build) -> None:
     params = SamplingParams(max_tokens=10)
     expected = reference_generate(engine.model, engine.kernels, engine.kv_format, requests, params, 1)
     assert_same(engine.generate(requests, params, 1), expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0"), ({"max_tokens": 4, "temperature": -0.1}, "temperature=-0.1"),
+        ({"max_tokens": 4, "top_k": -1}, "top_k=-1"), ({"max_tokens": 4, "top_p": 0.0}, "top_p=0.0"),
+        ({"max_tokens": 4, "top_p": 1.5}, "top_p=1.5"), ({"max_tokens": 4, "stop": ("a", "")}, "empty string"),
+    ],
+)  # fmt: skip
+def test_impossible_sampling_is_refused_by_name(fields: dict, named: str) -> None:
+    with pytest.raises(MantissaError, match=named):
+        SamplingParams(**fields)
+
+
+# stop strings, found at the token that completes them, wherever the tokens' borders lie
+
+PIECES = ["a", "b", "ab", "</", "answer", ">", "", " ", "é", "</answer>"]
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return "".join(PIECES[token] for token in tokens)
+
+
+def decode_stripped(tokens: Sequence[int]) -> str:
+    """As tokenizers do that drop the space in front of the first token."""
+    return decode(tokens).lstrip(" ")
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, len(PIECES) - 1), max_size=60),
+    stop=st.sampled_from([("</answer>",), ("ab",), ("ba", "é é"), ("  ",), ("b</",)]),
+)
+def test_equals_a_search_of_the_whole_text_after_every_token(tokens: list[int], stop: tuple[str, ...]) -> None:
+    strings = StopStrings(stop, decode)
+    for size in range(1, len(tokens) + 1):
+        expected = any(text in decode(tokens[:size]) for text in stop)
+        assert strings.completed(tokens[:size]) == expected
+        if expected:
+            return
+
+
+def test_characters_of_several_byte_tokens() -> None:
+    tokens = list("The answer is 5 → done ✓ and more".encode())
+    strings = StopStrings(("→ done ✓",), decode_bytes)
+    found = next(size for size in range(1, len(tokens) + 1) if strings.completed(tokens[:size]))
+    assert bytes(tokens[:found]).decode() == "The answer is 5 → done ✓"
+
+
+def test_tokens_without_text_do_not_hide_a_string() -> None:
+    empty = [6] * 200
+    tokens = [3, *empty, 4, *empty, 5]
+    strings = StopStrings(("</answer>",), decode)
+    assert not strings.completed(tokens[:-1])
+    assert strings.completed(tokens)
+
+
+def test_a_space_at_the_border_of_the_tail() -> None:
+    strings = StopStrings((" a",), decode_stripped)
+    tokens = [1] * 50 + [7, 0]
+    assert not strings.completed(tokens[:-1])
+    assert strings.completed(tokens)
+
+
+def test_only_a_tail_is_decoded() -> None:
+    seen: list[int] = []
+
+    def counting(tokens: Sequence[int]) -> str:
+        seen.append(len(tokens))
+        return decode(tokens)
+
+    assert not StopStrings(("</answer>",), counting).completed([0] * 5000)
+    assert max(seen) < 50
+
+
+@pytest.mark.parametrize("piece", [9, 4])
+def test_a_find_that_only_the_tail_has_does_not_count(piece: int) -> None:
+    """A decoder that renders a cut text otherwise: the whole text decides."""
+
+    def cutting(tokens: Sequence[int]) -> str:
+        return "#" * len(tokens) if len(tokens) > 20 else decode([piece] * len(tokens))
+
+    assert not StopStrings((PIECES[piece],), cutting).completed([0] * 100)

@@ -99,15 +99,12 @@ def already_rounded(weights: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (missing, "is missing"),
-        (unknown, r"unknown weight model.layers.7.*did you mean"),
-        (misshapen, r"has shape \(16, 24\), expected \(24, 16\)"),
-        (not_a_number, "holds nan"),
-        (infinite, "holds inf"),
-        (too_large, r"holds 70000, which fp16 cannot \(largest 65504\)"),
+        (missing, "is missing"), (unknown, r"unknown weight model.layers.7.*did you mean"),
+        (misshapen, r"has shape \(16, 24\), expected \(24, 16\)"), (not_a_number, "holds nan"),
+        (infinite, "holds inf"), (too_large, r"holds 70000, which fp16 cannot \(largest 65504\)"),
         (already_rounded, "expected the fp32 master"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_tensor_is_named_and_the_engine_then_refuses(spoil: Callable, said: str) -> None:
     rollout, weights = engine("fp16"), masters()
     rollout.sync(weights, 0)

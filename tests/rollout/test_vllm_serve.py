@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import fake_vllm
+from fake_vllm import LLM, install
 from mantissa.errors import MantissaError
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import BF16, FP32
-from mantissa.rollout import VllmStart, serve_vllm
+from mantissa.rollout import VllmEngine, VllmStart, serve_vllm
 from mantissa.rollout.vllm import server
 from mantissa.rollout.vllm.server import flags
 
@@ -148,8 +150,45 @@ def test_a_folder_that_others_may_write_to_is_refused(said: Path, tmp_path: Path
 
 def test_the_command_without_vllm() -> None:
     script = "from mantissa.cli import main; main()"
-    found = subprocess.run(
-        [sys.executable, "-c", script, "serve", "recipes/demo.yaml"], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", script, "serve", "recipes/demo.yaml"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 2
     assert "vllm is not installed here" in found.stderr
+
+
+# its processes end with the one that started them, however it ended
+
+WORKER = """
+import time
+from mantissa.rollout.vllm.worker import WeightReader
+WeightReader().mantissa_follow({owner})
+print("follows", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_vllms_processes_end_with_the_one_that_started_them(killed: bool) -> None:
+    """An owner that waits; beside it a core, whose child is the worker. The owner ends, by itself or not."""
+    owner = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    worker = WORKER.format(owner=owner.pid)
+    command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}])"
+    core = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True)
+    assert core.stdout is not None
+    assert core.stdout.readline() == "follows\n"
+    assert core.poll() is None
+    assert owner.stdin is not None
+    if killed:
+        owner.kill()
+    owner.stdin.close()  # and so it ends by itself
+    assert core.wait(20) == -signal.SIGKILL
+    assert core.stdout.read() == ""  # which the worker had open: it has ended too
+    core.stdout.close()
+    owner.wait()
+
+
+def test_a_vllm_is_told_whom_to_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    engine = VllmEngine(fake_vllm.START, fake_vllm.KERNELS)
+    assert LLM.made[-1].worker.follows == os.getpid()
+    engine.close()

@@ -18,7 +18,22 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from mantissa.kernels import rollout_kernels
+from mantissa.model import Decoder, ModelConfig
+from mantissa.precision import FP32, PrecisionPolicy, resolve
+from mantissa.rollout import SamplingParams, VllmStart
 from mantissa.rollout.vllm.worker import WeightReader
+
+CONFIG = ModelConfig("llama", 40, 32, 56, 2, 4, 2, 8, initializer_range=0.25)
+START = VllmStart(CONFIG, FP32, FP32, 5, 32, torch.device("cpu"))
+KERNELS = rollout_kernels(resolve(PrecisionPolicy(), "cpu"))
+PARAMS = SamplingParams(max_tokens=6, temperature=0.5, stop_token_ids=(3,))
+
+
+def masters(seed: int) -> dict[str, Tensor]:
+    """Weights of ``CONFIG``."""
+    model = Decoder(CONFIG).initialize(torch.Generator().manual_seed(seed))
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 class Product:

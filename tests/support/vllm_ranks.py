@@ -20,9 +20,9 @@ from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import FP32, PrecisionPolicy, resolve
 from mantissa.rl.team import Team
 from mantissa.rollout import NativeEngine, Request, SamplingParams, VllmEngine, VllmStart
-from mantissa.rollout.reference import reference_logits
 from mantissa.rollout.vllm.server import WeightFolder
 from mantissa.training import Ranks
+from naive_engine import reference_logits
 
 CONFIG = ModelConfig(
     "qwen3",

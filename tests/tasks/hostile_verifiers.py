@@ -6,11 +6,9 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
-from mantissa.tasks import Problem, Reward, SplitName, Task, Verifier, batched
+from mantissa.tasks import Problem, Reward, Verifier, batched
 
 
 class Obedient(Verifier):
@@ -73,17 +71,6 @@ class Unready(IsolatedObedient):
 class DiesAtStart(IsolatedObedient):
     def prepare(self) -> None:
         os._exit(5)
-
-
-@dataclass
-class FakeTask(Task):
-    """A task that is nothing but its verifier."""
-
-    verifier: Verifier
-    name: str = "fake"
-
-    def _problems(self, name: SplitName) -> Sequence[Problem]:
-        return ()
 
 
 # reward functions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,24 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mantissa.errors import MantissaError
-from mantissa.tasks import Grader, Problem, SplitName, Task, build_task, code
-from mantissa.tasks.code import CodeTask, CodeVerifier, last_block, read_tests, same
-from mantissa.tasks.config import CodeConfig
+from mantissa.tasks import Grader, Problem, code
+from mantissa.tasks.code import CodeVerifier, last_block, read_tests, same
 from mantissa.tasks.sandbox.run import Isolation, Outcome, Sandbox
+from problems import everything, made
 
-SIZES: dict[SplitName, int] = {"train": 40, "heldout": 15, "warm_start": 20}
+SIZES = (40, 15, 20)
 ANSWER = json.dumps({"function": "f", "tests": [[[1, 2], 3], [[5, 5], 10], [[0, 0], 0], [[-1, 4], 3]]})
 PROBLEM = Problem("p", "q", ANSWER, "s")
-
-
-class Bare(Task):
-    name = "bare"
-
-    def __init__(self, verifier: CodeVerifier) -> None:
-        self.verifier = verifier
-
-    def _problems(self, name: SplitName) -> Sequence[Problem]:
-        return ()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -92,7 +82,7 @@ def test_tests_in_a_file_and_our_own_generator_are_out_of_reach(tmp_path: Path) 
     """A faked pass: find the tests, or make the problem again from its seed, and look the value up by the input."""
     (tmp_path / "tests.json").write_text(ANSWER)
     package = str(Path(code.__file__).parents[2])
-    generated = CodeTask(SIZES, 3).split("train")[0]
+    generated = made("code", 3, sizes=SIZES).split("train")[0]
     cheats = {
         f"""
 import json, os
@@ -107,8 +97,9 @@ import sys
 sys.path.append({package!r})
 def f(*given):
     import json
-    from mantissa.tasks.code import CodeTask
-    for problem in CodeTask({SIZES!r}, 3).split("train"):
+    from mantissa.tasks import CodeConfig, build_task
+    section = CodeConfig(kind="code", train_size=40, heldout_size=15, warm_start_size=20)
+    for problem in build_task(section, 3).split("train"):
         for arguments, value in json.loads(problem.answer)["tests"]:
             if arguments == list(given): return value
 """: replace(PROBLEM, answer=json.dumps(json.loads(generated.answer) | {"before": ""})),
@@ -128,7 +119,7 @@ def test_a_program_that_hangs_is_wrong_and_no_verifier_error() -> None:
 def test_in_grading_processes_with_a_hostile_program_between(monkeypatch: pytest.MonkeyPatch) -> None:
     said = [GOOD, "while True: pass", GOOD, "import os\nwhile True: os.fork()", GOOD]
     verifier = pickle.loads(pickle.dumps(CodeVerifier(time_limit_s=1.0)))
-    with Grader(Bare(verifier), timeout_s=20) as grader:
+    with Grader(verifier, timeout_s=20) as grader:
         grader.start()
         assert "; can " not in grader.notes[0]
         rewards = grader.grade([(PROBLEM, text) for text in said])
@@ -158,14 +149,10 @@ def test_a_lost_sandbox_is_a_verifier_error(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "answer",
     [
-        "{",
-        "[]",
-        '{"function": "f"}',
-        '{"function": "f", "tests": []}',
-        '{"function": "f", "tests": [[1, 2]]}',
+        "{", "[]", '{"function": "f"}', '{"function": "f", "tests": []}', '{"function": "f", "tests": [[1, 2]]}',
         '{"function": "f", "tests": [[[1], 2]], "test": 1}',
     ],
-)
+)  # fmt: skip
 def test_an_answer_without_tests_is_an_error_not_a_pass(answer: str) -> None:
     with pytest.raises(ValueError, match=r"Expecting|an object with|every program would pass|a test is a list"):
         read_tests(answer)
@@ -203,7 +190,7 @@ def test_the_last_closed_block_counts() -> None:
 @pytest.mark.parametrize("product", [False, True])
 @pytest.mark.parametrize("variables", [2, 3])
 def test_solutions_have_the_values_that_prompts_show_and_tests_want(variables: int, product: bool) -> None:
-    task = CodeTask(SIZES, 3, variables, 9, product)
+    task = made("code", 3, sizes=SIZES, variables=variables, product=product)
     for problem in task.split("train"):
         function, tests, before = read_tests(problem.answer)
         namespace: dict[str, Any] = {}
@@ -217,36 +204,35 @@ def test_solutions_have_the_values_that_prompts_show_and_tests_want(variables: i
 
 
 def test_examples_fix_the_function_so_that_another_is_wrong() -> None:
-    task = CodeTask(SIZES, 0, 3)
+    task = made("code", sizes=SIZES)
     problems = task.split("train", 5)
     for problem in problems:
-        assert task.verify(problem, problem.solution or "").correct
+        assert task.verifier(problem, problem.solution or "").correct
         for other in problems:
             if other is not problem:
-                assert not task.verify(problem, other.solution or "").correct
+                assert not task.verifier(problem, other.solution or "").correct
     shown = "".join(f"{v} if (x,y,z)==({x},{y},{z}) else " for (x, y, z), v in read_tests(problems[0].answer)[1][:4])
-    assert task.verify(problems[0], f"{shown}0").parts["passed"] == 0.5  # the examples by heart, no further point
-    assert task.verify(problems[0], f"({problems[0].solution})*2/2").correct  # any expression with these values
+    assert task.verifier(problems[0], f"{shown}0").parts["passed"] == 0.5  # the examples by heart, no further point
+    assert task.verifier(problems[0], f"({problems[0].solution})*2/2").correct  # any expression with these values
 
 
 def test_splits_share_no_function_and_depend_on_the_seed_alone() -> None:
     for style in ("compact", "text"):
-        task = CodeTask(SIZES, 1, 2, style=style)  # type: ignore[arg-type]
-        solutions = [p.solution for name in SIZES for p in task.split(name)]
-        assert len(set(solutions)) == sum(SIZES.values())
-        again = CodeTask(SIZES, 1, 2, style=style)  # type: ignore[arg-type]
-        assert [p.solution for name in SIZES for p in again.split(name)] == solutions
-        assert CodeTask(SIZES, 2, 2).split("train") != task.split("train")
+        fields = {"sizes": SIZES, "variables": 2, "style": style}
+        task = made("code", 1, **fields)
+        solutions = [p.solution for p in everything(task)]
+        assert len(set(solutions)) == sum(SIZES)
+        assert [p.solution for p in everything(made("code", 1, **fields))] == solutions
+        assert made("code", 2, **fields).split("train") != task.split("train")
 
 
 def test_the_text_style_asks_for_a_block_and_grades_it() -> None:
-    config = CodeConfig(kind="code", style="text", variables=2, product=True, train_size=3, reward="fraction")
-    task = build_task(config, 0)
+    task = made("code", style="text", variables=2, product=True, sizes=(3, 0, 0), reward="fraction")
     assert task.alphabet is None
     problem = task.split("train")[0]
     shown = re.findall(r"f\((\d), (\d)\) == (\d+)", str(problem.prompt))
     assert [(a, b) for a, b, _ in shown] == [("0", "0"), ("1", "0"), ("0", "1"), ("1", "1")]
-    assert task.verify(problem, f"So:\n{problem.solution}").value == 1.0
-    wrong = task.verify(problem, f"```\ndef f(x, y):\n    return {shown[0][2]} if x + y == 0 else -1\n```")
+    assert task.verifier(problem, f"So:\n{problem.solution}").value == 1.0
+    wrong = task.verifier(problem, f"```\ndef f(x, y):\n    return {shown[0][2]} if x + y == 0 else -1\n```")
     assert 0 < wrong.value < 1
     assert not wrong.correct

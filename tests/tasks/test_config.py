@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from mantissa.tasks import TaskConfig, build_task
+from mantissa.tasks import build_task
 from mantissa.tasks.config import (
     AdditionConfig,
     ChainConfig,
@@ -19,60 +19,39 @@ from mantissa.tasks.config import (
     RunningSumConfig,
 )
 from mantissa.tasks.datasets import DatasetTask
-from mantissa.tasks.generated import Addition, Chain, Countdown, RunningSum
 from mantissa.tasks.types import Message
+from problems import SECTION, SPLITS, made
 
-ADAPTER: TypeAdapter[Any] = TypeAdapter(TaskConfig)
 CONFIGS = (RunningSumConfig, AdditionConfig, ChainConfig, CountdownConfig, CodeConfig, DatasetConfig)
 
 
 def parse(**fields: Any) -> Any:
-    return ADAPTER.validate_python(fields)
+    return SECTION.validate_python(fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "kind"),
-    [
-        ({"kind": "running_sum"}, RunningSum),
-        ({"kind": "addition"}, Addition),
-        ({"kind": "chain"}, Chain),
-        ({"kind": "countdown"}, Countdown),
-    ],
-)
-def test_defaults_build_full_splits(fields: dict[str, Any], kind: type) -> None:
-    task = build_task(parse(**fields), seed=0)
-    assert type(task) is kind
-    assert task.name == fields["kind"]
-    assert [len(task.split(n)) for n in ("train", "heldout", "warm_start")] == [4096, 256, 8192]
-    assert build_task(parse(**fields), seed=0).split("train", 9) == task.split("train", 9)
-    assert build_task(parse(**fields), seed=1).split("train", 9) != task.split("train", 9)
+@pytest.mark.parametrize("kind", ["running_sum", "addition", "chain", "countdown", "code"])
+def test_defaults_build_full_splits(kind: str) -> None:
+    task = build_task(parse(kind=kind), seed=0)
+    assert task.name == kind
+    assert [len(task.split(n)) for n in SPLITS] == ([2048, 256, 4096] if kind == "code" else [4096, 256, 8192])
+    assert build_task(parse(kind=kind), seed=0).split("heldout") == task.split("heldout")
+    assert build_task(parse(kind=kind), seed=1).split("heldout") != task.split("heldout")
 
 
-def test_options_reach_the_task() -> None:
-    small = {"train_size": 20, "heldout_size": 0, "warm_start_size": 0}
-    lengths = build_task(parse(kind="running_sum", min_digits=30, max_digits=31, modulus=2, **small), 0).split("train")
-    assert {len(str(p.prompt)) for p in lengths} == {31, 32}
-    assert {c for p in lengths for c in p.answer} == {"0", "1"}
-    addition = build_task(parse(kind="addition", digits=7, reward="prefix", **small), 0)
-    problem = addition.split("train")[0]
-    assert len(str(problem.prompt)) == 16
-    assert 0 < addition.verify(problem, problem.answer[:3]).value < 1
-    assert len(str(build_task(parse(kind="chain", terms=50, **small), 0).split("train")[0].prompt)) == 100
-    fields = {"kind": "countdown", "numbers": 5, "max_number": 3, "max_target": 7, "operations": "+-", "style": "text"}
-    for p in build_task(parse(**fields, **small), 0).split("train"):
-        numbers, target = p.answer.split(":")
-        assert len(numbers.split()) == 5
-        assert max(map(int, numbers.split())) <= 3
-        assert int(target) <= 7
-        assert set(p.solution or "*") <= set("<answer>/123+-()")
+def test_the_kind_of_reward_reaches_the_task() -> None:
+    for kind in ("running_sum", "addition", "chain"):
+        task, exact = made(kind, reward="prefix", sizes=(20, 0, 0)), made(kind, sizes=(20, 0, 0))
+        problem = task.split("train")[0]
+        assert 0 < task.verifier(problem, f"{problem.answer}0").value < 1
+        assert exact.verifier(problem, f"{problem.answer}0").value == 0
 
 
 def test_a_template_asks_the_same_problems_in_other_words() -> None:
-    fields = {"kind": "addition", "digits": 2, "train_size": 20, "heldout_size": 5, "warm_start_size": 0}
-    plain = build_task(parse(**fields), 0)
-    text = build_task(parse(**fields, template="Add: {problem} {x}"), 0)
+    fields = {"kind": "addition", "digits": 2, "sizes": (20, 5, 0)}
+    plain = made(**fields)
+    text = made(**fields, template="Add: {problem} {x}")
     turns = [("system", "Sums."), ("user", "1+2=?"), ("assistant", "1+2=3"), ("user", "{problem}?")]
-    chat = build_task(parse(**fields, template=[{"role": role, "content": said} for role, said in turns]), 0)
+    chat = made(**fields, template=[{"role": role, "content": said} for role, said in turns])
     assert (plain.alphabet, text.alphabet, chat.alphabet) == ("0123456789+=", None, None)
     for split in ("train", "heldout"):
         for a, b, c in zip(*(task.split(split) for task in (plain, text, chat)), strict=True):
@@ -85,29 +64,16 @@ def test_a_dataset_with_every_option(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     rows = [{"problem": f"q{i}", "answer": str(i)} for i in range(10)]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n{\n")
-    config = parse(
-        kind="dataset",
-        files=str(path),  # one file needs no list
-        heldout_fraction=0.0,
-        verifier="dapo",
-        row_schema="plain",
-        template="<{problem}>",
-        on_bad_row="skip",
-        limit=4,
-    )
-    task = build_task(config, 0)
+    fields = {"heldout_fraction": 0.0, "verifier": "dapo", "row_schema": "plain", "template": "<{problem}>"}
+    task = made("dataset", files=str(path), **fields, on_bad_row="skip", limit=4)  # one file needs no list
     assert isinstance(task, DatasetTask)
     assert [p.prompt for p in task.split("train")] == ["<q0>", "<q1>", "<q2>", "<q3>"]
     assert len(task.summary.bad_rows) == 1
-    assert task.verify(task.split("train")[3], "Answer: 3").value == 1.0
-    assert task.verify(task.split("train")[3], "Answer: 4").value == -1.0
-    held = build_task(
-        parse(kind="dataset", files=[str(path)], heldout_files=str(path), on_bad_row="skip", limit=1).model_copy(
-            update={"heldout_files": (), "heldout_fraction": 0.5}
-        ),
-        0,
-    )
-    assert held.isolated  # math_verify is the default
+    assert "10 problems, 0 duplicates dropped (0 with another answer), 1 unreadable (the first: " in task.notes[0]
+    assert task.verifier(task.split("train")[3], "Answer: 3").value == 1.0
+    assert task.verifier(task.split("train")[3], "Answer: 4").value == -1.0
+    held = made("dataset", files=[str(path)], heldout_fraction=0.5, on_bad_row="skip")
+    assert held.verifier.isolated  # math_verify is the default
     assert 0 < len(held.split("heldout")) < 10
 
 
@@ -170,7 +136,7 @@ def test_configs_are_frozen_described_and_survive_yaml_types(model: Any) -> None
         config.kind = "other"
     for name, field in model.model_fields.items():
         assert name == "kind" or field.description, f"{model.__name__}.{name} lacks a description"
-    assert ADAPTER.validate_json(config.model_dump_json()) == config
+    assert SECTION.validate_json(config.model_dump_json()) == config
 
 
 def test_a_list_of_terms_survives_a_round_trip_and_one_term_needs_no_list() -> None:
@@ -181,16 +147,15 @@ def test_a_list_of_terms_survives_a_round_trip_and_one_term_needs_no_list() -> N
     )
     plain = parse(kind="dataset", files="a.jsonl", reward=[{"verifier": "exact", "name": "right"}])
     for config in (one, several, plain):
-        assert ADAPTER.validate_python(config.model_dump(mode="json")) == config
+        assert SECTION.validate_python(config.model_dump(mode="json")) == config
 
 
 def test_a_list_replaces_the_verifier_and_keeps_the_task(tmp_path: Path) -> None:
-    small = {"train_size": 5, "heldout_size": 0, "warm_start_size": 0}
     terms = [{"verifier": "task", "weight": 0.5, "name": "sum"}, {"verifier": "exact", "weight": -2}]
-    task = build_task(parse(kind="chain", terms=3, reward=terms, **small), 0)
-    assert task.isolated
+    task = made("chain", terms=3, reward=terms)
+    assert task.verifier.isolated
     problem = task.split("train")[0]
-    assert problem == build_task(parse(kind="chain", terms=3, **small), 0).split("train")[0]
-    right = task.verify(problem, problem.answer)
+    assert problem == made("chain", terms=3).split("train")[0]
+    right = task.verifier(problem, problem.answer)
     assert (right.value, right.correct, right.parts) == (0.5 - 2, True, {"sum": 1.0, "exact": 1.0})
-    assert task.verify(problem, "x").value == 0.0
+    assert task.verifier(problem, "x").value == 0.0

@@ -1,9 +1,15 @@
-"""Datasets from real and from hostile files: counts, duplicates, splits, and one clear line for everything wrong."""
+"""Datasets from real and from hostile files: counts, duplicates, splits, one clear line for everything wrong.
+
+And ``mantissa data dapo``: the account against a plain dictionary's, the output as the dataset task reads it, memory.
+"""
 
 from __future__ import annotations
 
 import collections
 import json
+import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +18,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from mantissa.errors import MantissaError
-from mantissa.tasks import DatasetTask, Message, read_problems, verifier_named
+from mantissa.tasks import DatasetTask, Grader, Message, dapo_data, read_problems, verifier_named
+from mantissa.tasks.dapo_data import CONFLICTING, EMPTY, REPEATED, UNREACHABLE, UNREADABLE, prepare_dapo
 from mantissa.tasks.datasets import DEFAULT_TEMPLATE
+from problems import made
 
 
-def dapo_row(index: int, answer: Any = None) -> dict[str, Any]:
+def row(index: int, answer: Any = None, **changes: Any) -> dict[str, Any]:
     return {
         "data_source": "math_dapo",
-        "prompt": [{"role": "user", "content": f"What is {index} + {index}?\nEnd with Answer: ..."}],
-        "ability": "MATH",
-        "reward_model": {"ground_truth": str(2 * index) if answer is None else answer, "style": "rule"},
-        "extra_info": {"index": f"row-{index}"},
-    }
+        "prompt": [{"role": "user", "content": f"What is {index} + {index}?"}],
+        "ability": "ARITHMETIC",
+        "reward_model": {"ground_truth": str(2 * index) if answer is None else answer, "style": "rule-x"},
+        "extra_info": {"index": f"id-{index}"},
+    } | changes
 
 
 def jsonl(path: Path, rows: list[Any]) -> Path:
@@ -36,32 +44,34 @@ def plain(count: int) -> list[dict[str, Any]]:
 
 
 def task(files: list[Path], seed: int = 0, **options: Any) -> DatasetTask:
-    return DatasetTask(files, seed, verifier_named("exact"), **options)
+    if "heldout_files" in options:
+        options["heldout_files"] = list(map(str, options["heldout_files"]))
+    return made("dataset", seed, files=list(map(str, files)), verifier="exact", **options)
 
 
 def test_dapo_file_repeated_a_hundred_times(tmp_path: Path) -> None:
-    table = pa.concat_tables([pa.Table.from_pylist([dapo_row(i) for i in range(40)])] * 100)
+    table = pa.concat_tables([pa.Table.from_pylist([row(i) for i in range(40)])] * 100)
     path = tmp_path / "dapo.parquet"
     pq.write_table(table, path, row_group_size=1000)
     problems, summary = read_problems([path])
     assert (summary.rows, summary.problems, summary.duplicates, summary.conflicting) == (4000, 40, 3960, 0)
     assert "4000 rows, 40 problems, 3960 duplicates dropped (0 with another answer), 0 unreadable" in summary.describe()
     assert [p.answer for p in problems] == [str(2 * i) for i in range(40)]
-    assert problems[3].prompt == (Message("user", "What is 3 + 3?\nEnd with Answer: ..."),)
+    assert problems[3].prompt == (Message("user", "What is 3 + 3?"),)
     assert {p.source for p in problems} == {"math_dapo"}
     assert len({p.id for p in problems}) == 40
 
 
 def test_duplicates_with_another_answer_are_counted_and_the_first_kept(tmp_path: Path) -> None:
-    rows = [dapo_row(1), dapo_row(1, "2.0"), dapo_row(1, "3"), dapo_row(2), dapo_row(1, " 3 ")]
-    rows.append({**dapo_row(2), "prompt": [{"role": "user", "content": " What is 2  + 2?\n\nEnd with Answer: ..."}]})
+    rows = [row(1), row(1, "2.0"), row(1, "3"), row(2), row(1, " 3 ")]
+    rows.append(row(2, prompt=[{"role": "user", "content": " What is 2  +\n2?"}]))
     problems, summary = read_problems([jsonl(tmp_path / "d.jsonl", rows)])
     assert [p.answer for p in problems] == ["2", "4"]
     assert (summary.rows, summary.duplicates, summary.conflicting) == (6, 4, 2)  # 2.0 agrees with 2; 3 does not
 
 
 def test_jsonl_and_parquet_give_the_same_problems(tmp_path: Path) -> None:
-    for name, rows in (("plain", plain(20)), ("dapo", [dapo_row(i) for i in range(20)])):
+    for name, rows in (("plain", plain(20)), ("dapo", [row(i) for i in range(20)])):
         text = jsonl(tmp_path / f"{name}.jsonl", rows)
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
         assert read_problems([text])[0] == read_problems([tmp_path / f"{name}.parquet"])[0]
@@ -77,14 +87,10 @@ def test_several_files_are_one_dataset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "answer"),
     [
-        (142.0, "142"),
-        ("142.0", "142.0"),
-        (-3, "-3"),
-        (0.25, "0.25"),
-        (1e20, "1" + "0" * 20),
+        (142.0, "142"), ("142.0", "142.0"), (-3, "-3"), (0.25, "0.25"), (1e20, "1" + "0" * 20),
         ("a #### b\n#### 72", "72"),
     ],
-)
+)  # fmt: skip
 def test_answers_of_any_type_become_text(tmp_path: Path, raw: Any, answer: str) -> None:
     path = jsonl(tmp_path / "d.jsonl", [{"question": "q", "answer": raw, "extra": 1}])
     assert read_problems([path])[0][0].answer == answer
@@ -99,9 +105,9 @@ def test_templates(tmp_path: Path) -> None:
     assert prompt() == DEFAULT_TEMPLATE.replace("{problem}", "Is \\boxed{x} {problem}?")
     assert prompt(template="Q: {problem}\nA: {") == "Q: Is \\boxed{x} {problem}?\nA: {"
     assert prompt(template="{problem}", chat=True) == (Message("user", "Is \\boxed{x} {problem}?"),)
-    with pytest.raises(MantissaError, match=r"template 'Solve' lacks \{problem\}"):
+    with pytest.raises(MantissaError, match=r"template lacks \{problem\}.*: 'Solve'"):
         prompt(template="Solve")
-    dapo = jsonl(tmp_path / "dapo.jsonl", [dapo_row(1)])
+    dapo = jsonl(tmp_path / "dapo.jsonl", [row(1)])
     for options in ({"template": "{problem}"}, {"chat": True}):
         with pytest.raises(MantissaError, match="where template and chat do nothing"):
             read_problems([dapo], **options)  # type: ignore[arg-type]
@@ -122,19 +128,19 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"problem": 5, "answer": "1"}, "'problem' is 5"),
 ]
 BAD_DAPO_ROWS: list[tuple[Any, str]] = [
-    ({**dapo_row(9), "prompt": []}, "'prompt' is []: expected a list of messages"),
-    ({**dapo_row(9), "prompt": "hi"}, "'prompt' is 'hi'"),
-    ({**dapo_row(9), "prompt": ["hi"]}, "a message of 'prompt' is 'hi'"),
-    ({**dapo_row(9), "prompt": [{"role": "robot", "content": "hi"}]}, "a message's role is 'robot'"),
-    ({**dapo_row(9), "prompt": [{"role": "user", "content": None}]}, "'content' is missing or null"),
-    ({**dapo_row(9), "reward_model": None}, "'reward_model' is missing or null"),
-    ({**dapo_row(9), "reward_model": {"style": "rule"}}, "'reward_model.ground_truth' is missing or null"),
+    (row(9, prompt=[]), "'prompt' is []: expected a list of messages"),
+    (row(9, prompt="hi"), "'prompt' is 'hi'"),
+    (row(9, prompt=["hi"]), "a message of 'prompt' is 'hi'"),
+    (row(9, prompt=[{"role": "robot", "content": "hi"}]), "a message's role is 'robot'"),
+    (row(9, prompt=[{"role": "user", "content": None}]), "'content' is missing or null"),
+    (row(9, reward_model=None), "'reward_model' is missing or null"),
+    (row(9, reward_model={"style": "rule"}), "'reward_model.ground_truth' is missing or null"),
 ]
 
 
 @pytest.mark.parametrize(("bad", "why"), BAD_ROWS + BAD_DAPO_ROWS)
 def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, bad: Any, why: str) -> None:
-    good = [dapo_row(1), dapo_row(2)] if (bad, why) in BAD_DAPO_ROWS else plain(2)
+    good = [row(1), row(2)] if (bad, why) in BAD_DAPO_ROWS else plain(2)
     path = jsonl(tmp_path / "d.jsonl", [good[0], "", bad, good[1], bad])  # the blank line is line 2
     with pytest.raises(MantissaError) as caught:
         read_problems([path])
@@ -178,13 +184,10 @@ def test_files_that_are_no_dataset(tmp_path: Path) -> None:
     jsonl(tmp_path / "bad.jsonl", ["{", "{"])
     assert "holds no problem: bad.jsonl: 2 rows" in message("bad.jsonl", on_bad_row="skip")
     jsonl(tmp_path / "other.jsonl", [{"text": "a", "label": 1}])
-    assert "columns text, label fit no schema: expected 'problem' (or 'question') and 'answer'" in message(
-        "other.jsonl"
-    )
+    said = message("other.jsonl")
+    assert "columns text, label fit no schema: expected 'problem' (or 'question') and 'answer'" in said
     jsonl(tmp_path / "plain.jsonl", plain(2))
-    assert "schema dapo needs columns" not in message(
-        "plain.jsonl", schema="dapo"
-    )  # jsonl has no columns: rows are bad
+    assert "needs columns" not in message("plain.jsonl", schema="dapo")  # jsonl has no columns: rows are bad
     pq.write_table(pa.Table.from_pylist(plain(2)), tmp_path / "plain.parquet")
     assert "schema dapo needs columns 'prompt' and 'reward_model', found problem, answer" in message(
         "plain.parquet", schema="dapo"
@@ -222,8 +225,6 @@ def test_heldout_files_and_limit(tmp_path: Path) -> None:
     assert built.heldout_summary is not None
     assert built.heldout_summary.problems == 15
     assert len(task([train], heldout_files=[heldout]).split("train")) == 45
-    with pytest.raises(MantissaError, match="both set"):
-        task([train], heldout_files=[heldout], heldout_fraction=0.1)
     with pytest.raises(MantissaError, match="no training problem is left: all 15 are held out"):
         task([heldout], heldout_files=[heldout])
 
@@ -233,9 +234,9 @@ def test_a_dataset_has_no_warm_start_and_uses_its_verifier(tmp_path: Path) -> No
     with pytest.raises(MantissaError, match="no warm_start split: its files hold answers, not solutions"):
         built.split("warm_start")
     problem = built.split("train", 3)[-1]
-    assert (problem.answer, problem.solution, built.alphabet, built.isolated) == ("4", None, None, False)
-    assert built.verify(problem, "4.0").correct
-    assert not built.verify(problem, "5").correct
+    assert (problem.answer, problem.solution, built.alphabet, built.verifier.isolated) == ("4", None, None, False)
+    assert built.verifier(problem, "4.0").correct
+    assert not built.verifier(problem, "5").correct
 
 
 @pytest.mark.shared_data
@@ -253,8 +254,178 @@ def test_the_real_sets_as_one_task(shared_data: Path) -> None:
     assert built.summary.duplicates == 1960 - len(texts)
     assert len(built.split("heldout")) == 113
     assert len(built.split("train")) == len(texts) - built.overlap
-    assert [p.answer for p in built.split("heldout") if p.source == "amc23"][:3] == [
-        "142",
-        "144",
-        "81",
-    ]  # doubles in the file
+    answers = [p.answer for p in built.split("heldout") if p.source == "amc23"]
+    assert answers[:3] == ["142", "144", "81"]  # doubles in the file
+
+
+# mantissa data dapo
+
+
+def counts(account: dapo_data.Preparation) -> dict[str, int]:
+    assert account.rows == account.kept + sum(d.count for d in account.dropped.values())
+    return {reason: dropped.count for reason, dropped in account.dropped.items()}
+
+
+def test_each_reason_with_its_rows(tmp_path: Path) -> None:
+    spaced = row(1, prompt=[{"role": "user", "content": " What is 1\n+ 1?"}])
+    rows = [
+        row(1),  # 1: kept
+        row(2),  # 2: conflicts with row 8
+        spaced,  # 3: repeats row 1
+        "",  # a blank line is no row, but counts as a line
+        row(3, ""),  # 5: no answer
+        row(4, "$$"),  # 6: nothing but decoration
+        "{torn",  # 7
+        row(2, "5"),  # 8: repeats row 2 with another answer
+        row(1, "2.0"),  # 9: repeats row 1, the same answer
+        row(5, "x" * 400),  # 10: longer than the verifier looks
+        row(6, prompt="text"),  # 11
+        row(7, prompt=[{"role": "robot", "content": "?"}]),  # 12
+        row(8, 16),  # 13: a number will do
+    ]
+    path, out = jsonl(tmp_path / "d.jsonl", rows), tmp_path / "out.parquet"
+    account = prepare_dapo([path], out)
+    assert (account.rows, account.kept) == (12, 2)
+    assert counts(account) == {UNREADABLE: 4, REPEATED: 3, EMPTY: 1, CONFLICTING: 1, UNREACHABLE: 1}
+    assert account.dropped[CONFLICTING].examples == [f"{path}, row 2: What is 2 + 2?"]
+    assert account.dropped[REPEATED].examples[1] == f"{path}, row 8: user: What is 2 + 2?"
+    assert account.dropped[EMPTY].examples == [f"{path}, row 6: '$$'"]
+    assert len(account.dropped[UNREADABLE].examples) == 3  # the first few
+    assert account.dropped[UNREADABLE].examples[1].startswith(f"{path}, row 7: not JSON")
+    text = account.describe()
+    assert text.startswith("12 rows, 2 kept\n")
+    assert "           4 dropped: cannot be read as a problem and its answer" in text
+    assert pq.read_table(out).to_pylist() == [row(1), row(8, "16")]
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_random_rows_against_a_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dapo_data, "_BATCH", 7)  # many row groups
+    rng = random.Random(0)
+    files, seen, order = [], {}, []
+    for number in range(3):
+        rows = []
+        for _ in range(200):
+            index = rng.randrange(80)
+            answer = str(2 * index) if rng.random() < 0.99 else str(rng.randrange(9))
+            rows.append(row(index, answer))
+            if index not in seen:
+                order.append(index)
+            seen.setdefault(index, set()).add(answer)
+        files.append(tmp_path / f"{number}.parquet")
+        pq.write_table(pa.Table.from_pylist(rows), files[-1], row_group_size=50)
+    account = prepare_dapo(files, tmp_path / "out.parquet")
+    agreed = [index for index in order if len(seen[index]) == 1]
+    assert 0 < len(agreed) < len(order)
+    assert counts(account) == {REPEATED: 600 - len(order), CONFLICTING: len(order) - len(agreed)}
+    written = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [r["extra_info"]["index"] for r in written] == [f"id-{index}" for index in agreed]
+    problems, summary = read_problems([tmp_path / "out.parquet"])
+    assert (summary.duplicates, summary.conflicting, summary.bad_rows) == (0, 0, ())
+    assert len(problems) == account.kept == len(agreed)
+
+
+@pytest.mark.parametrize("verifier", ["dapo", "dapo_strict", "math_verify", "exact"])
+def test_plain_rows_become_prompts_that_ask_for_what_the_verifier_reads(tmp_path: Path, verifier: str) -> None:
+    rows = [{"question": f" What is {{{i}}} squared? ", "answer": f"so #### {i * i}"} for i in range(5)]
+    out = tmp_path / "out.parquet"
+    prepare_dapo([jsonl(tmp_path / "plain.jsonl", rows)], out, verifier=verifier)
+    problems, _ = read_problems([out])
+    assert [p.answer for p in problems] == [str(i * i) for i in range(5)]
+    (message,) = problems[2].prompt
+    assert isinstance(message, Message)
+    assert message.content.endswith("\n\nWhat is {2} squared?")
+    assert ("Answer: " in message.content) == (verifier == "dapo")
+    records = pq.read_table(out).to_pylist()
+    assert [r["extra_info"]["index"] for r in records] == ["0", "1", "2", "3", "4"]
+    facts = {(r["data_source"], r["ability"], r["reward_model"]["style"]) for r in records}
+    assert facts == {("plain", "MATH", "rule")}
+    prepare_dapo([tmp_path / "plain.jsonl"], out, template="<{problem}>", verifier=verifier)  # replaces it
+    assert pq.read_table(out).to_pylist()[0]["prompt"][0]["content"] == "<What is {0} squared?>"
+
+
+@pytest.mark.shared_data
+def test_real_sets_keep_what_their_verifier_can_grade(shared_data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.parquet"
+    names = ("math500", "aime24", "amc23", "math_sanity_1460")
+    account = prepare_dapo([shared_data / f"{name}.parquet" for name in names], out)
+    assert account.rows == 500 + 30 + 83 + 1460
+    assert account.kept > 1900
+    assert set(account.dropped) <= {REPEATED, CONFLICTING, UNREACHABLE}
+    problems, _ = read_problems([out])
+    verifier = verifier_named("dapo")
+    assert all(verifier(p, f"Therefore\nAnswer: {p.answer}").correct for p in problems)
+
+
+def test_what_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+    good = jsonl(tmp_path / "good.jsonl", [row(1)])
+    foreign = jsonl(tmp_path / "foreign.jsonl", [{"text": "a", "label": 1}])
+    hopeless = jsonl(tmp_path / "hopeless.jsonl", [row(1, ""), "{"])
+    fake = tmp_path / "fake.parquet"
+    fake.write_text("no parquet")
+    out = tmp_path / "out.parquet"
+    for files, output, options, message in (
+        ([foreign], out, {}, "columns text, label fit no schema"),
+        ([good, fake], out, {}, "not a readable parquet file"),
+        ([good, tmp_path / "absent.jsonl"], out, {}, "is not there"),
+        ([hopeless], out, {}, "no problem is left to write: 2 rows, 0 kept; .*2 dropped: cannot be read"),
+        ([good], tmp_path / "out.jsonl", {}, "a name that ends in .parquet"),
+        ([good], tmp_path / "no" / "out.parquet", {}, "there is no folder"),
+        ([fake], fake, {}, "is one of the files to read"),
+        ([good], out, {"verifier": "code"}, "expected one of dapo, dapo_strict, math_verify, exact"),
+        ([good], out, {"template": "Solve"}, r"lacks \{problem\}"),
+    ):
+        with pytest.raises(MantissaError, match=message):
+            prepare_dapo(files, output, **options)  # type: ignore[arg-type]
+    left = ["fake.parquet", "foreign.jsonl", "good.jsonl", "hopeless.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == left
+    assert fake.read_text() == "no parquet"
+
+
+def test_an_interrupt_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out.parquet"
+    good = jsonl(tmp_path / "good.jsonl", [row(1), row(2)])
+    prepare_dapo([good], out)
+    before = out.read_bytes()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Grader, "grade", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_dapo([jsonl(tmp_path / "more.jsonl", [row(3)])], out)
+    assert out.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["good.jsonl", "more.jsonl", "out.parquet"]
+
+
+def repeated(path: Path, rows: int, distinct: int) -> Path:
+    """A file that repeats its prompts, as the public one does, written a group at a time."""
+    block = pa.Table.from_pylist(
+        [row(i, prompt=[{"role": "user", "content": f"{i} " + "word " * 600}]) for i in range(distinct)]
+    )
+    with pq.ParquetWriter(path, block.schema) as writer:
+        for _ in range(rows // distinct):
+            writer.write_table(block)
+    return path
+
+
+PEAK = """
+import resource, sys
+sys.path[:] = {path!r}
+from mantissa.tasks.dapo_data import prepare_dapo
+account = prepare_dapo([sys.argv[1]], sys.argv[2])
+print(account.rows, account.kept, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+@pytest.mark.slow
+def test_ten_times_the_rows_take_little_more_memory(tmp_path: Path) -> None:
+    peaks = []
+    for rows in (4_000, 40_000):
+        file = repeated(tmp_path / f"{rows}.parquet", rows, 500)
+        command = [sys.executable, "-c", PEAK.format(path=sys.path), str(file), str(tmp_path / "out.parquet")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        read, kept, peak_mib = map(int, done.stdout.split())
+        assert (read, kept) == (rows, 500)
+        peaks.append(peak_mib)
+    assert peaks[1] < peaks[0] + 40, peaks  # 36,000 rows of 3,000 characters are 108 MB of text alone

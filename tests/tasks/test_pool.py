@@ -61,7 +61,7 @@ linux_only = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="co
 def test_inline_failures_cost_one_sample_each(hostile: ModuleType) -> None:
     verifier = hostile.Obedient()
     said = ["4", "raise", "nan", "too-high", "not-a-reward", "recurse", "abc"]
-    rewards = Grader(hostile.FakeTask(verifier)).grade([(PROBLEM, text) for text in said])
+    rewards = Grader(verifier).grade([(PROBLEM, text) for text in said])
     assert rewards[0] == verifier(PROBLEM, "4")
     assert rewards[0].correct
     assert rewards[6] == verifier(PROBLEM, "abc")
@@ -84,7 +84,7 @@ def test_inline_failures_cost_one_sample_each(hostile: ModuleType) -> None:
 
 def test_inline_grading_starts_no_process(hostile: ModuleType) -> None:
     before = children()
-    with Grader(hostile.FakeTask(hostile.Obedient())) as grader:
+    with Grader(hostile.Obedient()) as grader:
         grader.grade([(PROBLEM, "4")] * 10)
         assert children() == before
 
@@ -96,7 +96,7 @@ def test_isolated_rewards_equal_direct_ones_in_order(hostile: ModuleType) -> Non
     said[18] = "\ud800 lone surrogate, \x00 and 漢字"
     said[19] = "y" * 3_000_000  # more than a pipe holds
     direct = hostile.IsolatedObedient()
-    with Grader(hostile.FakeTask(direct), timeout_s=20, workers=3) as grader:
+    with Grader(direct, timeout_s=20, workers=3) as grader:
         assert grader.grade([]) == []
         rewards = grader.grade([(PROBLEM, text) for text in said])
     assert rewards == [direct(PROBLEM, text) for text in said]
@@ -119,7 +119,7 @@ def test_only_the_offending_samples_lose_their_reward(hostile: ModuleType) -> No
     said = [text for one_bad in bad for text in (*good, one_bad)]
     before = children()
     direct = hostile.IsolatedObedient()
-    with Grader(hostile.FakeTask(direct), timeout_s=2, workers=2) as grader:
+    with Grader(direct, timeout_s=2, workers=2) as grader:
         rewards = grader.grade([(PROBLEM, text) for text in said])
         assert len(children() - before) <= 2
     assert children() == before
@@ -133,10 +133,11 @@ def test_only_the_offending_samples_lose_their_reward(hostile: ModuleType) -> No
 @linux_only
 def test_workers_are_reused_and_an_idle_death_costs_nothing(hostile: ModuleType) -> None:
     before = children()
-    with Grader(hostile.FakeTask(hostile.WhoAmI()), workers=2) as grader:
-        first = {int(r.value) for r in grader.grade([(PROBLEM, "")] * 24)}
+    with Grader(hostile.WhoAmI(), workers=2) as grader:
+        first: set[int] = set()
+        while len(first) < 2:  # on a busy machine the second may begin when all is graded
+            first |= {int(r.value) for r in grader.grade([(PROBLEM, "")] * 24)}
         assert first == children() - before
-        assert len(first) == 2
         assert {int(r.value) for r in grader.grade([(PROBLEM, "")] * 24)} == first
         victim = min(first)
         os.kill(victim, signal.SIGKILL)
@@ -150,7 +151,7 @@ def test_workers_are_reused_and_an_idle_death_costs_nothing(hostile: ModuleType)
 @linux_only
 def test_workers_start_on_demand_and_never_more_than_samples(hostile: ModuleType) -> None:
     before = children()
-    grader = Grader(hostile.FakeTask(hostile.WhoAmI()), workers=4)
+    grader = Grader(hostile.WhoAmI(), workers=4)
     assert children() == before
     grader.grade([(PROBLEM, "")])
     assert len(children() - before) == 1
@@ -164,7 +165,7 @@ def test_workers_start_on_demand_and_never_more_than_samples(hostile: ModuleType
 @linux_only
 def test_a_grader_that_is_dropped_ends_its_workers(hostile: ModuleType) -> None:
     before = children()
-    grader = Grader(hostile.FakeTask(hostile.WhoAmI()), workers=1)
+    grader = Grader(hostile.WhoAmI(), workers=1)
     grader.grade([(PROBLEM, "")])
     assert children() != before
     del grader  # warnings are errors here: a ResourceWarning would fail the run
@@ -178,7 +179,7 @@ def test_a_grader_that_is_dropped_ends_its_workers(hostile: ModuleType) -> None:
 )
 def test_a_verifier_that_cannot_start_is_an_error_not_a_reward(hostile: ModuleType, name: str, expected: str) -> None:
     before = children()
-    with Grader(hostile.FakeTask(getattr(hostile, name)())) as grader, pytest.raises(WorkerStartError, match=expected):
+    with Grader(getattr(hostile, name)()) as grader, pytest.raises(WorkerStartError, match=expected):
         grader.grade([(PROBLEM, "4")] * 3)
     assert children() == before
 
@@ -192,7 +193,7 @@ def test_an_interrupt_leaves_no_stale_answers(hostile: ModuleType) -> None:
     direct = hostile.IsolatedObedient()
     old = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with Grader(hostile.FakeTask(direct), timeout_s=60, workers=2) as grader:
+        with Grader(direct, timeout_s=60, workers=2) as grader:
             grader.grade([(PROBLEM, "a")])
             signal.setitimer(signal.ITIMER_REAL, 0.3)
             with pytest.raises(KeyboardInterrupt):
@@ -208,16 +209,16 @@ def test_an_interrupt_leaves_no_stale_answers(hostile: ModuleType) -> None:
 @pytest.mark.parametrize(("timeout_s", "workers"), [(0, 1), (-1, 1), (float("nan"), 1), (1, 0)])
 def test_bad_settings_are_refused(hostile: ModuleType, timeout_s: float, workers: int) -> None:
     with pytest.raises(MantissaError, match="expected more than 0 and at least 1"):
-        Grader(hostile.FakeTask(hostile.Obedient()), timeout_s, workers)
+        Grader(hostile.Obedient(), timeout_s, workers)
 
 
 # A script without a main guard, which leaves its Grader open: exit must be clean all the same.
 SCRIPT = """
 import sys, time
 sys.path.insert(0, {here!r})
-from hostile_verifiers import FakeTask, IsolatedObedient
+from hostile_verifiers import IsolatedObedient
 from mantissa.tasks import Grader, Problem
-grader = Grader(FakeTask(IsolatedObedient()), timeout_s={timeout_s}, workers=2)
+grader = Grader(IsolatedObedient(), timeout_s={timeout_s}, workers=2)
 rewards = grader.grade([(Problem("p", "q", "4", "s"), text) for text in ("4", "12", "die")])
 print([(r.value, r.error) for r in rewards], flush=True)
 {tail}

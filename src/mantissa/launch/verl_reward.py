@@ -8,26 +8,13 @@ verl calls from several, and a ``Grader`` belongs to one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 from mantissa.tasks.rewards import verifier_named
 from mantissa.tasks.sandbox.pool import Grader
-from mantissa.tasks.types import Problem, SplitName, Task
+from mantissa.tasks.types import Problem
 
 _local = threading.local()
-
-
-class _Graded(Task):
-    """A task of which only the verifier is used."""
-
-    name = "verl"
-
-    def __init__(self, verifier: str) -> None:
-        self.verifier = verifier_named(verifier)
-
-    def _problems(self, name: SplitName) -> Sequence[Problem]:
-        return ()
 
 
 def compute_score(
@@ -49,7 +36,7 @@ def compute_score(
     graders: dict[tuple[str, float, float], Grader] = _local.__dict__.setdefault("graders", {})
     key = (verifier, timeout_s, memory_gib)
     if key not in graders:
-        graders[key] = Grader(_Graded(verifier), timeout_s=timeout_s, workers=1, memory_gib=memory_gib)
+        graders[key] = Grader(verifier_named(verifier), timeout_s=timeout_s, workers=1, memory_gib=memory_gib)
     problem = Problem("verl", "", str(ground_truth), str(data_source))
     (reward,) = graders[key].grade([(problem, solution_str)])
     return {

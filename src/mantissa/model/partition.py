@@ -8,10 +8,9 @@ Always fp32, parameters and arithmetic, whatever the policy's kernels are: log Z
 in the loss, its cost is nothing beside one layer, and its gradient reaches the policy through one cast.
 
 Dropout without a generator. A backward pass that is repeated at a lower loss scale must repeat its forward's dropout,
-a resumed run that of the first one, and no split into micro-batches may change it. A generator's state would have to be
-kept, rewound and drawn from in a fixed order. So there is none: whether a unit is dropped is a hash (splitmix64, on
-integers, the same on every device) of the row's ``key``, the layer and the unit. Whoever calls makes keys from the
-run's seed, the step and the prompt, and the rest follows. Without keys nothing is dropped.
+a resumed run that of the first one, and no split into micro-batches may change it. So whether a unit is dropped is a
+hash (``splitmix.py``) of the row's ``key``, the layer and the unit. Whoever calls makes keys from the run's seed, the
+step and the prompt, and the rest follows. Without keys nothing is dropped.
 
 Legend: B prompts, T positions, E hidden size.
 """
@@ -24,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64, whose products wrap around as splitmix64's do
-_MIX_1, _MIX_2 = -4658895280553007687, -7723592293110705685  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+from mantissa.splitmix import GOLDEN, mix, shift_right
+
 _BITS = 24  # of the hash: as many as make an fp32 uniform
 
 
@@ -93,19 +92,8 @@ def kept_units(key_B: Tensor, layer: int, size: int, probability: float) -> Tens
     """Which of ``size`` units of each row dropout keeps (bool, B by ``size``): a function of its arguments alone.
 
     Unit e of layer l is dropped where the top 24 bits of ``mix(mix(key) + (l * size + e + 1) * golden)`` are below
-    ``probability * 2^24``; mix is the finaliser of splitmix64 (Steele, Lea and Flood 2014).
+    ``probability * 2^24``.
     """
     unit_E = torch.arange(layer * size + 1, (layer + 1) * size + 1, device=key_B.device)
-    hashed_BE = _mix(_mix(key_B).unsqueeze(-1) + unit_E * _GOLDEN)
-    return _shift(hashed_BE, 64 - _BITS) >= round(probability * (1 << _BITS))
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Right shift that fills with zeros; torch's own copies the sign of an int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    hashed_BE = mix(mix(key_B).unsqueeze(-1) + unit_E * GOLDEN)
+    return shift_right(hashed_BE, 64 - _BITS) >= round(probability * (1 << _BITS))

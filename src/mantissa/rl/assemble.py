@@ -319,7 +319,7 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
         team=team,
     )
     grading = config.grading
-    grader = Grader(task, grading.timeout_s, grading.workers, grading.memory_gib)
+    grader = Grader(task.verifier, grading.timeout_s, grading.workers, grading.memory_gib)
     grader.start()  # a reward function that is not there shows now
     engine = None
     try:

@@ -119,7 +119,7 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
                 live.note(f"exact: {line}")
             if parts.share is not None:
                 live.note(parts.share.twin.line)
-            for note in parts.sampler.grader.notes:
+            for note in (*parts.task.notes, *parts.sampler.grader.notes):
                 live.note(note)
             if first and config.guard is not None and (fell := fall_back_of(run)):
                 run.record_fall_back(fell, _environment(parts))

@@ -22,17 +22,12 @@ from mantissa.model import ModelConfig
 BUCKET = 16
 
 
-def bucketed(length: int, bucket: int = BUCKET) -> int:
-    """``length`` rounded up to a multiple of ``bucket``."""
-    return -(-length // bucket) * bucket
-
-
 class KVCache:
     """Keys and values of ``slots`` rows. Values are held in ``dtype``; who writes them has rounded them."""
 
     def __init__(self, config: ModelConfig, slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._slots, self._heads, self._size = slots, config.num_key_value_heads, config.head_dim
-        self._dtype, self._device = dtype, device
+        self.slots, self.device = slots, device
+        self._heads, self._size, self._dtype = config.num_key_value_heads, config.head_dim, dtype
         self._blocks = 2 * config.num_hidden_layers  # keys and values of a layer lie at 2 * layer and 2 * layer + 1
         self._row_heads_NK = torch.arange(slots * self._heads, device=device).view(slots, self._heads)
         self._stream: torch.cuda.Stream | None = None
@@ -41,7 +36,7 @@ class KVCache:
     def clear(self) -> None:
         """Forget everything, memory included: after non-finite values, which would outlive their row."""
         self.length = 0  # positions of a row in the present packing
-        self._flat = [torch.zeros(0, dtype=self._dtype, device=self._device) for _ in range(self._blocks)]
+        self._flat = [torch.zeros(0, dtype=self._dtype, device=self.device) for _ in range(self._blocks)]
         self._spare = self._flat[0].clone()
         self._views_NKSD = [self._view(flat) for flat in self._flat]
 
@@ -51,7 +46,7 @@ class KVCache:
         Memory that was taken on another CUDA stream is given back instead: freed later, while this stream still reads
         it, it would be that stream's to overwrite.
         """
-        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         if stream != self._stream:
             self._stream = stream
             self.clear()
@@ -63,23 +58,23 @@ class KVCache:
         Longer than now: at once. Shorter: only by a good part, since packing is a copy. One block more than the cache's
         own is kept, into which each is packed in turn.
         """
-        length = bucketed(length)
+        length = -(-length // BUCKET) * BUCKET
         if self.length * 3 // 4 <= length <= self.length:
             return
         kept = min(length, self.length)
-        elements = self._slots * self._heads * length * self._size
+        elements = self.slots * self._heads * length * self._size
         old_views, self.length = self._views_NKSD, length
         for index, old_NKSD in enumerate(old_views):
             if self._spare.numel() < elements:
                 roomy = elements if self._spare.numel() == 0 else max(elements, self._spare.numel() * 3 // 2)
-                self._spare = torch.zeros(roomy, dtype=self._dtype, device=self._device)
+                self._spare = torch.zeros(roomy, dtype=self._dtype, device=self.device)
             self._view(self._spare)[:rows, :, :kept] = old_NKSD[:rows, :, :kept]
             self._flat[index], self._spare = self._spare, self._flat[index]
         self._views_NKSD = [self._view(flat) for flat in self._flat]
 
     def _view(self, flat: Tensor) -> Tensor:
-        shape = (self._slots, self._heads, self.length, self._size)
-        return flat[: self._slots * self._heads * self.length * self._size].view(shape)
+        shape = (self.slots, self._heads, self.length, self._size)
+        return flat[: self.slots * self._heads * self.length * self._size].view(shape)
 
     def places(self, positions_B: Tensor) -> Tensor:
         """Where position ``positions_B[b]`` of row b lies, for each head, counted in heads' vectors. int64, B*K."""

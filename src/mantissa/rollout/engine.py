@@ -19,8 +19,8 @@ from mantissa.model import CopiedPolicy, ModelConfig
 from mantissa.precision import NumberFormat
 from mantissa.rollout.cache import KVCache
 from mantissa.rollout.generation import EngineStats, Generation, Watched
-from mantissa.rollout.sampling import stream_keys
-from mantissa.rollout.types import Completion, Request, SamplingParams, check_requests
+from mantissa.rollout.sampling import request_keys
+from mantissa.rollout.types import Completion, Request, SamplingParams, check_requests, check_version
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class Call:
     @property
     def keys(self) -> list[int]:
         """The key of each sample's uniforms, in the order of ``tokens``."""
-        jobs = [(request.seed, sample) for request in self.requests for sample in range(request.samples)]
-        return stream_keys([seed for seed, _ in jobs], [sample for _, sample in jobs]).tolist()
+        return request_keys(self.requests).tolist()
 
 
 class NativeEngine:
@@ -102,10 +101,7 @@ class NativeEngine:
         A sample depends on its prompt, its seed and its index, and on nothing else but the order of sums inside the
         device's matrix products: batch mates, slots and the order of requests do not enter.
         """
-        if self._version < 0:
-            raise MantissaError("the rollout engine holds no weights (or its last sync failed): call sync first")
-        if version != self._version:
-            raise MantissaError(f"policy version {version} was asked for, {self._version} is loaded: call sync first")
+        check_version(version, self._version)
         check_requests(requests, params, self.config.vocab_size, self.max_length, self._decode_text is not None)
         results = self._run(requests, params, self.kernels)
         if self.keeps_calls:
@@ -139,27 +135,13 @@ class NativeEngine:
         forced: Sequence[Sequence[int] | None] | None = None,
     ) -> list[list[Completion]]:
         self._cache.restart()
-        generation = Generation(
-            self.model,
-            kernels,
-            self.kv_format,
-            self._cache,
-            self.slots,
-            self.device,
-            requests,
-            params,
-            self._version,
-            self._decode_text,
-            watched,
-            forced,
-        )
-        finished = False
+        setup = (self.model, kernels, self.kv_format, self._cache, requests, params, self._version, self._decode_text)
+        generation = Generation(*setup, watched, forced)
         try:
             with torch.no_grad():
-                completions = generation.run()
-            finished = True
+                return generation.run()
+        except BaseException:
+            self._cache.clear()  # non-finite keys and values must not outlive the call that made them
+            raise
         finally:
-            if not finished:
-                self._cache.clear()  # non-finite keys and values must not outlive the call that made them
             self.stats = generation.stats()
-        return completions

@@ -12,19 +12,19 @@ For each slot the device holds the last token, its position, how many tokens wer
 the host holds what was sampled. A decode step costs one transfer to the host (tokens and log-probs together), where
 stop tokens, lengths and stop strings are looked at.
 
-When a stop string has appeared, without decoding the whole response after every token.
-
-A string of c characters can straddle tokens: up to c of them, or as many as its UTF-8 bytes where tokens are single
-bytes, and more where tokens decode to nothing (special tokens). So a tail is decoded that starts as long as the longest
-string has bytes and is doubled until its text is long enough to hold the string with room to spare. A tokenizer may
-render the first token of a tail otherwise than inside the text (no leading space, half a character): that is what the
-room is for, and why a find in the tail counts only when the whole text has it too.
+A stop string is looked for without decoding the whole response after every token. A string of c characters can straddle
+tokens: up to c of them, or as many as its UTF-8 bytes where tokens are single bytes, and more where tokens decode to
+nothing (special tokens). So a tail is decoded that starts as long as the longest string has bytes and is doubled until
+its text is long enough to hold the string with room to spare. A tokenizer may render the first token of a tail
+otherwise than inside the text (no leading space, half a character): that is what the room is for, and why a find in the
+tail counts only when the whole text has it too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from mantissa.kernels import Kernels, Pick, Traced
 from mantissa.model import Decoder
 from mantissa.precision import NumberFormat, round_cached
 from mantissa.rollout.cache import KVCache
-from mantissa.rollout.sampling import sample, stream_keys, uniforms
+from mantissa.rollout.sampling import request_keys, sample, uniforms
 from mantissa.rollout.types import Completion, Request, SamplingParams
 
 _ROOM = 8  # characters at the start of a tail that may be rendered otherwise than in the whole text
@@ -45,8 +45,7 @@ class StopStrings:
     """``completed(tokens)`` after each token says whether one of ``stop`` is in the text of ``tokens``."""
 
     def __init__(self, stop: Sequence[str], decode_text: Callable[[Sequence[int]], str]) -> None:
-        self._stop = tuple(stop)
-        self._decode = decode_text
+        self._stop, self._decode = tuple(stop), decode_text
         self._characters = max(len(text) for text in stop) + _ROOM
         self._tokens = max(len(text.encode()) for text in stop) + _ROOM
 
@@ -109,14 +108,6 @@ class Watched:
 
 
 @dataclass
-class _Counters:
-    prefill_tokens: int = 0
-    prefills: int = 0
-    decode_steps: int = 0
-    busy: int = 0
-
-
-@dataclass
 class Generation:
     """The state of one call. ``run`` returns the completions of every request, in order.
 
@@ -127,20 +118,18 @@ class Generation:
     kernels: Kernels
     kv_format: NumberFormat
     cache: KVCache
-    slots: int
-    device: torch.device
     requests: Sequence[Request]
     params: SamplingParams
     version: int
     decode_text: Callable[[Sequence[int]], str] | None
     watched: Watched | None = None
     forced: Sequence[Sequence[int] | None] | None = None
-    counters: _Counters = field(default_factory=_Counters)
 
     def __post_init__(self) -> None:
-        jobs = [(i, j) for i, request in enumerate(self.requests) for j in range(request.samples)]
-        self._jobs = jobs
-        keys_J = stream_keys([self.requests[i].seed for i, _ in jobs], [j for _, j in jobs])
+        self.slots, self.device = self.cache.slots, self.cache.device
+        self._prefill_tokens = self._prefills = self._decode_steps = self._busy = 0
+        self._jobs = jobs = [(i, j) for i, request in enumerate(self.requests) for j in range(request.samples)]
+        keys_J = request_keys(self.requests)
         self._key_of, self._keys_J = keys_J.tolist(), keys_J.to(self.device)
         self._forced_J = np.zeros(len(jobs), dtype=np.int64)  # how many tokens a job has to take; 0: none
         self._forced_JT: Tensor | None = None
@@ -180,10 +169,10 @@ class Generation:
 
     def stats(self) -> EngineStats:
         """What was done so far."""
-        done, steps = self.counters, self.counters.decode_steps
+        steps = self._decode_steps
         tokens = sum(len(c.tokens) for row in self._completions for c in row if c is not None)
-        occupancy = done.busy / (steps * self.slots) if steps else 0.0
-        return EngineStats(tokens, done.prefill_tokens, done.prefills, steps, occupancy)
+        occupancy = self._busy / (steps * self.slots) if steps else 0.0
+        return EngineStats(tokens, self._prefill_tokens, self._prefills, steps, occupancy)
 
     # Decode
 
@@ -200,20 +189,18 @@ class Generation:
             keys, values = self.cache.append(layer, k, v, places)
             return self.kernels.cached_attention(q.squeeze(2), keys, values, lengths_B).unsqueeze(2)
 
-        self._watch_slot(rows)
+        self._watch(self._job_S[:rows], lambda slot: _token_in(slot, int(self._length_S[slot])))
         tokens_B1, positions_B1 = state_4B[_TOKEN].unsqueeze(1), state_4B[_POSITION].unsqueeze(1)
         hidden_B1E = self.model.hidden(tokens_B1, self.kernels, positions_B1, attend)
         logits_BV = self.model.logits(hidden_B1E.squeeze(1), self.kernels)
-        self.counters.decode_steps += 1
-        self.counters.busy += rows
+        self._decode_steps += 1
+        self._busy += rows
         self._length_S[:rows] += 1
-        tokens_B, logp_B = sample(
-            logits_BV,
-            self.params,
+        u_B, forced_B = (
             uniforms(state_4B[_KEY], state_4B[_COUNT]),
-            self.kernels.token_logprob,
             self._forced(self._job_S[:rows], self._count_S[:rows]),
         )
+        tokens_B, logp_B = sample(logits_BV, self.params, u_B, self.kernels.token_logprob, forced_B)
         state_4B[_TOKEN] = tokens_B
         state_4B[_POSITION : _COUNT + 1] += 1
         return self._record(np.arange(rows), tokens_B, logp_B)
@@ -254,14 +241,9 @@ class Generation:
         keys_B = self._keys_J[jobs_B]
         lengths_B = ready.lengths[rows_B]
         first = torch.zeros_like(keys_B)
-        self._watch_first(jobs, lengths_B)
-        tokens_B, logp_B = sample(
-            ready.logits[rows_B],
-            self.params,
-            uniforms(keys_B, first),
-            self.kernels.token_logprob,
-            self._forced(jobs, np.zeros_like(jobs)),
-        )
+        self._watch(jobs, lambda row: _token_in(row, int(lengths_B[row]) - 1))
+        u_B, forced_B = uniforms(keys_B, first), self._forced(jobs, np.zeros_like(jobs))
+        tokens_B, logp_B = sample(ready.logits[rows_B], self.params, u_B, self.kernels.token_logprob, forced_B)
         self._state_4S[:, slots_B] = torch.stack((tokens_B, lengths_B, first + 1, keys_B))
         self._job_S[slots], self._count_S[slots] = jobs, 0
         self._length_S[slots] = lengths_B.cpu().numpy()
@@ -280,10 +262,10 @@ class Generation:
         for row, (prompt, _) in enumerate(batch):
             tokens_PT[row, : len(prompt)] = torch.tensor(prompt)
         lengths_P = torch.tensor(lengths, device=self.device)
-        self._watch_prompt(batch)
+        self._watch([waiting for _, waiting in batch], lambda row: _prompt_in(row, lengths[row]))
         kv, logits_PV = self._prefill_forward(tokens_PT.to(self.device), lengths_P)
-        self.counters.prefills += 1
-        self.counters.prefill_tokens += sum(lengths)
+        self._prefills += 1
+        self._prefill_tokens += sum(lengths)
         jobs = np.array([job for _, waiting in batch for job in waiting])
         rows = np.repeat(np.arange(len(batch)), [len(waiting) for _, waiting in batch])
         return _Prefilled(kv, logits_PV, lengths_P, jobs, rows)
@@ -322,28 +304,11 @@ class Generation:
         for per_slot in (self._job_S, self._count_S, self._length_S, self._tokens_ST, self._logp_ST):
             per_slot[target] = per_slot[source]
 
-    # One sample under observation: what the kernels are told before each forward
-
-    def _watch_prompt(self, batch: Sequence[tuple[tuple[int, ...], list[int]]]) -> None:
-        if self.watched is None:
-            return
-        job = self.watched.job
-        row = next((row for row, (_, waiting) in enumerate(batch) if job in waiting), None)
-        self.watched.kernels.begin(None if row is None else _prompt_in(row, len(batch[row][0])))
-
-    def _watch_first(self, jobs: np.ndarray, lengths_B: Tensor) -> None:
-        if self.watched is None:
-            return
-        rows = np.flatnonzero(jobs == self.watched.job)
-        row = int(rows[0]) if len(rows) else None
-        self.watched.kernels.begin(None if row is None else _token_in(row, int(lengths_B[row]) - 1))
-
-    def _watch_slot(self, rows: int) -> None:
-        if self.watched is None:
-            return
-        slots = np.flatnonzero(self._job_S[:rows] == self.watched.job)
-        at = _token_in(int(slots[0]), int(self._length_S[slots[0]])) if len(slots) else None
-        self.watched.kernels.begin(at)
+    def _watch(self, jobs_of_rows: Iterable[Any], pick: Callable[[int], Pick]) -> None:
+        """Before a forward: tell the kernels which row is the watched sample's. A row has one job or several."""
+        if (watched := self.watched) is not None:
+            row = next((row for row, jobs in enumerate(jobs_of_rows) if watched.job in np.atleast_1d(jobs)), None)
+            watched.kernels.begin(None if row is None else pick(row))
 
     # Results
 

@@ -12,10 +12,8 @@ Where a filter is active the tokens it drops have logits of -inf first, which is
 
 Ties are decided, not left to a library: the smaller token id counts as the more probable one.
 
-One uniform number for each (seed, sample, position): a counter-based generator in int64 tensor operations.
-
-A sample must not depend on its batch mates, on the order of requests or on the device. A generator with state (torch's)
-cannot promise that; a hash of the counter can. The hash is SplitMix64's finaliser, m(x), applied in a chain:
+One uniform number for each (seed, sample, position), which depends on nothing else: not on batch mates, the order of
+requests or the device. It is a hash by SplitMix64's finaliser m (``splitmix.py``), applied in a chain:
 
     key(seed, sample)   = m(m(seed + g) + (sample + 1) g)
     word(key, position) = m(m(key + (position + 1) g) xor key)
@@ -24,9 +22,6 @@ cannot promise that; a hash of the counter can. The hash is SplitMix64's finalis
 For a fixed key the inner m walks through a SplitMix64 sequence; the xor with the key before the outer m makes two keys
 whose sequences meet go apart again. The uniform has 52 random bits and lies strictly between 0 and 1, so neither log(u)
 nor a comparison with a total can degenerate; it is float64, because fp32 could not tell apart events rarer than 2^-24.
-
-Torch's int64 products and sums wrap modulo 2^64 on every device; its right shift copies the sign bit, which is masked.
-Source of m and g: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), variant 13.
 """
 
 from __future__ import annotations
@@ -37,41 +32,27 @@ import torch
 from torch import Tensor
 
 from mantissa.precision.numerics import token_logprob
-from mantissa.rollout.types import SamplingParams
+from mantissa.rollout.types import Request, SamplingParams
+from mantissa.splitmix import GOLDEN, mix, shift_right, signed
 
 
-def _signed(word: int) -> int:
-    """The int64 with the same 64 bits."""
-    word &= (1 << 64) - 1
-    return word - (1 << 64) if word >> 63 else word
-
-
-_STEP = _signed(0x9E3779B97F4A7C15)
-_FIRST = _signed(0xBF58476D1CE4E5B9)
-_SECOND = _signed(0x94D049BB133111EB)
-
-
-def stream_keys(seeds: Sequence[int], samples: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+def stream_keys(seeds: Sequence[int], samples: Sequence[int]) -> Tensor:
     """The key of each (seed, sample): int64, shape B. Seeds are any integers, taken modulo 2^64."""
-    seeds_B = torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device)
-    samples_B = torch.tensor(samples, dtype=torch.int64, device=device)
-    return _mix(_mix(seeds_B + _STEP) + (samples_B + 1) * _STEP)
+    seeds_B = torch.tensor([signed(seed) for seed in seeds], dtype=torch.int64)
+    samples_B = torch.tensor(samples, dtype=torch.int64)
+    return mix(mix(seeds_B + GOLDEN) + (samples_B + 1) * GOLDEN)
+
+
+def request_keys(requests: Sequence[Request]) -> Tensor:
+    """The key of each sample of each request, in order."""
+    jobs = [(request.seed, sample) for request in requests for sample in range(request.samples)]
+    return stream_keys([seed for seed, _ in jobs], [sample for _, sample in jobs])
 
 
 def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
     """The uniform of each key at each position: float64 in (0, 1), shape of the two int64 inputs, broadcast."""
-    word = _mix(_mix(keys_B + (positions_B + 1) * _STEP) ^ keys_B)
-    return (_shift_right(word, 12).double() + 0.5) * 2.0**-52  # exact: 52 bits and a half fit a float64's 53
-
-
-def _mix(word: Tensor) -> Tensor:
-    word = (word ^ _shift_right(word, 30)) * _FIRST
-    word = (word ^ _shift_right(word, 27)) * _SECOND
-    return word ^ _shift_right(word, 31)
-
-
-def _shift_right(word: Tensor, bits: int) -> Tensor:
-    return (word >> bits) & ((1 << (64 - bits)) - 1)
+    word = mix(mix(keys_B + (positions_B + 1) * GOLDEN) ^ keys_B)
+    return (shift_right(word, 12).double() + 0.5) * 2.0**-52  # exact: 52 bits and a half fit a float64's 53
 
 
 LogProb = Callable[[Tensor, Tensor, float], Tensor]

@@ -61,7 +61,7 @@ class Completion:
 
     ``tokens``: the response's token ids, a stop token included. ``logp_T``: fp32, CPU, under the distribution sampled
     from. ``policy_version``: the weights that sampled it. ``finish_reason``: ``stop`` or ``length`` (truncated).
-    ``key``: of the uniforms that its tokens were drawn by (``uniforms.py``); None where another engine drew them.
+    ``key``: of the uniforms that its tokens were drawn by (``sampling.py``); None where another engine drew them.
     """
 
     tokens: tuple[int, ...]
@@ -90,6 +90,14 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:
         """Sample every request; result[i][j] is sample j of request i. ``version`` must be the one loaded."""
         ...
+
+
+def check_version(asked: int, loaded: int) -> None:
+    """Raise ``MantissaError`` unless the weights asked for are loaded. ``loaded``: -1 where none are."""
+    if loaded < 0:
+        raise MantissaError("the rollout engine holds no weights (or its last sync failed): call sync first")
+    if asked != loaded:
+        raise MantissaError(f"policy version {asked} was asked for, {loaded} is loaded: call sync first")
 
 
 def check_requests(

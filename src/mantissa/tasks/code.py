@@ -16,22 +16,21 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from mantissa.errors import MantissaError
+from mantissa.tasks import config as sections
 from mantissa.tasks.generated import GeneratedTask
 from mantissa.tasks.sandbox.run import Isolation, Limits, Sandbox
-from mantissa.tasks.types import Problem, Reward, SplitName, Verifier, stable_id
+from mantissa.tasks.types import Problem, Reward, Verifier, stable_id
 
-CodeReward = Literal["all", "fraction"]
-IsolationNeed = Literal["required", "limits"]
-Style = Literal["compact", "text"]
 MAX_PROGRAM_CHARACTERS = 100_000
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*$", re.MULTILINE)
+_SURROGATE = re.compile("[\ud800-\udfff]")  # what broken bytes decode to, and no file can hold
 _HIDDEN_TESTS = 4
 _LARGEST_INPUT = 20
 
@@ -58,10 +57,10 @@ class CodeVerifier(Verifier):
 
     isolated: ClassVar[bool] = True
 
-    reward: CodeReward = "all"
+    reward: sections.CodeReward = "all"
     time_limit_s: float = 2.0
     memory_mib: int = 256
-    isolation: IsolationNeed = "required"
+    isolation: sections.Isolation = "required"
 
     @property
     def _limits(self) -> Limits:
@@ -82,7 +81,7 @@ class CodeVerifier(Verifier):
     def __call__(self, problem: Problem, completion: str) -> Reward:
         function, tests, before = read_tests(problem.answer)
         source = last_block(completion) if before is None else before + completion
-        if len(source) > MAX_PROGRAM_CHARACTERS or not is_text(source):
+        if len(source) > MAX_PROGRAM_CHARACTERS or _SURROGATE.search(source):
             return Reward(0.0, False, parts={"passed": 0.0, "ended": 0.0})
         outcome = _sandbox(self._limits).run(source, function, [arguments for arguments, _ in tests])
         if outcome.ended == "sandbox lost":
@@ -116,15 +115,6 @@ def last_block(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def is_text(source: str) -> bool:
-    """False for text that no file can hold: lone surrogates, which broken bytes decode to."""
-    try:
-        source.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def same(got: Any, want: Any) -> bool:
     """Equality of JSON values that tells True from 1."""
     if isinstance(got, bool) or isinstance(want, bool):
@@ -137,7 +127,7 @@ def same(got: Any, want: Any) -> bool:
 
 
 class CodeTask(GeneratedTask):
-    """Write the function that examples describe: a sum of x, y, z with coefficients 0..``max_coefficient``.
+    """Write the function that examples describe: a sum of x, y, z with whole coefficients.
 
     The examples are its values at (0, 0, 0), (1, 0, 0), (0, 1, 0), ... and with ``product`` at (1, 1, 0), which fix the
     coefficients: ``03 05 04 09:`` is answered by ``3+2*x+1*y+6*z``, every number and term at a place of its own. Any
@@ -145,59 +135,43 @@ class CodeTask(GeneratedTask):
     show. Each function is one prompt, so no function of the training set is held out.
     """
 
-    def __init__(
-        self,
-        sizes: Mapping[SplitName, int],
-        seed: int,
-        variables: int = 3,
-        max_coefficient: int = 9,
-        product: bool = False,
-        style: Style = "compact",
-        verifier: CodeVerifier = CodeVerifier(),
-    ):
-        self._variables, self._max, self._product, self._style = "xyz"[:variables], max_coefficient, product, style
-        alphabet = f"0123456789 :+*{self._variables}" if style == "compact" else None
-        super().__init__("code", verifier, sizes, seed, alphabet)
+    def __init__(self, config: sections.CodeConfig, seed: int):
+        self._variables, self._product, self._config = "xyz"[: config.variables], config.product, config
+        self._terms = [*self._variables, *(["x*y"] if config.product else [])]
+        reward = config.reward if isinstance(config.reward, str) else "all"
+        verifier = CodeVerifier(reward, config.time_limit_s, config.memory_mib, config.isolation)
+        alphabet = f"0123456789 :+*{self._variables}" if config.style == "compact" else None
+        super().__init__(config, seed, verifier, alphabet)
 
     def draw(self, rng: random.Random) -> Problem:
-        count = 1 + len(self._variables) + self._product
-        coefficients = [rng.randint(0, self._max) for _ in range(count)]
-        shown = self._examples()
-        hidden = [[rng.randint(2, _LARGEST_INPUT) for _ in self._variables] for _ in range(_HIDDEN_TESTS)]
-        tests = [[point, self._value(coefficients, point)] for point in [*shown, *hidden]]
-        examples = tests[: len(shown)]
-        return self._problem(self._expression(coefficients), examples, tests)
-
-    def _examples(self) -> list[list[int]]:
+        constant, *factors = [rng.randint(0, self._config.max_coefficient) for _ in range(1 + len(self._terms))]
         size = len(self._variables)
-        points = [[0] * size] + [[int(i == j) for j in range(size)] for i in range(size)]
-        return [*points, [1, 1] + [0] * (size - 2)] if self._product else points
+        shown = [[0] * size] + [[int(i == j) for j in range(size)] for i in range(size)]
+        if self._product:
+            shown.append([1, 1] + [0] * (size - 2))
+        hidden = [[rng.randint(2, _LARGEST_INPUT) for _ in self._variables] for _ in range(_HIDDEN_TESTS)]
+        tests = [[point, constant + self._value(factors, point)] for point in [*shown, *hidden]]
+        expression = "+".join([str(constant), *(f"{c}*{name}" for c, name in zip(factors, self._terms, strict=True))])
+        return self._problem(expression, tests[: len(shown)], tests)
 
-    def _features(self, point: Sequence[int]) -> list[int]:
-        return [1, *point, *([point[0] * point[1]] if self._product else [])]
-
-    def _value(self, coefficients: Sequence[int], point: Sequence[int]) -> int:
-        return sum(c * f for c, f in zip(coefficients, self._features(point), strict=True))
-
-    def _expression(self, coefficients: Sequence[int]) -> str:
-        names = ["", *self._variables, *(["x*y"] if self._product else [])]
-        terms = [f"{c}*{name}" if name else str(c) for c, name in zip(coefficients, names, strict=True)]
-        return "+".join(terms)
+    def _value(self, factors: Sequence[int], point: Sequence[int]) -> int:
+        values = [*point, *([point[0] * point[1]] if self._product else [])]
+        return sum(c * value for c, value in zip(factors, values, strict=True))
 
     def _problem(self, expression: str, examples: list[Any], tests: list[Any]) -> Problem:
         arguments = ", ".join(self._variables)
         answer: dict[str, Any] = {"function": "f", "tests": tests}
-        if self._style == "compact":
-            width = len(str(self._max * (4 if self._product else 2)))  # of the largest value an example can have
+        if self._config.style == "compact":
+            largest = self._config.max_coefficient * (4 if self._product else 2)  # value that an example can have
+            width = len(str(largest))
             prompt = " ".join(str(value).rjust(width, "0") for _, value in examples) + ":"
             solution = expression
             answer["before"] = f"def f({arguments}):\n    return "
         else:
             lines = "\n".join(f"f({', '.join(map(str, point))}) == {value}" for point, value in examples)
-            terms = ", ".join([*self._variables, *(["x*y"] if self._product else [])])
             prompt = (
-                f"Write a Python function f({arguments}) that is a sum of {terms} with whole coefficients and a "
-                f"constant, and has these values:\n\n{lines}\n\nGive the function in one code block."
+                f"Write a Python function f({arguments}) that is a sum of {', '.join(self._terms)} with whole "
+                f"coefficients and a constant, and has these values:\n\n{lines}\n\nGive the function in one code block."
             )
             solution = f"```python\ndef f({arguments}):\n    return {expression}\n```"
         source = json.dumps(answer, separators=(",", ":"))

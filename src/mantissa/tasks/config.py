@@ -1,32 +1,22 @@
-"""The configuration of each task: frozen, unknown keys fatal. ``TaskConfig`` is their union, told apart by ``kind``.
-
-Cross-field rules raise ``ValueError``, which pydantic reports with the key's path; whoever reads the recipe turns that
-into the user's one line.
-"""
+"""The configuration of each task. ``TaskConfig`` is their union, told apart by ``kind``."""
 
 from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from mantissa.config_base import Config
-from mantissa.tasks.types import Message, SplitName, Template
+from mantissa.tasks.types import Message, Prompt, SplitName, with_place
 
-
-def _has_place(template: str | None) -> str | None:
-    if template is not None and "{problem}" not in template:
-        raise ValueError("template lacks {problem}, the place where each problem's text goes")
-    return template
+VerifierName = Literal["exact", "math_verify", "dapo", "dapo_strict", "code"]
+TextReward = Literal["exact", "prefix", "result"]
+CodeReward = Literal["all", "fraction"]
+Style = Literal["compact", "text"]
+Isolation = Literal["required", "limits"]
+Schema = Literal["plain", "dapo"]
+OnBadRow = Literal["error", "skip"]
 
 
 class MessageConfig(Config):
@@ -36,7 +26,10 @@ class MessageConfig(Config):
     content: str
 
 
-class _GeneratedConfig(Config):
+class GeneratedConfig(Config):
+    """What all tasks have whose problems are drawn from a random generator."""
+
+    kind: str
     train_size: int = Field(4096, ge=1, description="Number of distinct training problems.")
     heldout_size: int = Field(256, ge=0, description="Number of held-out problems, for evaluation only.")
     warm_start_size: int = Field(
@@ -52,11 +45,11 @@ class _GeneratedConfig(Config):
     @field_validator("template")
     @classmethod
     def _with_its_place(cls, template: Any) -> Any:
-        _has_place(template if template is None or isinstance(template, str) else " ".join(m.content for m in template))
+        with_place(template if template is None or isinstance(template, str) else " ".join(m.content for m in template))
         return template
 
     @property
-    def prompt_template(self) -> Template | None:
+    def prompt_template(self) -> Prompt | None:
         """The template as tasks take it."""
         if self.template is None or isinstance(self.template, str):
             return self.template
@@ -76,9 +69,7 @@ class RewardTerm(Config):
         description="package.module:function, also looked for in the current folder. It is called with (problem, "
         "completion), or if marked as batched with lists of both, and returns a number, a bool or a dict with reward.",
     )
-    verifier: Literal["task", "exact", "math_verify", "dapo", "dapo_strict", "code"] | None = Field(
-        None, description="task is the task's own."
-    )
+    verifier: Literal["task", VerifierName] | None = Field(None, description="task is the task's own.")
     weight: float = Field(1.0, description="Factor in the sum; 0 only logs the term.")
     name: str | None = Field(
         None, pattern=r"^[A-Za-z0-9_.-]+$", description="Names the term in the log; its function's or verifier's name."
@@ -138,7 +129,7 @@ def _name_or_terms(value: Any) -> str:
 
 
 _Reward = Annotated[
-    Annotated[Literal["exact", "prefix", "result"], Tag("name")] | Annotated[_Terms, Tag("terms")],
+    Annotated[TextReward, Tag("name")] | Annotated[_Terms, Tag("terms")],
     Discriminator(_name_or_terms),
     Field(
         description="exact: 1 for the right text, else 0. prefix: share of leading characters that are right. "
@@ -148,7 +139,7 @@ _Reward = Annotated[
 _OwnReward = Annotated[_Terms | None, Field(description=f"The task's own verdict where not given; {_TERMS_HELP}.")]
 
 
-class RunningSumConfig(_GeneratedConfig):
+class RunningSumConfig(GeneratedConfig):
     """Digits, then their running sums: ``3141=`` gives ``3489``."""
 
     kind: Literal["running_sum"]
@@ -169,7 +160,7 @@ class RunningSumConfig(_GeneratedConfig):
         return self
 
 
-class AdditionConfig(_GeneratedConfig):
+class AdditionConfig(GeneratedConfig):
     """The sum of two numbers: ``123+456=`` gives ``579``."""
 
     kind: Literal["addition"]
@@ -177,7 +168,7 @@ class AdditionConfig(_GeneratedConfig):
     reward: _Reward = "exact"
 
 
-class ChainConfig(_GeneratedConfig):
+class ChainConfig(GeneratedConfig):
     """Plus and minus over single digits: ``7+2-4+9=`` gives ``14``."""
 
     kind: Literal["chain"]
@@ -185,7 +176,7 @@ class ChainConfig(_GeneratedConfig):
     reward: _Reward = "exact"
 
 
-class CountdownConfig(_GeneratedConfig):
+class CountdownConfig(GeneratedConfig):
     """Reach a target with each number once: ``3 5 7:26=`` is answered by ``3*7+5``."""
 
     kind: Literal["countdown"]
@@ -195,13 +186,13 @@ class CountdownConfig(_GeneratedConfig):
     operations: str = Field(
         "+-*/", pattern=r"^[+\-*/]+$", description="Operators that problems are made with and answers may use."
     )
-    style: Literal["compact", "text"] = Field(
+    style: Style = Field(
         "compact", description="compact: '3 5 7:26=' for character-level policies. text: a sentence, <answer> tags."
     )
     reward: _OwnReward = None
 
 
-class CodeConfig(_GeneratedConfig):
+class CodeConfig(GeneratedConfig):
     """Write a function from its values at (0,0,0), (1,0,0), (0,1,0), ...: ``03 05 04 09:`` gives ``3+2*x+1*y+6*z``."""
 
     kind: Literal["code"]
@@ -212,11 +203,11 @@ class CodeConfig(_GeneratedConfig):
     variables: int = Field(3, ge=1, le=3, description="Arguments of the function: x, y, z.")
     max_coefficient: int = Field(9, ge=1, le=99, description="Coefficients are uniform in 0..max_coefficient.")
     product: bool = Field(False, description="Add a term in x*y, and the example that shows it.")
-    style: Literal["compact", "text"] = Field(
+    style: Style = Field(
         "compact", description="compact: the body of a return, for character-level policies. text: a code block."
     )
     reward: Annotated[
-        Annotated[Literal["all", "fraction"], Tag("name")] | Annotated[_Terms, Tag("terms")],
+        Annotated[CodeReward, Tag("name")] | Annotated[_Terms, Tag("terms")],
         Discriminator(_name_or_terms),
         Field(description=f"all: 1 where every test passes, else 0. fraction: share of tests passed; {_TERMS_HELP}."),
     ] = "all"
@@ -224,7 +215,7 @@ class CodeConfig(_GeneratedConfig):
         2.0, gt=0, description="Wall clock of one program, which is wrong beyond it; below grading.timeout_s."
     )
     memory_mib: int = Field(256, ge=64, description="Address space of one program.")
-    isolation: Literal["required", "limits"] = Field(
+    isolation: Isolation = Field(
         "required",
         description="required: refuse to run programs where files, the network or other processes cannot be kept "
         "from them. limits: run them under resource limits alone if need be.",
@@ -258,22 +249,20 @@ class DatasetConfig(Config):
         lt=1,
         description="Share of prompts held out by a seeded hash; 0.05 where no heldout_files are given.",
     )
-    verifier: Literal["exact", "math_verify", "dapo", "dapo_strict", "code"] | None = Field(
+    verifier: VerifierName | None = Field(
         None,
         description="How an answer is graded; math_verify where not given, which runs in processes of its own. code "
         "runs the program that was written, in a sandbox, on the tests that the answer holds.",
     )
     reward: _OwnReward = None
-    row_schema: Literal["plain", "dapo"] | None = Field(
-        None, description="Schema of the rows; detected by their columns if null."
-    )
-    template: Annotated[str | None, AfterValidator(_has_place)] = Field(
+    row_schema: Schema | None = Field(None, description="Schema of the rows; detected by their columns if null.")
+    template: Annotated[str | None, AfterValidator(with_place)] = Field(
         None, description="Prompt of a plain row, with {problem} in it; by default it asks for steps and a \\boxed{}."
     )
     chat: bool = Field(
         False, description="Make the prompt of a plain row a user message, for the policy's chat template."
     )
-    on_bad_row: Literal["error", "skip"] = Field(
+    on_bad_row: OnBadRow = Field(
         "error", description="A row that cannot be read: error names file and row and stops, skip counts and reports."
     )
     limit: int | None = Field(None, ge=1, description="Keep only so many training problems, in file order.")

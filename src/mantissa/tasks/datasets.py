@@ -5,9 +5,7 @@ that stands in both the training and the held-out set makes the exam worthless. 
 (white space collapsed) before they are split, the split is a property of the prompt and the seed alone (adding rows
 moves no other prompt), and held-out prompts from a file of their own are taken out of the training set.
 
-Reading rows of problems from jsonl and parquet files, and saying exactly which row could not be read, and why.
-
-Two schemas:
+Rows of jsonl and parquet files come in two schemas, and a row that cannot be read is named, with the reason:
 
 - ``plain``: ``problem`` (or ``question``) and ``answer``. An answer with ``####`` in it (GSM8K) counts from there on.
 - ``dapo``: ``prompt`` as a list of ``{role, content}``, ``reward_model.ground_truth``, and ``data_source``.
@@ -24,14 +22,25 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mantissa.bounds import boundary, regular_file, said
 from mantissa.errors import MantissaError
-from mantissa.tasks.rewards import normalize_answer
-from mantissa.tasks.types import Message, Problem, SplitName, Task, Verifier, as_prompt, prompt_text, stable_id
+from mantissa.tasks.config import DatasetConfig, OnBadRow, Schema
+from mantissa.tasks.rewards import normalize_answer, verifier_named
+from mantissa.tasks.types import (
+    Message,
+    Problem,
+    Prompt,
+    SplitName,
+    Task,
+    as_prompt,
+    prompt_text,
+    shortened,
+    stable_id,
+    with_place,
+)
 
-Schema = Literal["plain", "dapo"]
 _PROBLEM_COLUMNS = ("problem", "question")
 _ROLES = ("system", "user", "assistant")
 _COLUMNS = (*_PROBLEM_COLUMNS, "answer", "prompt", "reward_model", "data_source", "ability", "extra_info")
@@ -58,7 +67,7 @@ class Row:
     there; None where a row lacks them.
     """
 
-    prompt: str | tuple[Message, ...]
+    prompt: Prompt
     answer: str
     source: str
     number: int
@@ -129,25 +138,20 @@ def _read_jsonl(path: Path, schema: Schema | None) -> Iterator[Row | BadRow]:
 
 def _schema_of(columns: Sequence[str], schema: Schema | None, path: Path) -> Schema:
     """The schema that the columns hold, or the one asked for if they hold it."""
-    has = {
-        "plain": "answer" in columns and any(c in columns for c in _PROBLEM_COLUMNS),
-        "dapo": "prompt" in columns and "reward_model" in columns,
-    }
+    held: list[Schema] = []
+    if "prompt" in columns and "reward_model" in columns:
+        held.append("dapo")
+    if "answer" in columns and any(c in columns for c in _PROBLEM_COLUMNS):
+        held.append("plain")
+    if schema in held or (schema is None and held):
+        return schema or held[0]
     needed = {"plain": "'problem' (or 'question') and 'answer'", "dapo": "'prompt' and 'reward_model'"}
+    found = ", ".join(columns) or "(none)"
     if schema is None:
-        if has["dapo"]:
-            return "dapo"
-        if has["plain"]:
-            return "plain"
         raise MantissaError(
-            f"dataset {path}: columns {', '.join(columns) or '(none)'} fit no schema: expected {needed['plain']}, "
-            f"or {needed['dapo']}"
+            f"dataset {path}: columns {found} fit no schema: expected {needed['plain']}, or {needed['dapo']}"
         )
-    if not has[schema]:
-        raise MantissaError(
-            f"dataset {path}: schema {schema} needs columns {needed[schema]}, found {', '.join(columns) or '(none)'}"
-        )
-    return schema
+    raise MantissaError(f"dataset {path}: schema {schema} needs columns {needed[schema]}, found {found}")
 
 
 def _row_or_report(raw: Mapping[str, Any], schema: Schema, path: Path, number: int) -> Row | BadRow:
@@ -214,11 +218,9 @@ def _answer(value: Any, column: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return "missing or null" if value is None else text if len(text) <= 60 else f"{text[:57]}..."
+    return "missing or null" if value is None else shortened(repr(value))
 
 
-OnBadRow = Literal["error", "skip"]
 DEFAULT_TEMPLATE = "{problem}\n\nThink step by step, then write the final answer in \\boxed{}."
 DEFAULT_HELDOUT_FRACTION = 0.05
 
@@ -268,8 +270,7 @@ def _read(
     files: Sequence[str | Path], schema: Schema | None, template: str | None, chat: bool, on_bad_row: OnBadRow
 ) -> tuple[dict[str, Problem], DatasetSummary]:
     """``read_problems``, with each problem under its key: the text of its prompt before any template."""
-    if template is not None and "{problem}" not in template:
-        raise MantissaError(f"template {template!r} lacks {{problem}}: the place where each problem's text goes")
+    with_place(template)
     kept: dict[str, Problem] = {}
     keys: dict[object, str] = {}  # prompt as read -> its key: repeated rows, the most of a large file, cost a look-up
     bad_rows: list[BadRow] = []
@@ -321,40 +322,29 @@ class DatasetTask(Task):
     """A math dataset with a verifier. ``summary`` and ``heldout_summary`` tell what reading the files came to.
 
     Held out are the problems of ``heldout_files``, or else the share ``heldout_fraction`` of prompts that a seeded hash
-    chooses; ``overlap`` counts training problems dropped because they are held out. ``limit`` keeps the first so many
-    training problems. There is no warm start: these files have answers, not solutions.
+    chooses; ``overlap`` counts training problems dropped because they are held out. There is no warm start: these files
+    have answers, not solutions.
     """
 
-    def __init__(
-        self,
-        files: Sequence[str | Path],
-        seed: int,
-        verifier: Verifier,
-        heldout_files: Sequence[str | Path] = (),
-        heldout_fraction: float | None = None,
-        schema: Schema | None = None,
-        template: str | None = None,
-        chat: bool = False,
-        on_bad_row: OnBadRow = "error",
-        limit: int | None = None,
-    ):
-        if heldout_files and heldout_fraction is not None:
-            raise MantissaError("heldout_files and heldout_fraction are both set; one of them would do nothing")
-        self.name = "dataset"
-        self.verifier = verifier
-        self.alphabet = None
+    name = "dataset"
+
+    def __init__(self, config: DatasetConfig, seed: int):
+        self.verifier = verifier_named(config.verifier or "math_verify")
         self.heldout_summary: DatasetSummary | None = None
-        problems, self.summary = _read(files, schema, template, chat, on_bad_row)
-        if heldout_files:
-            heldout, self.heldout_summary = _read(heldout_files, schema, template, chat, on_bad_row)
+        how = (config.row_schema, config.template, config.chat, config.on_bad_row)
+        problems, self.summary = _read(config.files, *how)
+        if config.heldout_files:
+            heldout, self.heldout_summary = _read(config.heldout_files, *how)
         else:
-            fraction = DEFAULT_HELDOUT_FRACTION if heldout_fraction is None else heldout_fraction
+            fraction = DEFAULT_HELDOUT_FRACTION if config.heldout_fraction is None else config.heldout_fraction
             heldout = {key: problem for key, problem in problems.items() if _share(seed, key) < fraction}
         train = [problem for key, problem in problems.items() if key not in heldout]
-        self.overlap = len(problems) - len(train) if heldout_files else 0
+        self.overlap = len(problems) - len(train) if config.heldout_files else 0
+        read = [self.summary, *([self.heldout_summary] if self.heldout_summary else [])]
+        self.notes = tuple(f"dataset {summary.describe()}" for summary in read)
         if not train:
             raise MantissaError(f"no training problem is left: all {len(problems)} are held out; hold out fewer")
-        self._train, self._heldout = tuple(train[:limit]), tuple(heldout.values())
+        self._train, self._heldout = tuple(train[: config.limit]), tuple(heldout.values())
 
     def _problems(self, name: SplitName) -> Sequence[Problem]:
         if name == "warm_start":

@@ -28,7 +28,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
 from mantissa.errors import MantissaError, nearest
-from mantissa.tasks.types import Problem, Reward, Verifier, describe
+from mantissa.tasks.types import Problem, Reward, Verifier, describe, shortened
 
 DEFAULT_BATCH = 64
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -82,14 +82,13 @@ class FunctionVerifier(Verifier):
         return bool(getattr(load_function(self.reference), "batch", False))
 
     def __call__(self, problem: Problem, completion: str) -> Reward:
-        if self._batched:
-            return self.grade([(problem, completion)])[0]
-        return self._reward(load_function(self.reference)(problem, completion))
+        return self.grade([(problem, completion)])[0]
 
     def grade(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
+        function = load_function(self.reference)
         if not self._batched:
-            return [self(problem, completion) for problem, completion in samples]
-        results = load_function(self.reference)([problem for problem, _ in samples], [text for _, text in samples])
+            return [self._reward(function(problem, completion)) for problem, completion in samples]
+        results = function([problem for problem, _ in samples], [text for _, text in samples])
         if isinstance(results, (str, bytes, Mapping)) or not hasattr(results, "__len__"):
             raise TypeError(f"{self.reference} is batched and returned {_shown(results)}: expected a list")
         if len(results) != len(samples):
@@ -99,7 +98,8 @@ class FunctionVerifier(Verifier):
     def _reward(self, result: Any) -> Reward:
         if isinstance(result, Mapping):
             if "reward" not in result:
-                raise ValueError(f"{self.reference} returned a dict without 'reward': it has {_listed(result)}")
+                has = ", ".join(map(repr, result)) or "nothing"
+                raise ValueError(f"{self.reference} returned a dict without 'reward': it has {has}")
             value, correct = self._number(result["reward"])
             said = result.get("correct", correct)
             if not isinstance(_plain(said), bool):
@@ -128,12 +128,7 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
-
-
-def _listed(result: Mapping[Any, Any]) -> str:
-    return ", ".join(map(repr, result)) or "nothing"
+    return f"{type(value).__name__} {shortened(repr(value))}"
 
 
 @lru_cache(maxsize=32)

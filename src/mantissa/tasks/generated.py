@@ -1,9 +1,7 @@
 """Tasks whose problems are drawn from a random generator: distinct prompts, three disjoint splits, any sizes.
 
-Generated arithmetic of any length: running sums, addition, and long chains of plus and minus.
-
-Each is a character-level task for a policy small enough to train on a laptop. The completion is compared as text: one
-way to write an integer is right, so a reward leaves nothing to interpretation.
+Arithmetic of any length, for a policy small enough to train on a laptop. The completion is compared as text: one way to
+write an integer is right, so a reward leaves nothing to interpretation.
 
 ===========  ====================  ===========  ===================================================
 task         prompt                solution     difficulty grows with
@@ -32,14 +30,22 @@ import random
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
-from typing import Literal
 
 from mantissa.errors import MantissaError
-from mantissa.tasks.types import Problem, Reward, SplitName, Task, Template, Verifier, as_prompt, stable_id
+from mantissa.tasks.config import (
+    AdditionConfig,
+    ChainConfig,
+    CountdownConfig,
+    GeneratedConfig,
+    RunningSumConfig,
+    Style,
+    TextReward,
+)
+from mantissa.tasks.types import Problem, Reward, SplitName, Task, Verifier, as_prompt, stable_id
 
 # Held-out problems are drawn first and know nothing of the other sizes, so a longer training set keeps the same exam.
 _ORDER: tuple[SplitName, ...] = ("heldout", "warm_start", "train")
@@ -50,17 +56,14 @@ class GeneratedTask(Task):
     """A task that draws its problems. Each split has a random stream of its own, named by seed, task and split.
 
     A split skips the prompts of the splits before it (held-out, warm start, train), so the three are disjoint whatever
-    their sizes, and enlarging one only appends to it. Splits are drawn on first use and kept. ``template``
-    says how a problem is put to a policy, and changes none.
+    their sizes, and enlarging one only appends to it. Splits are drawn on first use and kept. The section's
+    template says how a problem is put to a policy, and changes none.
     """
 
-    def __init__(self, name: str, verifier: Verifier, sizes: Mapping[SplitName, int], seed: int, alphabet: str | None):
-        self.name = name
-        self.verifier = verifier
-        self.alphabet = alphabet
-        self.template: Template | None = None  # of a prompt, with {problem} in it
-        self._sizes = dict(sizes)
-        self._seed = seed
+    def __init__(self, config: GeneratedConfig, seed: int, verifier: Verifier, alphabet: str | None):
+        self.name, self.verifier = config.kind, verifier
+        self._template, self._sizes, self._seed = config.prompt_template, config.sizes, seed
+        self.alphabet = alphabet if self._template is None else None  # a template brings characters of its own
         self._drawn: dict[SplitName, tuple[Problem, ...]] = {}
 
     @abstractmethod
@@ -71,10 +74,9 @@ class GeneratedTask(Task):
         for split in _ORDER[: _ORDER.index(name) + 1]:
             if split not in self._drawn:
                 self._drawn[split] = self._draw_split(split)
-        if self.template is None:
+        if (template := self._template) is None:
             return self._drawn[name]
-        asked = (as_prompt(str(problem.prompt), self.template) for problem in self._drawn[name])
-        return [replace(problem, prompt=prompt) for problem, prompt in zip(self._drawn[name], asked, strict=True)]
+        return [replace(problem, prompt=as_prompt(str(problem.prompt), template)) for problem in self._drawn[name]]
 
     def _draw_split(self, name: SplitName) -> tuple[Problem, ...]:
         # A string seed goes through SHA-512: the same stream on every platform and in every process.
@@ -98,7 +100,6 @@ class GeneratedTask(Task):
         return tuple(problems)
 
 
-RewardKind = Literal["exact", "prefix", "result"]
 _DIGITS = "0123456789"
 _PADDING = "."
 
@@ -112,7 +113,7 @@ class TextMatch(Verifier):
     ``=`` of the completion (all of it where there is none), so that ``6+6=12`` is right and ``6+6=6+6`` is not.
     """
 
-    kind: RewardKind = "exact"
+    kind: TextReward = "exact"
 
     def __call__(self, problem: Problem, completion: str) -> Reward:
         got, want = completion.strip(), problem.answer
@@ -128,6 +129,11 @@ class TextMatch(Verifier):
         return Reward(agree / max(len(got), len(want)), correct=False)
 
 
+def _matched(reward: object) -> TextMatch:
+    """The task's own verifier; where ``reward`` is a list, of the default kind, for whichever term is the task's."""
+    return TextMatch(reward) if isinstance(reward, str) else TextMatch()  # type: ignore[arg-type]
+
+
 def _problem(source: str, prompt: str, answer: str) -> Problem:
     return Problem(stable_id(source, prompt), prompt, answer, source, solution=answer)
 
@@ -135,26 +141,14 @@ def _problem(source: str, prompt: str, answer: str) -> Problem:
 class RunningSum(GeneratedTask):
     """Digits, then their running sums modulo ``modulus``, one character each: ``3141=`` gives ``3489``.
 
-    The number of digits is uniform in [``min_digits``, ``max_digits``]; 2 <= ``modulus`` <= 10. ``aligned`` pads every
-    prompt to ``max_digits`` (``31..=`` gives ``34``), so that each sum stands at the same distance from its digit
-    whatever the length: a small policy finds that far sooner than a distance that varies.
+    ``aligned`` pads every prompt to ``max_digits`` (``31..=`` gives ``34``), so that each sum stands at the same
+    distance from its digit whatever the length: a small policy finds that far sooner than a distance that varies.
     """
 
-    def __init__(
-        self,
-        sizes: Mapping[SplitName, int],
-        seed: int,
-        min_digits: int,
-        max_digits: int,
-        modulus: int = 10,
-        reward: RewardKind = "exact",
-        aligned: bool = False,
-    ):
-        alphabet = f"{_DIGITS}={_PADDING if aligned else ''}"
-        super().__init__("running_sum", TextMatch(reward), sizes, seed, alphabet=alphabet)
-        self._lengths = (min_digits, max_digits)
-        self._width = max_digits if aligned else 0
-        self._modulus = modulus
+    def __init__(self, config: RunningSumConfig, seed: int):
+        super().__init__(config, seed, _matched(config.reward), f"{_DIGITS}={_PADDING if config.aligned else ''}")
+        self._lengths, self._modulus = (config.min_digits, config.max_digits), config.modulus
+        self._width = config.max_digits if config.aligned else 0
 
     def draw(self, rng: random.Random) -> Problem:
         digits = [rng.randrange(10) for _ in range(rng.randint(*self._lengths))]
@@ -166,9 +160,9 @@ class RunningSum(GeneratedTask):
 class Addition(GeneratedTask):
     """The sum of two numbers of exactly ``digits`` digits, uniform: ``123+456=`` gives ``579``."""
 
-    def __init__(self, sizes: Mapping[SplitName, int], seed: int, digits: int, reward: RewardKind = "exact"):
-        super().__init__("addition", TextMatch(reward), sizes, seed, alphabet=f"{_DIGITS}+=")
-        self._range = (10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
+    def __init__(self, config: AdditionConfig, seed: int):
+        super().__init__(config, seed, _matched(config.reward), f"{_DIGITS}+=")
+        self._range = (10 ** (config.digits - 1) if config.digits > 1 else 0, 10**config.digits - 1)
 
     def draw(self, rng: random.Random) -> Problem:
         a, b = rng.randint(*self._range), rng.randint(*self._range)
@@ -178,9 +172,9 @@ class Addition(GeneratedTask):
 class Chain(GeneratedTask):
     """Plus and minus over ``terms`` single digits: ``7+2-4+9=`` gives ``14``; the result may be negative."""
 
-    def __init__(self, sizes: Mapping[SplitName, int], seed: int, terms: int, reward: RewardKind = "exact"):
-        super().__init__("chain", TextMatch(reward), sizes, seed, alphabet=f"{_DIGITS}+-=")
-        self._terms = terms
+    def __init__(self, config: ChainConfig, seed: int):
+        super().__init__(config, seed, _matched(config.reward), f"{_DIGITS}+-=")
+        self._terms = config.terms
 
     def draw(self, rng: random.Random) -> Problem:
         total = rng.randrange(10)
@@ -192,7 +186,6 @@ class Chain(GeneratedTask):
         return _problem(self.name, f"{prompt}=", str(total))
 
 
-Style = Literal["compact", "text"]
 MAX_CHARACTERS = 200
 _ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -266,48 +259,40 @@ class CountdownVerifier(Verifier):
 class Countdown(GeneratedTask):
     """Numbers and a target that can be reached; the solution is the expression that the target was made from.
 
-    ``numbers`` values in 1..``max_number``, a target in 1..``max_target``. Prompts are made by combining random
-    pairs with random operators, so every problem is solvable; intermediate values are positive integers or zero.
+    Prompts are made by combining random pairs with random operators, so every problem is solvable; intermediate values
+    are positive integers or zero.
     """
 
-    def __init__(
-        self,
-        sizes: Mapping[SplitName, int],
-        seed: int,
-        numbers: int = 4,
-        max_number: int = 9,
-        max_target: int = 99,
-        operations: str = "+-*/",
-        style: Style = "compact",
-    ):
-        alphabet = "0123456789 :=()" + operations if style == "compact" else None
-        super().__init__("countdown", CountdownVerifier(operations, style), sizes, seed, alphabet)
-        self._numbers, self._max_number, self._max_target = numbers, max_number, max_target
-        self._operations, self._style = operations, style
+    def __init__(self, config: CountdownConfig, seed: int):
+        alphabet = f"{_DIGITS} :=(){config.operations}" if config.style == "compact" else None
+        super().__init__(config, seed, CountdownVerifier(config.operations, config.style), alphabet)
+        self._config = config
 
     def draw(self, rng: random.Random) -> Problem:
         numbers, target, expression = self._draw_expression(rng)
         listed = " ".join(map(str, numbers))
         answer = f"{listed}:{target}"
-        if self._style == "compact":
+        if self._config.style == "compact":
             prompt, solution = f"{answer}=", expression
         else:
             prompt = (
-                f"Use each of the numbers {listed} exactly once, with {' '.join(self._operations)} and parentheses, "
-                f"to write an expression that equals {target}. Put the expression between <answer> and </answer>."
+                f"Use each of the numbers {listed} exactly once, with {' '.join(self._config.operations)} and "
+                f"parentheses, to write an expression that equals {target}. Put the expression between <answer> and "
+                "</answer>."
             )
             solution = f"<answer>{expression}</answer>"
         return Problem(stable_id(self.name, prompt), prompt, answer, self.name, solution)
 
     def _draw_expression(self, rng: random.Random) -> tuple[list[int], int, str]:
+        config = self._config
         for _ in range(_PATIENCE):
-            numbers = [rng.randint(1, self._max_number) for _ in range(self._numbers)]
-            made = _combine(numbers, self._operations, rng)
-            if made is not None and 1 <= made[0] <= self._max_target:
+            numbers = [rng.randint(1, config.max_number) for _ in range(config.numbers)]
+            made = _combine(numbers, config.operations, rng)
+            if made is not None and 1 <= made[0] <= config.max_target:
                 return numbers, *made
         raise MantissaError(
-            f"task countdown: {_PATIENCE} random expressions of {self._numbers} numbers up to {self._max_number} with "
-            f"{self._operations} gave no target in 1..{self._max_target}; raise max_target or use fewer numbers"
+            f"task countdown: {_PATIENCE} random expressions of {config.numbers} numbers up to {config.max_number} "
+            f"with {config.operations} gave no target in 1..{config.max_target}; raise max_target or use fewer numbers"
         )
 
 
@@ -318,9 +303,7 @@ def _combine(numbers: list[int], operations: str, rng: random.Random) -> tuple[i
         a, a_text, a_rank = pool.pop(rng.randrange(len(pool)))
         b, b_text, b_rank = pool.pop(rng.randrange(len(pool)))
         symbol = rng.choice(operations)
-        if symbol == "/" and (b == 0 or a % b):
-            return None
-        if symbol == "-" and b > a:
+        if (symbol == "/" and (b == 0 or a % b)) or (symbol == "-" and b > a):
             return None
         value = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b else 0}[symbol]
         rank = _PRECEDENCE[symbol]

@@ -1,14 +1,4 @@
-r"""Several rewards in one: their weighted sum.
-
-reward = sum_k weight_k * reward_k
-
-A completion is correct where every term that decides says so. Those are the terms with ``decides``; where no term has
-it, the first verifier, or without any verifier the first function. So a bonus for brevity never changes an accuracy.
-
-A term that fails fails the whole sample: a sum that lacks a term says nothing about the completion. What is earned then
-is the sum of the terms' own values for failure: a function's 0, a verifier's lowest reward.
-
-Answers as text: finding them in a completion and bringing them to one spelling.
+r"""Answers as text, the verifiers that compare them, and several rewards in one.
 
 A policy writes the same number in many ways: ``$1,\!657$``, ``1657.0``, ``\boxed{1657}``, ``x = 1657``.
 ``normalize_answer`` maps such spellings to one; two answers then agree when their texts do. It only rewrites spelling
@@ -17,8 +7,6 @@ and drops decoration (dollars, units, degrees, text commands); it computes nothi
 The set of rewrites follows what is commonly done for MATH-style answers (Lewkowycz et al., "Solving Quantitative
 Reasoning Problems with Language Models", 2022, appendix D), with two differences: a left-hand side goes only where it
 is one symbol (``x=5``, not the ``a=1,`` of ``a=1,b=5``), and numbers lose leading and trailing zeros.
-
-Verifiers for math answers written by a language model.
 
 ============  =======================================================================  ========  ========
 name          an answer is right where                                                 rewards   isolated
@@ -38,6 +26,12 @@ code          the function in its last code block passes the tests in the answer
 ``math_verify`` is the only other one that may hang: ``\boxed{9^{9^{9^{9}}}}`` asks sympy for a number of 10^8 digits
 and more. The library's own time limits need SIGALRM in the main thread and are switched off; ``Grader`` runs the
 verifier in a process that it can kill.
+
+A recipe's list of rewards is their sum: reward = sum_k weight_k * reward_k. A completion is correct where every term
+that decides says so. Those are the terms with ``decides``; where no term has it, the first verifier, or without any
+verifier the first function. So a bonus for brevity never changes an accuracy. A term that fails fails the whole sample:
+a sum that lacks a term says nothing about the completion. What is earned then is the sum of the terms' own values for
+failure: a function's 0, a verifier's lowest reward.
 """
 
 from __future__ import annotations
@@ -145,8 +139,7 @@ def normalize_answer(text: str) -> str:
     return text if number is None else number
 
 
-TAIL_CHARACTERS = 300
-STRICT_TAIL_CHARACTERS = 100
+TAIL_CHARACTERS, STRICT_TAIL_CHARACTERS = 300, 100
 MAX_ANSWER_CHARACTERS = 1000  # a longer box is no answer; parsing it could only cost time
 _ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 
@@ -203,7 +196,7 @@ class MathVerify(Verifier):
             return self.judged(math_equal(problem.answer, completion[-TAIL_CHARACTERS:]))
         if len(boxed) > MAX_ANSWER_CHARACTERS:
             return self.judged(False)
-        if _squeezed(boxed) == _squeezed(problem.answer) != "":  # also answers that sympy cannot read, such as 05:00
+        if "".join(boxed.split()) == "".join(problem.answer.split()) != "":  # also 05:00, which sympy cannot read
             return self.judged(True)
         return self.judged(math_equal(problem.answer, f"\\boxed{{{boxed}}}"))
 
@@ -229,14 +222,8 @@ def _parsed_truth(answer: str) -> list[Any]:
 def _library() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from math_verify import parse, verify  # half a second: imported where it is first used
 
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns that its time limits are off, which is the point
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off, as they should be
     return parse, verify
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
 
 
 VERIFIERS: dict[str, Callable[[], Verifier]] = {
@@ -322,13 +309,9 @@ def _graded(term: Term, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
 
 def weighted(terms: Sequence[RewardTerm], own: Verifier) -> Verifier:
     """The verifier that a recipe's ``reward`` list describes; ``own`` is what the name ``task`` stands for."""
-    deciding = {term.label for term in terms if term.decides}
-    if not deciding:
-        first = next((term for term in terms if term.verifier is not None), terms[0])
-        deciding = {first.label}
-    return WeightedSum(
-        tuple(Term(term.label, _verifier(term, own), term.weight, term.label in deciding) for term in terms)
-    )
+    first = next((term for term in terms if term.verifier is not None), terms[0])
+    deciding = [term for term in terms if term.decides] or [first]
+    return WeightedSum(tuple(Term(term.label, _verifier(term, own), term.weight, term in deciding) for term in terms))
 
 
 def _verifier(term: RewardTerm, own: Verifier) -> Verifier:

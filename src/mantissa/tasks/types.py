@@ -1,4 +1,4 @@
-"""What every task is made of: problems, rewards, a verifier that grades, and the task that deals the problems out."""
+"""What every task is made of: problems, rewards, a verifier that grades, and the task that has the problems."""
 
 from __future__ import annotations
 
@@ -22,15 +22,22 @@ class Message:
     content: str
 
 
-Template = str | tuple[Message, ...]
+Prompt = str | tuple[Message, ...]
 
 
-def as_prompt(text: str, template: Template) -> Template:
+def as_prompt(text: str, template: Prompt) -> Prompt:
     """``text`` in the places of ``{problem}`` in ``template``: plain text, or the messages of a chat."""
     # replace, not format: problems and templates are full of braces of their own
     if isinstance(template, str):
         return template.replace("{problem}", text)
     return tuple(Message(turn.role, turn.content.replace("{problem}", text)) for turn in template)
+
+
+def with_place(template: str | None) -> str | None:
+    """``template``, where it says by ``{problem}`` where a problem's text goes; else ``MantissaError``."""
+    if template is not None and "{problem}" not in template:
+        raise MantissaError(f"template lacks {{problem}}, the place where each problem's text goes: {template!r}")
+    return template
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Problem:
     """
 
     id: str
-    prompt: Template
+    prompt: Prompt
     answer: str
     source: str
     solution: str | None = None
@@ -119,11 +126,13 @@ class Task(ABC):
     """Problems in three splits that share no prompt, and the verifier that grades them.
 
     ``alphabet``: every character that prompts and solutions use, for generated character-level tasks; None for text.
+    ``notes``: what the user should know of where the problems come from, one line each.
     """
 
     name: str
     verifier: Verifier
     alphabet: str | None = None
+    notes: tuple[str, ...] = ()
 
     def split(self, name: SplitName, count: int | None = None) -> Sequence[Problem]:
         """The first ``count`` problems of a split, or all of it; the same ones for the same seed, in the same order.
@@ -146,22 +155,18 @@ class Task(ABC):
     def _problems(self, name: SplitName) -> Sequence[Problem]:
         """All problems of a split."""
 
-    @property
-    def isolated(self) -> bool:
-        """True where the verifier may hang, so that grading needs worker processes."""
-        return self.verifier.isolated
-
-    def verify(self, problem: Problem, completion: str) -> Reward:
-        """Grade in this process and without a time limit; ``Grader`` is the guarded way."""
-        return self.verifier(problem, completion)
-
 
 def describe(error: BaseException) -> str:
     """One line about an exception: its type and the beginning of its text."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def prompt_text(prompt: str | tuple[Message, ...]) -> str:
+def shortened(text: str, most: int = 60) -> str:
+    """``text``, or its beginning and three dots."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def prompt_text(prompt: Prompt) -> str:
     """A prompt as one string that identifies it: white space collapsed, roles included for chat prompts."""
     if isinstance(prompt, str):
         return " ".join(prompt.split())

@@ -19,7 +19,7 @@ from mantissa.kernels import Kernels, SimulatedKernels, rollout_kernels
 from mantissa.model import CopiedPolicy, Decoder
 from mantissa.precision import FP16, FP32, PrecisionPolicy, resolve
 from mantissa.rollout import Completion, Request, SamplingParams, VllmEngine, VllmStart
-from mantissa.rollout.reference import reference_logits
+from naive_engine import reference_logits
 
 pytestmark = pytest.mark.vllm
 PARAMS = SamplingParams(max_tokens=20, temperature=0.7, stop_token_ids=(3,))

@@ -16,8 +16,8 @@ from mantissa.errors import MantissaError
 from mantissa.kernels import rollout_kernels
 from mantissa.precision import FP32, PrecisionPolicy, resolve
 from mantissa.rollout import Completion, Request, SamplingParams, VllmEngine, VllmStart
-from mantissa.rollout.reference import reference_logits
 from mantissa.rollout.vllm.server import WeightFolder
+from naive_engine import reference_logits
 
 pytestmark = pytest.mark.vllm
 PARAMS = SamplingParams(max_tokens=20, temperature=0.7, stop_token_ids=(3,))

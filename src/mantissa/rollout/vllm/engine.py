@@ -14,7 +14,9 @@ run: the number format, the weights, the temperature, the distribution that log-
   that was started again in between would otherwise go on with the weights it begins with.
 
 Of several processes each has a vLLM of its own, which it loads and checks itself; or all have one server, which the
-first of them loads and checks, while the others learn the mark and send their requests. See ``several.py``.
+first of them loads and checks, while the others learn the mark and send their requests. Where one of them fails, all
+stop there, with the words of the one that failed. Otherwise the rest would sample from weights that one of them does
+not have, or wait for it.
 
 How it is started and spoken to, here or as a server: ``server.py``, ``link.py``.
 """
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -31,15 +34,68 @@ from mantissa.errors import MantissaError
 from mantissa.kernels import Kernels
 from mantissa.model import CopiedPolicy
 from mantissa.rollout.generation import StopStrings
-from mantissa.rollout.sampling import stream_keys
-from mantissa.rollout.several import ONE_PROCESS, Processes, agreed
-from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams, check_requests
+from mantissa.rollout.sampling import request_keys
+from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams, check_requests, check_version
 from mantissa.rollout.vllm.link import LocalVllm, ServedVllm, VllmLink, VllmOutput
 from mantissa.rollout.vllm.server import VllmStart, dtype_name, sample_weights
 from mantissa.rollout.vllm.worker import CodeKernels
 
 LEAST_TEMPERATURE = 0.01  # below it vLLM samples at 0.01
 _NOT_FINITE = -9999.0  # what vLLM's server sends in the place of NaN and of anything below
+T = TypeVar("T")
+
+
+class Processes(Protocol):
+    """The processes of a run, as one of them sees them. Its methods are collective: all call them, in one order."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that acts for all."""
+        ...
+
+    def decided(self, value: T) -> T:
+        """The first's ``value``, in every process."""
+        ...
+
+    def said(self, text: str | None) -> str | None:
+        """The first text that any of them has; None where none has one."""
+        ...
+
+
+class _OneProcess:
+    first = True
+
+    def decided(self, value: T) -> T:
+        return value
+
+    def said(self, text: str | None) -> str | None:
+        return text
+
+
+ONE_PROCESS: Processes = _OneProcess()  # a run of one
+
+
+def agreed(processes: Processes, work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
+    """What ``work`` gives here, once it has succeeded in every process.
+
+    Where it raised ``MantissaError`` in one, it raises that one's message in all; what it gave here goes to ``undo``
+    first. Other exceptions are faults: they end their process, and the others lose it.
+    """
+    problem: MantissaError | None = None
+    result: list[T] = []
+    try:
+        result.append(work())
+    except MantissaError as error:
+        problem = error
+    said = processes.said(None if problem is None else str(problem))
+    if said is None:
+        return result[0]
+    for made in result:
+        if undo is not None:
+            undo(made)
+    if problem is not None and str(problem) == said:
+        raise problem
+    raise MantissaError(said) from problem
 
 
 class VllmEngine:
@@ -126,18 +182,13 @@ class VllmEngine:
 
     def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:
         """Sample every request; result[i][j] is sample j of request i. See ``RolloutEngine.generate``."""
-        if self._version < 0:
-            raise MantissaError("the rollout engine holds no weights (or its last sync failed): call sync first")
-        if version != self._version:
-            raise MantissaError(f"policy version {version} was asked for, {self._version} is loaded: call sync first")
-        start = self.start
-        check_requests(requests, params, self.config.vocab_size, start.max_length, self._decode_text is not None)
+        check_version(version, self._version)
+        limits = (self.config.vocab_size, self.start.max_length)
+        check_requests(requests, params, *limits, decodes=self._decode_text is not None)
         _check_params(params)
-        jobs = [(request, sample) for request in requests for sample in range(request.samples)]
-        keys_B = stream_keys([request.seed for request, _ in jobs], [sample for _, sample in jobs])
-        outputs = self._link.outputs(
-            [request.prompt_tokens for request, _ in jobs], params, [key & ((1 << 63) - 1) for key in keys_B.tolist()]
-        )
+        prompts = [request.prompt_tokens for request in requests for _ in range(request.samples)]
+        seeds = [key & ((1 << 63) - 1) for key in request_keys(requests).tolist()]
+        outputs = self._link.outputs(prompts, params, seeds)
         held = self._link.call("mantissa_mark")["mark"]
         if held != self._mark:
             self._version = -1
@@ -150,12 +201,14 @@ class VllmEngine:
 
     def _completion(self, output: VllmOutput, params: SamplingParams) -> Completion:
         tokens, where = output.tokens, self._link.where
-        reason: FinishReason = self._finish_reason(output)
-        if len(output.logprobs) != len(tokens) or not all(
-            token in step for step, token in zip(output.logprobs, tokens, strict=True)
-        ):
+        if output.finish_reason not in get_args(FinishReason):
+            why = f"for another reason than its end or its length: {output.finish_reason}"
+            raise MantissaError(f"{where} ended a sample {why}")
+        reason = cast(FinishReason, output.finish_reason)
+        pairs = list(zip(output.logprobs, tokens, strict=False))  # a length too short is found in the next line
+        if len(output.logprobs) != len(tokens) or not all(token in step for step, token in pairs):
             raise MantissaError(f"{where} gave no log-prob for each token; Mantissa works with 0.32")
-        logp = [step[token] for step, token in zip(output.logprobs, tokens, strict=True)]
+        logp = [step[token] for step, token in pairs]
         if params.stop and self._decode_text is not None:
             found = StopStrings(params.stop, self._decode_text)
             ends = (end for end in range(1, len(tokens) + 1) if found.completed(tokens[:end]))
@@ -169,15 +222,6 @@ class VllmEngine:
                 f"{where} gave a log-prob that is not finite: its {self.start.format} overflowed; use bf16"
             )
         return Completion(tokens, logp_T, reason, self._version)
-
-    def _finish_reason(self, output: VllmOutput) -> FinishReason:
-        if output.finish_reason == "stop":
-            return "stop"
-        if output.finish_reason == "length":
-            return "length"
-        raise MantissaError(
-            f"{self._link.where} ended a sample for another reason than its end or its length: {output.finish_reason}"
-        )
 
     # weights
 

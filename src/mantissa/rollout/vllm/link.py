@@ -16,11 +16,10 @@ import importlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from torch import Tensor
@@ -28,7 +27,7 @@ from torch import Tensor
 from mantissa.environ import changed_environment
 from mantissa.errors import MantissaError
 from mantissa.rollout.types import SamplingParams
-from mantissa.rollout.vllm.server import VllmStart, WeightFolder, require_vllm
+from mantissa.rollout.vllm.server import VllmStart, WeightFolder, http_answer, require_vllm
 
 _MOST_CONNECTIONS = 256  # to a server; samples beyond that wait here and not there
 
@@ -40,39 +39,6 @@ class VllmOutput:
     tokens: tuple[int, ...]
     logprobs: Sequence[Mapping[int, float]]
     finish_reason: str | None
-
-
-class VllmLink(Protocol):
-    """A vLLM that runs. ``where`` names it in errors; ``folder`` is where it loads from."""
-
-    where: str
-    folder: WeightFolder
-
-    def outputs(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int], logprobs: int = 0
-    ) -> list[VllmOutput]:
-        """A sample of each prompt, in order, by its seed. ``logprobs``: of how many tokens besides the sampled."""
-        ...
-
-    def call(self, method: str, **arguments: Any) -> Any:
-        """A method of the worker, by name. There is one worker."""
-        ...
-
-    def reset_prefix_cache(self) -> bool:
-        """Drop keys and values; whether all of them went."""
-        ...
-
-    def sleep(self) -> None:
-        """Give back the memory of weights and cache; both are lost."""
-        ...
-
-    def wake(self, tag: str) -> None:
-        """Take back the memory of ``weights``, or of the ``kv_cache``; it holds nothing yet."""
-        ...
-
-    def close(self) -> None:
-        """End what was begun; may be called twice."""
-        ...
 
 
 def asked_of(params: SamplingParams, seed: int, logprobs: int) -> dict[str, Any]:
@@ -92,7 +58,10 @@ def asked_of(params: SamplingParams, seed: int, logprobs: int) -> dict[str, Any]
 
 
 class LocalVllm:
-    """vLLM in processes that this one starts and ends. ``weights``: what it begins with."""
+    """vLLM in processes that this one starts and ends. ``weights``: what it begins with.
+
+    ``where`` names it in errors; ``folder`` is where it loads from.
+    """
 
     def __init__(self, start: VllmStart, weights: Mapping[str, Tensor]) -> None:
         self.where = f"vLLM {require_vllm()}"
@@ -118,53 +87,50 @@ class LocalVllm:
     def outputs(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int], logprobs: int = 0
     ) -> list[VllmOutput]:
+        """A sample of each prompt, in order, by its seed. ``logprobs``: of how many tokens besides the sampled."""
         vllm = importlib.import_module("vllm")
         asked = [vllm.SamplingParams(**asked_of(params, seed, logprobs)) for seed in seeds]
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        with self._alive():
-            results = self._llm.generate(given, asked, use_tqdm=False)
-        return [self._output(result.outputs[0]) for result in results]
+        found = [result.outputs[0] for result in self._ask("generate", given, asked, use_tqdm=False)]
+        steps = [[{token: one.logprob for token, one in step.items()} for step in one.logprobs or ()] for one in found]
+        return [VllmOutput(tuple(f.token_ids), s, f.finish_reason) for f, s in zip(found, steps, strict=True)]
 
-    @contextmanager
-    def _alive(self) -> Iterator[None]:
+    def call(self, method: str, **arguments: Any) -> Any:
+        """A method of the worker, by name. There is one worker."""
+        return self._ask("collective_rpc", method, kwargs=arguments)[0]
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop keys and values; whether all of them went."""
+        return bool(self._ask("reset_prefix_cache"))
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and cache; both are lost."""
+        self._ask("sleep", level=2)
+
+    def wake(self, tag: str) -> None:
+        """Take back the memory of ``weights``, or of the ``kv_cache``; it holds nothing yet."""
+        self._ask("wake_up", tags=[tag])
+
+    def close(self) -> None:
+        """End what was begun; may be called twice."""
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown(timeout=10.0)
+            self._llm = None
+        self._temporary.cleanup()
+
+    def _ask(self, method: str, *given: Any, **arguments: Any) -> Any:
         """vLLM's own errors, of every kind, in one line: what went wrong is in its processes' output."""
         try:
-            yield
+            return getattr(self._llm, method)(*given, **arguments)
         except Exception as error:
             raise MantissaError(
                 f"{self.where} failed: {_first_line(error)}; its own messages above say more (VLLM_LOGGING_LEVEL=INFO "
                 "says all of them); resume the run"
             ) from error
 
-    def _output(self, output: Any) -> VllmOutput:
-        steps = [{token: one.logprob for token, one in step.items()} for step in output.logprobs or ()]
-        return VllmOutput(tuple(output.token_ids), steps, output.finish_reason)
-
-    def call(self, method: str, **arguments: Any) -> Any:
-        with self._alive():
-            return self._llm.collective_rpc(method, kwargs=arguments)[0]
-
-    def reset_prefix_cache(self) -> bool:
-        with self._alive():
-            return bool(self._llm.reset_prefix_cache())
-
-    def sleep(self) -> None:
-        with self._alive():
-            self._llm.sleep(level=2)
-
-    def wake(self, tag: str) -> None:
-        with self._alive():
-            self._llm.wake_up(tags=[tag])
-
-    def close(self) -> None:
-        if self._llm is not None:
-            self._llm.llm_engine.engine_core.shutdown(timeout=10.0)
-            self._llm = None
-        self._temporary.cleanup()
-
 
 class ServedVllm:
-    """A vLLM server that ``mantissa serve`` started, held by one run at a time.
+    """A vLLM server that ``mantissa serve`` started, held by one run at a time; asked for what ``LocalVllm`` is.
 
     ``timeout_s``: silence after which it is given up; a sample answers when it is whole. Every sample is a request of
     its own, with as many on the way as the server decodes together. ``leads``: of several processes of a run
@@ -177,8 +143,6 @@ class ServedVllm:
         if parts.scheme not in ("", "http") or not parts.hostname or parts.path.strip("/"):
             raise MantissaError(f"rollout.vllm.server={url}: expected http://host:port")
         self._address = (parts.hostname, parts.port or 8000)
-        self._idle: list[http.client.HTTPConnection] = []
-        self._closed = False
         self._pool = ThreadPoolExecutor(min(start.slots, _MOST_CONNECTIONS), "vllm")
         self._lock: int | None = None
         try:
@@ -254,52 +218,29 @@ class ServedVllm:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._closed = True
-        while self._idle:
-            self._idle.pop().close()
         if self._lock is not None:
             os.close(self._lock)  # and with it the lock
             self._lock = None
 
     def _post(self, path: str, body: Any = None) -> Any:
-        """The server's answer. Where it has closed a connection that was kept, another is opened."""
+        """The server's answer."""
+        key = os.environ.get("VLLM_API_KEY")
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         text = json.dumps({} if body is None else body)
-        while True:
-            connection, kept = self._connection()
-            try:
-                status, answer = _asked(connection, path, text)
-                break
-            except (OSError, http.client.HTTPException) as error:
-                connection.close()
-                if not kept or isinstance(error, TimeoutError):
-                    raise MantissaError(
-                        f"cannot reach {self.where}: {error or type(error).__name__}; start it with: mantissa serve "
-                        "RECIPE"
-                    ) from error
-        self._idle.append(connection)
-        if self._closed:  # meanwhile, by another thread
-            self._idle.pop().close()
+        try:
+            status, answer = http_answer(self._address, "POST", path, self._timeout, text, headers)
+        except (OSError, http.client.HTTPException) as error:
+            raise MantissaError(
+                f"cannot reach {self.where}: {error or type(error).__name__}; start it with: mantissa serve RECIPE"
+            ) from error
         if status != http.client.OK:
             missing = status == http.client.NOT_FOUND
             advice = "it must be one that mantissa serve started" if missing else "its own log says more"
             raise MantissaError(f"{self.where} answered {path} with {status}: {_first_line(answer)}; {advice}")
         return json.loads(answer)
 
-    def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
-        """One that is idle, or a new one; whether it was kept."""
-        try:
-            return self._idle.pop(), True  # one step, whichever thread takes it
-        except IndexError:
-            return http.client.HTTPConnection(*self._address, timeout=self._timeout), False
 
-
-def _asked(connection: http.client.HTTPConnection, path: str, body: str) -> tuple[int, str]:
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get("VLLM_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
-    connection.request("POST", path, body, headers)
-    response = connection.getresponse()
-    return response.status, response.read().decode()
+VllmLink = LocalVllm | ServedVllm
 
 
 def _first_line(problem: object) -> str:

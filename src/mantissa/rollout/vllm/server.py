@@ -1,10 +1,8 @@
 """How vLLM is started, in processes of our own or as a server: its options, its environment, the folder it loads from.
 
-Both ways ask for the same, so what is checked of one is checked of the other.
-
-vLLM's own server, started so that a run can use it: the recipe's formats, our worker extension, development mode.
-
-That mode lets whoever reaches the port call any method of the worker. So it listens on this machine alone, unless told.
+Both ways ask for the same, so what is checked of one is checked of the other. A server is vLLM's own, in its
+development mode, which lets whoever reaches the port call any method of the worker. So it listens on this machine
+alone, unless told.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,8 +66,7 @@ def serve_vllm(
     """Run a server until it ends or is interrupted; returns its exit code, 0 after Ctrl-C or SIGTERM.
 
     ``shapes``: of the policy's weights and their dtype; it begins with random ones, which a run replaces. ``folder``:
-    where they lie; a temporary one where None.
-    ``ready`` is called with its URL once it answers.
+    where they lie; a temporary one where None. ``ready`` is called with its URL once it answers.
     """
     require_vllm()
     with _folder(folder) as path:
@@ -134,17 +131,24 @@ def _folder(path: str | None) -> Iterator[Path]:
 def _answers(server: subprocess.Popen[bytes], stopped: list[float], host: str, port: int) -> bool:
     """Wait until the server answers; False where it ended, or was told to, instead."""
     while server.poll() is None and not stopped:
-        connection = http.client.HTTPConnection(host, port, timeout=2.0)
-        try:
-            connection.request("GET", "/health")
-            if connection.getresponse().status == http.client.OK:
+        with suppress(OSError, http.client.HTTPException):
+            if http_answer((host, port), "GET", "/health", 2.0)[0] == http.client.OK:
                 return True
-        except (OSError, http.client.HTTPException):
-            pass
-        finally:
-            connection.close()
         time.sleep(0.2)
     return False
+
+
+def http_answer(
+    address: tuple[str, int], method: str, path: str, timeout_s: float, body: str = "", headers: Mapping[str, str] = {}
+) -> tuple[int, str]:
+    """Status and text of a server's answer. A connection for each: a request here takes far longer than connecting."""
+    connection = http.client.HTTPConnection(*address, timeout=timeout_s)
+    try:
+        connection.request(method, path, body or None, dict(headers))
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
 
 
 def _waited(server: subprocess.Popen[bytes], stopped: list[float]) -> int:

@@ -47,6 +47,10 @@ from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import E4M3, SQUARE, BlockScaled, Fp8Policy, quantize
 from mantissa.precision.policy import BLOCK
 
+EXTENSION = "mantissa.rollout.vllm.worker.WeightReader"
+FP8_CACHE = "fp8_e4m3 of scale 1"  # how an fp8 cache is named that is filled with keys and values as they are
+FP8_PRODUCTS = "e4m3 in 1x128 and e4m3 in 128x128"  # activations and weights, a scale in fp32 for each block
+_UNITS = 1024  # unit vectors multiplied at a time
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _SCALES = ".scales"  # of a copy's codes, after the weight's name
 
@@ -136,13 +140,6 @@ def _layers(config: ModelConfig) -> dict[str, tuple[int, int]]:
     names = [name for name in decoder.projections if "layers" in name.split(".")]
     shapes = {name: decoder.get_parameter(f"{name}.weight").shape for name in names}
     return {name: (shape[0], shape[1]) for name, shape in shapes.items()}
-
-
-EXTENSION = "mantissa.rollout.vllm.worker.WeightReader"
-FP8_CACHE = "fp8_e4m3 of scale 1"  # how an fp8 cache is named that is filled with keys and values as they are
-FP8_PRODUCTS = "e4m3 in 1x128 and e4m3 in 128x128"  # activations and weights, a scale in fp32 for each block
-_BLOCK = 128
-_UNITS = 1024  # unit vectors multiplied at a time
 
 
 def digest(tensor: Tensor) -> str:
@@ -290,17 +287,17 @@ def _codes(
 ) -> Iterator[tuple[str, Tensor | str]]:
     """Codes and scales as they lie there. ``matrix_EF``: what the layer's product made of the unit vectors."""
     codes, scales = layer.weight, getattr(layer, "weight_scale_inv", None)
-    blocks = tuple(-(-size // _BLOCK) for size in matrix_EF.shape)
+    blocks = tuple(-(-size // BLOCK) for size in matrix_EF.shape)
     if codes.shape != matrix_EF.shape or scales is None or scales.shape != blocks:
         yield from ((f"{part}.weight", "another layout") for part in parts)
         return
-    spread = scales.float().repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
+    spread = scales.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     values_EF = codes.float() * spread[: codes.shape[0], : codes.shape[1]]
     if not torch.allclose(matrix_EF.float(), values_EF, rtol=2.0**-7, atol=2.0**-24):  # a half's rounding, or two
         yield from ((f"{part}.weight", "a product by other values than are stored") for part in parts)
         return
     yield from _apart(parts, sizes, codes, "weight")
-    yield from _apart(parts, sizes and [-(-size // _BLOCK) for size in sizes], scales, "weight_scale_inv")
+    yield from _apart(parts, sizes and [-(-size // BLOCK) for size in sizes], scales, "weight_scale_inv")
 
 
 def _multiplied(product: Any, layer: Any, dtype: torch.dtype) -> Tensor:

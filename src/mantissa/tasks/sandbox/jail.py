@@ -1,4 +1,4 @@
-"""The inside of the sandbox: a small server, run as a script by ``sandbox.py``, that makes a process for each program.
+"""The inside of the sandbox: a small server, run as a script by ``run.py``, that makes a process for each program.
 
 It knows no program, no input and no value: those go through two pipes, which it hands on unread, so that nothing of one
 program lies in the memory that the next one's process is copied from. What that process gives up, in this order:
@@ -31,6 +31,7 @@ import importlib
 import json
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -59,56 +60,18 @@ MODULES = (  # noqa: SIM905 - a list of them would fill the screen
     "encodings.punycode encodings.hex_codec encodings.base64_codec encodings.rot_13 encodings.zlib_codec "
 ).split()
 
-# name: (x86_64, aarch64); -1 where the architecture has no such call. linux/unistd.h
+# name: number on x86_64, on aarch64; -1 where the architecture has no such call. linux/unistd.h
+_SYSCALLS = """
+    read:0,63 write:1,64 close:3,57 fstat:5,80 poll:7,-1 lseek:8,62 mmap:9,222 mprotect:10,226 munmap:11,215
+    brk:12,214 rt_sigaction:13,134 rt_sigprocmask:14,135 rt_sigreturn:15,139 pread64:17,67 readv:19,65 writev:20,66
+    select:23,-1 sched_yield:24,124 mremap:25,216 madvise:28,233 dup:32,23 nanosleep:35,101 getpid:39,172 exit:60,93
+    uname:63,160 gettimeofday:96,169 getrusage:98,165 sysinfo:99,179 times:100,153 getuid:102,174 getgid:104,176
+    geteuid:107,175 getegid:108,177 getppid:110,173 sigaltstack:131,132 gettid:186,178 time:201,-1 futex:202,98
+    sched_getaffinity:204,123 restart_syscall:219,128 clock_gettime:228,113 clock_getres:229,114
+    clock_nanosleep:230,115 exit_group:231,94 pselect6:270,72 ppoll:271,73 getrandom:318,278 rseq:334,293
+"""
 SYSCALLS: dict[str, tuple[int, int]] = {
-    "read": (0, 63),
-    "write": (1, 64),
-    "close": (3, 57),
-    "fstat": (5, 80),
-    "poll": (7, -1),
-    "lseek": (8, 62),
-    "mmap": (9, 222),
-    "mprotect": (10, 226),
-    "munmap": (11, 215),
-    "brk": (12, 214),
-    "rt_sigaction": (13, 134),
-    "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139),
-    "pread64": (17, 67),
-    "readv": (19, 65),
-    "writev": (20, 66),
-    "select": (23, -1),
-    "sched_yield": (24, 124),
-    "mremap": (25, 216),
-    "madvise": (28, 233),
-    "dup": (32, 23),
-    "nanosleep": (35, 101),
-    "getpid": (39, 172),
-    "exit": (60, 93),
-    "uname": (63, 160),
-    "gettimeofday": (96, 169),
-    "getrusage": (98, 165),
-    "sysinfo": (99, 179),
-    "times": (100, 153),
-    "getuid": (102, 174),
-    "getgid": (104, 176),
-    "geteuid": (107, 175),
-    "getegid": (108, 177),
-    "getppid": (110, 173),
-    "sigaltstack": (131, 132),
-    "gettid": (186, 178),
-    "time": (201, -1),
-    "futex": (202, 98),
-    "sched_getaffinity": (204, 123),
-    "restart_syscall": (219, 128),
-    "clock_gettime": (228, 113),
-    "clock_getres": (229, 114),
-    "clock_nanosleep": (230, 115),
-    "exit_group": (231, 94),
-    "pselect6": (270, 72),
-    "ppoll": (271, 73),
-    "getrandom": (318, 278),
-    "rseq": (334, 293),
+    name: (int(x86_64), int(aarch64)) for name, x86_64, aarch64 in re.findall(r"(\w+):(-?\d+),(-?\d+)", _SYSCALLS)
 }
 # ..., which argument is looked at, and what it may be: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
 CHECKED: dict[str, tuple[int, int, int, tuple[int, ...]]] = {"fcntl": (72, 25, 1, (0, 1, 2, 3, 1030))}
@@ -206,13 +169,9 @@ def drop_privileges(libc: Any) -> bool:
     header = struct.pack("=Ii", 0x20080522, 0)
     return (
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
-        and libc.syscall(_capset(), header, bytes(24)) == 0
+        and libc.syscall({"x86_64": 126, "aarch64": 91}.get(os.uname().machine, -1), header, bytes(24)) == 0  # capset
         and libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
     )
-
-
-def _capset() -> int:
-    return {"x86_64": 126, "aarch64": 91}.get(os.uname().machine, -1)
 
 
 def confine(libc: Any) -> list[str]:
@@ -324,8 +283,7 @@ def surrender(pipes: list[int], null: int, settings: Settings) -> BinaryIO:
 
 
 def execute(requests: BinaryIO) -> None:
-    """The program itself: define the function, call it with each input as it comes, write what it returns, one line
-    each."""
+    """The program itself: define the function, call it with each input as it comes, write a line for each value."""
     job = json.loads(requests.readline())
     namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     exec(compile(job["source"], "<program>", "exec"), namespace)

@@ -2,13 +2,17 @@
 
 Verifiers that cannot hang run here, in line. The others run in worker processes that start on first use and serve until
 ``close``; a worker that dies or exceeds the time limit is replaced, and the sample it held gets the verifier's
-``failure`` with ``Reward.error`` set. A verifier that grades several samples in a call gets them in chunks, cut at the
-same places whatever the workers' speed; the samples of a chunk that is lost are graded again one by one, so that only
+``failure`` with ``Reward.error`` set. A verifier that grades several samples in a call gets them in batches, cut at the
+same places whatever the workers' speed; the samples of a batch that is lost are graded again one by one, so that only
 the one to blame pays. Rewards come back in the order asked for and do not depend on which worker gave them.
 
 A worker is a fresh interpreter (not a fork: forking a process that has CUDA or threads is unsafe) which imports this
 package and the verifier's module, not the caller's ``__main__``: so a script needs no main guard, and a worker costs a
 fraction of a second, torch not included. It follows that a verifier class must live in an importable module.
+
+It ends by itself when its parent is gone. Waiting for work, it reads end-of-file from the pipe and returns. Inside a
+verifier that hangs it could not look, so each call runs under a kernel timer (SIGALRM, default action) that ends the
+process even in C code which never returns to Python. The timer is a backstop: the parent's own limit comes first.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -24,18 +29,20 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
 
 from mantissa.errors import MantissaError
-from mantissa.tasks.sandbox.worker import grade_samples
-from mantissa.tasks.types import Problem, Reward, Task, Verifier
+from mantissa.tasks.sandbox.run import cause_of_death
+from mantissa.tasks.types import Problem, Reward, Verifier, describe
 
 STARTUP_LIMIT_S = 120.0  # imports on a loaded machine; not the sample's time
+BACKSTOP_S = 1.0  # how much longer than the parent the worker's own timer waits
 _BOOT = (
-    "import sys; sys.path[:] = sys.argv[4:]; from mantissa.tasks.sandbox.worker import main; "
-    "main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))"
+    "import sys; sys.path[:] = sys.argv[4:]; from mantissa.tasks.sandbox.pool import serve; "
+    "serve(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))"
 )
+_warned = False
 
 
 class WorkerStartError(RuntimeError):
@@ -43,15 +50,15 @@ class WorkerStartError(RuntimeError):
 
 
 class Grader:
-    """Grades lists of (problem, completion) with a task's verifier. A context manager; not for use by two threads.
+    """Grades lists of (problem, completion) with a verifier. A context manager; not for use by two threads.
 
-    ``timeout_s``: wall-clock seconds for one call: one sample, or one chunk of a batched verifier (isolated verifiers
+    ``timeout_s``: wall-clock seconds for one call: one sample, or one batch of a batched verifier (isolated verifiers
     only). ``workers``: processes at most. ``memory_gib``: address space of each. ``notes``: what the verifier says of
     its guards, once a worker has started. Workers end with ``close``, with the Grader, at exit, and by themselves where
     this process is killed.
     """
 
-    def __init__(self, task: Task, timeout_s: float = 10.0, workers: int = 2, memory_gib: float = 4.0):
+    def __init__(self, verifier: Verifier, timeout_s: float = 10.0, workers: int = 2, memory_gib: float = 4.0):
         if not timeout_s > 0 or workers < 1:
             raise MantissaError(
                 f"grader: timeout_s={timeout_s}, workers={workers}: expected more than 0 and at least 1"
@@ -59,7 +66,7 @@ class Grader:
         self.notes: tuple[str, ...] = ()
         self._chunk = 1
         self._memory_bytes = int(memory_gib * 2**30)
-        self._verifier: Verifier = task.verifier
+        self._verifier = verifier
         self._timeout_s = timeout_s
         self._limit = workers
         self._workers: list[_Worker] = []
@@ -76,18 +83,8 @@ class Grader:
     def grade(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
         """One reward for each sample, in order. ``Reward.error`` says where the verifier failed, and how."""
         if not self._verifier.isolated:
-            return [self._reward(reply) for sample in samples for reply in grade_samples(self._verifier, [sample])]
+            return [self._reward(_grade(self._verifier, *sample)) for sample in samples]
         return self._guarded(samples) if samples else []
-
-    def _guarded(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
-        if not self._closer.alive:
-            raise RuntimeError("this Grader is closed")
-        try:
-            return self._grade_isolated(samples)
-        except BaseException:
-            # Interrupted half-way, workers hold answers to questions nobody asks any more: start afresh next time.
-            _close_all(self._workers, os.getpid())
-            raise
 
     def close(self) -> None:
         """End the worker processes. Safe to call twice."""
@@ -102,24 +99,32 @@ class Grader:
     def _reward(self, reply: Reward | str) -> Reward:
         return reply if isinstance(reply, Reward) else Reward(self._verifier.failure, correct=False, error=reply)
 
+    def _guarded(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
+        if not self._closer.alive:
+            raise RuntimeError("this Grader is closed")
+        try:
+            return self._grade_isolated(samples)
+        except BaseException:
+            # Interrupted half-way, workers hold answers to questions nobody asks any more: start afresh next time.
+            _close_all(self._workers, os.getpid())
+            raise
+
     def _grade_isolated(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
         results: list[Reward | None] = [None] * len(samples)
-        queue = _Queue(len(samples))
-        while queue or any(w.indices for w in self._workers) or not (samples or any(w.ready for w in self._workers)):
-            self._replace_dead(max(1, min(self._limit, -(-len(queue) // self._chunk))))
+        batches: deque[tuple[int, ...]] = deque()  # of indices that wait; those to be tried alone come last
+        self._replace_dead(max(1, min(self._limit, -(-len(samples) // self._chunk))))
+        while not any(worker.ready for worker in self._workers):  # the first one says how many make a batch
+            self._answers(results, batches)
+        indices = tuple(range(len(samples)))
+        batches.extend(indices[at : at + self._chunk] for at in range(0, len(indices), self._chunk))
+        while batches or any(worker.indices for worker in self._workers):
+            self._replace_dead(min(self._limit, len(batches)))
             for worker in self._workers:
-                if queue and worker.ready and not worker.indices:
-                    indices = queue.take(self._chunk)
-                    if not worker.submit(indices, [samples[i] for i in indices]):
-                        queue.put_back(indices)
-            pending = [w for w in self._workers if not w.pipe.closed and (not w.ready or w.indices)]
-            nearest_s = min((w.deadline for w in pending), default=time.monotonic()) - time.monotonic()
-            answered = wait([w.pipe for w in pending], timeout=max(0.0, nearest_s))
-            for worker in pending:
-                if worker.pipe in answered:
-                    self._collect(worker, results, queue)
-                elif time.monotonic() >= worker.deadline:
-                    self._expire(worker, results, queue)
+                if batches and worker.ready and not worker.indices:
+                    batch = batches.popleft()
+                    if not worker.submit(batch, [samples[i] for i in batch]):
+                        batches.appendleft(batch)
+            self._answers(results, batches)
         assert all(results), "every sample leaves the queue for a worker, and every worker answers, dies or expires"
         return [reward for reward in results if reward is not None]
 
@@ -128,66 +133,52 @@ class Grader:
         while len(self._workers) < count:
             self._workers.append(_Worker(self._verifier, self._timeout_s, self._memory_bytes))
 
-    def _collect(self, worker: _Worker, results: list[Reward | None], queue: _Queue) -> None:
-        """Read what a worker sent: that it is ready, the rewards of its samples, or the end of the file: it died."""
+    def _answers(self, results: list[Reward | None], batches: deque[tuple[int, ...]]) -> None:
+        """Wait until a worker has something to say, or its time is up; take what came."""
+        pending = [w for w in self._workers if not w.pipe.closed and (not w.ready or w.indices)]
+        nearest_s = min((w.deadline for w in pending), default=time.monotonic()) - time.monotonic()
+        answered = wait([w.pipe for w in pending], timeout=max(0.0, nearest_s))
+        for worker in pending:
+            if worker.pipe in answered:
+                lost = self._collect(worker, results)
+            elif time.monotonic() >= worker.deadline:
+                lost = self._expire(worker)
+            else:
+                continue
+            if lost and len(worker.indices) == 1:  # a sample that it held alone is to blame
+                results[worker.indices[0]] = self._reward(lost)
+            elif lost:  # of several, each is tried by itself
+                batches.extend((index,) for index in worker.indices)
+            worker.indices = ()
+
+    def _collect(self, worker: _Worker, results: list[Reward | None]) -> str | None:
+        """Read what a worker sent: that it is ready, or rewards; where the file ended, how it died."""
         try:
             message = pickle.loads(worker.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
-            exit_code = worker.end(patience_s=5.0)  # it is dying: let it, its own exit code tells why
-            if not worker.indices:
-                raise WorkerStartError(f"a grading worker died at start ({_cause_of_death(exit_code)})") from None
-            self._lose(worker, f"the verifier's process died ({_cause_of_death(exit_code)})", results, queue)
-            return
-        if not worker.ready:
-            kind, *rest = message
-            if kind != "ready":
-                worker.end(patience_s=1.0)
-                if kind == "refused":
-                    raise MantissaError(rest[0])
-                raise WorkerStartError(f"a grading worker could not load {self._verifier!r}: {rest[0]}")
-            worker.ready = True
-            self._chunk, self.notes = rest
-            return
-        for index, reply in zip(worker.indices, message, strict=True):
-            results[index] = self._reward(reply)
-        worker.indices = ()
+            cause = cause_of_death(worker.end(patience_s=5.0))  # it is dying: let it, its own exit code tells why
+            if worker.indices:
+                return f"the verifier's process died ({cause})"
+            raise WorkerStartError(f"a grading worker died at start ({cause})") from None
+        if worker.ready:
+            for index, reply in zip(worker.indices, message, strict=True):
+                results[index] = self._reward(reply)
+            return None
+        kind, *rest = message
+        if kind != "ready":
+            worker.end(patience_s=1.0)
+            if kind == "refused":
+                raise MantissaError(rest[0])
+            raise WorkerStartError(f"a grading worker could not load {self._verifier!r}: {rest[0]}")
+        worker.ready = True
+        self._chunk, self.notes = rest
+        return None
 
-    def _expire(self, worker: _Worker, results: list[Reward | None], queue: _Queue) -> None:
+    def _expire(self, worker: _Worker) -> str:
         worker.end(patience_s=0.0)
-        if not worker.indices:
-            raise WorkerStartError(f"a grading worker did not start within {STARTUP_LIMIT_S:g} s")
-        self._lose(worker, f"the verifier took longer than {self._timeout_s:g} s", results, queue)
-
-    def _lose(self, worker: _Worker, why: str, results: list[Reward | None], queue: _Queue) -> None:
-        """A worker is gone. A sample it held alone is to blame; of several, each is tried by itself."""
-        if len(worker.indices) == 1:
-            results[worker.indices[0]] = self._reward(why)
-        else:
-            queue.alone.extend(worker.indices)
-        worker.indices = ()
-
-
-class _Queue:
-    """Indices of samples that wait: ``together`` in chunks, ``alone`` one by one. Those alone come last."""
-
-    def __init__(self, count: int) -> None:
-        self.together = deque(range(count))
-        self.alone: deque[int] = deque()
-
-    def __len__(self) -> int:
-        return len(self.together) + len(self.alone)
-
-    def take(self, chunk: int) -> tuple[int, ...]:
-        if not self.together:
-            return (self.alone.popleft(),)
-        return tuple(self.together.popleft() for _ in range(min(chunk, len(self.together))))
-
-    def put_back(self, indices: tuple[int, ...]) -> None:
-        """Undo ``take``: the chunks that follow are cut where they would have been."""
-        if not self.together and len(indices) == 1:
-            self.alone.appendleft(indices[0])
-        else:
-            self.together.extendleft(reversed(indices))
+        if worker.indices:
+            return f"the verifier took longer than {self._timeout_s:g} s"
+        raise WorkerStartError(f"a grading worker did not start within {STARTUP_LIMIT_S:g} s")
 
 
 class _Worker:
@@ -199,7 +190,7 @@ class _Worker:
         self.indices: tuple[int, ...] = ()
         self.deadline = time.monotonic() + STARTUP_LIMIT_S
         self.pipe, theirs = multiprocessing.Pipe(duplex=True)
-        try:
+        with theirs:  # and then it is theirs alone, so that we read end-of-file when the worker dies
             arguments = [str(theirs.fileno()), repr(timeout_s), str(memory_bytes), *map(str, sys.path)]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, *arguments],
@@ -207,8 +198,6 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a group of its own: what a reward function starts is killed with it
             )
-        finally:
-            theirs.close()  # theirs alone now, so that we read end-of-file when the worker dies
         self._send(pickle.dumps(verifier))
 
     def submit(self, indices: tuple[int, ...], samples: Sequence[tuple[Problem, str]]) -> bool:
@@ -249,5 +238,70 @@ def _close_all(workers: list[_Worker], owner: int) -> None:
         workers.clear()
 
 
-def _cause_of_death(exit_code: int) -> str:
-    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+# in the worker's process
+
+
+def serve(descriptor: int, timeout_s: float, memory_bytes: int) -> None:
+    """Receive a verifier from the pipe at file ``descriptor``, then grade batches of samples until it closes.
+
+    Replies: first ("ready", chunk, notes), ("refused", text) or ("failed", text), then lists of Reward or str.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent closes us
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)  # one that builds 9^9^9^9 gets MemoryError, not the machine's
+    limit = memory_bytes if hard == resource.RLIM_INFINITY else min(hard, memory_bytes)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    pipe = Connection(descriptor)
+    with pipe, suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent closed the pipe or died
+        verifier = _load(pipe)
+        while verifier is not None:
+            samples = pickle.loads(pipe.recv_bytes())
+            signal.setitimer(signal.ITIMER_REAL, timeout_s + BACKSTOP_S)
+            reply = grade_samples(verifier, samples)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            pipe.send_bytes(pickle.dumps(reply))
+
+
+def _load(pipe: Connection) -> Verifier | None:
+    """Receive and prepare the verifier; where that fails the parent is told why, since no sample is to blame."""
+    payload = pipe.recv_bytes()
+    verifier: Verifier | None = None
+    try:
+        loaded: Verifier = pickle.loads(payload)
+        loaded.prepare()
+        said: tuple[object, ...] = ("ready", loaded.chunk, loaded.notes())
+        verifier = loaded
+    except MantissaError as error:
+        said = ("refused", str(error))
+    except Exception as error:  # noqa: BLE001 - a verifier's own code may raise anything; the parent reports it
+        said = ("failed", describe(error))
+    pipe.send_bytes(pickle.dumps(said))
+    return verifier
+
+
+def grade_samples(verifier: Verifier, samples: Sequence[tuple[Problem, str]]) -> list[Reward | str]:
+    """The reward of each sample, or what went wrong with it.
+
+    Several are graded in one call. Where that call fails they are graded one by one, so that the failure costs the
+    sample that caused it and no other.
+    """
+    global _warned
+    if len(samples) > 1:
+        try:
+            rewards = verifier.grade(samples)
+            if len(rewards) != len(samples):
+                raise ValueError(f"{len(rewards)} rewards for {len(samples)} samples")
+            return [verifier.checked(reward) for reward in rewards]
+        except BaseException as error:  # noqa: BLE001 - foreign code: even SystemExit costs one sample only
+            if not _warned:
+                what = f"grading {len(samples)} samples at once failed ({describe(error)}); doing them one by one"
+                print(f"warning: {what}", file=sys.stderr, flush=True)
+            _warned = True
+    return [_grade(verifier, problem, completion) for problem, completion in samples]
+
+
+def _grade(verifier: Verifier, problem: Problem, completion: str) -> Reward | str:
+    try:
+        return verifier.checked(verifier(problem, completion))
+    except BaseException as error:  # noqa: BLE001 - foreign code: even SystemExit costs this sample only
+        return describe(error)

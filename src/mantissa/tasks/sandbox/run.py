@@ -74,6 +74,11 @@ class Isolation:
         )
 
 
+def cause_of_death(exit_code: int) -> str:
+    """How a process ended, by its exit code, minus a signal."""
+    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+
+
 class Sandbox:
     """A server process that runs programs one after another. Started on first use; ``close`` ends it.
 
@@ -98,8 +103,7 @@ class Sandbox:
                 finally:
                     os.close(theirs_in)
                     os.close(theirs_out)
-                talk = _Talk(into, out, self.limits)
-                ended = talk.hold(json.dumps({"source": source, "function": function}), inputs)
+                ended, values = _talk(into, out, self.limits, {"source": source, "function": function}, inputs)
             control.send(b"c" if ended == "closed" else b"k")
             (status,) = struct.unpack("=i", control.recv(4))
         except (ConnectionError, struct.error, TimeoutError):  # struct: it said nothing more
@@ -109,8 +113,8 @@ class Sandbox:
             self.close()  # interrupted half-way, its next answer would be to this question
             raise
         if ended == "closed":
-            ended = signal.Signals(-status).name if status < 0 else "returned" if status == 0 else f"exit code {status}"
-        return Outcome(ended, tuple(talk.values))
+            ended = "returned" if status == 0 else cause_of_death(status)
+        return Outcome(ended, tuple(values))
 
     def probe(self) -> Isolation:
         """Try, inside, what programs must not do (``_PROBE``), on things of this process that it can watch."""
@@ -125,12 +129,8 @@ class Sandbox:
                 listener.listen(1)
                 listener.setblocking(False)
             terminal = _terminal()
-            argument = {
-                "port": tcp.getsockname()[1],
-                "folder": folder,
-                "victim": victim.pid,
-                "terminal": os.ttyname(terminal[1]) if terminal else "/dev/tty",
-            }
+            argument = {"port": tcp.getsockname()[1], "folder": folder, "victim": victim.pid}
+            argument["terminal"] = os.ttyname(terminal[1]) if terminal else "/dev/tty"
             try:
                 outcome = self.run(_PROBE, "probe", [[argument]] * 2)
                 values = [output.get("value") for output in outcome.outputs]
@@ -188,55 +188,53 @@ class Sandbox:
         control.settimeout(_GRACE_S)
         if not hello:
             raise BrokenPipeError
-        self._layers = (
-            *([f"namespaces of {' '.join(hello['namespaces'])}"] if hello["namespaces"] else []),
-            *(["Landlock"] if hello["landlock"] else []),
-            *(["system-call filter"] if hello["filter"] else []),
-            *(["no capabilities"] if hello["dropped"] else []),
-            "resource limits",
-        )
+        layers = {
+            f"namespaces of {' '.join(hello['namespaces'])}": hello["namespaces"],
+            "Landlock": hello["landlock"],
+            "system-call filter": hello["filter"],
+            "no capabilities": hello["dropped"],
+            "resource limits": True,
+        }
+        self._layers = tuple(name for name, held in layers.items() if held)
         return control
 
 
-class _Talk:
-    """One program's questions and answers: lines of JSON, in by the pipe ``into``, out by ``out``."""
+def _talk(
+    into: FileIO, out: FileIO, limits: Limits, program: dict[str, str], inputs: Sequence[Sequence[Any]]
+) -> tuple[str, list[dict[str, Any]]]:
+    """Send a program and its first input, and each other once the value for the one before has come, as lines of JSON.
 
-    def __init__(self, into: FileIO, out: FileIO, limits: Limits) -> None:
-        self._into, self._out, self._limits = into, out, limits
-        self.values: list[dict[str, Any]] = []
-        os.set_blocking(into.fileno(), False)
-
-    def hold(self, program: str, inputs: Sequence[Sequence[Any]]) -> str:
-        """Send the program and its first input, and each other once the value for the one before has come; how it
-        ended: ``closed`` where the program closed its pipe, as by ending."""
-        lines = [f"{line}\n".encode() for line in (program, *map(json.dumps, inputs))]
-        unsent, unread, most = memoryview(b"".join(lines[:2])), bytearray(), self._limits.output_bytes
-        deadline = time.monotonic() + self._limits.wall_s
-        while (left := deadline - time.monotonic()) > 0:
-            if not unsent and len(self.values) == len(inputs):
-                self._into.close()  # there is nothing more to do
-            readable, writable, _ = select.select([self._out], [self._into] if unsent else [], [], left)
-            if writable:
-                try:
-                    unsent = unsent[self._into.write(unsent) or 0 :]
-                except BrokenPipeError:
-                    unsent = memoryview(b"")  # it reads no more; what it wrote before may still come
-            if readable:
-                data = self._out.read(65536)
-                if not data:
-                    return "closed"
-                most -= len(data)
-                if most < 0:
-                    return "too much output"
-                unread += data
-                while b"\n" in unread:
-                    line, _, unread = unread.partition(b"\n")
-                    value = _parsed(bytes(line))
-                    if unsent or value is None or len(self.values) == len(inputs):
-                        return "spoke out of turn"
-                    self.values.append(value)
-                    unsent = memoryview(b"".join(lines[len(self.values) + 1 :][:1]))
-        return "out of time"
+    How it ended, and its values; ``closed`` where the program closed its pipe, as by ending.
+    """
+    os.set_blocking(into.fileno(), False)
+    lines, values = [f"{json.dumps(each)}\n".encode() for each in (program, *inputs)], list[dict[str, Any]]()
+    unsent, unread, most = memoryview(b"".join(lines[:2])), bytearray(), limits.output_bytes
+    deadline = time.monotonic() + limits.wall_s
+    while (left := deadline - time.monotonic()) > 0:
+        if not unsent and len(values) == len(inputs):
+            into.close()  # there is nothing more to do
+        readable, writable, _ = select.select([out], [into] if unsent else [], [], left)
+        if writable:
+            try:
+                unsent = unsent[into.write(unsent) or 0 :]
+            except BrokenPipeError:
+                unsent = memoryview(b"")  # it reads no more; what it wrote before may still come
+        if readable:
+            data = out.read(65536)
+            if not data:
+                return "closed", values
+            most -= len(data)
+            if most < 0:
+                return "too much output", values
+            unread += data
+            while b"\n" in unread:
+                line, _, unread = unread.partition(b"\n")
+                value = _parsed(bytes(line))
+                if unsent or value is None or len(values) == len(inputs):
+                    return "spoke out of turn", values
+                values.append(value)
+                unsent = memoryview(b"".join(lines[len(values) + 1 :][:1]))
+    return "out of time", values
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ _STEP = 0x9E3779B97F4A7C15
 
 
 def reference_uniform(seed: int, sample: int, position: int) -> float:
-    """The uniform of ``uniforms.py``, in Python integers."""
+    """The uniform of ``sampling.py``, in Python integers."""
     key = _mix(_mix(seed + _STEP) + (sample + 1) * _STEP)
     word = _mix(_mix(key + (position + 1) * _STEP) ^ key)
     return ((word >> 12) + 0.5) / 2.0**52
