@@ -20,10 +20,10 @@ from mantissa.errors import MantissaError
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import FP32, PrecisionPolicy, resolve
-from mantissa.precision.resolve import StrictPromotion
 from mantissa.rollout import Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.several import ONE_PROCESS, Processes, agreed
 from mantissa.rollout.vllm.worker import digest
+from strict_promotion import StrictPromotion
 
 T = TypeVar("T")
 CONFIG = ModelConfig("llama", 40, 32, 56, 2, 4, 2, 8, initializer_range=0.25)

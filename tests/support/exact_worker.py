@@ -27,9 +27,9 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from exact_policies import FAMILIES, Policies, exactly, make_model, ragged, shapes_of, threads
 from mantissa.errors import MantissaError
 from mantissa.kernels import plan_exact
-from mantissa.precision.resolve import StrictPromotion
 from mantissa.training import distribute
 from mantissa.training.distributed import whole
+from strict_promotion import StrictPromotion
 
 
 def compare(precision: str, rank: int) -> tuple[int, int, float]:

@@ -2,9 +2,9 @@
 
 from mantissa.algorithms.advantages import ADVANTAGES, AdvantageKind, advantage
 from mantissa.algorithms.aggregation import (
+    Accumulator,
+    AccumulatorKind,
     AggregationKind,
-    Tally,
-    TallyKind,
     aggregation_scale,
     batch_counts,
     merge,
@@ -28,6 +28,8 @@ from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward, referenc
 __all__ = [
     "ADVANTAGES",
     "CORRECTION_PRESETS",
+    "Accumulator",
+    "AccumulatorKind",
     "AdvantageKind",
     "AggregationKind",
     "CISPOConfig",
@@ -40,8 +42,6 @@ __all__ = [
     "PolicyLoss",
     "PolicyLossConfig",
     "ReinforceConfig",
-    "Tally",
-    "TallyKind",
     "advantage",
     "aggregation_scale",
     "batch_counts",

@@ -41,7 +41,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.aggregation import Tally
+from mantissa.algorithms.aggregation import Accumulator
 from mantissa.config_base import Config
 from mantissa.precision.numerics import LOG_RATIO_BOUND, kl_estimate, masked_sum
 
@@ -67,11 +67,9 @@ class DAPOConfig(Config):
     clip_low: float = Field(0.2, gt=0, le=1, description="Below 1 - clip_low a ratio gains nothing by falling further.")
     clip_high: float = Field(0.28, gt=0, description="Above 1 + clip_high a ratio gains nothing by rising further.")
     dual_clip: float = Field(
-        10.0,
-        gt=1,
-        allow_inf_nan=True,
+        10.0, gt=1, allow_inf_nan=True,
         description="Where A < 0, a ratio above this has no gradient; .inf leaves only that of exp(20).",
-    )
+    )  # fmt: skip
 
 
 class GSPOConfig(Config):
@@ -161,15 +159,10 @@ def _clipped(
 
 
 def policy_loss(
-    logp_BT: Tensor,
-    old_logp_BT: Tensor,
-    advantage_B: Tensor,
-    mask_BT: Tensor,
-    weight_BT: Tensor,
-    scale_BT: Tensor,
+    logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor, weight_BT: Tensor, scale_BT: Tensor,
     config: PolicyLoss,
-) -> tuple[Tensor, dict[str, Tally]]:
-    """Loss of a micro-batch, ``sum over the mask of scale * loss_of_token``, and tallies.
+) -> tuple[Tensor, dict[str, Accumulator]]:  # fmt: skip
+    """Loss of a micro-batch, ``sum over the mask of scale * loss_of_token``, and metrics.
 
     ``logp_BT``: the current policy's, with gradient. ``old_logp_BT``: the policy's at the start of the update (pass
     ``logp_BT.detach()`` for a single on-policy step). ``weight_BT`` and ``mask_BT``: from ``correction`` (its
@@ -177,7 +170,7 @@ def policy_loss(
     to those of the whole batch, for whole sequences. All floats one dtype (fp32, or float64). Only ``logp_BT`` receives
     a gradient.
 
-    Tallies: ``policy/loss`` (sum), ``policy/ratio_mean``, ``policy/ratio_max``, ``policy/kl_old`` (k3 estimate of
+    Metrics: ``policy/loss`` (sum), ``policy/ratio_mean``, ``policy/ratio_max``, ``policy/kl_old`` (k3 estimate of
     KL(old || theta), nats/token), ``policy/nonfinite`` (valid tokens whose log-prob is not finite), and, but for
     ``reinforce``, also ``policy/clip_fraction`` (valid tokens that the clip leaves without a gradient; with ``cispo``,
     whose weight it bounds).
@@ -186,25 +179,18 @@ def policy_loss(
     old = torch.where(mask_BT, old_logp_BT.detach(), 0.0)
     weight = torch.where(mask_BT, weight_BT.detach(), 0.0)
     advantage = torch.where(mask_BT, advantage_B.detach().unsqueeze(-1), 0.0)
-    metrics: dict[str, Tally] = {}
+    metrics: dict[str, Accumulator] = {}
     if isinstance(config, ReinforceConfig):
         losses = reinforce(logp, advantage, weight)
     else:
         losses, bounded = _ratio_loss(logp, old, advantage, weight, mask_BT, config)
-        metrics["policy/clip_fraction"] = Tally.of("mean", bounded, mask_BT)
+        metrics["policy/clip_fraction"] = Accumulator.of("mean", bounded, mask_BT)
     loss = masked_sum(losses * torch.where(mask_BT, scale_BT, 0.0), mask_BT)
-    return loss, metrics | drift(logp.detach(), old, mask_BT) | {
-        "policy/loss": Tally.of("sum", loss, torch.ones_like(loss, dtype=torch.bool))
-    }
+    return loss, metrics | drift(logp.detach(), old, mask_BT) | {"policy/loss": Accumulator.of("sum", loss)}
 
 
 def _ratio_loss(
-    logp: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    weight: Tensor,
-    mask: Tensor,
-    config: ClippedLoss,
+    logp: Tensor, old: Tensor, advantage: Tensor, weight: Tensor, mask: Tensor, config: ClippedLoss
 ) -> TokenLosses:
     """Token losses of the kind that ``config`` is of, and where its bound acts."""
     if isinstance(config, GSPOConfig):
@@ -225,18 +211,18 @@ def clipped(logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: 
     return _ratio_loss(logp_BT, old_logp_BT, advantage_BT, mask_BT.to(logp_BT.dtype), mask_BT, config)[1] & mask_BT
 
 
-def drift(logp: Tensor, old: Tensor, mask: Tensor) -> dict[str, Tally]:
+def drift(logp: Tensor, old: Tensor, mask: Tensor) -> dict[str, Accumulator]:
     """How far theta is from old, in float64: within an update the log-ratio starts at rounding error.
 
     ``logp`` and ``old``: detached, BT, 0 where ``mask`` is False.
     """
     finite = mask & logp.isfinite() & old.isfinite()
-    # Widened exactly, then replaced where not finite: those tokens are counted instead, and no tally here is NaN.
+    # Widened exactly, then replaced where not finite: those tokens are counted instead, and no metric here is NaN.
     log_ratio = torch.where(finite, logp.double() - old.double(), 0.0).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
     return {
-        "policy/ratio_mean": Tally.of("mean", ratio, finite),
-        "policy/ratio_max": Tally.of("max", ratio, finite),
-        "policy/kl_old": Tally.of("mean", kl_estimate(log_ratio, "k3"), finite),
-        "policy/nonfinite": Tally.of("sum", mask & ~finite, mask),
+        "policy/ratio_mean": Accumulator.of("mean", ratio, finite),
+        "policy/ratio_max": Accumulator.of("max", ratio, finite),
+        "policy/kl_old": Accumulator.of("mean", kl_estimate(log_ratio, "k3"), finite),
+        "policy/nonfinite": Accumulator.of("sum", mask & ~finite, mask),
     }

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mantissa.algorithms import Tally, merge, values
+from mantissa.algorithms import Accumulator, merge, values
 
 KINDS = ("sum", "mean", "max", "min", "std", "ess")
 
@@ -35,7 +35,7 @@ def test_value_is_numpys_for_any_cut(kind: str, x: list[tuple[float, bool]], cut
     data = torch.tensor([v for v, _ in x], dtype=torch.float32)
     mask = torch.tensor([m for _, m in x], dtype=torch.bool)
     edges = [0, *sorted(min(c, len(x)) for c in cuts), len(x)]
-    parts = [Tally.of(kind, data[a:b], mask[a:b]) for a, b in itertools.pairwise(edges)]
+    parts = [Accumulator.of(kind, data[a:b], mask[a:b]) for a, b in itertools.pairwise(edges)]
     merged = values(merge([{"m": part} for part in parts]))["m"]
     expected = oracle(kind, data.double().numpy()[mask.numpy()])
     # A standard deviation is a difference of squares about 1: absolute error up to sqrt(eps) of the values' size.
@@ -47,45 +47,52 @@ def test_weights_near_one_keep_their_spread() -> None:
     """Moments about 0 would give a variance of 0 or noise here; the true standard deviation is 1e-9."""
     weight = 1 + 1e-9 * torch.tensor([1.0, -1.0] * 500, dtype=torch.float64)
     every = torch.ones(1000, dtype=torch.bool)
-    assert Tally.of("std", weight, every).value().item() == pytest.approx(1e-9, rel=1e-6, abs=0)
+    assert Accumulator.of("std", weight, every).value().item() == pytest.approx(1e-9, rel=1e-6, abs=0)
     naive = (weight.square().mean() - weight.mean().square()).clamp(min=0).sqrt().item()
     assert naive != pytest.approx(1e-9, rel=1e-2, abs=0)
-    assert 1 - Tally.of("ess", weight, every).value().item() < 1e-15
+    assert 1 - Accumulator.of("ess", weight, every).value().item() < 1e-15
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf")])
 def test_masked_entries_may_be_anything(kind: str, garbage: float) -> None:
     mask = torch.tensor([True, False, True])
-    with_garbage = Tally.of(kind, torch.tensor([0.5, garbage, 2.0]), mask)
-    assert torch.equal(with_garbage.parts, Tally.of(kind, torch.tensor([0.5, 7.0, 2.0]), mask).parts)
+    with_garbage = Accumulator.of(kind, torch.tensor([0.5, garbage, 2.0]), mask)
+    assert torch.equal(with_garbage.parts, Accumulator.of(kind, torch.tensor([0.5, 7.0, 2.0]), mask).parts)
 
 
 def test_all_zero_weights_have_no_effective_sample() -> None:
-    assert Tally.of("ess", torch.zeros(4), torch.ones(4, dtype=torch.bool)).value().item() == 0.0
+    assert Accumulator.of("ess", torch.zeros(4), torch.ones(4, dtype=torch.bool)).value().item() == 0.0
 
 
 def test_a_tally_carries_no_gradient() -> None:
     x = torch.ones(3, requires_grad=True)
-    assert not Tally.of("mean", x, torch.ones(3, dtype=torch.bool)).parts.requires_grad
+    assert not Accumulator.of("mean", x, torch.ones(3, dtype=torch.bool)).parts.requires_grad
 
 
 @pytest.mark.parametrize(("kind", "operation"), [("mean", "sum"), ("ess", "sum"), ("max", "max"), ("min", "min")])
 def test_reducing_parts_as_ranks_do_equals_merging(kind: str, operation: str) -> None:
     x = torch.arange(1.0, 9.0).reshape(4, 2)
     every = torch.ones(2, dtype=torch.bool)
-    ranks = [Tally.of(kind, row, every) for row in x]
+    ranks = [Accumulator.of(kind, row, every) for row in x]
     assert ranks[0].reduce == operation
     stacked = torch.stack([rank.parts for rank in ranks])
     reduced = {"sum": stacked.sum(0), "max": stacked.amax(0), "min": stacked.amin(0)}[operation]
-    assert Tally(kind, reduced).value().item() == pytest.approx(oracle(kind, x.double().numpy().ravel()), rel=1e-14)
+    assert Accumulator(kind, reduced).value().item() == pytest.approx(
+        oracle(kind, x.double().numpy().ravel()), rel=1e-14
+    )
 
 
 def test_mixing_kinds_or_names_is_a_programmers_error() -> None:
     one = torch.ones(1)
     mask = torch.ones(1, dtype=torch.bool)
     with pytest.raises(TypeError, match="sum with one of mean"):
-        Tally.of("sum", one, mask) + Tally.of("mean", one, mask)
+        Accumulator.of("sum", one, mask) + Accumulator.of("mean", one, mask)
     with pytest.raises(KeyError, match="b"):
-        merge([{"a": Tally.of("sum", one, mask)}, {"a": Tally.of("sum", one, mask), "b": Tally.of("sum", one, mask)}])
+        merge(
+            [
+                {"a": Accumulator.of("sum", one, mask)},
+                {"a": Accumulator.of("sum", one, mask), "b": Accumulator.of("sum", one, mask)},
+            ]
+        )
     assert merge([]) == {}
