@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from exact_policies import FAMILIES, exactly, make_model, threads
+from exact_policies import FAMILIES, exactly, make_model
 from mantissa.errors import MantissaError
 from mantissa.kernels import (
     ExactKernels,
@@ -26,6 +26,7 @@ from mantissa.kernels import (
 )
 from mantissa.kernels.exact.attention import ExactAttention, cached, causal, product
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, pieces
+from mantissa.kernels.exact.probe import threads
 from mantissa.kernels.products import _ONEDNN, packed
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, is_on_grid, resolve, round_to_format
 

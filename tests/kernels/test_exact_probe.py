@@ -8,12 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from exact_policies import FAMILIES, OtherLibrary, Policies, exactly, make_model, ragged, shapes_of, threads
+from exact_policies import FAMILIES, OtherLibrary, Policies, exactly, make_model, ragged, shapes_of
 from mantissa.errors import MantissaError
 from mantissa.kernels import ModelShapes, plan_exact, products
 from mantissa.kernels.exact import probe as probe_module
 from mantissa.kernels.exact.kernels import ExactKernels
 from mantissa.kernels.exact.plan import WAYS, ExactPlan
+from mantissa.kernels.exact.probe import threads
 from mantissa.model import Decoder, LoraShape, attach
 from mantissa.precision import FP32, PrecisionPolicy, resolve
 

@@ -151,12 +151,18 @@ def test_damage_is_named(adapter: Path) -> None:
     cases: list[tuple[Callable[[dict[str, torch.Tensor], str], object], str]] = [
         (lambda tensors, name: tensors.pop(name), "down_proj.lora_B.weight is missing"),
         (lambda tensors, name: tensors.update({name + "x": tensors[name].clone()}), r"unexpected tensor .*weightx"),
-        (lambda tensors, name: tensors.update({name: torch.zeros(16, 4)}), r"shape \(16, 4\), expected \(16, 3\)"),
+        (
+            lambda tensors, name: tensors.update({name: torch.zeros(16, 4)}),
+            r"shape \(16, 4\), but .* ask for \(16, 3\)",
+        ),
         (
             lambda tensors, name: tensors.update({name: tensors[name] / 0}),
             "down_proj.lora_B.weight has 48 values that are",
         ),
-        (lambda tensors, name: tensors.update({name: tensors[name].double()}), "is torch.float64; expected float32"),
+        (
+            lambda tensors, name: tensors.update({name: tensors[name].double()}),
+            "is stored as float64; expected float32",
+        ),
     ]
     for work, said in cases:
         shutil.copy(DATA / "adapter" / "adapter_model.safetensors", adapter)
@@ -173,7 +179,9 @@ def test_damage_is_named(adapter: Path) -> None:
 
 def test_a_rank_that_is_not_the_tensors_is_an_error(adapter: Path) -> None:
     change(adapter, r=4)
-    with pytest.raises(MantissaError, match=r"has shape \(3, \d+\), expected \(4, \d+\) from the base and the rank in"):
+    with pytest.raises(
+        MantissaError, match=r"has shape \(3, \d+\), but the base and the rank in .* ask for \(4, \d+\)"
+    ):
         open_theirs(adapter)
 
 

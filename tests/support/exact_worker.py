@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from exact_policies import FAMILIES, Policies, exactly, make_model, ragged, shapes_of, threads
+from exact_policies import FAMILIES, Policies, exactly, make_model, ragged, shapes_of
 from mantissa.errors import MantissaError
 from mantissa.kernels import plan_exact
+from mantissa.kernels.exact.probe import threads
 from mantissa.training import distribute
 from mantissa.training.distributed import whole
 from strict_promotion import StrictPromotion

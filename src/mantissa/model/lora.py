@@ -50,7 +50,7 @@ from mantissa.kernels import Kernels
 from mantissa.model.config import TARGETS, LoraShape
 from mantissa.model.decoder import Decoder, Layer, Projection
 from mantissa.model.hub import read_json
-from mantissa.tensors import require_finite, write_tensors
+from mantissa.tensors import plain_name, require_finite, write_tensors
 
 MATRICES = ("lora_A", "lora_B")
 
@@ -248,7 +248,7 @@ def base_digest(decoder: Decoder) -> str:
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_STORED = (torch.float32, torch.bfloat16, torch.float16)
+STORED = (torch.float32, torch.bfloat16, torch.float16)
 # Keys that do not change what a stored adapter computes, or that are read here.
 _HARMLESS = {
     "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_type", "task_type", "peft_version",
@@ -312,18 +312,22 @@ def load_adapter(decoder: Decoder, folder: Path) -> None:
         what = f"tensor {missing[0]} is missing" if missing else f"unexpected tensor {odd[0]}"
         raise MantissaError(f"{path}: {what}; the adapter does not belong to this base, or not to its {CONFIG}")
     for name, parameter in wanted.items():
-        _copy(path, name, stored[name], parameter)
+        copy_stored(f"{path}: tensor {name}", stored[name], parameter, f"the base and the rank in {CONFIG}")
 
 
-def _copy(path: Path, name: str, stored: Tensor, parameter: Tensor) -> None:
+def copy_stored(where: str, stored: Tensor, parameter: Tensor, of: str) -> None:
+    """Copy a stored tensor into its parameter, which widens it exactly; ``of``: what asks for the parameter's shape."""
+    if stored.dtype not in STORED:
+        raise MantissaError(
+            f"{where} is stored as {plain_name(stored.dtype)}; expected float32, bfloat16 or float16 (a quantised "
+            "model cannot be trained; use the original)"
+        )
     if stored.shape != parameter.shape:
         raise MantissaError(
-            f"{path}: tensor {name} has shape {tuple(stored.shape)}, expected {tuple(parameter.shape)} from the base "
-            f"and the rank in {CONFIG}; they do not belong together"
+            f"{where} has shape {tuple(stored.shape)}, but {of} ask for {tuple(parameter.shape)}; they do not belong "
+            "together"
         )
-    if stored.dtype not in _STORED:
-        raise MantissaError(f"{path}: tensor {name} is {stored.dtype}; expected float32, bfloat16 or float16")
-    require_finite(f"{path}: tensor {name}", stored)
+    require_finite(where, stored)
     with torch.no_grad():
         parameter.copy_(stored)
 
@@ -348,21 +352,11 @@ def save_adapter(decoder: Decoder, folder: Path, base: str) -> None:
 def _fields(shape: LoraShape, base: str) -> Mapping[str, Any]:
     alpha = int(shape.alpha) if shape.alpha == int(shape.alpha) else shape.alpha
     return {
-        "base_model_name_or_path": base,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "modules_to_save": None,
-        "peft_type": "LORA",
-        "r": shape.rank,
-        "target_modules": list(shape.targets),
-        "task_type": "CAUSAL_LM",
-        "use_dora": False,
-        "use_rslora": shape.rslora,
-    }
+        "base_model_name_or_path": base, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
+        "init_lora_weights": True, "lora_alpha": alpha, "lora_dropout": 0.0, "modules_to_save": None,
+        "peft_type": "LORA", "r": shape.rank, "target_modules": list(shape.targets), "task_type": "CAUSAL_LM",
+        "use_dora": False, "use_rslora": shape.rslora,
+    }  # fmt: skip
 
 
 def _peft_name(name: str) -> str:

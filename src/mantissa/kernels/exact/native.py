@@ -17,6 +17,7 @@ and can refute a kernel but not prove it; so the loop compares every sampled tok
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.kernels.exact.plan import ModelShapes
+from mantissa.kernels.exact.probe import Work, other_bits, row_operations
 from mantissa.kernels.interface import Kernels
 from mantissa.kernels.native import NativeKernels
 from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_cached, round_to_format
@@ -126,7 +128,7 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-_COUNTS = (1, 2, 3, 5, 16, 17, 33, 129, 300)  # rows
+_ROWS = 300  # that are compared with themselves among fewer
 _VALUES = 1 << 28  # that a product may give: 1 GiB of fp32 logits
 _LONGEST = 1100  # positions of a sequence: more than two chunks of keys
 
@@ -142,46 +144,24 @@ def check_invariance(kernels: Kernels, shapes: ModelShapes, device: torch.device
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(kernels.dtype)
 
+    def products() -> Iterator[tuple[str, int, int, Work]]:
+        for (outputs, inputs), names in shapes.sizes.items():
+            weight = drawn(outputs, inputs)
+            multiply = kernels.logits if outputs == shapes.vocabulary else kernels.linear
+            most = max(_ROWS, min(shapes.rows, _VALUES // outputs))
+            yield f"{names} {inputs}x{outputs}", inputs, most, lambda x, _, f=multiply, w=weight: f(x, w)  # type: ignore[misc]
+
     compared = []
     with torch.no_grad():
-        for name, width, most, work in _operations(kernels, shapes, drawn, generator):
+        others = ((name, width, _ROWS, work) for name, width, work in row_operations(kernels, shapes, drawn))
+        for name, width, most, work in itertools.chain(products(), others):
             x = drawn(most, width)
-            whole = work(x, 0)
-            for count in (*(n for n in _COUNTS if n < most), most):
-                for start in {0, min(3, most - count)}:
-                    if not torch.equal(work(x[start : start + count], start), whole[start : start + count]):
-                        raise _refuted(f"{name} gives a row other bits among {count} rows than among {most}", kernels)
+            count = other_bits(work, x, work(x, 0))
+            if count:
+                raise _refuted(f"{name} gives a row other bits among {count} rows than among {most}", kernels)
             compared.append(name)
         compared.append(_attention(kernels, shapes, drawn))
     return "row-invariant: " + ", ".join(compared)
-
-
-Work = Callable[[Tensor, int], Tensor]  # rows, and the place of the first among all
-
-
-def _operations(
-    kernels: Kernels, shapes: ModelShapes, drawn: Callable[..., Tensor], generator: torch.Generator
-) -> Iterator[tuple[str, int, int, Work]]:
-    """What is computed row by row: its name, a row's width, how many rows there are at most, and how."""
-    few = _COUNTS[-1]
-    for (outputs, inputs), names in shapes.sizes.items():
-        weight = drawn(outputs, inputs)
-        multiply = kernels.logits if outputs == shapes.vocabulary else kernels.linear
-        most = max(few, min(shapes.rows, _VALUES // outputs))
-        yield f"{names} {inputs}x{outputs}", inputs, most, lambda x, _, f=multiply, w=weight: f(x, w)  # type: ignore[misc]
-    widths = sorted({inputs for _, inputs, _ in shapes.products} | {shapes.head_dim})
-    for width in widths:
-        scale = drawn(width)
-        yield f"rms_norm {width}", width, few, lambda x, _, w=scale: kernels.rms_norm(x, w, 1e-6)  # type: ignore[misc]
-    yield f"swiglu {widths[-1]}", widths[-1], few, lambda x, _: kernels.swiglu(x * 8, x)
-    words, device = shapes.vocabulary, generator.device
-    tokens = torch.randint(0, words, (few,), generator=generator, device=device)
-    yield (
-        f"token_logprob {words}",
-        words,
-        few,
-        lambda x, start: kernels.token_logprob(x.float() * 4, tokens[start : start + len(x)], 0.7),
-    )
 
 
 def _attention(kernels: Kernels, shapes: ModelShapes, drawn: Callable[..., Tensor]) -> str:
