@@ -134,7 +134,7 @@ def random_case(seed: int, spread: float) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 10_000), spread=st.sampled_from([1e-7, 0.01, 0.1, 1.0, 30.0]))
 def test_weights_are_those_of_scalar_math(name: str, whole: bool, seed: int, spread: float) -> None:
     logp_BT, rollout_BT, mask_BT = random_case(seed, spread)
@@ -210,14 +210,6 @@ def test_mask_bounds_are_inclusive(r: float, kept: bool) -> None:
     assert bool(weight.item()) is kept
 
 
-def test_a_weight_that_reaches_the_bound_is_not_truncated() -> None:
-    """With C = 1 and no gap at all, nothing is cut."""
-    one = torch.ones(2, 2)
-    assert values(correction(one, one, one.bool(), preset("never_above_one"))[2])[
-        "correction/truncated_token_fraction"
-    ].item() == 0.0  # fmt: skip
-
-
 def test_a_long_sequence_of_fp32_gaps_sums_without_loss() -> None:
     """4,096 gaps of one unit in the last place: an fp32 ratio of each token would be exactly 1, and so the product."""
     rollout_BT = torch.full((1, 4096), -0.0001)
@@ -229,8 +221,12 @@ def test_a_long_sequence_of_fp32_gaps_sums_without_loss() -> None:
 
 
 @pytest.mark.parametrize("name", CORRECTION_PRESETS)
-@pytest.mark.parametrize("gap", [1e4, -1e4, 3e38, -3e38])
-def test_extreme_gaps_give_bounded_weights(name: str, gap: float) -> None:
+def test_extreme_gaps_give_bounded_weights(name: str) -> None:
+    for gap in (1e4, -1e4, 3e38, -3e38):
+        assert_bounded(name, gap)
+
+
+def assert_bounded(name: str, gap: float) -> None:
     logp_BT = torch.full((2, 3), gap / 2)
     weight, valid, metrics = correction(logp_BT, -logp_BT, torch.ones(2, 3, dtype=torch.bool), preset(name))
     rejects = preset(name).reject_unit is not None or (preset(name).veto_below is not None and gap < 0)
@@ -278,10 +274,10 @@ def test_weights_carry_no_gradient() -> None:
     assert not weight.requires_grad
 
 
-@pytest.mark.parametrize("name", CORRECTION_PRESETS)
-def test_missing_rollout_log_probs_are_an_error_not_a_weight_of_one(name: str) -> None:
-    with pytest.raises(MantissaError, match="rollout's log-probs and got none"):
-        correction(torch.zeros(1, 1), None, torch.ones(1, 1, dtype=torch.bool), preset(name))
+def test_missing_rollout_log_probs_are_an_error_not_a_weight_of_one() -> None:
+    for config in CORRECTION_PRESETS.values():
+        with pytest.raises(MantissaError, match="rollout's log-probs and got none"):
+            correction(torch.zeros(1, 1), None, torch.ones(1, 1, dtype=torch.bool), config)
 
 
 def test_other_dtypes_are_a_programmers_error() -> None:
@@ -405,13 +401,6 @@ def test_normalised_weights_have_mean_one_in_tokens_or_in_sequences() -> None:
     torch.testing.assert_close(weight, torch.tensor([[0.5, 0.5], [1.5, 0]], dtype=torch.float64))
 
 
-def test_weights_that_are_all_zero_stay_zero() -> None:
-    config = CorrectionConfig(mode="mask", level="token", mask_high=0.5, normalize=True)
-    weight, _, metrics = correction(*case([2.0, 3.0]), config)
-    assert weight.tolist() == [[0.0, 0.0]]
-    assert values(metrics)["correction/ess"].item() == 0.0
-
-
 @pytest.mark.parametrize("name", ["token_tis", "sequence_mis", "sequence_is", "sequence_rejection", "none"])
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 10_000))
@@ -443,9 +432,3 @@ def test_k3_and_k2_agree_to_third_order_and_part_for_large_gaps() -> None:
         for kind in ("k2", "k3")
     ]
     assert kept == [True, False]
-
-
-def test_bypass_weighs_nothing() -> None:
-    weight, valid, _ = correction(*case([7.0, 0.1]), CORRECTION_PRESETS["bypass"])
-    assert weight.tolist() == [[1.0, 1.0]]
-    assert valid.all()

@@ -129,7 +129,7 @@ def test_large_scores_stay_finite_and_choose_one_key(family: str) -> None:
 
 
 @families
-@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("group", [1, 4])
 def test_cached_attention_is_the_last_row_of_causal_attention(family: str, group: int) -> None:
     kernels = FAMILIES[family]
     lengths = torch.tensor([5, 24, 1])

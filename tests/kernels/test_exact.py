@@ -54,7 +54,7 @@ def drawn(*shape: int, seed: int = 0, fmt: NumberFormat = FP32) -> Tensor:
 
 
 @pytest.mark.parametrize("choice", PRODUCTS, ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 16, 63, 64, 65, 200])
+@pytest.mark.parametrize("rows", [1, 16, 65, 200])
 def test_products_are_right_and_rows_are_their_own(choice: Choice, rows: int) -> None:
     x, weight = drawn(200, 48), drawn(24, 48, seed=1)
     got = product(x[:rows], weight, choice)
@@ -146,7 +146,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("choice", ATTENTION, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "length"), [(4, 2, 39), (3, 3, 5), (5, 1, 150), (2, 1, 300)])
+@pytest.mark.parametrize(("heads", "kv_heads", "length"), [(3, 3, 5), (4, 2, 39), (5, 1, 300)])
 def test_attention_and_its_gradients_against_float64(
     choice: AttentionChoice, heads: int, kv_heads: int, length: int
 ) -> None:
@@ -244,8 +244,3 @@ def test_kernels_are_chosen_by_role_and_prove_their_format(precision: str) -> No
             choose(resolved)
     fast = resolve(PrecisionPolicy(train="bf16", rollout="bf16"), "cpu")
     assert type(learner_kernels(fast)) is SimulatedKernels
-
-
-def test_simulating_fp32_stays_an_error() -> None:
-    with pytest.raises(ValueError, match="fp32 needs no simulation"):
-        SimulatedKernels(FP32)

@@ -130,15 +130,6 @@ def test_simulated_on_cuda_is_simulated_on_the_cpu(name: str, fmt: NumberFormat)
         assert (cpu != cuda).float().mean() < 0.01
 
 
-@halves
-def test_cached_attention_is_the_last_row_of_causal_attention(fmt: NumberFormat) -> None:
-    q, k, v = (on_grid(fmt, 3, h, 64, 32).cuda().to(fmt.dtype) for h in (4, 2, 2))
-    lengths = torch.full((3,), 64, device="cuda")
-    cached = NativeKernels(fmt).cached_attention(q[:, :, -1], k, v, lengths)
-    full = NativeKernels(fmt).causal_attention(q, k, v)[:, :, -1]
-    assert (cached.double() - full.double()).abs().max() <= fmt.epsilon * full.abs().max().double()
-
-
 def test_presets_resolve_to_native_kernels() -> None:
     for policy in PRESETS.values():
         resolved = resolve(policy, "cuda")

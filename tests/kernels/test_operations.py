@@ -12,6 +12,8 @@ the magnitudes of all terms, whose fp32 accumulation errs by less than 2^-20 of 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +23,8 @@ import torch
 from torch import Tensor
 
 from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
-from mantissa.precision import BF16, FP16, FP32, NumberFormat, is_on_grid, round_to_format
+from mantissa.kernels.exact.native import ExactNativeKernels
+from mantissa.precision import BF16, FP16, FP32, Fp8Policy, NumberFormat, is_on_grid, round_to_format
 
 ACCUMULATION = 2.0**-20
 
@@ -284,3 +287,32 @@ def test_weights_on_the_grid_are_not_copied() -> None:
     assert torch.equal(kernels.embedding(torch.tensor([[1]]), weight)[0, 0], weight[1])
     x = round_to_format(torch.randn(3, 8), FP16)
     assert torch.equal(kernels.linear(x, weight), SimulatedKernels(FP16).linear(x, weight))
+
+
+def test_families_are_made_without_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"  # importing it would raise
+        "from mantissa.kernels.exact.native import ExactNativeKernels\n"
+        "from mantissa.precision import BF16, Fp8Policy\n"
+        "family = ExactNativeKernels(BF16, fp8=Fp8Policy())\n"
+        "print(family.format, family.kv_format, family.logits_format)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["bf16", "bf16", "fp32"]
+
+
+def test_what_needs_no_kernel_of_ours_is_torch_s() -> None:
+    family, x, y = ExactNativeKernels(BF16), torch.randn(3, 4).bfloat16(), torch.randn(3, 4).bfloat16()
+    table, tokens = torch.randn(7, 4), torch.tensor([[1, 6]])
+    assert torch.equal(family.add(x, y), (x.float() + y.float()).bfloat16())
+    assert torch.equal(family.embedding(tokens, table), table[tokens].bfloat16())
+
+
+def test_a_layer_that_fp8_leaves_out_is_the_base_s() -> None:
+    """Excluded layers, the head and products without a name: the same bits as without fp8, and copies in the base."""
+    plain, fp8 = NativeKernels(FP32), NativeKernels(FP32, fp8=Fp8Policy(exclude=("down_proj",)))
+    x, weight, bias = torch.randn(5, 8), torch.randn(3, 8), torch.randn(3)
+    for layer in ("", "lm_head", "model.layers.0.mlp.down_proj"):
+        assert torch.equal(fp8.linear(x, weight, bias, layer), plain.linear(x, weight, bias))
+        assert torch.equal(fp8.copied(weight, layer), weight)
+    assert torch.equal(fp8.logits(x, weight), plain.logits(x, weight))

@@ -161,10 +161,7 @@ def test_a_tensor_larger_than_a_shard_has_one_to_itself() -> None:
             lambda t: t.update({"model.norm.weight": torch.ones(16, dtype=torch.float64)}),
             "tensor model.norm.weight is stored as float64; expected float32, bfloat16 or float16",
         ),
-        (
-            lambda t: t.update({"model.norm.weight": torch.ones(16).to(torch.float8_e4m3fn)}),
-            "stored as float8_e4m3fn",
-        ),
+        (lambda t: t.update({"model.norm.weight": torch.ones(16).to(torch.float8_e4m3fn)}), "stored as float8_e4m3fn"),
         (lambda t: t.update({"lm_head.weight": torch.zeros(14, 16)}), "the stored lm_head.weight differs from it"),
         (lambda t: t.update({"lm_head.weight": torch.zeros(9, 16)}), "the stored lm_head.weight differs from it"),
     ],
