@@ -131,45 +131,29 @@ class CorrectionConfig(Config):
                 raise MantissaError(
                     f"correction.{name} does nothing with mode={self.mode}: leave it out or change the mode"
                 )
-        rejection = next((name for name in ("reject_by", "reject_low", "reject_high") if name in given), None)
-        by, unit, weighs = self.reject_by, self.reject_unit, self.mode != "none"
-        checks = (
-            (weighs and "level" not in given, f"mode={self.mode} needs correction.level: token or sequence"),
-            (
-                self.mode == "truncate" and "truncate_at" not in given,
-                "mode=truncate needs correction.truncate_at, for example 2",
+        mode, unit, by, weighs = self.mode, self.reject_unit, self.reject_by, self.mode != "none"
+        mask, reject = (self.mask_low, self.mask_high), (self.reject_low, self.reject_high)
+        rejection = next((name for name in ("reject_by", "reject_low", "reject_high") if name in given), "")
+        wrong = {
+            f"mode={mode} needs correction.level: token or sequence": weighs and not self.level,
+            "mode=truncate needs correction.truncate_at, for example 2": mode == "truncate" and not self.truncate_at,
+            "mode=mask needs correction.mask_low, correction.mask_high or both": (
+                mode == "mask" and mask == (None, None)
             ),
-            (
-                self.mode == "mask" and not given & {"mask_low", "mask_high"},
-                "mode=mask needs correction.mask_low, correction.mask_high or both",
+            f"mask_low={mask[0]} must be below mask_high={mask[1]}": not _ordered(*mask),
+            "normalize does nothing with mode=none: every weight is 1 already": self.normalize and not weighs,
+            f"bypass takes no weights, got mode={mode}: the loss's ratio is already current / rollout, and a weight "
+            "would correct the same gap twice; set mode=none or bypass=false": self.bypass and weighs,
+            f"{rejection} does nothing without correction.reject_unit": bool(rejection) and unit is None,
+            f"reject_unit={unit} needs correction.reject_by: k1, k2 or k3": unit is not None and by is None,
+            f"reject_by={by} needs correction.reject_high or another bound": by is not None and reject == (None, None),
+            f"reject_low={reject[0]} must be below reject_high={reject[1]}": by == "k1" and not _ordered(*reject),
+            f"reject_low does nothing with reject_by={by}, which is never negative; leave it out, or reject by k1": (
+                by != "k1" and reject[0] is not None
             ),
-            (
-                not _ordered(self.mask_low, self.mask_high),
-                f"mask_low={self.mask_low} must be below mask_high={self.mask_high}",
-            ),
-            (self.normalize and not weighs, "normalize does nothing with mode=none: every weight is 1 already"),
-            (
-                self.bypass and weighs,
-                f"bypass takes no weights, got mode={self.mode}: the loss's ratio is already current / rollout, and a "
-                "weight would correct the same gap twice; set mode=none or bypass=false",
-            ),
-            (unit is None and rejection, f"{rejection} does nothing without correction.reject_unit"),
-            (unit is not None and by is None, f"reject_unit={unit} needs correction.reject_by: k1, k2 or k3"),
-            (
-                by is not None and not given & {"reject_low", "reject_high"},
-                f"reject_by={by} needs correction.reject_high or another bound",
-            ),
-            (
-                by == "k1" and not _ordered(self.reject_low, self.reject_high),
-                f"reject_low={self.reject_low} must be below reject_high={self.reject_high}",
-            ),
-            (
-                by != "k1" and "reject_low" in given,
-                f"reject_low does nothing with reject_by={by}, which is never negative; leave it out, or reject by k1",
-            ),
-        )
-        for wrong, message in checks:
-            if wrong:
+        }  # fmt: skip
+        for message, is_wrong in wrong.items():
+            if is_wrong:
                 raise MantissaError(f"correction.{message}")
         return self
 

@@ -102,13 +102,21 @@ def follow_cuda(device_type: str) -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     key = f"Autocast{device_type.upper()}"
     for name in _RECURRENT:
-        library.impl(name, _rule(name, key, _to_half, _without_fused_layers(device_type)), key, with_keyset=True)
+        library.impl(
+            name,
+            _rule(name, key, lambda args, kwargs, half: half, _without_fused_layers(device_type)),
+            key,
+            with_keyset=True,
+        )
     if device_type != "cpu":
         return library  # its autocast has the other rules, and its attention rounds as a tensor core does
     on_cuda, on_cpu = (
         set(torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{d}")) for d in ("CUDA", "CPU")
     )
-    for names, choose in ((LOWER, _to_half), (IN_FP32, _to_fp32), (PROMOTED, _to_widest)):
+    choices: tuple[tuple[list[str], Choose], ...] = (
+        (LOWER, lambda args, kwargs, half: half), (IN_FP32, lambda *_: torch.float32), (PROMOTED, _to_widest)
+    )  # fmt: skip
+    for names, choose in choices:
         for name in names:
             if f"aten::{name}" in on_cuda - on_cpu:
                 library.impl(name, _rule(name, key, choose), key, with_keyset=True)
@@ -118,14 +126,6 @@ def follow_cuda(device_type: str) -> torch.library.Library:
         warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
         library.impl("scaled_dot_product_attention", attention, key, with_keyset=True, allow_override=True)
     return library
-
-
-def _to_half(args: tuple[Any, ...], kwargs: dict[str, Any], half: torch.dtype) -> torch.dtype | None:
-    return half
-
-
-def _to_fp32(args: tuple[Any, ...], kwargs: dict[str, Any], half: torch.dtype) -> torch.dtype | None:
-    return torch.float32
 
 
 def _to_widest(args: tuple[Any, ...], kwargs: dict[str, Any], half: torch.dtype) -> torch.dtype | None:

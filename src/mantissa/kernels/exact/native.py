@@ -28,7 +28,7 @@ from mantissa.errors import MantissaError
 from mantissa.kernels.exact.plan import ModelShapes
 from mantissa.kernels.exact.probe import Work, other_bits, row_operations
 from mantissa.kernels.interface import Kernels
-from mantissa.kernels.native import NativeKernels
+from mantissa.kernels.native import NativeKernels, NativeProduct, ProductOf
 from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_cached, round_to_format
 
 
@@ -55,10 +55,10 @@ class ExactNativeKernels(NativeKernels):
             return super().linear(x_NE, weight_FE, bias_F, layer)  # row-invariant in the fast family too
         assert isinstance(weight_FE, Tensor)  # only what the policy names is kept as codes
         bias = None if bias_F is None else self.weight(bias_F)
-        return _Linear.apply(x_NE, self.weight(weight_FE), bias, self.dtype)
+        return ProductOf.apply(x_NE, self.weight(weight_FE), bias, _product_in(self.dtype))
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
-        logits = _Linear.apply(x_NE, self.weight(weight_VE), None, torch.float32)
+        logits = ProductOf.apply(x_NE, self.weight(weight_VE), None, _product_in(torch.float32))
         return round_to_format(logits, self.logits_format)
 
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
@@ -94,6 +94,17 @@ class ExactNativeKernels(NativeKernels):
         return attention(q_BHD.unsqueeze(2), k_BKSD, v_BKSD, length_B - 1).squeeze(2)
 
 
+def _product_in(dtype: torch.dtype) -> NativeProduct:
+    """The row-invariant product, rounded to ``dtype``."""
+
+    def product(x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
+        from mantissa.kernels.triton.products import matmul
+
+        return matmul(x_NE, weight_FE, bias_F, dtype)
+
+    return product
+
+
 class _AsCached(torch.autograd.Function):
     """What a cache in ``fmt`` would hold of keys or values; the gradient passes straight through."""
 
@@ -104,28 +115,6 @@ class _AsCached(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
-
-
-class _Linear(torch.autograd.Function):
-    """x @ w^T + b by the row-invariant product; its gradients by torch's, with operands in the dtype of ``x``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        from mantissa.kernels.triton.products import matmul
-
-        ctx.save_for_backward(x, weight)
-        out = matmul(x.reshape(-1, x.shape[-1]), weight, bias, out_dtype)
-        return out.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        grad = grads[0].to(x.dtype)  # the logits' gradient is fp32
-        flat = grad.reshape(-1, grad.shape[-1])
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
-        grad_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None
 
 
 _ROWS = 300  # that are compared with themselves among fewer
