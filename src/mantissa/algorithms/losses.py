@@ -90,57 +90,6 @@ class CISPOConfig(Config):
 PolicyLoss = ReinforceConfig | PPOClipConfig | DAPOConfig | GSPOConfig | CISPOConfig
 PolicyLossConfig = Annotated[PolicyLoss, Field(discriminator="kind")]
 ClippedLoss = PPOClipConfig | DAPOConfig | GSPOConfig | CISPOConfig
-TokenLosses = tuple[Tensor, Tensor]
-
-
-def reinforce(logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor) -> Tensor:
-    """``-w * A * logp`` for each token. All BT, one dtype, nothing masked."""
-    return -weight_BT * advantage_BT * logp_BT
-
-
-def ppo_clip(
-    logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, config: PPOClipConfig
-) -> TokenLosses:
-    """``-w * min(ratio * A, clip(ratio) * A)`` for each token, and where the clip took its gradient away (bool, BT).
-
-    All inputs BT in one dtype, nothing masked. A ratio exactly at a bound is not clipped.
-    """
-    surrogate, held = _clipped(bounded_ratio(logp_BT - old_logp_BT), advantage_BT, config)
-    return -weight_BT * surrogate, held
-
-
-def dapo(
-    logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, config: DAPOConfig
-) -> TokenLosses:
-    """``-w * min(ratio * A, clip(ratio) * A)``, and for A < 0 ``-w * max(that min, c * A)``; see ``ppo_clip``."""
-    surrogate, held = _clipped(bounded_ratio(logp_BT - old_logp_BT), advantage_BT, config)
-    floor = torch.where(advantage_BT < 0, advantage_BT, 0.0) * min(config.dual_clip, torch.finfo(logp_BT.dtype).max)
-    capped = (advantage_BT < 0) & (surrogate < floor).detach()
-    return -weight_BT * torch.where(capped, floor, surrogate), held | capped
-
-
-def gspo(
-    logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor, config: GSPOConfig
-) -> TokenLosses:
-    """``-w * min(s * A, clip(s) * A)``, s the sequence's ratio, its gradient through each token's own logp.
-
-    All floats BT in one dtype, 0 where ``mask_BT`` is False. Also: where the clip took the gradient away (bool, BT).
-    """
-    difference = logp_BT.detach().double() - old_logp_BT.double()  # exact
-    mean_B1 = masked_sum(difference, mask_BT, -1).unsqueeze(-1) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
-    # The value is the mean alone (logp less itself is 0); the gradient is this token's, and none beyond the clamp.
-    log_s_BT = mean_B1.to(logp_BT.dtype) + (logp_BT - logp_BT.detach())
-    surrogate, held = _clipped(bounded_ratio(log_s_BT), advantage_BT, config)
-    return -weight_BT * surrogate, held
-
-
-def cispo(
-    logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, config: CISPOConfig
-) -> TokenLosses:
-    """``-w * stopgrad(min(ratio, 1 + high)) * A * logp``, and where the ratio was above its bound (bool, BT)."""
-    ratio = bounded_ratio(logp_BT.detach() - old_logp_BT)
-    bounded = ratio.clamp(max=1 + config.clip_high)
-    return -weight_BT * bounded * advantage_BT * logp_BT, ratio > bounded
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
@@ -149,13 +98,31 @@ def bounded_ratio(log_ratio: Tensor) -> Tensor:
     return torch.where(log_ratio.isfinite(), clamped, torch.nan).exp()
 
 
-def _clipped(
-    ratio: Tensor, advantage: Tensor, config: PPOClipConfig | DAPOConfig | GSPOConfig
+def _ratio_loss(
+    logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor, config: ClippedLoss
 ) -> tuple[Tensor, Tensor]:
-    """``min(ratio * A, clip(ratio) * A)``, and where the second is the smaller."""
-    plain = ratio * advantage
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage
-    return torch.minimum(plain, clipped), (clipped < plain).detach()
+    """The loss of each token, and where a bound took its gradient away, or with ``cispo`` held its weight (bool, BT).
+
+    All floats BT in one dtype, 0 where ``mask_BT`` is False. A ratio exactly at a bound is not clipped.
+    """
+    if isinstance(config, CISPOConfig):
+        ratio = bounded_ratio(logp_BT.detach() - old_logp_BT)
+        bounded = ratio.clamp(max=1 + config.clip_high)
+        return -weight_BT * bounded * advantage_BT * logp_BT, ratio > bounded
+    log_ratio_BT = logp_BT - old_logp_BT
+    if isinstance(config, GSPOConfig):
+        difference = logp_BT.detach().double() - old_logp_BT.double()  # exact
+        mean_B1 = masked_sum(difference, mask_BT, -1).unsqueeze(-1) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+        # The value is the mean alone (logp less itself is 0); the gradient is this token's, and none beyond the clamp.
+        log_ratio_BT = mean_B1.to(logp_BT.dtype) + (logp_BT - logp_BT.detach())
+    ratio = bounded_ratio(log_ratio_BT)
+    plain, clipped = (r * advantage_BT for r in (ratio, ratio.clamp(1 - config.clip_low, 1 + config.clip_high)))
+    surrogate, held = torch.minimum(plain, clipped), (clipped < plain).detach()
+    if isinstance(config, DAPOConfig):  # for A < 0 at most c * |A|
+        floor = torch.where(advantage_BT < 0, advantage_BT, 0.0) * min(config.dual_clip, torch.finfo(logp_BT.dtype).max)
+        capped = (advantage_BT < 0) & (surrogate < floor).detach()
+        surrogate, held = torch.where(capped, floor, surrogate), held | capped
+    return -weight_BT * surrogate, held
 
 
 def policy_loss(
@@ -181,25 +148,12 @@ def policy_loss(
     advantage = torch.where(mask_BT, advantage_B.detach().unsqueeze(-1), 0.0)
     metrics: dict[str, Accumulator] = {}
     if isinstance(config, ReinforceConfig):
-        losses = reinforce(logp, advantage, weight)
+        losses = -weight * advantage * logp
     else:
         losses, bounded = _ratio_loss(logp, old, advantage, weight, mask_BT, config)
         metrics["policy/clip_fraction"] = Accumulator.of("mean", bounded, mask_BT)
     loss = masked_sum(losses * torch.where(mask_BT, scale_BT, 0.0), mask_BT)
     return loss, metrics | drift(logp.detach(), old, mask_BT) | {"policy/loss": Accumulator.of("sum", loss)}
-
-
-def _ratio_loss(
-    logp: Tensor, old: Tensor, advantage: Tensor, weight: Tensor, mask: Tensor, config: ClippedLoss
-) -> TokenLosses:
-    """Token losses of the kind that ``config`` is of, and where its bound acts."""
-    if isinstance(config, GSPOConfig):
-        return gspo(logp, old, advantage, weight, mask, config)
-    if isinstance(config, DAPOConfig):
-        return dapo(logp, old, advantage, weight, config)
-    if isinstance(config, CISPOConfig):
-        return cispo(logp, old, advantage, weight, config)
-    return ppo_clip(logp, old, advantage, weight, config)
 
 
 def clipped(logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor, config: ClippedLoss) -> Tensor:
