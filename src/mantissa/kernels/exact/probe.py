@@ -89,11 +89,13 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _refuted(what: str) -> MantissaError:
+    return MantissaError(f"precision.kernels=exact: on this CPU {what}; choose kernels=fast, or another torch build")
+
+
 def _none_holds(what: str, failures: list[str], role: ResolvedRole) -> MantissaError:
-    return MantissaError(
-        f"precision.kernels=exact: on this CPU no way of computing {what} gives a row the same bits wherever it "
-        f"stands, in {role.active} ({'; '.join(failures)}); choose kernels=fast, or another torch build"
-    )
+    why = f"gives a row the same bits wherever it stands, in {role.active} ({'; '.join(failures)})"
+    return _refuted(f"no way of computing {what} {why}")
 
 
 def _why(left_out: list[str]) -> str:
@@ -363,10 +365,9 @@ def _check_rest(shapes: ModelShapes, kernels: ExactKernels, role: ResolvedRole, 
             with threads(number):
                 count = other_bits(work, x, expected)
             if count:
-                raise MantissaError(
-                    f"precision.kernels=exact: on this CPU {name} gives a row other bits among {count} rows than among "
-                    f"{len(x)}, {number} threads, and has no other way, in {role.active}; choose kernels=fast, or "
-                    "another torch build"
+                raise _refuted(
+                    f"{name} gives a row other bits among {count} rows than among {len(x)}, {number} threads, and has "
+                    f"no other way, in {role.active}"
                 )
         names.append(name)
     scores = torch.randn(3, kernels.plan.length, generator=generator) * 4
@@ -375,8 +376,7 @@ def _check_rest(shapes: ModelShapes, kernels: ExactKernels, role: ResolvedRole, 
         # What a row does not see changes nothing: with the last keys unseen, as without them; and so on from there.
         part = scores[:, :keys].masked_fill(torch.arange(keys) >= (seen * (keys - KEYS)).ceil(), float("-inf"))
         if not torch.equal(torch.softmax(part, -1)[:2, : keys - KEYS], torch.softmax(part[:2, : keys - KEYS], -1)):
-            raise MantissaError(
-                f"precision.kernels=exact: on this CPU softmax over {keys} keys gives other bits than over those of "
-                "them that are seen, and has no other way; choose kernels=fast, or another torch build"
+            raise _refuted(
+                f"softmax over {keys} keys gives other bits than over those of them that are seen, and has no other way"
             )
     return ", ".join([*names, f"softmax of {KEYS} to {kernels.plan.length} keys"])
