@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention_oracle import attended
 from exact_policies import FAMILIES, exactly, make_model
 from mantissa.errors import MantissaError
 from mantissa.kernels import (
@@ -134,15 +135,6 @@ def test_swiglu_in_parts_is_swiglu() -> None:
     got = ExactKernels(BF16, plan_for()).swiglu(gate, up)
     silu = round_to_format(gate / (1 + torch.exp(-gate)), BF16)
     assert torch.equal(got, round_to_format(silu * up, BF16))
-
-
-def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The oracle: softmax(q k^T / sqrt(D)) v, causal, of float64, differentiable, no blocks."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
-    return torch.softmax(scores.masked_fill(future, float("-inf")), -1) @ v
 
 
 @pytest.mark.parametrize("choice", ATTENTION, ids=str)

@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_oracle import FAMILIES, probabilities
 from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
 from mantissa.kernels.exact.native import ExactNativeKernels
 from mantissa.precision import BF16, FP16, FP32, Fp8Policy, NumberFormat, is_on_grid, round_to_format
@@ -118,10 +119,7 @@ def rotate_backward(g: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> list[tupl
 def attention_parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """P, K and V with the key heads repeated for each query head."""
     group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-    return torch.softmax(scores.masked_fill(future, float("-inf")), -1), k, v
+    return probabilities(q, k), k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
 
 def attention_oracle(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,13 +168,6 @@ OPERATIONS: dict[str, Operation] = {
                                   lambda f, *x: f.causal_attention(*x), attention_oracle, attention_backward, 2,
                                   (3, 3, 2)),
 }  # fmt: skip
-FAMILIES: dict[str, Kernels] = {
-    "native fp32": NativeKernels(FP32),
-    "native fp16": NativeKernels(FP16),
-    "native bf16": NativeKernels(BF16),
-    "simulated fp16": SimulatedKernels(FP16),
-    "simulated bf16": SimulatedKernels(BF16),
-}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # CUDA: not yet run on a GPU
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.func import functional_call
 
+from attention_oracle import attended
 from mantissa.errors import MantissaError
 from mantissa.kernels import NativeKernels, SimulatedKernels
 from mantissa.model import (
@@ -140,11 +141,7 @@ class Float64(NativeKernels):
         return x_BHTD * cos_BTD.double().unsqueeze(1) + turned * sin_BTD.double().unsqueeze(1)
 
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
-        group, length = q_BHTD.shape[1] // k_BKTD.shape[1], q_BHTD.shape[2]
-        k, v = k_BKTD.repeat_interleave(group, 1), v_BKTD.repeat_interleave(group, 1)
-        scores = q_BHTD @ k.transpose(-1, -2) / math.sqrt(q_BHTD.shape[-1])
-        future = torch.ones(length, length, dtype=torch.bool).triu(1)
-        return scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+        return attended(q_BHTD, k_BKTD, v_BKTD)
 
 
 def oracle_gradients(model: Decoder, tokens_BT: Tensor) -> dict[str, Tensor]:
