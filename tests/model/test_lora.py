@@ -373,8 +373,8 @@ def test_a_saved_model_is_the_merged_one(tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
         ({"target_modules": ["q_proj", "lm_head"]}, "lm_head.*expected a list of some of q_proj"),
         ({"target_modules": ".*_proj"}, "expected a list of some of q_proj"),
-        ({"r": "8"}, "r='8': expected a rank"),
-        ({"lora_alpha": 0}, "lora_alpha=0: expected a number above 0"),
+        ({"r": "8"}, "r='8': expected a whole number"),
+        ({"lora_alpha": 0}, "lora_alpha=0: expected a finite number above 0"),
     ],
 )
 def test_what_would_be_another_policy_is_refused(adapter: Path, fields: dict[str, Any], said: str) -> None:

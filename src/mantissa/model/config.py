@@ -273,15 +273,17 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
 class Fields:
     """Typed reading of a config's keys, with errors that name file, key and value."""
 
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw, self.where = raw, where
+    def __init__(
+        self, raw: Mapping[str, Any], where: str, what: str = "the settings of a llama, qwen2 or qwen3 model"
+    ) -> None:
+        self.raw, self.where, self.what = raw, where, what
 
     def error(self, message: str) -> MantissaError:
         return MantissaError(f"{self.where}: {message}")
 
     def required(self, key: str) -> Any:
         if self.raw.get(key) is None:
-            raise self.error(f"{key} is missing; expected the settings of a llama, qwen2 or qwen3 model")
+            raise self.error(f"{key} is missing; expected {self.what}")
         return self.raw[key]
 
     def size(self, key: str, most: int = LARGEST_SIZE) -> int:

@@ -42,12 +42,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from mantissa.bounds import LARGEST_SIZE, SMALLEST_FLOAT, boundary, number
+from mantissa.bounds import boundary
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError, nearest
 from mantissa.files import check_digests, disk_errors, replace_directory, temporary_beside, write_digests
 from mantissa.kernels import Kernels
-from mantissa.model.config import TARGETS, LoraShape
+from mantissa.model.config import TARGETS, Fields, LoraShape
 from mantissa.model.decoder import Decoder, Layer, Projection
 from mantissa.model.hub import read_json
 from mantissa.tensors import plain_name, require_finite, write_tensors
@@ -269,6 +269,7 @@ def read_shape(folder: Path) -> tuple[LoraShape, str | None]:
     """The shape of the adapter in ``folder``, and the name or path of its base, where it says one."""
     path = folder / CONFIG
     fields = read_json(path)
+    typed = Fields(fields, str(path), "an adapter in peft's format")
     if fields.get("peft_type") != "LORA":
         raise MantissaError(f"{path}: peft_type is {fields.get('peft_type')!r}; only LORA adapters can be continued")
     for key, value in fields.items():
@@ -278,13 +279,7 @@ def read_shape(folder: Path) -> tuple[LoraShape, str | None]:
                 f"{path}: {key}={json.dumps(value)} is a feature of peft that is not supported here; merge this "
                 "adapter into its base with peft (merge_and_unload) and train from the result"
             )
-    rank: Any = fields.get("r")
-    alpha: Any = fields.get("lora_alpha")
-    targets = fields.get("target_modules")
-    if not number(rank, 1, LARGEST_SIZE, whole=True):
-        raise MantissaError(f"{path}: r={rank!r}: expected a rank, a whole number from 1 on")
-    if not number(alpha, SMALLEST_FLOAT):
-        raise MantissaError(f"{path}: lora_alpha={alpha!r}: expected a number above 0")
+    rank, alpha, targets = typed.size("r"), typed.positive("lora_alpha"), fields.get("target_modules")
     if not isinstance(targets, list) or not targets or not set(map(str, targets)) <= set(TARGETS):
         raise MantissaError(
             f"{path}: target_modules={json.dumps(targets)}: expected a list of some of {', '.join(TARGETS)}, which "
@@ -292,7 +287,7 @@ def read_shape(folder: Path) -> tuple[LoraShape, str | None]:
         )
     ordered = tuple(target for target in TARGETS if target in targets)
     base = fields.get("base_model_name_or_path")
-    shape = LoraShape(rank, float(alpha), ordered, bool(fields.get("use_rslora")))
+    shape = LoraShape(rank, alpha, ordered, bool(fields.get("use_rslora")))
     return shape, base if isinstance(base, str) and base else None
 
 
