@@ -204,14 +204,10 @@ class _Attention:
         failures: list[str] = []
         for way in ways:
             choice = self._tiles() if way == "tiles" else self._only(way)
-            if choice is not None and (difference := self._together(choice)):
-                failures.append(f"{way} differ at {difference}")
-                choice = None
-            elif choice is None:
-                failures.append(f"{way} differ")
-            if choice is not None:
-                why = "; ".join([*failures, choice.why])
-                return AttentionChoice(way, choice.heads, choice.rows, choice.positions, choice.keys, why)
+            difference = "" if choice is None else self._together(choice)
+            if choice is not None and not difference:
+                return dataclasses.replace(choice, why="; ".join([*failures, choice.why]))
+            failures.append(f"{way} differ at {difference}" if difference else f"{way} differ")
         raise _none_holds("attention", failures, role)
 
     def holds(self, choice: AttentionChoice) -> bool:
