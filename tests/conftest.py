@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mantissa.precision.resolve import StrictPromotion
+from strict_promotion import StrictPromotion
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mantissa.algorithms import ADVANTAGES, advantage, values
-from mantissa.algorithms.advantages import dr_grpo, grpo, reinforce_pp, rloo
 
 # Multiples of 1/8 are exact in every format, so that "all equal" means the same to the oracle.
 REWARDS = st.integers(-16, 16).map(lambda n: n / 8)
@@ -71,23 +70,23 @@ def test_order_and_names_of_groups_do_not_matter(kind: str, batch: list[tuple[fl
 def test_known_values() -> None:
     rewards, group = torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0]), torch.tensor([4, 4, 4, 4, 9])
     # std of (1, 0, 0, 1) divided by n - 1 is sqrt(1/3)
-    torch.testing.assert_close(grpo(rewards, group)[0][:2], torch.tensor([0.5, -0.5]) / (3**-0.5 + 1e-6))
-    assert dr_grpo(rewards, group)[0].tolist() == [0.5, -0.5, -0.5, 0.5, 0.0]
-    torch.testing.assert_close(rloo(rewards, group)[0], torch.tensor([2 / 3, -2 / 3, -2 / 3, 2 / 3, 0.0]))
+    torch.testing.assert_close(advantage(rewards, group, "grpo")[0][:2], torch.tensor([0.5, -0.5]) / (3**-0.5 + 1e-6))
+    assert advantage(rewards, group, "dr_grpo")[0].tolist() == [0.5, -0.5, -0.5, 0.5, 0.0]
+    torch.testing.assert_close(advantage(rewards, group, "rloo")[0], torch.tensor([2 / 3, -2 / 3, -2 / 3, 2 / 3, 0.0]))
     # mean 1.4, squared distances 0.16 + 1.96 + 1.96 + 0.16 + 12.96 = 17.2, over n - 1: 4.3
     expected = torch.tensor([-0.4, -1.4, -1.4, -0.4, 3.6]) / (4.3**0.5 + 1e-6)
-    torch.testing.assert_close(reinforce_pp(rewards, group)[0], expected)
+    torch.testing.assert_close(advantage(rewards, group, "reinforce_pp")[0], expected)
 
 
 def test_reinforce_pp_learns_from_groups_without_a_difference_and_counts_them() -> None:
     """What sets it apart: one sample a prompt is enough, for the batch is its baseline."""
     rewards, alone = torch.tensor([1.0, 0.0, 1.0]), torch.arange(3)
-    result, metrics = reinforce_pp(rewards, alone)
+    result, metrics = advantage(rewards, alone, "reinforce_pp")
     assert result.tolist() == pytest.approx([3**-0.5, -2 * 3**-0.5, 3**-0.5], rel=1e-5)
     measured = values(metrics)
     assert measured["advantage/degenerate_group_fraction"].item() == 1.0
     assert measured["advantage/abs_max"].item() == result.abs().max().item()
-    assert dr_grpo(rewards, alone)[0].tolist() == [0.0, 0.0, 0.0]
+    assert advantage(rewards, alone, "dr_grpo")[0].tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
@@ -101,7 +100,7 @@ def test_tiny_differences_beside_a_large_offset_survive() -> None:
     """fp32 sums of 1e6 + k/16 would lose the k/16."""
     rewards = 1e6 + torch.arange(64.0) / 16
     expected = (torch.arange(64, dtype=torch.float64) / 16 - 63 / 32).float()
-    assert torch.equal(dr_grpo(rewards, torch.zeros(64, dtype=torch.int64))[0], expected)
+    assert torch.equal(advantage(rewards, torch.zeros(64, dtype=torch.int64), "dr_grpo")[0], expected)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -136,13 +135,13 @@ def test_a_group_of_equal_infinities_is_unknown_and_not_zero(
 
 
 def test_no_responses() -> None:
-    result, metrics = rloo(torch.empty(0), torch.empty(0, dtype=torch.int64))
+    result, metrics = advantage(torch.empty(0), torch.empty(0, dtype=torch.int64), "rloo")
     assert result.shape == (0,)
     assert all(value.item() == 0 for value in values(metrics).values())
 
 
 def test_wrong_inputs_are_programmers_errors() -> None:
     with pytest.raises(TypeError, match="int64"):
-        grpo(torch.zeros(2), torch.zeros(2))
+        advantage(torch.zeros(2), torch.zeros(2), "grpo")
     with pytest.raises(ValueError, match="one reward and one group"):
-        grpo(torch.zeros(2), torch.zeros(3, dtype=torch.int64))
+        advantage(torch.zeros(2), torch.zeros(3, dtype=torch.int64), "grpo")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mantissa.algorithms import aggregation_scale, batch_counts
+from mantissa.algorithms import Accumulator, aggregation_scale, batch_counts, merge, values
 from mantissa.errors import MantissaError
 
 KINDS = (("token_mean", None), ("seq_mean_token_mean", None), ("seq_mean_token_sum_norm", 7.0))
@@ -79,3 +82,89 @@ def test_a_constant_must_be_positive_where_it_is_needed(constant: float | None) 
 def test_a_constant_that_would_do_nothing_is_refused(kind: str) -> None:
     with pytest.raises(MantissaError, match="takes no constant"):
         aggregation_scale(torch.ones(1, 1, dtype=torch.bool), kind, 10)
+
+
+ACCUMULATORS = ("sum", "mean", "max", "min", "std", "ess")
+
+
+def by_numpy(kind: str, x: np.ndarray) -> float:
+    """numpy, float64, over the values that count; 0 for none."""
+    if x.size == 0:
+        return 0.0
+    if kind == "ess":
+        weight = x / x.sum() if x.sum() else x
+        return 1 / (x.size * (weight**2).sum()) if (weight**2).sum() else 0.0
+    return float({"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "std": np.std}[kind](x))
+
+
+@pytest.mark.parametrize("kind", ACCUMULATORS)
+@settings(deadline=None, max_examples=60)
+@given(
+    x=st.lists(st.tuples(st.floats(0, 100, width=32), st.booleans()), max_size=12),
+    cuts=st.lists(st.integers(0, 12), max_size=3),
+)
+def test_value_is_numpys_for_any_cut(kind: str, x: list[tuple[float, bool]], cuts: list[int]) -> None:
+    data = torch.tensor([v for v, _ in x], dtype=torch.float32)
+    mask = torch.tensor([m for _, m in x], dtype=torch.bool)
+    edges = [0, *sorted(min(c, len(x)) for c in cuts), len(x)]
+    parts = [Accumulator.of(kind, data[a:b], mask[a:b]) for a, b in itertools.pairwise(edges)]
+    merged = values(merge([{"m": part} for part in parts]))["m"]
+    expected = by_numpy(kind, data.double().numpy()[mask.numpy()])
+    # A standard deviation is a difference of squares about 1: absolute error up to sqrt(eps) of the values' size.
+    torch.testing.assert_close(merged.item(), expected, rtol=1e-9, atol=3e-6 if kind == "std" else 1e-12)
+    assert merged.dtype == torch.float64
+
+
+def test_weights_near_one_keep_their_spread() -> None:
+    """Moments about 0 would give a variance of 0 or noise here; the true standard deviation is 1e-9."""
+    weight = 1 + 1e-9 * torch.tensor([1.0, -1.0] * 500, dtype=torch.float64)
+    every = torch.ones(1000, dtype=torch.bool)
+    assert Accumulator.of("std", weight, every).value().item() == pytest.approx(1e-9, rel=1e-6, abs=0)
+    naive = (weight.square().mean() - weight.mean().square()).clamp(min=0).sqrt().item()
+    assert naive != pytest.approx(1e-9, rel=1e-2, abs=0)
+    assert 1 - Accumulator.of("ess", weight, every).value().item() < 1e-15
+
+
+@pytest.mark.parametrize("kind", ACCUMULATORS)
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf")])
+def test_masked_entries_may_be_anything(kind: str, garbage: float) -> None:
+    mask = torch.tensor([True, False, True])
+    with_garbage = Accumulator.of(kind, torch.tensor([0.5, garbage, 2.0]), mask)
+    assert torch.equal(with_garbage.parts, Accumulator.of(kind, torch.tensor([0.5, 7.0, 2.0]), mask).parts)
+
+
+def test_all_zero_weights_have_no_effective_sample() -> None:
+    assert Accumulator.of("ess", torch.zeros(4), torch.ones(4, dtype=torch.bool)).value().item() == 0.0
+
+
+def test_a_tally_carries_no_gradient() -> None:
+    x = torch.ones(3, requires_grad=True)
+    assert not Accumulator.of("mean", x, torch.ones(3, dtype=torch.bool)).parts.requires_grad
+
+
+@pytest.mark.parametrize(("kind", "operation"), [("mean", "sum"), ("ess", "sum"), ("max", "max"), ("min", "min")])
+def test_reducing_parts_as_ranks_do_equals_merging(kind: str, operation: str) -> None:
+    x = torch.arange(1.0, 9.0).reshape(4, 2)
+    every = torch.ones(2, dtype=torch.bool)
+    ranks = [Accumulator.of(kind, row, every) for row in x]
+    assert ranks[0].reduce == operation
+    stacked = torch.stack([rank.parts for rank in ranks])
+    reduced = {"sum": stacked.sum(0), "max": stacked.amax(0), "min": stacked.amin(0)}[operation]
+    assert Accumulator(kind, reduced).value().item() == pytest.approx(
+        by_numpy(kind, x.double().numpy().ravel()), rel=1e-14
+    )
+
+
+def test_mixing_kinds_or_names_is_a_programmers_error() -> None:
+    one = torch.ones(1)
+    mask = torch.ones(1, dtype=torch.bool)
+    with pytest.raises(TypeError, match="sum with one of mean"):
+        Accumulator.of("sum", one, mask) + Accumulator.of("mean", one, mask)
+    with pytest.raises(KeyError, match="b"):
+        merge(
+            [
+                {"a": Accumulator.of("sum", one, mask)},
+                {"a": Accumulator.of("sum", one, mask), "b": Accumulator.of("sum", one, mask)},
+            ]
+        )
+    assert merge([]) == {}

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from mantissa.algorithms import FlowRLConfig, aggregation_scale, correction, flowrl_loss, merge, values
-from mantissa.algorithms.correction import CORRECTION_PRESETS
+from mantissa.algorithms import (
+    FlowRLConfig,
+    PPOClipConfig,
+    advantage,
+    aggregation_scale,
+    flowrl_loss,
+    policy_loss,
+    values,
+)
 from mantissa.errors import MantissaError
 
 NAN, INF = float("nan"), float("inf")
@@ -139,33 +146,6 @@ def test_at_the_fixed_point_there_is_no_loss_and_no_gradient(config: FlowRLConfi
     assert off[0] > 1e-4
 
 
-@pytest.mark.parametrize("config", CONFIGS[::3], ids=str)
-@pytest.mark.parametrize("preset", ["none", "token_tis", "sequence_mis", "sequence_rejection", "token_tis_normalized"])
-@settings(deadline=None, max_examples=10)
-@given(seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, B - 1), unique=True, max_size=3))
-def test_the_split_and_the_order_never_show(config: FlowRLConfig, preset: str, seed: int, cuts: list[int]) -> None:
-    batch = make_batch(seed)
-    rollout = batch["old_logp_BT"] + 0.2 * torch.randn(B, T, dtype=torch.float64)
-    weight, valid, _ = correction(batch["old_logp_BT"], rollout, batch["mask_BT"], CORRECTION_PRESETS[preset])
-    scale = aggregation_scale(valid, "seq_mean_token_mean", dtype=torch.float64)
-    batch |= {"mask_BT": valid, "weight_BT": weight, "scale_BT": scale}
-    whole = step(batch, config)
-    order = torch.randperm(B, generator=torch.Generator().manual_seed(seed))
-    total, of_logp, tallies = 0.0, torch.zeros(B, T, dtype=torch.float64), []
-    for rows in order.tensor_split(sorted(cuts)):
-        loss, gradient, _, tally = step({name: x[rows] for name, x in batch.items()}, config)
-        total, of_logp[rows], tallies = total + loss.item(), gradient, [*tallies, tally]
-    assert total == pytest.approx(whole[0].item(), rel=1e-12, abs=1e-14)
-    torch.testing.assert_close(of_logp, whole[1], rtol=1e-13, atol=1e-15)
-    torch.testing.assert_close(values(merge(tallies)), values(whole[3]), rtol=1e-12, atol=1e-13)
-
-
-def test_the_correction_multiplies_in() -> None:
-    batch = make_batch(5) | {"weight_BT": torch.ones(B, T, dtype=torch.float64)}
-    doubled = batch | {"weight_BT": torch.full((B, T), 2.0, dtype=torch.float64)}
-    torch.testing.assert_close(step(doubled, FlowRLConfig())[0], 2 * step(batch, FlowRLConfig())[0], rtol=1e-14, atol=0)
-
-
 def test_a_long_responses_raw_product_explodes_and_what_is_bounded_does_not() -> None:
     """The reason for the bounds: 2,000 tokens, each 1% likelier than before, weigh 4e8 as a product."""
     logp = torch.full((1, 2000), -1.0) + math.log(1.01)
@@ -265,3 +245,56 @@ def test_nothing_valid_has_no_loss_and_no_gradient(shape: tuple[int, int]) -> No
 def test_bounds_must_hold_one(bounds: tuple[float, float]) -> None:
     with pytest.raises(ValidationError, match="1 between them"):
         FlowRLConfig(bounds=bounds)
+
+
+OUTCOMES, SAMPLES, STEPS = 12, 64, 150
+REWARD = torch.tensor([0.0, 2.0, 1.9, 0.2, 0.0, 0.5, 0.0, 1.8, 1.7, 0.1, 0.0, 0.3])
+BETA = 2.0
+REFERENCE = torch.log_softmax(torch.linspace(0.5, -0.5, OUTCOMES), 0)
+TARGET = torch.softmax(REFERENCE + BETA * REWARD, 0)
+
+
+def train(kind: str, seed: int) -> Tensor:
+    """The policy after training: its probabilities."""
+    random = torch.Generator().manual_seed(seed)
+    logits = REFERENCE.clone().requires_grad_()
+    log_z = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.Adam([logits, log_z], lr=0.05)
+    one, every = torch.ones(SAMPLES, 1), torch.ones(SAMPLES, 1, dtype=torch.bool)
+    for _ in range(STEPS):
+        old = torch.log_softmax(logits.detach(), 0)
+        tokens = torch.multinomial(old.exp(), SAMPLES, replacement=True, generator=random)
+        for part in range(2):  # two updates a batch, so that ratios and clips act
+            rows = torch.arange(part, SAMPLES, 2)
+            scale = aggregation_scale(every[rows], "seq_mean_token_mean")
+            logp = torch.log_softmax(logits, 0)[tokens[rows]].unsqueeze(-1)
+            old_logp, ref = (x[tokens[rows]].unsqueeze(-1) for x in (old, REFERENCE))
+            common = (every[rows], one[rows], scale)
+            if kind == "flowrl":
+                z = log_z.expand(len(rows))
+                loss, _ = flowrl_loss(
+                    logp, old_logp, ref, z, REWARD[tokens[rows]], *common, FlowRLConfig(beta=BETA)
+                )  # fmt: skip
+            else:
+                advantage_B, _ = advantage(REWARD[tokens], torch.zeros_like(tokens), "grpo")
+                loss, _ = policy_loss(logp, old_logp, advantage_B[rows], *common, PPOClipConfig())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return torch.softmax(logits.detach(), 0)
+
+
+def total_variation(p: Tensor) -> float:
+    return float((p - TARGET).abs().sum() / 2)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_matches_the_rewards_where_ppo_collapses_to_one_mode(seed: int) -> None:
+    """Total variation, measured: 0.586 at the start, 3e-4 to 6e-4 by flowrl, 0.608 by PPO with 0.998 on one outcome."""
+    flow, ppo = train("flowrl", seed), train("ppo_clip", seed)
+    assert total_variation(REFERENCE.exp()) > 0.5
+    assert total_variation(flow) < 0.005
+    assert total_variation(ppo) > 0.5
+    assert ppo.max() > 0.99
+    assert ppo.argmax() == TARGET.argmax()
+    assert TARGET.max() < 0.4  # the best outcome is far from all of what the rewards ask for

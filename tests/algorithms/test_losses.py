@@ -175,25 +175,6 @@ def test_gspo_clips_sequences_by_a_mean_that_fp32_would_blur() -> None:
     assert values(tighter)["policy/clip_fraction"].item() == 1.0
 
 
-@pytest.mark.parametrize(("ratio", "advantage", "gradient"), [(9.0, -1.0, 9.0), (11.0, -1.0, 0.0), (0.5, -1.0, 0.0),
-                                                              (1.25, 1.0, -1.25), (1.3, 1.0, 0.0)])  # fmt: skip
-def test_dapo_clips_higher_and_twice(ratio: float, advantage: float, gradient: float) -> None:
-    one = torch.ones(1, 1)
-    logp = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    loss, _ = policy_loss(logp, 0 * one, torch.tensor([advantage]), one.bool(), one, one, DAPOConfig())
-    loss.backward()
-    assert logp.grad is not None
-    assert logp.grad.item() == pytest.approx(gradient, rel=1e-6)
-    assert loss.item() <= 10.0
-
-
-def test_cispo_bounds_the_weight_and_keeps_the_gradient() -> None:
-    one = torch.ones(1, 3)
-    logp = torch.tensor([[math.log(0.1), 0.0, math.log(3.0)]], requires_grad=True)
-    policy_loss(logp, 0 * one, torch.ones(1), one.bool(), one, one, CISPOConfig())[0].backward()
-    torch.testing.assert_close(logp.grad, torch.tensor([[-0.1, -1.0, -1.28]]))  # 3 is bounded, 0.1 is not
-
-
 @pytest.mark.parametrize("config", [c for c in CONFIGS if not isinstance(c, ReinforceConfig)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_at_ratio_one_every_loss_has_the_gradient_of_reinforce(config: Any, dtype: torch.dtype) -> None:
@@ -204,20 +185,27 @@ def test_at_ratio_one_every_loss_has_the_gradient_of_reinforce(config: Any, dtyp
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "gradient"),
+    ("kind", "ratio", "advantage", "gradient"),
     [
-        (1.5, 1.0, 0.0),  # already likelier by more than the clip allows
-        (1.5, -1.0, 1.5),  # likelier although bad: pushed back with its full ratio
-        (0.5, 1.0, -0.5),  # rarer although good: pulled back
-        (0.5, -1.0, 0.0),  # already rarer
-        (1.1, 1.0, -1.1),
-        (0.9, -1.0, 0.9),
+        (PPOClipConfig, 1.5, 1.0, 0.0),  # already likelier by more than the clip allows
+        (PPOClipConfig, 1.5, -1.0, 1.5),  # likelier although bad: pushed back with its full ratio
+        (PPOClipConfig, 0.5, 1.0, -0.5),  # rarer although good: pulled back
+        (PPOClipConfig, 0.5, -1.0, 0.0),  # already rarer
+        (PPOClipConfig, 1.1, 1.0, -1.1),
+        (PPOClipConfig, 0.9, -1.0, 0.9),
+        (DAPOConfig, 1.25, 1.0, -1.25),  # clips higher
+        (DAPOConfig, 1.3, 1.0, 0.0),
+        (DAPOConfig, 0.5, -1.0, 0.0),
+        (DAPOConfig, 9.0, -1.0, 9.0),  # and twice
+        (DAPOConfig, 11.0, -1.0, 0.0),
+        (CISPOConfig, 3.0, 1.0, -1.28),  # bounds the weight and keeps the gradient
+        (CISPOConfig, 0.1, 1.0, -0.1),
     ],
 )
-def test_the_clip_holds_only_what_has_gone_far_enough(ratio: float, advantage: float, gradient: float) -> None:
+def test_a_bound_holds_only_what_has_gone_far(kind: Any, ratio: float, advantage: float, gradient: float) -> None:
     one = torch.ones(1, 1)
     logp = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    loss, _ = policy_loss(logp, 0 * one, torch.tensor([advantage]), one.bool(), one, one, PPOClipConfig())
+    loss, _ = policy_loss(logp, 0 * one, torch.tensor([advantage]), one.bool(), one, one, kind())
     loss.backward()
     assert logp.grad is not None
     assert logp.grad.item() == pytest.approx(gradient, rel=1e-6)
@@ -245,35 +233,24 @@ def test_what_lies_under_the_mask_never_matters(config: Any, seed: int, garbage:
     dirty = {k: torch.where(mask_BT, batch[k], g) for k, g in zip(names, garbage, strict=False)}
     dirty["advantage_B"] = torch.where(mask_BT.any(-1), batch["advantage_B"], garbage[4])
     loss, gradient, metrics = loss_and_gradient(batch, config)
-    with torch.autograd.set_detect_anomaly(
-        True
-    ):  # no step of the backward pass makes a NaN, not even one dropped later
+    with torch.autograd.set_detect_anomaly(True):  # no step backward makes a NaN, not even one dropped later
         dirty_loss, dirty_gradient, dirty_metrics = loss_and_gradient(batch | dirty, config)
     assert torch.equal(dirty_loss, loss)
     assert torch.equal(dirty_gradient, gradient)
     assert (dirty_gradient[~mask_BT] == 0).all()
     assert dirty_metrics == metrics
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@settings(deadline=None, max_examples=15)
-@given(seed=st.integers(0, 10_000), columns=st.integers(1, 4))
-def test_more_padding_changes_nothing(config: Any, seed: int, columns: int) -> None:
-    batch = make_batch(seed)
     wider = {
-        name: torch.cat([x, torch.full((4, columns), NAN if x.is_floating_point() else 0, dtype=x.dtype)], 1)
+        name: torch.cat([x, torch.full((4, 2), NAN if x.is_floating_point() else 0, dtype=x.dtype)], 1)
         for name, x in batch.items()
         if name.endswith("_BT")
     }
-    loss, gradient, metrics = loss_and_gradient(batch, config)
     padded, padded_gradient, padded_metrics = loss_and_gradient(batch | wider, config)
     torch.testing.assert_close(padded, loss, rtol=1e-13, atol=1e-14)
     torch.testing.assert_close(padded_gradient[:, :5], gradient, rtol=1e-13, atol=0)
     torch.testing.assert_close(padded_metrics, metrics, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("gap", [25.0, -25.0, 100.0, -100.0, 1e30, -1e30])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(("gap", "sign"), [(25.0, 1.0), (-25.0, -1.0), (100.0, -1.0), (-1e30, 1.0), (1e30, 1.0)])
 @pytest.mark.parametrize("kind", [PPOClipConfig, DAPOConfig, GSPOConfig])
 def test_extreme_ratios_stay_finite_in_fp32(gap: float, sign: float, kind: Any) -> None:
     one = torch.ones(1, 1)

@@ -38,7 +38,11 @@ from mantissa.precision.numerics import token_logprob
 
 B, T, V, GROUPS = 9, 6, 5, 3
 AGGREGATIONS = (("token_mean", None), ("seq_mean_token_mean", None), ("seq_mean_token_sum_norm", float(T)))
-LOSSES = (ReinforceConfig(), PPOClipConfig(), DAPOConfig(), GSPOConfig(), CISPOConfig(), FlowRLConfig(beta=2.0))
+LOSSES = (
+    ReinforceConfig(), PPOClipConfig(), DAPOConfig(), GSPOConfig(), CISPOConfig(), FlowRLConfig(beta=2.0),
+    FlowRLConfig(beta=2.0, importance="token"), FlowRLConfig(beta=2.0, importance="sequence"),
+)  # fmt: skip
+losses = pytest.mark.parametrize("config", LOSSES, ids=str)
 CORRECTIONS = ("none", "token_tis", "sequence_mis", "sequence_rejection", "k3_rejection_token_tis")
 Data = dict[str, Tensor]
 
@@ -65,11 +69,10 @@ def make_batch(seed: int) -> Data:
     }
 
 
-def correct(data: Data, corrected: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """Weight and valid tokens of these rows."""
+def correct(data: Data, corrected: CorrectionConfig) -> tuple[Tensor, Tensor, Any]:
+    """Weight and valid tokens of these rows, and the correction's metrics."""
     old_BT = token_logprob(data["old_BTV"], data["tokens_BT"])
-    weight_BT, valid_BT, _ = correction(old_BT, data["rollout_BT"], data["mask_BT"], corrected)
-    return weight_BT, valid_BT
+    return correction(old_BT, data["rollout_BT"], data["mask_BT"], corrected)
 
 
 def backward(data: Data, scale_BT: Tensor, config: Any, corrected: CorrectionConfig) -> tuple[Tensor, Tensor, Any]:
@@ -100,16 +103,18 @@ def on_ranks(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss, gradient and metrics summed over ranks, each with its share of rows; counts are what they exchange."""
     ranks = [{name: x[rows] for name, x in batch.items()} for rows in shares]
-    for data in ranks:
+    made: list[Any] = [{} for _ in ranks]
+    for rank, data in enumerate(ranks):
         if "valid_BT" not in data:
-            data["weight_BT"], data["valid_BT"] = correct(data, corrected)
+            data["weight_BT"], data["valid_BT"], made[rank] = correct(data, corrected)
     counts = torch.stack([batch_counts(data["valid_BT"]) for data in ranks]).sum(0)
     parts = []
     for data in ranks:
         scale_BT = aggregation_scale(data["valid_BT"], kind, constant, counts=counts, dtype=torch.float64)
         parts.append(backward(data, scale_BT, config, corrected))
-    losses, gradients, tallies = zip(*parts, strict=True)
-    return torch.stack(losses).sum(), torch.stack(gradients).sum(0), values(merge(tallies))
+    losses, gradients, metrics = zip(*parts, strict=True)
+    every = merge([of_loss | of_weights for of_loss, of_weights in zip(metrics, made, strict=True)])
+    return torch.stack(losses).sum(), torch.stack(gradients).sum(0), values(every)
 
 
 def assert_same(apart: tuple[Any, ...], whole: tuple[Any, ...]) -> None:
@@ -118,40 +123,34 @@ def assert_same(apart: tuple[Any, ...], whole: tuple[Any, ...]) -> None:
     torch.testing.assert_close(apart[2], whole[2], rtol=1e-12, atol=1e-13)
 
 
-def cut(order: Tensor, cuts: list[int]) -> list[Tensor]:
-    """Ranks of unequal sizes; two equal cuts, or one at an end, leave a rank without a row."""
-    return list(order.tensor_split(sorted(cuts)))
-
-
-@pytest.mark.parametrize(("kind", "constant"), AGGREGATIONS)
-@pytest.mark.parametrize("config", LOSSES, ids=lambda config: config.kind)
-@settings(deadline=None, max_examples=12)
+@losses
+@settings(deadline=None, max_examples=24)
 @given(
+    aggregation=st.sampled_from(AGGREGATIONS),
     seed=st.integers(0, 10_000),
     cuts=st.lists(st.integers(0, B), max_size=2),
     preset=st.sampled_from(CORRECTIONS),
     idle=st.booleans(),
 )
 def test_ranks_sum_to_the_gradient_of_one(
-    config: Any, kind: str, constant: float | None, seed: int, cuts: list[int], preset: str, idle: bool
+    config: Any, aggregation: tuple[str, float | None], seed: int, cuts: list[int], preset: str, idle: bool
 ) -> None:
+    """However the batch is cut, in any order: the same loss, gradient and metrics, of the correction too."""
     batch, corrected = make_batch(seed), CorrectionConfig.model_validate(preset)
     order = torch.randperm(B, generator=torch.Generator().manual_seed(seed))
-    shares = cut(order, cuts)
+    shares = list(order.tensor_split(sorted(cuts)))  # of unequal sizes, some without a row
     if idle:  # the first rank's rows have no token that counts
         batch["mask_BT"][shares[0]] = False
     batch["advantage_B"], _ = advantage(batch["reward_B"], batch["group_B"], "grpo")
-    whole = on_ranks(batch, [torch.arange(B)], config, corrected, kind, constant)
-    assert_same(on_ranks(batch, shares, config, corrected, kind, constant), whole)
+    whole = on_ranks(batch, [torch.arange(B)], config, corrected, *aggregation)
+    assert_same(on_ranks(batch, shares, config, corrected, *aggregation), whole)
 
 
-@pytest.mark.parametrize(("kind", "constant"), AGGREGATIONS)
-@pytest.mark.parametrize("config", LOSSES, ids=lambda config: config.kind)
-@pytest.mark.parametrize("idle", ["no rows", "padding", "rejected"])
-def test_a_rank_with_nothing_that_counts_adds_nothing(
-    config: Any, kind: str, constant: float | None, idle: str
-) -> None:
+@losses
+@pytest.mark.parametrize("way", range(3), ids=["no rows", "padding", "rejected"])
+def test_a_rank_with_nothing_that_counts_adds_nothing(config: Any, way: int) -> None:
     """Three ranks, the second one idle in each of three ways; the others' gradient is that of their rows alone."""
+    idle, (kind, constant) = ("no rows", "padding", "rejected")[way], AGGREGATIONS[way]
     batch, corrected = make_batch(3), CorrectionConfig.model_validate("sequence_rejection")
     batch["advantage_B"], _ = advantage(batch["reward_B"], batch["group_B"], "grpo")
     shares = [torch.arange(2), torch.arange(2, 5), torch.arange(5, B)]
@@ -184,14 +183,14 @@ def test_ranks_with_whole_groups_make_their_own_advantages(kind: Any) -> None:
     torch.testing.assert_close(values(merge([part[1] for part in apart])), values(tallies), rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("config", LOSSES, ids=lambda config: config.kind)
+@losses
 @pytest.mark.parametrize(("estimator", "preset"), [("reinforce_pp", "token_tis"), ("grpo", "token_tis_normalized")])
 def test_what_is_of_the_whole_batch_is_made_there_and_its_rows_taken(config: Any, estimator: Any, preset: str) -> None:
     """A rank's own baseline, or its own mean weight, would be another: these need the other ranks' numbers."""
     batch, corrected = make_batch(8), CorrectionConfig.model_validate(preset)
-    shares = cut(torch.arange(B), [2, 6])
+    shares = list(torch.arange(B).tensor_split([2, 6]))
     batch["advantage_B"], _ = advantage(batch["reward_B"], batch["group_B"], estimator)
-    batch["weight_BT"], batch["valid_BT"] = correct(batch, corrected)
+    batch["weight_BT"], batch["valid_BT"], _ = correct(batch, corrected)
     whole = on_ranks(batch, [torch.arange(B)], config, corrected, "seq_mean_token_mean", None)
     assert_same(on_ranks(batch, shares, config, corrected, "seq_mean_token_mean", None), whole)
 
@@ -204,13 +203,13 @@ def test_what_is_of_the_whole_batch_is_made_there_and_its_rows_taken(config: Any
         assert (apart - batch["weight_BT"]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("config", LOSSES, ids=lambda config: config.kind)
+@losses
 @pytest.mark.parametrize(("kind", "constant"), AGGREGATIONS)
 def test_counts_of_its_own_would_show(config: Any, kind: Any, constant: float | None) -> None:
     """What the counts are for: ranks that normalise by themselves, and average, learn another gradient."""
     batch, corrected = make_batch(1), CorrectionConfig.model_validate("token_tis")
     batch["advantage_B"], _ = advantage(batch["reward_B"], batch["group_B"], "grpo")
-    batch["weight_BT"], batch["valid_BT"] = correct(batch, corrected)
+    batch["weight_BT"], batch["valid_BT"], _ = correct(batch, corrected)
     whole = on_ranks(batch, [torch.arange(B)], config, corrected, kind, constant)[1]
     wrong = torch.zeros_like(whole)
     for rows in (torch.arange(2), torch.arange(2, B)):
@@ -218,3 +217,33 @@ def test_counts_of_its_own_would_show(config: Any, kind: Any, constant: float | 
         scale_BT = aggregation_scale(data["valid_BT"], kind, constant, dtype=torch.float64)
         wrong += backward(data, scale_BT, config, corrected)[1] / 2
     assert (wrong - whole).norm() > 1e-2 * whole.norm()
+
+
+@pytest.mark.parametrize(("kind", "constant"), AGGREGATIONS)
+def test_on_average_sequence_weights_undo_the_gap(kind: str, constant: float | None) -> None:
+    """The reason for all of it: sampled from the rollout and weighted, the gradient is the learner's own.
+
+    Every sequence of two tokens over two words is enumerated and weighted by its probability under the rollout; the
+    expectation of the weighted REINFORCE gradient is then the derivative of the learner's expected reward.
+    """
+    rollout = torch.log_softmax(torch.tensor([0.3, -0.4], dtype=torch.float64), 0)
+    reward_22 = torch.tensor([[1.0, -2.0], [0.5, 3.0]], dtype=torch.float64)
+    theta = torch.tensor([0.1, 0.9], dtype=torch.float64, requires_grad=True)
+    learner = torch.log_softmax(theta, 0)
+    expected_reward = (learner[:, None] + learner[None, :]).exp().mul(reward_22).sum()
+    truth = torch.autograd.grad(expected_reward, theta)[0]
+
+    words = torch.cartesian_prod(torch.arange(2), torch.arange(2))
+    log_words = torch.log_softmax(theta, 0)[words]
+    rollout_BT = rollout[words]
+    mask_BT = torch.ones(4, 2, dtype=torch.bool)
+    sequence_is = CorrectionConfig.model_validate("sequence_is")
+    weight_BT, valid_BT, _ = correction(log_words.detach(), rollout_BT, mask_BT, sequence_is)
+    scale_BT = aggregation_scale(valid_BT, kind, constant, dtype=torch.float64)
+    share = scale_BT[0, 0]  # all lengths are equal, so every aggregation is a constant here
+    probability_BT = rollout_BT.sum(-1, keepdim=True).exp().expand(4, 2)
+    loss, _ = policy_loss(
+        log_words, log_words.detach(), reward_22.flatten(), valid_BT, weight_BT, scale_BT / share * probability_BT,
+        ReinforceConfig(),
+    )  # fmt: skip
+    torch.testing.assert_close(-torch.autograd.grad(loss, theta)[0], truth, rtol=1e-12, atol=1e-14)

@@ -151,21 +151,6 @@ def test_over_a_sequence_a_loss_has_the_tokens_divergence_and_the_reward_the_seq
     torch.testing.assert_close(gained, -whole, **close)
 
 
-def test_in_the_reward_k1_has_the_gradient_of_the_divergence() -> None:
-    """The policy gradient of reward -k1, every outcome by its probability, is minus that of KL(theta || ref)."""
-    random = torch.Generator().manual_seed(5)
-    theta, reference = (torch.randn(7, generator=random, dtype=torch.float64) for _ in range(2))
-    logits = theta.clone().requires_grad_()
-    logp = torch.log_softmax(logits, 0)
-    ref = torch.log_softmax(reference, 0).unsqueeze(-1)
-    every = torch.ones(7, 1, dtype=torch.bool)
-    kl = KLConfig(where="reward", estimator="k1", coefficient=1.0)
-    reward, _ = kl_reward(torch.zeros(7, dtype=torch.float64), logp.unsqueeze(-1), ref, every, kl)
-    assert not reward.requires_grad
-    gained = torch.autograd.grad((logp.detach().exp() * reward * logp).sum(), logits)[0]
-    torch.testing.assert_close(gained, -kl_gradient(theta, reference, forward=False), rtol=1e-12, atol=1e-15)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 999), garbage=st.sampled_from([NAN, INF, -INF, 3e38]))

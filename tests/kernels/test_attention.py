@@ -7,17 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention_oracle import FAMILIES, attended, probabilities
 from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
-from mantissa.kernels import attention as attention_module
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, is_on_grid, round_to_format
 
-FAMILIES: dict[str, Kernels] = {
-    "native fp32": NativeKernels(FP32),
-    "native fp16": NativeKernels(FP16),
-    "native bf16": NativeKernels(BF16),
-    "simulated fp16": SimulatedKernels(FP16),
-    "simulated bf16": SimulatedKernels(BF16),
-}
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -25,14 +18,6 @@ def qkv(fmt: NumberFormat, heads: int, kv_heads: int, length: int, rows: int = 2
     """float64, on the grid."""
     shapes = ((rows, heads, length, size), (rows, kv_heads, length, size), (rows, kv_heads, length, size))
     return [round_to_format(torch.randn(*s, dtype=torch.float64), fmt) for s in shapes]
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The formula, in the dtype of its input: no blocks, no folding of heads."""
-    group = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) / q.shape[-1] ** 0.5
-    future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-    return torch.softmax(scores.masked_fill(future, float("-inf")), -1) @ v.repeat_interleave(group, 1)
 
 
 def run(kernels: Kernels, operands: list[Tensor], seed: Tensor) -> list[Tensor]:
@@ -44,7 +29,7 @@ def run(kernels: Kernels, operands: list[Tensor], seed: Tensor) -> list[Tensor]:
 
 def oracle(operands: list[Tensor], seed: Tensor) -> list[Tensor]:
     leaves = [x.clone().requires_grad_() for x in operands]
-    out = reference(*leaves)
+    out = attended(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, seed)]
 
 
@@ -55,8 +40,7 @@ def assert_close_in_ulps(got: Tensor, expected: Tensor, fmt: NumberFormat, ulps:
 
 
 @families
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("length", [1, 37, 130])
+@pytest.mark.parametrize(("heads", "kv_heads", "length"), [(4, 4, 1), (4, 1, 37), (4, 2, 130)])
 def test_grouped_heads_against_float64(family: str, heads: int, kv_heads: int, length: int) -> None:
     kernels = FAMILIES[family]
     operands = qkv(kernels.format, heads, kv_heads, length)
@@ -67,31 +51,12 @@ def test_grouped_heads_against_float64(family: str, heads: int, kv_heads: int, l
 
 
 @pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
-@pytest.mark.parametrize("length", [63, 64, 65, 513, 1100])
+@pytest.mark.parametrize("length", [64, 65, 513])
 def test_several_query_blocks_forward_and_backward(fmt: NumberFormat, length: int) -> None:
     kernels = SimulatedKernels(fmt)
     operands = qkv(fmt, 2, 1, length, rows=1, size=8)
     seed = round_to_format(torch.randn_like(operands[0]), fmt)
     for got, expected in zip(run(kernels, operands, seed), oracle(operands, seed), strict=True):
-        assert_close_in_ulps(got, expected, fmt, 2.0)
-
-
-def test_the_block_size_changes_no_result_beyond_a_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    operands = qkv(FP16, 4, 2, 50)
-    seed = round_to_format(torch.randn_like(operands[0]), FP16)
-    whole = run(SimulatedKernels(FP16), operands, seed)
-    monkeypatch.setattr(attention_module, "_QUERY_BLOCK", 16)
-    assert len(attention_module._query_blocks(50)) == 4
-    for blocked, at_once in zip(run(SimulatedKernels(FP16), operands, seed), whole, strict=True):
-        assert_close_in_ulps(blocked, at_once, FP16, 1.0)
-
-
-@pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
-def test_simulated_against_torchs_own_half_attention(fmt: NumberFormat) -> None:
-    operands = qkv(fmt, 4, 2, 70)
-    seed = round_to_format(torch.randn_like(operands[0]), fmt)
-    native, ours = run(NativeKernels(fmt), operands, seed), run(SimulatedKernels(fmt), operands, seed)
-    for got, expected in zip(ours, native, strict=True):
         assert_close_in_ulps(got, expected, fmt, 2.0)
 
 
@@ -129,7 +94,7 @@ def test_large_scores_stay_finite_and_choose_one_key(family: str) -> None:
 
 
 @families
-@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("group", [1, 4])
 def test_cached_attention_is_the_last_row_of_causal_attention(family: str, group: int) -> None:
     kernels = FAMILIES[family]
     lengths = torch.tensor([5, 24, 1])
@@ -146,7 +111,7 @@ def test_cached_attention_is_the_last_row_of_causal_attention(family: str, group
         operands = [x[row : row + 1, :, :length] for x in (q, k, v)]
         full = kernels.causal_attention(*operands)[0, :, -1]
         assert_close_in_ulps(cached[row].double(), full.double(), kernels.format, 1.0)
-        exact = reference(*(x.double() for x in operands))[0, :, -1]
+        exact = attended(*(x.double() for x in operands))[0, :, -1]
         assert_close_in_ulps(cached[row].double(), exact, kernels.format, 1.0)
 
 
@@ -154,7 +119,7 @@ def test_cached_attention_takes_a_strided_query_and_a_coarser_cache() -> None:
     q, k, v = (x.float() for x in qkv(BF16, 4, 2, 9))
     query = q.transpose(1, 2)[:, -1].transpose(1, 2).contiguous().transpose(1, 2)  # B, H, D with swapped strides
     lengths = torch.tensor([9, 9])
-    expected = reference(q.double(), k.double(), v.double())[:, :, -1]
+    expected = attended(q.double(), k.double(), v.double())[:, :, -1]
     fp32 = NativeKernels(FP32).cached_attention(query, k.bfloat16(), v.bfloat16(), lengths)
     torch.testing.assert_close(fp32.double(), expected, rtol=1e-5, atol=1e-6)
     half = NativeKernels(FP16).cached_attention(query.half(), k.bfloat16(), v.bfloat16(), lengths)
@@ -164,9 +129,7 @@ def test_cached_attention_takes_a_strided_query_and_a_coarser_cache() -> None:
 
 def modelled(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, fmt: NumberFormat, inside: NumberFormat) -> list[Tensor]:
     """Output, dQ, dK, dV in float64, with P and dS rounded to ``inside`` and the results to ``fmt``."""
-    scale = q.shape[-1] ** -0.5
-    future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-    p = torch.softmax((q @ k.transpose(-1, -2) * scale).masked_fill(future, float("-inf")), -1)
+    p, scale = probabilities(q, k), q.shape[-1] ** -0.5
     p_inside = round_to_format(p, inside)
     out = round_to_format(p_inside @ v, fmt)
     ds = p * (seed @ v.transpose(-1, -2) - (seed * out).sum(-1, keepdim=True))

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from exact_policies import FAMILIES, exactly, make_model, threads
+from attention_oracle import attended
+from exact_policies import FAMILIES, exactly, make_model
 from mantissa.errors import MantissaError
 from mantissa.kernels import (
     ExactKernels,
@@ -26,6 +27,7 @@ from mantissa.kernels import (
 )
 from mantissa.kernels.exact.attention import ExactAttention, cached, causal, product
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, pieces
+from mantissa.kernels.exact.probe import threads
 from mantissa.kernels.products import _ONEDNN, packed
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, is_on_grid, resolve, round_to_format
 
@@ -53,7 +55,7 @@ def drawn(*shape: int, seed: int = 0, fmt: NumberFormat = FP32) -> Tensor:
 
 
 @pytest.mark.parametrize("choice", PRODUCTS, ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 16, 63, 64, 65, 200])
+@pytest.mark.parametrize("rows", [1, 16, 65, 200])
 def test_products_are_right_and_rows_are_their_own(choice: Choice, rows: int) -> None:
     x, weight = drawn(200, 48), drawn(24, 48, seed=1)
     got = product(x[:rows], weight, choice)
@@ -135,17 +137,8 @@ def test_swiglu_in_parts_is_swiglu() -> None:
     assert torch.equal(got, round_to_format(silu * up, BF16))
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The oracle: softmax(q k^T / sqrt(D)) v, causal, of float64, differentiable, no blocks."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
-    return torch.softmax(scores.masked_fill(future, float("-inf")), -1) @ v
-
-
 @pytest.mark.parametrize("choice", ATTENTION, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "length"), [(4, 2, 39), (3, 3, 5), (5, 1, 150), (2, 1, 300)])
+@pytest.mark.parametrize(("heads", "kv_heads", "length"), [(3, 3, 5), (4, 2, 39), (5, 1, 300)])
 def test_attention_and_its_gradients_against_float64(
     choice: AttentionChoice, heads: int, kv_heads: int, length: int
 ) -> None:
@@ -243,8 +236,3 @@ def test_kernels_are_chosen_by_role_and_prove_their_format(precision: str) -> No
             choose(resolved)
     fast = resolve(PrecisionPolicy(train="bf16", rollout="bf16"), "cpu")
     assert type(learner_kernels(fast)) is SimulatedKernels
-
-
-def test_simulating_fp32_stays_an_error() -> None:
-    with pytest.raises(ValueError, match="fp32 needs no simulation"):
-        SimulatedKernels(FP32)

@@ -29,16 +29,18 @@ from mantissa.precision import FP16, PrecisionPolicy, resolve
 from mantissa.rollout import Request
 
 
-@pytest.mark.slow
-def test_a_million_log_probs_are_equal(tmp_path: Path) -> None:
-    run_worker(["many", *FORMATS], tmp_path, {"OMP_NUM_THREADS": "1"})
+@pytest.mark.parametrize(("prompts", "least"), [(16, 30_000), pytest.param(80, 1_000_000, marks=pytest.mark.variants)])
+def test_a_million_log_probs_are_equal(prompts: int, least: int, tmp_path: Path) -> None:
+    run_worker(["many", str(prompts), *FORMATS], tmp_path, {"OMP_NUM_THREADS": "1"})
     compared, different = zip(*torch.load(tmp_path / "0.pt").values(), strict=True)
-    assert sum(compared) >= 1_000_000
+    assert sum(compared) >= least
     assert sum(different) == 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("precision", [*FORMATS, "fp8"])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [("llama", "fp32"), ("qwen2", "bf16"), ("qwen3", "fp16"), ("llama", "fp8"), ("qwen3", "fp8"), ("qwen2", "fp32")],
+)
 def test_whatever_the_batch_a_token_has_one_log_prob(family: str, precision: str) -> None:
     """Batches of 1 to 64 in the engine draw the same tokens at the same log-probs; micro-batches of 1 to 8 agree."""
     plan, samples = None, []
@@ -54,8 +56,7 @@ def test_whatever_the_batch_a_token_has_one_log_prob(family: str, precision: str
         assert policies.different(samples[0], micro=micro) == 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("precision", FORMATS)
+@pytest.mark.parametrize(("way", "precision"), list(zip(WAYS, FORMATS, strict=True)))
 def test_every_way_is_equal_from_end_to_end(way: Any, precision: str) -> None:
     policies = Policies(make_model(FAMILIES["llama"]), exactly(precision), only=way)
     assert policies.plan is not None
@@ -111,8 +112,7 @@ def test_logits_in_half_and_adapters_merged(precision: str) -> None:
         assert torch.equal(scored_N, sampled.logp_N)
 
 
-@pytest.mark.parametrize("precision", FORMATS)
-@pytest.mark.parametrize("chunk", [1, 5, 16, 33])
+@pytest.mark.parametrize(("precision", "chunk"), [("fp32", 1), ("bf16", 5), ("fp16", 16), ("bf16", 33)])
 def test_a_prompt_fed_in_chunks_is_the_prompt(precision: str, chunk: int) -> None:
     """Drives the decoder with a cache of the test's own, through the attention that prefill and training use."""
     policies = Policies(make_model(FAMILIES["qwen3"]), exactly(precision))

@@ -8,12 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from exact_policies import FAMILIES, OtherLibrary, Policies, exactly, make_model, ragged, shapes_of, threads
+from exact_policies import FAMILIES, OtherLibrary, Policies, exactly, make_model, ragged, shapes_of
 from mantissa.errors import MantissaError
 from mantissa.kernels import ModelShapes, plan_exact, products
 from mantissa.kernels.exact import probe as probe_module
 from mantissa.kernels.exact.kernels import ExactKernels
 from mantissa.kernels.exact.plan import WAYS, ExactPlan
+from mantissa.kernels.exact.probe import threads
 from mantissa.model import Decoder, LoraShape, attach
 from mantissa.precision import FP32, PrecisionPolicy, resolve
 
@@ -40,7 +41,7 @@ def test_some_way_holds_on_this_machine_and_the_lines_say_which() -> None:
         "rms_norm 16",
         "rms_norm 48",
         "swiglu 48",
-        "log_softmax 24",
+        "token_logprob 24",
         "softmax of 16 to 128 keys",
         "rotation 8",
         "1 and 2 threads",
@@ -134,8 +135,7 @@ def test_where_nothing_repeats_fp64_still_does_and_the_reason_is_told() -> None:
     assert why.endswith("a row is the same at every place")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("library", ["rows", "unsteady"])
+@pytest.mark.parametrize(("precision", "library"), [("fp32", "rows"), ("bf16", "unsteady"), ("fp16", "rows")])
 def test_with_such_a_library_log_probs_are_equal_all_the_same(library: str, precision: str) -> None:
     """End to end on the fallbacks that the probe chose; the fast family, on the same library, is not equal."""
     requests = ragged(6, samples=2)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attention_oracle import attended
 from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
 from mantissa.precision import (
     BF16,
@@ -57,10 +58,7 @@ def test_half_attention_runs_on_the_flash_kernel(fmt: NumberFormat, kv_heads: in
         out = NativeKernels(fmt).causal_attention(*leaves)
         got = [out, *torch.autograd.grad(out, leaves, seed.cuda().to(fmt.dtype))]
     exact = [x.double().requires_grad_() for x in (q, k, v)]
-    group = 8 // kv_heads
-    expected_out = torch.nn.functional.scaled_dot_product_attention(
-        exact[0], exact[1].repeat_interleave(group, 1), exact[2].repeat_interleave(group, 1), is_causal=True
-    )
+    expected_out = attended(*exact)
     expected = [expected_out, *torch.autograd.grad(expected_out, exact, seed.double())]
     for ours, wide in zip(got, expected, strict=True):
         error = (ours.detach().cpu().double() - wide.detach()).abs().max()
@@ -72,10 +70,7 @@ def test_fp32_attention_runs_on_the_memory_efficient_kernel(kv_heads: int) -> No
     q, k, v = (torch.randn(2, h, 300, 64) for h in (8, kv_heads, kv_heads))
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         out = NativeKernels(FP32).causal_attention(q.cuda(), k.cuda(), v.cuda())
-    group = 8 // kv_heads
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1), is_causal=True
-    )
+    expected = attended(q.double(), k.double(), v.double())
     torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -128,15 +123,6 @@ def test_simulated_on_cuda_is_simulated_on_the_cpu(name: str, fmt: NumberFormat)
     else:  # each device has its own exp, rsqrt and order of a sum
         torch.testing.assert_close(cuda, cpu, rtol=fmt.epsilon * 2, atol=fmt.smallest_subnormal)
         assert (cpu != cuda).float().mean() < 0.01
-
-
-@halves
-def test_cached_attention_is_the_last_row_of_causal_attention(fmt: NumberFormat) -> None:
-    q, k, v = (on_grid(fmt, 3, h, 64, 32).cuda().to(fmt.dtype) for h in (4, 2, 2))
-    lengths = torch.full((3,), 64, device="cuda")
-    cached = NativeKernels(fmt).cached_attention(q[:, :, -1], k, v, lengths)
-    full = NativeKernels(fmt).causal_attention(q, k, v)[:, :, -1]
-    assert (cached.double() - full.double()).abs().max() <= fmt.epsilon * full.abs().max().double()
 
 
 def test_presets_resolve_to_native_kernels() -> None:

@@ -12,6 +12,8 @@ the magnitudes of all terms, whose fp32 accumulation errs by less than 2^-20 of 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +22,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_oracle import FAMILIES, probabilities
 from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
-from mantissa.precision import BF16, FP16, FP32, NumberFormat, is_on_grid, round_to_format
+from mantissa.kernels.exact.native import ExactNativeKernels
+from mantissa.precision import BF16, FP16, FP32, Fp8Policy, NumberFormat, is_on_grid, round_to_format
 
 ACCUMULATION = 2.0**-20
 
@@ -115,10 +119,7 @@ def rotate_backward(g: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> list[tupl
 def attention_parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """P, K and V with the key heads repeated for each query head."""
     group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-    return torch.softmax(scores.masked_fill(future, float("-inf")), -1), k, v
+    return probabilities(q, k), k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
 
 def attention_oracle(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,13 +168,6 @@ OPERATIONS: dict[str, Operation] = {
                                   lambda f, *x: f.causal_attention(*x), attention_oracle, attention_backward, 2,
                                   (3, 3, 2)),
 }  # fmt: skip
-FAMILIES: dict[str, Kernels] = {
-    "native fp32": NativeKernels(FP32),
-    "native fp16": NativeKernels(FP16),
-    "native bf16": NativeKernels(BF16),
-    "simulated fp16": SimulatedKernels(FP16),
-    "simulated bf16": SimulatedKernels(BF16),
-}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # CUDA: not yet run on a GPU
 
 
@@ -284,3 +278,32 @@ def test_weights_on_the_grid_are_not_copied() -> None:
     assert torch.equal(kernels.embedding(torch.tensor([[1]]), weight)[0, 0], weight[1])
     x = round_to_format(torch.randn(3, 8), FP16)
     assert torch.equal(kernels.linear(x, weight), SimulatedKernels(FP16).linear(x, weight))
+
+
+def test_families_are_made_without_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"  # importing it would raise
+        "from mantissa.kernels.exact.native import ExactNativeKernels\n"
+        "from mantissa.precision import BF16, Fp8Policy\n"
+        "family = ExactNativeKernels(BF16, fp8=Fp8Policy())\n"
+        "print(family.format, family.kv_format, family.logits_format)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["bf16", "bf16", "fp32"]
+
+
+def test_what_needs_no_kernel_of_ours_is_torch_s() -> None:
+    family, x, y = ExactNativeKernels(BF16), torch.randn(3, 4).bfloat16(), torch.randn(3, 4).bfloat16()
+    table, tokens = torch.randn(7, 4), torch.tensor([[1, 6]])
+    assert torch.equal(family.add(x, y), (x.float() + y.float()).bfloat16())
+    assert torch.equal(family.embedding(tokens, table), table[tokens].bfloat16())
+
+
+def test_a_layer_that_fp8_leaves_out_is_the_base_s() -> None:
+    """Excluded layers, the head and products without a name: the same bits as without fp8, and copies in the base."""
+    plain, fp8 = NativeKernels(FP32), NativeKernels(FP32, fp8=Fp8Policy(exclude=("down_proj",)))
+    x, weight, bias = torch.randn(5, 8), torch.randn(3, 8), torch.randn(3)
+    for layer in ("", "lm_head", "model.layers.0.mlp.down_proj"):
+        assert torch.equal(fp8.linear(x, weight, bias, layer), plain.linear(x, weight, bias))
+        assert torch.equal(fp8.copied(weight, layer), weight)
+    assert torch.equal(fp8.logits(x, weight), plain.logits(x, weight))

@@ -1,7 +1,8 @@
-"""The probe: it passes every honest family, and catches each way of pretending that it is there to catch."""
+"""The probes of kernels and of autocast pass what is honest, and catch each way of pretending there is to catch."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -11,22 +12,27 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.kernels import (
+    Autocast,
     Kernels,
     NativeKernels,
     SimulatedKernels,
+    autocast_for,
     learner_kernels,
     probe,
+    probe_autocast,
     reference_kernels,
     rollout_kernels,
 )
-from mantissa.precision import BF16, FP16, FP32, PRESETS, NumberFormat, PrecisionPolicy, resolve, round_to_format
+from mantissa.kernels.autocast import Backend
+from mantissa.kernels.rounded import rounding
+from mantissa.precision import BF16, E4M3, FP16, FP32, PRESETS, NumberFormat, PrecisionPolicy, resolve, round_to_format
 
 formats = pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # CUDA: not yet run on a GPU
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("logits_format", [FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("logits_format", [FP32, BF16], ids=str)
 @pytest.mark.parametrize(
     "family",
     [
@@ -99,7 +105,8 @@ class RoundsInputGradientOnly(SimulatedKernels):
 
 class KeepsMasters(SimulatedKernels):
     def weight(self, master: Tensor) -> Tensor:
-        return master + 0.0
+        rounded = round_to_format(master, self.format)  # and so is the gradient
+        return rounded + (master - rounded).detach()
 
 
 class HalfAccumulation(SimulatedKernels):
@@ -195,3 +202,65 @@ def test_one_format_passed_off_as_another_is_caught(
     kernels.weight = inner.weight  # type: ignore[method-assign]
     with pytest.raises(MantissaError, match=f"precision: {claims} is not active"):
         probe(kernels, "cpu")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fmt", [FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("backend", ["native", "simulated"])
+def test_probe_names_what_it_saw(backend: Backend, fmt: NumberFormat, device: str) -> None:
+    evidence = probe_autocast(Autocast(fmt, backend, device), device)
+    assert "keeps 1+u; " in evidence
+    assert "rounds a weight's gradient of 1+u/4 to 1" in evidence
+    assert ("overflows a gradient of 120000 to inf" in evidence) == (fmt is FP16)
+
+
+@dataclasses.dataclass
+class Pretended:
+    """An ``Autocast`` that says one format and computes in another."""
+
+    format: NumberFormat
+    real: Autocast
+
+    def forward(self) -> object:
+        return self.real.forward()
+
+    def backward(self) -> object:
+        return self.real.backward()
+
+
+@pytest.mark.parametrize(("says", "does"), [(FP16, FP32), (BF16, FP32), (FP16, BF16), (BF16, FP16), (FP32, BF16)])
+def test_probe_refuses_another_format_than_it_is_told(says: NumberFormat, does: NumberFormat) -> None:
+    with pytest.raises(MantissaError, match=f"{says} is not active"):
+        probe_autocast(Pretended(says, Autocast(does, "simulated", "cpu")), "cpu")  # type: ignore[arg-type]
+
+
+def test_probe_takes_its_gradients_inside_backward() -> None:
+    seen = []
+
+    class Watched(Autocast):
+        def backward(self):  # type: ignore[no-untyped-def]
+            seen.append(1)
+            return super().backward()
+
+    probe_autocast(Watched(FP16, "simulated", "cpu"), "cpu")
+    assert len(seen) == 10  # two gradients in each of five cases
+
+
+def test_formats_and_devices_that_have_no_autocast_are_refused() -> None:
+    with pytest.raises(MantissaError, match=r"precision=e4m3: modules run in fp32, fp16 or bf16, not in fp8"):
+        Autocast(E4M3, "simulated", "cpu")
+    with pytest.raises(MantissaError, match="device=meta: torch has no autocast"):
+        Autocast(FP16, "native", "meta")
+
+
+@pytest.mark.parametrize("backend", ["auto", "native"])
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
+def test_autocast_for_a_role_takes_what_is_active(name: str, backend: str) -> None:
+    policy = PrecisionPolicy(train=name, rollout=name, backend=backend)  # type: ignore[arg-type]
+    role = resolve(policy, "cpu").learner
+    autocast = autocast_for(role, torch.device("cpu"))
+    assert (autocast.format, autocast.backend, autocast.device_type) == (role.active, role.backend, "cpu")
+    assert repr(autocast) == f"Autocast({name}, {role.backend}, cpu)"
+    with autocast.forward():
+        assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == role.active.dtype
+        assert (rounding() is not None) == (role.backend == "simulated")

@@ -108,32 +108,20 @@ def test_liars_about_weights_are_caught(on_grid: bool) -> None:
 # ---- liars: another quantisation behind the right policy
 
 
-def per_tensor(x: Tensor, fmt: NumberFormat, block: tuple[int, int], power_of_two: bool) -> Tensor:
-    return round_in_blocks(x, fmt, (x.shape[-2], x.shape[-1]), power_of_two)
-
-
-def per_row(x: Tensor, fmt: NumberFormat, block: tuple[int, int], power_of_two: bool) -> Tensor:
-    return round_in_blocks(x, fmt, (1, x.shape[-1]) if block == (1, 128) else block, power_of_two)
-
-
-def all_rows(x: Tensor, fmt: NumberFormat, block: tuple[int, int], power_of_two: bool) -> Tensor:
-    return round_in_blocks(x, fmt, (128, 128) if block == (1, 128) else block, power_of_two)
-
-
-def finer(x: Tensor, fmt: NumberFormat, block: tuple[int, int], power_of_two: bool) -> Tensor:
-    return round_in_blocks(x, fmt, (1, 32) if block == (1, 128) else block, power_of_two)
-
-
-def weights_by_row(x: Tensor, fmt: NumberFormat, block: tuple[int, int], power_of_two: bool) -> Tensor:
-    return round_in_blocks(x, fmt, (1, 128) if block == (128, 128) else block, power_of_two)
-
-
-def wide_weights(x: Tensor, fmt: NumberFormat, block: tuple[int, int], power_of_two: bool) -> Tensor:
-    return round_in_blocks(x, fmt, (256, 256) if block == (128, 128) else block, power_of_two)
-
-
-def wrong_direction(x: Tensor, fmt: NumberFormat, block: tuple[int, int], power_of_two: bool) -> Tensor:
-    return round_in_blocks(x, fmt, (1, 128) if block == (128, 1) else block, power_of_two)
+ROW, COLUMN, BOTH = (1, 128), (128, 1), (128, 128)
+# The block taken in place of another, for a tensor x; and the check that sees it.
+BLOCKS: dict[str, tuple[Callable[[Tensor, tuple[int, int]], tuple[int, int]], str]] = {
+    "per tensor": (lambda x, block: (x.shape[-2], x.shape[-1]), "gives 128 other inputs another"),
+    "per row": (lambda x, block: (1, x.shape[-1]) if block == ROW else block, "gives 128 other inputs another"),
+    "all rows": (lambda x, block: BOTH if block == ROW else block, "gives another row's inputs another"),
+    "finer": (lambda x, block: (1, 32) if block == ROW else block, "shares a scale among 128 inputs"),
+    "weights by row": (lambda x, block: ROW if block == BOTH else block, "shares a scale among 128 by 128 weights"),
+    "wide weights": (lambda x, block: (256, 256) if block == BOTH else block, "gives 128 other weights another"),
+    "other way": (
+        lambda x, block: ROW if block == COLUMN else block,
+        "gives a weight's gradient of 1.0625 e4m3's digits",
+    ),
+}
 
 
 def inputs_alone(x: Tensor, fmt: NumberFormat, block: tuple[int, int], power_of_two: bool) -> Tensor:
@@ -145,14 +133,12 @@ def saturating(x: Tensor, fmt: NumberFormat, block: tuple[int, int], power_of_tw
     return round_in_blocks(x.clamp(-65504.0, 65504.0), fmt, block, power_of_two)
 
 
+def with_block(of: Callable[[Tensor, tuple[int, int]], tuple[int, int]]) -> Quantise:
+    return lambda x, fmt, block, power_of_two: round_in_blocks(x, fmt, of(x, block), power_of_two)
+
+
 QUANTISATIONS: list[tuple[Quantise, str]] = [
-    (per_tensor, "gives 128 other inputs another"),
-    (per_row, "gives 128 other inputs another"),
-    (all_rows, "gives another row's inputs another"),
-    (finer, "shares a scale among 128 inputs"),
-    (weights_by_row, "shares a scale among 128 by 128 weights"),
-    (wide_weights, "gives 128 other weights another"),
-    (wrong_direction, "gives a weight's gradient of 1.0625 e4m3's digits"),
+    *((with_block(block), caught_by) for block, caught_by in BLOCKS.values()),
     (inputs_alone, "gives a weight's gradient of 1.0625 e4m3's digits"),
     (saturating, "passes an overflowed gradient on"),
 ]

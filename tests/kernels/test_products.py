@@ -14,7 +14,7 @@ from mantissa.precision import FP16, FP32, PrecisionPolicy, resolve
 BIG = ModelConfig("qwen3", 600, 256, 256, 1, 4, 2, 64, qk_norm=True, tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 17, 300])
+@pytest.mark.parametrize("rows", [0, 1, 17, 300])
 @pytest.mark.parametrize("layout", ["plain", "transposed", "packed"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_product_is_float64s_to_rounding(rows: int, layout: str, biased: bool) -> None:

@@ -35,6 +35,15 @@ LAYER = "model.layers.1.mlp.up_proj"
 bases = pytest.mark.parametrize("base", [BF16, FP16], ids=str)
 backwards = pytest.mark.parametrize("backward", ["e4m3", "e5m2", "high"])
 scales = pytest.mark.parametrize("scale", ["fp32", "power_of_two"])
+# Every pair of a base, a gradient's format and a kind of scale.
+variants = pytest.mark.parametrize(
+    ("base", "backward", "scale"),
+    [
+        (BF16, "e4m3", "fp32"), (FP16, "e4m3", "power_of_two"), (BF16, "e5m2", "power_of_two"), (FP16, "e5m2", "fp32"),
+        (BF16, "high", "fp32"), (FP16, "high", "power_of_two"),
+    ],
+    ids=str,
+)  # fmt: skip
 
 
 def kernels_of(base: NumberFormat, **fields: object) -> SimulatedKernels:
@@ -73,12 +82,8 @@ def test_forward_operands_are_the_references_codes(
     assert bool(is_on_grid(out, BF16).all())
 
 
-@scales
-@backwards
-@bases
-@pytest.mark.parametrize(
-    ("rows", "inputs", "outputs"), [((150,), 200, 136), ((2, 128), 128, 128), ((), 40, 300)], ids=str
-)
+@variants
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [((2, 70), 200, 136), ((), 40, 300)], ids=str)
 def test_the_three_products_against_float64(
     rows: tuple[int, ...], inputs: int, outputs: int, base: NumberFormat, backward: str, scale: str
 ) -> None:
@@ -113,9 +118,7 @@ def test_the_three_products_against_float64(
         assert result.dtype == torch.float32
 
 
-@scales
-@backwards
-@bases
+@variants
 def test_backward_operands_are_the_references_codes(base: NumberFormat, backward: str, scale: str) -> None:
     """A product with a multiple of the identity shows the other operand bit by bit."""
     kernels, power_of_two = kernels_of(base, backward=backward, scale=scale), scale == "power_of_two"
@@ -153,8 +156,7 @@ def test_the_weight_is_quantised_from_its_master() -> None:
 # ---- overflow is never lost
 
 
-@backwards
-@scales
+@pytest.mark.parametrize(("backward", "scale"), [("e4m3", "fp32"), ("e5m2", "power_of_two"), ("high", "fp32")])
 def test_a_gradient_beyond_fp16_is_not_finite_in_any_gradient_that_it_enters(backward: str, scale: str) -> None:
     kernels = kernels_of(FP16, backward=backward, scale=scale)
     x = round_to_format(torch.randn(200, 140), FP16).requires_grad_()
@@ -170,8 +172,7 @@ def test_a_gradient_beyond_fp16_is_not_finite_in_any_gradient_that_it_enters(bac
     assert grad_b[130].item() == float("inf")
 
 
-@backwards
-@scales
+@pytest.mark.parametrize(("backward", "scale"), [("e4m3", "power_of_two"), ("e5m2", "fp32"), ("high", "fp32")])
 def test_a_result_beyond_fp16_is_inf(backward: str, scale: str) -> None:
     kernels = kernels_of(FP16, backward=backward, scale=scale)
     x = torch.full((4, 128), 1000.0, requires_grad=True)
@@ -274,8 +275,7 @@ def loss_of(model: Decoder, tokens: Tensor, kernels: object) -> Tensor:
     return -token_logprob(logits, tokens[:, 1:]).mean()
 
 
-@backwards
-@bases
+@pytest.mark.parametrize(("base", "backward"), [(BF16, "e4m3"), (FP16, "e5m2"), (BF16, "high")], ids=str)
 def test_a_decoders_gradients_point_where_fp32s_do(base: NumberFormat, backward: str) -> None:
     model, tokens = decoder()
     names, parameters = zip(*model.named_parameters(), strict=True)
@@ -292,8 +292,7 @@ def test_a_decoders_gradients_point_where_fp32s_do(base: NumberFormat, backward:
             assert similarity < 0.9999, name  # three digits a value: it cannot be better than this
 
 
-@scales
-@bases
+@pytest.mark.parametrize(("base", "scale"), [(BF16, "fp32"), (FP16, "power_of_two")], ids=str)
 def test_a_policy_of_copies_has_the_learners_log_probs_to_the_bit(base: NumberFormat, scale: str) -> None:
     """One forward of the same shape: what is left to differ is the kernels, and they are the same."""
     model, tokens = decoder()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from attention_oracle import attended
 from mantissa.kernels import NativeKernels, SimulatedKernels
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, round_to_format
 from triton_interpreter import DEVICE, INTERPRETED, needs_a_device
@@ -32,21 +33,13 @@ def qkv(fmt: NumberFormat, heads: int, kv_heads: int, size: int, length: int, ro
     return tuple(torch.randn(rows, h, length, size).to(fmt.dtype) for h in (heads, kv_heads, kv_heads))
 
 
-def exact_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = q.double() @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return torch.softmax(scores.masked_fill(future, float("-inf")), -1) @ v
-
-
 @formats
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 @pytest.mark.parametrize("length", [1, 17, 130])
 def test_against_float64(length: int, shape: tuple[int, int, int], fmt: NumberFormat) -> None:
     """Each probability and the result are rounded once: an ulp of the largest value covers both."""
     q, k, v = qkv(fmt, *shape, length)
-    error = (attention(q, k, v).double() - exact_attention(q, k, v)).abs()
+    error = (attention(q, k, v).double() - attended(q.double(), k.double(), v.double())).abs()
     largest = v.double().abs().amax()
     assert bool((error <= fmt.epsilon * largest + 2.0**-20 * largest).all())
     assert attention(q, k, v).shape == q.shape
@@ -123,7 +116,7 @@ def test_chunks_apart_or_by_one_program(fmt: NumberFormat, length: int, monkeypa
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
     assert torch.equal(found[0][:, :, -1:], found[1])
-    error = (found[0].double() - exact_attention(q, k, v)).abs()
+    error = (found[0].double() - attended(q.double(), k.double(), v.double())).abs()
     assert bool((error <= (fmt.epsilon + 2.0**-20) * v.double().abs().amax()).all())
 
 
@@ -195,6 +188,6 @@ def test_decoding_4096_positions_is_the_sequence(shape: tuple[int, int, int], fm
     for t in [0, 1, 62, 63, 64, 65, *torch.randint(0, 4096, (60,)).tolist(), 4095]:
         one = attention(q[:, :, t : t + 1], k, v, torch.full((2,), t))
         assert torch.equal(one, whole[:, :, t : t + 1])
-    exact = exact_attention(q[:1, :1].cpu(), k[:1, :1].cpu(), v[:1, :1].cpu())
+    exact = attended(*(x[:1, :1].cpu().double() for x in (q, k, v)))
     error = whole[0, :1, -64:].double() - exact[0, :, -64:]
     assert bool((error.abs() <= 2 * fmt.epsilon * v.float().abs().amax().cpu() + 2.0**-16).all())

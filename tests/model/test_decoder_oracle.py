@@ -15,13 +15,9 @@ from mantissa.model import Decoder, character_tokenizer, load_model, save_model
 from mantissa.precision import BF16, FP16, FP32
 
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,  # T is 96 here: fast, blended and slow pairs all occur
-}
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, grouped queries": ("llama", {}),
@@ -54,60 +50,42 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS.keys())
-def pair(request: pytest.FixtureRequest, save_theirs: Callable[..., Any]) -> tuple[Any, Path]:
-    family, settings = request.param
-    return save_theirs(family, **settings)
-
-
-def test_their_folder_gives_their_logits(
-    pair: tuple[Any, Path], their_logits: Callable[..., Tensor], tokens_BT: Tensor
-) -> None:
-    theirs, folder = pair
-    expected = their_logits(theirs, tokens_BT)
-    with torch.no_grad():
-        ours = our_logits(load_model(folder), NativeKernels(FP32), tokens_BT)
-    assert ours.dtype == torch.float32
-    assert 0.5 < expected.abs().max() < 100  # the comparison would be empty on logits near zero
-    assert relative(ours, expected) < 1e-5
-
-
-def test_our_folder_gives_our_logits_in_transformers(
-    pair: tuple[Any, Path], tmp_path: Path, outside: Any, their_logits: Callable[..., Tensor], tokens_BT: Tensor
+@pytest.mark.parametrize(("family", "settings"), VARIANTS.values(), ids=VARIANTS.keys())
+def test_their_folder_gives_their_logits_here_and_ours_gives_them_there(
+    family: str,
+    settings: dict[str, Any],
+    save_theirs: Callable[..., Any],
+    their_logits: Callable[..., Tensor],
+    outside: Any,
+    tmp_path: Path,
+    tokens_BT: Tensor,
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    decoder = load_model(pair[1])
-    save_model(decoder, character_tokenizer("ab"), tmp_path / "ours")
-    with outside():
-        theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(report.values()), report
+    theirs, folder = save_theirs(family, **settings)
+    expected, decoder = their_logits(theirs, tokens_BT), load_model(folder)
     with torch.no_grad():
         ours = our_logits(decoder, NativeKernels(FP32), tokens_BT)
-    assert relative(ours, their_logits(theirs, tokens_BT)) < 1e-5
+    assert ours.dtype == torch.float32
+    assert 0.5 < expected.abs().max() < 100  # the comparison would be empty on logits near zero
+    assert relative(ours, expected) < 1e-5
+    save_model(decoder, character_tokenizer("ab"), tmp_path / "ours")
+    with outside():
+        again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values()), report
+    assert torch.equal(their_logits(again, tokens_BT), expected)
     assert load_model(tmp_path / "ours").config == decoder.config
 
 
-@pytest.mark.parametrize(
-    ("family", "plain", "changed"),
-    [
-        ("llama", {}, {"rope_parameters": LLAMA3}),
-        ("llama", {}, {"rope_parameters": LINEAR}),
-        ("llama", {}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
-        ("llama", {}, {"rms_norm_eps": 1e-2}),
-    ],
-)
 def test_the_settings_without_weights_do_matter_at_this_size(
-    family: str,
-    plain: dict[str, Any],
-    changed: dict[str, Any],
-    make_theirs: Callable[..., Any],
-    their_logits: Callable[..., Tensor],
-    tokens_BT: Tensor,
+    make_theirs: Callable[..., Any], their_logits: Callable[..., Tensor], tokens_BT: Tensor
 ) -> None:
     """Control: what 1e-5 above would have caught, had the setting been read wrongly or not at all."""
-    base = their_logits(make_theirs(family, **plain), tokens_BT)
-    assert relative(their_logits(make_theirs(family, **changed), tokens_BT), base) > 1e-2
+    base = their_logits(make_theirs("llama"), tokens_BT)
+    default = {"rope_type": "default", "rope_theta": 5000.0}
+    settings: list[dict[str, Any]] = [{"rope_parameters": rope} for rope in (LLAMA3, LINEAR, default)]
+    for changed in [*settings, {"rms_norm_eps": 1e-2}]:
+        assert relative(their_logits(make_theirs("llama", **changed), tokens_BT), base) > 1e-2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -136,8 +114,7 @@ def log_probs(logits: Tensor, tokens_BT: Tensor) -> Tensor:
     return table.gather(-1, tokens_BT[:, 1:, None]).squeeze(-1)
 
 
-@pytest.mark.parametrize("fmt", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("family", "fmt"), [("llama", BF16), ("qwen2", FP16), ("qwen3", BF16)], ids=str)
 def test_half_precision_is_theirs_within_rounding(
     family: str,
     fmt: Any,

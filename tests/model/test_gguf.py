@@ -131,11 +131,7 @@ def test_rotary_scaling(metadata: dict[str, Any], scaled: bool, expected: RopeSc
 
 @pytest.mark.parametrize(("family", "pre"), [("llama", "llama-bpe"), ("llama", "smollm"), ("qwen2", "qwen2")])
 def test_the_tokenizer_is_the_files_and_survives_saving(
-    family: str,
-    pre: str,
-    tmp_path: Path,
-    theirs: Callable[[Path], Any],
-    their_logits: Callable[..., Tensor],
+    family: str, pre: str, tmp_path: Path, theirs: Callable[[Path], Any], their_logits: Callable[..., Tensor]
 ) -> None:
     path = write_gguf(
         tmp_path / "a.gguf", gguf_decoder(family, num_hidden_layers=1), ("Q4_1",), {"tokenizer.ggml.pre": pre}
@@ -254,7 +250,7 @@ def test_what_is_no_gguf_file_is_one_error(content: bytes, message: str, tmp_pat
 def test_a_file_cut_anywhere_is_one_error(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "whole.gguf", gguf_decoder("qwen2", num_hidden_layers=1), ("Q8_0",))
     whole, cut = path.read_bytes(), tmp_path / "cut.gguf"
-    for length in [*range(0, 6000, 97), *range(6000, len(whole), len(whole) // 30), len(whole) - 1]:
+    for length in [*range(0, 6000, 257), *range(6000, len(whole), len(whole) // 9), len(whole) - 1]:
         cut.write_bytes(whole[:length])
         with pytest.raises(MantissaError, match="fetch"):
             load_model(cut)
@@ -265,7 +261,7 @@ def test_bytes_changed_anywhere_are_a_model_or_one_error(tmp_path: Path) -> None
     path = write_gguf(tmp_path / "a.gguf", gguf_decoder("llama", num_hidden_layers=1), ("Q4_1",))
     whole, draw = path.read_bytes(), np.random.default_rng(5)
     header = whole.index(b"blk.0.attn_norm")
-    for _ in range(150):
+    for _ in range(50):
         changed = bytearray(whole)
         for place in draw.integers(0, header + 900, draw.integers(1, 4)):
             changed[place] = draw.choice([0, 1, 127, 255, draw.integers(0, 256)])

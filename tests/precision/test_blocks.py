@@ -58,14 +58,11 @@ def agrees(x: Tensor, fmt: NumberFormat, block: tuple[int, int], power_of_two: b
 @scales
 @blocks
 @formats
-@pytest.mark.parametrize(
-    "shape", [(256, 128), (3, 5), (130, 257), (2, 3, 129, 64), (1, 1), (128, 300), (0, 128)], ids=str
-)
 def test_codes_scales_and_values_are_the_references(
-    shape: tuple[int, ...], fmt: NumberFormat, block: tuple[int, int], power_of_two: bool
+    fmt: NumberFormat, block: tuple[int, int], power_of_two: bool
 ) -> None:
-    x = torch.randn(shape) * torch.exp2(torch.randint(-30, 30, shape).float())
-    agrees(x, fmt, block, power_of_two)
+    for shape in [(256, 128), (3, 5), (130, 257), (2, 3, 129, 64), (1, 1), (128, 300), (0, 128)]:
+        agrees(torch.randn(shape) * torch.exp2(torch.randint(-30, 30, shape).float()), fmt, block, power_of_two)
 
 
 def hard_cases(fmt: NumberFormat) -> Tensor:
@@ -110,7 +107,7 @@ elements = st.floats(allow_nan=False, allow_infinity=False, width=32)
 spread = st.floats(-4.0, 4.0, width=32)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     x=st.tuples(st.integers(1, 6), st.integers(1, 140)).flatmap(
         lambda shape: st.one_of(
@@ -127,7 +124,7 @@ def test_any_values_agree_with_the_reference(
     agrees(torch.from_numpy(x), fmt, block, power_of_two)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     x=arrays(np.float32, (3, 130), elements=st.floats(-(2.0**100), 2.0**100, width=32)),
     fmt=st.sampled_from([E4M3, E5M2]),
@@ -167,11 +164,11 @@ def test_rounding_by_addition_equals_the_cast_for_every_fp16_value(fmt: NumberFo
 @formats
 def test_rounding_by_addition_equals_the_cast_for_fp32_values(fmt: NumberFormat) -> None:
     generator = torch.Generator().manual_seed(0)
-    patterns = torch.randint(-(2**31), 2**31, (2_000_000,), generator=generator, dtype=torch.int64).to(torch.int32)
+    patterns = torch.randint(-(2**31), 2**31, (500_000,), generator=generator, dtype=torch.int64).to(torch.int32)
     values = patterns.view(torch.float32)
     within = values[(values.abs() <= fmt.largest) | values.isnan()]
-    dense = torch.empty(1_000_000).uniform_(-fmt.largest, fmt.largest, generator=generator)
-    small = torch.randn(1_000_000, generator=generator) * fmt.smallest_normal
+    dense = torch.empty(300_000).uniform_(-fmt.largest, fmt.largest, generator=generator)
+    small = torch.randn(300_000, generator=generator) * fmt.smallest_normal
     assert_rounds(torch.cat((within, dense, small)), fmt)
 
 
@@ -207,10 +204,12 @@ def test_a_tensor_that_is_not_finite_is_named(bad: float, block: tuple[int, int]
     )
 
 
-@scales
 @blocks
-@formats
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")], ids=str)
+@pytest.mark.parametrize(
+    ("fmt", "power_of_two", "bad"),
+    [(E4M3, False, float("inf")), (E5M2, False, float("nan")), (E4M3, True, float("nan")), (E5M2, True, -float("inf"))],
+    ids=str,
+)
 def test_within_a_kernel_its_block_becomes_nan_and_no_other(
     bad: float, fmt: NumberFormat, block: tuple[int, int], power_of_two: bool
 ) -> None:
@@ -303,10 +302,3 @@ def test_a_cache_in_another_format_is_rounding() -> None:
     x = torch.randn(2, 4, 32)
     for fmt in (BF16, FP16, E5M2):
         assert torch.equal(round_cached(x, fmt), round_to_format(x, fmt))
-
-
-def test_a_vector_that_overflowed_is_nan_in_the_cache() -> None:
-    x = torch.randn(3, 32)
-    x[1, 4] = float("inf")
-    assert round_cached(x, E4M3).isnan().any(-1).tolist() == [False, True, False]
-    assert bool(round_cached(x, E4M3)[1].isnan().all())

@@ -110,26 +110,16 @@ SPECIAL = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45,
 def test_every_half_pattern_rounds_as_the_table_says(fmt: NumberFormat, source: torch.dtype) -> None:
     x = half_patterns(source).float()
     expected = table_oracle(x, fmt)
-    assert same_bits(round_to_format(x, fmt), expected)
-    assert same_bits(round_by_arithmetic(x, fmt), expected)
-    assert same_bits(round_to_format_(x.clone(), fmt), expected)
+    for rounded in (round_to_format(x, fmt), round_by_arithmetic(x, fmt), round_to_format_(x.clone(), fmt)):
+        assert same_bits(rounded, expected)
 
 
 @narrow
 def test_every_midpoint_goes_to_the_even_neighbour_and_its_own_neighbours_do_not(fmt: NumberFormat) -> None:
     x = torch.cat((midpoints_and_neighbours(fmt), SPECIAL))
     expected = table_oracle(x, fmt)
-    assert same_bits(round_to_format(x, fmt), expected)
-    assert same_bits(round_by_arithmetic(x, fmt), expected)
-    assert same_bits(round_to_format_(x.clone(), fmt), expected)
-
-
-@narrow
-def test_it_is_torchs_cast_wherever_torchs_cast_is_the_same_in_every_version(fmt: NumberFormat) -> None:
-    x = torch.cat((midpoints_and_neighbours(fmt), half_patterns(torch.float16).float(), SPECIAL))
-    if fmt is E4M3:  # above 464 torch 2.11 and 2.12 give NaN on a CPU
-        x = x[~(x.abs() > 464)]
-    assert same_bits(round_to_format(x, fmt), x.to(fmt.dtype).float())
+    for rounded in (round_to_format(x, fmt), round_by_arithmetic(x, fmt), round_to_format_(x.clone(), fmt)):
+        assert same_bits(rounded, expected)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +139,6 @@ def test_overflow_thresholds(fmt: NumberFormat, last_kept: float, first_beyond: 
         for rounding in (round_to_format, round_by_arithmetic):
             assert torch.equal(rounding(sign * x, fmt), sign * expected)
         assert torch.equal(round_to_format(sign * x.double(), fmt), sign * expected.double())
-
-
-@narrow
-def test_underflow_keeps_the_sign_of_zero_and_the_tie_goes_to_zero(fmt: NumberFormat) -> None:
-    tiny = fmt.smallest_subnormal
-    x = torch.tensor([tiny, tiny * 0.75, tiny * 0.5, tiny * 0.25, 1.5 * tiny, 2.5 * tiny, 0.0])
-    expected = torch.tensor([tiny, tiny, 0.0, 0.0, 2 * tiny, 2 * tiny, 0.0])
-    assert same_bits(round_to_format(torch.cat((x, -x)), fmt), torch.cat((expected, -expected)))
 
 
 class _RecordCasts(TorchDispatchMode):

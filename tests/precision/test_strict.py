@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mantissa.precision import StrictPromotion
+from strict_promotion import StrictPromotion
 
 Half, Float, Double = (torch.ones(2, 2, dtype=d) for d in (torch.float16, torch.float32, torch.float64))
 MIXES: dict[str, Callable[[], object]] = {

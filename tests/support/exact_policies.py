@@ -6,8 +6,7 @@ Legend: N response tokens, flat.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,16 +140,6 @@ def ragged(count: int, seed: int = 5, longest: int = 30, samples: int = 3) -> li
         )
         for i, n in enumerate(lengths)
     ]
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class OtherLibrary(TorchDispatchMode):

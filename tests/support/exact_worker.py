@@ -8,8 +8,8 @@ its own with a whole copy, scores them with the shards gathered layer by layer, 
 compared and different log-probs of each format. (A process of its own because threads that wait by spinning, which is
 decided at start, take minutes where there are fewer cores than threads.)
 
-``exact_worker.py FOLDER many FORMAT...``: the same of many samples of every family, on one thread and without strict
-promotion, whose look at every operation would be half of the time.
+``exact_worker.py FOLDER many PROMPTS FORMAT...``: the same of many samples of every family, on one thread and without
+strict promotion, whose look at every operation would be half of the time.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from exact_policies import FAMILIES, Policies, exactly, make_model, ragged, shapes_of, threads
+from exact_policies import FAMILIES, FORMATS, Policies, exactly, make_model, ragged, shapes_of
 from mantissa.errors import MantissaError
 from mantissa.kernels import plan_exact
-from mantissa.precision.resolve import StrictPromotion
+from mantissa.kernels.exact.probe import threads
 from mantissa.training import distribute
 from mantissa.training.distributed import whole
+from strict_promotion import StrictPromotion
 
 
 def compare(precision: str, rank: int) -> tuple[int, int, float]:
@@ -80,13 +81,14 @@ def thread(precision: str) -> tuple[int, int]:
     return compared, different
 
 
-def many(precision: str) -> tuple[int, int]:
+def many(precision: str, prompts: int) -> tuple[int, int]:
     """Ragged prompts, shared ones, more jobs than slots, long caches; scored in three sizes of micro-batch."""
     torch.set_num_threads(1)
     compared, different = 0, 0
-    for config in FAMILIES.values():
-        policies = Policies(make_model(config), exactly(precision), slots=128)
-        sampled = policies.sample(ragged(80, samples=8), tokens=220)
+    every = list(FAMILIES.values())
+    for config in every if prompts > 16 else [every[FORMATS.index(precision)]]:  # few prompts: a family for each format
+        policies = Policies(make_model(config), exactly(precision), slots=2 * prompts)
+        sampled = policies.sample(ragged(prompts, samples=8), tokens=220)
         assert policies.engine.stats.prefills > 1
         assert policies.engine.stats.occupancy < 1
         for micro in (None, 64, 16):
@@ -98,9 +100,11 @@ def many(precision: str) -> tuple[int, int]:
 def main() -> None:
     folder, *formats = sys.argv[1:]
     warnings.simplefilter("error")
-    if formats[0] in ("threads", "many"):
-        work = thread if formats[0] == "threads" else many
-        torch.save({precision: work(precision) for precision in formats[1:]}, Path(folder) / "0.pt")
+    if formats[0] == "threads":
+        torch.save({precision: thread(precision) for precision in formats[1:]}, Path(folder) / "0.pt")
+        return
+    if formats[0] == "many":
+        torch.save({precision: many(precision, int(formats[1])) for precision in formats[2:]}, Path(folder) / "0.pt")
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

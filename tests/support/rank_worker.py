@@ -18,9 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mantissa.precision.resolve import StrictPromotion
 from mantissa.training import GuardConfig, PrecisionTrainer, ScalerConfig, distribute
 from mantissa.training.distributed import unwrapped, whole
+from strict_promotion import StrictPromotion
 
 GLOBAL = 12  # rows of a whole batch: divided by 1, 2 and 3 processes
 Batch = tuple[Tensor, Tensor]

@@ -25,7 +25,6 @@ import mantissa.rl.session
 from mantissa.algorithms import values
 from mantissa.errors import MantissaError
 from mantissa.model.decoder import Norm
-from mantissa.precision.resolve import StrictPromotion
 from mantissa.rl import make_config, resume, start
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.experience import Experience
@@ -35,6 +34,7 @@ from mantissa.rollout import NativeEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import StepOutcome
 from mantissa.training.distributed import whole
+from strict_promotion import StrictPromotion
 
 Recipe = dict[str, Any]
 

@@ -2,9 +2,9 @@
 
 from mantissa.algorithms.advantages import ADVANTAGES, AdvantageKind, advantage
 from mantissa.algorithms.aggregation import (
+    Accumulator,
+    AccumulatorKind,
     AggregationKind,
-    Tally,
-    TallyKind,
     aggregation_scale,
     batch_counts,
     merge,
@@ -26,33 +26,9 @@ from mantissa.algorithms.ratio_parts import log_ratio_parts
 from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward, reference_drift
 
 __all__ = [
-    "ADVANTAGES",
-    "CORRECTION_PRESETS",
-    "AdvantageKind",
-    "AggregationKind",
-    "CISPOConfig",
-    "CorrectionConfig",
-    "DAPOConfig",
-    "FlowRLConfig",
-    "GSPOConfig",
-    "KLConfig",
-    "PPOClipConfig",
-    "PolicyLoss",
-    "PolicyLossConfig",
-    "ReinforceConfig",
-    "Tally",
-    "TallyKind",
-    "advantage",
-    "aggregation_scale",
-    "batch_counts",
-    "correction",
-    "flowrl_loss",
-    "importance_weights",
-    "kl_loss",
-    "kl_reward",
-    "log_ratio_parts",
-    "merge",
-    "policy_loss",
-    "reference_drift",
-    "values",
-]
+    "ADVANTAGES", "CORRECTION_PRESETS", "Accumulator", "AccumulatorKind", "AdvantageKind", "AggregationKind",
+    "CISPOConfig", "CorrectionConfig", "DAPOConfig", "FlowRLConfig", "GSPOConfig", "KLConfig", "PPOClipConfig",
+    "PolicyLoss", "PolicyLossConfig", "ReinforceConfig", "advantage", "aggregation_scale", "batch_counts", "correction",
+    "flowrl_loss", "importance_weights", "kl_loss", "kl_reward", "log_ratio_parts", "merge", "policy_loss",
+    "reference_drift", "values",
+]  # fmt: skip

@@ -35,57 +35,41 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mantissa.algorithms.aggregation import Tally
+from mantissa.algorithms.aggregation import Accumulator
 
 STD_EPSILON = 1e-6
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]
-Advantage = tuple[Tensor, dict[str, Tally]]
+Formula = Callable[[Tensor, Tensor, Tensor], Tensor]  # of r - mean, std and n of its group
 
-
-def grpo(rewards_B: Tensor, group_B: Tensor) -> Advantage:
-    """``(r - mean_group) / (std_group + 1e-6)``; see ``advantage`` for shapes and metrics."""
-    return _advantage(rewards_B, group_B, lambda centred, std, count: centred / (std + STD_EPSILON))
-
-
-def dr_grpo(rewards_B: Tensor, group_B: Tensor) -> Advantage:
-    """``r - mean_group``; belongs with the ``seq_mean_token_sum_norm`` aggregation. See ``advantage``."""
-    return _advantage(rewards_B, group_B, lambda centred, std, count: centred)
-
-
-def rloo(rewards_B: Tensor, group_B: Tensor) -> Advantage:
-    """``r - mean of the rest of its group``; see ``advantage`` for shapes and metrics."""
-    return _advantage(rewards_B, group_B, lambda centred, std, count: centred * count / (count - 1).clamp(min=1))
-
-
-def reinforce_pp(rewards_B: Tensor, group_B: Tensor) -> Advantage:
-    """``(r - mean_batch) / (std_batch + 1e-6)``; see ``advantage`` for shapes and metrics."""
-    result, _ = grpo(rewards_B, torch.zeros_like(group_B))
-    _, metrics = grpo(rewards_B, group_B)
-    return result, metrics | {
-        "advantage/abs_max": Tally.of("max", result.abs(), torch.ones_like(group_B, dtype=torch.bool))
-    }
-
-
-ADVANTAGES: dict[AdvantageKind, Callable[[Tensor, Tensor], Advantage]] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce_pp": reinforce_pp,
+ADVANTAGES: dict[AdvantageKind, Formula] = {
+    "grpo": lambda centred, std, count: centred / (std + STD_EPSILON),
+    "dr_grpo": lambda centred, std, count: centred,  # belongs with the ``seq_mean_token_sum_norm`` aggregation
+    "rloo": lambda centred, std, count: centred * count / (count - 1).clamp(min=1),
+    "reinforce_pp": lambda centred, std, count: centred / (std + STD_EPSILON),  # the batch being the group
 }
 
 
-def advantage(rewards_B: Tensor, group_B: Tensor, kind: AdvantageKind) -> Advantage:
+def advantage(rewards_B: Tensor, group_B: Tensor, kind: AdvantageKind) -> tuple[Tensor, dict[str, Accumulator]]:
     """Advantage of each response within its group (or the batch), by the estimator named ``kind``.
 
     ``rewards_B``: fp32 or float64. ``group_B``: int64, equal numbers share a prompt; every response of a prompt must be
-    in this batch. Returns ``advantage_B`` in the rewards' dtype, and tallies: ``advantage/degenerate_group_fraction``
+    in this batch. Returns ``advantage_B`` in the rewards' dtype, and metrics: ``advantage/degenerate_group_fraction``
     (groups whose rewards are all equal), ``advantage/abs_max``, ``reward/mean``, ``reward/min``, ``reward/max``.
     """
-    return ADVANTAGES[kind](rewards_B, group_B)
+    result, degenerate_G = _advantage(rewards_B, group_B, ADVANTAGES[kind])
+    if kind == "reinforce_pp":
+        result, _ = _advantage(rewards_B, torch.zeros_like(group_B), ADVANTAGES[kind])
+    return result, {
+        "advantage/degenerate_group_fraction": Accumulator.of("mean", degenerate_G),
+        "advantage/abs_max": Accumulator.of("max", result.abs()),
+        "reward/mean": Accumulator.of("mean", rewards_B),
+        "reward/min": Accumulator.of("min", rewards_B),
+        "reward/max": Accumulator.of("max", rewards_B),
+    }
 
 
-def _advantage(rewards_B: Tensor, group_B: Tensor, formula: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Advantage:
-    """Apply ``formula(r - mean, std, n)`` within each group, with exact zeros for degenerate ones. G groups."""
+def _advantage(rewards_B: Tensor, group_B: Tensor, formula: Formula) -> tuple[Tensor, Tensor]:
+    """``formula`` within each of G groups, with exact zeros for degenerate ones; and which these are (G)."""
     if rewards_B.dtype not in (torch.float32, torch.float64) or group_B.dtype != torch.int64:
         raise TypeError(f"expected fp32 rewards and int64 groups, not {rewards_B.dtype} and {group_B.dtype}")
     if rewards_B.shape != group_B.shape or rewards_B.dim() != 1:
@@ -100,12 +84,4 @@ def _advantage(rewards_B: Tensor, group_B: Tensor, formula: Callable[[Tensor, Te
     smallest_G = zeros_G.scatter_reduce(0, index_B, reward, "amin", include_self=False)
     degenerate_G = (largest_G == smallest_G) & largest_G.isfinite()
     result = formula(centred, variance_G.sqrt()[index_B], count_G[index_B])
-    result = torch.where(degenerate_G[index_B], 0.0, result).to(rewards_B.dtype)  # the one rounding
-    every_B = torch.ones_like(index_B, dtype=torch.bool)
-    return result, {
-        "advantage/degenerate_group_fraction": Tally.of("mean", degenerate_G, torch.ones_like(degenerate_G)),
-        "advantage/abs_max": Tally.of("max", result.abs(), every_B),
-        "reward/mean": Tally.of("mean", reward, every_B),
-        "reward/min": Tally.of("min", reward, every_B),
-        "reward/max": Tally.of("max", reward, every_B),
-    }
+    return torch.where(degenerate_G[index_B], 0.0, result).to(rewards_B.dtype), degenerate_G  # the one rounding

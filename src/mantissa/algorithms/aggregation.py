@@ -19,8 +19,8 @@ leave numerator and denominator alike.
 Metrics that add up: the same numbers however a batch was split into micro-batches or over ranks.
 
 A mean of means is not the mean when the parts differ in size, and a loss that ignores the split deserves metrics that
-do too. So a function in this room returns no means. Each metric is a ``Tally``: float64 parts that combine by one
-operation, and a value that is computed once, at the end.
+do too. So a function in this room returns no means. Each metric is an ``Accumulator``: float64 parts that combine by
+one operation, and a value that is computed once, at the end.
 
 =======  ==========================  =========  =========================================
 kind     parts                       combine    value
@@ -54,44 +54,45 @@ from torch import Tensor
 from mantissa.errors import MantissaError
 from mantissa.precision.numerics import masked_sum
 
-TallyKind = Literal["sum", "mean", "max", "min", "std", "ess"]
+AccumulatorKind = Literal["sum", "mean", "max", "min", "std", "ess"]
 
 
 @dataclass(frozen=True)
-class Tally:
+class Accumulator:
     """One metric over part of a batch. ``parts``: float64, one dimension, laid out as the module's table says."""
 
-    kind: TallyKind
+    kind: AccumulatorKind
     parts: Tensor
 
     @staticmethod
-    def of(kind: TallyKind, x: Tensor, mask: Tensor) -> Tally:
-        """Tally ``x`` where ``mask`` (bool, the same shape) holds. Detached; masked entries may be anything."""
+    def of(kind: AccumulatorKind, x: Tensor, mask: Tensor | None = None) -> Accumulator:
+        """Of ``x`` where ``mask`` (bool, its shape; None: everywhere) holds. Detached; the rest may be anything."""
+        mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
         x = x.detach().double()  # exact; sums of many fp32 numbers would otherwise depend on their order
         if kind in ("max", "min"):
             worst = -torch.inf if kind == "max" else torch.inf
             kept = torch.cat([torch.where(mask, x, worst).flatten(), x.new_full((1,), worst)])
-            return Tally(kind, (kept.max() if kind == "max" else kept.min()).reshape(1))
+            return Accumulator(kind, (kept.max() if kind == "max" else kept.min()).reshape(1))
         if kind == "sum":
-            return Tally(kind, masked_sum(x, mask).reshape(1))
+            return Accumulator(kind, masked_sum(x, mask).reshape(1))
         count = mask.sum().double()
         if kind == "mean":
-            return Tally(kind, torch.stack([masked_sum(x, mask), count]))
+            return Accumulator(kind, torch.stack([masked_sum(x, mask), count]))
         d = x - 1 if kind == "std" else x
-        return Tally(kind, torch.stack([masked_sum(d, mask), masked_sum(d.square(), mask), count]))
+        return Accumulator(kind, torch.stack([masked_sum(d, mask), masked_sum(d.square(), mask), count]))
 
     @property
     def reduce(self) -> Literal["sum", "max", "min"]:
         """The operation by which parts combine, under the name that collectives use for it."""
         return self.kind if self.kind in ("max", "min") else "sum"
 
-    def __add__(self, other: Tally) -> Tally:
+    def __add__(self, other: Accumulator) -> Accumulator:
         if self.kind != other.kind:
-            raise TypeError(f"cannot combine a tally of {self.kind} with one of {other.kind}")
+            raise TypeError(f"cannot combine a accumulator of {self.kind} with one of {other.kind}")
         if self.reduce == "sum":
-            return Tally(self.kind, self.parts + other.parts)
+            return Accumulator(self.kind, self.parts + other.parts)
         extreme = torch.maximum if self.reduce == "max" else torch.minimum
-        return Tally(self.kind, extreme(self.parts, other.parts))
+        return Accumulator(self.kind, extreme(self.parts, other.parts))
 
     def value(self) -> Tensor:
         """The metric, a zero-dimensional float64 tensor; 0 where nothing was counted."""
@@ -110,19 +111,19 @@ class Tally:
         return mean.square() / torch.where(mean_square > 0, mean_square, 1.0)  # all zero: 0 / 1
 
 
-def merge(rows: Iterable[Mapping[str, Tally]]) -> dict[str, Tally]:
-    """Combine the tallies of several micro-batches, name by name. Every row must have the same names."""
-    merged: dict[str, Tally] = {}
+def merge(rows: Iterable[Mapping[str, Accumulator]]) -> dict[str, Accumulator]:
+    """Combine the metrics of several micro-batches, name by name. Every row must have the same names."""
+    merged: dict[str, Accumulator] = {}
     for row in rows:
         if merged and row.keys() != merged.keys():
-            raise KeyError(f"tallies that do not match: {sorted(row.keys() ^ merged.keys())}")
-        merged = {name: merged[name] + tally if merged else tally for name, tally in row.items()}
+            raise KeyError(f"metrics that do not match: {sorted(row.keys() ^ merged.keys())}")
+        merged = {name: merged[name] + metric if merged else metric for name, metric in row.items()}
     return merged
 
 
-def values(tallies: Mapping[str, Tally]) -> dict[str, Tensor]:
-    """The value of each tally, zero-dimensional float64."""
-    return {name: tally.value() for name, tally in tallies.items()}
+def values(metrics: Mapping[str, Accumulator]) -> dict[str, Tensor]:
+    """The value of each metric, zero-dimensional float64."""
+    return {name: metric.value() for name, metric in metrics.items()}
 
 
 AggregationKind = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]

@@ -53,7 +53,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from mantissa.algorithms.aggregation import Tally
+from mantissa.algorithms.aggregation import Accumulator, AccumulatorKind
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError, nearest
 from mantissa.precision.numerics import LOG_RATIO_BOUND, KLEstimator, kl_estimate
@@ -77,11 +77,9 @@ class CorrectionConfig(Config):
         None, description="What r is the ratio of: one token, or the product over a sequence. Unless mode is none."
     )
     truncate_at: float | None = Field(
-        None,
-        gt=0,
-        allow_inf_nan=True,
+        None, gt=0, allow_inf_nan=True,
         description="Largest weight, on r = learner / rollout; .inf leaves only the bound of exp(20).",
-    )
+    )  # fmt: skip
     mask_low: float | None = Field(None, ge=0, description="Smallest r that is kept, inclusive; none: no lower bound.")
     mask_high: float | None = Field(None, gt=0, description="Largest r that is kept, inclusive; none: no upper bound.")
     normalize: bool = Field(
@@ -127,63 +125,51 @@ class CorrectionConfig(Config):
 
     @model_validator(mode="after")
     def _only_what_is_used(self) -> Self:
+        given = {name for name, value in self if value is not None}
         for name in ("level", "truncate_at", "mask_low", "mask_high"):
-            if getattr(self, name) is not None and name not in _USED_BY_MODE[self.mode]:
+            if name in given and name not in _USED_BY_MODE[self.mode]:
                 raise MantissaError(
                     f"correction.{name} does nothing with mode={self.mode}: leave it out or change the mode"
                 )
-        if self.mode != "none" and self.level is None:
-            raise MantissaError(f"correction.mode={self.mode} needs correction.level: token or sequence")
-        if self.mode == "truncate" and self.truncate_at is None:
-            raise MantissaError("correction.mode=truncate needs correction.truncate_at, for example 2")
-        if self.mode == "mask":
-            if self.mask_low is None and self.mask_high is None:
-                raise MantissaError("correction.mode=mask needs correction.mask_low, correction.mask_high or both")
-            _ordered("mask", self.mask_low, self.mask_high)
-        if self.normalize and self.mode == "none":
-            raise MantissaError("correction.normalize does nothing with mode=none: every weight is 1 already")
-        if self.bypass and self.mode != "none":
-            raise MantissaError(
-                f"correction.bypass takes no weights, got mode={self.mode}: the loss's ratio is already current / "
-                "rollout, and a weight would correct the same gap twice; set mode=none or bypass=false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _rejection_is_whole(self) -> Self:
-        fields = {name: getattr(self, name) for name in ("reject_by", "reject_low", "reject_high")}
-        if self.reject_unit is None:
-            given = next((name for name, value in fields.items() if value is not None), None)
-            if given is not None:
-                raise MantissaError(f"correction.{given} does nothing without correction.reject_unit")
-            return self
-        if self.reject_by is None:
-            raise MantissaError(f"correction.reject_unit={self.reject_unit} needs correction.reject_by: k1, k2 or k3")
-        if self.reject_low is None and self.reject_high is None:
-            raise MantissaError(f"correction.reject_by={self.reject_by} needs correction.reject_high or another bound")
-        if self.reject_by == "k1":
-            _ordered("reject", self.reject_low, self.reject_high)
-        elif self.reject_low is not None:
-            raise MantissaError(
-                f"correction.reject_low does nothing with reject_by={self.reject_by}, which is never negative; "
-                "leave it out, or reject by k1"
-            )
+        mode, unit, by, weighs = self.mode, self.reject_unit, self.reject_by, self.mode != "none"
+        mask, reject = (self.mask_low, self.mask_high), (self.reject_low, self.reject_high)
+        rejection = next((name for name in ("reject_by", "reject_low", "reject_high") if name in given), "")
+        wrong = {
+            f"mode={mode} needs correction.level: token or sequence": weighs and not self.level,
+            "mode=truncate needs correction.truncate_at, for example 2": mode == "truncate" and not self.truncate_at,
+            "mode=mask needs correction.mask_low, correction.mask_high or both": (
+                mode == "mask" and mask == (None, None)
+            ),
+            f"mask_low={mask[0]} must be below mask_high={mask[1]}": not _ordered(*mask),
+            "normalize does nothing with mode=none: every weight is 1 already": self.normalize and not weighs,
+            f"bypass takes no weights, got mode={mode}: the loss's ratio is already current / rollout, and a weight "
+            "would correct the same gap twice; set mode=none or bypass=false": self.bypass and weighs,
+            f"{rejection} does nothing without correction.reject_unit": bool(rejection) and unit is None,
+            f"reject_unit={unit} needs correction.reject_by: k1, k2 or k3": unit is not None and by is None,
+            f"reject_by={by} needs correction.reject_high or another bound": by is not None and reject == (None, None),
+            f"reject_low={reject[0]} must be below reject_high={reject[1]}": by == "k1" and not _ordered(*reject),
+            f"reject_low does nothing with reject_by={by}, which is never negative; leave it out, or reject by k1": (
+                by != "k1" and reject[0] is not None
+            ),
+        }  # fmt: skip
+        for message, is_wrong in wrong.items():
+            if is_wrong:
+                raise MantissaError(f"correction.{message}")
         return self
 
 
-def _ordered(name: str, low: float | None, high: float | None) -> None:
-    if not (low or 0.0) < (float("inf") if high is None else high):
-        raise MantissaError(f"correction.{name}_low={low} must be below {name}_high={high}")
+def _ordered(low: float | None, high: float | None) -> bool:
+    return (low or 0.0) < (float("inf") if high is None else high)
 
 
-def _truncate(level: Literal["token", "sequence"], at: float, **more: Any) -> CorrectionConfig:
-    return CorrectionConfig(mode="truncate", level=level, truncate_at=at, **more)
-
-
-_GEOMETRIC: dict[str, Any] = {
-    "reject_unit": "sequence_mean", "reject_by": "k1", "reject_low": 0.999, "reject_high": 1.001,
-}  # fmt: skip
+_TOKEN_TIS: dict[str, Any] = {"mode": "truncate", "level": "token", "truncate_at": 2.0}
+_SEQUENCE_TIS: dict[str, Any] = _TOKEN_TIS | {"level": "sequence"}
+_TOKEN_MIS: dict[str, Any] = {"mode": "mask", "level": "token", "mask_high": 2.0}
+_SEQUENCE_MIS: dict[str, Any] = {"mode": "mask", "level": "sequence", "mask_high": 3.0}
+_BAND: dict[str, Any] = {"reject_unit": "sequence_sum", "reject_by": "k1", "reject_low": 0.5, "reject_high": 2.0}
+_GEOMETRIC = _BAND | {"reject_unit": "sequence_mean", "reject_low": 0.999, "reject_high": 1.001}
 _K3: dict[str, Any] = {"reject_unit": "sequence_mean", "reject_by": "k3", "reject_high": 0.01}
+_VETO, _BYPASS = {"veto_below": 1e-4}, {"bypass": True}
 
 # Sources. tis: Yao et al. 2025, token, C = 2; sequence_tis: published C run from 2 to 5, and 3 is that of arXiv
 # 2510.26788, whose PG-IS is sequence_is and whose sequence-MIS is sequence_mis; icepop: arXiv 2510.18855; token_mis:
@@ -191,45 +177,41 @@ _K3: dict[str, Any] = {"reject_unit": "sequence_mean", "reject_by": "k3", "rejec
 # cites Liu, Li et al. 2025, "When Speed Kills Stability": its seq_is_rs, geo_rs, k3_rs, the veto at 1e-4, its bypass.
 # Its asymmetric bounds are on rollout / learner; those taken here are symmetric to within 1e-6, so nothing is swapped.
 CORRECTION_PRESETS: dict[str, CorrectionConfig] = {
-    "none": CorrectionConfig(),
-    "token_tis": _truncate("token", 2.0),
-    "sequence_tis": _truncate("sequence", 3.0),
-    "sequence_is": _truncate("sequence", float("inf")),
-    "icepop": CorrectionConfig(mode="mask", level="token", mask_low=0.5, mask_high=5.0),
-    "token_mis": CorrectionConfig(mode="mask", level="token", mask_high=2.0),
-    "sequence_mis": CorrectionConfig(mode="mask", level="sequence", mask_high=3.0),
-    "token_tis_normalized": _truncate("token", 2.0, normalize=True),
-    "token_tis_veto": _truncate("token", 2.0, veto_below=1e-4),
-    "sequence_mis_veto": CorrectionConfig(mode="mask", level="sequence", mask_high=3.0, veto_below=1e-4),
-    "sequence_rejection": _truncate(
-        "sequence", 2.0, reject_unit="sequence_sum", reject_by="k1", reject_low=0.5, reject_high=2.0
-    ),
-    "geometric": CorrectionConfig(**_GEOMETRIC),
-    "geometric_token_tis": _truncate("token", 2.0, **_GEOMETRIC),
-    "geometric_veto": CorrectionConfig(**_GEOMETRIC, veto_below=1e-4),
-    "k3_rejection": CorrectionConfig(**_K3),
-    "k3_rejection_token_tis": _truncate("token", 2.0, **_K3),
-    "bypass": CorrectionConfig(bypass=True),
-    "bypass_geometric": CorrectionConfig(bypass=True, **_GEOMETRIC),
-    "bypass_k3_rejection": CorrectionConfig(bypass=True, **_K3),
+    name: CorrectionConfig(**fields)
+    for name, fields in {
+        "none": {},
+        "token_tis": _TOKEN_TIS,
+        "sequence_tis": _SEQUENCE_TIS | {"truncate_at": 3.0},
+        "sequence_is": _SEQUENCE_TIS | {"truncate_at": float("inf")},
+        "icepop": _TOKEN_MIS | {"mask_low": 0.5, "mask_high": 5.0},
+        "token_mis": _TOKEN_MIS,
+        "sequence_mis": _SEQUENCE_MIS,
+        "token_tis_normalized": _TOKEN_TIS | {"normalize": True},
+        "token_tis_veto": _TOKEN_TIS | _VETO,
+        "sequence_mis_veto": _SEQUENCE_MIS | _VETO,
+        "sequence_rejection": _SEQUENCE_TIS | _BAND,
+        "geometric": _GEOMETRIC,
+        "geometric_token_tis": _TOKEN_TIS | _GEOMETRIC,
+        "geometric_veto": _GEOMETRIC | _VETO,
+        "k3_rejection": _K3,
+        "k3_rejection_token_tis": _TOKEN_TIS | _K3,
+        "bypass": _BYPASS,
+        "bypass_geometric": _BYPASS | _GEOMETRIC,
+        "bypass_k3_rejection": _BYPASS | _K3,
+    }.items()
 }
 
 
 def correction(
-    logp_BT: Tensor,
-    rollout_logp_BT: Tensor | None,
-    mask_BT: Tensor,
-    config: CorrectionConfig,
-    *,
-    whole: bool = False,
-) -> tuple[Tensor, Tensor, dict[str, Tally]]:
-    """Importance weight of each token, which tokens are valid, and tallies.
+    logp_BT: Tensor, rollout_logp_BT: Tensor | None, mask_BT: Tensor, config: CorrectionConfig, *, whole: bool = False
+) -> tuple[Tensor, Tensor, dict[str, Accumulator]]:
+    """Importance weight of each token, which tokens are valid, and metrics.
 
     ``logp_BT``, ``rollout_logp_BT``: log-probs of the sampled tokens, fp32 (or float64), the same shape and dtype.
     ``mask_BT``: bool, True at response tokens. ``whole``: the loss is of whole sequences, so that one with a log-prob
     that is not finite is dropped as a whole, however tokens are weighed. Returns ``weight_BT`` (detached, the dtype of
     ``logp_BT``, 0 where not valid), ``valid_BT`` (``mask_BT`` less what is not finite and what is rejected: use it as
-    the mask from here on, and for ``aggregation_scale``) and tallies named ``correction/...``. The weight statistics
+    the mask from here on, and for ``aggregation_scale``) and metrics named ``correction/...``. The weight statistics
     are of the weights as applied, over valid tokens at the token level and over sequences at the sequence level. With
     ``normalize`` the batch must be whole: a micro-batch's mean is another. Raises ``MantissaError`` where the rollout's
     log-probs are missing, ``TypeError`` for unequal dtypes.
@@ -250,21 +232,21 @@ def correction(
             valid_BT,
             metrics
             | {
-                "correction/rejected_token_fraction": Tally.of("mean", ~kept_BT, finite_BT),
-                "correction/rejected_sequence_fraction": Tally.of("mean", ~valid_BT.any(-1), sequence_B),
-                "correction/vetoed_sequence_fraction": Tally.of("mean", vetoed_B1.squeeze(-1), sequence_B),
-                "correction/dropped_tokens": Tally.of("sum", mask_BT & ~finite_BT, mask_BT),
+                "correction/rejected_token_fraction": Accumulator.of("mean", ~kept_BT, finite_BT),
+                "correction/rejected_sequence_fraction": Accumulator.of("mean", ~valid_BT.any(-1), sequence_B),
+                "correction/vetoed_sequence_fraction": Accumulator.of("mean", vetoed_B1.squeeze(-1), sequence_B),
+                "correction/dropped_tokens": Accumulator.of("sum", mask_BT & ~finite_BT, mask_BT),
             },
         )
 
 
 def importance_weights(
     logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor, valid_BT: Tensor, config: CorrectionConfig
-) -> tuple[Tensor, dict[str, Tally]]:
+) -> tuple[Tensor, dict[str, Accumulator]]:
     """The weights alone, without rejecting anything: for a loss that weighs by the current policy in every micro-batch.
 
     ``mask_BT``: the response tokens, over which a sequence's product runs. ``valid_BT``: from ``correction``, where the
-    weights apply. Returns ``weight_BT`` as ``correction`` does, and the tallies of weights. ``config.normalize`` is an
+    weights apply. Returns ``weight_BT`` as ``correction`` does, and the metrics of weights. ``config.normalize`` is an
     error: the mean over a batch of which this is a part is not known here.
     """
     if config.normalize:
@@ -305,8 +287,8 @@ def _keep(log_r_BT: Tensor, finite_BT: Tensor, config: CorrectionConfig) -> tupl
 
 def _weights(
     log_r_BT: Tensor, valid_BT: Tensor, config: CorrectionConfig, dtype: torch.dtype
-) -> tuple[Tensor, dict[str, Tally]]:
-    """The weight of each valid token in ``dtype``, and the tallies of weights."""
+) -> tuple[Tensor, dict[str, Accumulator]]:
+    """The weight of each valid token in ``dtype``, and the metrics of weights."""
     log_r, valid_unit = log_r_BT, valid_BT
     if config.level == "sequence":  # one unit a sequence, of shape B1, which broadcasts over T
         log_r, valid_unit = log_r.sum(-1, keepdim=True), valid_BT.any(-1, keepdim=True)
@@ -317,15 +299,14 @@ def _weights(
         weight = weight / torch.where(mean > 0, mean, 1.0)  # all masked: they stay 0
     weight_BT = torch.where(valid_BT, weight, 0.0).to(dtype)  # the one rounding
     masked_BT = masked & valid_BT
+    kinds: tuple[AccumulatorKind, ...] = ("mean", "std", "min", "max", "ess")
     return weight_BT, {
-        "correction/weight_mean": Tally.of("mean", weight, valid_unit),
-        "correction/weight_std": Tally.of("std", weight, valid_unit),
-        "correction/weight_min": Tally.of("min", weight, valid_unit),
-        "correction/weight_max": Tally.of("max", weight, valid_unit),
-        "correction/ess": Tally.of("ess", weight, valid_unit),
-        "correction/masked_token_fraction": Tally.of("mean", masked_BT, valid_BT),
-        "correction/masked_sequence_fraction": Tally.of("mean", masked_BT.any(-1), valid_BT.any(-1)),
-        "correction/truncated_token_fraction": Tally.of("mean", truncated & valid_BT, valid_BT),
+        f"correction/{'' if kind == 'ess' else 'weight_'}{kind}": Accumulator.of(kind, weight, valid_unit)
+        for kind in kinds
+    } | {
+        "correction/masked_token_fraction": Accumulator.of("mean", masked_BT, valid_BT),
+        "correction/masked_sequence_fraction": Accumulator.of("mean", masked_BT.any(-1), valid_BT.any(-1)),
+        "correction/truncated_token_fraction": Accumulator.of("mean", truncated & valid_BT, valid_BT),
     }
 
 

@@ -41,7 +41,7 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from mantissa.algorithms.aggregation import Tally
+from mantissa.algorithms.aggregation import Accumulator
 from mantissa.algorithms.losses import bounded_ratio, drift
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError
@@ -77,24 +77,17 @@ class FlowRLConfig(Config):
 
 
 def flowrl_loss(
-    logp_BT: Tensor,
-    old_logp_BT: Tensor,
-    ref_logp_BT: Tensor | None,
-    log_z_B: Tensor | None,
-    reward_B: Tensor,
-    mask_BT: Tensor,
-    weight_BT: Tensor,
-    scale_BT: Tensor,
-    config: FlowRLConfig,
-) -> tuple[Tensor, dict[str, Tally]]:
-    """Loss of a micro-batch, ``sum_i scale_i * w_i * delta_i^2``, and tallies.
+    logp_BT: Tensor, old_logp_BT: Tensor, ref_logp_BT: Tensor | None, log_z_B: Tensor | None, reward_B: Tensor,
+    mask_BT: Tensor, weight_BT: Tensor, scale_BT: Tensor, config: FlowRLConfig,
+) -> tuple[Tensor, dict[str, Accumulator]]:  # fmt: skip
+    """Loss of a micro-batch, ``sum_i scale_i * w_i * delta_i^2``, and metrics.
 
     ``logp_BT``: the current policy's, with gradient. ``log_z_B``: log Z of each sequence's prompt, with gradient.
     ``old_logp_BT``, ``ref_logp_BT``: the policy's before the update and the reference's. ``reward_B``: r_hat.
     ``mask_BT``, ``weight_BT``: from ``correction``. ``scale_BT``: this micro-batch's rows of ``aggregation_scale`` with
     ``seq_mean_token_mean``; a sequence's is their sum. All floats one dtype (fp32, or float64).
 
-    Tallies: those of ``policy_loss`` without a clip, and ``flowrl/delta_mean``, ``flowrl/delta_abs_mean``,
+    Metrics: those of ``policy_loss`` without a clip, and ``flowrl/delta_mean``, ``flowrl/delta_abs_mean``,
     ``flowrl/log_z_mean``, ``flowrl/weight_mean``, ``flowrl/weight_max``, ``flowrl/bounded_fraction``,
     ``flowrl/nonfinite``. Raises ``MantissaError`` where the reference's log-probs or log Z are missing.
     """
@@ -119,14 +112,14 @@ def flowrl_loss(
     known_B = counted_B & delta.isfinite()
     nonfinite = (mask_BT & ~ref.isfinite()).sum() + (counted_B & ~log_z.isfinite()).sum()
     return loss, drift(logp.detach(), old, mask_BT) | {
-        "policy/loss": Tally.of("sum", loss, torch.ones_like(loss, dtype=torch.bool)),
-        "flowrl/delta_mean": Tally.of("mean", delta, known_B),
-        "flowrl/delta_abs_mean": Tally.of("mean", delta.abs(), known_B),
-        "flowrl/log_z_mean": Tally.of("mean", log_z, counted_B & log_z.isfinite()),
-        "flowrl/weight_mean": Tally.of("mean", w, counted_B & w.isfinite()),
-        "flowrl/weight_max": Tally.of("max", w, counted_B & w.isfinite()),
-        "flowrl/bounded_fraction": Tally.of("mean", bounded_BT, mask_BT),
-        "flowrl/nonfinite": Tally.of("sum", nonfinite, torch.ones_like(nonfinite, dtype=torch.bool)),
+        "policy/loss": Accumulator.of("sum", loss),
+        "flowrl/delta_mean": Accumulator.of("mean", delta, known_B),
+        "flowrl/delta_abs_mean": Accumulator.of("mean", delta.abs(), known_B),
+        "flowrl/log_z_mean": Accumulator.of("mean", log_z, counted_B & log_z.isfinite()),
+        "flowrl/weight_mean": Accumulator.of("mean", w, counted_B & w.isfinite()),
+        "flowrl/weight_max": Accumulator.of("max", w, counted_B & w.isfinite()),
+        "flowrl/bounded_fraction": Accumulator.of("mean", bounded_BT, mask_BT),
+        "flowrl/nonfinite": Accumulator.of("sum", nonfinite),
     }
 
 

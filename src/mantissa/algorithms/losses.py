@@ -41,7 +41,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.aggregation import Tally
+from mantissa.algorithms.aggregation import Accumulator
 from mantissa.config_base import Config
 from mantissa.precision.numerics import LOG_RATIO_BOUND, kl_estimate, masked_sum
 
@@ -67,11 +67,9 @@ class DAPOConfig(Config):
     clip_low: float = Field(0.2, gt=0, le=1, description="Below 1 - clip_low a ratio gains nothing by falling further.")
     clip_high: float = Field(0.28, gt=0, description="Above 1 + clip_high a ratio gains nothing by rising further.")
     dual_clip: float = Field(
-        10.0,
-        gt=1,
-        allow_inf_nan=True,
+        10.0, gt=1, allow_inf_nan=True,
         description="Where A < 0, a ratio above this has no gradient; .inf leaves only that of exp(20).",
-    )
+    )  # fmt: skip
 
 
 class GSPOConfig(Config):
@@ -92,57 +90,6 @@ class CISPOConfig(Config):
 PolicyLoss = ReinforceConfig | PPOClipConfig | DAPOConfig | GSPOConfig | CISPOConfig
 PolicyLossConfig = Annotated[PolicyLoss, Field(discriminator="kind")]
 ClippedLoss = PPOClipConfig | DAPOConfig | GSPOConfig | CISPOConfig
-TokenLosses = tuple[Tensor, Tensor]
-
-
-def reinforce(logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor) -> Tensor:
-    """``-w * A * logp`` for each token. All BT, one dtype, nothing masked."""
-    return -weight_BT * advantage_BT * logp_BT
-
-
-def ppo_clip(
-    logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, config: PPOClipConfig
-) -> TokenLosses:
-    """``-w * min(ratio * A, clip(ratio) * A)`` for each token, and where the clip took its gradient away (bool, BT).
-
-    All inputs BT in one dtype, nothing masked. A ratio exactly at a bound is not clipped.
-    """
-    surrogate, held = _clipped(bounded_ratio(logp_BT - old_logp_BT), advantage_BT, config)
-    return -weight_BT * surrogate, held
-
-
-def dapo(
-    logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, config: DAPOConfig
-) -> TokenLosses:
-    """``-w * min(ratio * A, clip(ratio) * A)``, and for A < 0 ``-w * max(that min, c * A)``; see ``ppo_clip``."""
-    surrogate, held = _clipped(bounded_ratio(logp_BT - old_logp_BT), advantage_BT, config)
-    floor = torch.where(advantage_BT < 0, advantage_BT, 0.0) * min(config.dual_clip, torch.finfo(logp_BT.dtype).max)
-    capped = (advantage_BT < 0) & (surrogate < floor).detach()
-    return -weight_BT * torch.where(capped, floor, surrogate), held | capped
-
-
-def gspo(
-    logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor, config: GSPOConfig
-) -> TokenLosses:
-    """``-w * min(s * A, clip(s) * A)``, s the sequence's ratio, its gradient through each token's own logp.
-
-    All floats BT in one dtype, 0 where ``mask_BT`` is False. Also: where the clip took the gradient away (bool, BT).
-    """
-    difference = logp_BT.detach().double() - old_logp_BT.double()  # exact
-    mean_B1 = masked_sum(difference, mask_BT, -1).unsqueeze(-1) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
-    # The value is the mean alone (logp less itself is 0); the gradient is this token's, and none beyond the clamp.
-    log_s_BT = mean_B1.to(logp_BT.dtype) + (logp_BT - logp_BT.detach())
-    surrogate, held = _clipped(bounded_ratio(log_s_BT), advantage_BT, config)
-    return -weight_BT * surrogate, held
-
-
-def cispo(
-    logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, config: CISPOConfig
-) -> TokenLosses:
-    """``-w * stopgrad(min(ratio, 1 + high)) * A * logp``, and where the ratio was above its bound (bool, BT)."""
-    ratio = bounded_ratio(logp_BT.detach() - old_logp_BT)
-    bounded = ratio.clamp(max=1 + config.clip_high)
-    return -weight_BT * bounded * advantage_BT * logp_BT, ratio > bounded
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
@@ -151,25 +98,38 @@ def bounded_ratio(log_ratio: Tensor) -> Tensor:
     return torch.where(log_ratio.isfinite(), clamped, torch.nan).exp()
 
 
-def _clipped(
-    ratio: Tensor, advantage: Tensor, config: PPOClipConfig | DAPOConfig | GSPOConfig
+def _ratio_loss(
+    logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor, config: ClippedLoss
 ) -> tuple[Tensor, Tensor]:
-    """``min(ratio * A, clip(ratio) * A)``, and where the second is the smaller."""
-    plain = ratio * advantage
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage
-    return torch.minimum(plain, clipped), (clipped < plain).detach()
+    """The loss of each token, and where a bound took its gradient away, or with ``cispo`` held its weight (bool, BT).
+
+    All floats BT in one dtype, 0 where ``mask_BT`` is False. A ratio exactly at a bound is not clipped.
+    """
+    if isinstance(config, CISPOConfig):
+        ratio = bounded_ratio(logp_BT.detach() - old_logp_BT)
+        bounded = ratio.clamp(max=1 + config.clip_high)
+        return -weight_BT * bounded * advantage_BT * logp_BT, ratio > bounded
+    log_ratio_BT = logp_BT - old_logp_BT
+    if isinstance(config, GSPOConfig):
+        difference = logp_BT.detach().double() - old_logp_BT.double()  # exact
+        mean_B1 = masked_sum(difference, mask_BT, -1).unsqueeze(-1) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+        # The value is the mean alone (logp less itself is 0); the gradient is this token's, and none beyond the clamp.
+        log_ratio_BT = mean_B1.to(logp_BT.dtype) + (logp_BT - logp_BT.detach())
+    ratio = bounded_ratio(log_ratio_BT)
+    plain, clipped = (r * advantage_BT for r in (ratio, ratio.clamp(1 - config.clip_low, 1 + config.clip_high)))
+    surrogate, held = torch.minimum(plain, clipped), (clipped < plain).detach()
+    if isinstance(config, DAPOConfig):  # for A < 0 at most c * |A|
+        floor = torch.where(advantage_BT < 0, advantage_BT, 0.0) * min(config.dual_clip, torch.finfo(logp_BT.dtype).max)
+        capped = (advantage_BT < 0) & (surrogate < floor).detach()
+        surrogate, held = torch.where(capped, floor, surrogate), held | capped
+    return -weight_BT * surrogate, held
 
 
 def policy_loss(
-    logp_BT: Tensor,
-    old_logp_BT: Tensor,
-    advantage_B: Tensor,
-    mask_BT: Tensor,
-    weight_BT: Tensor,
-    scale_BT: Tensor,
+    logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor, weight_BT: Tensor, scale_BT: Tensor,
     config: PolicyLoss,
-) -> tuple[Tensor, dict[str, Tally]]:
-    """Loss of a micro-batch, ``sum over the mask of scale * loss_of_token``, and tallies.
+) -> tuple[Tensor, dict[str, Accumulator]]:  # fmt: skip
+    """Loss of a micro-batch, ``sum over the mask of scale * loss_of_token``, and metrics.
 
     ``logp_BT``: the current policy's, with gradient. ``old_logp_BT``: the policy's at the start of the update (pass
     ``logp_BT.detach()`` for a single on-policy step). ``weight_BT`` and ``mask_BT``: from ``correction`` (its
@@ -177,7 +137,7 @@ def policy_loss(
     to those of the whole batch, for whole sequences. All floats one dtype (fp32, or float64). Only ``logp_BT`` receives
     a gradient.
 
-    Tallies: ``policy/loss`` (sum), ``policy/ratio_mean``, ``policy/ratio_max``, ``policy/kl_old`` (k3 estimate of
+    Metrics: ``policy/loss`` (sum), ``policy/ratio_mean``, ``policy/ratio_max``, ``policy/kl_old`` (k3 estimate of
     KL(old || theta), nats/token), ``policy/nonfinite`` (valid tokens whose log-prob is not finite), and, but for
     ``reinforce``, also ``policy/clip_fraction`` (valid tokens that the clip leaves without a gradient; with ``cispo``,
     whose weight it bounds).
@@ -186,34 +146,14 @@ def policy_loss(
     old = torch.where(mask_BT, old_logp_BT.detach(), 0.0)
     weight = torch.where(mask_BT, weight_BT.detach(), 0.0)
     advantage = torch.where(mask_BT, advantage_B.detach().unsqueeze(-1), 0.0)
-    metrics: dict[str, Tally] = {}
+    metrics: dict[str, Accumulator] = {}
     if isinstance(config, ReinforceConfig):
-        losses = reinforce(logp, advantage, weight)
+        losses = -weight * advantage * logp
     else:
         losses, bounded = _ratio_loss(logp, old, advantage, weight, mask_BT, config)
-        metrics["policy/clip_fraction"] = Tally.of("mean", bounded, mask_BT)
+        metrics["policy/clip_fraction"] = Accumulator.of("mean", bounded, mask_BT)
     loss = masked_sum(losses * torch.where(mask_BT, scale_BT, 0.0), mask_BT)
-    return loss, metrics | drift(logp.detach(), old, mask_BT) | {
-        "policy/loss": Tally.of("sum", loss, torch.ones_like(loss, dtype=torch.bool))
-    }
-
-
-def _ratio_loss(
-    logp: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    weight: Tensor,
-    mask: Tensor,
-    config: ClippedLoss,
-) -> TokenLosses:
-    """Token losses of the kind that ``config`` is of, and where its bound acts."""
-    if isinstance(config, GSPOConfig):
-        return gspo(logp, old, advantage, weight, mask, config)
-    if isinstance(config, DAPOConfig):
-        return dapo(logp, old, advantage, weight, config)
-    if isinstance(config, CISPOConfig):
-        return cispo(logp, old, advantage, weight, config)
-    return ppo_clip(logp, old, advantage, weight, config)
+    return loss, metrics | drift(logp.detach(), old, mask_BT) | {"policy/loss": Accumulator.of("sum", loss)}
 
 
 def clipped(logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor, config: ClippedLoss) -> Tensor:
@@ -225,18 +165,18 @@ def clipped(logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: 
     return _ratio_loss(logp_BT, old_logp_BT, advantage_BT, mask_BT.to(logp_BT.dtype), mask_BT, config)[1] & mask_BT
 
 
-def drift(logp: Tensor, old: Tensor, mask: Tensor) -> dict[str, Tally]:
+def drift(logp: Tensor, old: Tensor, mask: Tensor) -> dict[str, Accumulator]:
     """How far theta is from old, in float64: within an update the log-ratio starts at rounding error.
 
     ``logp`` and ``old``: detached, BT, 0 where ``mask`` is False.
     """
     finite = mask & logp.isfinite() & old.isfinite()
-    # Widened exactly, then replaced where not finite: those tokens are counted instead, and no tally here is NaN.
+    # Widened exactly, then replaced where not finite: those tokens are counted instead, and no metric here is NaN.
     log_ratio = torch.where(finite, logp.double() - old.double(), 0.0).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
     return {
-        "policy/ratio_mean": Tally.of("mean", ratio, finite),
-        "policy/ratio_max": Tally.of("max", ratio, finite),
-        "policy/kl_old": Tally.of("mean", kl_estimate(log_ratio, "k3"), finite),
-        "policy/nonfinite": Tally.of("sum", mask & ~finite, mask),
+        "policy/ratio_mean": Accumulator.of("mean", ratio, finite),
+        "policy/ratio_max": Accumulator.of("max", ratio, finite),
+        "policy/kl_old": Accumulator.of("mean", kl_estimate(log_ratio, "k3"), finite),
+        "policy/nonfinite": Accumulator.of("sum", mask & ~finite, mask),
     }

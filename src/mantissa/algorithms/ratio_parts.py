@@ -39,20 +39,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mantissa.algorithms.aggregation import Tally
+from mantissa.algorithms.aggregation import Accumulator
 from mantissa.algorithms.flowrl import FlowRLConfig, bounded
 from mantissa.algorithms.losses import GSPOConfig, PolicyLoss, ReinforceConfig, clipped
 
 
 def log_ratio_parts(
-    logp_BT: Tensor,
-    old_logp_BT: Tensor,
-    rollout_logp_BT: Tensor,
-    advantage_B: Tensor,
-    mask_BT: Tensor,
-    valid_BT: Tensor,
-    config: PolicyLoss | FlowRLConfig,
-) -> dict[str, Tally]:
+    logp_BT: Tensor, old_logp_BT: Tensor, rollout_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor,
+    valid_BT: Tensor, config: PolicyLoss | FlowRLConfig,
+) -> dict[str, Accumulator]:  # fmt: skip
     """``policy/alpha_...`` and ``policy/beta_...`` (nats) and, but for ``reinforce``, ``policy/phantom_clip_fraction``.
 
     Log-probs BT, one dtype (fp32, or float64), detached here. ``mask_BT``: response tokens, over which the parts are.
@@ -62,12 +57,12 @@ def log_ratio_parts(
     logps = [x.detach() for x in (logp_BT, old_logp_BT, rollout_logp_BT)]
     finite_BT = mask_BT & torch.stack([x.isfinite() for x in logps]).all(0)
     logp, old, rollout = (torch.where(finite_BT, x, 0.0) for x in logps)
-    tallies = {}
+    metrics = {}
     for name, part in (("alpha", logp.double() - old.double()), ("beta", old.double() - rollout.double())):  # exact
-        tallies[f"policy/{name}_mean"] = Tally.of("mean", part, finite_BT)
-        tallies[f"policy/{name}_abs_mean"] = Tally.of("mean", part.abs(), finite_BT)
+        metrics[f"policy/{name}_mean"] = Accumulator.of("mean", part, finite_BT)
+        metrics[f"policy/{name}_abs_mean"] = Accumulator.of("mean", part.abs(), finite_BT)
     if isinstance(config, ReinforceConfig):
-        return tallies
+        return metrics
     known_BT = valid_BT & finite_BT
     by_token = config.importance == "token" if isinstance(config, FlowRLConfig) else not isinstance(config, GSPOConfig)
     if not by_token:
@@ -80,4 +75,4 @@ def log_ratio_parts(
         return clipped(logp_BT, anchor_BT, advantage_B.detach(), known_BT, config)
 
     phantom_BT = cut(rollout) & ~cut(old)
-    return tallies | {"policy/phantom_clip_fraction": Tally.of("mean", phantom_BT, known_BT)}
+    return metrics | {"policy/phantom_clip_fraction": Accumulator.of("mean", phantom_BT, known_BT)}

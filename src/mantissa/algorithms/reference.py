@@ -35,7 +35,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.aggregation import Tally
+from mantissa.algorithms.aggregation import Accumulator
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError
 from mantissa.precision.numerics import LOG_RATIO_BOUND, KLEstimator, kl_estimate, masked_sum
@@ -53,52 +53,44 @@ class KLConfig(Config):
 
 
 def kl_loss(
-    logp_BT: Tensor,
-    ref_logp_BT: Tensor | None,
-    mask_BT: Tensor,
-    weight_BT: Tensor,
-    scale_BT: Tensor,
-    config: KLConfig,
-) -> tuple[Tensor, dict[str, Tally]]:
-    """``coefficient * sum over the mask of scale * w * estimate``, to be added to the policy's loss, and tallies.
+    logp_BT: Tensor, ref_logp_BT: Tensor | None, mask_BT: Tensor, weight_BT: Tensor, scale_BT: Tensor, config: KLConfig
+) -> tuple[Tensor, dict[str, Accumulator]]:
+    """``coefficient * sum over the mask of scale * w * estimate``, to be added to the policy's loss, and metrics.
 
     ``logp_BT``: the current policy's, with gradient; only it receives one. ``ref_logp_BT``: the reference's.
     ``weight_BT``: the correction's, with which rollout samples stand for the policy's own; ones for the published form.
     ``scale_BT``: the policy loss's own ``aggregation_scale``. A completion without an advantage has a gradient here.
-    Tallies: ``reference/penalty`` (sum, as added), ``reference/kl``, ``reference/k3_kl``, ``reference/nonfinite``.
+    Metrics: ``reference/penalty`` (sum, as added), ``reference/kl``, ``reference/k3_kl``, ``reference/nonfinite``.
     Raises ``MantissaError`` where the reference's log-probs are missing.
     """
     logp, ref = _known(logp_BT, ref_logp_BT, mask_BT)
     weight, scale = (torch.where(mask_BT, x.detach(), 0.0) for x in (weight_BT, scale_BT))
     penalty = config.coefficient * masked_sum(scale * weight * _estimate(ref - logp, config.estimator), mask_BT)
-    return penalty, _tallies(logp.detach(), ref, mask_BT) | {
-        "reference/penalty": Tally.of("sum", penalty, torch.ones_like(penalty, dtype=torch.bool))
-    }
+    return penalty, _metrics(logp.detach(), ref, mask_BT) | {"reference/penalty": Accumulator.of("sum", penalty)}
 
 
 def kl_reward(
     reward_B: Tensor, logp_BT: Tensor, ref_logp_BT: Tensor | None, mask_BT: Tensor, config: KLConfig
-) -> tuple[Tensor, dict[str, Tally]]:
-    """``reward - coefficient * sum_t estimate``, from which advantages are then made, and tallies.
+) -> tuple[Tensor, dict[str, Accumulator]]:
+    """``reward - coefficient * sum_t estimate``, from which advantages are then made, and metrics.
 
-    ``logp_BT``: the policy's before the update. Nothing carries a gradient. Tallies as ``kl_loss``, with
+    ``logp_BT``: the policy's before the update. Nothing carries a gradient. Metrics as ``kl_loss``, with
     ``reference/penalty`` the sum over sequences of what was taken off. A sequence with a valid log-prob that is not
     finite gets a reward that is not.
     """
     logp, ref = _known(logp_BT.detach(), ref_logp_BT, mask_BT)
     penalty_B = config.coefficient * masked_sum(_estimate(ref - logp, config.estimator), mask_BT, -1)
-    every_B = torch.ones_like(penalty_B, dtype=torch.bool)
-    return reward_B - penalty_B.to(reward_B.dtype), _tallies(logp, ref, mask_BT) | {
-        "reference/penalty": Tally.of("sum", penalty_B, every_B)
+    return reward_B - penalty_B.to(reward_B.dtype), _metrics(logp, ref, mask_BT) | {
+        "reference/penalty": Accumulator.of("sum", penalty_B)
     }
 
 
-def reference_drift(logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> dict[str, Tally]:
+def reference_drift(logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> dict[str, Accumulator]:
     """How far a policy is from the reference: ``reference/kl``, ``reference/k3_kl``, ``reference/nonfinite``.
 
     Both log-probs fp32 or float64, of one dtype; ``mask_BT`` bool. Nothing carries a gradient.
     """
-    return _tallies(*_known(logp_BT.detach(), ref_logp_BT, mask_BT), mask_BT)
+    return _metrics(*_known(logp_BT.detach(), ref_logp_BT, mask_BT), mask_BT)
 
 
 def _known(logp_BT: Tensor, ref_logp_BT: Tensor | None, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,11 +106,11 @@ def _estimate(log_r: Tensor, kind: KLEstimator) -> Tensor:
     return kl_estimate(log_r.clamp(max=LOG_RATIO_BOUND) if kind == "k3" else log_r, kind)
 
 
-def _tallies(logp: Tensor, ref: Tensor, mask: Tensor) -> dict[str, Tally]:
+def _metrics(logp: Tensor, ref: Tensor, mask: Tensor) -> dict[str, Accumulator]:
     finite = mask & logp.isfinite() & ref.isfinite()
     log_r = torch.where(finite, ref.double() - logp.double(), 0.0)
     return {
-        "reference/kl": Tally.of("mean", -log_r, finite),
-        "reference/k3_kl": Tally.of("mean", _estimate(log_r, "k3"), finite),
-        "reference/nonfinite": Tally.of("sum", mask & ~finite, mask),
+        "reference/kl": Accumulator.of("mean", -log_r, finite),
+        "reference/k3_kl": Accumulator.of("mean", _estimate(log_r, "k3"), finite),
+        "reference/nonfinite": Accumulator.of("sum", mask & ~finite, mask),
     }

@@ -67,25 +67,7 @@ def _check_triton(role: ResolvedRole) -> None:
 
 
 __all__ = [
-    "WAYS",
-    "Autocast",
-    "ExactKernels",
-    "ExactPlan",
-    "Kernels",
-    "ModelShapes",
-    "NativeKernels",
-    "Pick",
-    "SimulatedKernels",
-    "Traced",
-    "Way",
-    "autocast_for",
-    "check_invariance",
-    "first_difference",
-    "learner_kernels",
-    "operation",
-    "plan_exact",
-    "probe",
-    "probe_autocast",
-    "reference_kernels",
-    "rollout_kernels",
-]
+    "WAYS", "Autocast", "ExactKernels", "ExactPlan", "Kernels", "ModelShapes", "NativeKernels", "Pick",
+    "SimulatedKernels", "Traced", "Way", "autocast_for", "check_invariance", "first_difference", "learner_kernels",
+    "operation", "plan_exact", "probe", "probe_autocast", "reference_kernels", "rollout_kernels",
+]  # fmt: skip

@@ -30,34 +30,27 @@ class Kernels(Protocol):
     @property
     def format(self) -> NumberFormat:
         """The format whose grid the values are on."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that tensors have in memory: the format's own (native), or fp32 (simulated)."""
-        ...
 
     @property
     def logits_format(self) -> NumberFormat:
         """The format that logits are rounded to; fp32 leaves the product's accumulator as it is."""
-        ...
 
     def weight(self, master: Tensor) -> Tensor:
         """The compute copy of a master weight: rounded to the format. Differentiable: its gradient is rounded too."""
-        ...
 
     def copied(self, master: Tensor, layer: str = "") -> Tensor | BlockScaled:
         """What a policy that does not train keeps of a master: rounded once, or quantised once. No gradient."""
-        ...
 
     @property
     def packs(self) -> bool:
         """Whether its products read a copy that ``products.packed`` has laid out; it must not train."""
-        ...
 
     def embedding(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
         """Rows of the embedding table, in the format. ``weight_VE`` is the master."""
-        ...
 
     def linear(
         self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
@@ -66,39 +59,30 @@ class Kernels(Protocol):
 
         ``layer`` is the projection's name in the model: where the fp8 policy names it, both operands are quantised.
         """
-        ...
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
         """x @ weight^T as fp32 (then rounded only where ``logits_format`` says so). ``weight_VE`` is the master."""
-        ...
 
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         """Log-prob of each token under softmax(logits / temperature), fp32: ``precision.numerics.token_logprob``."""
-        ...
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """weight * round(x / sqrt(mean(x^2) + eps)), rounded."""
-        ...
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
         """round(silu(gate)) * up, rounded."""
-        ...
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
         """Rotary embedding x * cos + rotate_half(x) * sin, in fp32, rounded once. ``cos`` and ``sin`` are fp32."""
-        ...
 
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
         """x + y, rounded."""
-        ...
 
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
         """Attention of every position to itself and those before it; softmax(q k^T / sqrt(D)) v. Shape of ``q``."""
-        ...
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         """Attention of one query per row to the first ``length_B`` (at least 1) keys of a cache. Shape of ``q``.
 
         No gradient. What the cache holds beyond the length has no effect, but must be finite: 0 * inf is NaN.
         """
-        ...

@@ -12,6 +12,8 @@ where it is used, and autograd casts the gradient back.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +84,8 @@ class NativeKernels:
         if self._is_cpus_own(x_NE):
             logits = Linear.apply(x_NE, weight, None, FP32, FP32, products.product)
         else:
-            logits = F.linear(x_NE, weight) if self.format is FP32 else _HalfProductToFloat.apply(x_NE, weight)
+            fp32 = self.format is FP32
+            logits = F.linear(x_NE, weight) if fp32 else ProductOf.apply(x_NE, weight, None, _half_product_to_float)
         return round_to_format(logits, self.logits_format)
 
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
@@ -127,28 +130,35 @@ class NativeKernels:
         return (p_BKGS @ v_BKSD.to(self.dtype)).reshape(q_BHD.shape)  # a cache may be coarser than the rollout
 
 
-class _HalfProductToFloat(torch.autograd.Function):
-    """x @ w^T with half operands and an fp32 result; the backward's operands are half again, its results half.
+NativeProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows N,E, a weight F,E and a bias: N,F
+
+
+class ProductOf(torch.autograd.Function):
+    """x @ w^T + b by ``product``; its gradients by torch's products, with operands in the dtype of ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, product: NativeProduct) -> Tensor:
+        ctx.save_for_backward(x_NE, weight_FE)
+        out = product(x_NE.reshape(-1, x_NE.shape[-1]), weight_FE, bias_F)
+        return out.view(*x_NE.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x_NE, weight_FE = ctx.saved_tensors
+        grad_NF = grads[0].to(x_NE.dtype)  # the logits' gradient is fp32
+        flat = grad_NF.reshape(-1, grad_NF.shape[-1])
+        grad_x = grad_NF @ weight_FE if ctx.needs_input_grad[0] else None
+        # None of a frozen head: V by E values that nobody reads.
+        grad_weight = flat.t() @ x_NE.reshape(-1, x_NE.shape[-1]) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, flat.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+def _half_product_to_float(x_NE: Tensor, weight_VE: Tensor, _: Tensor | None) -> Tensor:
+    """x @ w^T with half operands and an fp32 result.
 
     Torch's ``mm`` with ``out_dtype=torch.float32`` (CUDA only) keeps the accumulator instead of rounding it. A CPU has
     no such product; widening the operands gives the same products and the same fp32 sum.
     """
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
-        ctx.save_for_backward(x_NE, weight_VE)
-        flat = x_NE.reshape(-1, x_NE.shape[-1])
-        if x_NE.is_cuda:
-            logits_NV = torch.mm(flat, weight_VE.t(), out_dtype=torch.float32)
-        else:
-            logits_NV = flat.float() @ weight_VE.float().t()
-        return logits_NV.view(*x_NE.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
-        x_NE, weight_VE = ctx.saved_tensors  # type: ignore[attr-defined]
-        grad_NV = grads[0].to(x_NE.dtype)
-        if not ctx.needs_input_grad[1]:  # type: ignore[attr-defined]
-            return grad_NV @ weight_VE, None  # a frozen head: V by E values that nobody reads
-        flat_grad, flat_x = grad_NV.reshape(-1, grad_NV.shape[-1]), x_NE.reshape(-1, x_NE.shape[-1])
-        return grad_NV @ weight_VE, flat_grad.t() @ flat_x
+    if x_NE.is_cuda:
+        return torch.mm(x_NE, weight_VE.t(), out_dtype=torch.float32)
+    return x_NE.float() @ weight_VE.float().t()

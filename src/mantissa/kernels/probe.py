@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.kernels.interface import Kernels
-from mantissa.precision import FP32, BlockScaled, Fp8Policy, round_to_format
+from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format
 
 Check = tuple[str, float, float]  # what it shows, the value it gave, the value it must give
 
@@ -150,84 +151,87 @@ def _quantized_layer(fp8: Fp8Policy) -> str:
 def probe(kernels: Kernels, device: torch.device | str) -> str:
     """Check rounding, accumulation, overflow and the gradients' rounding of ``kernels``; return one line of evidence.
 
-    With u = 2^-mantissa_bits (the distance from 1 to the next value), for outputs and for both gradients of a product:
-    1 + u stays; 1 + u/4 becomes 1; 2/u + 1 + 1 becomes 2/u + 2 (it stays 2/u where the accumulator is rounded to the
-    format after each addition). A master weight of 1 + u/4 becomes 1, unless the weights given are already on the grid.
-    Logits of 1 + u/4 are rounded to the logits' format only. In fp16, 60000 * 2 becomes inf and 2^-26 becomes 0.
-    For fp32 the first check is what TF32 would fail: 1 + 2^-23 must stay. Where some products have fp8 operands those
-    of ``fp8_checks`` follow; the others prove the base. Raises ``MantissaError`` naming the check that failed.
+    The products' checks are those of ``product_checks``, and a master weight of 1 + u/4 becomes 1, unless the weights
+    given are already on the grid. Logits of 1 + u/4 are rounded to the logits' format only. Where some products have
+    fp8 operands those of ``fp8_checks`` follow; the others prove the base. Raises ``MantissaError`` naming the check
+    that failed.
     """
-    checks = {kernels.format.name: _forward_checks(kernels, device) + _gradient_checks(kernels, device)}
-    fp8 = getattr(kernels, "fp8", None)
-    if fp8 is not None:
-        checks["fp8"] = fp8_checks(kernels, fp8, device)
-    for name, asked in checks.items():
-        for what, got, expected in asked:
-            if got != expected:
-                raise MantissaError(
-                    f"precision: {name} is not active in the {type(kernels).__name__} on {device}: it should "
-                    f"show that it {what} (expected {expected!r}, got {got!r}); check TF32 settings and the torch build"
-                )
-    return "; ".join(what for asked in checks.values() for what, _, _ in asked)
-
-
-def _forward_checks(kernels: Kernels, device: torch.device | str) -> list[Check]:
+    on_grid, fp8 = getattr(kernels, "weights_on_grid", False), getattr(kernels, "fp8", None)
     u, logits_format = kernels.format.epsilon, kernels.logits_format
 
-    def product(x: list[float], w: list[float]) -> float:
-        return kernels.linear(_row(x, kernels.dtype, device), _row(w, torch.float32, device))[0, 0].item()
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        return kernels.linear(x.to(kernels.dtype), weight)
 
-    logit = kernels.logits(_row([1.0, u / 4], kernels.dtype, device), _row([1.0, 1.0], torch.float32, device))[0, 0]
-    exact_logit = torch.tensor(1 + u / 4, dtype=torch.float64)
-    checks = [
-        ("keeps 1+u", product([1.0], [1.0 + u]), 1.0 + u),
-        ("rounds 1+u/4 to 1", product([1.0, u / 4], [1.0, 1.0]), 1.0),
-        (f"holds logits in {logits_format}", logit.item(), round_to_format(exact_logit, logits_format).item()),
-    ]
-    if kernels.format is not FP32:  # whose accumulator is no wider than itself
-        checks.append(("accumulates wider than it stores", product([2 / u, 1.0, 1.0], [1.0, 1.0, 1.0]), 2 / u + 2))
-    if kernels.format.name == "fp16":
-        checks.append(("overflows 120000 to inf", product([60000.0], [2.0]), math.inf))
-    if not getattr(kernels, "weights_on_grid", False):
-        weight = torch.full((8, 8), 1 + u / 4, dtype=torch.float32, device=device)
-        checks.append(("rounds a weight of 1+u/4 to 1", kernels.weight(weight)[0, 0].item(), 1.0))
-    return checks
+    checks = product_checks(kernels.format, linear, device, torch.autograd.grad, of_weight=not on_grid)
+    logits = kernels.logits(first_row([1.0, u / 4], device).to(kernels.dtype), first_row([1.0, 1.0], device))
+    exact = torch.tensor(1 + u / 4, dtype=torch.float64)
+    expected = round_to_format(exact, logits_format).item()
+    checks.append((f"holds logits in {logits_format}", logits[0, 0].item(), expected))
+    if not on_grid:
+        weight = kernels.weight(torch.full((8, 8), 1 + u / 4, dtype=torch.float32, device=device))
+        checks.append(("rounds a weight of 1+u/4 to 1", weight[0, 0].item(), 1.0))
+    where = f"in the {type(kernels).__name__} on {device}"
+    evidence = proved(checks, kernels.format.name, where)
+    return evidence if fp8 is None else f"{evidence}; {proved(fp8_checks(kernels, fp8, device), 'fp8', where)}"
 
 
-def _gradient_checks(kernels: Kernels, device: torch.device | str) -> list[Check]:
-    u = kernels.format.epsilon
+def proved(checks: list[Check], name: str, where: str, also: str = "") -> str:
+    """What was shown, on one line. ``MantissaError`` where a check gave another value than it must."""
+    for what, got, expected in checks:
+        if got != expected:
+            raise MantissaError(
+                f"precision: {name} is not active {where}: it should show that it {what} (expected {expected!r}, got "
+                f"{got!r}); check TF32 settings{also} and the torch build"
+            )
+    return "; ".join(what for what, _, _ in checks)
 
-    def of_x(grad: list[float], w: list[float]) -> float:
-        """The gradient sum_j grad_j w_j of the input of a product."""
-        x = torch.zeros(8, 8, dtype=kernels.dtype, device=device, requires_grad=True)
-        out = kernels.linear(x, _row(w, torch.float32, device).t().contiguous())
-        return torch.autograd.grad(out, x, _row(grad, out.dtype, device))[0][0, 0].item()
 
-    def of_weight(grad: list[float], x: list[float]) -> float:
-        """The gradient sum_n grad_n x_n of a master weight."""
-        master = torch.zeros(8, 8, dtype=torch.float32, device=device, requires_grad=True)
-        out = kernels.linear(_row(x, kernels.dtype, device).t().contiguous(), master)
-        seed = _row(grad, out.dtype, device).t().contiguous()
-        return torch.autograd.grad(out, master, seed)[0][0, 0].item()
+Linear = Callable[[Tensor, Tensor], Tensor]  # x and a master weight, both fp32
 
-    gradients: list[tuple[str, Callable[[list[float], list[float]], float]]] = [("gradient", of_x)]
-    if not getattr(kernels, "weights_on_grid", False):  # a rollout's copy, which has no gradient
-        gradients.append(("weight's gradient", of_weight))
+
+def product_checks(
+    fmt: NumberFormat, linear: Linear, device: torch.device | str, grad: Callable[..., Any], of_weight: bool = True
+) -> list[Check]:
+    """What the products of ``linear`` must show in ``fmt``, forward and, by ``grad``, in both gradients.
+
+    With u = 2^-mantissa_bits (the distance from 1 to the next value): 1 + u stays; 1 + u/4 becomes 1; 2/u + 1 + 1
+    becomes 2/u + 2 (it stays 2/u where the accumulator is rounded to the format after each addition). In fp16,
+    60000 * 2 becomes inf and 2^-13 * 2^-13 becomes 0. For fp32 the first check is what TF32 would fail: 1 + 2^-23 must
+    stay. ``of_weight``: whether the weight has a gradient.
+    """
+    u = fmt.epsilon
+    cases = [("keeps {}1+u", [1.0], [1.0 + u], 1.0 + u), ("rounds {}1+u/4 to 1", [1.0, u / 4], [1.0, 1.0], 1.0)]
+    if fmt is not FP32:  # whose accumulator is no wider than itself
+        cases.append(("accumulates {}wider than it stores", [2 / u, 1.0, 1.0], [1.0, 1.0, 1.0], 2 / u + 2))
+    if fmt.name == "fp16":
+        cases.append(("overflows {}120000 to inf", [60000.0], [2.0], math.inf))
+        cases.append(("flushes {}2^-26 to 0", [2.0**-13], [2.0**-13], 0.0))
+
+    def gradient(a: Tensor, b: Tensor, wanted: int) -> float:
+        """sum_i a_i b_i as the gradient of x (0), whose weight is b, or of a weight (1), whose input is b."""
+        leaves = [torch.zeros_like(b), b.t().contiguous()]
+        leaf = leaves[0].requires_grad_()
+        with torch.enable_grad():
+            out = linear(*(leaves if wanted == 0 else reversed(leaves)))
+        seed = (a if wanted == 0 else a.t().contiguous()).to(out.dtype)
+        return grad(out, leaf, seed)[0][0, 0].item()
+
     checks: list[Check] = []
-    for name, gradient in gradients:
-        checks.append((f"keeps a {name} of 1+u", gradient([1.0], [1.0 + u]), 1.0 + u))
-        checks.append((f"rounds a {name} of 1+u/4 to 1", gradient([1.0, u / 4], [1.0, 1.0]), 1.0))
-        if kernels.format is not FP32:
-            got = gradient([2 / u, 1.0, 1.0], [1.0, 1.0, 1.0])
-            checks.append((f"accumulates a {name} wider than it stores", got, 2 / u + 2))
-        if kernels.format.name == "fp16":
-            checks.append((f"overflows a {name} of 120000 to inf", gradient([60000.0], [2.0]), math.inf))
-            checks.append((f"flushes a {name} of 2^-26 to 0", gradient([2.0**-13], [2.0**-13]), 0.0))
+    for name in ("", "a gradient of ", "a weight's gradient of ")[: 3 if of_weight else 2]:
+        for says, a, b, expected in cases:
+            row_a, row_b = first_row(a, device), first_row(b, device)
+            if name:
+                got = gradient(row_a, row_b, wanted=int("weight" in name))
+            else:
+                with torch.no_grad():
+                    got = linear(row_a, row_b)[0, 0].item()
+            named = name.removesuffix("of ") if says.startswith("accumulates") else name
+            checks.append((says.format(named), got, expected))
     return checks
 
 
-def _row(values: list[float], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """``values`` as the start of the first row of zeros, 8 by 8: some kernels need multiples of 8."""
-    rows = torch.zeros(8, 8, dtype=dtype, device=device)
-    rows[0, : len(values)] = torch.tensor(values, dtype=dtype, device=device)
+def first_row(values: list[float], device: torch.device | str) -> Tensor:
+    """``values`` as the start of the first row of zeros, 8 by 8, fp32: some kernels need multiples of 8."""
+    rows = torch.zeros(8, 8, dtype=torch.float32, device=device)
+    rows[0, : len(values)] = torch.tensor(values, dtype=torch.float32, device=device)
     return rows

@@ -164,11 +164,7 @@ def _promote(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _widened(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    wide: torch.dtype,
-    finish: Callable[[int, Any], Any],
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wide: torch.dtype, finish: Callable[[int, Any], Any]
 ) -> Any:
     """``func`` on half operands widened to ``wide``; operands that it writes to get the result rounded into them."""
     wide_args = [_widen(a, wide) for a in args]

@@ -11,6 +11,7 @@ differ in one element never have, and others by a chance of about 2^-64.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +19,15 @@ import torch
 from torch import Tensor
 
 from mantissa.kernels.interface import Kernels
-from mantissa.precision import BlockScaled
 
 # From an operation's kind and result, the vectors to note (n, features) and their positions in the sequence (n).
 Pick = Callable[[str, Tensor], tuple[Tensor, Tensor]]
 
 LOGPROB = 1 << 30  # the log-prob's number: it ends a position, and is no part of the forward
+_WATCHED = (
+    "embedding", "linear", "logits", "rms_norm", "swiglu", "rotate", "add", "causal_attention", "cached_attention",
+    "token_logprob",
+)  # fmt: skip
 _HEADS_FIRST = ("rotate", "attention")  # results B,H,T,D; the others are B,T,..., the logits N,V and log-probs N
 
 
@@ -47,49 +51,29 @@ class Traced:
         self._pick, self._number = pick, 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernels, name)  # format, dtype, weight, copied: nothing that a forward computes
+        value = getattr(self._kernels, name)  # format, dtype, weight, copied: nothing that a forward computes
+        return functools.partial(self._watch, name, value) if name in _WATCHED else value
 
-    def embedding(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
-        return self._note("embedding", "embedding", self._kernels.embedding(tokens_BT, weight_VE))
+    def _watch(self, name: str, operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        out = operation(*args, **kwargs)
+        if name == "token_logprob":
+            self._note("logits", name, out, LOGPROB)  # picked as the logits are
+        elif name == "cached_attention":
+            self._note("attention", "attention", out.unsqueeze(2))
+        elif name == "linear":
+            layer = kwargs.get("layer", args[3] if len(args) > 3 else "")
+            self._note(name, layer or name, out)
+        else:
+            kind = name.removeprefix("causal_")
+            self._note(kind, kind, out)
+        return out
 
-    def linear(
-        self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
-    ) -> Tensor:
-        return self._note("linear", layer or "linear", self._kernels.linear(x_NE, weight_FE, bias_F, layer))
-
-    def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
-        return self._note("logits", "logits", self._kernels.logits(x_NE, weight_VE))
-
-    def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        return self._note("rms_norm", "rms_norm", self._kernels.rms_norm(x_NE, weight_E, eps))
-
-    def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
-        return self._note("swiglu", "swiglu", self._kernels.swiglu(gate_NE, up_NE))
-
-    def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-        return self._note("rotate", "rotate", self._kernels.rotate(x_BHTD, cos_BTD, sin_BTD))
-
-    def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
-        return self._note("add", "add", self._kernels.add(x_NE, y_NE))
-
-    def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
-        return self._note("attention", "attention", self._kernels.causal_attention(q_BHTD, k_BKTD, v_BKTD))
-
-    def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
-        out_BHD = self._kernels.cached_attention(q_BHD, k_BKSD, v_BKSD, length_B)
-        self._note("attention", "attention", out_BHD.unsqueeze(2))
-        return out_BHD
-
-    def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
-        logp_N = self._kernels.token_logprob(logits_NV, tokens_N, temperature)
-        return self._note("logits", "token_logprob", logp_N, LOGPROB)  # picked as the logits are
-
-    def _note(self, kind: str, name: str, out: Tensor, number: int | None = None) -> Tensor:
+    def _note(self, kind: str, name: str, out: Tensor, number: int | None = None) -> None:
         if number is None:
             number, self._number = self._number, self._number + 1
         self.names.setdefault(number, name)
         if self._pick is None:
-            return out
+            return
         rows = out.detach().transpose(1, 2) if kind in _HEADS_FIRST else out.detach()
         vectors, positions = self._pick(kind, rows)
         vectors = vectors.reshape(len(positions), -1).float()
@@ -97,7 +81,6 @@ class Traced:
             self.digests[position, number] = digest
         if self._keep is not None and self._keep[1] == number and (at := positions == self._keep[0]).any():
             self.kept = vectors[at][0].cpu()
-        return out
 
 
 def first_difference(one: Traced, other: Traced) -> tuple[int, int] | None:

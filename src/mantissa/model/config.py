@@ -27,7 +27,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import Field, model_validator
@@ -157,22 +157,19 @@ class FreshModelConfig(Config):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> FreshModelConfig:
-        checks = (
-            (
-                self.heads % self.kv_heads == 0,
+        # pydantic adds the place in the file, as to any ValueError
+        if self.heads % self.kv_heads:
+            raise MantissaError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; each key/value head serves the "
-                "same number of query heads",
-            ),
-            (self.head_dim % 2 == 0, f"head_dim={self.head_dim} is odd; rotary positions need an even one"),
-            (
-                self.family != "llama" or self.hidden_size % self.heads == 0,
+                "same number of query heads"
+            )
+        if self.head_dim % 2:
+            raise MantissaError(f"head_dim={self.head_dim} is odd; rotary positions need an even one")
+        if self.family == "llama" and self.hidden_size % self.heads:
+            raise MantissaError(
                 f"hidden_size={self.hidden_size} is not a multiple of heads={self.heads}, which transformers asks of "
-                "a llama; change one or choose family qwen3",
-            ),
-        )
-        for good, message in checks:
-            if not good:
-                raise MantissaError(message)  # pydantic adds the place in the file, as to any ValueError
+                "a llama; change one or choose family qwen3"
+            )
         return self
 
     def model(self, vocab_size: int) -> ModelConfig:
@@ -180,42 +177,27 @@ class FreshModelConfig(Config):
         if vocab_size < 1:
             raise MantissaError(f"vocab_size={vocab_size}: expected at least 1; take it from the tokenizer")
         return ModelConfig(
-            family=self.family,
-            vocab_size=vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_positions,
-            rope_theta=self.rope_theta,
-            tie_word_embeddings=self.tie_embeddings,
-            qk_norm=self.family == "qwen3",
-            initializer_range=self.initializer_range,
-        )
+            self.family, vocab_size, self.hidden_size, self.intermediate_size, num_hidden_layers=self.layers,
+            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, head_dim=self.head_dim,
+            max_position_embeddings=self.max_positions, rope_theta=self.rope_theta, qk_norm=self.family == "qwen3",
+            tie_word_embeddings=self.tie_embeddings, initializer_range=self.initializer_range,
+        )  # fmt: skip
 
 
-FAMILIES: dict[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+FAMILIES: tuple[Family, ...] = get_args(Family)
 _DEFAULT_THETA = 10000.0  # what transformers takes where a config names no rope_theta
 _QWEN3_HEAD_DIM = 128  # likewise for qwen3 and head_dim
 # Settings of other definitions: named here because a file that has them asks for numbers we would not produce.
-_UNSUPPORTED = (
-    "quantization_config",
-    "compression_config",
-    "num_experts",
-    "num_local_experts",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "residual_multiplier",
-    "embedding_multiplier",
-    "attention_multiplier",
-    "per_layer_config",
-    "no_rope_layers",
-)
+_UNSUPPORTED = str.split("""
+    quantization_config compression_config num_experts num_local_experts attn_logit_softcapping final_logit_softcapping
+    logit_scale logits_scaling residual_multiplier embedding_multiplier attention_multiplier per_layer_config
+    no_rope_layers
+""")
+# Fields of ``ModelConfig`` that a file has under the same name.
+_WRITTEN = str.split("""
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    max_position_embeddings rms_norm_eps rope_theta tie_word_embeddings initializer_range
+""")
 
 
 def read_config(path: Path | str) -> ModelConfig:
@@ -246,26 +228,15 @@ def _parsed(fields: Fields) -> ModelConfig:
     bias = fields.flag("attention_bias", False) if family != "qwen2" else False
     theta, scaling = _rotary(fields)
     config = ModelConfig(
-        family=family,
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=fields.size("intermediate_size"),
-        num_hidden_layers=fields.size("num_hidden_layers", MOST_LAYERS),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=_head_dim(fields, family, hidden, heads),
-        max_position_embeddings=fields.size("max_position_embeddings"),
-        rms_norm_eps=fields.positive("rms_norm_eps"),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        qkv_bias=family == "qwen2" or bias,
-        o_bias=bias,
-        mlp_bias=fields.flag("mlp_bias", False) if family == "llama" else False,
-        qk_norm=family == "qwen3",
+        family, fields.size("vocab_size"), hidden, fields.size("intermediate_size"),
+        num_hidden_layers=fields.size("num_hidden_layers", MOST_LAYERS), num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=_head_dim(fields, family, hidden, heads),
+        max_position_embeddings=fields.size("max_position_embeddings"), rms_norm_eps=fields.positive("rms_norm_eps"),
+        rope_theta=theta, rope_scaling=scaling, tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        qkv_bias=family == "qwen2" or bias, o_bias=bias, qk_norm=family == "qwen3", origin=dict(raw),
+        mlp_bias=family == "llama" and fields.flag("mlp_bias", False),
         initializer_range=fields.positive("initializer_range", 0.02),
-        origin=dict(raw),
-    )
+    )  # fmt: skip
     if heads % config.num_key_value_heads:
         raise fields.error(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
     if config.head_dim % 2:
@@ -281,21 +252,7 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """
     _require_expressible(config)
     fields = {k: v for k, v in config.origin.items() if k not in ("rope_scaling", "_name_or_path")}
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "rope_theta",
-        "tie_word_embeddings",
-        "initializer_range",
-    ):
-        fields[name] = getattr(config, name)
+    fields |= {name: getattr(config, name) for name in _WRITTEN}
     if config.family != "qwen2":
         fields["attention_bias"] = config.qkv_bias
     if config.family == "llama":
@@ -304,13 +261,9 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     fields["rope_parameters"] = {"rope_type": "default", **scaling, "rope_theta": config.rope_theta}
     if scaling:
         fields["rope_scaling"] = scaling
-    fields.update(
-        architectures=[ARCHITECTURES[config.family]],
-        model_type=config.family,
-        hidden_act="silu",
-        dtype=dtype,
-        torch_dtype=dtype,
-    )
+    architectures = [f"{config.family.capitalize()}ForCausalLM"]
+    fields.update(architectures=architectures, model_type=config.family, hidden_act="silu")
+    fields.update(dtype=dtype, torch_dtype=dtype)
     # Absent would mean 1 and 2 to a llama, whatever its tokenizer says.
     fields.setdefault("bos_token_id", None)
     fields.setdefault("eos_token_id", None)
@@ -320,15 +273,17 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
 class Fields:
     """Typed reading of a config's keys, with errors that name file, key and value."""
 
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw, self.where = raw, where
+    def __init__(
+        self, raw: Mapping[str, Any], where: str, what: str = "the settings of a llama, qwen2 or qwen3 model"
+    ) -> None:
+        self.raw, self.where, self.what = raw, where, what
 
     def error(self, message: str) -> MantissaError:
         return MantissaError(f"{self.where}: {message}")
 
     def required(self, key: str) -> Any:
         if self.raw.get(key) is None:
-            raise self.error(f"{key} is missing; expected the settings of a llama, qwen2 or qwen3 model")
+            raise self.error(f"{key} is missing; expected {self.what}")
         return self.raw[key]
 
     def size(self, key: str, most: int = LARGEST_SIZE) -> int:
@@ -362,7 +317,7 @@ def _family(fields: Fields) -> Family:
         raise fields.error(
             f"model_type {name!r} is not supported; expected one of {', '.join(FAMILIES)}{nearest(str(name), FAMILIES)}"
         )
-    return FAMILIES[name]
+    return next(family for family in FAMILIES if family == name)
 
 
 def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
@@ -450,15 +405,12 @@ def _scaling(table: Mapping[str, Any], fields: Fields) -> RopeScaling | None:
 def _scaling_fields(scaling: RopeScaling | None) -> dict[str, Any]:
     if scaling is None:
         return {}
+    fields = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_context,
-    }
+        return fields
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    original = {"original_max_position_embeddings": scaling.original_context}
+    return fields | {"low_freq_factor": low, "high_freq_factor": high} | original
 
 
 def _require_expressible(config: ModelConfig) -> None:

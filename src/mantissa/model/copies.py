@@ -8,6 +8,7 @@ more its tied head, in the layout that its products read fastest (``kernels/prod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -122,41 +123,33 @@ class CopiedPolicy:
             if isinstance(owner, Projection) and owner.scales is not None:
                 owner.scales.fill_(float("nan"))
 
+    def _error(self, name: str, what: str) -> MantissaError:
+        return MantissaError(f"{self.who}: weight {name} {what}")
+
     def _check_names(self, masters: Mapping[str, Tensor]) -> None:
         expected = {name: parameter for name, _, parameter in self._parameters()}
-        for name in expected:
-            if name not in masters:
-                raise MantissaError(
-                    f"{self.who}: weight {name} is missing{nearest(name, masters)}; send every parameter"
-                )
+        for name in (name for name in expected if name not in masters):
+            raise self._error(name, f"is missing{nearest(name, masters)}; send every parameter")
         for name, master in masters.items():
             if name not in expected:
                 tied = "; the head is tied to the embedding and is not sent" if name == "lm_head.weight" else ""
                 raise MantissaError(f"{self.who}: unknown weight {name}{tied or nearest(name, expected)}")
             if master.shape != expected[name].shape:
-                raise MantissaError(
-                    f"{self.who}: weight {name} has shape {tuple(master.shape)}, expected {tuple(expected[name].shape)}"
-                )
+                raise self._error(name, f"has shape {tuple(master.shape)}, expected {tuple(expected[name].shape)}")
             if master.dtype != torch.float32:
-                raise MantissaError(
-                    f"{self.who}: weight {name} is {master.dtype}, expected the fp32 master: a second rounding changes "
-                    "values"
+                raise self._error(
+                    name, f"is {master.dtype}, expected the fp32 master: a second rounding changes values"
                 )
 
     def _check_peak(self, name: str, master_peak: float, stored_peak: float) -> None:
         fmt = self.kernels.format
-        if not _finite(master_peak):
-            raise MantissaError(
-                f"{self.who}: weight {name} holds {master_peak}: expected finite values; training diverged"
-            )
-        if _finite(stored_peak):
-            return
-        if stored_peak != stored_peak:
-            raise MantissaError(f"{self.who}: weight {name} was not written in full: NaN is left after the copy")
-        raise MantissaError(
-            f"{self.who}: weight {name} holds {master_peak:g}, which {fmt} cannot (largest {fmt.largest:g}): use bf16 "
-            "or fp32"
-        )
+        if not math.isfinite(master_peak):
+            raise self._error(name, f"holds {master_peak}: expected finite values; training diverged")
+        if math.isnan(stored_peak):
+            raise self._error(name, "was not written in full: NaN is left after the copy")
+        if not math.isfinite(stored_peak):
+            cannot = f"which {fmt} cannot (largest {fmt.largest:g}): use bf16 or fp32"
+            raise self._error(name, f"holds {master_peak:g}, {cannot}")
 
 
 def _whole(master: Tensor) -> Tensor:
@@ -169,7 +162,3 @@ def _peak(x: Tensor) -> Tensor:
     """The largest magnitude, NaN where there is one, in one pass over the memory: ``x.abs().amax()`` makes three."""
     low, high = torch.aminmax(x)
     return torch.maximum(-low, high)
-
-
-def _finite(x: float) -> bool:
-    return x - x == 0.0

@@ -41,22 +41,7 @@ from mantissa.model.config import FAMILIES, Fields, ModelConfig, parse_config
 _MOST_HEADER = 1 << 27  # bytes; 30 times the metadata of a vocabulary of 256,000 words
 _PLAIN = ("F32", "F16", "BF16")  # stored as they are, not on a grid of blocks
 _STRING, _ARRAY = 8, 9
-_SCALARS = {
-    kind: struct.Struct(f"<{code}")
-    for kind, code in {
-        0: "B",
-        1: "b",
-        2: "H",
-        3: "h",
-        4: "I",
-        5: "i",
-        6: "f",
-        7: "?",
-        10: "Q",
-        11: "q",
-        12: "d",
-    }.items()
-}
+_SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in enumerate("BbHhIif?  Qqd") if code != " "}
 _U32, _U64, _COUNTS = _SCALARS[4], _SCALARS[10], struct.Struct("<IQQ")
 # The fewest bytes that one entry takes: a key, its type and a byte; a name, one dimension, type and offset.
 _LEAST_ENTRY, _LEAST_TENSOR = 13, 32
@@ -232,11 +217,8 @@ class _Reader:
             raise self.error(f"a string in its header is not UTF-8 ({error.reason})") from None
 
     def _value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self._string()
-        if kind == _ARRAY:
-            return self._array()
-        return self._take(self._layout(kind))[0]
+        special = {_STRING: self._string, _ARRAY: self._array}.get(kind)
+        return special() if special else self._take(self._layout(kind))[0]
 
     def _layout(self, kind: int) -> struct.Struct:
         if kind not in _SCALARS:
@@ -342,23 +324,18 @@ class _GgufModel:
                 raise self.fields.error(
                     f"{key} is {self._get(key)}, but heads have {head_dim}: not supported{_INSTEAD}"
                 )
+        kv_heads = heads if self._get("attention.head_count_kv") is None else size("attention.head_count_kv")
         raw = {
-            "model_type": self.family,
-            "vocab_size": rows,
-            "hidden_size": hidden,
-            "intermediate_size": size("feed_forward_length"),
-            "num_hidden_layers": size("block_count"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": size("attention.head_count_kv") if self._has("attention.head_count_kv") else heads,
-            "head_dim": head_dim,
+            "model_type": self.family, "vocab_size": rows, "hidden_size": hidden, "head_dim": head_dim,
+            "intermediate_size": size("feed_forward_length"), "num_hidden_layers": size("block_count"),
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads,
             "max_position_embeddings": size("context_length"),
             "rms_norm_eps": self.fields.positive(f"{self.family}.attention.layer_norm_rms_epsilon"),
             "rope_theta": self.fields.positive(f"{self.family}.rope.freq_base", 10000.0),
-            "tie_word_embeddings": "output.weight" not in shapes,
-            "attention_bias": "blk.0.attn_q.bias" in shapes,
+            "tie_word_embeddings": "output.weight" not in shapes, "attention_bias": "blk.0.attn_q.bias" in shapes,
             "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
             "bos_token_id": self.file.metadata.get("tokenizer.ggml.bos_token_id"),
-        }
+        }  # fmt: skip
         if note := self.file.note():
             raw["weights_note"] = note
         config = parse_config(raw | self._scaling(raw), str(self.file.path))
@@ -382,9 +359,6 @@ class _GgufModel:
             raise self.fields.error(f"tensor {name} has {values.shape[0]} rows, no multiple of {config.head_dim}")
         pairs = values.reshape(-1, config.head_dim // 2, 2, *values.shape[1:])
         return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))
-
-    def _has(self, key: str) -> bool:
-        return f"{self.family}.{key}" in self.file.metadata
 
     def _get(self, key: str, default: Any = None) -> Any:
         return self.file.metadata.get(f"{self.family}.{key}", default)

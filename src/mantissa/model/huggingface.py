@@ -28,13 +28,12 @@ from mantissa.model.config import ModelConfig, config_fields, read_config
 from mantissa.model.decoder import Decoder
 from mantissa.model.gguf import load_gguf
 from mantissa.model.hub import find_model, read_json
-from mantissa.model.lora import base_parameters, policy_weights
+from mantissa.model.lora import STORED, base_parameters, copy_stored, policy_weights
 from mantissa.model.tokenizer import Tokenizer
 from mantissa.precision import FORMATS, NumberFormat, format_named
 from mantissa.tensors import require_finite, write_tensors
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_STORED = (torch.float32, torch.bfloat16, torch.float16)
 _ROTARY_BUFFER = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # What save_model may replace: the files of a model's folder. A folder that holds anything else is left alone.
@@ -93,7 +92,7 @@ def copy_weights(decoder: Decoder, tensors: Iterator[tuple[str, Tensor]], where:
             )
         if name in seen:
             raise MantissaError(f"{where}: tensor {name} is stored twice; fetch the model again")
-        _copy(name, stored, wanted[name], where)
+        copy_stored(f"{where}: tensor {name}", stored, wanted[name], "its settings")
         seen.add(name)
     missing = sorted(set(wanted) - seen)
     if missing:
@@ -143,29 +142,10 @@ def save_model(
 
 def _storage_format(dtype: str) -> NumberFormat:
     fmt = format_named(dtype)
-    if fmt.dtype not in _STORED:
-        names = ", ".join(f.name for f in FORMATS.values() if f.dtype in _STORED)
+    if fmt.dtype not in STORED:
+        names = ", ".join(f.name for f in FORMATS.values() if f.dtype in STORED)
         raise MantissaError(f"cannot store a model in {fmt}: expected one of {names}")
     return fmt
-
-
-def _copy(name: str, stored: Tensor, parameter: Tensor, where: str) -> None:
-    if stored.dtype not in _STORED:
-        raise MantissaError(
-            f"{where}: tensor {name} is stored as {str(stored.dtype).removeprefix('torch.')}; expected float32, "
-            "bfloat16 or float16 (a quantised model cannot be trained; use the original)"
-        )
-    if stored.shape != parameter.shape:
-        raise MantissaError(
-            f"{where}: tensor {name} has shape {tuple(stored.shape)}, but its settings ask for {tuple(parameter.shape)}"
-        )
-    _require_finite(name, stored, where)
-    with torch.no_grad():
-        parameter.copy_(stored)  # widens exactly: fp32 holds every value of the narrower formats
-
-
-def _require_finite(name: str, tensor: Tensor, where: str) -> None:
-    require_finite(f"{where}: tensor {name}", tensor)
 
 
 def _require_tied(head: Tensor, embedding: Tensor, where: str) -> None:
@@ -259,7 +239,7 @@ def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 def _rounded(name: str, master: Tensor, fmt: NumberFormat) -> Tensor:
     """The stored copy of a master: one rounding, to nearest."""
-    _require_finite(name, master, "model")
+    require_finite(f"model: tensor {name}", master)
     stored = master.detach().to(device="cpu", dtype=fmt.dtype).contiguous()
     if not torch.isfinite(stored).all():
         reached = master.abs().max().item()

@@ -42,15 +42,15 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from mantissa.bounds import LARGEST_SIZE, SMALLEST_FLOAT, boundary, number
+from mantissa.bounds import boundary
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError, nearest
 from mantissa.files import check_digests, disk_errors, replace_directory, temporary_beside, write_digests
 from mantissa.kernels import Kernels
-from mantissa.model.config import TARGETS, LoraShape
+from mantissa.model.config import TARGETS, Fields, LoraShape
 from mantissa.model.decoder import Decoder, Layer, Projection
 from mantissa.model.hub import read_json
-from mantissa.tensors import require_finite, write_tensors
+from mantissa.tensors import plain_name, require_finite, write_tensors
 
 MATRICES = ("lora_A", "lora_B")
 
@@ -248,7 +248,7 @@ def base_digest(decoder: Decoder) -> str:
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_STORED = (torch.float32, torch.bfloat16, torch.float16)
+STORED = (torch.float32, torch.bfloat16, torch.float16)
 # Keys that do not change what a stored adapter computes, or that are read here.
 _HARMLESS = {
     "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_type", "task_type", "peft_version",
@@ -269,6 +269,7 @@ def read_shape(folder: Path) -> tuple[LoraShape, str | None]:
     """The shape of the adapter in ``folder``, and the name or path of its base, where it says one."""
     path = folder / CONFIG
     fields = read_json(path)
+    typed = Fields(fields, str(path), "an adapter in peft's format")
     if fields.get("peft_type") != "LORA":
         raise MantissaError(f"{path}: peft_type is {fields.get('peft_type')!r}; only LORA adapters can be continued")
     for key, value in fields.items():
@@ -278,13 +279,7 @@ def read_shape(folder: Path) -> tuple[LoraShape, str | None]:
                 f"{path}: {key}={json.dumps(value)} is a feature of peft that is not supported here; merge this "
                 "adapter into its base with peft (merge_and_unload) and train from the result"
             )
-    rank: Any = fields.get("r")
-    alpha: Any = fields.get("lora_alpha")
-    targets = fields.get("target_modules")
-    if not number(rank, 1, LARGEST_SIZE, whole=True):
-        raise MantissaError(f"{path}: r={rank!r}: expected a rank, a whole number from 1 on")
-    if not number(alpha, SMALLEST_FLOAT):
-        raise MantissaError(f"{path}: lora_alpha={alpha!r}: expected a number above 0")
+    rank, alpha, targets = typed.size("r"), typed.positive("lora_alpha"), fields.get("target_modules")
     if not isinstance(targets, list) or not targets or not set(map(str, targets)) <= set(TARGETS):
         raise MantissaError(
             f"{path}: target_modules={json.dumps(targets)}: expected a list of some of {', '.join(TARGETS)}, which "
@@ -292,7 +287,7 @@ def read_shape(folder: Path) -> tuple[LoraShape, str | None]:
         )
     ordered = tuple(target for target in TARGETS if target in targets)
     base = fields.get("base_model_name_or_path")
-    shape = LoraShape(rank, float(alpha), ordered, bool(fields.get("use_rslora")))
+    shape = LoraShape(rank, alpha, ordered, bool(fields.get("use_rslora")))
     return shape, base if isinstance(base, str) and base else None
 
 
@@ -312,18 +307,22 @@ def load_adapter(decoder: Decoder, folder: Path) -> None:
         what = f"tensor {missing[0]} is missing" if missing else f"unexpected tensor {odd[0]}"
         raise MantissaError(f"{path}: {what}; the adapter does not belong to this base, or not to its {CONFIG}")
     for name, parameter in wanted.items():
-        _copy(path, name, stored[name], parameter)
+        copy_stored(f"{path}: tensor {name}", stored[name], parameter, f"the base and the rank in {CONFIG}")
 
 
-def _copy(path: Path, name: str, stored: Tensor, parameter: Tensor) -> None:
+def copy_stored(where: str, stored: Tensor, parameter: Tensor, of: str) -> None:
+    """Copy a stored tensor into its parameter, which widens it exactly; ``of``: what asks for the parameter's shape."""
+    if stored.dtype not in STORED:
+        raise MantissaError(
+            f"{where} is stored as {plain_name(stored.dtype)}; expected float32, bfloat16 or float16 (a quantised "
+            "model cannot be trained; use the original)"
+        )
     if stored.shape != parameter.shape:
         raise MantissaError(
-            f"{path}: tensor {name} has shape {tuple(stored.shape)}, expected {tuple(parameter.shape)} from the base "
-            f"and the rank in {CONFIG}; they do not belong together"
+            f"{where} has shape {tuple(stored.shape)}, but {of} ask for {tuple(parameter.shape)}; they do not belong "
+            "together"
         )
-    if stored.dtype not in _STORED:
-        raise MantissaError(f"{path}: tensor {name} is {stored.dtype}; expected float32, bfloat16 or float16")
-    require_finite(f"{path}: tensor {name}", stored)
+    require_finite(where, stored)
     with torch.no_grad():
         parameter.copy_(stored)
 
@@ -348,21 +347,11 @@ def save_adapter(decoder: Decoder, folder: Path, base: str) -> None:
 def _fields(shape: LoraShape, base: str) -> Mapping[str, Any]:
     alpha = int(shape.alpha) if shape.alpha == int(shape.alpha) else shape.alpha
     return {
-        "base_model_name_or_path": base,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "modules_to_save": None,
-        "peft_type": "LORA",
-        "r": shape.rank,
-        "target_modules": list(shape.targets),
-        "task_type": "CAUSAL_LM",
-        "use_dora": False,
-        "use_rslora": shape.rslora,
-    }
+        "base_model_name_or_path": base, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
+        "init_lora_weights": True, "lora_alpha": alpha, "lora_dropout": 0.0, "modules_to_save": None,
+        "peft_type": "LORA", "r": shape.rank, "target_modules": list(shape.targets), "task_type": "CAUSAL_LM",
+        "use_dora": False, "use_rslora": shape.rslora,
+    }  # fmt: skip
 
 
 def _peft_name(name: str) -> str:

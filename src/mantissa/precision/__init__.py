@@ -1,4 +1,4 @@
-"""Number formats, rounding, the policy that assigns formats to roles, safe numerics, strict promotion."""
+"""Number formats, rounding, the policy that assigns formats to roles, safe numerics."""
 
 from mantissa.precision.blocks import (
     ALONG_COLUMNS,
@@ -12,35 +12,12 @@ from mantissa.precision.blocks import (
 )
 from mantissa.precision.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, NumberFormat, format_named
 from mantissa.precision.policy import PRESETS, Fp8Policy, PrecisionPolicy
-from mantissa.precision.resolve import ResolvedPrecision, ResolvedRole, StrictPromotion, resolve
+from mantissa.precision.resolve import ResolvedPrecision, ResolvedRole, resolve
 from mantissa.precision.rounding import is_on_grid, round_by_arithmetic, round_to_format, round_to_format_
 
 __all__ = [
-    "ALONG_COLUMNS",
-    "ALONG_ROWS",
-    "BF16",
-    "E4M3",
-    "E5M2",
-    "FORMATS",
-    "FP16",
-    "FP32",
-    "PRESETS",
-    "SQUARE",
-    "BlockScaled",
-    "Fp8Policy",
-    "NumberFormat",
-    "PrecisionPolicy",
-    "ResolvedPrecision",
-    "ResolvedRole",
-    "StrictPromotion",
-    "dequantize",
-    "format_named",
-    "is_on_grid",
-    "quantize",
-    "resolve",
-    "round_by_arithmetic",
-    "round_cached",
-    "round_in_blocks",
-    "round_to_format",
-    "round_to_format_",
-]
+    "ALONG_COLUMNS", "ALONG_ROWS", "BF16", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "PRESETS", "SQUARE",
+    "BlockScaled", "Fp8Policy", "NumberFormat", "PrecisionPolicy", "ResolvedPrecision", "ResolvedRole", "dequantize",
+    "format_named", "is_on_grid", "quantize", "resolve", "round_by_arithmetic", "round_cached", "round_in_blocks",
+    "round_to_format", "round_to_format_",
+]  # fmt: skip

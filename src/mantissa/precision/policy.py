@@ -18,7 +18,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mantissa.bounds import LARGEST_SIZE, number
 from mantissa.errors import MantissaError, nearest
@@ -44,15 +45,7 @@ class Fp8Policy:
     exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        allowed: dict[str, tuple[str, ...]] = {
-            "base": ("bf16", "fp16"),
-            "backward": ("e4m3", "e5m2", "high"),
-            "scale": ("fp32", "power_of_two"),
-        }
-        for name, values in allowed.items():
-            value = getattr(self, name)
-            if value not in values:
-                raise MantissaError(f"precision.fp8.{name}={value!r}: expected one of {', '.join(values)}")
+        _check_choices("precision.fp8", self)
         exclude: Any = self.exclude
         if isinstance(exclude, str) or not all(isinstance(part, str) and part for part in exclude):
             raise MantissaError(f"precision.fp8.exclude={exclude!r}: expected a list of names, such as [down_proj]")
@@ -96,6 +89,15 @@ class Fp8Policy:
     def __str__(self) -> str:
         backward = "" if self.backward == "e4m3" else f", gradients {self.backward.replace('high', self.base)}"
         return f"e4m3{backward}, base {self.base}"
+
+
+def _check_choices(where: str, policy: object) -> None:
+    """Refuse a value that is none of its field's ``Literal``."""
+    for name, hint in get_type_hints(type(policy)).items():
+        choices = [each for part in (hint, *get_args(hint)) if get_origin(part) is Literal for each in get_args(part)]
+        allowed = [*choices, None] if NoneType in get_args(hint) else choices
+        if choices and getattr(policy, name) not in allowed:
+            raise MantissaError(f"{where}.{name}={getattr(policy, name)!r}: expected one of {', '.join(choices)}")
 
 
 def _within(pattern: list[str], parts: list[str]) -> bool:
@@ -160,22 +162,11 @@ class PrecisionPolicy:
     fallback: Literal["error", "warn"] = "error"
 
     def __post_init__(self) -> None:
-        formats = {"train": ROLE_FORMATS, "rollout": ROLE_FORMATS, "reference": ROLE_FORMATS}
-        for name, allowed in {**formats, "logits": WIDE_FORMATS, "kv_cache": ROLE_FORMATS}.items():
-            value = getattr(self, name)
-            if value is None and name in ("reference", "kv_cache"):
-                continue
-            object.__setattr__(self, name, _known_format(f"precision.{name}", value, allowed))
-        choices: dict[str, tuple[Any, ...]] = {
-            "kernels": ("fast", "exact"),
-            "on_mismatch": ("replan", "stop", "warn", None),
-            "backend": ("auto", "native", "simulated"),
-            "fallback": ("error", "warn"),
-        }
-        for name, values in choices.items():
-            if getattr(self, name) not in values:
-                named = ", ".join(value for value in values if value)
-                raise MantissaError(f"precision.{name}={getattr(self, name)!r}: expected one of {named}")
+        for name in (*_ROLES, "logits", "kv_cache"):
+            value, allowed = getattr(self, name), WIDE_FORMATS if name == "logits" else ROLE_FORMATS
+            if value is not None or name not in ("reference", "kv_cache"):
+                object.__setattr__(self, name, _known_format(f"precision.{name}", value, allowed))
+        _check_choices("precision", self)
         self._check_fp8()
         self._check_exact()
         roles = {self.train, self.rollout, self.reference or self.train}
@@ -218,32 +209,27 @@ class PrecisionPolicy:
         if isinstance(value, str):
             value = {"preset": value}
         if not isinstance(value, Mapping):
-            raise MantissaError(
-                f"precision={value!r}: expected a preset's name, one of {', '.join(PRESETS)}, or fields"
-            )
+            known = ", ".join(PRESETS)
+            raise MantissaError(f"precision={value!r}: expected a preset's name, one of {known}, or fields")
         fields = dict(value)
         base = PRESETS[preset_named(fields.pop("preset", "fp32"))]
-        known = _check_keys("precision", fields, cls, "preset")
+        _check_keys("precision", fields, cls, "preset")
         if isinstance(fields.get("fp8"), Mapping):
             _check_keys("precision.fp8", fields["fp8"], Fp8Policy)
             fields["fp8"] = Fp8Policy(**fields["fp8"])
         elif fields.get("fp8") is not None and not isinstance(fields["fp8"], Fp8Policy):
             raise MantissaError(f"precision.fp8={fields['fp8']!r}: expected fields, such as {{base: fp16}}")
-        kept = {name: getattr(base, name) for name in known}
-        merged = {**kept, **fields}
+        merged = {**vars(base), **fields}
         if "fp8" not in fields and "fp8" not in {merged[name] for name in _ROLES}:
             merged["fp8"] = None  # the preset's, whose fp8 roles were all overridden
         return cls(**merged)
 
 
-def _check_keys(where: str, fields: Mapping[str, Any], cls: type, *more: str) -> list[str]:
-    known = [field.name for field in dataclasses.fields(cls)]
+def _check_keys(where: str, fields: Mapping[str, Any], cls: type, *more: str) -> None:
+    known = [*more, *(field.name for field in dataclasses.fields(cls))]
     for key in fields:
         if key not in known:
-            raise MantissaError(
-                f"unknown key {where}.{key}{nearest(key, [*known, *more])} (keys: {', '.join([*more, *known])})"
-            )
-    return known
+            raise MantissaError(f"unknown key {where}.{key}{nearest(key, known)} (keys: {', '.join(known)})")
 
 
 PRESETS: dict[str, PrecisionPolicy] = {

@@ -1,73 +1,16 @@
-"""From the precision asked for to what a device will really do: one line for each role, with its reason.
-
-Strict promotion: no operation may mix floating-point dtypes.
-
-Torch promotes silently: ``half * float`` is float, and a forgotten cast doubles memory or hides a rounding. Inside
-``StrictPromotion`` such an operation raises, naming the operator and the dtypes. The whole test-suite runs in it.
-
-Allowed are Python scalars and zero-dimensional tensors, which do not change an array's dtype; operators whose purpose
-is to cross dtypes (casts, copies, scaled products); and fused attention, whose backward takes half tensors and the fp32
-log-sum-exp that its own forward saved (torch itself refuses queries, keys and values of different dtypes). Operators on
-lists of tensors (``_foreach_add``, ``_fused_adam``) work entry by entry: each entry's dtypes must agree, the entries
-need not agree with each other.
-"""
+"""From the precision asked for to what a device will really do: one line for each role, with its reason."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.errors import MantissaError
-from mantissa.precision.formats import E4M3, FORMATS, FP32, NumberFormat, format_named
+from mantissa.precision.formats import BF16, E4M3, FORMATS, FP32, NumberFormat, format_named
 from mantissa.precision.policy import Backend, Fp8Policy, PrecisionPolicy
-
-_CROSSING = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_", "aten::to", "aten::_scaled_mm")
-_FUSED_ATTENTION = (
-    "aten::_scaled_dot_product_",
-    "aten::_flash_attention_",
-    "aten::_efficient_attention_",
-    "flash_attn::",
-)
-_BY_ENTRY = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_amp_foreach_")
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
-def _entries(values: tuple[Any, ...]) -> Iterable[tuple[Any, ...]]:
-    """Entry i of every list among ``values``, with what is not a list, for each i."""
-    longest = max((len(v) for v in values if isinstance(v, (list, tuple))), default=0)
-    for i in range(longest):
-        yield tuple((v[i] if i < len(v) else None) if isinstance(v, (list, tuple)) else v for v in values)
-
-
-class StrictPromotion(TorchDispatchMode):
-    """Context manager in which an operation on tensors of different floating dtypes raises ``RuntimeError``."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name
-        if name not in _CROSSING and not name.startswith(_FUSED_ATTENTION):
-            values = (*args, *kwargs.values())
-            for group in _entries(values) if name.startswith(_BY_ENTRY) else (values,):
-                dtypes = {t.dtype for t in _tensors(group) if t.is_floating_point() and t.dim() > 0}
-                if len(dtypes) > 1:
-                    listed = ", ".join(sorted(str(d) for d in dtypes))
-                    # not TypeError: Python would take it for an unsupported operand and lose the message
-                    raise RuntimeError(f"strict promotion: {name} mixes {listed}; cast one of them explicitly")
-        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -121,13 +64,7 @@ class ResolvedPrecision:
     def rows(self) -> list[dict[str, str]]:
         """The table as plain strings (role, requested, active, kernels, reason), for files and screens."""
         return [
-            {
-                "role": r.role,
-                "requested": r.requested,
-                "active": r.name,
-                "kernels": r.kernels,
-                "reason": r.reason,
-            }
+            {"role": r.role, "requested": r.requested, "active": r.name, "kernels": r.kernels, "reason": r.reason}
             for r in self.roles
         ]
 
@@ -142,13 +79,8 @@ def resolve(policy: PrecisionPolicy, device: torch.device | str, *, reference: b
     rollout = _resolve_role("rollout", policy.rollout, policy, device)
     if policy.kernels == "exact" and (learner.active, learner.fp8) != (rollout.active, rollout.fp8):
         raise AssertionError("one request resolved to two formats")  # a fallback applies to both or to neither
-    master = ResolvedRole(
-        "master",
-        "fp32",
-        FP32,
-        "native",
-        "weights and Adam moments: one step at lr 1e-6 is below half a bf16 or fp16 ulp",
-    )
+    why = "weights and Adam moments: one step at lr 1e-6 is below half a bf16 or fp16 ulp"
+    master = ResolvedRole("master", "fp32", FP32, "native", why)
     if policy.logits == "fp32":
         why = "half operands, fp32 result, fp32 log-softmax, the same on both sides"
     else:
@@ -244,8 +176,9 @@ def _resolve_base(role: str, requested: str, policy: PrecisionPolicy, device: to
         return _resolve_fp8(role, policy, device)
     fmt = FORMATS[requested]
     if device.type == "cuda":
-        problem = _cuda_problem(fmt, device)
-        if problem and policy.backend != "simulated":
+        if fmt is BF16 and torch.cuda.get_device_capability(device)[0] < 8 and policy.backend != "simulated":
+            name = torch.cuda.get_device_name(device)
+            problem = f"{name} has no bf16 arithmetic (it came with compute capability 8.0)"
             if policy.fallback == "error":
                 raise MantissaError(
                     f"precision: {role} asked for {requested}, but {problem}; choose another format, or "
@@ -259,20 +192,10 @@ def _resolve_base(role: str, requested: str, policy: PrecisionPolicy, device: to
     if fmt is FP32:
         return ResolvedRole(role, requested, fmt, "native", "fp32 is what a CPU computes in")
     if policy.backend == "native":
-        return ResolvedRole(
-            role,
-            requested,
-            fmt,
-            "native",
-            "asked for: the CPU's own half kernels, whose speed and sum order vary by CPU",
-        )
-    return ResolvedRole(
-        role,
-        requested,
-        fmt,
-        "simulated",
-        f"a CPU: values on the {fmt.name} grid in fp32, each result and gradient rounded, fp32 accumulation",
-    )
+        why = "asked for: the CPU's own half kernels, whose speed and sum order vary by CPU"
+        return ResolvedRole(role, requested, fmt, "native", why)
+    why = f"a CPU: values on the {fmt.name} grid in fp32, each result and gradient rounded, fp32 accumulation"
+    return ResolvedRole(role, requested, fmt, "simulated", why)
 
 
 def _resolve_fp8(role: str, policy: PrecisionPolicy, device: torch.device) -> ResolvedRole:
@@ -291,10 +214,3 @@ def _resolve_fp8(role: str, policy: PrecisionPolicy, device: torch.device) -> Re
         )
     why = "a CPU" if device.type == "cpu" else "asked for" if native else "no fp8 products before Hopper"
     return ResolvedRole(role, "fp8", base, "simulated", f"{why}: {what}, values on their grids in fp32", fp8)
-
-
-def _cuda_problem(fmt: NumberFormat, device: torch.device) -> str | None:
-    """Why the GPU cannot compute in ``fmt``, or None where it can."""
-    if fmt.name == "bf16" and torch.cuda.get_device_capability(device)[0] < 8:
-        return f"{torch.cuda.get_device_name(device)} has no bf16 arithmetic (it came with compute capability 8.0)"
-    return None

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.algorithms import FlowRLConfig, GSPOConfig, Tally, aggregation_scale, correction, merge
+from mantissa.algorithms import Accumulator, FlowRLConfig, GSPOConfig, aggregation_scale, correction, merge
 from mantissa.kernels import Kernels, NativeKernels
 from mantissa.model import Decoder, policy_weights, trained_parameters
 from mantissa.precision import FP32
@@ -62,7 +62,7 @@ class Update:
     """What one batch did: the outcome of each optimiser step, tallies of the loss and correction, and advantages."""
 
     outcomes: tuple[StepOutcome, ...]
-    tallies: Mapping[str, Tally]
+    tallies: Mapping[str, Accumulator]
     advantage_B: Tensor
     trained_tokens: int
     flushed_fraction: float | None
@@ -273,9 +273,9 @@ class Learner:
             for part in parts
         ]
 
-    def _step(self, data: _Batch, batches: list[_MicroBatch], step: int) -> tuple[StepOutcome, dict[str, Tally]]:
+    def _step(self, data: _Batch, batches: list[_MicroBatch], step: int) -> tuple[StepOutcome, dict[str, Accumulator]]:
         """One optimiser step over its micro-batches."""
-        tallies: list[dict[str, Tally]] = []
+        tallies: list[dict[str, Accumulator]] = []
         kept, self._kept = self._kept, None
         graphs = [kept] if kept is not None and self._usable(kept, data, batches) else []
         del kept  # what is not used must not hold its memory through the step
@@ -313,7 +313,7 @@ class Learner:
 
     def _loss(
         self, data: _Batch, micro: _MicroBatch, kernels: Kernels, kept: _Kept | None = None
-    ) -> tuple[Tensor, dict[str, Tally]]:
+    ) -> tuple[Tensor, dict[str, Accumulator]]:
         """Loss of a micro-batch; ``kept``: the scoring's graph, where it can serve."""
         experience, rows = data.experience, micro.rows
         sequences = experience.sequences.select(rows)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mantissa.algorithms import (
+    Accumulator,
     FlowRLConfig,
-    Tally,
     advantage,
     flowrl_loss,
     importance_weights,
@@ -28,7 +28,7 @@ from mantissa.algorithms import (
 from mantissa.rl.config import AlgorithmConfig
 from mantissa.rl.experience import Experience
 
-Tallies = dict[str, Tally]
+Tallies = dict[str, Accumulator]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def micro_loss(micro: Micro, algorithm: AlgorithmConfig) -> tuple[Tensor, Tallie
             config,
         )
         return loss, {**tallies, **parts}
-    weight_BR, weights = micro.weight_BR, dict[str, Tally]()
+    weight_BR, weights = micro.weight_BR, dict[str, Accumulator]()
     if config.kind == "reinforce":
         # No ratio in this loss: its importance weight is of the current policy, not of the one before the update.
         weight_BR, weights = importance_weights(

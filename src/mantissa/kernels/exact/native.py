@@ -17,6 +17,7 @@ and can refute a kernel but not prove it; so the loop compares every sampled tok
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,8 +26,9 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.kernels.exact.plan import ModelShapes
+from mantissa.kernels.exact.probe import Work, other_bits, row_operations
 from mantissa.kernels.interface import Kernels
-from mantissa.kernels.native import NativeKernels
+from mantissa.kernels.native import NativeKernels, NativeProduct, ProductOf
 from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_cached, round_to_format
 
 
@@ -53,10 +55,10 @@ class ExactNativeKernels(NativeKernels):
             return super().linear(x_NE, weight_FE, bias_F, layer)  # row-invariant in the fast family too
         assert isinstance(weight_FE, Tensor)  # only what the policy names is kept as codes
         bias = None if bias_F is None else self.weight(bias_F)
-        return _Linear.apply(x_NE, self.weight(weight_FE), bias, self.dtype)
+        return ProductOf.apply(x_NE, self.weight(weight_FE), bias, _product_in(self.dtype))
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
-        logits = _Linear.apply(x_NE, self.weight(weight_VE), None, torch.float32)
+        logits = ProductOf.apply(x_NE, self.weight(weight_VE), None, _product_in(torch.float32))
         return round_to_format(logits, self.logits_format)
 
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
@@ -92,6 +94,17 @@ class ExactNativeKernels(NativeKernels):
         return attention(q_BHD.unsqueeze(2), k_BKSD, v_BKSD, length_B - 1).squeeze(2)
 
 
+def _product_in(dtype: torch.dtype) -> NativeProduct:
+    """The row-invariant product, rounded to ``dtype``."""
+
+    def product(x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
+        from mantissa.kernels.triton.products import matmul
+
+        return matmul(x_NE, weight_FE, bias_F, dtype)
+
+    return product
+
+
 class _AsCached(torch.autograd.Function):
     """What a cache in ``fmt`` would hold of keys or values; the gradient passes straight through."""
 
@@ -104,29 +117,7 @@ class _AsCached(torch.autograd.Function):
         return grads[0], None
 
 
-class _Linear(torch.autograd.Function):
-    """x @ w^T + b by the row-invariant product; its gradients by torch's, with operands in the dtype of ``x``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        from mantissa.kernels.triton.products import matmul
-
-        ctx.save_for_backward(x, weight)
-        out = matmul(x.reshape(-1, x.shape[-1]), weight, bias, out_dtype)
-        return out.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        grad = grads[0].to(x.dtype)  # the logits' gradient is fp32
-        flat = grad.reshape(-1, grad.shape[-1])
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
-        grad_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None
-
-
-_COUNTS = (1, 2, 3, 5, 16, 17, 33, 129, 300)  # rows
+_ROWS = 300  # that are compared with themselves among fewer
 _VALUES = 1 << 28  # that a product may give: 1 GiB of fp32 logits
 _LONGEST = 1100  # positions of a sequence: more than two chunks of keys
 
@@ -142,46 +133,24 @@ def check_invariance(kernels: Kernels, shapes: ModelShapes, device: torch.device
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(kernels.dtype)
 
+    def products() -> Iterator[tuple[str, int, int, Work]]:
+        for (outputs, inputs), names in shapes.sizes.items():
+            weight = drawn(outputs, inputs)
+            multiply = kernels.logits if outputs == shapes.vocabulary else kernels.linear
+            most = max(_ROWS, min(shapes.rows, _VALUES // outputs))
+            yield f"{names} {inputs}x{outputs}", inputs, most, lambda x, _, f=multiply, w=weight: f(x, w)  # type: ignore[misc]
+
     compared = []
     with torch.no_grad():
-        for name, width, most, work in _operations(kernels, shapes, drawn, generator):
+        others = ((name, width, _ROWS, work) for name, width, work in row_operations(kernels, shapes, drawn))
+        for name, width, most, work in itertools.chain(products(), others):
             x = drawn(most, width)
-            whole = work(x, 0)
-            for count in (*(n for n in _COUNTS if n < most), most):
-                for start in {0, min(3, most - count)}:
-                    if not torch.equal(work(x[start : start + count], start), whole[start : start + count]):
-                        raise _refuted(f"{name} gives a row other bits among {count} rows than among {most}", kernels)
+            count = other_bits(work, x, work(x, 0))
+            if count:
+                raise _refuted(f"{name} gives a row other bits among {count} rows than among {most}", kernels)
             compared.append(name)
         compared.append(_attention(kernels, shapes, drawn))
     return "row-invariant: " + ", ".join(compared)
-
-
-Work = Callable[[Tensor, int], Tensor]  # rows, and the place of the first among all
-
-
-def _operations(
-    kernels: Kernels, shapes: ModelShapes, drawn: Callable[..., Tensor], generator: torch.Generator
-) -> Iterator[tuple[str, int, int, Work]]:
-    """What is computed row by row: its name, a row's width, how many rows there are at most, and how."""
-    few = _COUNTS[-1]
-    for (outputs, inputs), names in shapes.sizes.items():
-        weight = drawn(outputs, inputs)
-        multiply = kernels.logits if outputs == shapes.vocabulary else kernels.linear
-        most = max(few, min(shapes.rows, _VALUES // outputs))
-        yield f"{names} {inputs}x{outputs}", inputs, most, lambda x, _, f=multiply, w=weight: f(x, w)  # type: ignore[misc]
-    widths = sorted({inputs for _, inputs, _ in shapes.products} | {shapes.head_dim})
-    for width in widths:
-        scale = drawn(width)
-        yield f"rms_norm {width}", width, few, lambda x, _, w=scale: kernels.rms_norm(x, w, 1e-6)  # type: ignore[misc]
-    yield f"swiglu {widths[-1]}", widths[-1], few, lambda x, _: kernels.swiglu(x * 8, x)
-    words, device = shapes.vocabulary, generator.device
-    tokens = torch.randint(0, words, (few,), generator=generator, device=device)
-    yield (
-        f"token_logprob {words}",
-        words,
-        few,
-        lambda x, start: kernels.token_logprob(x.float() * 4, tokens[start : start + len(x)], 0.7),
-    )
 
 
 def _attention(kernels: Kernels, shapes: ModelShapes, drawn: Callable[..., Tensor]) -> str:

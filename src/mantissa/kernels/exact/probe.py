@@ -18,7 +18,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from mantissa.kernels import probe as probes
 from mantissa.kernels.exact.attention import BLOCK, KEYS, ExactAttention, batched, cached, causal, product
 from mantissa.kernels.exact.kernels import ExactKernels
 from mantissa.kernels.exact.plan import WAYS, AttentionChoice, Choice, ExactPlan, ModelShapes, Way
+from mantissa.kernels.interface import Kernels
 from mantissa.kernels.products import packable, packed
 from mantissa.precision import FP32, ResolvedRole
 
@@ -61,25 +62,25 @@ def plan_exact(
             probed = _Product(size, shapes.rows, generator)
             products[size] = probed.choose(f"the product {names} {size[1]}x{size[0]}", ways, role)
             if present > 1:
-                with _threads(1):
+                with threads(1):
                     agree = agree and probed.holds(products[size])
         heads = _Attention(shapes, generator)
         attention = heads.choose(ways, role)
         if present > 1:
-            with _threads(1):
+            with threads(1):
                 agree = agree and heads.holds(attention)
-        threads = tuple(sorted({1, present})) if agree else (present,)
+        proven = tuple(sorted({1, present})) if agree else (present,)
         length = -(-shapes.length // BLOCK) * BLOCK  # attention rounds a number of keys up to a block at most
-        plan = ExactPlan(products, attention, shapes.sizes, "", threads, length)
+        plan = ExactPlan(products, attention, shapes.sizes, "", proven, length)
         checked = _check_rest(shapes, ExactKernels(FP32, plan), role, generator)
-    numbers = " and ".join(str(n) for n in threads)
-    seconds = time.perf_counter() - started
+    numbers, seconds = " and ".join(map(str, proven)), time.perf_counter() - started
     checked = f"row-invariant too: {checked}; {numbers} threads; probed in {seconds:.1f} s"
     return dataclasses.replace(plan, checked=checked)
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads(count: int) -> Iterator[None]:
+    """Within this, torch uses ``count`` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -88,11 +89,13 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _refuted(what: str) -> MantissaError:
+    return MantissaError(f"precision.kernels=exact: on this CPU {what}; choose kernels=fast, or another torch build")
+
+
 def _none_holds(what: str, failures: list[str], role: ResolvedRole) -> MantissaError:
-    return MantissaError(
-        f"precision.kernels=exact: on this CPU no way of computing {what} gives a row the same bits wherever it "
-        f"stands, in {role.active} ({'; '.join(failures)}); choose kernels=fast, or another torch build"
-    )
+    why = f"gives a row the same bits wherever it stands, in {role.active} ({'; '.join(failures)})"
+    return _refuted(f"no way of computing {what} {why}")
 
 
 def _why(left_out: list[str]) -> str:
@@ -164,8 +167,7 @@ class _Product:
         return True
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """One shape of attention's two products: so many heads, query rows and keys."""
 
     heads: int
@@ -202,14 +204,10 @@ class _Attention:
         failures: list[str] = []
         for way in ways:
             choice = self._tiles() if way == "tiles" else self._only(way)
-            if choice is not None and (difference := self._together(choice)):
-                failures.append(f"{way} differ at {difference}")
-                choice = None
-            elif choice is None:
-                failures.append(f"{way} differ")
-            if choice is not None:
-                why = "; ".join([*failures, choice.why])
-                return AttentionChoice(way, choice.heads, choice.rows, choice.positions, choice.keys, why)
+            difference = "" if choice is None else self._together(choice)
+            if choice is not None and not difference:
+                return dataclasses.replace(choice, why="; ".join([*failures, choice.why]))
+            failures.append(f"{way} differ at {difference}" if difference else f"{way} differ")
         raise _none_holds("attention", failures, role)
 
     def holds(self, choice: AttentionChoice) -> bool:
@@ -314,49 +312,67 @@ def _alone(way: Way, heads: int) -> AttentionChoice:
     return AttentionChoice(way, (heads,), 16, (16,), KEYS)
 
 
+ROWS = (1, 2, 3, 5, 16, 17, 33, 129)  # among so many rows each row is compared with itself among all
+Work = Callable[[Tensor, int], Tensor]  # of rows, and the place of the first among all
+
+
+def row_operations(
+    kernels: Kernels, shapes: ModelShapes, drawn: Callable[..., Tensor]
+) -> Iterator[tuple[str, int, Work]]:
+    """What is computed row by row in one way only, beside products: its name, a row's width, and how."""
+    widths, words = sorted({inputs for _, inputs, _ in shapes.products} | {shapes.head_dim}), shapes.vocabulary
+    for width in widths:
+        scale = drawn(width)
+        yield f"rms_norm {width}", width, lambda x, _, w=scale: kernels.rms_norm(x, w, 1e-6)  # type: ignore[misc]
+    yield f"swiglu {widths[-1]}", widths[-1], lambda x, _: kernels.swiglu(x * 8, x)
+
+    def logprob(x: Tensor, start: int) -> Tensor:
+        tokens = torch.arange(start, start + len(x), device=x.device) * 7 % words
+        return kernels.token_logprob(x.float() * 4, tokens, 0.7)
+
+    yield f"token_logprob {words}", words, logprob
+
+
+def other_bits(work: Work, x: Tensor, whole: Tensor) -> int:
+    """Among how many rows a row of ``x`` has other bits than in ``whole``, which is of all; 0 where it never has."""
+    for count in (*(n for n in ROWS if n < len(x)), len(x)):
+        for start in {0, min(3, len(x) - count)}:
+            if not torch.equal(work(x[start : start + count], start), whole[start : start + count]):
+                return count
+    return 0
+
+
 def _check_rest(shapes: ModelShapes, kernels: ExactKernels, role: ResolvedRole, generator: torch.Generator) -> str:
     """Everything that has one way only: each row alone, and among others, must be the same."""
-    widths = sorted({inputs for _, inputs, _ in shapes.products} | {shapes.head_dim})
-    checks: list[tuple[str, int, Callable[[Tensor], Tensor]]] = []
-    for width in widths:
-        weight = torch.randn(width, generator=generator)
-        checks.append((f"rms_norm {width}", width, lambda x, w=weight: kernels.rms_norm(x, w, 1e-6)))  # type: ignore[misc]
-    wide = max(widths)
-    checks.append((f"swiglu {wide}", wide, lambda x: kernels.swiglu(x * 8, x)))
-    checks.append((f"softmax {shapes.vocabulary}", shapes.vocabulary, lambda x: torch.softmax(x * 4, -1)))
-    first = torch.zeros(1, dtype=torch.int64)
-    checks.append(
-        (
-            f"log_softmax {shapes.vocabulary}",
-            shapes.vocabulary,
-            lambda x: kernels.token_logprob(x * 4, first.expand(len(x))),
-        )
-    )
-    half = shapes.head_dim // 2
-    checks.append((f"rotation {half}", half, lambda x: torch.cat(((x * 999).cos(), (x * 999).sin()), -1)))
-    for name, width, function in checks:
-        most = max(5, min(517, 2_000_000 // width))
-        x = torch.randn(most, width, generator=generator)
-        expected = function(x)
-        for threads in sorted({1, torch.get_num_threads()}):
-            for count in (n for n in (1, 2, 3, 5, 16, 17, 33, 129, most) if n <= most):
-                for start in {0, min(3, most - count)}:
-                    with _threads(threads):
-                        got = function(x[start : start + count])
-                    if not torch.equal(got, expected[start : start + count]):
-                        raise MantissaError(
-                            f"precision.kernels=exact: on this CPU {name} gives a row other bits among {count} rows "
-                            f"than among {most}, {threads} threads, and has no other way, in {role.active}; choose "
-                            "kernels=fast, or another torch build"
-                        )
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    half, words = shapes.head_dim // 2, shapes.vocabulary
+    torchs_own: list[tuple[str, int, Work]] = [
+        (f"softmax {words}", words, lambda x, _: torch.softmax(x * 4, -1)),
+        (f"rotation {half}", half, lambda x, _: torch.cat(((x * 999).cos(), (x * 999).sin()), -1)),
+    ]
+    names = []
+    for name, width, work in (*row_operations(kernels, shapes, drawn), *torchs_own):
+        x = drawn(max(5, min(517, 2_000_000 // width)), width)
+        expected = work(x, 0)
+        for number in sorted({1, torch.get_num_threads()}):
+            with threads(number):
+                count = other_bits(work, x, expected)
+            if count:
+                raise _refuted(
+                    f"{name} gives a row other bits among {count} rows than among {len(x)}, {number} threads, and has "
+                    f"no other way, in {role.active}"
+                )
+        names.append(name)
     scores = torch.randn(3, kernels.plan.length, generator=generator) * 4
     seen = torch.rand(3, 1, generator=generator)
     for keys in range(2 * KEYS, kernels.plan.length + 1, KEYS):
         # What a row does not see changes nothing: with the last keys unseen, as without them; and so on from there.
         part = scores[:, :keys].masked_fill(torch.arange(keys) >= (seen * (keys - KEYS)).ceil(), float("-inf"))
         if not torch.equal(torch.softmax(part, -1)[:2, : keys - KEYS], torch.softmax(part[:2, : keys - KEYS], -1)):
-            raise MantissaError(
-                f"precision.kernels=exact: on this CPU softmax over {keys} keys gives other bits than over those of "
-                "them that are seen, and has no other way; choose kernels=fast, or another torch build"
+            raise _refuted(
+                f"softmax over {keys} keys gives other bits than over those of them that are seen, and has no other way"
             )
-    return ", ".join([*(name for name, _, _ in checks), f"softmax of {KEYS} to {kernels.plan.length} keys"])
+    return ", ".join([*names, f"softmax of {KEYS} to {kernels.plan.length} keys"])

@@ -1,0 +1,57 @@
+"""Strict promotion: no operation may mix floating-point dtypes.
+
+Torch promotes silently: ``half * float`` is float, and a forgotten cast doubles memory or hides a rounding. Inside
+``StrictPromotion`` such an operation raises, naming the operator and the dtypes. The whole test-suite runs in it.
+
+Allowed are Python scalars and zero-dimensional tensors, which do not change an array's dtype; operators whose purpose
+is to cross dtypes (casts, copies, scaled products); and fused attention, whose backward takes half tensors and the fp32
+log-sum-exp that its own forward saved (torch itself refuses queries, keys and values of different dtypes). Operators on
+lists of tensors (``_foreach_add``, ``_fused_adam``) work entry by entry: each entry's dtypes must agree, the entries
+need not agree with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_CROSSING = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_", "aten::to", "aten::_scaled_mm")
+_FUSED_ATTENTION = (
+    "aten::_scaled_dot_product_", "aten::_flash_attention_", "aten::_efficient_attention_", "flash_attn::",
+)  # fmt: skip
+_BY_ENTRY = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_amp_foreach_")
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _entries(values: tuple[Any, ...]) -> Iterable[tuple[Any, ...]]:
+    """Entry i of every list among ``values``, with what is not a list, for each i."""
+    longest = max((len(v) for v in values if isinstance(v, (list, tuple))), default=0)
+    for i in range(longest):
+        yield tuple((v[i] if i < len(v) else None) if isinstance(v, (list, tuple)) else v for v in values)
+
+
+class StrictPromotion(TorchDispatchMode):
+    """Context manager in which an operation on tensors of different floating dtypes raises ``RuntimeError``."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name not in _CROSSING and not name.startswith(_FUSED_ATTENTION):
+            values = (*args, *kwargs.values())
+            for group in _entries(values) if name.startswith(_BY_ENTRY) else (values,):
+                dtypes = {t.dtype for t in _tensors(group) if t.is_floating_point() and t.dim() > 0}
+                if len(dtypes) > 1:
+                    listed = ", ".join(sorted(str(d) for d in dtypes))
+                    # not TypeError: Python would take it for an unsupported operand and lose the message
+                    raise RuntimeError(f"strict promotion: {name} mixes {listed}; cast one of them explicitly")
+        return func(*args, **kwargs)
