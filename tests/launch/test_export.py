@@ -12,8 +12,9 @@ from pydantic import BaseModel
 
 from mantissa.errors import MantissaError
 from mantissa.launch import LaunchOptions, Plan, export, launch_file, load_options
+from mantissa.launch.export import Draft, fields_of
 from mantissa.launch.facts import FACTS, VERSIONS, Version, full
-from mantissa.launch.plan import Draft, fields_of, hydra_value
+from mantissa.launch.plan import hydra_value
 from mantissa.rl import RunConfig, load_recipe
 
 CLUSTER = Path(__file__).parents[2] / "recipes" / "cluster"
@@ -170,17 +171,16 @@ def test_a_field_that_is_forgotten_is_found(
     field: str, recipe: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Take away whatever is said about one field, and the exporter's own check fails."""
-    said, remarked = Draft.set, Draft.unused
+    said, remarked = Draft.set, Draft.remark
 
     def set_but_one(self: Draft, key: str, value: Any, source: str) -> None:
         said(self, key, value, source.replace(field, "--nothing"))
 
-    def remark_all_but_one(self: Draft, about: str, text: str) -> None:
-        remarked(self, about.replace(field, "--nothing"), text)
+    def remark_all_but_one(self: Draft, kind: Any, about: str, text: str) -> None:
+        remarked(self, kind, about.replace(field, "--nothing"), text)
 
     monkeypatch.setattr(Draft, "set", set_but_one)
-    for kind in ("unused", "fixed", "differs"):
-        monkeypatch.setattr(Draft, kind, remark_all_but_one)
+    monkeypatch.setattr(Draft, "remark", remark_all_but_one)
     with pytest.raises(AssertionError, match=f"not accounted for: .*{field}"):
         export(recipe(), LaunchOptions())
 

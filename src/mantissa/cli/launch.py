@@ -62,9 +62,7 @@ def launch(
     if not dry_run:
         _run(plan, str(address), working_dir, wait)
         return
-    from mantissa.launch.text import dry_run as described
-
-    typer.echo(described(plan, address, working_dir))
+    typer.echo(plan.dry_run(address, working_dir))
 
 
 def _planned(recipe: Path, overrides: list[str], options: Path | None, given: dict[str, Any]) -> Any:
@@ -83,10 +81,9 @@ def _run(plan: Any, address: str, working_dir: Path | None, wait: bool) -> None:
     import shlex
 
     from mantissa.launch.ray_job import connect, follow, submit
-    from mantissa.launch.text import environment_of
 
     client = connect(address)
-    job = submit(client, shlex.join(plan.arguments), environment_of(plan, working_dir), plan.name)
+    job = submit(client, shlex.join(plan.arguments), plan.runtime_env(working_dir), plan.name)
     typer.echo(f"submitted {job} to {address}")
     if not wait:
         typer.echo(f"ray job logs --address {address} --follow {job} shows its log")
