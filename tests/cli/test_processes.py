@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
+from mantissa.cli.machine import crowded
 from mantissa.cli.processes import RankError, blame, launch, threads_each
-from mantissa.cli.threads import crowded
 from mantissa.errors import MantissaError, StoppedError
 from mantissa.runs.directory import RunDirectory
 
@@ -225,16 +225,6 @@ def test_torchrun_and_another_number_of_processes(recipe: str, tmp_path: Path) -
     assert refused.returncode != 0
     # the first to say so has torchrun stop the other
     assert re.search(r"^mantissa: error: rank [01]: nproc=3, but this is one of 2 processes", refused.stderr, re.M)
-
-
-def test_only_the_processes_of_a_resumed_run_may_change(recipe: str, tmp_path: Path) -> None:
-    RunDirectory.create(tmp_path / "run", RECIPE, {}).close()
-    done = mantissa("train", "--resume", str(tmp_path / "run"), "nproc=2", "steps=9")
-    assert done.returncode == 2
-    assert "with its own recipe, which cannot be changed (but for nproc, parallel" in done.stderr
-    done = mantissa("train", "--resume", str(tmp_path / "run"), "nproc=7")
-    assert done.returncode == 2
-    assert "nproc=7, but rollout.prompts=6" in done.stderr
 
 
 @dataclass

@@ -36,13 +36,13 @@ def export(config: RunConfig, options: LaunchOptions) -> Plan:
     is hard-coded, or is beyond the hardware.
     """
     draft = Draft(config, options)
-    for row in _table()["rows"]:
+    for row in table()["rows"]:
         draft.apply(row)
     return draft.finish()
 
 
 @functools.cache
-def _table() -> dict[str, Any]:
+def table() -> dict[str, Any]:
     return read_table("verl_fields.yaml")
 
 
@@ -79,7 +79,7 @@ class Draft:
     def __post_init__(self) -> None:
         sections = {name: getattr(self.config, name) for name in RunConfig.model_fields}
         self._names: dict[str, Any] = sections | {"precision": self.config.policy, "options": self.options}
-        for name, source in _table()["names"].items():
+        for name, source in table()["names"].items():
             self._names[name] = self._said(source)
 
     def apply(self, row: dict[str, Any], about: str = "") -> bool:
