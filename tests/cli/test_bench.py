@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from mantissa.bench import COLUMNS, runner
+from mantissa.bench import COLUMNS, runner, scenarios
+from mantissa.bench.profile import training_peak
 from mantissa.errors import MantissaError
 from mantissa.training.trainer import PrecisionTrainer
 
@@ -31,6 +32,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "cli_users_model.py").write_text(MODEL)
     yield tmp_path
     sys.modules.pop("cli_users_model", None)
+
+
+@pytest.fixture(autouse=True)
+def _memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is measured in a process of its own, once for each precision: the second time it is remembered."""
+    measured: dict[str, Any] = {}
+
+    def peak(request: Any, batch_size: int) -> Any:
+        if request.precision not in measured:
+            measured[request.precision] = training_peak(request, batch_size)
+        return measured[request.precision]
+
+    monkeypatch.setattr(scenarios, "training_peak", peak)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

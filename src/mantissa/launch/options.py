@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from mantissa.bounds import boundary
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError, nearest
 from mantissa.launch.facts import Engine, Version, short
@@ -151,7 +152,8 @@ def load_options(path: Path | None, given: dict[str, Any]) -> LaunchOptions:
     if path is not None:
         if not path.is_file():
             raise MantissaError(f"no launch options at {path}: expected a YAML file with keys such as engine and nodes")
-        values = parse_yaml(path.read_text(), str(path)) or {}
+        with boundary(path, "expected a YAML file of UTF-8 text"):
+            values = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
         if not isinstance(values, dict):
             raise MantissaError(f"{path}: expected keys and values, got {type(values).__name__}")
     try:
