@@ -22,7 +22,7 @@ import torch
 from rows import append
 from steps import decoder_config, spread
 
-from mantissa.cli.memory import keep_freed_memory
+from mantissa.cli.machine import keep_freed_memory
 from mantissa.kernels import ModelShapes, learner_kernels, plan_exact, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import PrecisionPolicy, resolve

@@ -15,7 +15,7 @@ import torch
 from rows import append
 from steps import decoder_config, interleaved, step_rows, training_step
 
-from mantissa.cli.memory import keep_freed_memory
+from mantissa.cli.machine import keep_freed_memory
 from mantissa.precision import PRESETS, Fp8Policy, PrecisionPolicy, resolve
 
 LAYERS, ROWS, LENGTH = 4, 64, 65  # 4096 positions are trained on

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,38 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 ACCURACY = {"mlp": 0.95, "convnet": 0.9, "gru": 0.95, "transformer": 0.95}
 
 
-def run(name: str, *arguments: str, processes: int = 0, quiet: bool = True, **environment: str) -> str:
-    """What the example prints; ``quiet``: it must not warn, as other people's libraries do."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
+Run = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion() -> None:
+    """A user's program runs without our strict mode."""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs an example here, as the main program, and no warning is allowed; returns what it prints."""
+
+    def call(name: str, *arguments: str, **environment: str) -> str:
+        path = str(EXAMPLES / f"{name}.py")
+        with monkeypatch.context() as changed:
+            changed.setattr(sys, "argv", [path, *arguments])
+            for variable, value in environment.items():
+                changed.setenv(variable, value)
+            runpy.run_path(path, run_name="__main__")
+        printed = capsys.readouterr()
+        assert "Warning" not in printed.err
+        return printed.out
+
+    return call
+
+
+def started(name: str, *arguments: str, processes: int = 1, quiet: bool = True) -> str:
+    """What the example prints in processes of its own: several, or one that other people's libraries change."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     strict = ["-W", "error::UserWarning"] if quiet else []
     command = [sys.executable, *strict, *launch, str(EXAMPLES / f"{name}.py"), *arguments]
-    variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not quiet or "Warning" not in done.stderr
@@ -45,7 +73,7 @@ def test_every_example_is_here() -> None:
 @pytest.mark.slow
 def test_lightning_learns_in_fp16() -> None:
     pytest.importorskip("lightning", reason="needs lightning: pip install 'mantissa[lightning]'")
-    printed = run("lightning_fit", quiet=False)
+    printed = started("lightning_fit", quiet=False)
     assert "fp16 asked, fp16 active" in printed
     assert float(re.findall(r"accuracy ([\d.]+)", printed)[0]) > 0.9
     assert "steps 384, skipped 0" in printed
@@ -54,7 +82,7 @@ def test_lightning_learns_in_fp16() -> None:
 @pytest.mark.slow
 def test_hugging_faces_trainer_learns_in_fp16() -> None:
     pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantissa[accelerate]'")
-    printed = run("hf_trainer", quiet=False)
+    printed = started("hf_trainer", quiet=False)
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+), scale 65536", printed)]
     assert len(losses) == 4
     assert losses[-1] < 0.05 < losses[0]
@@ -62,7 +90,7 @@ def test_hugging_faces_trainer_learns_in_fp16() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ACCURACY)
-def test_an_example_learns_in_fp16(name: str) -> None:
+def test_an_example_learns_in_fp16(name: str, run: Run) -> None:
     printed = run(name)
     accuracy, guessing = re.search(r"accuracy ([\d.]+) .*guessing gives ([\d.]+)", printed).groups()
     assert float(accuracy) >= ACCURACY[name] > 2.5 * float(guessing)
@@ -77,14 +105,14 @@ def test_an_example_learns_in_fp16(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.variants)])
-def test_the_argument_chooses_the_precision(precision: str) -> None:
+def test_the_argument_chooses_the_precision(precision: str, run: Run) -> None:
     (stats,) = stats_in(run("mlp", precision))
     assert stats["precision_active"] == precision
     assert stats["loss_scale"] == 1.0
 
 
 @pytest.mark.slow
-def test_the_compat_example() -> None:
+def test_the_compat_example(run: Run) -> None:
     printed = run("compat")
     first, second, third, last = stats_in(printed)
     assert [s["overflow_steps"] for s in (first, second, third)] == [0, 1, 1]
@@ -103,9 +131,9 @@ def test_the_compat_example() -> None:
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.variants), "fsdp2"])
 def test_the_distributed_example_goes_on_where_it_was(kind: str, tmp_path: Path) -> None:
     """Two ranks, one with three times the data of the other; interrupted after two epochs of four, or not at all."""
-    run("distributed", kind, str(tmp_path / "run.pt"), "2", processes=2)
-    resumed = run("distributed", kind, str(tmp_path / "run.pt"), "4", processes=2)
-    whole = run("distributed", kind, str(tmp_path / "other.pt"), "4", processes=2)
+    started("distributed", kind, str(tmp_path / "run.pt"), "2", processes=2)
+    resumed = started("distributed", kind, str(tmp_path / "run.pt"), "4", processes=2)
+    whole = started("distributed", kind, str(tmp_path / "other.pt"), "4", processes=2)
     assert "epoch 2" not in resumed
     assert resumed.splitlines()[1:] == whole.splitlines()[3:]  # epochs 3 and 4, the error and the stats, to the digit
     error, variance = re.search(r"error ([\d.]+) of a variance of ([\d.]+)", whole).groups()
@@ -117,10 +145,10 @@ def test_the_distributed_example_goes_on_where_it_was(kind: str, tmp_path: Path)
 @pytest.mark.variants
 def test_the_distributed_example_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     path = str(tmp_path / "run.pt")
-    run("distributed", "fsdp2", path, "2", processes=2)
-    three = run("distributed", "ddp", path, "4", processes=3)
+    started("distributed", "fsdp2", path, "2", processes=2)
+    three = started("distributed", "ddp", path, "4", processes=3)
     assert "written by 2 processes, read by 3" in three
-    alone = run("distributed", "ddp", path, "6")
+    alone = started("distributed", "ddp", path, "6")
     assert "written by 3 processes, read by 1" in alone
     errors = [float(re.search(r"error ([\d.]+)", text)[1]) for text in (three, alone)]
     assert errors[1] < 0.7 * errors[0]

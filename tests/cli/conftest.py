@@ -89,6 +89,12 @@ def recipe(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def small_recipe() -> dict[str, Any]:
+    """The small recipe itself."""
+    return copy.deepcopy(RECIPE)
+
+
+@pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small run that has ended. Tests read it, and change only copies."""
     from mantissa.rl import make_config, start

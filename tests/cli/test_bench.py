@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from mantissa.bench import COLUMNS, runner
+from mantissa.bench import COLUMNS, runner, scenarios
+from mantissa.bench.profile import training_peak
 from mantissa.errors import MantissaError
 from mantissa.training.trainer import PrecisionTrainer
 
@@ -31,6 +32,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "cli_users_model.py").write_text(MODEL)
     yield tmp_path
     sys.modules.pop("cli_users_model", None)
+
+
+@pytest.fixture(autouse=True)
+def _memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is measured in a process of its own, once for each precision: the second time it is remembered."""
+    measured: dict[str, Any] = {}
+
+    def peak(request: Any, batch_size: int) -> Any:
+        if request.precision not in measured:
+            measured[request.precision] = training_peak(request, batch_size)
+        return measured[request.precision]
+
+    monkeypatch.setattr(scenarios, "training_peak", peak)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -107,34 +121,3 @@ def test_a_refused_row_is_named_and_the_others_are_kept(
     assert "The other rows are in found" in message
     assert {row["precision"] for row in rows_of(here / "found")} == {"fp32", "bf16"}
     assert "fp16" not in (here / "found" / "bench.csv").read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--precision", "fp61"], "--precision fp61: expected of fp32, bf16, fp16; did you mean 'fp16'?"),
-        (["--precision", "fp16,fp16"], "named twice"),
-        (["--precision", ""], "expected at least one of"),
-        (["--scenarios", "stres"], "did you mean 'stress'?"),
-        (["--sizes", "10x"], "size '10x': expected a number of parameters such as 10k"),
-        (["--device", "tpu"], "expected auto, cpu or cuda"),
-        (["--backend", "fast"], "expected auto, native or simulated"),
-        (["--repeats", "0"], "expected 1 or more"),
-        (["--threads", "0"], "expected 1 or more"),
-        (["--batch", "0"], "expected 1 or more samples"),
-        (["--model", "cli_users_model"], "expected pkg.module:factory"),
-        (["--model", "cli_users_model:factory_2"], "did you mean 'factory'?"),
-        (["--model", "cli_users_model:factory", "--sizes", "1M"], "--sizes belongs to the built-in models"),
-        (["--out", "cli_users_model.py"], "it is a file; choose another folder"),
-    ],
-)
-def test_what_a_user_gets_wrong(here: Path, mantissa: Callable, arguments: list[str], words: str) -> None:
-    assert words in mantissa("bench", "--device", "cpu", *arguments).error()
-    assert not (here / "runs").exists()
-
-
-def test_a_folder_with_a_bench_in_it_is_left_alone(here: Path, mantissa: Callable) -> None:
-    (here / "found").mkdir()
-    (here / "found" / "bench.csv").write_text("of another day")
-    assert "it holds a bench already" in mantissa("bench", "--device", "cpu", "--out", "found").error()
-    assert (here / "found" / "bench.csv").read_text() == "of another day"

@@ -60,18 +60,3 @@ def test_the_page_is_compare_html_unless_named(
     monkeypatch.chdir(tmp_path)
     assert mantissa("compare", finished, trainer).out.endswith("comparison: compare.html\n")
     assert (tmp_path / "compare.html").is_file()
-
-
-def test_mistakes_are_one_line(mantissa, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert "got 0" in mantissa("compare").error()
-    assert f"for one run use mantissa report {finished}" in mantissa("compare", finished).error()
-    assert "is given twice" in mantissa("compare", finished, finished).error()
-    assert "is not a run" in mantissa("compare", finished, empty).error()
-    (empty / "metrics.jsonl").write_text("")
-    assert "no step has been finished" in mantissa("compare", finished, empty).error()
-    (empty / "metrics.jsonl").write_text("nonsense\n")
-    assert "line 1" in mantissa("compare", finished, empty).error()
-    assert not (tmp_path / "compare.html").exists()

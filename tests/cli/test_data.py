@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-import pytest
 
 from mantissa.tasks import read_problems
 
@@ -37,32 +36,3 @@ def test_the_summary_and_the_file(mantissa: Mantissa, tmp_path: Path) -> None:
     problems, _ = read_problems([out])
     assert [(p.prompt[0].content, p.answer) for p in problems] == [("1+1?", "2"), ("2+2?", "4")]  # type: ignore[union-attr]
     assert pq.read_schema(out).names == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
-
-
-def test_mistakes_are_one_line_and_write_nothing(mantissa: Mantissa, tmp_path: Path) -> None:
-    foreign = lines(tmp_path / "foreign.jsonl", {"image": "cat.png", "caption": "a cat"})
-    binary = tmp_path / "binary.parquet"
-    binary.write_bytes(b"PAR1 but not really")
-    out = tmp_path / "out.parquet"
-    for argv, message in (
-        ((foreign, "-o", out), "columns image, caption fit no schema"),
-        ((binary, "-o", out), "not a readable parquet file"),
-        ((tmp_path / "absent.parquet", "-o", out), "is not there"),
-        ((foreign, "-o", tmp_path / "out.csv"), "ends in .parquet"),
-        ((foreign, "-o", out, "--verifier", "mathverify"), "expected one of dapo"),
-        ((foreign,), "Missing option"),
-        (("-o", out), "Missing argument"),
-    ):
-        assert message in mantissa("data", "dapo", *argv).error()
-    assert "No such command 'dappo'" in mantissa("data", "dappo").error()
-    assert not out.exists()
-
-
-@pytest.mark.parametrize("width", ["80", "120"])
-def test_help_fits(mantissa: Mantissa, width: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", width)
-    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", int(width))
-    result = mantissa("data", "dapo", "--help")
-    assert result.code == 0
-    assert "Usage: mantissa data dapo [OPTIONS]" in result.out
-    assert max(map(len, result.out.splitlines())) <= int(width)

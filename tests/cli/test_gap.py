@@ -166,45 +166,6 @@ def test_a_pair_that_fails_leaves_the_others_and_is_the_error(
     assert [row["pair"] for row in lines(tmp_path / "2" / "gap.jsonl")] == ["fp16"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (("--pairs", "bf61"), "--pairs bf61: unknown precision preset 'bf61'"),
-        (("--pairs", "bf16/"), "--pairs bf16/: unknown precision preset ''"),
-        (("--pairs", "bf16+exakt"), "expected +exact after the formats"),
-        (("--pairs", "bf16/fp16+exact"), "round to different numbers"),
-        (("--pairs", "fp16,fp16"), "one is named twice"),
-        (("--samples", 0), "--samples 0: expected 1 or more"),
-        (("--max-tokens", 0), "--max-tokens 0: expected 1 or more"),
-        (("--max-tokens", 100_000), "prompt 1 has 3 tokens"),
-        (("--temperature", 0), "--temperature 0: expected more than 0"),
-        (("--temperature", "nan"), "--temperature nan: expected more than 0"),
-        (("--engine", "sglang"), "--engine sglang: expected native or vllm"),
-        (("--engine", "vllm"), "vllm is not installed here"),
-        (("--prompts", "nowhere.txt"), "nowhere.txt is not there"),
-        (("--prompts", "."), ". is a folder"),
-        (("--prompts", "empty.txt"), "0 prompts; expected 1 to 10,000"),
-        (("--prompts", "binary.txt"), "not readable as UTF-8 text"),
-        (("--prompts", "huge.txt"), "more than 64 MiB"),
-        (("--prompts", "many.txt"), "20,000 prompts; expected 1 to 10,000"),
-        (("--prompts", "words.txt"), "which the character vocabulary does not have"),
-    ],
-)
-def test_refusals(
-    mantissa: Mantissa, finished: Path, prompts: Path, argv: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(prompts.parent)
-    Path("empty.txt").write_text("\n  \n")
-    Path("binary.txt").write_bytes(b"\xff\xfe\x00")
-    Path("many.txt").write_text("1=\n" * 20_000)
-    Path("words.txt").write_text("What is 1 plus 1?\n")
-    with open("huge.txt", "wb") as file:
-        file.truncate(65 << 20)
-    given = () if "--prompts" in argv else ("--prompts", prompts)
-    assert says in mantissa("gap", finished, *given, *argv).error()
-    assert not list(Path("runs").glob("*/*")), "nothing is left behind"
-
-
 def test_the_packages_own_prompts() -> None:
     prompts = command.read_prompts(None)
     assert len(prompts) == len(set(prompts)) == 32

@@ -208,28 +208,6 @@ def test_it_can_be_read_at_any_width(
     assert (9, "alert") in printed(text)
 
 
-def test_bad_input_is_one_line(mantissa: Mantissa, fp16: Path, tmp_path: Path) -> None:
-    assert "no such folder; expected a run with a metrics.jsonl" in mantissa("guard", tmp_path / "absent").error()
-    assert "has no metrics.jsonl" in mantissa("guard", tmp_path).error()
-    foreign = write(tmp_path / "foreign", [{"step": 1, "accuracy": 0.5}], None)
-    assert "expected the metrics of the trainer or of mantissa train" in mantissa("guard", foreign).error()
-    assert "unknown setting 'windwo'; did you mean 'window'?" in mantissa("guard", fp16, "windwo=3").error()
-    assert "expected key=value" in mantissa("guard", fp16, "window").error()
-    assert "guard: window=0: expected a whole number from 1" in mantissa("guard", fp16, "--window", 0).error()
-    assert "is no reference" in mantissa("guard", fp16, "--reference", foreign).error()
-    assert "no such folder" in mantissa("guard", fp16, "--reference", tmp_path / "absent").error()
-    (foreign / "metrics.jsonl").write_bytes(b"\x00\x01\n\xff")
-    assert "metrics.jsonl, line 1: expected a row of JSON" in mantissa("guard", foreign).error()
-    (foreign / "metrics.jsonl").write_bytes(b"PK\x03\x04")
-    assert "has no whole row yet" in mantissa("guard", foreign).error()
-    (foreign / "metrics.jsonl").write_text('{"step": 2, "train/loss": 1}\n{"step": 1, "train/loss": 1}\n')
-    assert "expected a step after 2, got 1" in mantissa("guard", foreign).error()
-    (fp16 / "guard.json").write_text("{")
-    assert "guard.json is not JSON" in mantissa("guard", fp16).error()
-    (fp16 / "guard.json").unlink()
-    assert "has a guard.jsonl and no guard.json" in mantissa("guard", fp16).error()
-
-
 def test_the_metrics_file_itself_will_do(mantissa: Mantissa, fp16: Path) -> None:
     result = mantissa("guard", fp16 / "metrics.jsonl")
     assert "the replay equals guard.jsonl: 13 decisions" in result.out

@@ -6,36 +6,25 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = "mantissa numpy torch rich typer yaml pydantic safetensors sympy math_verify plotly own_reward_helper"
-RECIPE = {
-    "steps": 1,
-    "device": "cpu",
-    "model": {
-        "fresh": {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 32},
-        "tokenizer": "characters",
-    },
-    "task": {
-        "kind": "code",
-        "variables": 1,
-        "train_size": 40,
-        "heldout_size": 4,
-        "warm_start_size": 4,
-        "reward": [{"verifier": "task"}, {"function": "own_reward:score"}],
-    },
-    "rollout": {"prompts": 4, "samples": 2, "max_tokens": 4},
-    "optimizer": {"lr": 1e-3},
-    "trackers": [],
+CODE = {
+    "kind": "code",
+    "variables": 1,
+    "train_size": 40,
+    "heldout_size": 4,
+    "warm_start_size": 4,
+    "reward": [{"verifier": "task"}, {"function": "own_reward:score"}],
 }
 
 
 @pytest.fixture
-def trapped(tmp_path: Path) -> Path:
+def trapped(recipe: Callable[..., Path], tmp_path: Path) -> Path:
     """A folder with a module of every name that could be imported by mistake; each leaves its name in ``sprung``."""
     for name in {*sys.stdlib_module_names, *OTHERS.split()} - {"own_reward_helper"}:
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'a').write('{name} ')\n")
@@ -43,7 +32,7 @@ def trapped(tmp_path: Path) -> Path:
         "import own_reward_helper, wave\ndef score(problem, completion): return own_reward_helper.VALUE\n"
     )
     (tmp_path / "own_reward_helper.py").write_text("VALUE = 0.5\n")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    recipe(steps=1, precision="fp32", task=CODE, warm_start=None, evaluation={})
     return tmp_path
 
 

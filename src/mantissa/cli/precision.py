@@ -6,15 +6,16 @@ from typing import Annotated
 
 import typer
 
+from mantissa.cli.common import Device, screen
+
 
 def precision(
     preset: Annotated[
         str | None, typer.Argument(metavar="PRESET", help="fp32, fp16, bf16, ...; all of them where none is given.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Show what each role would use on this machine, why, and what a probe of its kernels saw."""
-    from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -23,7 +24,7 @@ def precision(
     from mantissa.rl.assemble import choose_device, prove
 
     chosen = choose_device(device)
-    console = Console(markup=False, highlight=False)
+    console = screen()
     for name in [preset] if preset else PRESETS:
         resolved = resolve(PrecisionPolicy.parse(name), chosen)
         evidence = prove(resolved, chosen)

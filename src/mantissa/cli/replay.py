@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from mantissa.cli.common import Device
+
 
 def replay(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="RUN/mismatch-step-N.safetensors.")],
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Run both sides of a mismatch again on the recorded tokens, and name the first operation that differs.
 

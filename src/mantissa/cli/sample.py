@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
-MODEL_HELP = "A run's, a Hugging Face or an adapter's folder, FILE.gguf, package:NAME, or a hub name."
+from mantissa.cli.common import Device, Model
+
 _TEXT_COLUMN = 20  # where the text of a completion begins; its further lines are indented to there
 
 
 def sample(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    model: Model,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
     n: Annotated[int, typer.Option("-n", min=1, help="How many completions.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 64,
@@ -21,7 +22,7 @@ def sample(
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends a completion; may be repeated.")] = None,
     precision: Annotated[str, typer.Option(help="A preset; the rollout's part of it is used.")] = "fp32",
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same completions.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     chat: Annotated[bool, typer.Option(help="Render the prompt as a user message with the chat template.")] = False,
 ) -> None:
     """Sample completions of PROMPT.

@@ -7,15 +7,13 @@ from typing import Annotated
 
 import typer
 
+from mantissa.cli.common import Overrides
 from mantissa.errors import MantissaError
 
 
 def serve(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe of the runs that will use it.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Dotted keys of the recipe, YAML values.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; whoever reaches it can run code here.")
     ] = "127.0.0.1",

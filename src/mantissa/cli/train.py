@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mantissa.cli.memory import keep_freed_memory
-from mantissa.cli.threads import crowded, unsteady
+from mantissa.cli.common import Overrides, echo_warning
+from mantissa.cli.machine import crowded, keep_freed_memory, unsteady
 from mantissa.errors import MantissaError
 
 if TYPE_CHECKING:
@@ -21,10 +21,7 @@ def train(
         Path | None,
         typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/demo.yaml.", show_default=False),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Dotted keys of the recipe, YAML values.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
     resume: Annotated[
         Path | None,
         typer.Option(metavar="RUN", help="Continue this run, bit for bit, from its last checkpoint."),
@@ -81,8 +78,8 @@ def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: 
         return
     first = world is None or os.environ["RANK"] == "0"
     if first:
-        _warn_if(unsteady())
-        _warn_if(crowded(torch.get_num_threads(), world or 1))
+        echo_warning(unsteady())
+        echo_warning(crowded(torch.get_num_threads(), world or 1))
     report = start_run(config) if resume is None else resume_run(resume, given, world)
     if first:
         typer.echo(f"report: {report}")
@@ -107,8 +104,3 @@ def _start_ranks(config: RunConfig, resume: Path | None, given: list[str]) -> No
     folder = config.run_dir or str(default_path(config.name))
     named = [] if config.run_dir else [f"run_dir={folder}"]
     launch(["train", *given, *named], config.nproc, folder)
-
-
-def _warn_if(warning: str | None) -> None:
-    if warning is not None:
-        typer.echo(warning)

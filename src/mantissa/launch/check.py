@@ -100,7 +100,9 @@ def check_verl(arguments: Sequence[str], version: Version = "0.9.1") -> Report:
         if (_ABOUT_PRECISION.search(key) or key in HANDED_KEYS) and not key.startswith(_IN_RUNTIME_ENV[1:])
     ]
     judged = [_judged(given, engine, rollout, version) for given in about]
-    good = {short(s.given.key): s.given.value for s in judged if s.verdict == "takes effect"}
+    good = {
+        short(s.given.key): s.given.value for s in judged if s.verdict == "takes effect" and s.given.value != "null"
+    }
     settings = (*judged, *_variables(words, good, rollout))
     roles = _roles(words, good, engine, rollout)
     return Report(
@@ -114,6 +116,34 @@ def check_verl(arguments: Sequence[str], version: Version = "0.9.1") -> Report:
         meant=tuple(_meant(settings, good, engine)),
         others=len(words.overrides) - len(about),
     )
+
+
+def report_text(report: Report) -> str:
+    """What ``check-verl`` prints."""
+    lines = [f"verl {report.version}, {report.engine} learner, {report.rollout} rollout"]
+    lines += [f"  taken for granted: {said}" for said in report.assumed]
+    for title, settings in (
+        ("precision settings without effect", report.wrong),
+        ("precision settings that take effect", [s for s in report.settings if s.verdict == "takes effect"]),
+        ("handed to another program as they are", [s for s in report.settings if s.verdict == "handed on"]),
+    ):
+        if not settings:
+            continue
+        lines += ["", title]
+        for setting in settings:
+            verdict = "" if setting.verdict in ("takes effect", "handed on") else f"{setting.verdict}: "
+            lines += [f"  {setting.given}", f"      {verdict}{setting.why}"]
+            if setting.instead:
+                lines.append(f"      instead: {setting.instead}")
+    lines += ["", "what runs"]
+    width = max(len(role.name) for role in report.roles)
+    lines += [f"  {role.name:<{width}}  {role.active}  ({role.why})" for role in report.roles]
+    lines += ["", "what is cast on the way", *(f"  {cast}" for cast in report.casts)]
+    if report.meant:
+        lines += ["", "for the format that was asked for, in every role", *(f"  {one}" for one in report.meant)]
+    if report.others:
+        lines += ["", f"{report.others} other settings are not about precision"]
+    return "\n".join(lines)
 
 
 def _variables(words: Words, good: dict[str, str], rollout: Rollout) -> Iterator[Setting]:
@@ -265,7 +295,7 @@ def _roles(words: Words, good: dict[str, str], engine: Engine, rollout: Rollout)
     dtype = good.get(f"rollout.engine_kwargs.{rollout}.dtype") or good.get("rollout.dtype")
     active = "the model file's" if dtype == "auto" else _SHORT.get(dtype or "bfloat16", "bf16")
     roles.append(Role("rollout", active, "rollout.dtype" if dtype else "rollout.dtype is not set: bfloat16"))
-    if good.get("rollout.quantization") not in (None, "null"):
+    if "rollout.quantization" in good:
         name = good["rollout.quantization"]
         roles.append(Role("its products", "fp8 (e4m3)" if name == "fp8" else name, "rollout.quantization"))
     roles += _rounded_to_4_bits(good, engine, rollout)

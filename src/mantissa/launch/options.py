@@ -6,16 +6,58 @@ beside it (``NAME.launch.yml`` for ``NAME.yaml``) and from the command's options
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from mantissa.bounds import boundary
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError, nearest
 from mantissa.launch.facts import Engine, Version, short
-from mantissa.launch.hardware import Gpu, cuda_version, gpu_named
 from mantissa.rl.recipe import parse_yaml
+
+Family = Literal["Ampere", "Ada", "Hopper", "Blackwell"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as far as precision is concerned."""
+
+    name: str
+    family: Family
+
+    @property
+    def blockwise_fp8(self) -> bool:
+        """Whether it multiplies fp8 operands that are scaled block by block (compute capability 9.0 and later)."""
+        return self.family in ("Hopper", "Blackwell")
+
+
+_FAMILIES: dict[Family, tuple[str, ...]] = {
+    "Ampere": ("a100", "a800", "a40", "a10", "rtx3090"),
+    "Ada": ("l4", "l40", "l40s", "rtx4090"),
+    "Hopper": ("h20", "h100", "h200", "h800", "gh200"),
+    "Blackwell": ("b200", "b300", "gb200", "gb300"),
+}
+GPUS: dict[str, Gpu] = {name: Gpu(name, family) for family, names in _FAMILIES.items() for name in names}
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU of that name, in any case; unknown names are a user's error."""
+    if name.lower() not in GPUS:
+        raise MantissaError(
+            f"unknown hardware {name!r}: expected one of {', '.join(GPUS)}{nearest(name.lower(), GPUS)}"
+        )
+    return GPUS[name.lower()]
+
+
+def cuda_version(text: str) -> tuple[int, int]:
+    """``12.9`` as (12, 9)."""
+    major, _, minor = text.partition(".")
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise MantissaError(f"cuda={text!r}: expected a version such as 12.9")
+    return int(major), int(minor)
 
 
 class LaunchOptions(Config):
@@ -75,6 +117,10 @@ class LaunchOptions(Config):
         return None if self.hardware is None else gpu_named(self.hardware)
 
     @property
+    def cuda_version(self) -> tuple[int, int] | None:
+        return None if self.cuda is None else cuda_version(self.cuda)
+
+    @property
     def total_gpus(self) -> int:
         return self.nodes * self.gpus
 
@@ -106,7 +152,8 @@ def load_options(path: Path | None, given: dict[str, Any]) -> LaunchOptions:
     if path is not None:
         if not path.is_file():
             raise MantissaError(f"no launch options at {path}: expected a YAML file with keys such as engine and nodes")
-        values = parse_yaml(path.read_text(), str(path)) or {}
+        with boundary(path, "expected a YAML file of UTF-8 text"):
+            values = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
         if not isinstance(values, dict):
             raise MantissaError(f"{path}: expected keys and values, got {type(values).__name__}")
     try:
