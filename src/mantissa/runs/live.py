@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from mantissa.runs.health import in_range
+from mantissa.runs.health import in_range, small
 from mantissa.runs.metrics import BY_NAME
 
 _HEADER_EVERY = 25
@@ -34,11 +34,6 @@ class Column:
     width: int
     show: Callable[[float], str]
     drop: int = 0
-
-
-def small(value: float) -> str:
-    """Gap-sized numbers: 0 exactly, else two digits and an exponent."""
-    return "0" if value == 0 else f"{value:.1e}"
 
 
 def power_of_two(value: float) -> str:
