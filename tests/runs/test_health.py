@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mantissa.runs.health import check, in_range, share_sentence, share_text, verdict
+from mantissa.runs.health import check, in_range, judge, share_sentence, share_text, verdict
 from mantissa.runs.metrics import BY_NAME
 
 
@@ -68,6 +68,21 @@ def test_what_is_not_finite_is_worst_and_serious_comes_first() -> None:
     first, second = check(data)
     assert (first.metric.name, first.worst, first.worst_step) == ("policy/loss", math.inf, 2)
     assert (second.metric.name, second.serious) == ("correction/ess", False)
+
+
+@pytest.mark.parametrize(
+    ("best", "kind", "said"),
+    [
+        (0.0, "unhealthy", "Not learning: no completion was correct"),
+        (0.01, "healthy", "Hardly any completion was correct: 1.0% on the best step."),
+        (0.02, "healthy", "Healthy: every metric is in its range"),
+    ],
+)
+def test_a_run_without_success_is_said_plainly(best: float, kind: str, said: str) -> None:
+    judged = judge(rows("reward/accuracy", [0.0, best, 0.0]), [])
+    assert judged.kind == kind
+    assert said in (judged.headline, *judged.remarks)
+    assert bool(judged.remarks) == (best < 0.02)
 
 
 FACTS = {"engine": "vLLM 0.32.0", "format": "bf16", "every": 1, "measured": True, "kernels": "exact native kernels"}

@@ -30,6 +30,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         self.attributes += [(tag, name, value) for name, value in attributes]
+        self.seen.append(" " if tag in ("br", "div") else "")
         if tag not in VOID:
             self.open.append(tag)
         if tag == "table":

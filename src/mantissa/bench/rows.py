@@ -18,6 +18,7 @@ from mantissa.bench.workload import short
 from mantissa.files import write_atomically
 from mantissa.mismatch.estimates import Estimate
 from mantissa.runs.environment import environment
+from mantissa.runs.live import seconds_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -228,7 +229,7 @@ def _measured(row: Row) -> list[str]:
     speed = "-"
     if row["speed_up"] is not None:
         speed = f"{row['speed_up']:.2f} ({row['speed_up_low']:.2f}..{row['speed_up_high']:.2f})"
-    return [f"{row['active']} {row['backend']}", _seconds(row["duration_s"]), f"{row['samples_per_s']:,.0f}", speed,
+    return [f"{row['active']} {row['backend']}", seconds_text(row["duration_s"]), f"{row['samples_per_s']:,.0f}", speed,
             _bytes(row["peak_memory_bytes"])]  # fmt: skip
 
 
@@ -240,13 +241,6 @@ def _table(*columns: str) -> Table:
         text = column in ("scenario", "precision")
         table.add_column(column, justify="left" if text else "right", no_wrap=True)
     return table
-
-
-def _seconds(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
 
 
 def _bytes(count: int | None) -> str:

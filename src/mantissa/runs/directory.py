@@ -318,7 +318,7 @@ class Onlooker(RunDirectory):
     def _dropped(self, *_: Any) -> None:
         pass
 
-    append_metrics = truncate_metrics = append_warm_start = truncate_warm_start = rewind = _dropped
+    append_metrics = truncate_metrics = append_warm_start = truncate_warm_start = rewind = _dropped  # type: ignore[assignment]
 
     def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
         return self.rollouts_path(step)

@@ -49,7 +49,7 @@ from mantissa.runs.compare.numbers import (
     wall_clock,
 )
 from mantissa.runs.health import in_range, sentence, small
-from mantissa.runs.live import count, duration
+from mantissa.runs.live import count, duration, seconds_text
 from mantissa.runs.metrics import SERIES, Series
 from mantissa.runs.page import NOT_LOGGED, Block, block, code, noted, pill, scale_text
 from mantissa.runs.plots import MUTED, PHASE_COLOURS, Line, Plot, chart, figure, styled, to_svg
@@ -459,7 +459,7 @@ def _times(groups: Sequence[Group]) -> list[Block]:
     rows: dict[str, list[str | None]] = {"all steps": [_duration(wall_clock(group)) for group in groups]}
     for name in ("step", *names):
         title = "one step" if name == "step" else f"of it {name.replace('_', ' ')}"
-        rows[title] = [_seconds(seconds.get(name)) for seconds in phases]
+        rows[title] = [seconds_text(seconds[name]) if name in seconds else None for seconds in phases]
     for title, name in (("sampled, tokens/s", "rollout"), ("trained on, tokens/s", "learner")):
         rates = [rate(group, f"rate/{name}_tokens_per_s") for group in groups]
         rows[title] = [None if value is None else count(value) for value in rates]
@@ -474,12 +474,6 @@ def _times(groups: Sequence[Group]) -> list[Block]:
     note = "Means over steps, and over seeds; rates are medians over steps. The warm start is not timed."
     table = page.table(["", *_heads(groups)], lines, ("n", *("v" for _ in groups)), "gap")
     return [table, block("note below", note)]
-
-
-def _seconds(value: float | None) -> str | None:
-    if value is None:
-        return None
-    return f"{value:.3g} s" if value >= 1 or value == 0 else f"{1000 * value:.3g} ms"
 
 
 def _duration(value: float | None) -> str | None:
