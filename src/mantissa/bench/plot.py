@@ -66,7 +66,7 @@ def _precisions(rows: Sequence[Row]) -> dict[str, str]:
 def _step_time(axes: Axes, rows: Sequence[Row]) -> None:
     for precision, label in _precisions(rows).items():
         mine = sorted((r for r in rows if r["precision"] == precision), key=lambda r: r["parameters"])
-        _points(axes, precision, label, [r["parameters"] for r in mine], mine, "duration", "_s", 1e3, linewidth=1.4)
+        _points(axes, precision, label, [r["parameters"] for r in mine], mine, "duration", "_s", 1e3, linestyle="-")
     axes.set_yscale("log")
     axes.set_ylabel("milliseconds")
     axes.set_title(f"One training step of {rows[0]['batch_size']} samples")
@@ -78,7 +78,7 @@ def _speed_up(axes: Axes, rows: Sequence[Row]) -> None:
     for precision, label in _precisions(rows).items():
         mine = sorted((r for r in rows if r["precision"] == precision and r["speed_up"]), key=lambda r: r["parameters"])
         if precision != "fp32" and mine:
-            _points(axes, precision, label, [r["parameters"] for r in mine], mine, "speed_up", linewidth=1.4)
+            _points(axes, precision, label, [r["parameters"] for r in mine], mine, "speed_up", linestyle="-")
             values += [r[f"speed_up_{q}"] for r in mine for q in ("low", "high")]
     axes.axhline(1, color=COLOURS["fp32"], linewidth=1.2)
     axes.annotate("fp32", (1, 1), xycoords=("axes fraction", "data"), ha="right", va="bottom", color=COLOURS["fp32"])
@@ -94,7 +94,7 @@ def _points(axes: Axes, precision: str, label: str, x: Sequence[float], rows: Se
     """A column's medians at ``x``, its quartiles as bars."""
     middle, low, high = ([scale * row[f"{column}{q}{unit}"] for row in rows] for q in ("", "_low", "_high"))
     errors = [np.subtract(middle, low), np.subtract(high, middle)]
-    style = {"fmt": "-" if "linewidth" in style else ""} | style
+    style = {"linestyle": ""} | style  # scenarios are no series: only sizes are joined
     axes.errorbar(x, middle, errors, label=label, color=COLOURS[precision], marker=MARKERS[precision], markersize=4.5,
                   elinewidth=1, capsize=2, **style)  # fmt: skip
 
