@@ -21,8 +21,9 @@ import torch
 from rows import append
 
 from mantissa.bench.profile import training_peak
-from mantissa.bench.runner import Request, Runner, Spread, speed_up, step_seconds
+from mantissa.bench.runner import Request, Runner, quartiles, speed_up, step_seconds
 from mantissa.bench.workload import Source, parse_size, short
+from mantissa.mismatch.estimates import Estimate
 
 CONTENDERS = ("fp32", "tf32", "bf16", "fp16")
 
@@ -74,16 +75,16 @@ def measure(source: Source, batch_size: int, rounds: int, names: tuple[str, ...]
             "rounds": rounds,
         }
         flops = 6 * runner.workload.parameters * batch_size  # products, forward and backward
-        step, ratio = Spread.of(times[name]), speed_up(times["fp32"], times[name])
+        step, ratio = quartiles(times[name]), speed_up(times["fp32"], times[name])
         rows.append(about | {"metric": "step_seconds", "unit": "s", **_fields(step)})
         rows.append(about | {"metric": "speed_over_fp32", "unit": "ratio", **_fields(ratio)})
-        rows.append(about | {"metric": "product_tflops", "unit": "TFLOP/s", "value": flops / step.median / 1e12})
+        rows.append(about | {"metric": "product_tflops", "unit": "TFLOP/s", "value": flops / step.value / 1e12})
         rows.append(about | {"metric": "peak_memory", "unit": "bytes", "value": peaks[name]})
     return rows
 
 
-def _fields(spread: Spread) -> dict[str, float]:
-    return {"value": spread.median, "quartile_low": spread.low, "quartile_high": spread.high}
+def _fields(spread: Estimate) -> dict[str, float | None]:
+    return {"value": spread.value, "quartile_low": spread.low, "quartile_high": spread.high}
 
 
 def main() -> None:

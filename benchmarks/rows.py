@@ -5,22 +5,21 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mantissa.runs.environment import cpu_model
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def device_name(device: str) -> str:
     """The processor's name as the system gives it."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    model = [line.split(":", 1)[1].strip() for line in _cpu_info() if line.startswith("model name")]
-    return f"{model[0] if model else platform.processor()} ({torch.backends.cpu.get_cpu_capability()})"
+    cuda = device == "cuda"
+    return torch.cuda.get_device_name() if cuda else f"{cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def append(file: str, rows: list[dict[str, Any]], device: str) -> Path:
@@ -53,8 +52,3 @@ def _commit() -> str:
 
     commit = git("rev-parse", "--short=12", "HEAD")
     return (commit + ("-dirty" if git("status", "--porcelain", "src") else "")) or "unknown"
-
-
-def _cpu_info() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []

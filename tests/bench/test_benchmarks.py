@@ -7,6 +7,7 @@ others append goes to a folder of the test's.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -41,9 +42,9 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "simulated_step": ((*THREAD, "--rounds", "1"), {}),
     "waiting": (("--threads", "1", "--busy", "0", "--rounds", "1", "--work", "tiny", "--dry"), {}),
 }
-ELSEWHERE = {  # tests of their own, here or in test_scripts.py; or no script, but what scripts share
+ELSEWHERE = {  # tests of their own, here or in test_scripts.py; of a real model's size; or what scripts share
     "demo_runs", "gpu", "gpu_sizes", "rl_step", "rl_step_vs_trl", "run_all", "tables", "trl_step",
-    "rl_problem", "rows", "steps", "workers",
+    "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap",
 }  # fmt: skip
 
 
@@ -114,6 +115,16 @@ def test_the_summary_of_runs(tmp_path: Path) -> None:
     subprocess.run(script, env={**os.environ, "OUT": str(tmp_path)}, check=True)
     (row,) = (tmp_path / "demo_runs.jsonl").read_text().splitlines()
     assert '"steps": 2' in row
+
+
+def test_the_rows_of_a_gap(tmp_path: Path) -> None:
+    (tmp_path / "measured").mkdir()
+    for name, row in (("gap", {"pair": "fp16", "requested": "fp16/fp16", "active": "fp16/fp16"}), ("completions", {})):
+        (tmp_path / "measured" / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    script = [sys.executable, str(BENCHMARKS / "gap.py"), str(tmp_path / "measured")]
+    subprocess.run(script, env={**os.environ, "OUT": str(tmp_path)}, check=True)
+    row = json.loads((tmp_path / "gap.jsonl").read_text())
+    assert (row["benchmark"], row["pair"], row["threads"]) == ("gap", "fp16", 1)
 
 
 def test_what_run_all_runs_is_there(tmp_path: Path) -> None:

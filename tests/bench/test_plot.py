@@ -71,6 +71,8 @@ def test_all_panels(tmp_path: Path, saved: list[matplotlib.figure.Figure]) -> No
     low, high = speeds.get_ylim()
     assert low <= 0.5 < 2 <= high  # the line at 1 is in the middle, and a small ratio does not look large
     assert curves(losses)["fp16, native"][1] == [0.8, 0.3]
+    joined = [axes.get_legend_handles_labels()[0][0].lines[0].get_linestyle() for axes in (times, speeds, losses)]
+    assert joined == ["-", "-", "None"], "scenarios are no series"
     assert losses.get_ylim()[0] == 0
     assert "a processor" in saved[0].get_suptitle()
     assert "residual MLP on" in saved[0].get_suptitle()

@@ -60,25 +60,19 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_batches_in_float64() -> None
     assert model.training
 
 
-def test_another_active_format_is_refused_and_the_row_is_named(lying: Callable[..., None]) -> None:
-    lying("fp16", active=FP32, reason="a silent substitution")
-    with pytest.raises(RefusedError) as error:
-        Runner(request("fp16"), seed=0)
-    message = str(error.value)
-    assert "row refused (fp16, residual MLP of 5k, on cpu)" in message
-    assert "fp16 was requested and fp32 was active (a silent substitution)" in message
-
-
-def test_a_row_without_evidence_is_refused(lying: Callable[..., None]) -> None:
-    lying("bf16", evidence="")
-    with pytest.raises(RefusedError, match="no evidence that bf16 is active"):
-        Runner(request("bf16"), seed=0)
-
-
-def test_other_kernels_than_requested_are_refused(lying: Callable[..., None]) -> None:
-    lying("bf16", backend="native")
-    with pytest.raises(RefusedError, match="simulated kernels were requested and native ones were active"):
-        Runner(request("bf16", "simulated"), seed=0)
+@pytest.mark.parametrize(
+    ("asked", "lie", "said"),
+    [
+        (("fp16",), {"active": FP32, "reason": "a substitution"},
+         r"row refused \(fp16, residual MLP of 5k, on cpu\): .* was requested and fp32 was active \(a substitution\)"),
+        (("bf16",), {"evidence": ""}, "no evidence that bf16 is active"),
+        (("bf16", "simulated"), {"backend": "native"}, "simulated kernels were requested and native ones were active"),
+    ],
+)  # fmt: skip
+def test_what_did_not_engage_is_refused(asked: tuple, lie: dict, said: str, lying: Callable[..., None]) -> None:
+    lying(asked[0], **lie)
+    with pytest.raises(RefusedError, match=said):
+        Runner(request(*asked), seed=0)
 
 
 def test_a_probe_that_fails_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,32 +10,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mantissa.bench.rows import crossover_sentence
-from mantissa.bench.runner import Crossover, Spread, crossover, rotated, speed_up, step_seconds
+from mantissa.bench.rows import Crossover, crossover, crossover_sentence
+from mantissa.bench.runner import quartiles, rotated, speed_up, step_seconds
+from mantissa.mismatch.estimates import Estimate
 
 
-def table(**speeds: float | tuple[float, float, float]) -> dict[int, Spread]:
+def table(**speeds: float | tuple[float, float, float]) -> dict[int, Estimate]:
     """``k10=1.2`` is 1.2 times fp32's speed at 10,000 parameters, give or take a hundredth."""
     return {
-        int(name[1:]) * 1000: Spread(s, s - 0.01, s + 0.01) if isinstance(s, float) else Spread(s[1], s[0], s[2])
+        int(name[1:]) * 1000: Estimate(s, s - 0.01, s + 0.01) if isinstance(s, float) else Estimate(s[1], s[0], s[2])
         for name, s in speeds.items()
     }
 
 
 @given(st.lists(st.floats(0.001, 1000), min_size=2, max_size=30))
 def test_the_spread_is_median_and_quartiles(values: list[float]) -> None:
-    spread = Spread.of(values)
+    spread = quartiles(values)
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    assert (spread.low, spread.median, spread.high) == pytest.approx((low, middle, high), rel=1e-12)
+    assert (spread.low, spread.value, spread.high) == pytest.approx((low, middle, high), rel=1e-12)
 
 
-def test_a_single_measurement_has_no_spread() -> None:
-    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
-
-
-def test_speed_up_is_taken_within_a_round() -> None:
+def test_one_measurement_has_no_spread_and_ratios_are_taken_within_a_round() -> None:
+    assert quartiles([3.0]) == Estimate(3.0, 3.0, 3.0)
     # The machine was ten times slower in the second round: the ratio of the medians would be 5.5 / 2.75 only by luck.
-    assert speed_up([1.0, 10.0, 1.0], [0.5, 5.0, 0.5]) == Spread(2.0, 2.0, 2.0)
+    assert speed_up([1.0, 10.0, 1.0], [0.5, 5.0, 0.5]) == Estimate(2.0, 2.0, 2.0)
 
 
 def test_every_round_runs_all_in_an_order_that_rotates() -> None:
@@ -82,13 +80,13 @@ def test_rotation_covers_each_place() -> None:
     ],
     ids=["in the middle", "never", "always", "after a relapse", "only once", "within the noise", "unsorted"],
 )
-def test_the_crossover(speeds: dict[int, Spread], expected: Crossover) -> None:
+def test_the_crossover(speeds: dict[int, Estimate], expected: Crossover) -> None:
     assert crossover(speeds) == expected
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=8))
 def test_from_the_crossover_on_every_size_is_faster_and_the_one_before_is_not(lows: list[float]) -> None:
-    speeds = {1000 * (i + 1): Spread(low * 1.1, low, low * 1.2) for i, low in enumerate(lows)}
+    speeds = {1000 * (i + 1): Estimate(low * 1.1, low, low * 1.2) for i, low in enumerate(lows)}
     found = crossover(speeds)
     if found.first is not None:
         assert all(s.low > 1 for n, s in speeds.items() if n >= found.first)
@@ -111,7 +109,7 @@ def test_from_the_crossover_on_every_size_is_faster_and_the_one_before_is_not(lo
         (table(k250=0.5), ["takes 2.00x fp32's time a step, at 250k parameters"]),
     ],
 )
-def test_the_sentence_names_the_size_and_the_numbers(speeds: dict[int, Spread], words: list[str]) -> None:
+def test_the_sentence_names_the_size_and_the_numbers(speeds: dict[int, Estimate], words: list[str]) -> None:
     sentence = crossover_sentence("fp16", "simulated", speeds)
     assert sentence.startswith("fp16 (simulated)")
     assert all(part in sentence for part in words), sentence

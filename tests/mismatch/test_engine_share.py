@@ -141,9 +141,7 @@ def test_masked_positions_may_hold_anything_and_what_is_not_finite_is_counted() 
 
 def test_no_dtype_but_fp32_and_no_two_of_them() -> None:
     rollout, e, _, mask = drawn(8)
-    with pytest.raises(TypeError, match=r"all three log-probs in fp32, not torch\.float32, torch\.float16"):
+    with pytest.raises(TypeError, match=r"all log-probs in fp32, not torch\.float32 and torch\.float16"):
         engine_share(rollout, e.half(), rollout, mask)
-    with pytest.raises(TypeError, match=r"in fp32, not torch\.bfloat16"):
-        engine_share(*[x.bfloat16() for x in (rollout, e, rollout)], mask)
     wide = [x.double() for x in (rollout, rollout + e, rollout - e)]
     assert measured(*wide, mask) == pytest.approx(oracle(*wide, mask), rel=1e-12)

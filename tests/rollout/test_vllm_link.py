@@ -23,7 +23,7 @@ from fake_vllm_server import FakeServer
 from mantissa.environ import changed_environment
 from mantissa.errors import MantissaError
 from mantissa.precision import BF16
-from mantissa.precision.resolve import StrictPromotion
+from strict_promotion import StrictPromotion
 from mantissa.rollout import Request, VllmEngine, VllmStart
 from mantissa.rollout.vllm.engine import ONE_PROCESS, Processes, agreed
 from mantissa.rollout.vllm.worker import digest

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mantissa.runs.gap_page import by_position, over_position, scatter, shown
+from html_page import Page, assert_snapshot
+from mantissa.mismatch.estimates import GAP_FIGURES
+from mantissa.runs.gap_page import by_position, over_position, scatter, shown, write_gap_page
 
 
 def completion(rollout: list[float | None], gap: list[float], pair: str = "bf16") -> dict[str, Any]:
@@ -56,3 +60,25 @@ def test_pictures_of_nothing_are_sentences() -> None:
 )
 def test_figures_read_well(name: str, value: float, low: float, high: float, says: tuple[str, str]) -> None:
     assert shown({name: value, f"{name}_low": low, f"{name}_high": high}, name) == says
+
+
+def test_the_page_is_whole_and_shows_what_is_hostile_as_it_is(tmp_path: Path) -> None:
+    about = {"model": "<img src=x>", "engine": "vllm 0.32", "weights": "4 bit", "parameters": 1.3e8, "prompts": 2,
+             "completions": 3, "max_tokens": 9, "temperature": 1.0, "device": "a <b>", "threads": 2, "tokens": 1024,
+             "sample_seconds": 3.0, "score_seconds": 70.0, "interval_over": "prompts", "kernels": "native",
+             "evidence": "<script>1</script>"}  # fmt: skip
+    figures = {}
+    for place, figure in enumerate(GAP_FIGURES, start=1):
+        value = 0.1 * place
+        figures |= {figure.name: value, f"{figure.name}_low": value / 2, f"{figure.name}_high": min(1.0, 2 * value)}
+    rows = [about | figures | {"pair": pair} for pair in ("fp16", "bf16/fp8")]
+    generator = np.random.default_rng(0)
+    pairs = ["fp16", "bf16/fp8"] * 3
+    completions = [completion([-1.0] * 9, generator.normal(0, 0.1, 9).tolist(), pair) for pair in pairs]
+    for name, lines in (("gap.jsonl", rows), ("completions.jsonl", completions)):
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    document = write_gap_page(tmp_path).read_text()
+    page = Page(document)
+    page.assert_self_contained(document)
+    assert not page.tags & {"img", "b", "script"}
+    assert_snapshot(Path(__file__).parent / "snapshots" / "gap.txt", page.outline)

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
-from mantissa.runs.health import check, in_range, verdict
+from mantissa.runs.health import check, in_range, judge, share_sentence, share_text, verdict
 from mantissa.runs.metrics import BY_NAME
 
 
@@ -67,3 +68,82 @@ def test_what_is_not_finite_is_worst_and_serious_comes_first() -> None:
     first, second = check(data)
     assert (first.metric.name, first.worst, first.worst_step) == ("policy/loss", math.inf, 2)
     assert (second.metric.name, second.serious) == ("correction/ess", False)
+
+
+@pytest.mark.parametrize(
+    ("best", "kind", "said"),
+    [
+        (0.0, "unhealthy", "Not learning: no completion was correct"),
+        (0.01, "healthy", "Hardly any completion was correct: 1.0% on the best step."),
+        (0.02, "healthy", "Healthy: every metric is in its range"),
+    ],
+)
+def test_a_run_without_success_is_said_plainly(best: float, kind: str, said: str) -> None:
+    judged = judge(rows("reward/accuracy", [0.0, best, 0.0]), [])
+    assert judged.kind == kind
+    assert said in (judged.headline, *judged.remarks)
+    assert bool(judged.remarks) == (best < 0.02)
+
+
+FACTS = {"engine": "vLLM 0.32.0", "format": "bf16", "every": 1, "measured": True, "kernels": "exact native kernels"}
+
+
+def environment(learner: str = "bf16", **facts: Any) -> dict[str, Any]:
+    precision = [{"role": "learner", "active": learner}, {"role": "rollout", "active": "bf16"}]
+    return {"precision": precision, "engine_share": FACTS | facts}
+
+
+def rows_of(*measured: tuple[float | None, float, float] | None) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [{"step": step, "gap/k3_kl": 1e-5} for step in range(1, len(measured) + 1)]
+    for row, values in zip(rows, measured, strict=True):
+        if values is not None:
+            share, row["gap/engine_abs_logp_diff_mean"], row["gap/other_abs_logp_diff_mean"] = values
+            row |= {} if share is None else {"gap/engine_share": share}
+    return rows
+
+
+def test_medians_over_the_measured_steps() -> None:
+    rows = rows_of((0.9, 3e-3, 5e-6), None, (0.97, 2.6e-3, 4e-6), None, (0.99, 1e-3, 1e-6))
+    assert share_sentence(rows, environment()) == (
+        "97% of the gap is the engine's: vLLM 0.32.0 and this package's exact kernels, both in bf16, differ by 2.6e-03 "
+        "nats a token in the mean. With those kernels in the rollout 4.0e-06 would be left, by the learner's fast "
+        "kernels (medians of 3 measured steps)."
+    )
+
+
+def test_another_format_is_named_and_one_step_is_no_median() -> None:
+    said = share_sentence(rows_of((0.6, 2e-3, 1.5e-3)), environment("fp16"))
+    assert said.startswith("60% of the gap is the engine's")
+    assert said.endswith("1.5e-03 would be left, above all because the learner is in fp16 (one step was measured).")
+    assert "in the rollout nothing would be left (one" in share_sentence(rows_of((1.0, 2e-3, 0.0)), environment())
+
+
+@pytest.mark.parametrize(("share", "said"), [(1.07, "107% of the gap"), (-0.2, "-20% of the gap")])
+def test_parts_that_cancel_are_said_to(share: float, said: str) -> None:
+    sentence = share_sentence(rows_of((share, 2e-3, 1e-4)), environment())
+    assert sentence.startswith(said)
+    assert sentence.endswith("(one step was measured; the two parts cancel in part).")
+
+
+def test_without_a_gap_or_a_measurement() -> None:
+    no_gap = share_sentence(rows_of((None, 0.0, 0.0), (None, 0.0, 0.0)), environment())
+    assert no_gap == "There was no gap of which vLLM 0.32.0 could have a share, at every step."
+    assert share_sentence(rows_of(None, None), environment()) == ""
+    assert share_sentence([], environment()) == ""
+    assert share_sentence(rows_of((0.9, 1e-3, 1e-3)), {}) == "", "a run on this package's own engine"
+    none = environment(measured=False, reason="triton is not installed")
+    assert share_sentence(rows_of(None), none) == (
+        "Which share of the gap is vLLM 0.32.0's was not measured: triton is not installed."
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        (1.0, "All"), (0.9996, "More than 99%"), (0.995, "More than 99%"), (0.99, "99%"), (0.5, "50%"),
+        (0.004, "Less than 1%"), (0.0, "None"), (1.2, "120%"), (-0.1, "-10%"),
+        (1.04, "About all"), (-0.02, "About none"),
+    ],
+)  # fmt: skip
+def test_a_share_that_is_nearly_all_is_not_all(share: float, said: str) -> None:
+    assert share_text(share) == said

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from mantissa.runs.live import COLUMNS, Live, count, duration, fitting, power_of_two, small
+from mantissa.runs.health import small
+from mantissa.runs.live import COLUMNS, Live, count, duration, fitting, power_of_two
 from mantissa.runs.metrics import BY_NAME
 
 ROW = {

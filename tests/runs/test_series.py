@@ -7,15 +7,7 @@ import pytest
 import torch
 
 from mantissa.mismatch import gap_metrics
-from mantissa.runs.metrics import (
-    ends,
-    fit_line,
-    phase_times,
-    recent_rollouts,
-    sequence_log_ratios,
-    series,
-    token_logps,
-)
+from mantissa.runs.metrics import ends, fit_line, phase_times, recent_rollouts, sequence_log_ratios, series, token_logps
 
 
 def rollout(length: int, generator: np.random.Generator, step: int = 1) -> dict:

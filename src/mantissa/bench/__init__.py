@@ -1,8 +1,8 @@
 """``mantissa bench``: training in each precision, timed and measured in turn, on a task whose best loss is known."""
 
 from mantissa.bench.command import BenchConfig, Result, run_bench
-from mantissa.bench.rows import COLUMNS
-from mantissa.bench.runner import Crossover, RefusedError, Request, Runner, Spread, crossover
+from mantissa.bench.rows import COLUMNS, Crossover, crossover
+from mantissa.bench.runner import RefusedError, Request, Runner
 from mantissa.bench.workload import BEST_LOSS, ResidualMLP, Source, Workload, family_workload
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "Result",
     "Runner",
     "Source",
-    "Spread",
     "Workload",
     "crossover",
     "family_workload",

@@ -40,8 +40,8 @@ class BenchConfig:
     profile: bool = False
 
     def __post_init__(self) -> None:
-        for what, names, known in (("--precision", self.precisions, PRECISIONS), ("--scenarios", self.scenarios,
-                                                                                 tuple(SCENARIOS))):  # fmt: skip
+        named = {"--precision": (self.precisions, PRECISIONS), "--scenarios": (self.scenarios, tuple(SCENARIOS))}
+        for what, (names, known) in named.items():
             for name in names:
                 if name not in known:
                     raise MantissaError(f"{what} {name}: expected of {', '.join(known)}{nearest(name, known)}")
@@ -105,26 +105,18 @@ def run_bench(config: BenchConfig, say: Callable[[str], None]) -> Result:
         result.rows += run_scenario(SCENARIOS[name], config.scenario_source(), batch, setting)
         _write(result)
     kind = torch.device(config.device).type
+    sweep_batch = config.batch or (SIZE_BATCH[kind] if config.model is None else SCENARIO_BATCH)
     for source in sources:
-        result.rows += run_size(source, _sweep_batch(config, kind), setting)
+        result.rows += run_size(source, sweep_batch, setting)
         _write(result)
-    if config.profile:
-        source = config.scenario_source()
-        batch = config.batch or SCENARIO_BATCH
-        for request in setting.requests(source):
-            say(f"profile: {request}")
-            for runner in engaged([request], 0, setting.refuse).values():
-                result.profiles.append(profile_runner(runner, batch, result.folder))
+    for request in setting.requests(config.scenario_source()) if config.profile else ():
+        say(f"profile: {request}")
+        for runner in engaged([request], 0, setting.refuse).values():
+            result.profiles.append(profile_runner(runner, config.batch or SCENARIO_BATCH, result.folder))
     if result.rows:
         draw(result.folder / "bench.png", result.rows)
         write_atomically(result.folder / "summary.txt", "\n".join(result.sentences()) + "\n")
     return result
-
-
-def _sweep_batch(config: BenchConfig, kind: str) -> int:
-    if config.batch is not None:
-        return config.batch
-    return SCENARIO_BATCH if config.model is not None else SIZE_BATCH[kind]
 
 
 def new_folder(out: Path | None, kind: str, marker: str) -> Path:

@@ -222,13 +222,9 @@ class _Bench:
             close_engine(engine)
         sampled = time.perf_counter()
         experience = Experience.build(self.prompts, groups, [0.0] * count, config.device)
-        learner_BR = score(
-            self.model,
-            learner_kernels(precision, plan),
-            experience.sequences,
-            config.temperature,
-            micro_batch_tokens=_MICRO_BATCH,
-        )
+        kernels = learner_kernels(precision, plan)
+        learner_BR = score(self.model, kernels, experience.sequences, config.temperature,
+                           micro_batch_tokens=_MICRO_BATCH)  # fmt: skip
         seconds = {"sample_seconds": sampled - started, "score_seconds": time.perf_counter() - sampled}
         row = self._row(name, precision, experience, learner_BR, release) | seconds
         return row | {"evidence": "; ".join(evidence.values())}, self._completions(name, groups, learner_BR)
@@ -269,7 +265,7 @@ class _Bench:
             "interval_over": measured.unit,
         }
         for figure, estimate in measured.figures.items():
-            row |= {figure: estimate.value, f"{figure}_low": estimate.low, f"{figure}_high": estimate.high}
+            row |= estimate.fields(figure)
         return row | stamp(str(config.device)) | {"time": datetime.now(UTC).isoformat(timespec="seconds")}
 
     def _completions(self, name: str, groups: Sequence[Sequence[Completion]], learner_BR: Tensor) -> list[Row]:

@@ -7,28 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mantissa.bench.rows import Row, speed_ups
+import numpy as np
+
+from mantissa.bench.rows import Row
 from mantissa.bench.workload import short
 from mantissa.files import atomic_file
+from mantissa.runs.plots import figure, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = {"fp32": "#555555", "bf16": "#0072b2", "fp16": "#d55e00"}  # told apart in every colour vision
 MARKERS = {"fp32": "o", "bf16": "s", "fp16": "^"}
-_STYLE: Any = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10,
-    "grid.color": "#e4e4e4",
-    "grid.linewidth": 0.7,
-    "axes.edgecolor": "#999999",
-    "legend.frameon": False,
-}
 
 
 def draw(path: Path, rows: Sequence[Row]) -> bool:
@@ -45,18 +35,13 @@ def draw(path: Path, rows: Sequence[Row]) -> bool:
         panels.append(lambda axes: _losses(axes, scenarios))
     if not panels:
         return False
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(4.3 * len(panels) + 0.4, 4.3), layout="constrained")
-        FigureCanvasAgg(figure)
-        for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+    with styled(printed=True):
+        drawing = figure(4.3 * len(panels) + 0.4, 4.3)
+        for panel, axes in zip(panels, drawing.subplots(1, len(panels), squeeze=False)[0], strict=True):
             panel(axes)
-        figure.suptitle(_title(rows, 52 * len(panels)), x=0.01, ha="left", fontsize=10)
+        drawing.suptitle(_title(rows, 52 * len(panels)), x=0.01, ha="left", fontsize=10)
         with atomic_file(path) as temporary:
-            figure.savefig(temporary, format="png", dpi=150)
+            drawing.savefig(temporary, format="png", dpi=150, facecolor="white")
     return True
 
 
@@ -81,59 +66,52 @@ def _precisions(rows: Sequence[Row]) -> dict[str, str]:
 def _step_time(axes: Axes, rows: Sequence[Row]) -> None:
     for precision, label in _precisions(rows).items():
         mine = sorted((r for r in rows if r["precision"] == precision), key=lambda r: r["parameters"])
-        _curve(axes, precision, label, [(r["parameters"], *(1e3 * r[f"duration{q}_s"] for q in ("", "_low", "_high")))
-                                        for r in mine])  # fmt: skip
+        _points(axes, precision, label, [r["parameters"] for r in mine], mine, "duration", "_s", 1e3, linestyle="-")
     axes.set_yscale("log")
     axes.set_ylabel("milliseconds")
     axes.set_title(f"One training step of {rows[0]['batch_size']} samples")
-    axes.legend(loc="upper left")
-    _parameter_axis(axes, rows)
-    _plain_log_labels(axes, "y")
+    _parameter_axis(axes)
 
 
 def _speed_up(axes: Axes, rows: Sequence[Row]) -> None:
     values = [1.0]
     for precision, label in _precisions(rows).items():
-        if precision != "fp32":
-            table = speed_ups(rows, precision)
-            _curve(axes, precision, label, [(n, s.median, s.low, s.high) for n, s in sorted(table.items())])
-            values += [v for s in table.values() for v in (s.low, s.high)]
+        mine = sorted((r for r in rows if r["precision"] == precision and r["speed_up"]), key=lambda r: r["parameters"])
+        if precision != "fp32" and mine:
+            _points(axes, precision, label, [r["parameters"] for r in mine], mine, "speed_up", linestyle="-")
+            values += [r[f"speed_up_{q}"] for r in mine for q in ("low", "high")]
     axes.axhline(1, color=COLOURS["fp32"], linewidth=1.2)
     axes.annotate("fp32", (1, 1), xycoords=("axes fraction", "data"), ha="right", va="bottom", color=COLOURS["fp32"])
     axes.set_yscale("log")
     axes.set_ylim(min(0.5, min(values) / 1.1), max(2.0, max(values) * 1.1))
     axes.set_ylabel("times fp32's speed (above the line: faster)")
     axes.set_title("Speed-up over fp32")
-    _parameter_axis(axes, rows)
-    _plain_log_labels(axes, "y")
+    _parameter_axis(axes)
 
 
-def _curve(axes: Axes, precision: str, label: str, points: Sequence[tuple[float, float, float, float]]) -> None:
-    """Medians joined by a line, quartiles as bars; ``points``: x, median, low, high."""
-    x, median, low, high = zip(*points, strict=True)
-    errors = [[m - lo for m, lo in zip(median, low, strict=True)], [h - m for m, h in zip(median, high, strict=True)]]
-    axes.errorbar(x, median, errors, label=label, color=COLOURS[precision], marker=MARKERS[precision], markersize=4.5,
-                  linewidth=1.4, elinewidth=1, capsize=2)  # fmt: skip
+def _points(axes: Axes, precision: str, label: str, x: Sequence[float], rows: Sequence[Row], column: str,
+            unit: str = "", scale: float = 1.0, **style: Any) -> None:  # fmt: skip
+    """A column's medians at ``x``, its quartiles as bars."""
+    middle, low, high = ([scale * row[f"{column}{q}{unit}"] for row in rows] for q in ("", "_low", "_high"))
+    errors = [np.subtract(middle, low), np.subtract(high, middle)]
+    style = {"linestyle": ""} | style  # scenarios are no series: only sizes are joined
+    axes.errorbar(x, middle, errors, label=label, color=COLOURS[precision], marker=MARKERS[precision], markersize=4.5,
+                  elinewidth=1, capsize=2, **style)  # fmt: skip
 
 
-def _parameter_axis(axes: Axes, rows: Sequence[Row]) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("parameters")
-
-
-def _plain_log_labels(axes: Axes, which: str) -> None:
+def _parameter_axis(axes: Axes) -> None:
+    """Parameters across, and plain numbers up, both on log axes."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis = axes.yaxis if which == "y" else axes.xaxis
-    low, high = axis.get_view_interval()
+    axes.set_xscale("log")
+    axes.set_xlabel("parameters")
+    axes.legend(loc="best")
+    low, high = axes.yaxis.get_view_interval()
     if high / low < 300:
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    for axis, say in ((axes.xaxis, short), (axes.yaxis, "{:g}".format)):
+        axis.set_major_formatter(FuncFormatter(lambda value, _, say=say: say(value)))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _durations(axes: Axes, rows: Sequence[Row]) -> None:
@@ -162,13 +140,7 @@ def _by_scenario(axes: Axes, rows: Sequence[Row], column: str, unit: str) -> Non
     for i, (precision, label) in enumerate(labels.items()):
         mine = [row for row in rows if row["precision"] == precision]
         x = [names.index(row["scenario"]) + 0.18 * (i - (len(labels) - 1) / 2) for row in mine]
-        middle = [row[f"{column}{unit}"] for row in mine]
-        errors = [
-            [row[f"{column}{unit}"] - row[f"{column}_low{unit}"] for row in mine],
-            [row[f"{column}_high{unit}"] - row[f"{column}{unit}"] for row in mine],
-        ]
-        axes.errorbar(x, middle, errors, fmt=MARKERS[precision], color=COLOURS[precision], markersize=5, capsize=3,
-                      label=label)  # fmt: skip
+        _points(axes, precision, label, x, mine, column, unit)
     axes.set_xticks(range(len(names)), names)
     axes.set_xlim(-0.5, len(names) - 0.5)
     axes.grid(axis="x", visible=False)

@@ -20,15 +20,17 @@ Linux's ``VmHWM``) the number is None.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -176,41 +178,31 @@ class _Marks:
         if self.cuda:
             self.gpu_bytes[name] = self.gpu_bytes.get(name, 0) + torch.cuda.memory_allocated() - before
 
+    def around(self, name: str, context: Callable[[], Any]) -> Callable[[], AbstractContextManager[None]]:
+        """``context``, in a span."""
 
-class _MarkedAutocast:
-    """An autocast whose two contexts show in the trace."""
+        @contextmanager
+        def both() -> Iterator[None]:
+            with self.span(name), context():
+                yield
 
-    def __init__(self, autocast: Any, marks: _Marks) -> None:
-        self._autocast = autocast
-        self._marks = marks
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        with self._marks.span("forward"), self._autocast.forward():
-            yield
-
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        with self._marks.span("backward"), self._autocast.backward():
-            yield
+        return both
 
 
 @contextmanager
 def _marked(runner: Runner, marks: _Marks) -> Iterator[None]:
     """Mark the parts of the runner's steps; leaves it as it was."""
     trainer, optimizer = runner.trainer, runner.trainer.optimizer
-    opened: list[AbstractContextManager[None]] = []
+    opened = contextlib.ExitStack()
 
     def begin(*_: Any) -> None:
-        opened.append(marks.span("optimizer step"))
-        opened[-1].__enter__()
+        opened.enter_context(marks.span("optimizer step"))
 
-    def end(*_: Any) -> None:
-        opened.pop().__exit__(None, None, None)
-
-    hooks = (optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end))
+    hooks = (optimizer.register_step_pre_hook(begin),
+             optimizer.register_step_post_hook(lambda *_: opened.close()))  # fmt: skip
     autocast = trainer.autocast
-    trainer.autocast = _MarkedAutocast(autocast, marks)  # type: ignore[assignment]
+    both = {name: marks.around(name, getattr(autocast, name)) for name in ("forward", "backward")}
+    trainer.autocast = SimpleNamespace(**both)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -220,9 +212,7 @@ def _marked(runner: Runner, marks: _Marks) -> Iterator[None]:
 
 
 def _read(profiler: profile, precision: str, device: str, marks: _Marks) -> Profile:
-    host = [
-        event for event in profiler.key_averages() if event.device_type == DeviceType.CPU
-    ]  # kernels are in their ops
+    host = [event for event in profiler.key_averages() if event.device_type == DeviceType.CPU]  # kernels: in their ops
     spans = {event.key.removeprefix(_PREFIX): event for event in host if event.key.startswith(_PREFIX)}
 
     def milliseconds(microseconds: float) -> float:

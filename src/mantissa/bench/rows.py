@@ -7,20 +7,23 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mantissa.bench.runner import Runner, Spread, crossover
 from mantissa.bench.workload import short
 from mantissa.files import write_atomically
+from mantissa.mismatch.estimates import Estimate
 from mantissa.runs.environment import environment
+from mantissa.runs.live import seconds_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from mantissa.bench.runner import Runner
 
 Row = dict[str, Any]
 
@@ -60,12 +63,6 @@ COLUMNS: dict[str, str] = {
     "evidence": "what the probe saw",
     "time": "when the row was made, UTC",
 }  # fmt: skip
-
-
-def spread_fields(name: str, spread: Spread | None, unit: str = "") -> Row:
-    """``name``, ``name_low``, ``name_high`` of a spread, each with ``unit`` at its end; None where there is none."""
-    median, low, high = (spread.median, spread.low, spread.high) if spread else (None, None, None)
-    return {f"{name}{unit}": median, f"{name}_low{unit}": low, f"{name}_high{unit}": high}
 
 
 def stamp(device: str) -> Row:
@@ -129,10 +126,41 @@ SIMULATION = (
 )
 
 
-def speed_ups(rows: Sequence[Row], precision: str) -> dict[int, Spread]:
+@dataclass(frozen=True)
+class Crossover:
+    """From which size on a precision is faster than fp32.
+
+    A size counts as faster where three rounds in four were (the speed-up's lower quartile is above 1). ``first``: the
+    smallest size from which on *every* larger one measured is faster; None where the largest is not. ``before``: the
+    size just below it. ``isolated``: faster sizes below a slower one, which are no crossover.
+    """
+
+    first: int | None
+    before: int | None
+    isolated: tuple[int, ...]
+
+
+def crossover(speed_ups: Mapping[int, Estimate]) -> Crossover:
+    """Find it in a table of parameters -> speed-up over fp32."""
+    sizes = sorted(speed_ups)
+    faster = [_faster(speed_ups[size]) for size in sizes]
+    start = len(sizes)
+    while start > 0 and faster[start - 1]:
+        start -= 1
+    isolated = tuple(size for size, fast in zip(sizes[:start], faster, strict=False) if fast)
+    if start == len(sizes):
+        return Crossover(None, None, isolated)
+    return Crossover(sizes[start], sizes[start - 1] if start else None, isolated)
+
+
+def _faster(speed: Estimate) -> bool:
+    return speed.low is not None and speed.low > 1
+
+
+def speed_ups(rows: Sequence[Row], precision: str) -> dict[int, Estimate]:
     """Parameters -> speed-up over fp32 of the sweep's rows in ``precision``."""
     return {
-        row["parameters"]: Spread(row["speed_up"], row["speed_up_low"], row["speed_up_high"])
+        row["parameters"]: Estimate(row["speed_up"], row["speed_up_low"], row["speed_up_high"])
         for row in rows
         if row["scenario"] == "size" and row["precision"] == precision and row["speed_up"] is not None
     }
@@ -149,26 +177,26 @@ def crossover_sentences(rows: Sequence[Row]) -> list[str]:
     return sentences
 
 
-def crossover_sentence(precision: str, backend: str, table: dict[int, Spread]) -> str:
+def crossover_sentence(precision: str, backend: str, table: dict[int, Estimate]) -> str:
     """One precision's crossover. ``table``: parameters -> speed-up."""
     found, sizes = crossover(table), sorted(table)
     name = f"{precision} ({backend})"
     if len(sizes) == 1:
-        return f"{name} takes {_times(1 / table[sizes[0]].median)} fp32's time a step, at {short(sizes[0])} parameters."
+        return f"{name} takes {_times(1 / table[sizes[0]].value)} fp32's time a step, at {short(sizes[0])} parameters."
     others = ", ".join(short(size) for size in found.isolated)
     if found.first is None:
-        best = max(sizes, key=lambda size: table[size].median)
+        best = max(sizes, key=lambda size: table[size].value)
         text = f"{name} has no size from which on it is faster than fp32, of {short(sizes[0])} to {short(sizes[-1])} "
-        text += f"parameters; at best it is {_times(table[best].median)} as fast (at {short(best)})"
+        text += f"parameters; at best it is {_times(table[best].value)} as fast (at {short(best)})"
         return text + (f"; faster at {others} only." if others else ".")
     if found.before is None:
         text = f"{name} is faster than fp32 at every size measured, from {short(found.first)} parameters on"
     else:
-        before = f"{_times(table[found.before].median)} as fast at {short(found.before)}"
+        before = f"{_times(table[found.before].value)} as fast at {short(found.before)}"
         text = f"{name} is faster than fp32 from {short(found.first)} parameters on ({before}"
-        text += f", {_times(table[found.first].median)} at {short(found.first)}"
+        text += f", {_times(table[found.first].value)} at {short(found.first)}"
         text += f"; also at {others})" if others else ")"
-    return text + f"; at {short(sizes[-1])} it is {_times(table[sizes[-1]].median)} as fast."
+    return text + f"; at {short(sizes[-1])} it is {_times(table[sizes[-1]].value)} as fast."
 
 
 def _times(ratio: float) -> str:
@@ -181,18 +209,9 @@ def scenario_table(rows: Sequence[Row]) -> Table:
                    "skipped", "retried")  # fmt: skip
     for row in rows:
         if row["scenario"] != "size":
-            table.add_row(
-                row["scenario"],
-                _precision(row),
-                _seconds(row["duration_s"]),
-                f"{row['samples_per_s']:,.0f}",
-                _speed(row),
-                _bytes(row["peak_memory_bytes"]),
-                f"{row['final_loss']:.4f}",
-                "not known" if row["best_loss"] is None else f"{row['best_loss']:.4f}",
-                f"{row['overflow_rate']:.1%}",
-                str(row["retried"]),
-            )
+            best = "not known" if row["best_loss"] is None else f"{row['best_loss']:.4f}"
+            table.add_row(row["scenario"], *_measured(row), f"{row['final_loss']:.4f}", best,
+                          f"{row['overflow_rate']:.1%}", str(row["retried"]))  # fmt: skip
     return table
 
 
@@ -201,16 +220,17 @@ def size_table(rows: Sequence[Row]) -> Table:
     table = _table("parameters", "batch", "precision", "one step", "samples/s", "x fp32's speed", "peak memory")
     for row in rows:
         if row["scenario"] == "size":
-            table.add_row(
-                short(row["parameters"]),
-                str(row["batch_size"]),
-                _precision(row),
-                _seconds(row["duration_s"]),
-                f"{row['samples_per_s']:,.0f}",
-                _speed(row),
-                _bytes(row["peak_memory_bytes"]),
-            )
+            table.add_row(short(row["parameters"]), str(row["batch_size"]), *_measured(row))
     return table
+
+
+def _measured(row: Row) -> list[str]:
+    """What both tables show: precision, time, samples a second, speed, memory."""
+    speed = "-"
+    if row["speed_up"] is not None:
+        speed = f"{row['speed_up']:.2f} ({row['speed_up_low']:.2f}..{row['speed_up_high']:.2f})"
+    return [f"{row['active']} {row['backend']}", seconds_text(row["duration_s"]), f"{row['samples_per_s']:,.0f}", speed,
+            _bytes(row["peak_memory_bytes"])]  # fmt: skip
 
 
 def _table(*columns: str) -> Table:
@@ -221,23 +241,6 @@ def _table(*columns: str) -> Table:
         text = column in ("scenario", "precision")
         table.add_column(column, justify="left" if text else "right", no_wrap=True)
     return table
-
-
-def _precision(row: Row) -> str:
-    return f"{row['active']} {row['backend']}"
-
-
-def _speed(row: Row) -> str:
-    if row["speed_up"] is None:
-        return "-"
-    return f"{row['speed_up']:.2f} ({row['speed_up_low']:.2f}..{row['speed_up_high']:.2f})"
-
-
-def _seconds(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
 
 
 def _bytes(count: int | None) -> str:

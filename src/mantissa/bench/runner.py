@@ -4,7 +4,7 @@ It goes through ``PrecisionTrainer``, so a row says what a user of it gets. A ro
 refused where that precision did not engage: where the trainer's probe failed, or where another format is active than
 was requested.
 
-Timing: interleaved rounds, warm-up, synchronised clocks, median and quartiles, and where one side overtakes.
+Timing: interleaved rounds, warm-up, synchronised clocks, median and quartiles.
 
 Contenders run in turn within each round, in an order that rotates, so that what slows the machine for a while slows
 all alike; ratios are taken within a round. A clock that stops before the device has finished measures the launching of
@@ -24,24 +24,17 @@ import torch
 
 from mantissa.bench.workload import Source, to_device
 from mantissa.errors import MantissaError
+from mantissa.mismatch.estimates import Estimate
 from mantissa.training.step import StepOutcome
 from mantissa.training.trainer import PrecisionTrainer
 
 _BLOCK_SECONDS = 0.02
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median and quartiles of repeated measurements."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        low, median, high = (float(q) for q in np.quantile(np.asarray(values, dtype=np.float64), (0.25, 0.5, 0.75)))
-        return cls(median, low, high)
+def quartiles(values: Sequence[float]) -> Estimate:
+    """The median of repeated measurements, between their quartiles."""
+    low, median, high = (float(q) for q in np.quantile(np.asarray(values, dtype=np.float64), (0.25, 0.5, 0.75)))
+    return Estimate(median, low, high)
 
 
 def synchronize(device: torch.device | str) -> None:
@@ -84,36 +77,9 @@ def _seconds(step: Callable[[], object], calls: int, device: torch.device | str)
     return (time.perf_counter() - start) / calls
 
 
-def speed_up(base: Sequence[float], seconds: Sequence[float]) -> Spread:
+def speed_up(base: Sequence[float], seconds: Sequence[float]) -> Estimate:
     """How many times as fast as ``base``: base time / time, taken within each round."""
-    return Spread.of([b / s for b, s in zip(base, seconds, strict=True)])
-
-
-@dataclass(frozen=True)
-class Crossover:
-    """From which size on a precision is faster than fp32.
-
-    A size counts as faster where three rounds in four were (the speed-up's lower quartile is above 1). ``first``: the
-    smallest size from which on *every* larger one measured is faster; None where the largest is not. ``before``: the
-    size just below it. ``isolated``: faster sizes below a slower one, which are no crossover.
-    """
-
-    first: int | None
-    before: int | None
-    isolated: tuple[int, ...]
-
-
-def crossover(speed_ups: Mapping[int, Spread]) -> Crossover:
-    """Find it in a table of parameters -> speed-up over fp32."""
-    sizes = sorted(speed_ups)
-    faster = [speed_ups[size].low > 1 for size in sizes]
-    start = len(sizes)
-    while start > 0 and faster[start - 1]:
-        start -= 1
-    isolated = tuple(size for size, fast in zip(sizes[:start], faster, strict=False) if fast)
-    if start == len(sizes):
-        return Crossover(None, None, isolated)
-    return Crossover(sizes[start], sizes[start - 1] if start else None, isolated)
+    return quartiles([b / s for b, s in zip(base, seconds, strict=True)])
 
 
 class RefusedError(MantissaError):
@@ -146,15 +112,9 @@ class Runner:
         optimizer = self.workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
         backend: Any = "auto" if request.precision == "fp32" else request.backend
         try:
-            self.trainer = PrecisionTrainer(
-                model,
-                optimizer,
-                request.precision,
-                backend=backend,
-                fallback="error",
-                on_nonfinite="skip",  # a model that a format cannot train has a row that says so
-                say=lambda line: None,
-            )
+            # A model that a format cannot train has a row that says so: hence skip.
+            self.trainer = PrecisionTrainer(model, optimizer, request.precision, backend=backend, fallback="error",
+                                            on_nonfinite="skip", say=lambda line: None)  # fmt: skip
         except MantissaError as error:
             raise RefusedError(f"row refused ({request}): {error}") from None
         refuse_unless_engaged(request, self.trainer)
@@ -178,22 +138,16 @@ class Runner:
 
 def refuse_unless_engaged(request: Request, trainer: PrecisionTrainer) -> None:
     """Raise ``RefusedError`` unless ``trainer`` computes in what ``request`` asked for and has evidence of it."""
-    role = trainer.precision
-    if role.active.name != request.precision:
-        raise RefusedError(
-            f"row refused ({request}): {request.precision} was requested and {role.active.name} was active "
-            f"({role.reason}); nothing is written for it"
-        )
-    if request.precision != "fp32" and request.backend not in ("auto", role.backend):
-        raise RefusedError(
-            f"row refused ({request}): {request.backend} kernels were requested and {role.backend} ones were active; "
-            "nothing is written for it"
-        )
-    if not trainer.evidence:
-        raise RefusedError(
-            f"row refused ({request}): the probe gave no evidence that {request.precision} is active; nothing is "
-            "written for it"
-        )
+    role, asked = trainer.precision, request.precision
+    if role.active.name != asked:
+        why = f"{asked} was requested and {role.active.name} was active ({role.reason})"
+    elif asked != "fp32" and request.backend not in ("auto", role.backend):
+        why = f"{request.backend} kernels were requested and {role.backend} ones were active"
+    elif not trainer.evidence:
+        why = f"the probe gave no evidence that {asked} is active"
+    else:
+        return
+    raise RefusedError(f"row refused ({request}): {why}; nothing is written for it")
 
 
 def engaged(requests: Sequence[Request], seed: int, say: Callable[[str], None]) -> dict[str, Runner]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from mantissa.bench.profile import training_peak
-from mantissa.bench.rows import Row, make_row, spread_fields
-from mantissa.bench.runner import Request, Runner, Spread, engaged, rotated, speed_up, step_seconds, synchronize
+from mantissa.bench.rows import Row, make_row
+from mantissa.bench.runner import Request, Runner, engaged, quartiles, rotated, speed_up, step_seconds, synchronize
 from mantissa.bench.workload import Source
 from mantissa.errors import MantissaError
 
@@ -100,25 +100,30 @@ def _scenario_row(
 ) -> Row:
     mine = runs[runner.request.precision]
     seconds = [run.seconds for run in mine]
-    base = [run.seconds for run in runs["fp32"]] if "fp32" in runs else None
-    best, loss = runner.workload.best_loss, Spread.of([run.loss for run in mine])
-    samples = mine[0].attempted * batch_size
+    best, loss = runner.workload.best_loss, quartiles([run.loss for run in mine])
+    attempted = mine[0].attempted
     values = {
         "scenario": scenario.name,
         "batch_size": batch_size,
         "samples": scenario.samples // batch_size * batch_size,
         "epochs": scenario.epochs,
-        "steps": mine[0].attempted,
-        "samples_per_s": samples / statistics.median(seconds),
+        "steps": attempted,
         "peak_memory_bytes": training_peak(runner.request, batch_size),
         "best_loss": best,
-        "excess_loss": None if best is None else loss.median - best,
+        "excess_loss": None if best is None else loss.value - best,
         "overflow_rate": sum(run.skipped for run in mine) / sum(run.attempted for run in mine),
         "retried": sum(run.retried for run in mine),
-        "repeats": setting.repeats,
     }
-    values |= spread_fields("duration", Spread.of(seconds), "_s") | spread_fields("final_loss", loss)
-    values |= spread_fields("speed_up", None if base is None else speed_up(base, seconds))
+    base = [run.seconds for run in runs.get("fp32", ())]
+    return _timed_row(runner, values | loss.fields("final_loss"), attempted * batch_size, seconds, base, setting)
+
+
+def _timed_row(
+    runner: Runner, values: Row, samples: int, seconds: list[float], base: list[float], setting: Setting
+) -> Row:
+    """The row of ``values`` and of what its seconds say, for so many ``samples``; ``base``: fp32's, where measured."""
+    values |= {"samples_per_s": samples / statistics.median(seconds), "repeats": setting.repeats}
+    values |= quartiles(seconds).fields("duration", "_s") | (speed_up(base, seconds).fields("speed_up") if base else {})
     return make_row(setting.common, runner, values)
 
 
@@ -139,18 +144,14 @@ def run_size(source: Source, batch_size: int, setting: Setting) -> list[Row]:
         rows = []
         for name, runner in runners.items():
             stats = runner.trainer.stats()
-            ratio = speed_up(times["fp32"], times[name]) if "fp32" in times else None
             values = {
                 "scenario": "size",
                 "batch_size": batch_size,
-                "samples_per_s": batch_size / statistics.median(times[name]),
                 "peak_memory_bytes": peaks[name],
                 "overflow_rate": stats["overflow_rate"],
                 "retried": stats["retried"],
-                "repeats": setting.repeats,
             }
-            values |= spread_fields("duration", Spread.of(times[name]), "_s") | spread_fields("speed_up", ratio)
-            rows.append(make_row(setting.common, runner, values))
+            rows.append(_timed_row(runner, values, batch_size, times[name], times.get("fp32", []), setting))
     return rows
 
 

@@ -159,8 +159,6 @@ class Source:
         """The workload with the weights of ``seed``, its model on ``device``."""
         torch.manual_seed(seed)
         if self.spec is None:
-            from mantissa.bench.workload import family_workload
-
             return family_workload(self.parameters, device)
         workload = called(self.spec, factory_named(self.spec))
         workload.model.to(device)
@@ -207,15 +205,13 @@ def called(spec: str, factory: Callable[[], Any]) -> Workload:
     if not isinstance(made, Workload):
         came = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
         raise MantissaError(f"--model {spec}: it returned {came}; {expected}")
-    if not isinstance(made.model, nn.Module):
-        raise MantissaError(
-            f"--model {spec}: its model is a {type(made.model).__name__}, not a torch module; {expected}"
-        )
-    for what, function in (("make_batch", made.make_batch), ("loss_fn", made.loss_fn)):
-        if not callable(function):
-            raise MantissaError(
-                f"--model {spec}: its {what} is a {type(function).__name__}, not a function; {expected}"
-            )
+    for what, value, wanted, good in (
+        ("model", made.model, "a torch module", isinstance(made.model, nn.Module)),
+        ("make_batch", made.make_batch, "a function", callable(made.make_batch)),
+        ("loss_fn", made.loss_fn, "a function", callable(made.loss_fn)),
+    ):
+        if not good:
+            raise MantissaError(f"--model {spec}: its {what} is a {type(value).__name__}, not {wanted}; {expected}")
     if not any(p.requires_grad for p in made.model.parameters()):
         raise MantissaError(f"--model {spec}: its model has no parameter to train")
     return made
@@ -251,7 +247,7 @@ def parse_size(text: str) -> int:
 
 def short(count: float) -> str:
     """A number of parameters in three digits at most: 9.9k, 1.21M, 1B."""
-    for letter, unit in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if round(count / (unit / 1e3)) >= 1000 or letter == "k":
+    for letter, unit in (("B", 1e9), ("M", 1e6)):
+        if round(count / (unit / 1e3)) >= 1000:
             return f"{count / unit:.3g}{letter}"
-    raise AssertionError("unreachable")
+    return f"{count / 1e3:.3g}k"

@@ -29,8 +29,7 @@ def compare(
 
     mantissa compare runs/demo-* -o demo.html
     """
-    from mantissa.runs.compare.page import build_comparison
-    from mantissa.runs.compare.text import show
+    from mantissa.runs.compare.show import build_comparison, show
 
     comparison = build_comparison(runs or [], out)
     show(comparison, screen())

@@ -17,7 +17,6 @@ Legend: B completions, R response positions, U units, K sums, F figures.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -26,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mantissa.mismatch.metrics import Metric, same_bits
-from mantissa.precision.numerics import clamped_log_ratio, kl_estimate
+from mantissa.mismatch.metrics import Metric, same_bits, widened
+from mantissa.precision.numerics import clamped_log_ratio, kl_estimate, masked_mean
 
 CLIP = 0.2  # PPO's
 LEVEL = 0.95
@@ -48,11 +47,23 @@ _Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its 95% interval; both ends None where there are too few completions for one."""
+    """A figure and an interval around it, both ends None where there is none; ``how``: in words, whence or why not."""
 
     value: float
     low: float | None
     high: float | None
+    how: str = ""
+
+    @property
+    def interval(self) -> str:
+        """``0.412 to 0.585``, or ``no interval``."""
+        if self.low is None or self.high is None:
+            return "no interval"
+        return f"{self.low:.3f} to {self.high:.3f}"
+
+    def fields(self, name: str, unit: str = "") -> dict[str, float | None]:
+        """``name``, ``name_low`` and ``name_high`` of a row, each with ``unit`` at its end."""
+        return {f"{name}{unit}": self.value, f"{name}_low{unit}": self.low, f"{name}_high{unit}": self.high}
 
 
 @dataclass(frozen=True)
@@ -76,8 +87,6 @@ def gap_estimates(rollout_logp_BR: Tensor, learner_logp_BR: Tensor, mask_BR: Ten
     tokens, which begin each row. ``prompt_B``: int64, each completion's prompt. A token whose log-probs are not both
     finite is left out, and with it its completion's S and running sums.
     """
-    if rollout_logp_BR.dtype != learner_logp_BR.dtype or rollout_logp_BR.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"expected both log-probs in fp32, not {rollout_logp_BR.dtype} and {learner_logp_BR.dtype}")
     sums_BK, valid_BR = _sums(rollout_logp_BR, learner_logp_BR, mask_BR)
     tokens, equal = (int(total) for total in sums_BK[:, (0, 3)].sum(0))
     units_UK, unit = _units(sums_BK, prompt_B)
@@ -97,10 +106,7 @@ def gap_estimates(rollout_logp_BR: Tensor, learner_logp_BR: Tensor, mask_BR: Ten
 
 def _sums(rollout_BR: Tensor, learner_BR: Tensor, mask_BR: Tensor) -> tuple[_Array, Tensor]:
     """For each completion its K sums, of which every figure is made (``_figures``); and which tokens count."""
-    valid = mask_BR & rollout_BR.isfinite() & learner_BR.isfinite()
-    zero = torch.zeros_like(rollout_BR)
-    rollout = torch.where(valid, rollout_BR, zero).double()  # exact: widening
-    learner = torch.where(valid, learner_BR, zero).double()
+    valid, rollout, learner = widened(mask_BR, rollout_BR, learner_BR)
     d, clamped = learner - rollout, clamped_log_ratio(learner, rollout)
     outside = torch.expm1(clamped).abs() > CLIP
     tokens = [valid, d.abs(), kl_estimate(clamped, "k3"), same_bits(rollout_BR, learner_BR), outside]
@@ -108,20 +114,15 @@ def _sums(rollout_BR: Tensor, learner_BR: Tensor, mask_BR: Tensor) -> tuple[_Arr
     t = torch.arange(1, mask_BR.shape[1] + 1, dtype=torch.float64, device=mask_BR.device).expand_as(d)
     running = d.cumsum(-1)
     # Both centred, or the small differences of large sums below would lose digits.
-    t = t - _mean(t, whole)
-    running = running - _mean(running, whole)
+    t, running = t - masked_mean(t, whole), running - masked_mean(running, whole)
     total = torch.where(whole, d, 0.0).sum(-1)
     counted = whole.any(-1).double()
-    total = (total - _mean(total, counted > 0)) * counted
+    total = (total - masked_mean(total, counted > 0)) * counted
     pairs = [whole, t, running, t * running, t * t]
     sums = [torch.where(valid, x.double(), 0.0).sum(-1) for x in tokens]
     sums += [counted, total, total * total]
     sums += [torch.where(whole, x.double(), 0.0).sum(-1) for x in pairs]
     return torch.stack(sums, -1).cpu().numpy(), valid
-
-
-def _mean(x: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def _figures(sums: _Array) -> _Array:
@@ -164,8 +165,7 @@ def _around(value: float, without_U: _Array) -> tuple[float, float]:
     """value +- t sqrt((U - 1) / U sum (x_u - mean x)^2), t of U - 1 degrees of freedom."""
     count = len(without_U)
     error = math.sqrt((count - 1) / count * float(np.square(without_U - without_U.mean()).sum()))
-    half = student_quantile(count - 1, LEVEL) * error
-    return value - half, value + half
+    return student_interval(value, error, count - 1)
 
 
 def _at_the_edge(share: float, tokens: int) -> tuple[float, float]:
@@ -176,29 +176,9 @@ def _at_the_edge(share: float, tokens: int) -> tuple[float, float]:
     return (0.0, beyond) if share == 0 else (1 - beyond, 1.0)
 
 
-def student_within(t: float, freedom: int) -> float:
-    """P(|T| <= t) of Student's t with a whole number of degrees of freedom, by its finite sum.
+def student_interval(value: float, error: float, freedom: int) -> tuple[float, float]:
+    """value -+ t ``error``, t the quantile of Student's t at ``LEVEL`` with ``freedom`` degrees: 12.706 for one."""
+    from scipy.special import stdtrit  # the whole of scipy.stats takes a second to import
 
-    Abramowitz and Stegun 26.7.3 (odd) and 26.7.4 (even).
-    """
-    theta = math.atan(t / math.sqrt(freedom))
-    sine, cosine = math.sin(theta), math.cos(theta)
-    odd = freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for i in range(1 + odd, freedom, 2):
-        total += term
-        term *= cosine * cosine * i / (i + 1)
-    return 2 / math.pi * (theta + sine * total) if odd else sine * total
-
-
-@functools.cache
-def student_quantile(freedom: int, level: float = LEVEL) -> float:
-    """The t with P(|T| <= t) = ``level``, by bisection to the last bit; 12.706 for one degree of freedom."""
-    if freedom < 1:
-        raise ValueError(f"expected at least one degree of freedom, got {freedom}")
-    low, high = 0.0, 1.0
-    while student_within(high, freedom) < level:
-        low, high = high, 2 * high
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if student_within(middle, freedom) < level else (low, middle)
-    return high
+    half = float(stdtrit(freedom, (1 + LEVEL) / 2)) * error
+    return value - half, value + half

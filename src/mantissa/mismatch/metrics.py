@@ -123,13 +123,8 @@ def gap_metrics(rollout_logp_BT: Tensor, learner_logp_BT: Tensor, mask_BT: Tenso
     dtype. ``mask_BT``: bool, True at response tokens. No gradient flows. The metrics are not additive: pass the whole
     optimiser batch, not a micro-batch. Raises ``TypeError`` for other or unequal dtypes: a cast would invent equality.
     """
-    if rollout_logp_BT.dtype != learner_logp_BT.dtype or rollout_logp_BT.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"expected both log-probs in fp32, not {rollout_logp_BT.dtype} and {learner_logp_BT.dtype}")
     with torch.no_grad():
-        valid_BT = mask_BT & rollout_logp_BT.isfinite() & learner_logp_BT.isfinite()
-        zero = torch.zeros_like(rollout_logp_BT)
-        rollout = torch.where(valid_BT, rollout_logp_BT, zero).double()  # exact: widening
-        learner = torch.where(valid_BT, learner_logp_BT, zero).double()
+        valid_BT, rollout, learner = widened(mask_BT, rollout_logp_BT, learner_logp_BT)
         whole_B = valid_BT.any(-1) & (valid_BT == mask_BT).all(-1)
         equal_BT = same_bits(rollout_logp_BT, learner_logp_BT)
         return {
@@ -217,6 +212,20 @@ def _masked_max(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.any(), torch.where(mask, x, -torch.inf).max(), 0.0)
 
 
+def widened(mask_BT: Tensor, *logps_BT: Tensor) -> tuple[Tensor, ...]:
+    """Where ``mask_BT`` holds and all log-probs are finite; and these in float64, exactly, 0 everywhere else.
+
+    Raises ``TypeError`` unless all are fp32, or all float64: a cast would invent equality.
+    """
+    dtypes = [logp.dtype for logp in logps_BT]
+    if len(set(dtypes)) > 1 or dtypes[0] not in (torch.float32, torch.float64):
+        raise TypeError(f"expected all log-probs in fp32, not {' and '.join(map(str, dtypes))}")
+    valid_BT = mask_BT
+    for logp in logps_BT:
+        valid_BT = valid_BT & logp.isfinite()
+    return valid_BT, *(torch.where(valid_BT, logp, torch.zeros_like(logp)).double() for logp in logps_BT)
+
+
 def same_bits(a: Tensor, b: Tensor) -> Tensor:
     """Where two tensors of one dtype (fp32 or float64) hold the same bits; bool."""
     integer = torch.int32 if a.dtype == torch.float32 else torch.int64
@@ -244,15 +253,8 @@ def engine_share(
     at response tokens. Without ``gap/engine_share`` where no token measured has a gap. No gradient flows. Raises
     ``TypeError`` for other or unequal dtypes. On an accelerator this waits for the device.
     """
-    scored = (rollout_logp_BT, exact_logp_BT, learner_logp_BT)
-    dtypes = {logp.dtype for logp in scored}
-    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float64}:
-        raise TypeError(f"expected all three log-probs in fp32, not {', '.join(str(logp.dtype) for logp in scored)}")
     with torch.no_grad():
-        valid_BT = mask_BT.clone()
-        for logp in scored:
-            valid_BT &= logp.isfinite()
-        rollout, exact, learner = (torch.where(valid_BT, x, torch.zeros_like(x)).double() for x in scored)
+        valid_BT, rollout, exact, learner = widened(mask_BT, rollout_logp_BT, exact_logp_BT, learner_logp_BT)
         e, f, d = exact - rollout, learner - exact, learner - rollout
         squares = masked_sum(d.square(), valid_BT)
         metrics = {

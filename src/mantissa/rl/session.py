@@ -24,8 +24,8 @@ from mantissa.rl.loop import Loop
 from mantissa.rl.recipe import apply_overrides, make_config
 from mantissa.rl.team import joined
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path
-from mantissa.runs.engine_share import share_sentence
 from mantissa.runs.environment import environment
+from mantissa.runs.health import share_sentence
 from mantissa.runs.live import Live
 from mantissa.runs.report import build_report
 from mantissa.runs.trackers import from_names

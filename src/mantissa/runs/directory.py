@@ -315,23 +315,13 @@ class RunDirectory:
 class Onlooker(RunDirectory):
     """The run of a process beside the one that writes it: what it would write is dropped, not an error."""
 
-    def append_metrics(self, row: Mapping[str, Any]) -> None:
+    def _dropped(self, *_: Any) -> None:
         pass
 
-    def truncate_metrics(self, step: int) -> None:
-        pass
-
-    def append_warm_start(self, row: Mapping[str, Any]) -> None:
-        pass
-
-    def truncate_warm_start(self, step: int) -> None:
-        pass
+    append_metrics = truncate_metrics = append_warm_start = truncate_warm_start = rewind = _dropped  # type: ignore[assignment]
 
     def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
         return self.rollouts_path(step)
-
-    def rewind(self, step: int) -> None:
-        pass
 
 
 def _changed(recorded: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -357,26 +347,14 @@ def rollout_schema() -> pyarrow.Schema:
     """The columns of ``rollouts/step-N.parquet``: one row a completion; log-probs in nats, fp32, one a token."""
     import pyarrow as pa
 
-    return pa.schema(
-        [
-            ("step", pa.int64()),
-            ("problem_id", pa.string()),
-            ("sample", pa.int64()),
-            ("prompt", pa.string()),
-            ("completion", pa.string()),
-            ("answer", pa.string()),
-            ("reward", pa.float64()),
-            ("correct", pa.bool_()),
-            ("error", pa.string()),
-            ("finish_reason", pa.string()),
-            ("policy_version", pa.int64()),
-            ("length", pa.int64()),
-            ("advantage", pa.float64()),
-            ("tokens", pa.list_(pa.int64())),
-            ("rollout_logp", pa.list_(pa.float32())),
-            ("learner_logp", pa.list_(pa.float32())),
-        ]
-    )
+    text, whole, real = pa.string(), pa.int64(), pa.float64()
+    logps = pa.list_(pa.float32())
+    columns = {
+        "step": whole, "problem_id": text, "sample": whole, "prompt": text, "completion": text, "answer": text,
+        "reward": real, "correct": pa.bool_(), "error": text, "finish_reason": text, "policy_version": whole,
+        "length": whole, "advantage": real, "tokens": pa.list_(whole), "rollout_logp": logps, "learner_logp": logps,
+    }  # fmt: skip
+    return pa.schema(list(columns.items()))
 
 
 def _has_files(folder: Path) -> bool:

@@ -5,6 +5,7 @@ Built from ``gap.jsonl`` (a row a pair of formats) and ``completions.jsonl`` (ev
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 from mantissa.errors import MantissaError
 from mantissa.files import write_atomically
 from mantissa.mismatch.estimates import GAP_FIGURES
 from mantissa.runs import page
-from mantissa.runs.live import duration, small
+from mantissa.runs.health import small
+from mantissa.runs.live import duration
 from mantissa.runs.metrics import Array, token_logps
-from mantissa.runs.page import text
-from mantissa.runs.plots import MUTED, SERIES, Plot, decades, density, figure, log_lines, step_axis, styled, to_svg
+from mantissa.runs.page import Block, block, code
+from mantissa.runs.plots import COLOURS, Line, Plot, agreement, chart, figure, styled, to_svg
 
 FOLDER, ROWS, COMPLETIONS, PAGE = "gap", "gap.jsonl", "completions.jsonl", "gap.html"
 Rows = Sequence[dict[str, Any]]
@@ -100,20 +103,14 @@ def _signed(value: float) -> str:
     return "0" if value == 0 else f"{value:+.2f}" if abs(value) >= 0.005 else f"{value:+.0e}"
 
 
-def gap_table(found: GapRows) -> str:
+def gap_table(found: GapRows) -> Block:
     """One line a pair: each figure with its interval."""
     lines = []
     for row in found.rows:
-        cells = [shown(row, name) for name in TITLES]
-        lines.append(
-            [
-                f"<strong>{text(row['pair'])}</strong><br><span class='note'>{text(row['kernels'])}</span>",
-                *(f"{text(value)}<br><span class='note'>{text(interval)}</span>" for value, interval in cells),
-                f"{row['tokens']:,}",
-            ]
-        )
-    header = ("learner/rollout", *(text(title) for title in TITLES.values()), "tokens")
-    return page.table(header, lines)
+        cells = [_two_lines(*shown(row, name)) for name in TITLES]
+        lines.append([_two_lines(Markup("<strong>{}</strong>").format(row["pair"]), row["kernels"]), *cells,
+                      f"{row['tokens']:,}"])  # fmt: skip
+    return page.table(("learner/rollout", *TITLES.values(), "tokens"), lines)
 
 
 def gap_note(found: GapRows) -> str:
@@ -131,44 +128,47 @@ def write_gap_page(folder: Path) -> Path:
     """Write ``gap.html`` beside the rows; returns its path."""
     found = read_gap(folder)
     assert found is not None, "rows are written first"
-    figures = [
-        [f"<code>{text(f.name)}</code>", text(TITLES[f.name]), text(f.unit), text(f.formula)] for f in GAP_FIGURES
-    ]
-    body = [
-        f"<h1>{text(found.title)}</h1>",
-        f'<p class="sub">{text(found.where)}</p>',
-        gap_table(found),
-        f'<p class="note gap">{text(gap_note(found))}</p>',
-        "<h2>Curves</h2>",
-        f'<div class="plots">{"".join(page.plot(p) for p in over_position(found.completions))}</div>',
-        f'<div class="gap">{page.plot(scatter(found.completions))}</div>',
-        page.folded("What each figure means", page.table(("name", "column", "unit", "formula"), figures)),
-        page.folded("Kernels", page.table(("learner/rollout", "evidence"), _evidence(found.rows))),
+    figures = page.table(("name", "column", "unit", "formula"),
+                         [[code(f.name), TITLES[f.name], f.unit, f.formula] for f in GAP_FIGURES])  # fmt: skip
+    evidence = page.table(("learner/rollout", "evidence"), [[row["pair"], row["evidence"]] for row in found.rows])
+    blocks = [
+        block("h1", found.title),
+        *_measured(found),
+        block("h2", "Curves"),
+        page.plots(over_position(found.completions)),
+        page.plots([scatter(found.completions)], "gap"),
+        block("folded", title="What each figure means", blocks=[figures]),
+        block("folded", title="Kernels", blocks=[evidence]),
     ]
     path = folder / PAGE
-    write_atomically(path, page.page(f"{found.title} - Mantissa", body))
+    write_atomically(path, page.render(found.title, blocks))
     return path
 
 
-def gap_head(run: Path, learning: Plot) -> str:
+def gap_head(run: Path, learning: Plot) -> list[Block]:
     """What a run's report begins with where a gap lies in the run's folder: its table, its curve beside the learning
     curve, its scatter. Empty where none was measured; one that cannot be read is said."""
     try:
         found = read_gap(run / FOLDER)
     except MantissaError as error:
-        return f'<p class="note">{text(error)}</p><div class="plots">{page.plot(learning)}</div>'
+        return [block("note", str(error)), page.plots([learning])]
     if found is None:
-        return ""
-    return (
-        f'<h2>{text(found.title)}</h2><p class="sub">{text(found.where)}</p>{gap_table(found)}'
-        f'<p class="note gap">{text(gap_note(found))}</p>'
-        f'<div class="plots gap">{page.plot(over_position(found.completions)[0])}{page.plot(learning)}</div>'
-        f'<div class="gap">{page.plot(scatter(found.completions))}</div><h2>The run</h2>'
-    )
+        return []
+    return [
+        block("h2", found.title),
+        *_measured(found),
+        page.plots([over_position(found.completions)[0], learning], "plots gap"),
+        page.plots([scatter(found.completions)], "gap"),
+        block("h2", "The run"),
+    ]
 
 
-def _evidence(rows: Rows) -> list[list[str]]:
-    return [[text(row["pair"]), text(row["evidence"])] for row in rows]
+def _measured(found: GapRows) -> list[Block]:
+    return [block("sub", found.where), gap_table(found), block("note gap", gap_note(found))]
+
+
+def _two_lines(value: str, note: str) -> Markup:
+    return Markup('{}<br><span class="note">{}</span>').format(value, note)
 
 
 def by_position(completions: Rows) -> tuple[Array, Array, Array]:
@@ -193,34 +193,21 @@ def by_position(completions: Rows) -> tuple[Array, Array, Array]:
 
 def over_position(completions: Rows) -> list[Plot]:
     """The gap of a token, and the spread of the sequence log-ratio up to it, against its position."""
-    pairs = _by_pair(completions)
-    curves = {name: by_position(rows) for name, rows in pairs.items()}
-    wanted = (
-        ("Spread of the sequence log-ratio", "position", "std of the sum so far, nats", 2, "spread"),
-        ("Gap of a token", "position", "mean |Δ log-prob|, nats", 1, "position"),
-    )
+    curves = {pair: by_position(rows) for pair, rows in _by_pair(completions).items()}
+    colours = dict(zip(curves, itertools.cycle(COLOURS), strict=False))
     drawn = []
-    for title, across, up, which, name in wanted:
-        lines = [
-            (curves[pair][0], curves[pair][which], SERIES[i % len(SERIES)], {"marker": ""})
-            for i, pair in enumerate(pairs)
-            if curves[pair][0].size
-        ]
-        if not any((y > 0).any() for _, y, *_ in lines):
+    for title, unit, which in (
+        ("Spread of the sequence log-ratio", "std of the sum so far, nats", 2),
+        ("Gap of a token", "mean |Δ log-prob|, nats", 1),
+    ):
+        lines = [Line(pair, colours[pair], found[0], found[which]) for pair, found in curves.items()]
+        there = [line for line in lines if line.x.size]
+        if not any((line.y > 0).any() for line in there):
             drawn.append(Plot(title, "No gap, or too few completions for a curve."))
             continue
-        with styled():
-            drawing = figure(5.6, 2.9)
-            axes = drawing.subplots()
-            zeros = log_lines(axes, lines)
-            axes.set_ylabel(up)
-            step_axis(axes, across)
-            svg = to_svg(drawing, f"gap-{name}", title)
-        note = "Of the tokens of each completion that gets so far." + (
-            " Open circles on the floor are exact zeros." if zeros else ""
-        )
-        legend = tuple((pair, SERIES[i % len(SERIES)]) for i, pair in enumerate(pairs))
-        drawn.append(Plot(title, note, svg, legend))
+        note = "Of the tokens of each completion that gets so far."
+        drawn.append(chart(title, note, there, unit, "log", across="position", height=2.9, legend=lines, keys=False,
+                           marker=""))  # fmt: skip
     return drawn
 
 
@@ -238,17 +225,13 @@ def scatter(completions: Rows) -> Plot:
         drawing = figure(1.95 * _PANELS, 2.25 * lines)
         panels = drawing.subplots(lines, _PANELS, sharex=True, sharey=True, squeeze=False).flatten()
         for number, (axes, (name, (rollout, learner))) in enumerate(zip(panels, pairs.items(), strict=False)):
-            axes.plot([low, 0], [low, 0], color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
-            density(axes, rollout / np.log(10), learner / np.log(10), SERIES[number % len(SERIES)])
-            axes.set(xlim=(low, -low * 0.03), ylim=(low, -low * 0.03), title=name)
-            decades(axes, "x", 3)
-            decades(axes, "y", 4)
+            agreement(axes, rollout, learner, low, COLOURS[number % len(COLOURS)], (3, 4))
+            axes.set_title(name)
         for axes in panels[len(pairs) :]:
             axes.set_visible(False)
         panels[0].set_ylabel("p under the learner")
         panels[0].set_xlabel("p under the rollout")
-        svg = to_svg(drawing, "gap-scatter", title)
-    return Plot(title, "One point a token; on the diagonal both agree.", svg)
+    return Plot(title, "One point a token; on the diagonal both agree.", to_svg(drawing, title, "gap-scatter"))
 
 
 def _by_pair(completions: Rows) -> dict[str, list[dict[str, Any]]]:

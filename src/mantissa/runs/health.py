@@ -1,18 +1,22 @@
-"""Is the run well? Every metric against its declared healthy range, over all steps."""
+"""What is said of a run: is it well (every metric against its declared healthy range, over all steps), and whose is its
+gap (see ``mantissa.mismatch.metrics``)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from mantissa.mismatch.metrics import Metric
-from mantissa.runs.metrics import BY_NAME, series
+from mantissa.runs.metrics import BY_NAME, series, where_measured
 
 Verdict = Literal["healthy", "watch", "unhealthy"]
 _BRIEF = 0.1  # a metric out of its range for at most this share of the steps, and back by the end, is one to watch
 _HARDLY_ANY = 0.02  # accuracy on the best step below which a run is said to have learned next to nothing
+_NOISE = 0.05  # by which a share may leave [0, 1] without anything to be said about it
 _HEADLINE = {
     "healthy": "Healthy: every metric is in its range",
     "watch": "Watch: a metric left its range for a while, and is back",
@@ -106,3 +110,63 @@ def _excess(metric: Metric, value: float) -> float:
     below = 0.0 if low is None else low - value
     above = 0.0 if high is None else value - high
     return max(0.0, below, above)
+
+
+def small(value: float) -> str:
+    """Gap-sized numbers: 0 exactly, else two digits and an exponent."""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def share_sentence(rows: Sequence[dict[str, Any]], environment: Mapping[str, Any]) -> str:
+    """Which share of the gap is the other engine's, of medians over the steps that were measured; why not, where none.
+
+    Empty for a run on this package's own engine, and before the first step.
+    """
+    facts = environment.get("engine_share")
+    if not isinstance(facts, dict) or not rows:
+        return ""
+    if not facts.get("measured"):
+        return f"Which share of the gap is {facts.get('engine')}'s was not measured: {facts.get('reason')}."
+    share = series(rows, "gap/engine_share")[1]
+    parts = [series(rows, f"gap/{part}_abs_logp_diff_mean")[1] for part in ("engine", "other")]
+    steps = parts[0].size
+    if steps == 0:
+        return ""
+    pair = f"{facts['engine']} and this package's exact kernels, both in {facts['format']},"
+    over = f"medians of {steps} measured steps" if steps > 1 else "one step was measured"
+    if share.size == 0:
+        return f"There was no gap of which {facts['engine']} could have a share, at {where_measured(steps, len(rows))}."
+    middle = float(np.median(share))
+    engine, other = (float(np.median(part)) for part in parts)
+    left = f"{small(other)} would be left, {_rest(environment, facts['format'])}" if other else "nothing would be left"
+    cancel = "; the two parts cancel in part" if not -_NOISE <= middle <= 1 + _NOISE else ""
+    return (
+        f"{share_text(middle)} of the gap is the engine's: {pair} differ by {small(engine)} nats a token in the mean. "
+        f"With those kernels in the rollout {left} ({over}{cancel})."
+    )
+
+
+def share_text(share: float) -> str:
+    """A share in whole percent; all and none are said of no share that is only nearly so."""
+    if share == 1:
+        return "All"
+    if 0.995 <= share < 1:
+        return "More than 99%"
+    if share == 0:
+        return "None"
+    if 0 < share < 0.005:
+        return "Less than 1%"
+    if 1 < share <= 1 + _NOISE:
+        return "About all"
+    if -_NOISE <= share < 0:
+        return "About none"
+    return f"{share:.0%}"
+
+
+def _rest(environment: Mapping[str, Any], rollout: str) -> str:
+    """What else the gap is made of: the learner's kernels, and its format where that is another."""
+    rows = [row for row in environment.get("precision") or [] if isinstance(row, dict)]
+    learner = next((row.get("active") for row in rows if row.get("role") == "learner"), rollout)
+    if learner == rollout:
+        return "by the learner's fast kernels"
+    return f"above all because the learner is in {learner}"

@@ -13,11 +13,11 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from mantissa.runs.health import in_range
+from mantissa.runs.health import in_range, small
 from mantissa.runs.metrics import BY_NAME
 
 _HEADER_EVERY = 25
@@ -36,11 +36,6 @@ class Column:
     drop: int = 0
 
 
-def small(value: float) -> str:
-    """Gap-sized numbers: 0 exactly, else two digits and an exponent."""
-    return "0" if value == 0 else f"{value:.1e}"
-
-
 def power_of_two(value: float) -> str:
     """A loss scale: ``2^16`` where it is one, else the number."""
     if value > 0 and math.isfinite(value) and math.log2(value).is_integer() and value != 1:
@@ -56,6 +51,14 @@ def duration(seconds: float) -> str:
     if seconds < 3600:
         return f"{seconds // 60} min {seconds % 60:02d} s"
     return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
+
+
+def seconds_text(seconds: float) -> str:
+    """A short time in three digits: ``1.5 s``, ``20 ms``, ``3 us``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size or seconds == 0:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
 
 
 def count(value: float) -> str:
@@ -104,17 +107,10 @@ class Live:
         self._rows = 0
         self._seconds: list[float] = []
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
         if self.terminal:
-            self._progress = Progress(
-                TextColumn("[bold]step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=None),
-                TextColumn("{task.description}"),
-                console=self.console,
-                expand=True,
-            )
-            self._task = self._progress.add_task("time left unknown", total=total_steps, completed=done)
+            words = TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}")
+            self._progress = Progress(*words, console=self.console, expand=True)
+            self._progress.add_task("time left unknown", total=total_steps, completed=done)
 
     def __enter__(self) -> Self:
         return self
@@ -168,10 +164,9 @@ class Live:
             line.append("  ")
             line.append(*_cell(column, row))
         self.console.print(line)
-        if self._progress is not None and self._task is not None:
-            if not self._progress.live.is_started:
-                self._progress.start()
-            self._progress.update(self._task, completed=step, description=self.time_left(step))
+        if self._progress is not None:
+            self._progress.start()  # no more than once, whatever it is called
+            self._progress.update(self._progress.task_ids[0], completed=step, description=self.time_left(step))
 
     def time_left(self, step: int) -> str:
         """The remaining steps at the mean pace of the last twenty, in words."""

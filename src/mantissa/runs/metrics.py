@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,109 +28,78 @@ from mantissa.runs.directory import RunDirectory
 _OURS = "range: this project's judgement"
 
 
-def _plain(name: str, formula: str, unit: str) -> Metric:
-    return Metric(name=name, formula=formula, unit=unit)
-
-
-def _ranged(name: str, formula: str, unit: str, healthy: tuple[float | None, float | None]) -> Metric:
-    return Metric(name=name, formula=formula, unit=unit, healthy=healthy, source=_OURS)
-
-
 LOOP_METRICS: tuple[Metric, ...] = (
-    _plain("reward/accuracy", "completions judged correct / completions, over everything sampled", "fraction"),
-    _plain("reward/accuracy_trained", "the same over the groups trained on, where sampling is dynamic", "fraction"),
-    _plain("reward/overlong_penalty", "mean of what length took from the reward, over everything sampled", "reward"),
-    _plain("reward/overlong_fraction", "completions with such a penalty / completions", "fraction"),
-    _plain("dynamic/generation_batches", "times that the step sampled prompts", "count"),
-    _plain("dynamic/prompts", "prompts sampled this step, each of them a group", "count"),
-    _plain("dynamic/all_right", "groups dropped, every completion right", "count"),
-    _plain("dynamic/all_wrong", "groups dropped, no completion right", "count"),
-    _plain("dynamic/equal", "groups dropped, some right and all rewards equal", "count"),
-    _plain("dynamic/kept_fraction", "groups whose rewards differ / groups sampled", "fraction"),
-    _plain("dynamic/surplus", "groups whose rewards differ beyond rollout.prompts, dropped", "count"),
-    _plain("dynamic/trained", "groups whose rewards differ that were trained on", "count"),
-    _ranged("reward/verifier_errors", "completions on which the verifier failed (their reward is 0)", "count", (0, 0)),
-    _plain(
-        "reward_part/NAME",
-        "mean over completions without verifier error of what the reward is made of: a term before its weight, or a "
-        "number that a reward function returned",
-        "1",
-    ),
-    _plain("length/mean", "mean response length, the stop token included", "tokens"),
-    _plain("length/max", "largest response length", "tokens"),
-    _ranged("length/truncated_fraction", "completions cut off at max_tokens / completions", "fraction", (0, 0.2)),
-    _ranged(
-        "advantage/silent_steps",
-        "steps since the run began, while every advantage of all of them was 0; 0 once one was not",
-        "steps",
-        (0, 2),
-    ),
-    _plain("policy/entropy", "mean_t of -sum_v p_theta(v) log p_theta(v)", "nats/token"),
-    _plain(
-        "exact/checked_tokens", "log-probs compared bit by bit, with exact kernels, in a step that is checked", "tokens"
-    ),
-    _ranged("exact/replans", "times that exact kernels moved to a safer way after a difference", "times", (0, 0)),
-    _ranged("exact/mismatched_tokens", "of these, how many differ between rollout and learner", "tokens", (0, 0)),
-    _ranged(
-        "exact/misdrawn_tokens",
-        "of these, how many are tokens that their uniform does not select from the learner's distribution",
-        "tokens",
-        (0, 0),
-    ),
-    _ranged(
-        "exact/update_mismatched_tokens",
-        "log-probs of the first update's own forward that are not the old policy's, with exact kernels",
-        "tokens",
-        (0, 0),
-    ),
-    _plain("precision/loss_scale", "factor on the loss before backward; 1 is no scaling", "1"),
-    _ranged("precision/overflows", "backward passes that overflowed, this step", "count", (0, 1)),
-    _ranged("precision/retries", "backward passes redone at a lower scale, this step", "count", (0, 1)),
-    _ranged("precision/skipped", "optimiser steps given up, this step", "count", (0, 0)),
-    _plain(
-        "precision/max_scaled_grad",
-        "max |scale * grad| / largest value of the format; above 1 where fp32 sums several gradients of the format",
-        "fraction",
-    ),
-    _ranged(
-        "precision/flushed_fraction", "gradients that are 0 here but not in fp32, on a probe", "fraction", (0, 0.05)
-    ),
-    _plain("optim/lr", "learning rate of the step's last update", "1/update"),
-    _plain("optim/grad_norm", "2-norm of the unscaled gradient before clipping, mean over updates", "1"),
-    _plain(
-        "optim/clipped_fraction",
-        "units whose gradient adaptive clipping shortened / units, mean over updates",
-        "fraction",
-    ),
-    _plain("optim/updates", "optimiser steps applied since the run began", "count"),
-    _plain("rollout/version", "policy version that sampled this step", "version"),
-    _plain("reference/version", "policy version that this step's reference is a copy of", "version"),
-    _plain("reference/refreshes", "times that the reference was taken anew since the run began", "count"),
-    _plain("rollout/lag_mean", "mean over completions of learner's version - version that sampled", "versions"),
-    _plain("rollout/lag_max", "largest such lag; beyond rollout.max_policy_lag the run stops", "versions"),
-    _plain("rollout/tokens", "response tokens sampled this step, of dropped groups too", "tokens"),
-    _plain("eval/greedy_accuracy", "held-out problems solved by the most probable completion / problems", "fraction"),
-    _plain("eval/avg_at_k", "mean over held-out problems of the share of k samples that are correct", "fraction"),
-    _plain("warm_start/loss", "mean_t of -logp of the supervised token", "nats/token"),
-    _plain("warm_start/accuracy", "problems solved after this many warm-start updates / problems", "fraction"),
-    _plain("time/step", "wall clock of the whole step", "s"),
-    _plain("time/rollout", "wall clock of sampling; of waiting for it where rollout.max_policy_lag > 0", "s"),
-    _plain("time/background", "wall clock of sampling and verification beside earlier steps", "s"),
-    _plain("time/reward", "wall clock of verification", "s"),
-    _plain("time/learner_logp", "wall clock of the learner's log-probs of the samples", "s"),
-    _plain("time/reference_logp", "wall clock of the reference's log-probs of the samples", "s"),
-    _plain("time/engine_share", "wall clock of scoring the samples by exact kernels in the rollout's format", "s"),
-    _plain("time/update", "wall clock of forward, backward and optimiser", "s"),
-    _plain("time/sync", "wall clock of handing the weights to the rollout", "s"),
-    _plain("time/eval", "wall clock of evaluation", "s"),
-    _plain("time/checkpoint", "wall clock of writing the checkpoint", "s"),
-    _plain("rate/rollout_tokens_per_s", "rollout/tokens / wall clock of sampling", "tokens/s"),
-    _plain("rate/learner_tokens_per_s", "response tokens trained on / time/update", "tokens/s"),
-)
+    Metric("reward/accuracy", "completions judged correct / completions, over everything sampled", "fraction"),
+    Metric("reward/accuracy_trained", "the same over the groups trained on, where sampling is dynamic", "fraction"),
+    Metric("reward/overlong_penalty", "mean of what length took from the reward, over everything sampled", "reward"),
+    Metric("reward/overlong_fraction", "completions with such a penalty / completions", "fraction"),
+    Metric("dynamic/generation_batches", "times that the step sampled prompts", "count"),
+    Metric("dynamic/prompts", "prompts sampled this step, each of them a group", "count"),
+    Metric("dynamic/all_right", "groups dropped, every completion right", "count"),
+    Metric("dynamic/all_wrong", "groups dropped, no completion right", "count"),
+    Metric("dynamic/equal", "groups dropped, some right and all rewards equal", "count"),
+    Metric("dynamic/kept_fraction", "groups whose rewards differ / groups sampled", "fraction"),
+    Metric("dynamic/surplus", "groups whose rewards differ beyond rollout.prompts, dropped", "count"),
+    Metric("dynamic/trained", "groups whose rewards differ that were trained on", "count"),
+    Metric("reward/verifier_errors", "completions on which the verifier failed (their reward is 0)",
+           "count", (0, 0), _OURS),
+    Metric("reward_part/NAME", "mean over completions without verifier error of what the reward is made of: a term "
+           "before its weight, or a number that a reward function returned", "1"),
+    Metric("length/mean", "mean response length, the stop token included", "tokens"),
+    Metric("length/max", "largest response length", "tokens"),
+    Metric("length/truncated_fraction", "completions cut off at max_tokens / completions", "fraction", (0, 0.2), _OURS),
+    Metric("advantage/silent_steps", "steps since the run began, while every advantage of all of them was 0; 0 once "
+           "one was not", "steps", (0, 2), _OURS),
+    Metric("policy/entropy", "mean_t of -sum_v p_theta(v) log p_theta(v)", "nats/token"),
+    Metric("exact/checked_tokens", "log-probs compared bit by bit, with exact kernels, in a step that is checked",
+           "tokens"),
+    Metric("exact/replans", "times that exact kernels moved to a safer way after a difference", "times", (0, 0), _OURS),
+    Metric("exact/mismatched_tokens", "of these, how many differ between rollout and learner", "tokens", (0, 0), _OURS),
+    Metric("exact/misdrawn_tokens", "of these, how many are tokens that their uniform does not select from the "
+           "learner's distribution", "tokens", (0, 0), _OURS),
+    Metric("exact/update_mismatched_tokens", "log-probs of the first update's own forward that are not the old "
+           "policy's, with exact kernels", "tokens", (0, 0), _OURS),
+    Metric("precision/loss_scale", "factor on the loss before backward; 1 is no scaling", "1"),
+    Metric("precision/overflows", "backward passes that overflowed, this step", "count", (0, 1), _OURS),
+    Metric("precision/retries", "backward passes redone at a lower scale, this step", "count", (0, 1), _OURS),
+    Metric("precision/skipped", "optimiser steps given up, this step", "count", (0, 0), _OURS),
+    Metric("precision/max_scaled_grad", "max |scale * grad| / largest value of the format; above 1 where fp32 sums "
+           "several gradients of the format", "fraction"),
+    Metric("precision/flushed_fraction", "gradients that are 0 here but not in fp32, on a probe",
+           "fraction", (0, 0.05), _OURS),
+    Metric("optim/lr", "learning rate of the step's last update", "1/update"),
+    Metric("optim/grad_norm", "2-norm of the unscaled gradient before clipping, mean over updates", "1"),
+    Metric("optim/clipped_fraction", "units whose gradient adaptive clipping shortened / units, mean over updates",
+           "fraction"),
+    Metric("optim/updates", "optimiser steps applied since the run began", "count"),
+    Metric("rollout/version", "policy version that sampled this step", "version"),
+    Metric("reference/version", "policy version that this step's reference is a copy of", "version"),
+    Metric("reference/refreshes", "times that the reference was taken anew since the run began", "count"),
+    Metric("rollout/lag_mean", "mean over completions of learner's version - version that sampled", "versions"),
+    Metric("rollout/lag_max", "largest such lag; beyond rollout.max_policy_lag the run stops", "versions"),
+    Metric("rollout/tokens", "response tokens sampled this step, of dropped groups too", "tokens"),
+    Metric("eval/greedy_accuracy", "held-out problems solved by the most probable completion / problems", "fraction"),
+    Metric("eval/avg_at_k", "mean over held-out problems of the share of k samples that are correct", "fraction"),
+    Metric("warm_start/loss", "mean_t of -logp of the supervised token", "nats/token"),
+    Metric("warm_start/accuracy", "problems solved after this many warm-start updates / problems", "fraction"),
+    Metric("time/step", "wall clock of the whole step", "s"),
+    Metric("time/rollout", "wall clock of sampling; of waiting for it where rollout.max_policy_lag > 0", "s"),
+    Metric("time/background", "wall clock of sampling and verification beside earlier steps", "s"),
+    Metric("time/reward", "wall clock of verification", "s"),
+    Metric("time/learner_logp", "wall clock of the learner's log-probs of the samples", "s"),
+    Metric("time/reference_logp", "wall clock of the reference's log-probs of the samples", "s"),
+    Metric("time/engine_share", "wall clock of scoring the samples by exact kernels in the rollout's format", "s"),
+    Metric("time/update", "wall clock of forward, backward and optimiser", "s"),
+    Metric("time/sync", "wall clock of handing the weights to the rollout", "s"),
+    Metric("time/eval", "wall clock of evaluation", "s"),
+    Metric("time/checkpoint", "wall clock of writing the checkpoint", "s"),
+    Metric("rate/rollout_tokens_per_s", "rollout/tokens / wall clock of sampling", "tokens/s"),
+    Metric("rate/learner_tokens_per_s", "response tokens trained on / time/update", "tokens/s"),
+)  # fmt: skip
 
 # A row of the drop-in trainer has these beside the loop's precision/*, optim/* and time/step.
 TRAINER_METRICS: tuple[Metric, ...] = (
-    _plain("train/loss", "what loss_fn returned before scaling, mean over the step's micro-batches by weight", "1"),
+    Metric("train/loss", "what loss_fn returned before scaling, mean over the step's micro-batches by weight", "1"),
 )
 
 METRICS: tuple[Metric, ...] = (*LOOP_METRICS, *TRAINER_METRICS, *ALL_METRICS)
@@ -151,6 +120,56 @@ def deterministic(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Array = NDArray[np.float64]
+Axis = Literal["linear", "fraction", "log", "power of two"]
+
+
+@dataclass(frozen=True)
+class Series:
+    """How a metric is drawn: its words in a legend, the unit at its axis, and the kind of that axis."""
+
+    metric: str
+    title: str
+    unit: str
+    axis: Axis = "linear"
+
+    @property
+    def heading(self) -> str:
+        """The title of a figure that is of this metric alone."""
+        if self.metric.startswith("gap/"):
+            return f"Gap: {self.title}"
+        return self.title[0].upper() + self.title[1:]
+
+
+# The one table of what is drawn: the report, a comparison and whatever else draws a run takes its words from here.
+SERIES: dict[str, Series] = {
+    one.metric: one
+    for one in (
+        Series("reward/accuracy", "accuracy of training samples", "fraction correct", "fraction"),
+        Series("reward/mean", "mean reward", "reward"),
+        Series("eval/greedy_accuracy", "held-out accuracy, greedy", "fraction correct", "fraction"),
+        Series("eval/avg_at_k", "held-out accuracy, mean of k samples", "fraction correct", "fraction"),
+        Series("warm_start/accuracy", "accuracy in the warm start", "fraction correct", "fraction"),
+        Series("train/loss", "training loss", "loss"),
+        Series("gap/abs_logp_diff_max", "max |log-prob difference|", "nats", "log"),
+        Series("gap/abs_logp_diff_mean", "mean |log-prob difference|", "nats", "log"),
+        Series("gap/k3_kl", "k3 KL", "nats a token", "log"),
+        Series("gap/seq_log_ratio_std", "spread of sequence log-ratios", "nats", "log"),
+        Series("gap/engine_abs_logp_diff_mean", "mean, the engine's part", "nats", "log"),
+        Series("gap/other_abs_logp_diff_mean", "mean, everything else", "nats", "log"),
+        Series("policy/alpha_abs_mean", "|alpha|, moved by learning", "nats", "log"),
+        Series("policy/beta_abs_mean", "|beta|, kernels and formats", "nats", "log"),
+        Series("policy/clip_fraction", "clipped", "fraction of tokens"),
+        Series("policy/phantom_clip_fraction", "phantom: for beta alone", "fraction of tokens"),
+        Series("precision/loss_scale", "loss scale", "scale", "power of two"),
+        Series("precision/overflows", "overflow", "count"),
+        Series("precision/retries", "retry", "count"),
+        Series("precision/skipped", "given up", "count"),
+        Series("policy/entropy", "entropy of the policy", "nats a token"),
+        Series("length/max", "longest response", "tokens"),
+        Series("length/mean", "mean response length", "tokens"),
+        Series("optim/grad_norm", "gradient norm before clipping", "2-norm", "log"),
+    )
+}
 PHASES = (
     "rollout", "reward", "learner_logp", "reference_logp", "engine_share", "update", "sync", "eval", "checkpoint",
 )  # fmt: skip
@@ -242,13 +261,18 @@ def phase_times(rows: Sequence[dict[str, Any]], bars: int = 80) -> PhaseTimes | 
     whole = np.array([float(row["time/step"]) for row in timed])
     parts = np.vstack([parts, np.maximum(whole - parts.sum(axis=0), 0.0)])
     per_bar = -(-len(timed) // bars)
-    starts = np.arange(0, len(timed), per_bar)
-    sizes = np.diff(np.append(starts, len(timed)))
-    seconds = np.add.reduceat(parts, starts, axis=1) / sizes
-    steps = np.add.reduceat(np.array([row["step"] for row in timed], dtype=np.float64), starts) / sizes
+    seconds = binned(parts, per_bar)
+    steps = binned(np.array([row["step"] for row in timed], dtype=np.float64), per_bar)
     used = seconds.sum(axis=1) > 0
     names = tuple(name for name, keep in zip((*PHASES, "other"), used, strict=True) if keep)
     return PhaseTimes(names, steps, seconds[used], per_bar)
+
+
+def binned(values: Array, size: int) -> Array:
+    """Means of every ``size`` neighbours along the last axis; the last one is of what is left."""
+    starts = np.arange(0, values.shape[-1], size)
+    means: Array = np.add.reduceat(values, starts, axis=-1) / np.diff(np.append(starts, values.shape[-1]))
+    return means
 
 
 def where_measured(measured: int, steps: int) -> str:

@@ -1,28 +1,33 @@
 """The report's figures: each takes rows and returns a ``Plot``, a drawing or a sentence where there is nothing to draw.
 
+Which metric is drawn under which title, in which unit and on which axis stands in one table, ``metrics.SERIES``; what
+draws here and in a comparison is ``draw``, in one style.
+
 Log axes have no zero, and a run in fp32 can have a gap of exactly 0: zeros are drawn on the floor of the plot as open
 circles, and a gap that is 0 throughout is a sentence.
 
-Matplotlib figures as inline SVG that follows the page: its colours (light or dark), its font, no ids in common.
-
-Figures are drawn in stand-in colours, one for each role, which are replaced by CSS variables in the SVG's text; so
-one drawing is legible in both colour schemes. Text stays text.
+Matplotlib figures as inline SVG that follows the page: its colours (light or dark), its font, no ids in common. They
+are drawn in stand-in colours, one for each role, which are replaced by CSS variables in the SVG's text; so one drawing
+is legible in both colour schemes. Text stays text.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from markupsafe import escape
 
 from mantissa.runs.metrics import (
     PHASES,
+    SERIES,
     Array,
+    Axis,
     fit_line,
     phase_times,
     sequence_log_ratios,
@@ -35,61 +40,70 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
 INK, MUTED, GRID, PAPER = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04"
-SERIES = ("#0a0b11", "#0a0b12", "#0a0b13", "#0a0b14", "#0a0b15", "#0a0b16", "#0a0b17", "#0a0b18")
-# Whole runs beside each other: told apart by any two eyes, and by their dashes too (``compare/plots.py``).
+COLOURS = ("#0a0b11", "#0a0b12", "#0a0b13", "#0a0b14", "#0a0b15", "#0a0b16", "#0a0b17", "#0a0b18")
+BLUE, ORANGE, GREEN, PURPLE, TEAL, PINK, BROWN, GREY = COLOURS
+# Whole runs beside each other: told apart by any two eyes, and by their dashes too.
 RUNS = ("#0a0b21", "#0a0b22", "#0a0b23", "#0a0b24", "#0a0b25", "#0a0b26", "#0a0b27", "#0a0b28")
 VARIABLES = (
     {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--card"}
-    | {colour: f"--c{i}" for i, colour in enumerate(SERIES, start=1)}
+    | {colour: f"--c{i}" for i, colour in enumerate(COLOURS, start=1)}
     | {colour: f"--r{i}" for i, colour in enumerate(RUNS, start=1)}
 )
+_PRINTED = {INK: "#1c1d1f", MUTED: "#63656b", GRID: "#e6e5e0"}  # the light page's, for a picture without a page
+PHASE_COLOURS = dict(
+    zip((*PHASES, "other"), (BLUE, PINK, TEAL, MUTED, INK, ORANGE, PURPLE, GREEN, BROWN, GREY), strict=True)
+)
+Rows = Sequence[dict[str, Any]]
+Dash = tuple[float, ...]  # lengths of strokes and spaces in line widths; empty is solid
+_FEW = 12  # points up to which a line also shows its markers
+_MANY = 250  # points from which a line is thin, so that noise does not turn into a band
+_BROKEN: Any = (0, (4, 3))  # the stroke of what is no measurement: a diagonal, an end
 
-_STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "mantissa",
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib; wider than most, so what fits in it fits
-    "font.size": 8.5,
-    "mathtext.default": "regular",
-    "text.color": INK,
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": MUTED,
-    "axes.facecolor": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.linewidth": 0.8,
-    "axes.titlesize": 8.5,
-    "axes.titlecolor": MUTED,
-    "axes.titlelocation": "left",
-    "grid.color": GRID,
-    "grid.linewidth": 0.6,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": MUTED,
-    "ytick.labelcolor": MUTED,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "xtick.minor.size": 0,
-    "ytick.minor.size": 0,
-    "figure.facecolor": "none",
-    "lines.linewidth": 1.6,
-    "lines.solid_joinstyle": "round",
-}
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none", "svg.hashsalt": "mantissa", "font.family": "sans-serif", "font.size": 8.5,
+    "font.sans-serif": "DejaVu Sans",  # comes with matplotlib; wider than most, so what fits in it fits
+    "mathtext.default": "regular", "text.color": INK, "figure.facecolor": "none",
+    "axes.edgecolor": GRID, "axes.labelcolor": MUTED, "axes.facecolor": "none", "axes.spines.top": False,
+    "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "axes.linewidth": 0.8,
+    "axes.titlesize": 8.5, "axes.titlecolor": MUTED, "axes.titlelocation": "left", "grid.color": GRID,
+    "grid.linewidth": 0.6, "lines.linewidth": 1.6, "lines.solid_joinstyle": "round", "legend.frameon": False,
+    **{f"{axis}tick.{part}": MUTED for axis in "xy" for part in ("color", "labelcolor")},
+    **{f"{axis}tick.{part}.size": 0 for axis in "xy" for part in ("major", "minor")},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure of a page. ``legend``: label and stand-in colour; ``svg`` is empty where ``note`` says it all."""
+
+    title: str
+    note: str
+    svg: str = ""
+    legend: tuple[tuple[str, str], ...] = ()
+    dashes: tuple[Dash, ...] = ()  # of each entry of the legend, where lines differ in more than colour
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a figure; ``low`` and ``high`` are a band around it."""
+
+    label: str
+    colour: str
+    x: Array
+    y: Array
+    dash: Dash = ()
+    low: Array | None = None
+    high: Array | None = None
 
 
 @contextmanager
-def styled() -> Iterator[None]:
-    """The house style, for the drawing and the saving of a figure."""
+def styled(printed: bool = False) -> Iterator[None]:
+    """The house style, for the drawing of a figure; ``printed``: in colours of its own, for a file without a page."""
     import matplotlib
 
-    with matplotlib.rc_context(_STYLE):
+    colours = _PRINTED if printed else {}
+    with matplotlib.rc_context({key: colours.get(value, value) for key, value in _STYLE.items()}):
         yield
 
 
@@ -115,10 +129,12 @@ def step_axis(axes: Axes, label: str = "step", ticks: int = 8) -> None:
     axes.set_xlabel(label)
 
 
-def to_svg(drawing: Figure, name: str, description: str) -> str:
-    """The figure as an ``<svg>`` element. ``name`` prefixes its ids; ``description`` is what a screen reader says."""
+def to_svg(drawing: Figure, title: str, name: str = "") -> str:
+    """The figure as an ``<svg>`` element. ``title``: what a screen reader says; ``name`` (or it) prefixes ids."""
+    name = name or re.sub("[^a-z0-9]+", "-", title.lower()).strip("-")
     buffer = io.StringIO()
-    drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    with styled():
+        drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -133,86 +149,108 @@ def to_svg(drawing: Figure, name: str, description: str) -> str:
         text = text.replace(colour, f"var({variable})")
     view = re.search(r'viewBox="[^"]*"', text)
     assert view is not None, "matplotlib writes a viewBox"
-    label = description.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
-    head = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {view.group()} role="img" aria-label="{label}">'
+    head = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {view.group()} role="img" aria-label="{escape(title)}">'
     return head + text[text.index(">") + 1 :].strip()
 
 
-Rows = Sequence[dict[str, Any]]
-BLUE, ORANGE, GREEN, PURPLE, TEAL, PINK, BROWN, GREY = SERIES
-PHASE_COLOURS = (BLUE, PINK, TEAL, MUTED, INK, ORANGE, PURPLE, GREEN, BROWN, GREY)  # of PHASES and other
-Dash = tuple[float, ...]  # lengths of strokes and spaces in line widths; empty is solid
-_FEW = 12  # points up to which a line also shows its markers
-_MANY = 250  # points from which a line is thin, so that noise does not turn into a band
+def lines_of(rows: Rows, colours: Mapping[str, str], dash: Dash = ()) -> list[Line]:
+    """A line for each of these metrics that was logged, with its title in ``SERIES`` as label."""
+    found = [Line(SERIES[name].title, colour, *series(rows, name), dash) for name, colour in colours.items()]
+    return [line for line in found if line.x.size]
 
 
-@dataclass(frozen=True)
-class Plot:
-    """A figure of a page. ``legend``: label and stand-in colour; ``svg`` is empty where ``note`` says it all."""
+def draw(axes: Axes, lines: Sequence[Line], axis: Axis = "linear", **style: Any) -> int:
+    """Bands, and lines over them; returns how many zeros lie on a log axis's floor.
 
-    title: str
-    note: str
-    svg: str = ""
-    legend: tuple[tuple[str, str], ...] = ()
-    dashes: tuple[Dash, ...] = ()  # of each entry of the legend, where lines differ in more than colour
+    A line has markers where it has few points, and is thin where it has many. On a log axis at least one value must be
+    above 0; k3 may be a hair below 0 by rounding.
+    """
+    logarithmic = axis in ("log", "power of two")
+    for line in lines:
+        if line.low is not None and line.high is not None:
+            low = np.where(line.low > 0, line.low, np.nan) if logarithmic else line.low
+            axes.fill_between(line.x, low, line.high, color=line.colour, alpha=0.16, linewidth=0)
+    floor = 0.0
+    if axis == "log":
+        positive = np.concatenate([line.y[line.y > 0] for line in lines])
+        floor = 10.0 ** (np.floor(np.log10(positive.min())) - 1)
+        axes.set_yscale("log")
+    zeros = 0
+    for line in lines:
+        at_zero = (line.y <= 0) & (axis == "log")
+        zeros += int(at_zero.sum())
+        path: dict[str, Any] = {"color": line.colour, "marker": "o" if line.x.size <= _FEW else "", "markersize": 3.5}
+        path |= {"linestyle": (0, line.dash), "dash_capstyle": "butt"} if line.dash else {}
+        path |= {"drawstyle": "steps-mid"} if axis == "power of two" else {}
+        path |= style
+        axes.plot(line.x, np.where(at_zero, np.nan, line.y), lw=0.8 if line.x.size > _MANY else 1.6, **path)
+        on_floor = np.full(at_zero.sum(), floor)
+        axes.plot(line.x[at_zero], on_floor, "o", color=line.colour, markerfacecolor="none", markersize=4)
+    lowest = min(float((line.y if line.low is None else line.low).min()) for line in lines)
+    highest = max(float((line.y if line.high is None else line.high).max()) for line in lines)
+    if zeros:
+        axes.set_ylim(bottom=floor / 2)
+    elif axis == "power of two":
+        axes.set_yscale("log", base=2)
+        axes.set_ylim(lowest / 2, highest * 2)
+    elif axis == "fraction" and lowest >= -0.001 and highest <= 1.001:
+        axes.set_ylim(-0.03, 1.03)
+    return zeros
 
 
-def curve(axes: Axes, x: Array, y: Array, colour: str, **style: Any) -> None:
-    """A curve: with markers where it has few points, thin where it has many."""
-    width = 0.8 if x.size > _MANY else 1.6
-    axes.plot(x, y, **{"color": colour, "marker": "o" if x.size <= _FEW else "", "markersize": 3.5} | style, lw=width)
+def chart(title: str, note: str, lines: Sequence[Line], unit: str, axis: Axis = "linear", *, across: str = "step",
+          height: float = 2.7, bottom: float | None = None, legend: Sequence[Line] | None = None, keys: bool = True,
+          **style: Any) -> Plot:  # fmt: skip
+    """A figure of one panel. ``legend``: the lines in it, all unless given; with ``keys`` it shows dashes too."""
+    with styled():
+        drawing = figure(5.6, height)
+        axes = drawing.subplots()
+        if draw(axes, lines, axis, **style):
+            note += " Open circles on the floor are exact zeros."
+        if bottom is not None:
+            axes.set_ylim(bottom=bottom)
+        axes.set_ylabel(unit)
+        step_axis(axes, across)
+    shown = lines if legend is None else legend
+    dashes = tuple(line.dash for line in shown) if keys else ()
+    return Plot(title, note.strip(), to_svg(drawing, title), _legend(shown), dashes)
+
+
+def _legend(lines: Sequence[Line]) -> tuple[tuple[str, str], ...]:
+    return tuple((line.label, line.colour) for line in lines)
 
 
 def learning(rows: Rows, warm_start: Rows) -> Plot:
     """Accuracy and reward by step, evaluations as points, the warm start to the left of where RL begins."""
     title = "Reward and accuracy"
-    accuracy, reward = series(rows, "reward/accuracy"), series(rows, "reward/mean")
-    if accuracy[1].size + reward[1].size == 0:
+    trained = lines_of(rows, {"reward/accuracy": BLUE, "reward/mean": ORANGE})
+    if not trained:
         return Plot(title, "No step has been logged.")
-    same = accuracy[1].size == reward[1].size and bool(np.array_equal(accuracy[1], reward[1]))
-    legend = [("accuracy, also the reward" if same else "accuracy of training samples", BLUE)]
-    warm = series(warm_start, "warm_start/accuracy")
+    if len(trained) == 2 and np.array_equal(trained[0].y, trained[1].y):
+        both, _ = trained
+        trained = [Line("accuracy, also the reward", BLUE, both.x, both.y)]
+    held_out = lines_of(rows, {"eval/greedy_accuracy": GREEN, "eval/avg_at_k": BROWN}, dash=(2, 2))
+    warm = lines_of(warm_start, {"warm_start/accuracy": PURPLE})
+    note = "Fractions of completions judged correct."
     with styled():
         drawing = figure(5.6, 2.9)
-        axes = drawing.subplots(1, 2, sharey=True, width_ratios=(1, 3)) if warm[0].size else [drawing.subplots()]
+        axes = drawing.subplots(1, 2, sharey=True, width_ratios=(1, 3)) if warm else [drawing.subplots()]
         main = axes[-1]
-        curve(main, *accuracy, BLUE)
-        if not same:
-            curve(main, *reward, ORANGE)
-            legend.append(("mean reward", ORANGE))
-        legend += _evaluations(main, rows)
-        if warm[0].size:
-            curve(axes[0], *warm, PURPLE)
+        draw(main, trained)
+        for line in held_out:
+            draw(main, [line], marker="D", markersize=5 if line.x.size <= 2 * _FEW else 0)
+        for line in warm:
+            draw(axes[0], [line])
             axes[0].set_title("warm start")
-            axes[0].axvline(warm[0][-1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+            axes[0].axvline(line.x[-1], color=MUTED, linewidth=1, linestyle=_BROKEN)
             step_axis(axes[0], "update", ticks=3)
             main.set_title("reinforcement learning")
-            legend.append(("accuracy in the warm start", PURPLE))
-        shown = [v for v in (accuracy[1], reward[1], warm[1]) if v.size]
-        low, high = min(v.min() for v in shown), max(v.max() for v in shown)
-        if low >= -0.001 and high <= 1.001:
+            note += f" The warm start ended at update {line.x[-1]:.0f} with {line.y[-1]:.2f}."
+        shown = np.concatenate([line.y for line in (*trained, *warm)])
+        if shown.min() >= -0.001 and shown.max() <= 1.001:
             main.set_ylim(-0.03, 1.03)
         step_axis(main)
-        svg = to_svg(drawing, "learning", title)
-    note = "Fractions of completions judged correct."
-    if warm[0].size:
-        note += f" The warm start ended at update {warm[0][-1]:.0f} with {warm[1][-1]:.2f}."
-    return Plot(title, note, svg, tuple(legend))
-
-
-def _evaluations(axes: Axes, rows: Rows) -> list[tuple[str, str]]:
-    """Held-out accuracies as diamonds, joined by a line; their legend."""
-    legend = []
-    for name, label, colour in (
-        ("eval/greedy_accuracy", "held out, greedy", GREEN),
-        ("eval/avg_at_k", "held out, mean of k", BROWN),
-    ):
-        x, y = series(rows, name)
-        if x.size:
-            size = 5 if x.size <= 2 * _FEW else 0
-            axes.plot(x, y, color=colour, marker="D", markersize=size, linewidth=1, linestyle=(0, (2, 2)))
-            legend.append((label, colour))
-    return legend
+    return Plot(title, note, to_svg(drawing, title), _legend((*trained, *held_out, *warm)))
 
 
 def decades(axes: Axes, which: str, ticks: int = 6) -> None:
@@ -236,6 +274,15 @@ def density(axes: Axes, x: Array, y: Array, colour: str) -> None:
     cells.set_facecolor([(red, green, blue, round(float(w), 2)) for w in 0.2 + 0.8 * weight])
 
 
+def agreement(axes: Axes, rollout: Array, learner: Array, low: float, colour: str, ticks: tuple[int, int]) -> None:
+    """Probabilities (log-probs, in nats) of one policy against the other's, from 10^``low`` to 1; the diagonal."""
+    axes.plot([low, 0], [low, 0], color=MUTED, linewidth=0.8, linestyle=_BROKEN)
+    density(axes, rollout / np.log(10), learner / np.log(10), colour)
+    axes.set(xlim=(low, -low * 0.03), ylim=(low, -low * 0.03))
+    decades(axes, "x", ticks[0])
+    decades(axes, "y", ticks[1])
+
+
 def probabilities(rollouts: Rows) -> Plot:
     """Each token's probability under the learner against the rollout, and how far apart they are."""
     title = "Token probabilities: learner against rollout"
@@ -252,13 +299,9 @@ def probabilities(rollouts: Rows) -> Plot:
         apart = gap > 0
         left, *others = drawing.subplots(1, 2 if apart.any() else 1, squeeze=False)[0]
         low = float(min(rollout.min(), learner.min(), np.log(0.1))) * to_decades
-        left.plot([low, 0], [low, 0], color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
-        density(left, rollout * to_decades, learner * to_decades, BLUE)
-        left.set(xlim=(low, -low * 0.03), ylim=(low, -low * 0.03))
+        agreement(left, rollout, learner, low, BLUE, (6, 6))
         left.set_xlabel("p under the rollout")
         left.set_ylabel("p under the learner")
-        decades(left, "x")
-        decades(left, "y")
         for right in others:
             density(right, rollout[apart] * to_decades, np.log10(gap[apart]), ORANGE)
             decades(right, "y")
@@ -266,14 +309,13 @@ def probabilities(rollouts: Rows) -> Plot:
             decades(right, "x")
             right.set_xlabel("p under the rollout")
             right.set_ylabel("|log-prob difference|, nats")
-        svg = to_svg(drawing, "probabilities", title)
     note = (
         f"{rollout.size:,} tokens of {span}. On the diagonal both agree: {equal:.1%} do to the last bit; the "
         f"log-probs differ by {gap.mean():.1e} nats in the mean, {gap.max():.1e} at most."
     )
     if equal == 1.0:
         note = f"{rollout.size:,} tokens of {span}: every log-prob is equal on both sides."
-    return Plot(title, note, svg)
+    return Plot(title, note, to_svg(drawing, title))
 
 
 def length_drift(rollouts: Rows) -> Plot:
@@ -297,7 +339,7 @@ def length_drift(rollouts: Rows) -> Plot:
         axes.set_xlabel("length, tokens")
         axes.set_ylabel("sum of log r, nats")
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 3), useMathText=True)
-        svg = to_svg(drawing, "drift", title)
+    svg = to_svg(drawing, title)
     spread = f"{length.size:,} sequences; the log-ratio's standard deviation is {total.std():.1e} nats"
     if line is None:
         return Plot(title, f"{spread}. All have the same length, so there is no slope.", svg, (("sequence", BLUE),))
@@ -311,126 +353,75 @@ def gap(rows: Rows, share: str = "") -> Plot:
     ``share``: a sentence on these, for the note.
     """
     title = "Gap between rollout and learner"
-    part: Dash = (2.0, 1.6)
-    named: tuple[tuple[str, str, str, Dash], ...] = (
-        ("max |log-prob difference|", "gap/abs_logp_diff_max", PINK, ()),
-        ("mean |log-prob difference|", "gap/abs_logp_diff_mean", ORANGE, ()),
-        ("k3 KL", "gap/k3_kl", BLUE, ()),
-        ("mean, the engine's part", "gap/engine_abs_logp_diff_mean", GREEN, part),
-        ("mean, everything else", "gap/other_abs_logp_diff_mean", PURPLE, part),
-    )
-    drawn = [(label, colour, dash, *series(rows, name)) for label, name, colour, dash in named]
-    drawn = [entry for entry in drawn if entry[3].size]
-    if not drawn:
+    lines = lines_of(rows, {"gap/abs_logp_diff_max": PINK, "gap/abs_logp_diff_mean": ORANGE, "gap/k3_kl": BLUE})
+    parts = {"gap/engine_abs_logp_diff_mean": GREEN, "gap/other_abs_logp_diff_mean": PURPLE}
+    lines += lines_of(rows, parts, dash=(2.0, 1.6))
+    if not lines:
         return Plot(title, "No gap was logged.")
-    positive = np.concatenate([y[y > 0] for *_, y in drawn])
-    if positive.size == 0:
-        measured = max(x.size for *_, x, _ in drawn)
-        note = f"Exactly 0 at {where_measured(measured, len(rows))}: no token's log-prob differed."
-        return Plot(title, f"{note} {share}".rstrip())
-    with styled():
-        drawing = figure()
-        axes = drawing.subplots()
-        lines = [(x, y, colour, {"linestyle": (0, dash)} if dash else {}) for _, colour, dash, x, y in drawn]
-        zeros = log_lines(axes, lines)
-        axes.set_ylabel("nats")
-        step_axis(axes)
-        svg = to_svg(drawing, "gap", title)
-    note = "The same tokens, scored by both."
-    if zeros:
-        note += " Open circles on the floor are exact zeros."
-    legend = tuple((label, colour) for label, colour, *_ in drawn)
-    dashes = tuple(dash for _, _, dash, *_ in drawn)
-    return Plot(title, f"{note} {share}".rstrip(), svg, legend, dashes if any(dashes) else ())
+    if not any((line.y > 0).any() for line in lines):
+        measured = where_measured(max(line.x.size for line in lines), len(rows))
+        return Plot(title, f"Exactly 0 at {measured}: no token's log-prob differed. {share}".rstrip())
+    drawn = chart(title, "The same tokens, scored by both.", lines, "nats", "log", keys=any(x.dash for x in lines))
+    return replace(drawn, note=f"{drawn.note} {share}".rstrip())
 
 
 def ratio_parts(rows: Rows) -> Plot:
     """Sizes of the log-ratio's two parts by step on a log axis, and below them what the clip took, and for which."""
     title = "Log-ratio: what was learned and what is numerical"
-    named = (("|alpha|, moved by learning", "alpha", BLUE), ("|beta|, kernels and formats", "beta", ORANGE))
-    drawn = [(label, colour, *series(rows, f"policy/{name}_abs_mean")) for label, name, colour in named]
-    clips = (("clipped", "clip", GREY), ("phantom: for beta alone", "phantom_clip", PINK))
-    held = [(label, colour, *series(rows, f"policy/{name}_fraction")) for label, name, colour in clips]
-    held = [entry for entry in held if entry[2].size]
-    if not drawn[1][2].size:
+    parts = lines_of(rows, {"policy/alpha_abs_mean": BLUE, "policy/beta_abs_mean": ORANGE})
+    held = lines_of(rows, {"policy/clip_fraction": GREY, "policy/phantom_clip_fraction": PINK})
+    if len(parts) < 2:
         return Plot(title, "Not logged.")
-    said = "; ".join(f"{part} {y.mean():.2g}" for part, (*_, y) in zip(("alpha", "beta"), drawn, strict=True))
-    note = f"Means over the steps, in nats a token: {said}."
+    note = f"Means over the steps, in nats a token: alpha {parts[0].y.mean():.2g}; beta {parts[1].y.mean():.2g}."
     if held:
-        phantom = held[-1][3]
+        phantom = held[-1].y
         note += f" The clip at alpha + beta holds {phantom.mean():.2%} of the tokens that alpha alone would leave"
         note += f" ({phantom.max():.2%} in the worst step); it does so with correction: bypass only."
-    if not any(y.any() for *_, y in drawn + held):
+    if not any(line.y.any() for line in parts + held):
         return Plot(title, note)
     with styled():
         drawing = figure()
-        top, *below = drawing.subplots(
-            1 + bool(held), 1, sharex=True, height_ratios=(1.5, 1)[: 1 + bool(held)], squeeze=False
-        )[:, 0]
-        if any(y.any() for *_, y in drawn):
-            log_lines(top, [(x, y, colour, {}) for _, colour, x, y in drawn])
+        ratios = (1.5, 1)[: 1 + bool(held)]
+        top, *below = drawing.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False)[:, 0]
+        if any(line.y.any() for line in parts):
+            draw(top, parts, "log")
         top.set_ylabel("nats")
         step_axis(top, "" if held else "step")
         for bottom in below:
-            for _, colour, x, y in held:
-                curve(bottom, x, 100 * y, colour)
+            draw(bottom, [replace(line, y=100 * line.y) for line in held])
             bottom.set_ylim(bottom=0)
             bottom.set_ylabel("% of tokens")
             step_axis(bottom)
-        svg = to_svg(drawing, "ratio_parts", title)
-    return Plot(title, note, svg, tuple((label, colour) for label, colour, *_ in drawn + held))
-
-
-def log_lines(axes: Axes, drawn: Sequence[tuple[Array, Array, str, dict[str, Any]]]) -> int:
-    """Curves (x, y, colour, style) on a log axis, what is 0 or below as open circles on its floor; how many are.
-
-    At least one value must be above 0. k3 may be a hair below 0 by rounding.
-    """
-    positive = np.concatenate([y[y > 0] for _, y, _, _ in drawn])
-    floor = 10.0 ** (np.floor(np.log10(positive.min())) - 1)
-    axes.set_yscale("log")
-    zeros = 0
-    for x, y, colour, style in drawn:
-        at_zero = y <= 0
-        zeros += int(at_zero.sum())
-        curve(axes, x, np.where(at_zero, np.nan, y), colour, **style)
-        axes.plot(x[at_zero], np.full(at_zero.sum(), floor), "o", color=colour, markerfacecolor="none", markersize=4)
-    if zeros:
-        axes.set_ylim(bottom=floor / 2)
-    return zeros
+    return Plot(title, note, to_svg(drawing, title), _legend(parts + held))
 
 
 def scaling(rows: Rows) -> Plot:
     """The loss scale by step, and below it the steps with overflows, retries and updates given up."""
     title = "Loss scale and overflows"
-    x, scale = series(rows, "precision/loss_scale")
-    if x.size == 0:
+    scale = lines_of(rows, {"precision/loss_scale": PURPLE})
+    if not scale:
         return Plot(title, "No loss scale was logged.")
-    named = (("given up", "skipped", PINK), ("retry", "retries", BLUE), ("overflow", "overflows", ORANGE))
-    events = [(label, colour, *series(rows, f"precision/{name}")) for label, name, colour in named]
-    totals = ", ".join(f"{label} {int(y.sum())}" for label, _, _, y in reversed(events))
-    quiet = not any(y.any() for _, _, _, y in events)
-    if quiet and scale.min() == scale.max() == 1:
+    events = lines_of(rows, {"precision/skipped": PINK, "precision/retries": BLUE, "precision/overflows": ORANGE})
+    quiet = not any(line.y.any() for line in events)
+    if quiet and (scale[0].y == 1).all():
         return Plot(title, "The loss is not scaled (scale 1 at every step), and no backward pass overflowed.")
+    totals = ", ".join(f"{line.label} {int(line.y.sum())}" for line in reversed(events))
     with styled():
         drawing = figure()
         ratios = (1,) if quiet else (2.4, 1)
         top, *below = drawing.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False)[:, 0]
-        top.step(x, scale, where="mid", color=PURPLE, marker="o" if x.size <= _FEW else "", markersize=3.5)
-        top.set_yscale("log", base=2)
-        top.set_ylim(scale.min() / 2, scale.max() * 2)
+        draw(top, scale, "power of two")
         top.set_ylabel("scale")
         step_axis(top, "step" if quiet else "")
         for bottom in below:
-            for lane, (_, colour, at, y) in enumerate(events):
-                at = at[y > 0]
-                bottom.plot(at, np.full(at.size, lane), "|", color=colour, markersize=11, markeredgewidth=2)
-            bottom.set_yticks(range(len(events)), [label for label, *_ in events])
+            for lane, line in enumerate(events):
+                at = line.x[line.y > 0]
+                bottom.plot(at, np.full(at.size, lane), "|", color=line.colour, markersize=11, markeredgewidth=2)
+            bottom.set_yticks(range(len(events)), [line.label for line in events])
             bottom.set_ylim(-0.6, len(events) - 0.4)
             bottom.grid(visible=False)
             step_axis(bottom)
-        svg = to_svg(drawing, "scaling", title)
-    return Plot(title, "No backward pass overflowed." if quiet else f"In all: {totals}.", svg)
+    return Plot(title, "No backward pass overflowed." if quiet else f"In all: {totals}.", to_svg(drawing, title))
 
 
 def time_by_phase(rows: Rows) -> Plot:
@@ -439,69 +430,48 @@ def time_by_phase(rows: Rows) -> Plot:
     times = phase_times(rows)
     if times is None:
         return Plot(title, "No times were logged.")
-    colours = dict(zip((*PHASES, "other"), PHASE_COLOURS, strict=True))
     with styled():
         drawing = figure()
         axes = drawing.subplots()
         bottom = np.zeros_like(times.steps)
         width = 0.9 * (times.per_bar if times.steps.size > 1 else 0.3)
         for name, seconds in zip(times.names, times.seconds, strict=True):
-            axes.bar(times.steps, seconds, width=width, bottom=bottom, color=colours[name], linewidth=0)
+            axes.bar(times.steps, seconds, width=width, bottom=bottom, color=PHASE_COLOURS[name], linewidth=0)
             bottom = bottom + seconds
         axes.set_ylabel("seconds a step")
         step_axis(axes)
-        svg = to_svg(drawing, "time", title)
-    share = times.seconds.sum(axis=1) / times.seconds.sum() if times.seconds.size and times.seconds.sum() > 0 else []
+    whole = times.seconds.sum()
+    share = times.seconds.sum(axis=1) / whole if whole > 0 else []
     parts = sorted(zip(share, times.names, strict=False), reverse=True)
     note = ", ".join(f"{name.replace('_', ' ')} {part:.0%}" for part, name in parts if part >= 0.005) + "."
     if times.per_bar > 1:
         note += f" Each bar is the mean of {times.per_bar} steps."
-    return Plot(title, note, svg, tuple((name.replace("_", " "), colours[name]) for name in times.names))
+    legend = tuple((name.replace("_", " "), PHASE_COLOURS[name]) for name in times.names)
+    return Plot(title, note, to_svg(drawing, title), legend)
 
 
 def entropy(rows: Rows) -> Plot:
     """Policy entropy by step."""
-    return _simple("Entropy of the policy", rows, (("entropy", "policy/entropy", TEAL),), "nats a token", "entropy")
+    return _simple("Entropy of the policy", rows, {"policy/entropy": TEAL}, "Entropy")
 
 
 def length(rows: Rows) -> Plot:
     """Response length by step: mean and longest."""
-    plot = _simple(
-        "Response length",
-        rows,
-        (("longest", "length/max", GREY), ("mean", "length/mean", BLUE)),
-        "tokens",
-        "length",
-    )
+    plot = _simple("Response length", rows, {"length/max": GREY, "length/mean": BLUE}, "Mean")
     truncated = series(rows, "length/truncated_fraction")[1]
-    if plot.svg and truncated.size:
-        note = (
-            f"Cut off at the limit: {truncated[-1]:.1%} of completions on the last step, {truncated.max():.1%} at most."
-        )
-        return Plot(plot.title, note, plot.svg, plot.legend)
-    return plot
+    if not (plot.svg and truncated.size):
+        return plot
+    said = f"Cut off at the limit: {truncated[-1]:.1%} of completions on the last step, {truncated.max():.1%} at most."
+    return replace(plot, note=said)
 
 
-def _simple(title: str, rows: Rows, named: Sequence[tuple[str, str, str]], unit: str, name: str) -> Plot:
-    drawn = [(label, colour, *series(rows, metric)) for label, metric, colour in named]
-    drawn = [entry for entry in drawn if entry[2].size]
-    if not drawn:
+def _simple(title: str, rows: Rows, colours: Mapping[str, str], what: str) -> Plot:
+    """Lines from 0 on; the note says where the last of them began and ended."""
+    lines = lines_of(rows, colours)
+    if not lines:
         return Plot(title, "Not logged.")
-    with styled():
-        drawing = figure()
-        axes = drawing.subplots()
-        for _, colour, x, y in drawn:
-            curve(axes, x, y, colour)
-        axes.set_ylim(bottom=min(0.0, *(float(y.min()) for _, _, _, y in drawn)))
-        axes.set_ylabel(unit)
-        step_axis(axes)
-        svg = to_svg(drawing, name, title)
-    label, _, x, y = drawn[-1]
-    note = f"{label.capitalize()}: {y[0]:.3g} {unit}" + (
-        f" at step {x[0]:.0f}, {y[-1]:.3g} at step {x[-1]:.0f}." if x.size > 1 else "."
-    )
-    return Plot(title, note, svg, _legend(drawn))
-
-
-def _legend(drawn: Sequence[tuple[str, str, Array, Array]]) -> tuple[tuple[str, str], ...]:
-    return tuple((label, colour) for label, colour, _, _ in drawn) if len(drawn) > 1 else ()
+    unit, (x, y) = SERIES[next(iter(colours))].unit, (lines[-1].x, lines[-1].y)
+    note = f"{what}: {y[0]:.3g} {unit}"
+    note += f" at step {x[0]:.0f}, {y[-1]:.3g} at step {x[-1]:.0f}." if x.size > 1 else "."
+    bottom = min(0.0, *(float(line.y.min()) for line in lines))
+    return chart(title, note, lines, unit, bottom=bottom, legend=lines if len(lines) > 1 else (), keys=False)

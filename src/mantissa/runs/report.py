@@ -18,12 +18,11 @@ import yaml
 from mantissa.files import write_atomically
 from mantissa.runs import page, plots
 from mantissa.runs.directory import RunDirectory, planned_steps
-from mantissa.runs.engine_share import share_sentence, share_text
 from mantissa.runs.gap_page import gap_head
-from mantissa.runs.health import Excursion, check, judge, number, sentence
-from mantissa.runs.live import count, duration, small
+from mantissa.runs.health import Excursion, check, judge, number, sentence, share_sentence, share_text, small
+from mantissa.runs.live import count, duration
 from mantissa.runs.metrics import METRICS, PHASES, ends, recent_rollouts, sequence_log_ratios, series, where_measured
-from mantissa.runs.page import scale_text, text
+from mantissa.runs.page import Block, block, code, pill, scale_text, shortened
 
 Rows = Sequence[dict[str, Any]]
 _SAMPLES = 3  # of each kind: right, wrong
@@ -35,35 +34,31 @@ def build_report(run: RunDirectory) -> Path:
     rollouts = recent_rollouts(run)
     config, environment = run.config, run.environment
     excursions = check(rows)
-    learning, *drawn = (
-        plots.learning(rows, warm_start),
-        plots.gap(rows, share_sentence(rows, environment)),
-        plots.ratio_parts(rows),
-        plots.probabilities(rollouts),
-        plots.length_drift(rollouts),
-        plots.scaling(rows),
-        plots.time_by_phase(rows),
-        plots.entropy(rows),
+    learning = plots.learning(rows, warm_start)
+    drawn = [
+        plots.gap(rows, share_sentence(rows, environment)), plots.ratio_parts(rows), plots.probabilities(rollouts),
+        plots.length_drift(rollouts), plots.scaling(rows), plots.time_by_phase(rows), plots.entropy(rows),
         plots.length(rows),
-    )
+    ]  # fmt: skip
     head = gap_head(run.path, learning)
-    body = [
-        f"<h1>{text(run.path.resolve().name)}</h1>",
-        f'<p class="sub">{text(_subtitle(rows, config, environment))}</p>',
+    name = run.path.resolve().name
+    recipe, where = _yaml(config), _environment_text(environment)
+    blocks = [
+        block("h1", name),
+        block("sub", _subtitle(rows, config, environment)),
         _verdict(rows, excursions, config, environment),
-        head,
-        f'<div class="cards">{"".join(_cards(rows))}</div>',
-        _excursions(excursions),
-        _precision(environment),
-        "<h2>Curves</h2>",
-        f'<div class="plots">{"".join(page.plot(p) for p in (drawn if head else (learning, *drawn)))}</div>',
-        _samples(rollouts),
-        page.folded("Recipe", page.pre(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))),
-        page.folded("Environment", page.pre(_environment_text(environment))),
-        page.folded("What each metric means", _glossary(rows)),
+        *head,
+        block("cards", cards=[_accuracy_card(rows), _gap_card(rows), _overflow_card(rows), _time_card(rows)]),
+        *_excursions(excursions),
+        *_precision(environment),
+        block("h2", "Curves"),
+        page.plots(drawn if head else [learning, *drawn]),
+        *_samples(rollouts),
+        block("folded", title="Recipe", blocks=[block("pre", recipe)]),
+        block("folded", title="Environment", blocks=[block("pre", where)]),
+        block("folded", title="What each metric means", blocks=[_glossary(rows)]),
     ]
-    document = page.page(f"{run.path.resolve().name} - Mantissa", body)
-    write_atomically(run.report_path, document)
+    write_atomically(run.report_path, page.render(name, blocks))
     return run.report_path
 
 
@@ -90,10 +85,10 @@ def _subtitle(rows: Rows, config: dict[str, Any], environment: dict[str, Any]) -
     return " · ".join(parts)
 
 
-def _verdict(rows: Rows, excursions: Sequence[Excursion], config: dict[str, Any], environment: dict[str, Any]) -> str:
+def _verdict(rows: Rows, excursions: Sequence[Excursion], config: dict[str, Any], environment: dict[str, Any]) -> Block:
     """The banner: the verdict, and what else a person must know before reading on."""
     if not rows:
-        return '<div class="card verdict watch"><h2>No step has been finished</h2></div>'
+        return block("verdict", level="watch", headline="No step has been finished", lines=[])
     judged = judge(rows, excursions)
     said = [*judged.remarks, *map(_fell, environment.get("fell_back") or ()), *(sentence(f) for f in excursions[:4])]
     if len(excursions) > 4:
@@ -101,59 +96,52 @@ def _verdict(rows: Rows, excursions: Sequence[Excursion], config: dict[str, Any]
     planned, last = planned_steps(config), rows[-1]["step"]
     if planned and last < planned:
         said.append(f"The last finished step is {last} of {planned}: the run was stopped, or is still going on.")
-    items = "".join(f"<li>{text(line)}</li>" for line in said)
-    listed = f"<ul>{items}</ul>" if items else ""
-    return f'<div class="card verdict {judged.kind}"><h2>{text(judged.headline)}</h2>{listed}</div>'
+    return block("verdict", level=judged.kind, headline=judged.headline, lines=said)
 
 
-def _cards(rows: Rows) -> list[str]:
-    """Accuracy, gap, overflows, time."""
-    return [_accuracy_card(rows), _gap_card(rows), _overflow_card(rows), _time_card(rows)]
-
-
-def _accuracy_card(rows: Rows) -> str:
+def _accuracy_card(rows: Rows) -> tuple[str, str, str]:
     values, heldout = series(rows, "reward/accuracy")[1], series(rows, "eval/greedy_accuracy")[1]
     both = ends(values)
     if both is None:
-        return page.card("Training accuracy", "-", "not logged")
+        return ("Training accuracy", "-", "not logged")
     greedy = f"; held out, greedy: {heldout[-1]:.3f} at the end" if heldout.size else ""
     if values.size == 1:
-        return page.card("Training accuracy", f"{values[0]:.3f}", "of one step's completions" + greedy)
+        return ("Training accuracy", f"{values[0]:.3f}", "of one step's completions" + greedy)
     share = min(10, max(1, values.size // 10))
     of = "step" if share == 1 else f"{share} steps"
     note = f"mean of the first and of the last {of}{greedy}"
-    return page.card("Training accuracy", f"{both[0]:.3f} → {both[1]:.3f}", note)
+    return ("Training accuracy", f"{both[0]:.3f} → {both[1]:.3f}", note)
 
 
-def _gap_card(rows: Rows) -> str:
+def _gap_card(rows: Rows) -> tuple[str, str, str]:
     k3, difference = series(rows, "gap/k3_kl")[1], series(rows, "gap/abs_logp_diff_mean")[1]
     if k3.size == 0:
-        return page.card("Gap, k3 KL", "-", "not logged")
+        return ("Gap, k3 KL", "-", "not logged")
     if not k3.any() and not difference.any():
-        return page.card("Gap, k3 KL", "0", f"exactly, on {where_measured(k3.size, len(rows))}")
+        return ("Gap, k3 KL", "0", f"exactly, on {where_measured(k3.size, len(rows))}")
     note = f"nats a token, median of {k3.size} step{'s' if k3.size > 1 else ''}"
     if difference.size:
         note += f"; mean |log-prob difference| {small(float(np.median(difference)))}"
     share = series(rows, "gap/engine_share")[1]
     if share.size:
         note += f"; {share_text(float(np.median(share))).lower()} of it the engine's"
-    return page.card("Gap, k3 KL", small(float(np.median(k3))), note)
+    return ("Gap, k3 KL", small(float(np.median(k3))), note)
 
 
-def _overflow_card(rows: Rows) -> str:
+def _overflow_card(rows: Rows) -> tuple[str, str, str]:
     totals = {name: int(series(rows, f"precision/{name}")[1].sum()) for name in ("overflows", "retries", "skipped")}
     scale = series(rows, "precision/loss_scale")[1]
     if scale.size == 0:
-        return page.card("Overflows", "-", "not logged")
+        return ("Overflows", "-", "not logged")
     note = f"{totals['retries']} retried, {totals['skipped']} optimiser steps given up; "
     note += "no loss scaling" if scale[-1] == 1 else f"loss scale {scale_text(scale[-1])} at the end"
-    return page.card("Overflows", str(totals["overflows"]), note)
+    return ("Overflows", str(totals["overflows"]), note)
 
 
-def _time_card(rows: Rows) -> str:
+def _time_card(rows: Rows) -> tuple[str, str, str]:
     seconds = series(rows, "time/step")[1]
     if seconds.size == 0:
-        return page.card("Time", "-", "not logged")
+        return ("Time", "-", "not logged")
     note = f"{np.median(seconds):.2g} s a step"
     totals = {phase: series(rows, f"time/{phase}")[1].sum() for phase in PHASES}
     longest = max(totals, key=lambda phase: totals[phase])
@@ -162,40 +150,40 @@ def _time_card(rows: Rows) -> str:
     rate = series(rows, "rate/rollout_tokens_per_s")[1]
     if rate.size:
         note += f"; {count(float(np.median(rate)))} tokens/s sampled"
-    return page.card("Time", duration(float(seconds.sum())), note)
+    return ("Time", duration(float(seconds.sum())), note)
 
 
-def _excursions(excursions: Sequence[Excursion]) -> str:
+def _excursions(excursions: Sequence[Excursion]) -> list[Block]:
     if not excursions:
-        return ""
-    lines = []
-    for f in excursions:
-        kind, word = ("bad", "out of range") if f.serious else ("watch", "brief")
-        lines.append(
-            (
-                f'<code>{text(f.metric.name)}</code> <span class="pill {kind}">{word}</span>',
-                text(f"{number(f.worst)} at step {f.worst_step}"),
-                text(number(f.last)),
-                text(f.metric.healthy_text or "finite"),
-                text(f"{f.steps_out} of {f.steps}, first {f.first_step}"),
-                text(f.metric.formula),
-            )
+        return []
+    lines = [
+        (
+            code(f.metric.name) + " " + (pill("bad", "out of range") if f.serious else pill("watch", "brief")),
+            f"{number(f.worst)} at step {f.worst_step}",
+            number(f.last),
+            f.metric.healthy_text or "finite",
+            f"{f.steps_out} of {f.steps}, first {f.first_step}",
+            f.metric.formula,
         )
+        for f in excursions
+    ]
     header = ("metric", "worst", "last", "healthy", "steps out", "formula")
-    return "<h2>Out of range</h2>" + page.table(header, lines)
+    return [block("h2", "Out of range"), page.table(header, lines)]
 
 
-def _precision(environment: dict[str, Any]) -> str:
+def _precision(environment: dict[str, Any]) -> list[Block]:
+    names = ("role", "requested", "active", "kernels", "reason")
+
+    def table(rows: list[Any] | None) -> Block:
+        return page.table(names, [[str(row.get(name, "")) for name in names] for row in rows or []])
+
     rows = [row for row in environment.get("precision") or [] if isinstance(row, dict)]
     if not rows:
-        return '<h2>Precision</h2><p class="note">The run recorded no precision table.</p>'
-    names = ("role", "requested", "active", "kernels", "reason")
-    lines = [[text(row.get(name, "")) for name in names] for row in rows]
-    tables = ["<h2>Precision</h2>" + page.table(names, lines)]
+        return [block("h2", "Precision"), block("note", "The run recorded no precision table.")]
+    blocks = [block("h2", "Precision"), table(rows)]
     for fell in environment.get("fell_back") or []:
-        lines = [[text(row.get(name, "")) for name in names] for row in fell["environment"].get("precision") or []]
-        tables.append(f'<p class="sub">{text(_fell(fell))}</p>' + page.table(names, lines))
-    return "".join(tables)
+        blocks += [block("sub", _fell(fell)), table(fell["environment"].get("precision"))]
+    return blocks
 
 
 def _fell(fell: dict[str, Any]) -> str:
@@ -204,20 +192,19 @@ def _fell(fell: dict[str, Any]) -> str:
     return f"After step {fell['step']} the guard took the run from {fell['was']} {back}. Why: {fell['reasons']}."
 
 
-def _samples(rollouts: Rows) -> str:
+def _samples(rollouts: Rows) -> list[Block]:
     """Some completions of the newest step: right ones, wrong ones, and those the verifier failed on."""
     if not rollouts:
-        return '<h2>Completions</h2><p class="note">No rollouts were kept.</p>'
+        return [block("h2", "Completions"), block("note", "No rollouts were kept.")]
     newest = max(row["step"] for row in rollouts)
     rows = [row for row in rollouts if row["step"] == newest]
     failed = [row for row in rows if row["error"]]
     right = [row for row in rows if row["correct"] and not row["error"]]
     wrong = [row for row in rows if not row["correct"] and not row["error"]]
-    chosen = _spread(right) + _spread(wrong) + failed[:1]
     summary = f"Step {newest}: {len(right)} right, {len(wrong)} wrong"
-    summary += f", {len(failed)} on which the verifier failed" if failed else ""
-    cards = "".join(_sample(row) for row in chosen)
-    return f'<h2>Completions</h2><p class="sub">{summary}.</p><div class="samples">{cards}</div>'
+    summary += f", {len(failed)} on which the verifier failed." if failed else "."
+    samples = [_sample(row) for row in (*_spread(right), *_spread(wrong), *failed[:1])]
+    return [block("h2", "Completions"), block("sub", summary), block("samples", samples=samples)]
 
 
 def _spread(rows: Rows) -> list[dict[str, Any]]:
@@ -230,45 +217,32 @@ def _spread(rows: Rows) -> list[dict[str, Any]]:
     return (distinct + rest)[:_SAMPLES]
 
 
-def _sample(row: dict[str, Any]) -> str:
-    pill = '<span class="pill good">right</span>' if row["correct"] else '<span class="pill bad">wrong</span>'
-    if row["error"]:
-        pill = '<span class="pill watch">verifier failed</span>'
-    meta = [
+def _sample(row: dict[str, Any]) -> dict[str, Any]:
+    mark = ("watch", "verifier failed") if row["error"] else ("good", "right") if row["correct"] else ("bad", "wrong")
+    facts = [
         f"reward {row['reward']:g}",
         f"{row['length']} tokens, {'cut off' if row['finish_reason'] == 'length' else row['finish_reason']}",
         f"problem {row['problem_id']}, sample {row['sample']}",
     ]
-    total = sequence_log_ratios([row])[1]
-    if total.size:
-        meta.append(f"log-ratio {total[0]:+.1e}")
-    details = "".join(f'<span class="note">{text(part)}</span>' for part in meta)
-    expected = f'<p class="note">expected: <code>{text(page.shortened(row["answer"], 200))}</code></p>'
-    error = f'<p class="note">{text(page.shortened(row["error"], 400))}</p>' if row["error"] else ""
-    return (
-        f'<div class="card"><div class="meta">{pill}{details}</div>'
-        f'<pre class="prompt">{text(page.shortened(row["prompt"], 600))}</pre>'
-        f"<pre>{text(page.shortened(row['completion'], 1200))}</pre>{expected}{error}</div>"
-    )
+    facts += [f"log-ratio {total:+.1e}" for total in sequence_log_ratios([row])[1]]
+    limits = {"prompt": 600, "completion": 1200, "answer": 200, "error": 400}
+    return {"pill": mark, "facts": facts} | {key: shortened(row[key] or "", limit) for key, limit in limits.items()}
 
 
 def _environment_text(environment: dict[str, Any]) -> str:
     rest = {key: value for key, value in environment.items() if key not in ("precision", "fell_back")}
     rest["report written"] = time.strftime("%Y-%m-%d %H:%M:%S")
-    return yaml.safe_dump(json.loads(json.dumps(rest)), sort_keys=False, allow_unicode=True)
+    return _yaml(json.loads(json.dumps(rest)))
 
 
-def _glossary(rows: Rows) -> str:
-    last = {key: value for row in rows for key, value in row.items()}
+def _yaml(values: dict[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _glossary(rows: Rows) -> Block:
+    last = {key: value for row in rows for key, value in row.items() if isinstance(value, int | float)}
     lines = [
-        (
-            f"<code>{text(m.name)}</code>",
-            text(number(last[m.name])) if isinstance(last.get(m.name), int | float) else "",
-            text(m.unit),
-            text(m.healthy_text),
-            text(m.formula),
-            text(m.source),
-        )
+        (code(m.name), number(last[m.name]) if m.name in last else "", m.unit, m.healthy_text, m.formula, m.source)
         for m in METRICS
     ]
     return page.table(("metric", "last", "unit", "healthy", "formula", "source"), lines)

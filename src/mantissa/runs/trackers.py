@@ -19,15 +19,11 @@ from mantissa.runs.directory import RunDirectory
 
 
 class Tracker(Protocol):
-    """A place that metrics are copied to."""
+    """A place that metrics are copied to: the numbers of a step's row; nothing after ``close``."""
 
-    def log(self, step: int, row: Mapping[str, Any]) -> None:
-        """Record the numbers of one step; values that are not numbers are passed over."""
-        ...
+    def log(self, step: int, row: Mapping[str, Any]) -> None: ...
 
-    def close(self) -> None:
-        """Write out what is buffered. Nothing may be logged after."""
-        ...
+    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -81,14 +77,9 @@ class WeightsAndBiases:
                 "trackers: wandb is not installed; pip install 'mantissa[wandb]', or leave wandb out of trackers"
             ) from None
         try:
-            self._run = wandb.init(
-                project="mantissa",
-                name=run.path.name,
-                id=run.path.resolve().name,
-                dir=str(run.path),
-                config=run.config,
-                resume="allow" if resume_after is not None else None,
-            )
+            resume = "allow" if resume_after is not None else None
+            self._run = wandb.init(project="mantissa", name=run.path.name, id=run.path.resolve().name,
+                                   dir=str(run.path), config=run.config, resume=resume)  # fmt: skip
         except wandb.errors.Error as error:
             raise MantissaError(
                 f"trackers: wandb did not start ({' '.join(str(error).split())}); log in with `wandb login`, "

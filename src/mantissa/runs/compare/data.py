@@ -19,8 +19,11 @@ from mantissa.errors import MantissaError
 from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.health import Excursion, Judgement, check, judge
 from mantissa.runs.page import shortened
+from mantissa.runs.plots import RUNS, Dash
 
 MOST = 8  # lines that a reader can keep apart
+DASHES: tuple[Dash, ...] = ((), (4, 1.8), (1.1, 1.3), (5, 1.4, 1.1, 1.4), (8, 2), (2.4, 1.2), (5, 1.2, 1, 1.2, 1, 1.2),
+                            (8, 1.5, 2.5, 1.5))  # fmt: skip
 _NAMES = ("seed", "name")  # keys of a recipe in which the runs of one group may differ
 _MACHINE = ("platform", "cores")  # facts of an environment in which they may, too
 _NOT_THERE = "(none)"
@@ -75,7 +78,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ only in their seed, often a single one. ``index`` is its place, which gives it its line."""
+    """Runs that differ only in their seed, often a single one. ``index`` is its place, which gives it its line:
+    the same in every figure, known by its colour and by its dashes."""
 
     label: str
     runs: tuple[Run, ...]
@@ -85,6 +89,14 @@ class Group:
     def title(self) -> str:
         """The label, with the number of seeds where there are several."""
         return self.label if len(self.runs) == 1 else f"{self.label} ({len(self.runs)} seeds)"
+
+    @property
+    def colour(self) -> str:
+        return RUNS[self.index]
+
+    @property
+    def dash(self) -> Dash:
+        return DASHES[self.index]
 
 
 @dataclass(frozen=True)
@@ -240,6 +252,11 @@ def _flat(groups: Sequence[Group], read: Callable[[Run], Mapping[str, str]]) -> 
         if len({value for group in values for value in group}) > 1:
             found.append(Difference(name, tuple(_joined(group) for group in values)))
     return found
+
+
+def listed(names: Sequence[str]) -> str:
+    """``a``, or ``a, b and c``."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _written(value: Any) -> str:

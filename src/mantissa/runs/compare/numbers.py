@@ -1,4 +1,9 @@
-"""How sure a final accuracy is, and whether two of them can be told apart.
+"""The numbers of a comparison: the curve of a group, its ends, its final accuracies, its times and events.
+
+Seeds count equally: a group's figure is the mean over its runs of each run's own figure. What a run did not log is
+nothing here (None, or left out), never 0.
+
+How sure a final accuracy is, and whether two of them can be told apart.
 
 One run's held-out accuracy is k of n problems, and its 95% interval is Wilson's: unlike p +- z sqrt(p (1 - p) / n) it
 has a width where k is 0 or n, and stays inside [0, 1]. The mean of k samples a problem is a mean of n shares in [0, 1],
@@ -12,11 +17,6 @@ no spread to estimate, and Wilson's interval of one evaluation is given in its p
 
 Two results are called different only where their intervals do not overlap. That is stricter than a test at 5%: for two
 of equal width, about 0.6%. It leaves room for the several pairs that a page of runs compares.
-
-Numbers of a comparison: the curve of a group, its ends, its final accuracies, its times and events.
-
-Seeds count equally: a group's figure is the mean over its runs of each run's own figure. What a run did not log is
-nothing here (None, or left out), never 0.
 """
 
 from __future__ import annotations
@@ -31,28 +31,12 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.mismatch.estimates import student_quantile
-from mantissa.runs.compare.data import Group, Run
-from mantissa.runs.metrics import PHASES, Array, series
+from mantissa.mismatch.estimates import LEVEL, Estimate, student_interval
+from mantissa.runs.compare.data import Group, Run, listed
+from mantissa.runs.metrics import PHASES, Array, binned, series
 
-LEVEL = 0.95
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A fraction with its interval, and in words where the interval is from, or why there is none (low, high None)."""
-
-    value: float
-    low: float | None
-    high: float | None
-    how: str
-
-    @property
-    def interval(self) -> str:
-        """``0.412 to 0.585``, or ``no interval``."""
-        if self.low is None or self.high is None:
-            return "no interval"
-        return f"{self.low:.3f} to {self.high:.3f}"
+ENDS = 10  # steps at each end whose mean a table shows
+_POINTS = 120  # of a curve at most; beyond that each is the mean of several steps
 
 
 def wilson(share: float, n: int, level: float = LEVEL) -> tuple[float, float]:
@@ -86,8 +70,8 @@ def of_seeds(shares: Sequence[float], problems: int | None) -> Estimate:
     if len(set(shares)) == 1:
         one = of_one(shares[0], problems)
         return Estimate(one.value, one.low, one.high, f"{n} seeds, all equal; {one.how}")
-    half = student_quantile(n - 1) * stdev(shares) / math.sqrt(n)
-    return Estimate(mean, max(0.0, mean - half), min(1.0, mean + half), f"t, {n} seeds")
+    low, high = student_interval(mean, stdev(shares) / math.sqrt(n), n - 1)
+    return Estimate(mean, max(0.0, low), min(1.0, high), f"t, {n} seeds")
 
 
 def apart(one: Estimate, other: Estimate) -> bool:
@@ -110,21 +94,13 @@ def distinguish(named: Sequence[tuple[str, Estimate]]) -> str:
     above: dict[str, list[str]] = {}
     for (higher, _), (lower, _) in differing:
         above.setdefault(higher, []).append(lower)
-    said = "; ".join(f"{higher} is above {_listed(lower)}" for higher, lower in above.items())
+    said = "; ".join(f"{higher} is above {listed(lower)}" for higher, lower in above.items())
     said += ": their intervals do not overlap."
     rest = len(pairs) - len(differing)
     if rest:
         said += " The other pair is" if rest == 1 else f" The other {rest} pairs are"
         said += " not distinguishable."
     return said
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-ENDS = 10  # steps at each end whose mean a table shows
-_POINTS = 120  # of a curve at most; beyond that each is the mean of several steps
 
 
 @dataclass(frozen=True)
@@ -161,11 +137,7 @@ def curve_of(group: Group, name: str, points: int = _POINTS) -> Curve | None:
         return None
     values = np.array([y[np.searchsorted(x, steps)] for x, y in found])
     per_point = -(-steps.size // points)
-    if per_point > 1:
-        starts = np.arange(0, steps.size, per_point)
-        sizes = np.diff(np.append(starts, steps.size))
-        values = np.add.reduceat(values, starts, axis=1) / sizes
-        steps = np.add.reduceat(steps, starts) / sizes
+    values, steps = binned(values, per_point), binned(steps, per_point)
     return Curve(steps, values.mean(axis=0), values.min(axis=0), values.max(axis=0), len(found), per_point)
 
 
@@ -217,9 +189,7 @@ def training_accuracy(group: Group) -> Estimate | None:
     if not found:
         return None
     estimate = of_seeds(found, None)
-    if len(found) == 1:
-        return Estimate(estimate.value, None, None, "one run")
-    return estimate
+    return estimate if len(found) > 1 else Estimate(estimate.value, None, None, "one run")
 
 
 def seconds_by_phase(group: Group) -> dict[str, float] | None:

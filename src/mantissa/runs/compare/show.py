@@ -1,0 +1,567 @@
+"""What is said of several runs, on ``compare.html`` and, shorter, in a terminal.
+
+The page is computed from the runs' folders alone, holds no time of its own making, and so is the same to the byte
+whenever the runs are. Runs stand in the order in which they were given: nothing here is a ranking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mantissa.errors import MantissaError
+from mantissa.files import write_atomically
+from mantissa.mismatch import GAP_METRICS, Metric
+from mantissa.mismatch.estimates import Estimate
+from mantissa.runs import page
+from mantissa.runs.compare.data import (
+    Difference,
+    Group,
+    Run,
+    environment_differences,
+    group_runs,
+    listed,
+    precision_differences,
+    read_runs,
+    recipe_differences,
+)
+from mantissa.runs.compare.numbers import (
+    ENDS,
+    Curve,
+    Ends,
+    curve_of,
+    distinguish,
+    ends_of,
+    final_accuracy,
+    logged,
+    rate,
+    seconds_by_phase,
+    total,
+    training_accuracy,
+    wall_clock,
+)
+from mantissa.runs.health import in_range, sentence, small
+from mantissa.runs.live import count, duration, seconds_text
+from mantissa.runs.metrics import SERIES, Series
+from mantissa.runs.page import NOT_LOGGED, Block, block, code, noted, pill, scale_text
+from mantissa.runs.plots import MUTED, PHASE_COLOURS, Line, Plot, chart, figure, styled, to_svg
+
+ACCURACIES = ("eval/greedy_accuracy", "eval/avg_at_k")
+PANELS = (
+    "reward/accuracy", "reward/mean", *ACCURACIES, "train/loss", "gap/abs_logp_diff_mean", "gap/k3_kl",
+    "gap/seq_log_ratio_std", "precision/loss_scale", "policy/entropy", "length/mean", "optim/grad_norm",
+)  # fmt: skip
+_NOT_THE_QUESTIONS = ("task.train_size", "task.warm_start_size")  # keys of a task that leave held-out problems alone
+_CLOCKS = ("device", "cpu", "threads", "cores", "torch", "cuda")  # facts without which times mean nothing
+_EVENTS = tuple(f"precision/{name}" for name in ("overflows", "retries", "skipped"))
+_TRAINED = f"training accuracy, last {ENDS} steps"
+_MISSING = "not logged"
+_ON_ONE_LINE = 4  # groups up to which both ends of a metric stand beside each other
+_MOST_KEYS = 12  # differing keys that the terminal prints; all are on the page
+_PILLS = {"healthy": "good", "watch": "watch", "unhealthy": "bad"}
+_STYLES = {"healthy": "green", "watch": "yellow", "unhealthy": "bold red"}
+_GAP = {metric.name: metric for metric in GAP_METRICS}
+
+
+@dataclass(frozen=True)
+class Final:
+    """One accuracy at the end: of each group an estimate and the steps it was measured at, or None; and a sentence."""
+
+    metric: str
+    title: str
+    estimates: tuple[tuple[Group, Estimate | None, list[int]], ...]
+    said: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs, grouped, and all that both the page and the terminal show of them."""
+
+    groups: tuple[Group, ...]
+    finals: tuple[Final, ...]
+    recipes: tuple[Difference, ...]
+    environments: tuple[Difference, ...]
+    precisions: tuple[Difference, ...]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for group in self.groups for run in group.runs]
+
+
+def compare(runs: Sequence[Run]) -> Comparison:
+    """Group the runs and compute what is said of them."""
+    groups = tuple(group_runs(runs))
+    recipes = tuple(recipe_differences(groups))
+    finals = tuple(_final(groups, recipes, metric) for metric in ACCURACIES)
+    where, formats = tuple(environment_differences(groups)), tuple(precision_differences(groups))
+    return Comparison(groups, finals, recipes, where, formats)
+
+
+def build_comparison(paths: Sequence[Path], out: Path) -> Comparison:
+    """Write the page of these runs to ``out``, atomically. Raises ``MantissaError`` for what cannot be compared."""
+    if out.suffix != ".html":
+        raise MantissaError(f"-o {out}: expected the name of a page, ending in .html")
+    if out.is_dir() or not out.parent.is_dir():
+        raise MantissaError(f"-o {out}: {'is a folder' if out.is_dir() else f'no folder {out.parent}'}; name a file")
+    comparison = compare(read_runs(paths))
+    write_atomically(out, document(comparison))
+    return comparison
+
+
+# What is said, on the page and in the terminal.
+
+
+def _final(groups: Sequence[Group], recipes: Sequence[Difference], metric: str) -> Final:
+    found = [(group, final_accuracy(group, metric)) for group in groups]
+    estimates = tuple((group, *(final or (None, []))) for group, final in found)
+    there = [(group.label, estimate) for group, estimate, _ in estimates if estimate is not None]
+    tasks = [d.name for d in recipes if d.name.startswith("task") and d.name not in _NOT_THE_QUESTIONS]
+    if not there:
+        said = "No run has logged it."
+    elif tasks:
+        said = f"Not compared: the questions are not the same (different {listed(tasks)})."
+    else:
+        said = distinguish(there)
+        if " above " in said and any(estimate is not None and len(group.runs) == 1 for group, estimate, _ in estimates):
+            said += (
+                " Where a single run stands for a recipe, this is about the policy that it made: another seed may do "
+                "otherwise."
+            )
+    return Final(metric, SERIES[metric].heading, estimates, said)
+
+
+def warnings_said(comparison: Comparison) -> list[str]:
+    """What must be known before two figures are compared: amounts and kinds of steps, groups, clocks."""
+    said = []
+    lasts = {run.last_step for run in comparison.runs}
+    if len(lasts) > 1:
+        said.append(
+            f"The runs ended at different steps, {min(lasts)} to {max(lasts)}: their last figures are of different "
+            "amounts of training."
+        )
+    if len({"train/loss" in run.rows[-1] for run in comparison.runs}) > 1:
+        said.append(
+            "A step of the drop-in trainer is one optimiser step, a step of mantissa train is one batch of completions."
+        )
+    several = [group for group in comparison.groups if len(group.runs) > 1]
+    if several:
+        parts = [f"{group.label} (seeds {', '.join(str(run.seed) for run in group.runs)})" for group in several]
+        said.append(f"Runs that differ only in their seed are one line and one figure: {'; '.join(parts)}.")
+    return [*said, times_said(comparison)]
+
+
+def times_said(comparison: Comparison) -> str:
+    """Whether times can be compared."""
+    differing = [d.name for d in comparison.environments if d.name in _CLOCKS]
+    if differing:
+        return f"Times are not comparable: different {listed(differing)}."
+    if any(not run.facts for run in comparison.runs):
+        return "Times may not be comparable: not every run recorded its device and threads."
+    resumed = [run.name for run in comparison.runs if _resumed_elsewhere(run)]
+    if resumed:
+        return f"Times may not be comparable: {listed(resumed)} went on in a changed environment."
+    return (
+        "Device, threads and torch are the same. Times can be compared if nothing else kept the machine busy, which "
+        "no run records."
+    )
+
+
+def _progress(run: Run) -> str:
+    """``12 of 40`` steps, or ``40``."""
+    planned = run.planned
+    return f"{run.last_step} of {planned}" if planned and planned != run.last_step else f"{run.last_step}"
+
+
+def _resumed_elsewhere(run: Run) -> list[str]:
+    """What had changed when the run went on: names of facts."""
+    resumed = run.environment.get("resumed")
+    entries = [e for e in resumed if isinstance(e, dict)] if isinstance(resumed, list) else []
+    return list(dict.fromkeys(str(name) for entry in entries for name in (entry.get("changed") or ())))
+
+
+def _trained(group: Group) -> str:
+    """Training accuracy of the last steps, as text."""
+    estimate = training_accuracy(group)
+    if estimate is None:
+        return _MISSING
+    return f"{estimate.value:.3f}" + ("" if estimate.low is None else f" ({estimate.interval}; {estimate.how})")
+
+
+# The figures: one line a group, the same in every figure.
+
+
+def curves(groups: Sequence[Group]) -> tuple[list[Plot], list[str]]:
+    """The figures of every metric of ``PANELS`` that some group logged, and the names of those that none did."""
+    drawn, missing = [], []
+    for metric in PANELS:
+        found = [(group, curve) for group in groups if (curve := curve_of(group, metric)) is not None]
+        if not found:
+            missing.append(metric)
+        elif metric != "reward/mean" or not all(_reward_is_accuracy(group) for group, _ in found):
+            drawn.append(_panel(SERIES[metric], groups, found))
+    return drawn, missing
+
+
+def _reward_is_accuracy(group: Group) -> bool:
+    return all(logged(run, "reward/mean") == logged(run, "reward/accuracy") for run in group.runs)
+
+
+def _panel(of: Series, groups: Sequence[Group], found: Sequence[tuple[Group, Curve]]) -> Plot:
+    note = _note(of.metric, groups, found)
+    values = np.concatenate([curve.mean for _, curve in found])
+    if of.axis == "power of two" and (values == 1).all():
+        return Plot(of.heading, f"No loss is scaled: 1 on every step. {note}".strip())
+    if of.axis == "log" and not (values > 0).any():
+        return Plot(of.heading, f"Exactly 0 wherever it was measured, in all of them. {note}".strip())
+    lines = []
+    for group, curve in found:
+        band = (curve.low, curve.high) if curve.runs > 1 else ()
+        lines.append(Line(group.title, group.colour, curve.steps, curve.mean, group.dash, *band))
+    return chart(of.heading, note, lines, of.unit, of.axis, height=2.8)
+
+
+def _note(metric: str, groups: Sequence[Group], found: Sequence[tuple[Group, Curve]]) -> str:
+    """What a reader must know of these lines: bands, averaging, what is missing or not finite."""
+    said = []
+    if any(curve.runs > 1 for _, curve in found):
+        said.append("Line: mean over seeds; band: smallest to largest.")
+    averaged = sorted({curve.per_point for _, curve in found if curve.per_point > 1})
+    if averaged:
+        said.append(f"Each point is the mean of {' or '.join(map(str, averaged))} steps.")
+    with_it = {group.index for group, _ in found}
+    without = [group.label for group in groups if group.index not in with_it]
+    if without:
+        said.append(f"Not logged by {', '.join(without)}.")
+    for group, curve in found:
+        if curve.runs < len(group.runs):
+            said.append(f"{group.label}: logged by {curve.runs} of {len(group.runs)} runs.")
+        odd = sum(not np.isfinite(v) for run in group.runs for v in logged(run, metric))
+        if odd:
+            said.append(f"{group.label}: not finite on {odd} step{'s' if odd > 1 else ''}, left out.")
+    return " ".join(said)
+
+
+def intervals(title: str, named: Sequence[tuple[Group, Estimate]]) -> Plot:
+    """Final accuracies with their intervals, one below the other in the order given."""
+    if not named:
+        return Plot(title, "No run has logged it.")
+
+    def draw(axes: Any, place: int) -> None:
+        group, estimate = named[place]
+        if estimate.low is not None and estimate.high is not None:
+            both = ([estimate.low, estimate.high], [place, place])
+            axes.plot(*both, color=group.colour, linewidth=2)
+            axes.plot(*both, "|", color=group.colour, markersize=9, mew=1.6)
+        axes.plot(estimate.value, place, "o", color=group.colour, markersize=6)
+        axes.set_xlim(-0.02, 1.02)
+
+    return Plot(title, "", _one_below_the_other(title, [group for group, _ in named], "fraction correct", draw))
+
+
+def phases(groups: Sequence[Group]) -> Plot:
+    """Seconds a step by phase, one bar a group."""
+    title = "Seconds a step, by phase"
+    timed = [(group, seconds) for group in groups if (seconds := seconds_by_phase(group)) is not None]
+    if not timed:
+        return Plot(title, "No times were logged.")
+    used = [name for name in PHASE_COLOURS if any(name in seconds for _, seconds in timed)]
+
+    def draw(axes: Any, place: int) -> None:
+        seconds, left = timed[place][1], 0.0
+        for name in used:
+            width = seconds.get(name, 0.0)
+            axes.barh(place, width, left=left, height=0.6, color=PHASE_COLOURS[name], linewidth=0)
+            left += width
+        if left == 0:  # a trainer's run: it times whole steps only
+            axes.barh(place, seconds["step"], height=0.6, color=MUTED, linewidth=0)
+
+    svg = _one_below_the_other(title, [group for group, _ in timed], "seconds a step", draw)
+    legend = [(name.replace("_", " "), PHASE_COLOURS[name]) for name in used]
+    if any(len(seconds) == 1 for _, seconds in timed):
+        legend.append(("whole step, phases not logged", MUTED))
+    return Plot(title, "", svg, tuple(legend))
+
+
+def _one_below_the_other(title: str, groups: Sequence[Group], across: str, draw_at: Callable[[Any, int], None]) -> str:
+    """An SVG with a line for each group, drawn by ``draw_at(axes, place)``."""
+    with styled():
+        drawing = figure(5.6, 0.75 + 0.3 * len(groups))
+        axes = drawing.subplots()
+        for place in range(len(groups)):
+            draw_at(axes, place)
+        axes.set_yticks(range(len(groups)), [_folded(group.title) for group in groups])
+        for label in axes.get_yticklabels():
+            label.set_parse_math(False)  # a recipe may hold dollars
+        axes.set_ylim(len(groups) - 0.4, -0.6)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(across)
+    return to_svg(drawing, title, f"groups-{'-'.join(title.lower().replace(',', '').split())}")
+
+
+def _folded(label: str, width: int = 24) -> str:
+    """A label for an axis, on two lines where it is long."""
+    if len(label) <= width:
+        return label
+    cut = label.rfind(" ", 0, width + 1)
+    first, rest = (label[:cut], label[cut + 1 :]) if cut > 0 else (label[:width], label[width:])
+    return f"{first}\n{rest if len(rest) <= width else rest[: width - 1] + '…'}"
+
+
+# The page.
+
+
+def document(comparison: Comparison) -> str:
+    """The whole page."""
+    groups, runs = comparison.groups, comparison.runs
+    drawn, missing = curves(groups)
+    title = f"{len(runs)} runs compared"
+    blocks = [
+        block("h1", title),
+        block("sub", " · ".join(group.title for group in groups)),
+        _said(comparison),
+        block("h2", "Runs"),
+        *_runs(groups),
+        block("h2", "Final accuracy"),
+        *_finals(comparison),
+        block("h2", "Curves"),
+        page.plots(drawn),
+        *([block("note below", f"Logged by none of these runs: {', '.join(missing)}.")] if missing else []),
+        block("h2", "Gap between rollout and learner"),
+        *_gap(groups),
+        block("h2", "Time"),
+        block("sub", times_said(comparison)),
+        page.plots([phases(groups)], "one"),
+        *_times(groups),
+        block("h2", "What differs"),
+        _differences("recipe", "recipes", comparison.recipes, groups, [run.config is not None for run in runs]),
+        _differences("environment", "environments", comparison.environments, groups, [bool(r.facts) for r in runs]),
+        _differences("precision", "precision tables", comparison.precisions, groups, [bool(r.precision) for r in runs]),
+    ]
+    return page.render(title, blocks)
+
+
+def _said(comparison: Comparison) -> Block:
+    """The card at the top: what can be said, and what must be known first."""
+    lines: list[str] = [Markup("<b>{}.</b> {}").format(final.title, final.said) for final in comparison.finals]
+    lines += warnings_said(comparison)
+    unwell = [run.name for run in comparison.runs if run.judgement.kind == "unhealthy"]
+    if unwell:
+        lines.append(f"Unhealthy: {', '.join(unwell)}; the reasons are below.")
+    return block("verdict", level="", headline="What can be said", lines=lines)
+
+
+def _runs(groups: Sequence[Group]) -> list[Block]:
+    header = ("run", "folder", "seed", "steps", "overflows", "retries", "given up", "last scale", "health")
+    lines = [_run(group, run) for group in groups for run in group.runs]
+    note = (
+        "Overflows: backward passes whose gradient overflowed; retries: those redone at a lower scale; given up: "
+        "optimiser steps not taken. In all steps of the run."
+    )
+    return [page.table(header, lines, ("n", "v", *"nnnnnn", "")), block("note below", note)]
+
+
+def _run(group: Group, run: Run) -> list[Any]:
+    scale = logged(run, "precision/loss_scale")
+    judged = run.judgement
+    reasons = [*judged.remarks, *(sentence(excursion) for excursion in run.excursions[:2])]
+    if len(run.excursions) > 2:
+        reasons.append(f"And {len(run.excursions) - 2} more: see its report.")
+    changed = _resumed_elsewhere(run)
+    if changed:
+        reasons.append(f"Resumed where this had changed: {', '.join(changed)}.")
+    health = pill(_PILLS[judged.kind], judged.kind)
+    return [
+        page.Key(group.colour, group.dash, group.label),
+        run.name,
+        "-" if run.seed is None else str(run.seed),
+        _progress(run),
+        *(NOT_LOGGED if (number := total(run, name)) is None else f"{number:,}" for name in _EVENTS),
+        ("none" if scale[-1] == 1 else scale_text(scale[-1])) if scale else NOT_LOGGED,
+        noted(health, " ".join(reasons)) if reasons else health,
+    ]
+
+
+def _heads(groups: Sequence[Group]) -> list[page.Key]:
+    return [page.Key(group.colour, group.dash, group.title) for group in groups]
+
+
+def _finals(comparison: Comparison) -> list[Block]:
+    named = [(final.title, [(group, e) for group, e, _ in final.estimates if e]) for final in comparison.finals]
+    drawn = [intervals(title, there) for title, there in named if there]
+    header = ["run", *(final.title.lower() for final in comparison.finals), _TRAINED]
+    lines = [
+        [head, *(_estimate(*final.estimates[i][1:]) for final in comparison.finals), _trained(group)]
+        for i, (head, group) in enumerate(zip(_heads(comparison.groups), comparison.groups, strict=True))
+    ]
+    note = (
+        "95% intervals. Wilson: of one run, how well so many held-out problems measure it; for the mean of k samples "
+        "it errs on the wide side. t: Student's, over seeds. Results are called different only where their intervals "
+        "do not overlap. Training accuracy is of those steps' own problems, sampled, while the policy still changed."
+    )
+    gallery = [page.plots(drawn)] if drawn else []
+    return [*gallery, page.table(header, lines, "v" * len(header), "gap"), block("note below", note)]
+
+
+def _estimate(estimate: Estimate | None, steps: Sequence[int]) -> Markup:
+    if estimate is None:
+        return NOT_LOGGED
+    at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    value = Markup("<b>{:.3f}</b> &nbsp;{}").format(estimate.value, estimate.interval)
+    return noted(value, f"{estimate.how}; {at}")
+
+
+def _gap(groups: Sequence[Group]) -> list[Block]:
+    lines, missing = [], []
+    for metric in GAP_METRICS:
+        ends = [ends_of(group, metric.name) for group in groups]
+        if not any(ends):
+            missing.append(metric.name)
+            continue
+        cells = [_ends(metric, group, both, len(groups)) for group, both in zip(groups, ends, strict=True)]
+        wanted = f"; healthy: {metric.healthy_text}" if metric.gated else ""
+        lines.append([noted(code(metric.name), metric.unit + wanted), *cells])
+    if not lines:
+        return [block("note", "No run logged a gap metric.")]
+    note = f"Each cell: mean over the first {ENDS} steps → mean over the last {ENDS}; over seeds, the mean of theirs."
+    if min(run.last_step for group in groups for run in group.runs) < 2 * ENDS:
+        note += f" Runs of fewer than {2 * ENDS} steps count some steps in both."
+    note += " Marked (!): not in the healthy range of the gates."
+    if missing:
+        note += f" Logged by none: {', '.join(missing)}."
+    table = page.table(["metric", *_heads(groups)], lines, "n" * (1 + len(groups)))
+    return [table, block("note below", note)]
+
+
+def _ends(metric: Metric, group: Group, both: Ends | None, groups: int) -> Markup:
+    if both is None:
+        return NOT_LOGGED
+    fold = Markup(" " if groups <= _ON_ONE_LINE else "<br>")
+    cell = Markup("{}{}→ {}").format(_marked(metric, both.first), fold, _marked(metric, both.last))
+    return noted(cell, f"{both.runs} of {len(group.runs)} runs") if both.runs < len(group.runs) else cell
+
+
+def _marked(metric: Metric, value: float) -> str:
+    shown = small(value) if abs(value) < 0.01 else f"{value:.4g}"
+    return shown if in_range(metric, value) else pill("bad", f"{shown} (!)")
+
+
+def _times(groups: Sequence[Group]) -> list[Block]:
+    phases = [seconds_by_phase(group) or {} for group in groups]
+    names = list(dict.fromkeys(name for seconds in phases for name in seconds if name != "step"))
+    rows: dict[str, list[str | None]] = {"all steps": [_duration(wall_clock(group)) for group in groups]}
+    for name in ("step", *names):
+        title = "one step" if name == "step" else f"of it {name.replace('_', ' ')}"
+        rows[title] = [seconds_text(seconds[name]) if name in seconds else None for seconds in phases]
+    for title, name in (("sampled, tokens/s", "rollout"), ("trained on, tokens/s", "learner")):
+        rates = [rate(group, f"rate/{name}_tokens_per_s") for group in groups]
+        rows[title] = [None if value is None else count(value) for value in rates]
+    for name in ("device", "cpu", "threads"):
+        found = [dict.fromkeys(run.facts[name] for run in group.runs if name in run.facts) for group in groups]
+        rows[name] = [", ".join(values) or None for values in found]
+    lines = [
+        [name, *(NOT_LOGGED if cell is None else cell for cell in cells)]
+        for name, cells in rows.items()
+        if any(cell is not None for cell in cells)
+    ]
+    note = "Means over steps, and over seeds; rates are medians over steps. The warm start is not timed."
+    table = page.table(["", *_heads(groups)], lines, ("n", *("v" for _ in groups)), "gap")
+    return [table, block("note below", note)]
+
+
+def _duration(value: float | None) -> str | None:
+    return None if value is None else f"{value:.2g} s" if value < 10 else duration(value)
+
+
+def _differences(
+    kind: str, plural: str, found: Sequence[Difference], groups: Sequence[Group], recorded: Sequence[bool]
+) -> Block:
+    """A table of what differs, or a sentence. ``recorded``: which runs have such a thing at all."""
+    if not any(recorded):
+        return block("note below", f"No run recorded its {kind}.")
+    if not found:
+        which = "" if all(recorded) else f" of the {sum(recorded)} runs that recorded one"
+        return block("note below", f"The {plural}{which} are equal.")
+    missing = Markup('<span class="note">not recorded</span>')
+    lines = [[code(d.name), *(missing if value is None else value for value in d.values)] for d in found]
+    return page.table([kind, *_heads(groups)], lines, ("n", *("v" for _ in groups)), "gap")
+
+
+# The terminal.
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """Print the summary."""
+    groups = comparison.groups
+    rows = [_run_row(group, run) for group in groups for run in group.runs]
+    _print(console, "Runs", ("run", "folder", "steps", "overflow/retry/skip", "health"), rows)
+    for run in comparison.runs:
+        reasons = [*run.judgement.remarks, *(sentence(excursion) for excursion in run.excursions)]
+        if reasons:
+            more = f" And {len(reasons) - 1} more, on the page." if len(reasons) > 1 else ""
+            console.print(Text(f"{run.name}: {reasons[0]}{more}", style="dim"))
+    for final in comparison.finals:
+        if any(estimate is not None for _, estimate, _ in final.estimates):
+            shown = [
+                (group.title, *((_MISSING, "", "") if e is None else (f"{e.value:.3f}", e.interval, e.how)))
+                for group, e, _ in final.estimates
+            ]
+            _print(console, final.title, ("run", "last", "95% interval", "of"), shown)
+            console.print(final.said)
+    if any("reward/accuracy" in run.rows[-1] for run in comparison.runs):
+        _print(console, _TRAINED.capitalize(), ("run", "mean"), [(group.title, _trained(group)) for group in groups])
+    header = ("run", "|dlogp|", "k3 KL", "ESS", "s/step", "tokens/s")
+    _print(console, f"Gap (mean of the last {ENDS} steps) and time", header, map(_gap_and_time, groups))
+    console.print()
+    for line in warnings_said(comparison):
+        console.print(line)
+    _print_differences(comparison, console)
+
+
+def _print(console: Console, title: str, header: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+    console.print(Text(f"\n{title}", style="bold"))
+    console.print(table)
+
+
+def _run_row(group: Group, run: Run) -> tuple[str | Text, ...]:
+    counts = [total(run, name) for name in _EVENTS]
+    events = _MISSING if counts == [None] * 3 else "/".join("?" if n is None else str(n) for n in counts)
+    kind = run.judgement.kind
+    return group.label, run.name, _progress(run), events, Text(kind, style=_STYLES[kind])
+
+
+def _gap_and_time(group: Group) -> list[str | Text]:
+    row: list[str | Text] = [group.title]
+    for name in ("gap/abs_logp_diff_mean", "gap/k3_kl", "gap/ess"):
+        ends = ends_of(group, name)
+        style = "" if ends is None or in_range(_GAP[name], ends.last) else "bold red"
+        row.append(_MISSING if ends is None else Text(f"{ends.last:.2g}", style=style))
+    seconds = (seconds_by_phase(group) or {}).get("step")
+    tokens = rate(group, "rate/rollout_tokens_per_s")
+    return [*row, _MISSING if seconds is None else f"{seconds:.3g}", _MISSING if tokens is None else count(tokens)]
+
+
+def _print_differences(comparison: Comparison, console: Console) -> None:
+    """One line a differing key: its values in the order of the groups."""
+    for title, found in (("recipe", comparison.recipes), ("environment", comparison.environments)):
+        if not found:
+            continue
+        console.print()
+        console.print(Text(f"What differs in the {title}, in the order above", style="bold"))
+        for d in found[:_MOST_KEYS]:
+            values = " | ".join("-" if value is None else value for value in d.values)
+            console.print(Text(f"{d.name}: ").append(values, style="dim"))
+        if len(found) > _MOST_KEYS:
+            console.print(f"and {len(found) - _MOST_KEYS} more, on the page")
