@@ -9,8 +9,7 @@ import pytest
 
 import mantissa.integrations
 from mantissa.errors import MantissaError
-from mantissa.integrations import require
-from mantissa.integrations.huggingface import HeldScheduler
+from mantissa.integrations import HeldScheduler, require
 
 
 def test_importing_the_room_loads_none_of_the_libraries() -> None:

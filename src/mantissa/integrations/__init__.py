@@ -8,12 +8,14 @@ Each library is an extra, imported when its class is asked for: ``pip install 'm
 ``'mantissa[accelerate]'`` (which transformers' Trainer needs, too). Accelerate's own loop takes ``PrecisionTrainer`` as
 it is: ``examples/accelerate_loop.py``.
 
-None of them scales, unscales, looks for overflow or clips by itself: that is ``training.OptimizerStep``, as everywhere.
+None of them scales, unscales, looks for overflow, repeats a window or clips by itself: that is ``training``'s
+``RetryWindow`` over its ``OptimizerStep``, as everywhere.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mantissa.errors import MantissaError
@@ -47,3 +49,21 @@ def require(library: str, extra: str) -> None:
         raise MantissaError(
             f"{library.partition('.')[0]} is not installed; this integration needs it: pip install 'mantissa[{extra}]'"
         ) from None
+
+
+class HeldScheduler:
+    """``scheduler``, except that ``step`` does nothing while ``applied()`` is False: where the optimiser step before it
+    was given up, the weights have not moved, so neither does the rate. Everything else is the scheduler's own."""
+
+    def __init__(self, scheduler: Any, applied: Callable[[], bool]) -> None:
+        self.scheduler = scheduler
+        self._applied = applied
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if self._applied():
+            self.scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # asked for before __init__, as copying does
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)

@@ -1,8 +1,8 @@
 """Several processes: who they are, what they agree on, and what is sharded.
 
 ``distribute`` wraps a model for DDP (every rank holds all of it) or FSDP2 (every rank holds a shard of each parameter)
-under ``torchrun``; ``Ranks`` is what the optimiser step and the trainer know of the other processes. With one process
-every function here is the identity, so there is no branch elsewhere.
+under ``torchrun``; ``Ranks`` is the process group, for everything in Mantissa. With one process every function here is
+the identity, so there is no branch elsewhere.
 
 What must agree between ranks, and how: the largest gradient (MAX, hence found-inf), the weights of batches (SUM), the
 end of the data (MAX of "have one"). Gradients are averaged by DDP and FSDP2 themselves, in fp32.
@@ -14,9 +14,9 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
 from mantissa.launched import STORE
+
+T = TypeVar("T")
 
 
 def is_dtensor(value: Any) -> bool:
@@ -55,64 +57,96 @@ def grad_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that train one model together. ``device``: where their messages are made (gloo: ``cpu``)."""
+    """The process group: the processes that work on one model. ``device``: where their messages are made."""
 
     rank: int = 0
     world: int = 1
     device: str = "cpu"
 
     @classmethod
+    def here(cls) -> Ranks:
+        """The group that this process has joined; ``ALONE`` where it has joined none, or has it alone."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return ALONE
+        device = f"cuda:{torch.cuda.current_device()}" if dist.get_backend() == "nccl" else "cpu"
+        return cls(dist.get_rank(), dist.get_world_size(), device)
+
+    @classmethod
+    def join(cls, backend: str) -> Ranks:
+        """Join the group that ``torchrun`` describes, unless that is done; ``ALONE`` where there is one process."""
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            join(backend)
+        return cls.here()
+
+    @classmethod
     def of(cls, model: nn.Module) -> Ranks:
-        """The ranks of a model that ``distribute`` (or the caller) wrapped; ``ALONE`` in one process.
+        """The group over which a model's gradients are exchanged, by DDP or FSDP2.
 
         Raises ``MantissaError`` where there are several processes but nothing would synchronise the model.
         """
         ranks = cls.here()
-        if ranks.world > 1 and not isinstance(model, nn.parallel.DistributedDataParallel) and not is_fsdp(model):
+        if not (ranks.alone or is_ddp(model) or is_fsdp(model)):
             raise MantissaError(
                 f"{ranks.world} processes, but the model is neither DDP nor FSDP2: each would train a copy of its own; "
                 'wrap it first, as in model = distribute(model, "ddp")'
             )
         return ranks
 
-    @classmethod
-    def here(cls) -> Ranks:
-        """The processes of the group that this one has joined; ``ALONE`` where it has joined none, or has it alone."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return ALONE
-        device = f"cuda:{torch.cuda.current_device()}" if dist.get_backend() == "nccl" else "cpu"
-        return cls(dist.get_rank(), dist.get_world_size(), device)
+    @property
+    def alone(self) -> bool:
+        """Whether this is the only process."""
+        return self.world == 1
+
+    @property
+    def rank0(self) -> bool:
+        """Whether this is the rank that writes and talks."""
+        return self.rank == 0
 
     def max(self, value: Tensor) -> Tensor:
         """Largest of a 0-dim tensor over ranks (NaN is not ordered: map it to inf first)."""
-        return self._reduce(value, dist.ReduceOp.MAX) if self.world > 1 else value
+        return value if self.alone else self._reduce(value, dist.ReduceOp.MAX)
 
     def max_of(self, value: float) -> float:
         """Largest of a number over ranks."""
-        return float(self.max(torch.tensor(value, dtype=torch.float64))) if self.world > 1 else value
+        return value if self.alone else float(self.max(torch.tensor(value, dtype=torch.float64)))
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on some rank."""
+        return self.max_of(float(flag)) > 0
 
     def sum_of(self, value: float) -> float:
         """Sum of a number over ranks."""
-        if self.world == 1:
-            return value
-        return float(self._reduce(torch.tensor(value, dtype=torch.float64), dist.ReduceOp.SUM))
+        return value if self.alone else float(self._reduce(torch.tensor(value, dtype=torch.float64), dist.ReduceOp.SUM))
 
-    def gather(self, value: Any) -> list[Any]:
+    def sum_(self, tensor: Tensor) -> None:
+        """Sum a tensor over ranks, in place, on its own device; every rank gets the same bits."""
+        if not self.alone:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+
+    def gather(self, value: T) -> list[T]:
         """Every rank's ``value``, in the order of ranks, on every rank. Values are pickled: no tensors on a GPU."""
-        if self.world == 1:
+        if self.alone:
             return [value]
         gathered: list[Any] = [None] * self.world
         dist.all_gather_object(gathered, value)
         return gathered
 
-    def sum_(self, tensor: Tensor) -> None:
-        """Sum a tensor over ranks, in place, on its own device; every rank gets the same bits."""
-        if self.world > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+    def broadcast(self, value: T) -> T:
+        """Rank 0's ``value``, on every rank."""
+        return self.gather(value)[0]
+
+    def shard(self, items: Sequence[T]) -> Sequence[T]:
+        """This rank's shard of a list: every n-th entry."""
+        return items if self.alone else items[self.rank :: self.world]
+
+    def gather_shards(self, done: Sequence[T]) -> list[T]:
+        """The inverse of ``shard``: what every rank made of its shard, in the order of the list, on every rank."""
+        shards = self.gather(list(done))
+        return [shards[i % len(shards)][i // len(shards)] for i in range(sum(map(len, shards)))]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        if self.world > 1:
+        if not self.alone:
             dist.barrier()
 
     def _reduce(self, value: Tensor, op: Any) -> Tensor:
@@ -130,9 +164,14 @@ def until_all_end(loader: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
     iterator = iter(loader)
     while True:
         batch = next(iterator, _END)
-        if ranks.max_of(0.0 if batch is _END else 1.0) == 0.0:
+        if not ranks.any(batch is not _END):
             return
         yield None if batch is _END else batch
+
+
+def is_ddp(model: nn.Module) -> bool:
+    """Whether the model is wrapped in DDP."""
+    return isinstance(model, nn.parallel.DistributedDataParallel)
 
 
 def is_fsdp(model: nn.Module) -> bool:
@@ -143,15 +182,15 @@ def is_fsdp(model: nn.Module) -> bool:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside DDP; any other model itself (FSDP2 shards in place)."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return model.module if is_ddp(model) else model  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
 def synchronising(model: nn.Module, when: bool) -> Iterator[None]:
     """Forward and backward of a micro-batch; ``when`` is False for all but the last, whose backward averages gradients
     over ranks. Without it, n micro-batches would send n times as much as one."""
-    if isinstance(model, nn.parallel.DistributedDataParallel) and not when:
-        with model.no_sync():
+    if is_ddp(model) and not when:
+        with model.no_sync():  # type: ignore[operator]
             yield
         return
     if is_fsdp(model):
@@ -215,18 +254,15 @@ def distribute(
     model = model.to(place)
     if on_gpu:
         torch.cuda.set_device(place)
-    if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return model
-        join("nccl" if on_gpu else "gloo")
-    if dist.get_world_size() == 1:
+    ranks = Ranks.join("nccl" if on_gpu else "gloo")
+    if ranks.alone:
         return model
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model, device_ids=[place.index] if on_gpu else None, **options)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    options.setdefault("mesh", init_device_mesh(place.type, (dist.get_world_size(),)))
+    options.setdefault("mesh", init_device_mesh(place.type, (ranks.world,)))
     lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
     chosen = [m for m in model.modules() if isinstance(m, blocks)] if blocks else [m for each in lists for m in each]
     for module in chosen:

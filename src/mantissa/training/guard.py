@@ -44,14 +44,16 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from mantissa.bounds import inside
 from mantissa.errors import MantissaError
 from mantissa.files import write_atomically
 from mantissa.jsonl import JsonLines, Row
-from mantissa.training.guard_config import DROPS, GuardConfig, Reference, finite_loss, mean, number
+from mantissa.training.distributed import ALONE, Ranks
+from mantissa.training.guard_config import DROPS, GuardConfig, Reference, figure, finite_loss, mean
 
 FORMAT = "mantissa-guard"
 VERSION = 1
@@ -181,19 +183,42 @@ def open_guard(folder: Path | str, config: GuardConfig) -> tuple[Guard, GuardLog
 
 
 class Judge:
-    """A run's guard and its log: what asks for a decision after every row. ``say`` hears what has changed.
+    """A run's guard and its log, asked after every row. Rank 0 judges, and every rank learns what it decided.
 
+    ``guard``: rank 0's; None elsewhere. ``reasons``: of the last decision. ``say`` hears what has changed.
     Raises ``MantissaError`` as ``open_guard``.
     """
 
-    def __init__(self, folder: Path | str, config: GuardConfig, say: Callable[[str], None]) -> None:
-        self.guard, self._log = open_guard(folder, config)
+    def __init__(
+        self, folder: Path | str, config: GuardConfig, say: Callable[[str], None], ranks: Ranks = ALONE
+    ) -> None:
+        self.guard: Guard | None = None
+        self.reasons: tuple[str, ...] = ()
         self._say = say
+        self._ranks = ranks
         self._told: tuple[Any, ...] = ("ok", ())  # action and rules of the decision before
+        if ranks.rank0:
+            self.guard, self._log = open_guard(folder, config)
 
-    def judge(self, row: Mapping[str, Any]) -> Decision:
-        """Decide after one more row, which is on disk already; the decision is logged when this returns."""
-        decision = self.guard.observe(row)
+    @property
+    def good(self) -> bool:
+        """Whether a checkpoint written now may be called the last good one. Collective, as all here."""
+        return self._ranks.any(self.guard is not None and self.guard.good)
+
+    def judge(self, row: Mapping[str, Any]) -> bool:
+        """Whether to fall back after this row, which is on disk already; the decision is logged when this returns.
+
+        ``MantissaError``: the guard stops the run.
+        """
+        decision = None if self.guard is None else self._decide(self.guard, row)
+        self.reasons = decision.reasons if decision else ("rank 0 says why",)
+        action = self._ranks.max_of(float(severity(decision.action)) if decision else 0.0)
+        if action == severity("stop"):
+            raise MantissaError(f"the guard stops the run at step {row['step']}: {'; '.join(self.reasons)}")
+        return action == severity("fall back")
+
+    def _decide(self, guard: Guard, row: Mapping[str, Any]) -> Decision:
+        decision = guard.observe(row)
         self._log.add(decision)
         told = (decision.action, decision.rules)
         if told != self._told:  # a standing warning is logged every step, and told once
@@ -204,10 +229,11 @@ class Judge:
 
     def rewind(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Be as after ``step``, whose rows these are: decisions are a function of them, those after it forgotten."""
-        self._log.truncate(step)
-        self.guard = Guard(self.guard.config, self.guard.reference)
-        for row in rows:
-            self.guard.observe(row)
+        if self.guard is not None:
+            self._log.truncate(step)
+            self.guard = Guard(self.guard.config, self.guard.reference)
+            for row in rows:
+                self.guard.observe(row)
 
 
 Action = Literal["ok", "warn", "alert", "fall back", "stop"]
@@ -334,21 +360,21 @@ class Guard:
 
     def _look(self, step: int, row: Mapping[str, Any]) -> _Seen:
         """Take from the row what the rules need, and keep count of what is not a matter of windows."""
-        loss, seconds = number(row, "train/loss"), number(row, "time/step")
-        overflows, updates = number(row, "precision/overflows"), number(row, "optim/updates")
-        gates = {name: (number(row, name), ends) for name, ends in self.config.gates.items()}
+        loss, seconds = figure(row, "train/loss"), figure(row, "time/step")
+        overflows, updates = figure(row, "precision/overflows"), figure(row, "optim/updates")
+        gates = {name: (figure(row, name), ends) for name, ends in self.config.gates.items()}
         if updates is not None and math.isfinite(updates):
-            began_at = updates - (0 if number(row, "precision/skipped") else 1)
+            began_at = updates - (0 if figure(row, "precision/skipped") else 1)
             if self._updates is not None and updates < self._updates:
                 self._lost += round(self._updates - began_at)
             self._updates = updates
-        judged = number(row, "policy/loss") if loss is None else loss
+        judged = figure(row, "policy/loss") if loss is None else loss
         if judged is not None:
             self._nonfinite = 0 if finite_loss(judged) else self._nonfinite + 1
-        ends = [number(row, "reward/min"), number(row, "reward/max"), *(self._rewards or ())]
+        ends = [figure(row, "reward/min"), figure(row, "reward/max"), *(self._rewards or ())]
         known = [end for end in ends if end is not None and math.isfinite(end)]
         self._rewards = (min(known), max(known)) if known else None
-        found = {name: number(row, metric) for name, metric in DROPS.items()}
+        found = {name: figure(row, metric) for name, metric in DROPS.items()}
         figures = {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
         theirs = self.reference.drops if self.reference else {}
         finite = loss if loss is not None and finite_loss(loss) else None
@@ -358,7 +384,7 @@ class Guard:
             finite,
             self.reference.loss.get(step - self._lost) if self.reference and finite is not None else None,
             seconds if seconds is not None and math.isfinite(seconds) and seconds > 0 else None,
-            {name: not _inside(value, *ends) for name, (value, ends) in gates.items() if value is not None},
+            {name: not inside(value, *ends) for name, (value, ends) in gates.items() if value is not None},
             figures,
             {name: theirs[name][at] for name in figures if (at := step - self._lost) in theirs.get(name, {})},
         )
@@ -388,30 +414,6 @@ class Guard:
         if decision.action == "fall back":
             self.fall_backs += 1
             self._forget()
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that later decisions depend on besides the config and the reference, as plain finite values for JSON."""
-        return {
-            "window": [asdict(seen) for seen in self._window],
-            "last_step": self._last_step,
-            "fall_backs": self.fall_backs,
-            "nonfinite": self._nonfinite,
-            "best": self._best,
-            "tops": dict(self._tops),
-            "rewards": self._rewards,
-            "magnitude": self._magnitude,
-            "quiet": self._quiet,
-            "updates": self._updates,
-            "lost": self._lost,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the guard whose ``state_dict`` this is. For a resume, never for the checkpoint of a fall back."""
-        self._window = deque((_Seen(**seen) for seen in state["window"]), maxlen=self.config.window)
-        self._last_step, self.fall_backs = state["last_step"], int(state["fall_backs"])
-        self._nonfinite, self._best, self._magnitude = int(state["nonfinite"]), state["best"], state["magnitude"]
-        self._tops, self._rewards = dict(state["tops"]), state["rewards"] and tuple(state["rewards"])
-        self._quiet, self._updates, self._lost = state["quiet"], state["updates"], int(state["lost"])
 
     # for the rules below
 
@@ -563,8 +565,3 @@ def _excess(value: float, base: float, unit: float) -> float:
     if unit > 0:
         return above / unit
     return math.copysign(math.inf, above) if above else 0.0
-
-
-def _inside(value: float, low: float | None, high: float | None) -> bool:
-    """Whether a gate's value is healthy; NaN never is."""
-    return (low is None or value >= low) and (high is None or value <= high)
