@@ -102,7 +102,7 @@ def number(value: Any, low: float, high: float = LARGEST_FLOAT, *, whole: bool =
 
 
 def inside(value: float, low: float | None, high: float | None) -> bool:
-    """Whether ``value`` lies in [low, high], None being an open end: a metric's healthy range. NaN does where both are."""
+    """Whether ``value`` lies in [low, high], a metric's healthy range; None is an open end. NaN lies in no range."""
     return (low is None or value >= low) and (high is None or value <= high)
 
 

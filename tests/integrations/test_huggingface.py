@@ -292,6 +292,17 @@ def test_a_resumed_training_ends_as_one_that_was_not_interrupted(tmp_path: Path)
     assert logged(again, "optim/updates") == logged(first, "optim/updates")
 
 
+def test_resumed_in_another_precision_it_has_a_fresh_scale(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2, "epochs": 2}
+    train(Ours, mlp(), data(2), tmp_path, precision="bf16", say=quiet, **options)
+    said: list[str] = []
+    path = str(tmp_path / "checkpoint-2")
+    again = train(Ours, mlp(), data(2), tmp_path / "fp16", precision="fp16", say=said.append, resume=path, epochs=2)
+    assert "checkpoint: written in bf16, goes on in fp16, with a fresh loss scaler" in said
+    assert again.scaler.scale == 2.0**16
+    assert logged(again, "optim/updates")[-1] == 4
+
+
 def test_evaluation_computes_in_the_precision(tmp_path: Path) -> None:
     net = nn.Linear(6, 3)
     trainer = train(Ours, net, data(1), tmp_path, precision="bf16", say=quiet)

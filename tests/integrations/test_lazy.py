@@ -40,6 +40,15 @@ def test_a_missing_library_names_its_extra(name: str, library: str, extra: str) 
     assert done.stdout.strip() == expected
 
 
+def test_one_integration_needs_none_of_anothers_libraries() -> None:
+    code = (
+        "import sys; sys.modules['accelerate'] = None\n"
+        "from mantissa.integrations import MantissaPrecision; print(MantissaPrecision.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "MantissaPrecision", done.stderr[-500:]
+
+
 def test_a_library_that_is_there_but_broken_is_not_called_missing(tmp_path, monkeypatch) -> None:
     (tmp_path / "halfway.py").write_text("import not_there_at_all")
     monkeypatch.syspath_prepend(tmp_path)

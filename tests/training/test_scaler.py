@@ -140,7 +140,7 @@ def test_disabled_scaler_scales_by_one_for_ever() -> None:
 
 @pytest.mark.parametrize(("fmt", "initial"), [(FP16, 1024.0), (BF16, 1.0), (FP32, 1.0)])
 def test_only_formats_of_small_range_are_scaled(fmt, initial) -> None:
-    assert LossScaler.for_format(fmt, ScalerConfig(initial=1024.0)).scale == initial
+    assert scaler_for(ScalerConfig(initial=1024.0), fmt).scale == initial
 
 
 def test_state_survives_a_round_trip() -> None:

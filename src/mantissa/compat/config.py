@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Self
 
-from mantissa.bounds import BELOW_ONE, LARGEST_SIZE, SMALLEST_FLOAT, number
+from mantissa.bounds import BELOW_ONE, LARGEST_SIZE, SMALLEST_FLOAT, check_values, number
 from mantissa.errors import MantissaError
 from mantissa.training import ScalerConfig
 
@@ -53,31 +53,18 @@ class _Config:
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense now, not at the first step."""
-        checks = (
-            (isinstance(self.enabled, bool), "enabled", "True or False"),
-            (number(self.loss_scale, SMALLEST_FLOAT), "loss_scale", "a finite number above 0"),
-            (number(self.growth_factor, 1), "growth_factor", "a finite number, 1 or more"),
-            (
-                number(self.backoff_factor, SMALLEST_FLOAT, BELOW_ONE),
-                "backoff_factor",
-                "between 0 and 1: an overflow lowers the scale",
-            ),
-            (_is_count(self.growth_interval), "growth_interval", "a whole number from 1 on"),
-            (_is_count(self.accumulate), "gradient_accumulation_steps", "a whole number from 1 on"),
-            (
-                self.max_grad_norm is None or number(self.max_grad_norm, 0, math.inf),
-                "max_grad_norm",
-                "0 or more, or None",
-            ),
-            (
-                self.adaptive_clip is None or number(self.adaptive_clip, SMALLEST_FLOAT),
-                "adaptive_clip",
-                "more than 0, or None",
-            ),
-        )
-        for good, name, expected in checks:
-            if not good:
-                raise MantissaError(f"{type(self).__name__}: {name}={getattr(self, name)!r}: expected {expected}")
+        bound, clip, counted = self.max_grad_norm, self.adaptive_clip, "a whole number from 1 on"
+        check_values(type(self).__name__, vars(self), {
+            "enabled": (isinstance(self.enabled, bool), "True or False"),
+            "loss_scale": (number(self.loss_scale, SMALLEST_FLOAT), "a finite number above 0"),
+            "growth_factor": (number(self.growth_factor, 1), "a finite number, 1 or more"),
+            "backoff_factor": (number(self.backoff_factor, SMALLEST_FLOAT, BELOW_ONE),
+                               "between 0 and 1: an overflow lowers the scale"),
+            "growth_interval": (number(self.growth_interval, 1, LARGEST_SIZE, whole=True), counted),
+            "gradient_accumulation_steps": (number(self.accumulate, 1, LARGEST_SIZE, whole=True), counted),
+            "max_grad_norm": (bound is None or number(bound, 0, math.inf), "0 or more, or None"),
+            "adaptive_clip": (clip is None or number(clip, SMALLEST_FLOAT), "more than 0, or None"),
+        })  # fmt: skip
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **fields: Any) -> Self:
@@ -183,10 +170,6 @@ class ExtendedFP16Config(_Config):
     @property
     def accumulate(self) -> int:
         return self.gradient_accumulation_steps
-
-
-def _is_count(value: Any) -> bool:
-    return number(value, 1, LARGEST_SIZE, whole=True)
 
 
 def switched_off(environment: Mapping[str, str] | None = None) -> bool:

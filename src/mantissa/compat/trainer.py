@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mantissa.compat.config import ExtendedFP16Config, FP16TrainingConfig, switched_off
 from mantissa.errors import MantissaError
 from mantissa.training import PrecisionTrainer, distribute
-from mantissa.training.distributed import join
+from mantissa.training.distributed import Ranks, is_ddp
 
 
 def init_distributed(backend: str | None = None) -> tuple[int, int]:
@@ -28,13 +28,10 @@ def init_distributed(backend: str | None = None) -> tuple[int, int]:
 
     ``backend``: by default nccl where there is CUDA, else gloo.
     """
-    if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return 0, 1
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # before nccl's first message
-        join(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
-    return dist.get_rank(), dist.get_world_size()
+    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ and not dist.is_initialized():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before nccl's first message
+    ranks = Ranks.join(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+    return ranks.rank, ranks.world
 
 
 def cleanup_distributed() -> None:
@@ -67,23 +64,18 @@ def placed(
     model: nn.Module, config: ExtendedFP16Config, device: torch.device, rank: int | None, world_size: int | None
 ) -> nn.Module:
     """The model on its device, in DDP where that is asked for, once it is clear which processes there are."""
-    if config.use_ddp and not isinstance(model, nn.parallel.DistributedDataParallel):
-        model = distribute(
-            model,
-            "ddp",
-            device=device,
-            find_unused_parameters=config.find_unused_parameters,
-            **_buffers(config.broadcast_buffers),
-        )
-    present = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    asked = (present[0] if rank is None else rank, present[1] if world_size is None else world_size)
-    if asked != present:
+    if config.use_ddp and not is_ddp(model):
+        options = _buffers(config.broadcast_buffers) | {"find_unused_parameters": config.find_unused_parameters}
+        model = distribute(model, "ddp", device=device, **options)
+    here = Ranks.here()
+    asked = (here.rank if rank is None else rank, here.world if world_size is None else world_size)
+    if asked != (here.rank, here.world):
         raise MantissaError(
-            f"rank {asked[0]} of {asked[1]} was asked for, but this process is rank {present[0]} of {present[1]}: "
+            f"rank {asked[0]} of {asked[1]} was asked for, but this process is rank {here.rank} of {here.world}: "
             "start it with torchrun, call init_distributed() first, and hand on what that returns"
         )
-    if present[1] > 1 and not isinstance(model, nn.parallel.DistributedDataParallel):
-        raise MantissaError(f"{present[1]} processes would each train a model of their own: set use_ddp=True")
+    if not here.alone and not is_ddp(model):
+        raise MantissaError(f"{here.world} processes would each train a model of their own: set use_ddp=True")
     return model.to(device)
 
 

@@ -30,7 +30,7 @@ from mantissa.integrations import HeldScheduler, require
 from mantissa.jsonl import JsonLines
 from mantissa.training import ScalerConfig, StepOutcome
 from mantissa.training.checks import device_of
-from mantissa.training.window import Micro, MixedPrecision, RetryWindow, sum_loss
+from mantissa.training.window import Micro, MixedPrecision, RetryWindow, same_format, sum_loss
 
 require("accelerate", "accelerate")
 
@@ -210,9 +210,9 @@ class MantissaTrainerMixin:
         super().__init__(*args, **kwargs)
         trainer = cast(Any, self)
         _check_trainer(trainer)
-        say = say if trainer.is_world_process_zero() else lambda line: None
+        self._say = say if trainer.is_world_process_zero() else lambda line: None
         options: dict[str, Any] = {"backend": backend, "fallback": fallback, "scale": scale, "retries": retries}
-        self._settled = MixedPrecision.of(precision, device_of(trainer.model), say, **options)
+        self._settled = MixedPrecision.of(precision, device_of(trainer.model), self._say, **options)
         self.precision, self.evidence, self.scaler = self._settled.role, self._settled.evidence, self._settled.scaler
         self._on_nonfinite = on_nonfinite
         self._window: RetryWindow | None = None  # of the training in progress
@@ -249,7 +249,7 @@ class MantissaTrainerMixin:
             else:
                 outcome = window.close()
                 self._counts.update({name: outcome.row()[name] for name in _COUNTED})
-                self._saved.numbers = window.step.state_dict()
+                self._saved.numbers = window.step.state_dict() | {"format": self.precision.active.name}
         except BaseException:
             window.micros = []
             raise
@@ -277,8 +277,11 @@ class MantissaTrainerMixin:
         for callback in cast(Any, self).callback_handler.callbacks:
             if isinstance(callback, ScalerTelemetry):
                 callback.source = self.row
-        if self._saved.numbers:  # of the checkpoint that this training goes on from
-            self._window.step.load_state_dict(self._saved.numbers)
+        saved = dict(self._saved.numbers)  # of the checkpoint that this training goes on from
+        if saved:
+            if not same_format(saved.get("format", self.precision.active.name), self.precision, self._say):
+                saved["scaler"] = self.scaler.state_dict()
+            self._window.step.load_state_dict(saved)
         return self._window
 
     def row(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from mantissa.precision import ResolvedRole
 from mantissa.training import LossScaler, ScalerConfig, StepOutcome
 from mantissa.training.checks import device_of
 from mantissa.training.distributed import unwrapped
-from mantissa.training.window import Micro, MixedPrecision, RetryWindow, sum_loss
+from mantissa.training.window import Micro, MixedPrecision, RetryWindow, same_format, sum_loss
 
 require("lightning.pytorch", "lightning")
 
@@ -234,11 +234,8 @@ class MantissaPrecision(Precision):
         for name in _COUNTERS:
             setattr(self, name, int(state_dict[name]))
         assert self.role is not None
-        now = self.role.active.name
-        if state_dict["format"] == now:
+        if same_format(state_dict["format"], self.role, self._say):
             self.scaler.load_state_dict(state_dict["scaler"])
-        else:
-            self._say(f"checkpoint: written in {state_dict['format']}, goes on in {now}, with a fresh loss scaler")
 
 
 _COUNTERS = ("steps", "updates", "skipped", "retried")

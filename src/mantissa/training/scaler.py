@@ -117,11 +117,6 @@ class LossScaler:
         """A scaler that scales by 1 and never changes: for formats with the exponent range of fp32."""
         return FixedScaler(1.0)
 
-    @classmethod
-    def for_format(cls, fmt: NumberFormat, config: ScalerConfig) -> LossScaler:
-        """The scaler that ``fmt`` needs: dynamic for fp16, disabled for bf16 and fp32."""
-        return LossScaler(config) if fmt.needs_loss_scaling else cls.disabled()
-
     @property
     def at_floor(self) -> bool:
         """True where the scale cannot be lowered: an overflow here is not a scaling problem."""

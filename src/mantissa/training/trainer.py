@@ -54,7 +54,7 @@ from mantissa.training.guard_config import GuardConfig
 from mantissa.training.scaler import LossScaler, ScalerConfig
 from mantissa.training.step import OptimizerStep, StepOutcome, adaptive_clip_
 from mantissa.training.watch import Watch
-from mantissa.training.window import Micro, MixedPrecision, RetryWindow, flush_probe
+from mantissa.training.window import Micro, MixedPrecision, RetryWindow, flush_probe, same_format
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
@@ -496,13 +496,13 @@ class PrecisionTrainer:
 
     def _restore_scaler(self, state: Mapping[str, Any]) -> None:
         """Take the saved scale over where the format and the rule are the same; otherwise say that it starts afresh."""
-        saved, now = state["scaler_state_dict"], self.precision.active
+        saved = state["scaler_state_dict"]
         was = (state["precision"] or {}).get("active", "fp16" if state["fp16_active"] else "fp32")
-        if was != now.name:
-            self.say(f"checkpoint: written in {was}, goes on in {now}, with a fresh loss scaler")
-        elif saved is not None and set(saved) == set(self.scaler.state_dict()):
+        if not same_format(was, self.precision, self.say):
+            return
+        if saved is not None and set(saved) == set(self.scaler.state_dict()):
             self.scaler.load_state_dict(saved)
-        elif saved is not None or now.needs_loss_scaling:
+        elif saved is not None or self.precision.active.needs_loss_scaling:
             self.say("checkpoint: its loss scaling has another rule than asked for here: the scaler starts afresh")
 
     def _restore_generators(self, saved: list[dict[str, Tensor]]) -> None:

@@ -64,6 +64,13 @@ class MixedPrecision:
         return cls(role, autocast, evidence, scaler)
 
 
+def same_format(was: str, role: ResolvedRole, say: Callable[[str], None]) -> bool:
+    """Whether a checkpoint was written in the format that computes now; where not, its loss scale means nothing."""
+    if was != role.active.name:
+        say(f"checkpoint: written in {was}, goes on in {role.active}, with a fresh loss scaler")
+    return was == role.active.name
+
+
 @dataclass
 class Micro:
     """One micro-batch. ``compute(scale, last)`` adds its scaled gradient to ``.grad`` and returns its unscaled loss.
