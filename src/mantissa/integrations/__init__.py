@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MantissaPrecision", "MantissaTrainerMixin", "ScalerTelemetry"]
 
-_HOMES = {
-    "MantissaPrecision": "lightning",
-    "MantissaTrainerMixin": "huggingface",
-    "ScalerTelemetry": "huggingface",
-}
+_HOMES = {"MantissaPrecision": "lightning", "MantissaTrainerMixin": "huggingface", "ScalerTelemetry": "huggingface"}
 
 
 def __getattr__(name: str) -> Any:

@@ -35,12 +35,7 @@ from mantissa.training.distributed import is_dtensor, shard_like
 
 
 def adamw(
-    model: nn.Module,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    moments: Moments = "fp32",
+    model: nn.Module, *, betas: tuple[float, float], eps: float, weight_decay: float, moments: Moments = "fp32"
 ) -> torch.optim.Optimizer:
     """AdamW over a model's parameters that train; weight decay on matrices only (norms and biases are left alone).
 
