@@ -9,7 +9,7 @@ import pytest
 
 import mantissa.integrations
 from mantissa.errors import MantissaError
-from mantissa.integrations import HeldScheduler, require
+from mantissa.integrations.common import HeldScheduler, require
 
 
 def test_importing_the_room_loads_none_of_the_libraries() -> None:

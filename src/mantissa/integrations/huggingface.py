@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
-from mantissa.integrations import HeldScheduler, require
+from mantissa.integrations.common import HeldScheduler, require
 from mantissa.jsonl import JsonLines
 from mantissa.training import ScalerConfig, StepOutcome
 from mantissa.training.checks import device_of

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
-from mantissa.integrations import HeldScheduler, require
+from mantissa.integrations.common import HeldScheduler, require
 from mantissa.precision import ResolvedRole
 from mantissa.training import LossScaler, ScalerConfig, StepOutcome
 from mantissa.training.checks import device_of
