@@ -15,6 +15,14 @@ from mantissa.errors import MantissaError
 from mantissa.training import ScalerConfig
 
 _SWITCH = "ENABLE_FP16_TRAINING"
+# Environment variable -> field of the configuration: what ``from_environment`` reads, and what the docs show.
+ENVIRONMENT = {
+    _SWITCH: "enabled",
+    "FP16_LOSS_SCALE": "loss_scale",
+    "FP16_GROWTH_FACTOR": "growth_factor",
+    "FP16_BACKOFF_FACTOR": "backoff_factor",
+    "FP16_GROWTH_INTERVAL": "growth_interval",
+}
 _WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
@@ -32,12 +40,7 @@ class PrecisionMode(StrEnum):
     @property
     def number_format(self) -> str:
         """The number format's name: ``fp32``, ``fp16`` or ``bf16``."""
-        return {"fp32": "fp32", "fp16": "fp16", "mixed_fp16": "fp16"}.get(self.value, "bf16")
-
-
-def _from(variable: str, default: Any) -> Any:
-    """A field that an environment variable can set."""
-    return field(default=default, metadata={"environment": variable})
+        return self.value.removeprefix("mixed_").replace("bfloat16", "bf16")
 
 
 class _Config:
@@ -114,23 +117,15 @@ class FP16TrainingConfig(_Config):
     ``fallback``: as ``PrecisionTrainer``.
     """
 
-    enabled: bool = _from(_SWITCH, True)
-    loss_scale: float = _from("FP16_LOSS_SCALE", 65536.0)
-    growth_factor: float = _from("FP16_GROWTH_FACTOR", 2.0)
-    backoff_factor: float = _from("FP16_BACKOFF_FACTOR", 0.5)
-    growth_interval: int = _from("FP16_GROWTH_INTERVAL", 2000)
+    enabled: bool = True
+    loss_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
     max_grad_norm: float | None = field(default=1.0, kw_only=True)
     adaptive_clip: float | None = field(default=None, kw_only=True)
     backend: Literal["auto", "native", "simulated"] = field(default="auto", kw_only=True)
     fallback: Literal["error", "warn"] = field(default="error", kw_only=True)
-
-
-# Environment variable -> field of the configuration: what ``from_environment`` reads, and what the docs show.
-ENVIRONMENT: dict[str, str] = {
-    each.metadata["environment"]: each.name
-    for each in dataclasses.fields(FP16TrainingConfig)
-    if "environment" in each.metadata
-}
 
 
 @dataclass(frozen=True)
