@@ -338,7 +338,7 @@ def test_a_config_that_means_nothing_is_refused_when_it_is_made(kind: type, fiel
 WHERE = ("the batch", "the loss", "a loss of nan", "an activation's gradient", "one weight's gradient")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     where=st.sampled_from(WHERE),
     at=st.integers(0, 5),

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from mantissa.compat.config import ExtendedFP16Config, FP16TrainingConfig, switched_off
 from mantissa.errors import MantissaError
+from mantissa.ranks import Ranks
 from mantissa.training import PrecisionTrainer, distribute
-from mantissa.training.distributed import Ranks, is_ddp
+from mantissa.training.distributed import is_ddp, joined
 from mantissa.training.trainer import LossFunction
 
 
@@ -31,7 +32,7 @@ def init_distributed(backend: str | None = None) -> tuple[int, int]:
     """
     if torch.cuda.is_available() and "LOCAL_RANK" in os.environ and not dist.is_initialized():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before nccl's first message
-    ranks = Ranks.join(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+    ranks = joined(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
     return ranks.rank, ranks.world
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from mantissa.bounds import LARGEST_SIZE, SMALLEST_FLOAT, check_values, number
 from mantissa.errors import MantissaError
 from mantissa.precision import FP32, PrecisionPolicy, ResolvedRole, resolve
-from mantissa.training.distributed import ALONE, Ranks, is_fsdp, local, unwrapped
+from mantissa.ranks import ALONE, Ranks, is_fsdp
+from mantissa.training.distributed import local, unwrapped
 
 
 def named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -1,8 +1,7 @@
-"""Several processes: who they are, what they agree on, and what is sharded.
+"""Several processes: joining them, wrapping a model for them, and what is sharded; who they are is ``mantissa.ranks``.
 
 ``distribute`` wraps a model for DDP (every rank holds all of it) or FSDP2 (every rank holds a shard of each parameter)
-under ``torchrun``; ``Ranks`` is the process group, for everything in Mantissa. With one process every function here is
-the identity, so there is no branch elsewhere.
+under ``torchrun``. With one process every function here is the identity, so there is no branch elsewhere.
 
 What must agree between ranks, and how: the largest gradient (MAX, hence found-inf), the weights of batches (SUM), the
 end of the data (MAX of "have one"). Gradients are averaged by DDP and FSDP2 themselves, in fp32.
@@ -13,10 +12,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,14 +21,7 @@ from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
 from mantissa.launched import STORE
-
-T = TypeVar("T")
-
-
-def is_dtensor(value: Any) -> bool:
-    """Whether ``value`` is a DTensor; costs no import where none can exist."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+from mantissa.ranks import Ranks, is_dtensor, is_fsdp, world_size
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -55,107 +45,6 @@ def grad_norm(gradients: Iterable[Tensor]) -> Tensor:
     return torch.hypot(norm.to(across.device), across.full_tensor())
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The process group: the processes that work on one model. ``device``: where their messages are made."""
-
-    rank: int = 0
-    world: int = 1
-    device: str = "cpu"
-
-    @classmethod
-    def here(cls) -> Ranks:
-        """The group that this process has joined; ``ALONE`` where it has joined none, or has it alone."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return ALONE
-        device = f"cuda:{torch.cuda.current_device()}" if dist.get_backend() == "nccl" else "cpu"
-        return cls(dist.get_rank(), dist.get_world_size(), device)
-
-    @classmethod
-    def join(cls, backend: str) -> Ranks:
-        """Join the group that ``torchrun`` describes, unless that is done; ``ALONE`` where there is one process."""
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            join(backend)
-        return cls.here()
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Ranks:
-        """The group over which a model's gradients are exchanged, by DDP or FSDP2.
-
-        Raises ``MantissaError`` where there are several processes but nothing would synchronise the model.
-        """
-        ranks = cls.here()
-        if not (ranks.alone or is_ddp(model) or is_fsdp(model)):
-            raise MantissaError(
-                f"{ranks.world} processes, but the model is neither DDP nor FSDP2: each would train a copy of its own; "
-                'wrap it first, as in model = distribute(model, "ddp")'
-            )
-        return ranks
-
-    @property
-    def alone(self) -> bool:
-        """Whether this is the only process."""
-        return self.world == 1
-
-    @property
-    def rank0(self) -> bool:
-        """Whether this is the rank that writes and talks."""
-        return self.rank == 0
-
-    def max(self, value: Tensor) -> Tensor:
-        """Largest of a 0-dim tensor over ranks (NaN is not ordered: map it to inf first)."""
-        return value if self.alone else self._reduce(value, dist.ReduceOp.MAX)
-
-    def max_of(self, value: float) -> float:
-        """Largest of a number over ranks."""
-        return value if self.alone else float(self.max(torch.tensor(value, dtype=torch.float64)))
-
-    def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on some rank."""
-        return self.max_of(float(flag)) > 0
-
-    def sum_of(self, value: float) -> float:
-        """Sum of a number over ranks."""
-        return value if self.alone else float(self._reduce(torch.tensor(value, dtype=torch.float64), dist.ReduceOp.SUM))
-
-    def sum_(self, tensor: Tensor) -> None:
-        """Sum a tensor over ranks, in place, on its own device; every rank gets the same bits."""
-        if not self.alone:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
-
-    def gather(self, value: T) -> list[T]:
-        """Every rank's ``value``, in the order of ranks, on every rank. Values are pickled: no tensors on a GPU."""
-        if self.alone:
-            return [value]
-        gathered: list[Any] = [None] * self.world
-        dist.all_gather_object(gathered, value)
-        return gathered
-
-    def broadcast(self, value: T) -> T:
-        """Rank 0's ``value``, on every rank."""
-        return self.gather(value)[0]
-
-    def shard(self, items: Sequence[T]) -> Sequence[T]:
-        """This rank's shard of a list: every n-th entry."""
-        return items if self.alone else items[self.rank :: self.world]
-
-    def gather_shards(self, done: Sequence[T]) -> list[T]:
-        """The inverse of ``shard``: what every rank made of its shard, in the order of the list, on every rank."""
-        shards = self.gather(list(done))
-        return [shards[i % len(shards)][i // len(shards)] for i in range(sum(map(len, shards)))]
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        if not self.alone:
-            dist.barrier()
-
-    def _reduce(self, value: Tensor, op: Any) -> Tensor:
-        message = value.detach().to(self.device, copy=True)
-        dist.all_reduce(message, op=op)
-        return message
-
-
-ALONE = Ranks()
 _END = object()
 
 
@@ -164,7 +53,7 @@ def until_all_end(loader: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
     iterator = iter(loader)
     while True:
         batch = next(iterator, _END)
-        if not ranks.any(batch is not _END):
+        if ranks.max_of(0.0 if batch is _END else 1.0) == 0.0:
             return
         yield None if batch is _END else batch
 
@@ -172,12 +61,6 @@ def until_all_end(loader: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
 def is_ddp(model: nn.Module) -> bool:
     """Whether the model is wrapped in DDP."""
     return isinstance(model, nn.parallel.DistributedDataParallel)
-
-
-def is_fsdp(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to this module."""
-    module = sys.modules.get("torch.distributed.fsdp")
-    return module is not None and isinstance(model, module.FSDPModule)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -232,6 +115,13 @@ def join(backend: str, **options: Any) -> None:
     dist.init_process_group(backend, **options)
 
 
+def joined(backend: str) -> Ranks:
+    """The ranks that ``torchrun`` started, whose group this one joins unless it has; ``ALONE`` where it is but one."""
+    if not dist.is_initialized() and (world_size() or 1) > 1:
+        join(backend)
+    return Ranks.here()
+
+
 def distribute(
     model: nn.Module,
     kind: Literal["ddp", "fsdp2"],
@@ -254,7 +144,7 @@ def distribute(
     model = model.to(place)
     if on_gpu:
         torch.cuda.set_device(place)
-    ranks = Ranks.join("nccl" if on_gpu else "gloo")
+    ranks = joined("nccl" if on_gpu else "gloo")
     if ranks.alone:
         return model
     if kind == "ddp":

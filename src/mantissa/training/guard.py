@@ -52,7 +52,7 @@ from mantissa.bounds import boundary, inside
 from mantissa.errors import MantissaError
 from mantissa.files import write_atomically
 from mantissa.jsonl import JsonLines, Row
-from mantissa.training.distributed import ALONE, Ranks
+from mantissa.ranks import ALONE, Ranks
 from mantissa.training.guard_config import DROPS, GuardConfig, Reference, figure, finite_loss, mean
 
 FORMAT = "mantissa-guard"
@@ -199,7 +199,7 @@ class Judge:
     @property
     def good(self) -> bool:
         """Whether a checkpoint written now may be called the last good one. Collective, as all here."""
-        return self._ranks.any(self.guard is not None and self.guard.good)
+        return self._ranks.max_of(float(self.guard is not None and self.guard.good)) > 0
 
     def judge(self, row: Mapping[str, Any]) -> bool:
         """Whether to fall back after this row, which is on disk already; the decision is logged when this returns.

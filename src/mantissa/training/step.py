@@ -44,7 +44,8 @@ from torch import Tensor, nn
 from mantissa.bounds import count
 from mantissa.errors import MantissaError
 from mantissa.precision import NumberFormat
-from mantissa.training.distributed import ALONE, Ranks, grad_norm, is_dtensor, local
+from mantissa.ranks import ALONE, Ranks, is_dtensor
+from mantissa.training.distributed import grad_norm, local
 from mantissa.training.optimizer import flattened, restored
 from mantissa.training.scaler import LossScaler
 
@@ -290,7 +291,8 @@ class OptimizerStep:
 
     def _loss_is_lost(self, loss: Tensor | None) -> bool:
         """Whether the forward itself was not finite, on any rank: a repeated backward would find the same."""
-        return self.ranks.any(loss is not None and not bool(loss.isfinite().all()))
+        lost = loss is not None and not bool(loss.isfinite().all())
+        return self.ranks.max_of(float(lost)) > 0
 
     def _apply(
         self, gradients: list[Tensor], scale: float, share: float, fraction: float

@@ -39,17 +39,10 @@ from torch import Tensor, nn
 from mantissa.bounds import boundary, count
 from mantissa.errors import MantissaError
 from mantissa.precision import FP32
+from mantissa.ranks import Ranks
 from mantissa.training import trainer_state
 from mantissa.training.checks import check_loss, check_options, check_place, device_of
-from mantissa.training.distributed import (
-    Ranks,
-    forget_unsent,
-    shard_like,
-    synchronising,
-    until_all_end,
-    unwrapped,
-    whole,
-)
+from mantissa.training.distributed import forget_unsent, shard_like, synchronising, until_all_end, unwrapped, whole
 from mantissa.training.guard_config import GuardConfig
 from mantissa.training.scaler import LossScaler, ScalerConfig
 from mantissa.training.step import OptimizerStep, StepOutcome, adaptive_clip_
@@ -285,14 +278,7 @@ class PrecisionTrainer:
                 "not part of a checkpoint; save after the optimiser's turn, or call flush() first"
             )
         state = self._state(extra)
-        failure: MantissaError | None = None
-        if self.ranks.rank0:
-            try:
-                trainer_state.write(path, state)
-            except MantissaError as error:
-                failure = error
-        if self.ranks.any(failure is not None):  # no rank waits for a file that will not come
-            raise failure or MantissaError(f"rank 0 could not write the checkpoint {path}; see its message")
+        self.ranks.agreed(lambda: trainer_state.write(path, state) if self.ranks.rank0 else None)
         return Path(path)
 
     def load_checkpoint(self, path: Path | str, or_previous: bool = False) -> dict[str, Any]:

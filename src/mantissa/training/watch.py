@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mantissa.errors import MantissaError
 from mantissa.jsonl import JsonLines, Row
-from mantissa.training.distributed import Ranks
+from mantissa.ranks import Ranks
 from mantissa.training.guard import Judge
 from mantissa.training.guard_config import GuardConfig
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mantissa.kernels import Autocast, autocast_for, probe_autocast
 from mantissa.precision import FP32, ResolvedRole
+from mantissa.ranks import Ranks, is_fsdp
 from mantissa.training.checks import (
     anomaly,
     device_of,
@@ -26,7 +27,7 @@ from mantissa.training.checks import (
     precision_line,
     resolved_role,
 )
-from mantissa.training.distributed import Ranks, is_fsdp, local, synchronising, unwrapped
+from mantissa.training.distributed import local, synchronising, unwrapped
 from mantissa.training.scaler import LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome
 
