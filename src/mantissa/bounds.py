@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,18 @@ def number(value: Any, low: float, high: float = LARGEST_FLOAT, *, whole: bool =
     if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
         return False
     return value in (low, high) or abs(value) <= LARGEST_FLOAT
+
+
+def inside(value: float, low: float | None, high: float | None) -> bool:
+    """Whether ``value`` lies in [low, high], a metric's healthy range; None is an open end. NaN lies in no range."""
+    return (low is None or value >= low) and (high is None or value <= high)
+
+
+def check_values(where: str, values: Mapping[str, Any], checks: Mapping[str, tuple[bool, str]]) -> None:
+    """``MantissaError``, "where: name=value: expected ...", for the first of ``checks`` (good, expected) that fails."""
+    for name, (good, expected) in checks.items():
+        if not good:
+            raise MantissaError(f"{where}: {name}={values[name]!r}: expected {expected}")
 
 
 def count(value: Any, name: str) -> int:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,24 +10,17 @@ import pytest
 import torch
 
 import compat_worker
+from toys import torchrun
 
 pytestmark = pytest.mark.slow
 TOGETHER = ("learn", "inf_on_rank_1", "inf_after_the_exchange", "save_and_resume", "options")
-
-
-def torchrun(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [compat_worker.__file__, str(folder), *names]
-    path = os.pathsep.join([str(Path(compat_worker.__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes left of every scenario."""
     folder = tmp_path_factory.mktemp("compat")
-    done = torchrun(folder, *TOGETHER)
+    done = torchrun(2, compat_worker.__file__, folder, *TOGETHER)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("precision: fp32 asked") == 1  # one rank speaks
     return folder
@@ -84,7 +74,7 @@ def test_ddp_gets_its_options_and_what_would_go_apart_is_refused(folder: Path) -
 
 def test_a_rank_that_fails_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
     began = time.perf_counter()
-    done = torchrun(tmp_path, "failing")
+    done = torchrun(2, compat_worker.__file__, tmp_path, "failing")
     assert done.returncode != 0
     assert "KeyError: 'answer'" in done.stderr
     assert time.perf_counter() - began < 60  # gloo itself would wait half an hour

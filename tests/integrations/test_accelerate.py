@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import accelerate_worker
 from mantissa.training import PrecisionTrainer
-from toys import cross_entropy, data, mlp, quiet, same, state, trainer_of
+from toys import cross_entropy, data, mlp, quiet, same, state, torchrun, trainer_of
 
 accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantissa[accelerate]'")
 
@@ -39,12 +37,9 @@ def test_prepared_objects_train_as_bare_ones_to_the_last_bit() -> None:
     assert optimizer.param_groups[0]["lr"] == expected.optimizer.param_groups[0]["lr"] == 0.05 * 0.5**6
 
 
-def test_the_example_learns_the_spirals_in_two_processes() -> None:
+def test_the_example_learns_the_spirals_in_two_processes(tmp_path: Path) -> None:
     """16 batches an epoch, half of them for each rank: 8 updates in each of 20; the spirals can be told apart."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command.append(accelerate_worker.__file__)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = torchrun(2, accelerate_worker.__file__, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.startswith("precision: fp16 asked, fp16 active, simulated")] == lines[:1]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from torch.utils.data import DataLoader
 from mantissa.errors import MantissaError
 from mantissa.jsonl import JsonLines
 from mantissa.training import ScalerConfig
-from toys import OverflowsAbove, cross_entropy, data, fragile, mlp, quiet, same, state, trainer_of
+from toys import OverflowsAbove, cross_entropy, data, fragile, mlp, quiet, same, state, torchrun, trainer_of
 
 pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantissa[accelerate]'")
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -240,14 +237,9 @@ def test_a_nan_loss_with_finite_gradients_is_skipped_wherever_in_its_window(pois
     assert same(state(ours), state(oracle))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"scale": ScalerConfig(retries=6)}, {"scale": ScalerConfig(retries=6), "retries": 2}]
-)
-def test_retries_are_those_of_precision_trainer(options: dict[str, Any], tmp_path: Path) -> None:
-    """The option where it is given, also beside a configuration that has another."""
-    trainer = train(Ours, mlp(), data(1), tmp_path, say=quiet, **options)
-    assert trainer.scaler.config.retries == trainer_of(mlp(), "fp16", **options).scaler.config.retries
-    assert trainer.scaler.config.retries == options.get("retries", 6 if options else 4)
+def test_an_option_comes_before_a_configuration_that_has_another(tmp_path: Path) -> None:
+    trainer = train(Ours, mlp(), data(1), tmp_path, say=quiet, scale=ScalerConfig(initial=4.0, retries=6), retries=2)
+    assert (trainer.scaler.config.initial, trainer.scaler.config.retries) == (4.0, 2)
 
 
 def test_telemetry_writes_the_file_of_our_trainer_too(tmp_path: Path) -> None:
@@ -292,6 +284,17 @@ def test_a_resumed_training_ends_as_one_that_was_not_interrupted(tmp_path: Path)
     assert logged(again, "optim/updates") == logged(first, "optim/updates")
 
 
+def test_resumed_in_another_precision_it_has_a_fresh_scale(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2, "epochs": 2}
+    train(Ours, mlp(), data(2), tmp_path, precision="bf16", say=quiet, **options)
+    said: list[str] = []
+    path = str(tmp_path / "checkpoint-2")
+    again = train(Ours, mlp(), data(2), tmp_path / "fp16", precision="fp16", say=said.append, resume=path, epochs=2)
+    assert "checkpoint: written in bf16, goes on in fp16, with a fresh loss scaler" in said
+    assert again.scaler.scale == 2.0**16
+    assert logged(again, "optim/updates")[-1] == 4
+
+
 def test_evaluation_computes_in_the_precision(tmp_path: Path) -> None:
     net = nn.Linear(6, 3)
     trainer = train(Ours, net, data(1), tmp_path, precision="bf16", say=quiet)
@@ -314,10 +317,7 @@ def test_what_it_refuses(tmp_path: Path) -> None:
 
 def test_ranks_repeat_a_window_alike(tmp_path: Path) -> None:
     """Two processes under DDP; one overflows, both repeat, and end as if the scale had been right at once."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [huggingface_worker.__file__, str(tmp_path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = torchrun(2, huggingface_worker.__file__, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     ends = {}
     for name in ("troubled", "calm"):

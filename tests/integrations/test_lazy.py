@@ -9,8 +9,7 @@ import pytest
 
 import mantissa.integrations
 from mantissa.errors import MantissaError
-from mantissa.integrations import require
-from mantissa.integrations.huggingface import HeldScheduler
+from mantissa.integrations.common import HeldScheduler, require
 
 
 def test_importing_the_room_loads_none_of_the_libraries() -> None:
@@ -39,6 +38,15 @@ def test_a_missing_library_names_its_extra(name: str, library: str, extra: str) 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     expected = f"{library} is not installed; this integration needs it: pip install 'mantissa[{extra}]'"
     assert done.stdout.strip() == expected
+
+
+def test_one_integration_needs_none_of_anothers_libraries() -> None:
+    code = (
+        "import sys; sys.modules['accelerate'] = None\n"
+        "from mantissa.integrations import MantissaPrecision; print(MantissaPrecision.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "MantissaPrecision", done.stderr[-500:]
 
 
 def test_a_library_that_is_there_but_broken_is_not_called_missing(tmp_path, monkeypatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def test_version_1_is_read_as_one_without_further_files(tmp_path: Path) -> None:
     header = json.loads((path / "state.json").read_text())
     assert header["version"] == 3
     assert list(header["files"]) == ["policy.safetensors", "optimizer.safetensors"]  # what version 1 had
-    (path / "state.json").write_text(json.dumps(header | {"version": 1}))
+    rewrite(path, version=1)
     assert load_checkpoint(tmp_path).more == {}
     with pytest.raises(MantissaError, match="checkpoint step-1 holds no reference: the run that wrote it had none"):
         load_checkpoint(tmp_path).part("reference")
@@ -87,44 +88,27 @@ def test_leftovers_of_a_killed_writer_are_no_checkpoint(tmp_path: Path) -> None:
     assert not leftover.exists()
 
 
-def damage_truncate(path: Path) -> None:
-    target = path / "policy.safetensors"
-    target.write_bytes(target.read_bytes()[:-8])
-
-
-def damage_header(path: Path) -> None:
-    (path / "state.json").write_text("{")
-
-
-def damage_missing(path: Path) -> None:
-    (path / "optimizer.safetensors").unlink()
-
-
-def damage_foreign(path: Path) -> None:
-    (path / "state.json").write_text('{"format": "other"}')
-
-
-def damage_newer(path: Path) -> None:
+def rewrite(path: Path, **fields: object) -> None:
     header = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps(header | {"version": 99}))
+    (path / "state.json").write_text(json.dumps(header | fields))
 
 
-def damage_bytes(path: Path) -> None:
-    target = path / "policy.safetensors"
-    target.write_bytes(b"\xff" * target.stat().st_size)
+def overwrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda path: (path / name).write_bytes(change((path / name).read_bytes()))
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_truncate, r"damaged: expected \d+ bytes, found \d+; delete .*step-2 to go on from step-1"),
-        (damage_header, "no readable state.json"),
-        (damage_missing, "damaged: expected .* found None"),
-        (damage_foreign, "not a checkpoint of this program"),
-        (damage_newer, "version 99, this program reads versions 1 to 3"),
-        (damage_bytes, "damaged"),
+        (overwrite("policy.safetensors", lambda old: old[:-8]),
+         r"damaged: expected \d+ bytes, found \d+; delete .*step-2 to go on from step-1"),
+        (overwrite("state.json", lambda old: b"{"), "no readable state.json"),
+        (lambda path: (path / "optimizer.safetensors").unlink(), "damaged: expected .* found None"),
+        (overwrite("state.json", lambda old: b'{"format": "other"}'), "not a checkpoint of this program"),
+        (lambda path: rewrite(path, version=99), "version 99, this program reads versions 1 to 3"),
+        (overwrite("policy.safetensors", lambda old: b"\xff" * len(old)), "its SHA-256 is another"),
     ],
-)
+)  # fmt: skip
 def test_damage_is_one_clear_error(tmp_path: Path, damage, message: str) -> None:
     for step in (1, 2):
         save_checkpoint(tmp_path, checkpoint(step), keep=2)

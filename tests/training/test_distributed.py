@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,10 @@ from torch import nn
 import rank_worker
 from mantissa.errors import MantissaError
 from mantissa.jsonl import JsonLines
+from mantissa.ranks import ALONE
 from mantissa.training import distribute
-from mantissa.training.distributed import ALONE, grad_norm
+from mantissa.training.distributed import grad_norm
+from toys import torchrun
 
 pytestmark = pytest.mark.slow
 KINDS = ("ddp", "fsdp2")
@@ -25,18 +24,11 @@ TOGETHER = ("equal", "inf_on_one_rank", "accumulate", "uneven", "broken_window",
 REFUSED = ("unwrapped_is_refused", "full_disk")
 
 
-def torchrun(world: int, folder: Path, kind: str, *names: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command += [rank_worker.__file__, str(folder), kind, *names]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What two processes left of every scenario that does not end in a crash."""
     folder = tmp_path_factory.mktemp(request.param)
-    done = torchrun(2, folder, request.param, *TOGETHER, *REFUSED)
+    done = torchrun(2, rank_worker.__file__, folder, request.param, *TOGETHER, *REFUSED)
     assert done.returncode == 0, done.stderr[-3000:]
     return request.param, folder
 
@@ -132,7 +124,7 @@ def test_saved_on_two_resumed_on_one_and_on_three(two: tuple[str, Path]) -> None
     alone = rank_worker.resume(None, folder, f"{kind}.pt")
     assert_close(alone["weights"], expected["weights"], 2e-4)  # fp16 rounds sums of another order
     assert alone["stats"]["steps"] == 6
-    done = torchrun(3, folder, kind, "resume")
+    done = torchrun(3, rank_worker.__file__, folder, kind, "resume")
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(3):
         assert_close(left(two, "resume", rank)["weights"], expected["weights"], 2e-4)
@@ -144,9 +136,9 @@ def test_saved_on_two_resumed_on_one_and_on_three(two: tuple[str, Path]) -> None
 
 def test_a_rank_killed_in_a_step_then_resumed_bit_for_bit(two: tuple[str, Path]) -> None:
     kind, folder = two
-    crashed = torchrun(2, folder, kind, "crash")
+    crashed = torchrun(2, rank_worker.__file__, folder, kind, "crash")
     assert crashed.returncode != 0
-    done = torchrun(2, folder, kind, "resume_crashed")
+    done = torchrun(2, rank_worker.__file__, folder, kind, "resume_crashed")
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in (0, 1):
         assert_equal(left(two, "resume_crashed", rank)["weights"], left(two, "save", rank)["weights"])

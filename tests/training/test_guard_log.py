@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import shutil
@@ -13,8 +12,9 @@ import pytest
 
 from mantissa.errors import MantissaError
 from mantissa.jsonl import JsonLines
-from mantissa.training import Decision, GuardConfig, GuardLog, GuardSettings, open_guard, replay
+from mantissa.training import Decision, GuardConfig, GuardLog, GuardSettings, Judge, open_guard, replay
 from mantissa.training.guard import noteworthy
+from toys import quiet
 
 Rows = list[dict[str, Any]]
 CONFIG = GuardConfig(window=6, min_steps=3, max_fall_backs=2, gates={"gap/kl": (None, 0.1)}, good_after=2)
@@ -65,19 +65,15 @@ def test_killed_and_resumed_leaves_the_same_files(tmp_path: Path, kill_at: int, 
     for folder in (calm, killed):
         folder.mkdir()
     drive(calm, rows)
-    guard, log = open_guard(killed, CONFIG)
-    saved = guard.state_dict()
+    first = Judge(killed, CONFIG, quiet)
     for row in rows[:kill_at]:
-        log.add(guard.observe(row))
-        if row["step"] == checkpoint_at:
-            saved = json.loads(json.dumps(guard.state_dict(), allow_nan=False))
+        first.judge(row)
     with open(killed / "guard.jsonl", "a") as file:
         file.write('{"step": 61, "act')  # a line that the kill cut short
-    guard, log = open_guard(killed, CONFIG)
-    guard.load_state_dict(saved)
-    log.truncate(checkpoint_at)
+    second = Judge(killed, CONFIG, quiet)
+    second.rewind(checkpoint_at, rows[:checkpoint_at])
     for row in rows[checkpoint_at:]:
-        log.add(guard.observe(row))
+        second.judge(row)
     for name in ("guard.json", "guard.jsonl"):
         assert (killed / name).read_bytes() == (calm / name).read_bytes()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,10 +20,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Recurrent(nn.Module):
     """Embedding, a recurrent layer, a head on the last state."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(6, 8)
-        self.layer = kind(8, 16, batch_first=True)
+        self.layer = nn.LSTM(8, 16, batch_first=True)
         self.head = nn.Linear(16, 3)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -88,8 +87,7 @@ Source = Callable[[int, torch.Generator], Batch]
 CASES: dict[str, tuple[Maker, Source, int]] = {  # and optimiser steps until it has learnt
     "mlp": (mlp, vectors, 40),
     "conv + batch norm": (conv_net, pictures, 30),
-    "gru": (lambda: Recurrent(nn.GRU), tokens, 50),
-    "lstm": (lambda: Recurrent(nn.LSTM), tokens, 50),
+    "lstm": (Recurrent, tokens, 50),
     "transformer": (Encoder, tokens, 40),
 }
 
@@ -216,20 +214,6 @@ def test_a_scale_too_small_flushes_gradients_and_one_too_large_overflows(case: s
     outcome = patient.step(batches(case, 1)[0], loss_fn)
     assert outcome.kind == "retried"
     assert math.isfinite(outcome.grad_norm)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("case", CASES)
-def test_resumed_is_the_same_to_the_last_bit(case: str, precision: str, tmp_path: Path) -> None:
-    todo = batches(case, 8)
-    whole = trainer_for(case, precision)
-    losses(whole, todo[:4])
-    path = whole.save_checkpoint(tmp_path / "run.pt")
-    expected = losses(whole, todo[4:])
-    resumed = trainer_for(case, precision, seed=1)
-    resumed.load_checkpoint(path)
-    assert losses(resumed, todo[4:]) == expected
-    assert same(state(resumed.model), state(whole.model))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

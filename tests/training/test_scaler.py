@@ -130,32 +130,6 @@ def test_scale_stops_at_the_floor() -> None:
     assert scaler.at_floor
 
 
-def test_disabled_scaler_scales_by_one_for_ever() -> None:
-    scaler = LossScaler.disabled()
-    for _ in range(1000):
-        scaler.stepped(0.5)
-    assert scaler.scale == 1.0
-    assert scaler.at_floor
-
-
-@pytest.mark.parametrize(("fmt", "initial"), [(FP16, 1024.0), (BF16, 1.0), (FP32, 1.0)])
-def test_only_formats_of_small_range_are_scaled(fmt, initial) -> None:
-    assert LossScaler.for_format(fmt, ScalerConfig(initial=1024.0)).scale == initial
-
-
-def test_state_survives_a_round_trip() -> None:
-    scaler = LossScaler(ScalerConfig(growth_interval=10))
-    scaler.overflowed()
-    for _ in range(7):
-        scaler.stepped(0.5)
-    other = LossScaler(ScalerConfig(growth_interval=10))
-    other.load_state_dict(scaler.state_dict())
-    for _ in range(3):
-        scaler.stepped(0.5)
-        other.stepped(0.5)
-    assert scaler.state_dict() == other.state_dict() == {"scale": 65536.0, "clean_steps": 0}
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -191,6 +191,15 @@ def test_what_scaling_cannot_cure_stops_and_names_the_module(precision: str) -> 
     assert skipping.step(data(1)[0], cross_entropy).kind == "skipped"
 
 
+def test_a_backward_apart_cannot_be_repeated_to_look_for_the_module() -> None:
+    model, trap = fragile(dropout=0.0)
+    trap.limit = 0.0
+    trainer = trainer_of(model)
+    with pytest.raises(MantissaError, match="first non-finite value: not known, for this batch's forward cannot be"):
+        trainer.backward_step(trainer.forward_loss(data(1)[0], cross_entropy))
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_anomaly_mode_adds_the_line_of_the_forward() -> None:
     def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
         return (model(batch[0]) * 0.0).sqrt().mean()  # the gradient of sqrt at 0 is inf, and inf * 0 is NaN

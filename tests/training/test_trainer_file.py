@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from mantissa.errors import MantissaError
 from mantissa.training import PrecisionTrainer, trainer_state
@@ -65,15 +66,6 @@ def test_the_scaler_goes_on_where_it_was(tmp_path: Path) -> None:
     assert (other.steps, other.updates, other.skipped) == (6, 5, 1)
 
 
-def test_another_precision_starts_a_fresh_scaler_and_says_so(tmp_path: Path) -> None:
-    path = trainer_of(mlp(), "fp16").save_checkpoint(tmp_path / "a.pt")
-    said: list[str] = []
-    trainer = trainer_of(mlp(1), "bf16", say=said.append)
-    trainer.load_checkpoint(path)
-    assert trainer.scaler.scale == 1.0
-    assert any("written in fp16, goes on in bf16" in line for line in said)
-
-
 def test_saving_in_an_open_window_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of(mlp(), accumulate=2)
     trainer.step(data(1)[0], cross_entropy)
@@ -88,46 +80,62 @@ def test_unsafe_values_are_refused_by_name(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-OLD = [
-    {"update_steps": None},
-    {"update_steps": 6, "accumulated_steps": 0, "precision_mode": "mixed_fp16", "precision_active": True},
-]
+def old_file(model: nn.Module, optimizer: torch.optim.Optimizer, layout: str, prefix: str = "") -> dict:
+    """As the old utilities wrote it, by torch.save, with GradScaler's own state."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+    scaler.scale(torch.ones(()))
+    content = {
+        "model_state_dict": {prefix + name: value for name, value in model.state_dict().items()},
+        "optimizer_state_dict": optimizer.state_dict(),
+        "scaler_state_dict": scaler.state_dict() | {"_growth_tracker": 17},
+        "overflow_steps": 2,
+    }
+    if layout == "basic":
+        return content | {"training_steps": 8, "fp16_active": True}
+    more = {"training_steps": 33, "update_steps": 6, "accumulated_steps": 1, "precision_active": True}
+    config = {"precision_mode": "mixed_fp16", "gradient_accumulation_steps": 4, "max_grad_norm": 1.0}
+    return content | more | {"precision_mode": "mixed_fp16", "config": config}
 
 
-@pytest.mark.parametrize("more", OLD)
+@pytest.mark.parametrize(("layout", "batches_seen"), [("basic", 8), ("extended", 33)])
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_reads_both_layouts_without_a_version(more: dict, prefix: str, tmp_path: Path) -> None:
-    """Written as those utilities do: torch.save of a dictionary, with GradScaler's own state."""
+def test_both_old_layouts_are_read_and_one_is_written(
+    layout: str, batches_seen: int, prefix: str, tmp_path: Path
+) -> None:
     model = mlp(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     cross_entropy(model, data(1)[0]).backward()
     optimizer.step()
-    old = {
-        "model_state_dict": {prefix + name: value for name, value in model.state_dict().items()},
-        "optimizer_state_dict": optimizer.state_dict(),
-        "training_steps": 8,
-        "overflow_steps": 2,
-        "fp16_active": True,
-        "scaler_state_dict": {
-            "scale": 4096.0,
-            "growth_factor": 2.0,
-            "backoff_factor": 0.5,
-            "growth_interval": 2000,
-            "_growth_tracker": 17,
-        },
-    } | {key: value for key, value in more.items() if value is not None}
     path = tmp_path / "old.pt"
-    torch.save(old, path)
+    torch.save(old_file(model, optimizer, layout, prefix), path)
     trainer = trainer_of(mlp(5), "fp16")
     assert trainer.load_checkpoint(path) == {}
     assert same(state(model), state(trainer.model))
-    assert (trainer.steps, trainer.updates, trainer.skipped) == (8, 6, 2)
+    assert (trainer.steps, trainer.updates, trainer.skipped, trainer.batches_seen) == (8, 6, 2, batches_seen)
     assert trainer.scaler.state_dict() == {"scale": 4096.0, "clean_steps": 17}
-    momentum = next(iter(optimizer.state.values()))["momentum_buffer"]
-    assert torch.equal(next(iter(trainer.optimizer.state.values()))["momentum_buffer"], momentum)
-    plain = trainer_of(mlp(5), "bf16")
-    plain.load_checkpoint(path)
-    assert plain.scaler.scale == 1.0  # a scaler that a format does not need is not revived
+    pairs = zip(optimizer.state.values(), trainer.optimizer.state.values(), strict=True)
+    assert all(torch.equal(a["momentum_buffer"], b["momentum_buffer"]) for a, b in pairs)
+    content = torch.load(trainer.save_checkpoint(tmp_path / "new.pt"), weights_only=True)
+    assert (content["format"], content["version"], content["training_steps"]) == ("mantissa-trainer", 1, 8)
+
+
+@pytest.mark.parametrize(("source", "now"), [("new", "bf16"), ("fp16", "bf16"), ("bf16", "fp16")])
+def test_another_precision_starts_a_fresh_scaler_and_says_so(source: str, now: str, tmp_path: Path) -> None:
+    """``source``: a file of ours, or of the old utility in that format; in bf16 it had no scaler."""
+    path, model = tmp_path / "a.pt", mlp(4)
+    if source == "new":
+        trainer_of(model, "fp16").save_checkpoint(path)
+    else:
+        content = old_file(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), "extended")
+        if source == "bf16":
+            del content["scaler_state_dict"]
+        torch.save(content, path)
+    said: list[str] = []
+    trainer = trainer_of(mlp(1), now, say=said.append)
+    trainer.load_checkpoint(path)
+    assert trainer.scaler.scale == (65536.0 if now == "fp16" else 1.0)
+    was = "bf16" if source == "bf16" else "fp16"
+    assert any(f"written in {was}, goes on in {now}, with a fresh loss scaler" in line for line in said)
 
 
 class Evil:
@@ -201,15 +209,15 @@ def test_damage_is_one_clear_error_and_the_previous_file_is_used_if_asked(
 
 
 def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
-    path = trainer_of(torch.nn.Linear(6, 3)).save_checkpoint(tmp_path / "a.pt")
+    path = trainer_of(nn.Linear(6, 3)).save_checkpoint(tmp_path / "a.pt")
     trainer = trainer_of(mlp())
     before = state(trainer.model)
     with pytest.raises(MantissaError, match=r"do not fit: it lacks .*; the model lacks bias, weight"):
         trainer.load_checkpoint(path)
     with pytest.raises(MantissaError, match=r"weight has shape \(3, 6\) there and \(4, 6\) here"):
-        trainer_of(torch.nn.Linear(6, 4)).load_checkpoint(path)
+        trainer_of(nn.Linear(6, 4)).load_checkpoint(path)
     assert same(before, state(trainer.model))
-    model = torch.nn.Linear(6, 3)
+    model = nn.Linear(6, 3)
     two_groups = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
     with pytest.raises(MantissaError, match=r"groups have \[2\] parameters, these have \[1, 1\]"):
         PrecisionTrainer(model, two_groups, "fp32", say=quiet).load_checkpoint(path)
@@ -268,7 +276,7 @@ def test_a_full_disk_is_one_error_and_the_old_file_stays(tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".tmp")] == []
 
 
-class Remembering(torch.nn.Linear):
+class Remembering(nn.Linear):
     """A module with state of its own beside tensors, as torch lets one have."""
 
     note = "new"

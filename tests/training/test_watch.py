@@ -64,7 +64,7 @@ def regress(precision: str, steps: int, **options) -> tuple[PrecisionTrainer, fl
 
 def test_a_run_that_leaves_fp16_is_caught_and_ends_as_good_as_fp32(tmp_path: Path) -> None:
     """Outputs must pass 65504 to fit: fp16 alone is lost; guarded, it goes on in bf16 from the last good checkpoint."""
-    steps, best = 400, NOISE**2
+    steps, best = 150, NOISE**2
     _, fp32 = regress("fp32", steps)
     alone, unguarded = regress("fp16", steps, on_nonfinite="skip")
     said: list[str] = []

@@ -10,11 +10,19 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Self
 
-from mantissa.bounds import BELOW_ONE, LARGEST_SIZE, SMALLEST_FLOAT, number
+from mantissa.bounds import BELOW_ONE, LARGEST_SIZE, SMALLEST_FLOAT, check_values, number
 from mantissa.errors import MantissaError
 from mantissa.training import ScalerConfig
 
 _SWITCH = "ENABLE_FP16_TRAINING"
+# Environment variable -> field of the configuration: what ``from_environment`` reads, and what the docs show.
+ENVIRONMENT = {
+    _SWITCH: "enabled",
+    "FP16_LOSS_SCALE": "loss_scale",
+    "FP16_GROWTH_FACTOR": "growth_factor",
+    "FP16_BACKOFF_FACTOR": "backoff_factor",
+    "FP16_GROWTH_INTERVAL": "growth_interval",
+}
 _WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
@@ -32,12 +40,7 @@ class PrecisionMode(StrEnum):
     @property
     def number_format(self) -> str:
         """The number format's name: ``fp32``, ``fp16`` or ``bf16``."""
-        return {"fp32": "fp32", "fp16": "fp16", "mixed_fp16": "fp16"}.get(self.value, "bf16")
-
-
-def _from(variable: str, default: Any) -> Any:
-    """A field that an environment variable can set."""
-    return field(default=default, metadata={"environment": variable})
+        return self.value.removeprefix("mixed_").replace("bfloat16", "bf16")
 
 
 class _Config:
@@ -53,31 +56,18 @@ class _Config:
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense now, not at the first step."""
-        checks = (
-            (isinstance(self.enabled, bool), "enabled", "True or False"),
-            (number(self.loss_scale, SMALLEST_FLOAT), "loss_scale", "a finite number above 0"),
-            (number(self.growth_factor, 1), "growth_factor", "a finite number, 1 or more"),
-            (
-                number(self.backoff_factor, SMALLEST_FLOAT, BELOW_ONE),
-                "backoff_factor",
-                "between 0 and 1: an overflow lowers the scale",
-            ),
-            (_is_count(self.growth_interval), "growth_interval", "a whole number from 1 on"),
-            (_is_count(self.accumulate), "gradient_accumulation_steps", "a whole number from 1 on"),
-            (
-                self.max_grad_norm is None or number(self.max_grad_norm, 0, math.inf),
-                "max_grad_norm",
-                "0 or more, or None",
-            ),
-            (
-                self.adaptive_clip is None or number(self.adaptive_clip, SMALLEST_FLOAT),
-                "adaptive_clip",
-                "more than 0, or None",
-            ),
-        )
-        for good, name, expected in checks:
-            if not good:
-                raise MantissaError(f"{type(self).__name__}: {name}={getattr(self, name)!r}: expected {expected}")
+        bound, clip, counted = self.max_grad_norm, self.adaptive_clip, "a whole number from 1 on"
+        check_values(type(self).__name__, vars(self), {
+            "enabled": (isinstance(self.enabled, bool), "True or False"),
+            "loss_scale": (number(self.loss_scale, SMALLEST_FLOAT), "a finite number above 0"),
+            "growth_factor": (number(self.growth_factor, 1), "a finite number, 1 or more"),
+            "backoff_factor": (number(self.backoff_factor, SMALLEST_FLOAT, BELOW_ONE),
+                               "between 0 and 1: an overflow lowers the scale"),
+            "growth_interval": (number(self.growth_interval, 1, LARGEST_SIZE, whole=True), counted),
+            "gradient_accumulation_steps": (number(self.accumulate, 1, LARGEST_SIZE, whole=True), counted),
+            "max_grad_norm": (bound is None or number(bound, 0, math.inf), "0 or more, or None"),
+            "adaptive_clip": (clip is None or number(clip, SMALLEST_FLOAT), "more than 0, or None"),
+        })  # fmt: skip
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **fields: Any) -> Self:
@@ -127,23 +117,15 @@ class FP16TrainingConfig(_Config):
     ``fallback``: as ``PrecisionTrainer``.
     """
 
-    enabled: bool = _from(_SWITCH, True)
-    loss_scale: float = _from("FP16_LOSS_SCALE", 65536.0)
-    growth_factor: float = _from("FP16_GROWTH_FACTOR", 2.0)
-    backoff_factor: float = _from("FP16_BACKOFF_FACTOR", 0.5)
-    growth_interval: int = _from("FP16_GROWTH_INTERVAL", 2000)
+    enabled: bool = True
+    loss_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
     max_grad_norm: float | None = field(default=1.0, kw_only=True)
     adaptive_clip: float | None = field(default=None, kw_only=True)
     backend: Literal["auto", "native", "simulated"] = field(default="auto", kw_only=True)
     fallback: Literal["error", "warn"] = field(default="error", kw_only=True)
-
-
-# Environment variable -> field of the configuration: what ``from_environment`` reads, and what the docs show.
-ENVIRONMENT: dict[str, str] = {
-    each.metadata["environment"]: each.name
-    for each in dataclasses.fields(FP16TrainingConfig)
-    if "environment" in each.metadata
-}
 
 
 @dataclass(frozen=True)
@@ -183,10 +165,6 @@ class ExtendedFP16Config(_Config):
     @property
     def accumulate(self) -> int:
         return self.gradient_accumulation_steps
-
-
-def _is_count(value: Any) -> bool:
-    return number(value, 1, LARGEST_SIZE, whole=True)
 
 
 def switched_off(environment: Mapping[str, str] | None = None) -> bool:

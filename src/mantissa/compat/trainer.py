@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from mantissa.compat.config import ExtendedFP16Config, FP16TrainingConfig, switched_off
 from mantissa.errors import MantissaError
+from mantissa.ranks import Ranks
 from mantissa.training import PrecisionTrainer, distribute
-from mantissa.training.distributed import join
+from mantissa.training.distributed import is_ddp, joined
+from mantissa.training.trainer import LossFunction
 
 
 def init_distributed(backend: str | None = None) -> tuple[int, int]:
@@ -28,13 +30,10 @@ def init_distributed(backend: str | None = None) -> tuple[int, int]:
 
     ``backend``: by default nccl where there is CUDA, else gloo.
     """
-    if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return 0, 1
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # before nccl's first message
-        join(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
-    return dist.get_rank(), dist.get_world_size()
+    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ and not dist.is_initialized():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before nccl's first message
+    ranks = joined(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+    return ranks.rank, ranks.world
 
 
 def cleanup_distributed() -> None:
@@ -46,15 +45,6 @@ def cleanup_distributed() -> None:
         dist.destroy_process_group()
 
 
-def device_for(device: torch.device | str | None) -> torch.device:
-    """The device that is given, else this process's own GPU (by ``LOCAL_RANK``), else the CPU."""
-    if device is not None:
-        return torch.device(device)
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
 def _buffers(broadcast: bool) -> dict[str, Any]:
     """DDP's option for buffers, where it is not the default: torch 2.13 gave it another name."""
     if broadcast:
@@ -64,31 +54,34 @@ def _buffers(broadcast: bool) -> dict[str, Any]:
 
 
 def placed(
-    model: nn.Module, config: ExtendedFP16Config, device: torch.device, rank: int | None, world_size: int | None
+    model: nn.Module,
+    config: ExtendedFP16Config,
+    device: torch.device | str | None,
+    rank: int | None,
+    world_size: int | None,
 ) -> nn.Module:
-    """The model on its device, in DDP where that is asked for, once it is clear which processes there are."""
-    if config.use_ddp and not isinstance(model, nn.parallel.DistributedDataParallel):
-        model = distribute(
-            model,
-            "ddp",
-            device=device,
-            find_unused_parameters=config.find_unused_parameters,
-            **_buffers(config.broadcast_buffers),
-        )
-    present = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    asked = (present[0] if rank is None else rank, present[1] if world_size is None else world_size)
-    if asked != present:
+    """The model on its device, in DDP where that is asked for, once it is clear which processes there are.
+
+    ``device`` None: this process's own GPU (by ``LOCAL_RANK``), else the CPU.
+    """
+    if device is None:
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    if config.use_ddp and not is_ddp(model):
+        options = _buffers(config.broadcast_buffers) | {"find_unused_parameters": config.find_unused_parameters}
+        model = distribute(model, "ddp", device=device, **options)
+    here = Ranks.here()
+    asked = (here.rank if rank is None else rank, here.world if world_size is None else world_size)
+    if asked != (here.rank, here.world):
         raise MantissaError(
-            f"rank {asked[0]} of {asked[1]} was asked for, but this process is rank {present[0]} of {present[1]}: "
+            f"rank {asked[0]} of {asked[1]} was asked for, but this process is rank {here.rank} of {here.world}: "
             "start it with torchrun, call init_distributed() first, and hand on what that returns"
         )
-    if present[1] > 1 and not isinstance(model, nn.parallel.DistributedDataParallel):
-        raise MantissaError(f"{present[1]} processes would each train a model of their own: set use_ddp=True")
+    if not here.alone and not is_ddp(model):
+        raise MantissaError(f"{here.world} processes would each train a model of their own: set use_ddp=True")
     return model.to(device)
 
 
 _LOG = logging.getLogger(__name__)
-LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 class ScalerView:
@@ -226,19 +219,16 @@ class FP16Trainer:
         adaptive clipping shortened in the last step; None where it is off. ``overflow_rate``: skipped / attempted
         optimiser steps. ``precision_active``: whether a low precision is; ``precision_requested`` and
         ``precision_in_use`` are the formats' names."""
-        role, stats = self._trainer.precision, self._trainer.stats()
-        return {
+        stats = self._trainer.stats()
+        active = stats["precision_active"]
+        same = ("overflow_rate", "precision_requested", "backend", "reason", "clipped_fraction")
+        return {name: stats[name] for name in same} | {
             "training_steps": self.training_steps,
             "overflow_steps": self.overflow_steps,
-            "overflow_rate": stats["overflow_rate"],
-            "fp16_enabled": role.active.name == "fp16",
-            "precision_active": role.active.name != "fp32",
-            "precision_requested": role.requested,
-            "precision_in_use": role.active.name,
-            "backend": role.backend,
-            "reason": role.reason,
+            "fp16_enabled": active == "fp16",
+            "precision_active": active != "fp32",
+            "precision_in_use": active,
             "current_scale": stats["loss_scale"],
-            "clipped_fraction": stats["clipped_fraction"],
         }
 
     def save_checkpoint(self, path: str | Path) -> None:
@@ -277,7 +267,7 @@ class ExtendedFP16Trainer(FP16Trainer):
         world_size: int | None = None,
     ) -> None:
         config = self._checked(config)
-        super().__init__(placed(model, config, device_for(device), rank, world_size), optimizer, config)
+        super().__init__(placed(model, config, device, rank, world_size), optimizer, config)
 
     @property
     def device(self) -> torch.device:

@@ -8,7 +8,8 @@ Each library is an extra, imported when its class is asked for: ``pip install 'm
 ``'mantissa[accelerate]'`` (which transformers' Trainer needs, too). Accelerate's own loop takes ``PrecisionTrainer`` as
 it is: ``examples/accelerate_loop.py``.
 
-None of them scales, unscales, looks for overflow or clips by itself: that is ``training.OptimizerStep``, as everywhere.
+None of them scales, unscales, looks for overflow, repeats a window or clips by itself: that is ``training``'s
+``RetryWindow`` over its ``OptimizerStep``, as everywhere.
 """
 
 from __future__ import annotations
@@ -16,34 +17,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mantissa.errors import MantissaError
-
 if TYPE_CHECKING:
     from mantissa.integrations.huggingface import MantissaTrainerMixin, ScalerTelemetry
     from mantissa.integrations.lightning import MantissaPrecision
 
 __all__ = ["MantissaPrecision", "MantissaTrainerMixin", "ScalerTelemetry"]
 
-_HOMES = {
-    "MantissaPrecision": "lightning",
-    "MantissaTrainerMixin": "huggingface",
-    "ScalerTelemetry": "huggingface",
-}
+_HOMES = {"MantissaPrecision": "lightning", "MantissaTrainerMixin": "huggingface", "ScalerTelemetry": "huggingface"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def require(library: str, extra: str) -> None:
-    """Import ``library``; where it is not installed, ``MantissaError`` names the extra that brings it."""
-    try:
-        importlib.import_module(library)
-    except ModuleNotFoundError as error:
-        if not f"{library}.".startswith(f"{error.name}."):
-            raise  # the library is there, and something that it needs is not
-        raise MantissaError(
-            f"{library.partition('.')[0]} is not installed; this integration needs it: pip install 'mantissa[{extra}]'"
-        ) from None

@@ -8,7 +8,7 @@ rather than zeros.
 Hugging Face's ``Trainer`` in Mantissa's precision.
 
 Through methods that Trainer documents for overriding, forward and backward run in ``Autocast``, and each window of
-micro-batches goes through ``OptimizerStep``: scale, unscale, look for overflow, repeat the window or give it up. The
+micro-batches goes through ``RetryWindow``: scale, unscale, look for overflow, repeat the window or give it up. The
 gradients are then handed back unscaled, and Trainer clips (``max_grad_norm``) and steps as it does in fp32. Where a
 window was given up there are no gradients, so torch's optimisers change nothing, and the schedule is held.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -25,45 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
-from mantissa.integrations import require
+from mantissa.integrations.common import HeldScheduler, require
 from mantissa.jsonl import JsonLines
-from mantissa.kernels import autocast_for, probe_autocast
-from mantissa.training import OptimizerStep, ScalerConfig, StepOutcome, first_nonfinite, scaler_for
-from mantissa.training.checks import device_of, named_parameters, precision_line, resolved_role
-from mantissa.training.distributed import Ranks, unwrapped
-from mantissa.training.window import Keeper
-
-
-def counts_of(outcome: StepOutcome) -> dict[str, int]:
-    """Backward passes that overflowed, those redone at a lower scale, and whether the step was given up (0 or 1)."""
-    return {
-        "precision/overflows": outcome.overflows,
-        "precision/retries": outcome.retries,
-        "precision/skipped": int(not outcome.applied),
-    }
-
-
-class HeldScheduler:
-    """``scheduler``, except that ``step`` does nothing while ``applied()`` is False: where the optimiser step before it
-    was given up, the weights have not moved, so neither does the rate. Everything else is the scheduler's own."""
-
-    def __init__(self, scheduler: Any, applied: Callable[[], bool]) -> None:
-        self.scheduler = scheduler
-        self._applied = applied
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        if self._applied():
-            self.scheduler.step(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # asked for before __init__, as copying does
-            raise AttributeError(name)
-        return getattr(self.scheduler, name)
-
+from mantissa.training import ScalerConfig, StepOutcome
+from mantissa.training.checks import device_of
+from mantissa.training.window import Micro, MixedPrecision, RetryWindow, same_format, sum_loss
 
 require("accelerate", "accelerate")
 
 from transformers import TrainerCallback  # noqa: E402 (after the message for those who lack it)
+from transformers.trainer_callback import ExportableState  # noqa: E402
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -190,12 +162,6 @@ def _multiplies(module: nn.Module) -> bool:
     return isinstance(weight, Tensor) and weight.dim() >= 2 and not isinstance(module, nn.Embedding)
 
 
-require("accelerate", "accelerate")
-
-from transformers import TrainerCallback  # noqa: E402 (after the message for those who lack it)
-from transformers.trainer_callback import ExportableState  # noqa: E402
-
-
 class MantissaScalerState(TrainerCallback, ExportableState):
     """Carries scaler and counters into Trainer's checkpoints (``trainer_state.json``) and back."""
 
@@ -210,6 +176,9 @@ class MantissaScalerState(TrainerCallback, ExportableState):
             type(self).__name__, self.state()
         )  # absent from others' checkpoints
         self.numbers = dict(saved["attributes"]["numbers"])
+
+
+_COUNTED = ("precision/overflows", "precision/retries", "precision/skipped")
 
 
 class MantissaTrainerMixin:
@@ -241,25 +210,22 @@ class MantissaTrainerMixin:
         super().__init__(*args, **kwargs)
         trainer = cast(Any, self)
         _check_trainer(trainer)
-        device = device_of(trainer.model)
-        self.precision = resolved_role(precision, backend, fallback, device)
-        self._autocast = autocast_for(self.precision, device)
-        self.evidence = probe_autocast(self._autocast, device)
-        role = self.precision
-        self.scaler = scaler_for(scale, role.active, retries)
-        self.outcome: StepOutcome | None = None
+        self._say = say if trainer.is_world_process_zero() else lambda line: None
+        options: dict[str, Any] = {"backend": backend, "fallback": fallback, "scale": scale, "retries": retries}
+        self._settled = MixedPrecision.of(precision, device_of(trainer.model), self._say, **options)
+        self.precision, self.evidence, self.scaler = self._settled.role, self._settled.evidence, self._settled.scaler
         self._on_nonfinite = on_nonfinite
-        self._window: list[tuple[Any, Any]] = []
-        self._losses: list[Tensor] = []
-        self._step: OptimizerStep | None = None
-        self._tally: Counter[str] = Counter()
+        self._window: RetryWindow | None = None  # of the training in progress
+        self._counts: Counter[str] = Counter()  # since the last entry of the log
         trainer.add_callback(MantissaScalerState())
-        if trainer.is_world_process_zero():
-            say(precision_line(role))
+
+    @property
+    def outcome(self) -> StepOutcome | None:
+        return None if self._window is None else self._window.outcome
 
     def compute_loss_context_manager(self) -> ExitStack:
         stack: ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]
-        stack.enter_context(self._autocast.forward())
+        stack.enter_context(self._settled.autocast.forward())
         return stack
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
@@ -272,95 +238,61 @@ class MantissaTrainerMixin:
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch; after the last of a window, the decision about its gradients."""
-        step = self._step_for(model)
-        if not self._window:
-            self._keeper.remember()
-        self._window.append((inputs, num_items_in_batch))
-        open_window = not cast(Any, self).accelerator.sync_gradients
+        window = self._window_for(model)
+        if not window.micros:
+            window.begin()
+        micro = Micro(partial(self._micro, model, inputs, num_items_in_batch))
+        window.micros.append(micro)
         try:
-            if open_window:
-                self._losses.append(self._micro(model, len(self._window) - 1, self.scaler.scale))
+            if not cast(Any, self).accelerator.sync_gradients:
+                micro.run(self.scaler.scale, last=True)  # Trainer has arranged what is exchanged at a first pass
             else:
-                self._close(model, step)
-            return self._losses[-1]
+                outcome = window.close()
+                self._counts.update({name: outcome.row()[name] for name in _COUNTED})
+                self._saved.numbers = window.step.state_dict() | {"format": self.precision.active.name}
         except BaseException:
-            open_window = False
+            window.micros = []
             raise
-        finally:
-            if not open_window:
-                self._window, self._losses = [], []
+        assert micro.loss is not None
+        return micro.loss
 
-    def _close(self, model: nn.Module, step: OptimizerStep) -> None:
-        tries = 0
-
-        def backward(scale: float) -> Tensor:
-            nonlocal tries
-            first, tries = len(self._window) - 1, tries + 1
-            if tries > 1:  # the gradients of the whole window are gone
-                self._keeper.restore()
-                first, self._losses = 0, []
-            for i in range(first, len(self._window)):
-                self._losses.append(self._micro(model, i, scale))
-            return torch.stack(self._losses).sum()
-
-        outcome = step.run(backward, accumulated=True)
-        if not outcome.applied:
-            self._keeper.restore_buffers()
-        self.outcome = outcome
-        for name, count in counts_of(outcome).items():
-            self._tally[name] += count
-        self._saved.numbers = step.state_dict()
-
-    def _micro(self, model: nn.Module, index: int, scale: float) -> Tensor:
+    def _micro(self, model: nn.Module, inputs: Any, items: Any, scale: float, last: bool) -> Tensor:
         """Trainer's own forward and backward of one micro-batch, in the precision; its unscaled loss."""
-        inputs, items = self._window[index]
-        last = index == len(self._window) - 1
-        # Trainer has arranged this for the micro-batch at hand; only repeated ones need it here.
         unsynchronised = nullcontext() if last else cast(Any, self).accelerator.no_sync(model)
         self._scale = scale
         try:
-            with unsynchronised, self._autocast.backward():
+            with unsynchronised, self._settled.autocast.backward():
                 loss: Tensor = super().training_step(model, inputs, items)  # type: ignore[misc]
         finally:
             self._scale = None
         return loss / scale
 
-    def _step_for(self, model: nn.Module) -> OptimizerStep:
-        """The optimiser step of the training in progress; made, or made again, at its first micro-batch."""
+    def _window_for(self, model: nn.Module) -> RetryWindow:
+        """The window of the training in progress; made, or made again, at its first micro-batch."""
         optimizer = cast(Any, self).optimizer
-        if self._step is not None and cast(Any, self._step.optimizer).optimizer is optimizer:
-            return self._step
-        self._window, self._losses = [], []
-        self._keeper = Keeper(model, device_of(model))
-        self._step = OptimizerStep(
-            named_parameters(model, optimizer),
-            cast(torch.optim.Optimizer, _Handover(optimizer)),
-            self.scaler,
-            self.precision.active,
-            None,
-            diagnose=lambda backward: first_nonfinite(unwrapped(model), lambda: backward(self.scaler.scale)),
-            on_nonfinite=self._on_nonfinite,
-            ranks=Ranks.of(model),
-        )
+        if self._window is not None and cast(Any, self._window.step.optimizer).optimizer is optimizer:
+            return self._window
+        handover = _Handover(optimizer)
+        self._window = RetryWindow(model, handover, self._settled, sum_loss, on_nonfinite=self._on_nonfinite)
         for callback in cast(Any, self).callback_handler.callbacks:
             if isinstance(callback, ScalerTelemetry):
                 callback.source = self.row
-        if self._saved.numbers:  # of the checkpoint that this training goes on from
-            self._step.load_state_dict(self._saved.numbers)
-        return self._step
+        saved = dict(self._saved.numbers)  # of the checkpoint that this training goes on from
+        if saved:
+            if not same_format(saved.get("format", self.precision.active.name), self.precision, self._say):
+                saved["scaler"] = self.scaler.state_dict()
+            self._window.step.load_state_dict(saved)
+        return self._window
 
     def row(self) -> dict[str, Any]:
         """The last optimiser step as a row of metrics (names and units as in ``mantissa.runs.metrics``)."""
+        assert self._window is not None
         assert self.outcome is not None
-        assert self._step is not None
         return {
             "precision/requested": self.precision.requested,
             "precision/format": self.precision.active.name,
-            "precision/loss_scale": self.outcome.scale,
-            **counts_of(self.outcome),
-            "precision/max_scaled_grad": self.outcome.max_scaled_grad,
-            "optim/grad_norm": self.outcome.grad_norm,
-            "optim/updates": self._step.updates,
+            **self.outcome.row(),
+            "optim/updates": self._window.step.updates,
         }
 
     @property
@@ -373,19 +305,19 @@ class MantissaTrainerMixin:
         made = super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
         follows_metric = isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if isinstance(made, torch.optim.lr_scheduler.LRScheduler) and not follows_metric:
-            made = HeldScheduler(made, lambda: self.outcome is None or self.outcome.applied)
+            made = HeldScheduler(made, lambda: self._window is None or self._window.applied)
             cast(Any, self).lr_scheduler = made
         return made
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add the precision's figures to each training entry."""
-        if "loss" in logs and self.outcome is not None and self._step is not None:
-            logs = {**logs, "precision/loss_scale": self.outcome.scale, **self._tally}
-            logs["precision/max_scaled_grad"] = self.outcome.max_scaled_grad
-            logs["optim/updates"] = self._step.updates
+        if "loss" in logs and self.outcome is not None:
+            row = self.row() | {name: self._counts[name] for name in _COUNTED}
+            names = ("precision/loss_scale", *_COUNTED, "precision/max_scaled_grad", "optim/updates")
+            logs = {**logs, **{name: row[name] for name in names}}
             if not self.outcome.applied and "grad_norm" in logs:
                 logs["grad_norm"] = float("nan")  # Trainer's is the norm of no gradients, 0
-            self._tally = Counter()
+            self._counts = Counter()
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 

@@ -6,7 +6,7 @@
 
 Lightning hands the plugin an optimiser and a closure that does forward and backward. The closure runs the module's
 ``training_step`` in ``Autocast.forward()``, its backward in ``Autocast.backward()`` on the loss times the scale; and
-``OptimizerStep`` does the rest. Lightning's hooks are called where the gradients are unscaled and known to be finite:
+``RetryWindow`` does the rest. Lightning's hooks are called where the gradients are unscaled and known to be finite:
 ``on_before_optimizer_step``, then ``configure_gradient_clipping``. A bound by norm is handed to ``OptimizerStep``.
 
 The closure can be called again, so an overflow repeats the batch at a lower scale, with the same dropout, and nothing
@@ -28,28 +28,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
-from mantissa.integrations import require
-from mantissa.integrations.huggingface import HeldScheduler, counts_of
-from mantissa.kernels import Autocast, autocast_for, probe_autocast
+from mantissa.integrations.common import HeldScheduler, require
 from mantissa.precision import ResolvedRole
-from mantissa.training import (
-    Backward,
-    LossScaler,
-    OptimizerStep,
-    ScalerConfig,
-    StepOutcome,
-    first_nonfinite,
-    scaler_for,
-)
-from mantissa.training.checks import device_of, named_parameters, precision_line, resolved_role
-from mantissa.training.distributed import Ranks, unwrapped
-from mantissa.training.window import Keeper
+from mantissa.training import LossScaler, ScalerConfig, StepOutcome
+from mantissa.training.checks import device_of
+from mantissa.training.distributed import unwrapped
+from mantissa.training.window import Micro, MixedPrecision, RetryWindow, same_format, sum_loss
 
 require("lightning.pytorch", "lightning")
 
@@ -89,18 +80,15 @@ class MantissaPrecision(Precision):
         self.evidence = ""
         self.outcome: StepOutcome | None = None
         self.steps = self.updates = self.skipped = self.retried = 0
-        self._asked = (backend, fallback)
-        self._scale, self._retries = scale, retries
+        self._options: dict[str, Any] = {"backend": backend, "fallback": fallback, "scale": scale, "retries": retries}
         self._on_nonfinite = on_nonfinite
         self._log = log
         self._say = say
         self._device: torch.device | None = None
-        self._autocast: Autocast | None = None
-        self._keeper: Keeper | None = None
-        self._step: OptimizerStep | None = None
+        self._settled: MixedPrecision | None = None
+        self._window: RetryWindow | None = None
         self._micro_batches = 0  # of the open window
         self._losses: list[Tensor] = []  # of the backwards since the last step, unscaled
-        self._repeatable = False  # whether the step in progress can be
         self._clip_value: float | None = None
 
     def connect(
@@ -112,15 +100,18 @@ class MantissaPrecision(Precision):
             raise MantissaError(f"MantissaPrecision: one device or DDP, not a model that is a {type(module).__name__}")
         self._resolve(device_of(model), module.trainer.is_global_zero)
         self._micro_batches = 0
-        self._step = None
+        self._window = None
         if module.trainer.state.fn == "fit":
             if len(optimizers) != 1:
                 raise MantissaError(
                     f"MantissaPrecision: {len(optimizers)} optimisers, and one loss scale serves one; "
                     "for several, use one PrecisionTrainer for each in a loop of your own"
                 )
-            self._step = self._step_for(model, optimizers[0])
-            self._keeper = Keeper(model, device_of(model))
+            assert self._settled is not None
+            clip = partial(self._hooks, module, optimizers[0])
+            self._window = RetryWindow(
+                model, optimizers[0], self._settled, sum_loss, clip=clip, on_nonfinite=self._on_nonfinite
+            )
             for config in lr_schedulers if module.automatic_optimization else ():
                 if config.interval == "step" and not config.reduce_on_plateau:
                     config.scheduler = HeldScheduler(config.scheduler, self._applied)
@@ -130,45 +121,27 @@ class MantissaPrecision(Precision):
         """Settle precision and scaler for ``device``; a scaler is kept from one fit to the next."""
         if device == self._device:
             return
-        backend, fallback = self._asked
-        role = resolved_role(self.precision, backend, fallback, device)
-        self._autocast = autocast_for(role, device)
-        self.evidence = probe_autocast(self._autocast, device)
-        if self.role is None or self.role.active is not role.active:
-            self.scaler = scaler_for(self._scale, role.active, self._retries)
-        self.role, self._device = role, device
-        if tell:
-            self._say(precision_line(role))
-
-    def _step_for(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerStep:
-        assert self.role is not None
-        return OptimizerStep(
-            named_parameters(model, optimizer),
-            optimizer,
-            self.scaler,
-            self.role.active,
-            None,
-            diagnose=lambda backward: self._diagnose(unwrapped(model), backward),
-            clip=lambda: self._hooks(unwrapped(model), optimizer),
-            on_nonfinite=self._on_nonfinite,
-            ranks=Ranks.of(model),
-        )
+        settled = MixedPrecision.of(self.precision, device, self._say if tell else lambda line: None, **self._options)
+        if self.role is not None and self.role.active is settled.role.active:
+            settled = replace(settled, scaler=self.scaler)
+        self.role, self.evidence, self.scaler = settled.role, settled.evidence, settled.scaler
+        self._settled, self._device = settled, device
 
     def _applied(self) -> bool:
         return self.outcome is None or self.outcome.applied
 
     def forward_context(self) -> AbstractContextManager[None]:
         """How the model computes: in training, and in validation, test and prediction alike."""
-        if self._autocast is None:
+        if self._settled is None:
             raise MantissaError("MantissaPrecision: no model is connected yet; run it through the Trainer")
-        return self._autocast.forward()
+        return self._settled.autocast.forward()
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
         """The context of one ``training_step``; the first of a window notes what a repetition must put back."""
         if not self._micro_batches:
-            assert self._keeper is not None
-            self._keeper.remember()
+            assert self._window is not None
+            self._window.begin()
         self._micro_batches += 1
         with self.forward_context():
             yield
@@ -180,41 +153,35 @@ class MantissaPrecision(Precision):
         return loss.float() * self.scaler.scale
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        assert self._autocast is not None
-        with self._autocast.backward():
+        assert self._settled is not None
+        with self._settled.autocast.backward():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def optimizer_step(  # type: ignore[override, unused-ignore]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """One optimiser step, with the closure repeated after an overflow where that can be done."""
-        step, keeper = self._step, self._keeper
-        assert step is not None
-        assert keeper is not None
+        window = self._window
+        assert window is not None
         if kwargs:
             raise MantissaError(f"MantissaPrecision: optimizer.step() with {sorted(kwargs)}: expected no options")
         loss = closure()
         automatic = model.automatic_optimization
-        self._repeatable = automatic and self._micro_batches == 1
         if loss is None and automatic:  # ``training_step`` returned None: there is no gradient
             self._micro_batches, self._losses = 0, []
             return None
-        tries = 0
 
-        def backward(scale: float) -> Tensor | None:
-            nonlocal loss, tries
-            tries += 1
-            if tries > 1:
-                keeper.restore()
-                self._losses = []
-                loss = closure()
-            return torch.stack(self._losses).sum() if self._losses else None  # of a whole window, where one accumulates
+        def again(scale: float, last: bool) -> Tensor | None:
+            nonlocal loss
+            self._losses = []
+            loss = closure()
+            return torch.stack(self._losses).sum() if self._losses else None
 
-        outcome = step.run(backward, accumulated=True, repeatable=self._repeatable)
-        step.max_grad_norm = float("inf")  # a bound holds for the step it was asked for
+        known = torch.stack(self._losses).sum() if self._losses else None  # of a whole window, where one accumulates
+        window.micros = [Micro(again, repeatable=automatic and self._micro_batches == 1, loss=known, done=True)]
+        outcome = window.close()
+        window.step.max_grad_norm = float("inf")  # a bound holds for the step it was asked for
         self._micro_batches, self._losses = 0, []
-        if not outcome.applied:
-            keeper.restore_buffers()
         if not automatic:
             torch.clear_autocast_cache()  # ``training_step`` goes on in its context, and the weights have changed
         self._count(replace(outcome, clipped=None), model)
@@ -224,11 +191,11 @@ class MantissaPrecision(Precision):
         """Bound the unscaled gradients of the step in progress; of the next one where a manual loop asks before it."""
         if clip_val is None or clip_val <= 0:
             return
-        assert self._step is not None
+        assert self._window is not None
         if gradient_clip_algorithm == "value":
             self._clip_value = clip_val
         else:
-            self._step.max_grad_norm = clip_val
+            self._window.step.max_grad_norm = clip_val
 
     def _hooks(self, module: Any, optimizer: Any) -> Tensor:
         """Lightning's hooks before a step, on unscaled gradients; they ask for clipping, which is done after them."""
@@ -237,12 +204,6 @@ class MantissaPrecision(Precision):
             self.clip_grad_by_value(optimizer, self._clip_value)
         self._clip_value = None
         return torch.zeros(())
-
-    def _diagnose(self, module: nn.Module, backward: Backward) -> str:
-        if not self._repeatable:
-            return "not known, for this batch's forward cannot be repeated"
-        module.zero_grad(set_to_none=True)
-        return first_nonfinite(module, lambda: backward(self.scaler.scale))
 
     def _count(self, outcome: StepOutcome, module: Any) -> None:
         self.outcome = outcome
@@ -255,15 +216,10 @@ class MantissaPrecision(Precision):
 
     def metrics(self) -> dict[str, float]:
         """The last optimiser step as a row of metrics (names and units as in ``mantissa.runs.metrics``)."""
-        outcome = self.outcome
-        if outcome is None:
+        if self.outcome is None:
             return {}
-        return {
-            "precision/loss_scale": outcome.scale,
-            **{name: float(count) for name, count in counts_of(outcome).items()},
-            "precision/max_scaled_grad": outcome.max_scaled_grad,
-            "optim/grad_norm": outcome.grad_norm,
-            "optim/updates": float(self.updates),
+        return {name: float(value) for name, value in self.outcome.row().items()} | {
+            "optim/updates": float(self.updates)
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -278,11 +234,8 @@ class MantissaPrecision(Precision):
         for name in _COUNTERS:
             setattr(self, name, int(state_dict[name]))
         assert self.role is not None
-        now = self.role.active.name
-        if state_dict["format"] == now:
+        if same_format(state_dict["format"], self.role, self._say):
             self.scaler.load_state_dict(state_dict["scaler"])
-        else:
-            self._say(f"checkpoint: written in {state_dict['format']}, goes on in {now}, with a fresh loss scaler")
 
 
 _COUNTERS = ("steps", "updates", "skipped", "retried")

@@ -44,6 +44,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mantissa.bounds import inside
 from mantissa.precision.numerics import LOG_RATIO_BOUND, clamped_log_ratio, kl_estimate, masked_mean, masked_sum
 
 
@@ -68,8 +69,7 @@ class Metric:
 
     def is_healthy(self, value: float) -> bool:
         """True where ``value`` lies in the healthy range; NaN never does where there is one."""
-        low, high = self.healthy
-        return (low is None or value >= low) and (high is None or value <= high)
+        return inside(value, *self.healthy)
 
     @property
     def healthy_text(self) -> str:

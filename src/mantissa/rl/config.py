@@ -26,7 +26,7 @@ from mantissa.precision import NumberFormat, PrecisionPolicy
 from mantissa.precision.policy import preset_named
 from mantissa.rollout import LEAST_TEMPERATURE
 from mantissa.tasks import CodeConfig, TaskConfig
-from mantissa.training import AutoScaler, GuardConfig, LossScaler, Moments, ScalerConfig
+from mantissa.training import AutoScaler, GuardConfig, LossScaler, Moments, ScalerConfig, scaler_for
 
 
 class DynamicConfig(Config):
@@ -466,7 +466,7 @@ class LossScalingConfig(Config):
         config = ScalerConfig(**self.model_dump(exclude={"rule"}))
         if self.rule == "auto" and fmt.needs_loss_scaling:
             return AutoScaler(config)
-        return LossScaler.for_format(fmt, config)
+        return scaler_for(config, fmt)
 
 
 class EvaluationConfig(Config):

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mantissa.errors import MantissaError
 from mantissa.jsonl import Row
 from mantissa.precision import PrecisionPolicy
 from mantissa.rl.config import RunConfig
@@ -28,7 +27,6 @@ from mantissa.rl.recipe import make_config
 from mantissa.rl.team import Team
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import Checkpoint, GuardConfig, Judge, load_checkpoint, save_checkpoint, saved_state, saved_steps
-from mantissa.training.guard import severity
 
 
 class RunGuard:
@@ -40,10 +38,8 @@ class RunGuard:
 
     def __init__(self, config: RunConfig, run: RunDirectory, team: Team, note: Callable[[str], None]) -> None:
         self._settings = guard_config(config)
-        self._ranks = team.ranks
         self._note = note
-        self._judge = Judge(run.path, self._settings, note) if team.first else None
-        self._reasons: tuple[str, ...] = ()
+        self._judge = Judge(run.path, self._settings, note, team.ranks)
         self.format = _label(config.policy)
         self.good = 0
         self.fell_back: dict[str, Any] | None = None
@@ -51,22 +47,15 @@ class RunGuard:
     def restore(self, step: int, state: dict[str, Any], rows: list[Row]) -> None:
         """Go on after ``step``: ``state`` as ``saving`` gave it (empty at a run's beginning), ``rows`` up to there."""
         self.good, self.fell_back = int(state.get("good", 0)), state.get("fell_back")
-        if self._judge is not None:
-            self._judge.rewind(step, rows)
+        self._judge.rewind(step, rows)
 
     def judge(self, row: Row) -> bool:
         """Whether to fall back after this row, the same on every rank. ``MantissaError``: the guard stops the run."""
-        decision = None if self._judge is None else self._judge.judge(row)
-        action = self._ranks.max_of(float(severity(decision.action)) if decision else 0.0)
-        self._reasons = decision.reasons if decision else ("rank 0 says why",)
-        if action == severity("stop"):
-            raise MantissaError(f"the guard stops the run at step {row['step']}: {'; '.join(self._reasons)}")
-        return action == severity("fall back")
+        return self._judge.judge(row)
 
     def saving(self, step: int) -> dict[str, Any]:
         """What the checkpoint of ``step`` keeps of the guard; from then on it may be the last good one. Collective."""
-        good = self._judge is None or self._judge.guard.good
-        if self._ranks.max_of(float(not good)) == 0:
+        if self._judge.good:
             self.good = step
         return {"good": self.good, "fell_back": self.fell_back}
 
@@ -74,7 +63,7 @@ class RunGuard:
         """Write ``step-<step>``, from which the run goes on in the wider format, and say so; rank 0's work."""
         to = self._settings.to
         last = load_checkpoint(folder, self.good)
-        why = "; ".join(self._reasons[:-1])  # the last says where to
+        why = "; ".join(self._judge.reasons[:-1])  # the last says where to
         fell = {"step": step, "from_step": self.good, "was": self.format, "to": to, "reasons": why}
         state = last.state | {"position": position, "ahead": [], "guard": {"good": step, "fell_back": fell}}
         more = {name: tensors for name, tensors in last.more.items() if name != "ahead"}  # sampled in the old format

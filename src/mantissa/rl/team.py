@@ -36,11 +36,11 @@ from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
 from mantissa.model import Decoder
+from mantissa.ranks import ALONE as ONE
+from mantissa.ranks import Ranks, is_dtensor
 from mantissa.rl.config import RunConfig
 from mantissa.rl.experience import Sequences
-from mantissa.training import Ranks
-from mantissa.training.distributed import ALONE as ONE
-from mantissa.training.distributed import is_dtensor, join
+from mantissa.training.distributed import join
 
 T = TypeVar("T")
 _BUCKET = 1 << 24  # gradients that are added over ranks in one message: 64 MiB

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.bounds import LARGEST_SIZE, SMALLEST_FLOAT, number
+from mantissa.bounds import LARGEST_SIZE, SMALLEST_FLOAT, check_values, number
 from mantissa.errors import MantissaError
-from mantissa.kernels import Autocast
 from mantissa.precision import FP32, PrecisionPolicy, ResolvedRole, resolve
-from mantissa.training.distributed import ALONE, Ranks, is_fsdp, local, synchronising, unwrapped
-from mantissa.training.window import Keeper, Micro
+from mantissa.ranks import ALONE, Ranks, is_fsdp
+from mantissa.training.distributed import local, unwrapped
 
 
 def named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -81,35 +80,24 @@ def precision_line(role: ResolvedRole) -> str:
     return f"precision: {role.requested} asked, {role.active} active, {role.backend} ({role.reason})"
 
 
-def check_options(
-    accumulate: int, max_grad_norm: float, adaptive_clip: float | None, on_nonfinite: str, probe_every: int, fsdp: bool
-) -> int:
-    """Refuse options that mean nothing, alone or together; returns ``accumulate``."""
-    checks = (
-        (
-            number(accumulate, 1, LARGEST_SIZE, whole=True),
-            f"accumulate={accumulate}: expected a whole number from 1 on",
-        ),
-        (
-            number(max_grad_norm, SMALLEST_FLOAT, math.inf),
-            f"max_grad_norm={max_grad_norm}: expected more than 0 (inf measures and never clips)",
-        ),
-        (
-            adaptive_clip is None or number(adaptive_clip, SMALLEST_FLOAT),
-            f"adaptive_clip={adaptive_clip}: expected more than 0, or None",
-        ),
-        (number(probe_every, 0, LARGEST_SIZE, whole=True), f"probe_every={probe_every}: expected 0 (never) or more"),
-        (
-            not (probe_every and fsdp and accumulate > 1),
-            f"probe_every={probe_every} with accumulate={accumulate}: under FSDP2 a probe would disturb the "
-            "micro-batches that wait; choose one of the two",
-        ),
-        (on_nonfinite in ("stop", "skip"), f'on_nonfinite={on_nonfinite!r}: expected "stop" or "skip"'),
-    )
-    for good, message in checks:
-        if not good:
-            raise MantissaError(f"PrecisionTrainer: {message}")
-    return accumulate
+def check_options(model: nn.Module, **given: Any) -> None:
+    """Refuse options of ``PrecisionTrainer`` that mean nothing, alone or together."""
+    accumulate, probe_every = given["accumulate"], given["probe_every"]
+    clip, action = given["adaptive_clip"], given["on_nonfinite"]
+    check_values("PrecisionTrainer", given, {
+        "accumulate": (number(accumulate, 1, LARGEST_SIZE, whole=True), "a whole number from 1 on"),
+        "max_grad_norm": (number(given["max_grad_norm"], SMALLEST_FLOAT, math.inf),
+                          "more than 0 (inf measures and never clips)"),
+        "adaptive_clip": (clip is None or number(clip, SMALLEST_FLOAT), "more than 0, or None"),
+        "probe_every": (number(probe_every, 0, LARGEST_SIZE, whole=True), "0 (never) or more"),
+        "good_every": (number(given["good_every"], 1, LARGEST_SIZE, whole=True), "a whole number above 0"),
+        "on_nonfinite": (action in ("stop", "skip"), '"stop" or "skip"'),
+    })  # fmt: skip
+    if probe_every and accumulate > 1 and is_fsdp(model):
+        raise MantissaError(
+            f"PrecisionTrainer: probe_every={probe_every} with accumulate={accumulate}: under FSDP2 a probe would "
+            "disturb the micro-batches that wait; choose one of the two"
+        )
 
 
 def check_loss(loss: Any) -> None:
@@ -190,37 +178,3 @@ def gradients_of(model: nn.Module, work: Callable[[], None]) -> dict[str, Tensor
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return gradients
-
-
-def flush_probe(model: nn.Module, micro: Micro, autocast: Autocast, factor: float, device: torch.device) -> float:
-    """Fraction of this rank's parameter gradients that are zero in ``autocast``'s format but not in fp32.
-
-    Both passes multiply the loss by ``factor`` (loss scale x weight). Gradients that are already there, buffers and
-    generators are put back. Under FSDP2 every rank must call this, with no micro-batch waiting: making gradients is
-    exchanging them.
-    """
-    keeper = Keeper(model, device)
-    pending = {parameter: parameter.grad for parameter in model.parameters()}
-
-    def gradients(context: Autocast) -> dict[str, Tensor]:
-        found = gradients_of(model, _pass(model, micro, context, factor))
-        keeper.restore()
-        return {name: local(grad) for name, grad in found.items()}
-
-    low = gradients(autocast)
-    exact = gradients(Autocast(FP32, "native", autocast.device_type))
-    for parameter, grad in pending.items():
-        parameter.grad = grad
-    return flushed_fraction(low, exact)
-
-
-def _pass(model: nn.Module, micro: Micro, autocast: Autocast, factor: float) -> Callable[[], None]:
-    def work() -> None:
-        assert micro.loss_fn is not None
-        with synchronising(model, is_fsdp(model)):
-            with autocast.forward():
-                loss = micro.loss_fn(model, micro.batch)
-            with autocast.backward():
-                (loss.float() * factor).backward()
-
-    return work

@@ -1,8 +1,7 @@
-"""Several processes: who they are, what they agree on, and what is sharded.
+"""Several processes: joining them, wrapping a model for them, and what is sharded; who they are is ``mantissa.ranks``.
 
 ``distribute`` wraps a model for DDP (every rank holds all of it) or FSDP2 (every rank holds a shard of each parameter)
-under ``torchrun``; ``Ranks`` is what the optimiser step and the trainer know of the other processes. With one process
-every function here is the identity, so there is no branch elsewhere.
+under ``torchrun``. With one process every function here is the identity, so there is no branch elsewhere.
 
 What must agree between ranks, and how: the largest gradient (MAX, hence found-inf), the weights of batches (SUM), the
 end of the data (MAX of "have one"). Gradients are averaged by DDP and FSDP2 themselves, in fp32.
@@ -13,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,12 +21,7 @@ from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
 from mantissa.launched import STORE
-
-
-def is_dtensor(value: Any) -> bool:
-    """Whether ``value`` is a DTensor; costs no import where none can exist."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+from mantissa.ranks import Ranks, is_dtensor, is_fsdp, world_size
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -53,75 +45,6 @@ def grad_norm(gradients: Iterable[Tensor]) -> Tensor:
     return torch.hypot(norm.to(across.device), across.full_tensor())
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The processes that train one model together. ``device``: where their messages are made (gloo: ``cpu``)."""
-
-    rank: int = 0
-    world: int = 1
-    device: str = "cpu"
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Ranks:
-        """The ranks of a model that ``distribute`` (or the caller) wrapped; ``ALONE`` in one process.
-
-        Raises ``MantissaError`` where there are several processes but nothing would synchronise the model.
-        """
-        ranks = cls.here()
-        if ranks.world > 1 and not isinstance(model, nn.parallel.DistributedDataParallel) and not is_fsdp(model):
-            raise MantissaError(
-                f"{ranks.world} processes, but the model is neither DDP nor FSDP2: each would train a copy of its own; "
-                'wrap it first, as in model = distribute(model, "ddp")'
-            )
-        return ranks
-
-    @classmethod
-    def here(cls) -> Ranks:
-        """The processes of the group that this one has joined; ``ALONE`` where it has joined none, or has it alone."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return ALONE
-        device = f"cuda:{torch.cuda.current_device()}" if dist.get_backend() == "nccl" else "cpu"
-        return cls(dist.get_rank(), dist.get_world_size(), device)
-
-    def max(self, value: Tensor) -> Tensor:
-        """Largest of a 0-dim tensor over ranks (NaN is not ordered: map it to inf first)."""
-        return self._reduce(value, dist.ReduceOp.MAX) if self.world > 1 else value
-
-    def max_of(self, value: float) -> float:
-        """Largest of a number over ranks."""
-        return float(self.max(torch.tensor(value, dtype=torch.float64))) if self.world > 1 else value
-
-    def sum_of(self, value: float) -> float:
-        """Sum of a number over ranks."""
-        if self.world == 1:
-            return value
-        return float(self._reduce(torch.tensor(value, dtype=torch.float64), dist.ReduceOp.SUM))
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in the order of ranks, on every rank. Values are pickled: no tensors on a GPU."""
-        if self.world == 1:
-            return [value]
-        gathered: list[Any] = [None] * self.world
-        dist.all_gather_object(gathered, value)
-        return gathered
-
-    def sum_(self, tensor: Tensor) -> None:
-        """Sum a tensor over ranks, in place, on its own device; every rank gets the same bits."""
-        if self.world > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        if self.world > 1:
-            dist.barrier()
-
-    def _reduce(self, value: Tensor, op: Any) -> Tensor:
-        message = value.detach().to(self.device, copy=True)
-        dist.all_reduce(message, op=op)
-        return message
-
-
-ALONE = Ranks()
 _END = object()
 
 
@@ -135,23 +58,22 @@ def until_all_end(loader: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
         yield None if batch is _END else batch
 
 
-def is_fsdp(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to this module."""
-    module = sys.modules.get("torch.distributed.fsdp")
-    return module is not None and isinstance(model, module.FSDPModule)
+def is_ddp(model: nn.Module) -> bool:
+    """Whether the model is wrapped in DDP."""
+    return isinstance(model, nn.parallel.DistributedDataParallel)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside DDP; any other model itself (FSDP2 shards in place)."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return model.module if is_ddp(model) else model  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
 def synchronising(model: nn.Module, when: bool) -> Iterator[None]:
     """Forward and backward of a micro-batch; ``when`` is False for all but the last, whose backward averages gradients
     over ranks. Without it, n micro-batches would send n times as much as one."""
-    if isinstance(model, nn.parallel.DistributedDataParallel) and not when:
-        with model.no_sync():
+    if is_ddp(model) and not when:
+        with model.no_sync():  # type: ignore[operator]
             yield
         return
     if is_fsdp(model):
@@ -193,6 +115,13 @@ def join(backend: str, **options: Any) -> None:
     dist.init_process_group(backend, **options)
 
 
+def joined(backend: str) -> Ranks:
+    """The ranks that ``torchrun`` started, whose group this one joins unless it has; ``ALONE`` where it is but one."""
+    if not dist.is_initialized() and (world_size() or 1) > 1:
+        join(backend)
+    return Ranks.here()
+
+
 def distribute(
     model: nn.Module,
     kind: Literal["ddp", "fsdp2"],
@@ -215,18 +144,15 @@ def distribute(
     model = model.to(place)
     if on_gpu:
         torch.cuda.set_device(place)
-    if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return model
-        join("nccl" if on_gpu else "gloo")
-    if dist.get_world_size() == 1:
+    ranks = joined("nccl" if on_gpu else "gloo")
+    if ranks.alone:
         return model
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model, device_ids=[place.index] if on_gpu else None, **options)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    options.setdefault("mesh", init_device_mesh(place.type, (dist.get_world_size(),)))
+    options.setdefault("mesh", init_device_mesh(place.type, (ranks.world,)))
     lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
     chosen = [m for m in model.modules() if isinstance(m, blocks)] if blocks else [m for each in lists for m in each]
     for module in chosen:

@@ -44,14 +44,16 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from mantissa.bounds import boundary, inside
 from mantissa.errors import MantissaError
 from mantissa.files import write_atomically
 from mantissa.jsonl import JsonLines, Row
-from mantissa.training.guard_config import DROPS, GuardConfig, Reference, finite_loss, mean, number
+from mantissa.ranks import ALONE, Ranks
+from mantissa.training.guard_config import DROPS, GuardConfig, Reference, figure, finite_loss, mean
 
 FORMAT = "mantissa-guard"
 VERSION = 1
@@ -67,10 +69,8 @@ class GuardSettings:
 
     @classmethod
     def of(cls, guard: Guard) -> GuardSettings:
-        reference = guard.reference
-        if reference is None:
-            return cls(guard.config)
-        return cls(guard.config, reference.rows, reference.digest)
+        known = guard.reference
+        return cls(guard.config) if known is None else cls(guard.config, known.rows, known.digest)
 
     def write(self, folder: Path | str) -> None:
         """Write ``folder/guard.json``, atomically."""
@@ -89,10 +89,8 @@ class GuardSettings:
         path = Path(folder) / "guard.json"
         if not path.exists():
             return None
-        try:
+        with boundary(f"{path} is not JSON", "restore it, or delete it"):
             values: Any = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise MantissaError(f"{path} is not JSON ({error}); restore it, or delete it") from None
         if not isinstance(values, dict) or values.get("format") != FORMAT or not isinstance(values.get("config"), dict):
             raise MantissaError(f"{path}: expected the settings of a guard; restore it, or delete it")
         if values.get("version") != VERSION:
@@ -181,19 +179,42 @@ def open_guard(folder: Path | str, config: GuardConfig) -> tuple[Guard, GuardLog
 
 
 class Judge:
-    """A run's guard and its log: what asks for a decision after every row. ``say`` hears what has changed.
+    """A run's guard and its log, asked after every row. Rank 0 judges, and every rank learns what it decided.
 
+    ``guard``: rank 0's; None elsewhere. ``reasons``: of the last decision. ``say`` hears what has changed.
     Raises ``MantissaError`` as ``open_guard``.
     """
 
-    def __init__(self, folder: Path | str, config: GuardConfig, say: Callable[[str], None]) -> None:
-        self.guard, self._log = open_guard(folder, config)
+    def __init__(
+        self, folder: Path | str, config: GuardConfig, say: Callable[[str], None], ranks: Ranks = ALONE
+    ) -> None:
+        self.guard: Guard | None = None
+        self.reasons: tuple[str, ...] = ()
         self._say = say
+        self._ranks = ranks
         self._told: tuple[Any, ...] = ("ok", ())  # action and rules of the decision before
+        if ranks.rank0:
+            self.guard, self._log = open_guard(folder, config)
 
-    def judge(self, row: Mapping[str, Any]) -> Decision:
-        """Decide after one more row, which is on disk already; the decision is logged when this returns."""
-        decision = self.guard.observe(row)
+    @property
+    def good(self) -> bool:
+        """Whether a checkpoint written now may be called the last good one. Collective, as all here."""
+        return self._ranks.max_of(float(self.guard is not None and self.guard.good)) > 0
+
+    def judge(self, row: Mapping[str, Any]) -> bool:
+        """Whether to fall back after this row, which is on disk already; the decision is logged when this returns.
+
+        ``MantissaError``: the guard stops the run.
+        """
+        decision = None if self.guard is None else self._decide(self.guard, row)
+        self.reasons = decision.reasons if decision else ("rank 0 says why",)
+        action = self._ranks.max_of(float(severity(decision.action)) if decision else 0.0)
+        if action == severity("stop"):
+            raise MantissaError(f"the guard stops the run at step {row['step']}: {'; '.join(self.reasons)}")
+        return action == severity("fall back")
+
+    def _decide(self, guard: Guard, row: Mapping[str, Any]) -> Decision:
+        decision = guard.observe(row)
         self._log.add(decision)
         told = (decision.action, decision.rules)
         if told != self._told:  # a standing warning is logged every step, and told once
@@ -204,10 +225,11 @@ class Judge:
 
     def rewind(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Be as after ``step``, whose rows these are: decisions are a function of them, those after it forgotten."""
-        self._log.truncate(step)
-        self.guard = Guard(self.guard.config, self.guard.reference)
-        for row in rows:
-            self.guard.observe(row)
+        if self.guard is not None:
+            self._log.truncate(step)
+            self.guard = Guard(self.guard.config, self.guard.reference)
+            for row in rows:
+                self.guard.observe(row)
 
 
 Action = Literal["ok", "warn", "alert", "fall back", "stop"]
@@ -259,20 +281,14 @@ def severity(action: Action) -> int:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What is kept of one row. None: the row did not say; a loss that is not finite is not kept either."""
+    """What is kept of one row, by name: ``loss``, ``overflowed`` and ``outside/<gate>`` (0 or 1), ``seconds``, and the
+    names of ``DROPS``; finite numbers only. ``theirs``: what the reference had, where training was as far."""
 
-    step: int
-    overflowed: bool | None
-    loss: float | None
-    reference_loss: float | None
-    seconds: float | None
-    outside: dict[str, bool]
-    figures: dict[str, float]  # by name of DROPS
-    reference_figures: dict[str, float]
+    ours: dict[str, float]
+    theirs: dict[str, float]
 
 
 Finding = tuple[Action, str]
-_Levels = tuple[tuple[Action, float], ...]
 
 
 class Guard:
@@ -334,34 +350,30 @@ class Guard:
 
     def _look(self, step: int, row: Mapping[str, Any]) -> _Seen:
         """Take from the row what the rules need, and keep count of what is not a matter of windows."""
-        loss, seconds = number(row, "train/loss"), number(row, "time/step")
-        overflows, updates = number(row, "precision/overflows"), number(row, "optim/updates")
-        gates = {name: (number(row, name), ends) for name, ends in self.config.gates.items()}
+        loss, seconds = figure(row, "train/loss"), figure(row, "time/step")
+        overflows, updates = figure(row, "precision/overflows"), figure(row, "optim/updates")
+        found = {name: figure(row, metric) for name, metric in DROPS.items()}
+        found["loss"] = loss if loss is not None and finite_loss(loss) else None
+        found["seconds"] = seconds if seconds is not None and seconds > 0 else None
+        found["overflowed"] = None if overflows is None else float(overflows > 0)
+        for name, healthy in self.config.gates.items():
+            value = figure(row, name)
+            found[f"outside/{name}"] = None if value is None else float(not inside(value, *healthy))
         if updates is not None and math.isfinite(updates):
-            began_at = updates - (0 if number(row, "precision/skipped") else 1)
+            began_at = updates - (0 if figure(row, "precision/skipped") else 1)
             if self._updates is not None and updates < self._updates:
                 self._lost += round(self._updates - began_at)
             self._updates = updates
-        judged = number(row, "policy/loss") if loss is None else loss
+        judged = figure(row, "policy/loss") if loss is None else loss
         if judged is not None:
             self._nonfinite = 0 if finite_loss(judged) else self._nonfinite + 1
-        ends = [number(row, "reward/min"), number(row, "reward/max"), *(self._rewards or ())]
+        ends = [figure(row, "reward/min"), figure(row, "reward/max"), *(self._rewards or ())]
         known = [end for end in ends if end is not None and math.isfinite(end)]
         self._rewards = (min(known), max(known)) if known else None
-        found = {name: number(row, metric) for name, metric in DROPS.items()}
-        figures = {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
-        theirs = self.reference.drops if self.reference else {}
-        finite = loss if loss is not None and finite_loss(loss) else None
-        return _Seen(
-            step,
-            None if overflows is None else overflows > 0,
-            finite,
-            self.reference.loss.get(step - self._lost) if self.reference and finite is not None else None,
-            seconds if seconds is not None and math.isfinite(seconds) and seconds > 0 else None,
-            {name: not _inside(value, *ends) for name, (value, ends) in gates.items() if value is not None},
-            figures,
-            {name: theirs[name][at] for name in figures if (at := step - self._lost) in theirs.get(name, {})},
-        )
+        ours = {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+        theirs = {} if self.reference is None else {"loss": self.reference.loss, **self.reference.drops}
+        at = step - self._lost
+        return _Seen(ours, {name: known[at] for name, known in theirs.items() if name in ours and at in known})
 
     def _decide(self, step: int, fmt: object, findings: list[Finding], numbers: dict[str, float]) -> Decision:
         findings = sorted(findings, key=lambda finding: -severity(finding[0]))  # stable: rules keep their order
@@ -389,36 +401,19 @@ class Guard:
             self.fall_backs += 1
             self._forget()
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that later decisions depend on besides the config and the reference, as plain finite values for JSON."""
-        return {
-            "window": [asdict(seen) for seen in self._window],
-            "last_step": self._last_step,
-            "fall_backs": self.fall_backs,
-            "nonfinite": self._nonfinite,
-            "best": self._best,
-            "tops": dict(self._tops),
-            "rewards": self._rewards,
-            "magnitude": self._magnitude,
-            "quiet": self._quiet,
-            "updates": self._updates,
-            "lost": self._lost,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the guard whose ``state_dict`` this is. For a resume, never for the checkpoint of a fall back."""
-        self._window = deque((_Seen(**seen) for seen in state["window"]), maxlen=self.config.window)
-        self._last_step, self.fall_backs = state["last_step"], int(state["fall_backs"])
-        self._nonfinite, self._best, self._magnitude = int(state["nonfinite"]), state["best"], state["magnitude"]
-        self._tops, self._rewards = dict(state["tops"]), state["rewards"] and tuple(state["rewards"])
-        self._quiet, self._updates, self._lost = state["quiet"], state["updates"], int(state["lost"])
-
     # for the rules below
 
-    def _enough(self, values: Iterable[Any]) -> list[Any]:
-        """The values that are not None; none at all where they are too few to be judged."""
-        known = [value for value in values if value is not None]
+    def _values(self, name: str) -> list[float]:
+        """The window's values; none at all where they are too few to be judged."""
+        known = [seen.ours[name] for seen in self._window if name in seen.ours]
         return known if len(known) >= self.config.enough else []
+
+    def _means(self, name: str) -> tuple[float, float, int] | None:
+        """The window's mean, the reference's over the same steps, and their number; None where they are too few."""
+        pairs = [(seen.ours[name], seen.theirs[name]) for seen in self._window if name in seen.theirs]
+        if len(pairs) < self.config.enough:
+            return None
+        return mean([ours for ours, _ in pairs]), mean([theirs for _, theirs in pairs]), len(pairs)
 
 
 def replay(
@@ -453,40 +448,30 @@ def _nonfinite(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
 
 
 def _overflow(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
-    known = guard._enough(seen.overflowed for seen in guard._window)
+    known = guard._values("overflowed")
     if not known:
         return []
-    config = guard.config
     rate = numbers["overflowed_rate"] = sum(known) / len(known)
-    levels: _Levels = (
-        ("warn", config.overflow_warn),
-        ("alert", config.overflow_alert),
-        ("fall back", config.overflow_fall_back),
-    )
-    return _highest(levels, rate, f"overflow: {rate:.1%} of {len(known)} steps overflowed")
+    said = f"overflow: {rate:.1%} of {len(known)} steps overflowed"
+    return _highest(guard.config, "overflow", ("warn", "alert", "fall back"), rate, said)
 
 
 def _against_reference(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
-    pairs = guard._enough(
-        (seen.loss, seen.reference_loss) if seen.reference_loss is not None else None for seen in guard._window
-    )
-    if not pairs or guard.reference is None:
+    found, config = guard._means("loss"), guard.config
+    if found is None or guard.reference is None:
         return []
-    config = guard.config
-    ours, theirs = mean([pair[0] for pair in pairs]), mean([pair[1] for pair in pairs])
+    ours, theirs, steps = found
     unit = max(abs(theirs), config.loss_floor * guard.reference.first_magnitude(config.enough))
     excess = _excess(ours, theirs, unit)
     numbers |= {"compared_loss_mean": ours, "reference_loss_mean": theirs, "loss_excess": excess}
-    said = f"loss: {ours:.4g} over {len(pairs)} steps, {excess:.1%} above the reference's {theirs:.4g}"
-    levels: _Levels = (("warn", config.loss_warn), ("fall back", config.loss_fall_back))
-    return _highest(levels, excess, said)
+    said = f"loss: {ours:.4g} over {steps} steps, {excess:.1%} above the reference's {theirs:.4g}"
+    return _highest(config, "loss", ("warn", "fall back"), excess, said)
 
 
 def _divergence(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
-    losses = guard._enough(seen.loss for seen in guard._window)
+    losses, config = guard._values("loss"), guard.config
     if not losses:
         return []
-    config = guard.config
     now = numbers["loss_mean"] = mean(losses)
     if config.divergence is None:
         return []
@@ -504,56 +489,53 @@ def _divergence(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
 def _drops(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
     found: list[Finding] = []
     for name in DROPS:
-        known = guard._enough(seen.figures.get(name) for seen in guard._window)
+        known = guard._values(name)
         if not known:
             continue
         now = numbers[f"{name}_mean"] = mean(known)
-        best = guard._tops[name] = max(now, guard._tops.get(name, now))
-        base, whose = best, "the best window's"
-        pairs = guard._enough(
-            (seen.figures[name], seen.reference_figures[name]) if name in seen.reference_figures else None
-            for seen in guard._window
-        )
-        if pairs:
-            now, base = mean([pair[0] for pair in pairs]), mean([pair[1] for pair in pairs])
+        base = guard._tops[name] = max(now, guard._tops.get(name, now))
+        steps, whose = len(known), "the best window's"
+        compared = guard._means(name)
+        if compared:
+            now, base, steps = compared
             whose = "the reference's"
         low, high = (0.0, 1.0) if name == "accuracy" else guard._rewards or (0.0, 0.0)
         drop = numbers[f"{name}_drop"] = (base - now) / (high - low) if high > low else 0.0
-        said = f"{name}: {now:.4g} over {len(pairs or known)} steps, {drop:.1%} below {whose} {base:.4g}"
-        bounds = getattr(guard.config, f"{name}_warn"), getattr(guard.config, f"{name}_fall_back")
-        found += _highest((("warn", bounds[0]), ("fall back", bounds[1])), drop, said)
+        said = f"{name}: {now:.4g} over {steps} steps, {drop:.1%} below {whose} {base:.4g}"
+        found += _highest(guard.config, name, ("warn", "fall back"), drop, said)
     return found
 
 
 def _speed(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
-    known = guard._enough(seen.seconds for seen in guard._window)
-    if not known or guard.reference is None or guard.reference.seconds is None:
+    known, reference = guard._values("seconds"), guard.reference
+    if not known or reference is None or reference.seconds is None:
         return []
-    ours, theirs = statistics.median(known), guard.reference.seconds
+    ours, theirs = statistics.median(known), reference.seconds
     speed = numbers["speed"] = theirs / ours
     if speed >= guard.config.slow_warn:
         return []
-    name = f"the reference's ({guard.reference.format})" if guard.reference.format else "the reference's"
+    name = f"the reference's ({reference.format})" if reference.format else "the reference's"
     bound = f"warn below {guard.config.slow_warn:g}"
     return [("warn", f"speed: {speed:.2f} x {name}, {ours:.3g} s a step against {theirs:.3g} s ({bound})")]
 
 
 def _gates(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
-    config, found = guard.config, []
-    for name, (low, high) in config.gates.items():
-        known = guard._enough(seen.outside.get(name) for seen in guard._window)
+    found: list[Finding] = []
+    for name, (low, high) in guard.config.gates.items():
+        known = guard._values(f"outside/{name}")
         if not known:
             continue
         share = numbers[f"outside/{name}"] = sum(known) / len(known)
         ends = f"{'-inf' if low is None else f'{low:g}'} to {'inf' if high is None else f'{high:g}'}"
         said = f"gate: {name} outside {ends} on {share:.0%} of {len(known)} steps"
-        found += _highest((("warn", config.gate_warn), ("alert", config.gate_alert)), share, said)
+        found += _highest(guard.config, "gate", ("warn", "alert"), share, said)
     return found
 
 
-def _highest(levels: _Levels, share: float, said: str) -> list[Finding]:
-    """The most severe level whose threshold the share lies beyond, with that threshold in the reason."""
-    reached = [(action, bound) for action, bound in levels if share > bound]
+def _highest(config: GuardConfig, rule: str, actions: tuple[Action, ...], share: float, said: str) -> list[Finding]:
+    """The most severe of ``actions`` beyond whose threshold the share lies, with that threshold in the reason."""
+    bounds = [(action, getattr(config, f"{rule}_{action.replace(' ', '_')}")) for action in actions]
+    reached = [(action, bound) for action, bound in bounds if share > bound]
     return [(action, f"{said} ({action} above {100 * bound:g}%)") for action, bound in reached[-1:]]
 
 
@@ -563,8 +545,3 @@ def _excess(value: float, base: float, unit: float) -> float:
     if unit > 0:
         return above / unit
     return math.copysign(math.inf, above) if above else 0.0
-
-
-def _inside(value: float, low: float | None, high: float | None) -> bool:
-    """Whether a gate's value is healthy; NaN never is."""
-    return (low is None or value >= low) and (high is None or value <= high)

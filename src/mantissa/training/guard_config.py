@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from mantissa.bounds import LARGEST_FLOAT, LARGEST_SIZE, SMALLEST_FLOAT, check_values, number
 from mantissa.errors import MantissaError, nearest
 from mantissa.jsonl import JsonLines, Row, encode
 from mantissa.precision.formats import ALIASES
@@ -19,7 +18,7 @@ from mantissa.precision.formats import ALIASES
 Range = tuple[float | None, float | None]
 FALL_BACK_FORMATS = ("bf16", "fp32")
 DROPS = {"accuracy": "reward/accuracy", "reward": "reward/mean"}  # what must not fall, and the metric that tells
-_LARGEST_LOSS = torch.finfo(torch.float32).max  # losses are fp32: what is beyond was inf where it was computed
+_LEAST = {"window": 1, "min_steps": 1, "nonfinite_in_a_row": 1, "max_fall_backs": 0, "good_after": 0}
 
 
 @dataclass(frozen=True)
@@ -82,34 +81,31 @@ class GuardConfig:
     good_after: int = 20
 
     def __post_init__(self) -> None:
-        for name in ("window", "min_steps", "nonfinite_in_a_row"):
-            _require(_is_whole(getattr(self, name), 1), name, getattr(self, name), "a whole number from 1")
-        for name in ("max_fall_backs", "good_after"):
-            _require(_is_whole(getattr(self, name), 0), name, getattr(self, name), "a whole number from 0")
-        _rising(self, ("overflow_warn", "overflow_alert", "overflow_fall_back"), 1.0)
-        _rising(self, ("gate_warn", "gate_alert"), 1.0)
-        _rising(self, ("loss_warn", "loss_fall_back"), math.inf)
-        for name in DROPS:
-            _rising(self, (f"{name}_warn", f"{name}_fall_back"), 1.0)
         if isinstance(self.to, str):
             object.__setattr__(self, "to", ALIASES.get(self.to, self.to))  # bfloat16 is bf16
-        _require(_is_number(self.loss_floor) and self.loss_floor > 0, "loss_floor", self.loss_floor, "more than 0")
-        _require(_is_number(self.slow_warn) and 0 <= self.slow_warn <= 1, "slow_warn", self.slow_warn, "0 to 1")
-        off = self.divergence is None
-        _require(
-            off or (_is_number(self.divergence) and self.divergence > 1),  # type: ignore[operator]
-            "divergence",
-            self.divergence,
-            "null, or more than 1",
-        )
-        _require(self.to in FALL_BACK_FORMATS, "to", self.to, " or ".join(FALL_BACK_FORMATS))
-        _require(
-            self.reference is None or (isinstance(self.reference, str) and self.reference != ""),
-            "reference",
-            self.reference,
-            "null, or the folder of a run",
-        )
+        whole = {name: (_whole(getattr(self, name), least), f"a whole number from {least}")
+                 for name, least in _LEAST.items()}  # fmt: skip
+        off, near = self.divergence is None, self.reference
+        check_values("guard", vars(self), whole | {
+            "loss_floor": (number(self.loss_floor, SMALLEST_FLOAT), "more than 0"),
+            "slow_warn": (number(self.slow_warn, 0, 1), "0 to 1"),
+            "divergence": (off or (number(self.divergence, 1) and self.divergence != 1), "null, or more than 1"),
+            "to": (self.to in FALL_BACK_FORMATS, " or ".join(FALL_BACK_FORMATS)),
+            "reference": (near is None or (isinstance(near, str) and near != ""), "null, or the folder of a run"),
+        })  # fmt: skip
+        for rule, most in (("overflow", 1.0), ("gate", 1.0), ("loss", math.inf), *((name, 1.0) for name in DROPS)):
+            self._check_rising([f"{rule}_{level}" for level in ("warn", "alert", "fall_back")], most)
         object.__setattr__(self, "gates", _ranges(self.gates))  # a copy: the caller's mapping stays the caller's
+
+    def _check_rising(self, names: Sequence[str], most: float) -> None:
+        """Thresholds of one rule: from 0, up to ``most``, none below a milder one."""
+        least, before = 0.0, "0"
+        bound = "" if most == math.inf else f" to {most:g}"
+        for name in (name for name in names if hasattr(self, name)):
+            value = getattr(self, name)
+            good = number(value, least, most) and value < math.inf
+            check_values("guard", {name: value}, {name: (good, f"a number from {before}{bound}")})
+            least, before = value, f"{name}={value:g}"
 
     @property
     def enough(self) -> int:
@@ -167,7 +163,7 @@ class Reference:
         loss, seconds, formats, digest = {}, [], [], hashlib.sha256()
         drops: dict[str, dict[int, float]] = {name: {} for name in DROPS}
         for row in rows:
-            value, time = number(row, "train/loss"), number(row, "time/step")
+            value, time = figure(row, "train/loss"), figure(row, "time/step")
             if value is not None and finite_loss(value):
                 loss[int(row["step"])] = value
             if time is not None and math.isfinite(time) and time > 0:
@@ -177,9 +173,9 @@ class Reference:
                 formats.append(name)
             kept: Row = {"step": row["step"], "loss": value, "time": time, "format": name if name in formats else None}
             for key, metric in DROPS.items():
-                figure = number(row, metric)
-                if figure is not None and math.isfinite(figure):
-                    drops[key][int(row["step"])] = kept[key] = figure
+                found = figure(row, metric)
+                if found is not None and math.isfinite(found):
+                    drops[key][int(row["step"])] = kept[key] = found
             digest.update(encode(kept).encode() + b"\n")
         median = statistics.median(seconds) if seconds else None
         return cls(path, loss, median, formats[0] if formats else None, len(rows), digest.hexdigest(), drops)
@@ -210,7 +206,7 @@ def read_rows(path: Path | str) -> list[Row]:
     return rows
 
 
-def number(row: Mapping[str, Any], name: str) -> float | None:
+def figure(row: Mapping[str, Any], name: str) -> float | None:
     """The number that ``row`` has under ``name``, or None. Raises ``MantissaError`` for anything else there."""
     value = row.get(name)
     if value is None:
@@ -224,8 +220,8 @@ def number(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def finite_loss(value: float) -> bool:
-    """Whether a loss is a finite number of fp32, in which losses are computed."""
-    return abs(value) <= _LARGEST_LOSS
+    """Whether a loss is a finite number of fp32: what is beyond was inf where it was computed."""
+    return abs(value) <= LARGEST_FLOAT
 
 
 def mean(values: Sequence[float]) -> float:
@@ -233,39 +229,25 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _require(good: bool, name: str, value: object, expected: str) -> None:
-    if not good:
-        raise MantissaError(f"guard: {name}={value!r}: expected {expected}")
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _rising(config: GuardConfig, names: Sequence[str], most: float) -> None:
-    """Thresholds of one rule: from 0, up to ``most``, none below a milder one."""
-    least, before = 0.0, "0"
-    for name in names:
-        value = getattr(config, name)
-        bound = "" if most == math.inf else f" to {most:g}"
-        _require(_is_number(value) and least <= value <= most, name, value, f"a number from {before}{bound}")
-        least, before = value, f"{name}={value:g}"
+def _whole(value: object, least: int) -> bool:
+    return number(value, least, LARGEST_SIZE, whole=True)
 
 
 def _ranges(gates: object) -> dict[str, Range]:
     """The gates as name -> (low, high), whatever sequence the ends came in."""
-    _require(isinstance(gates, Mapping), "gates", gates, "metric: [low, high] for each gate")
+
+    def require(good: bool, name: str, value: object, expected: str) -> None:
+        check_values("guard", {name: value}, {name: (good, expected)})
+
+    require(isinstance(gates, Mapping), "gates", gates, "metric: [low, high] for each gate")
     assert isinstance(gates, Mapping)
     ranges: dict[str, Range] = {}
     for name, ends in gates.items():
-        pair = isinstance(ends, list | tuple) and len(ends) == 2 and all(e is None or _is_number(e) for e in ends)
-        _require(isinstance(name, str) and pair, f"gates[{name}]", ends, "[low, high], null for an open end")
+        pair = isinstance(ends, list | tuple) and len(ends) == 2
+        pair = pair and all(end is None or number(end, -LARGEST_FLOAT) for end in ends)
+        require(isinstance(name, str) and pair, f"gates[{name}]", ends, "[low, high], null for an open end")
         low, high = ends
-        _require(low is not None or high is not None, f"gates[{name}]", ends, "at least one end")
-        _require(low is None or high is None or low <= high, f"gates[{name}]", ends, "low up to high")
+        require(low is not None or high is not None, f"gates[{name}]", ends, "at least one end")
+        require(low is None or high is None or low <= high, f"gates[{name}]", ends, "low up to high")
         ranges[name] = (low, high)
     return ranges

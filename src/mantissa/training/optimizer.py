@@ -30,17 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
+from mantissa.ranks import is_dtensor
 from mantissa.tensors import check_tensor
-from mantissa.training.distributed import is_dtensor, shard_like
+from mantissa.training.distributed import shard_like
 
 
 def adamw(
-    model: nn.Module,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    moments: Moments = "fp32",
+    model: nn.Module, *, betas: tuple[float, float], eps: float, weight_decay: float, moments: Moments = "fp32"
 ) -> torch.optim.Optimizer:
     """AdamW over a model's parameters that train; weight decay on matrices only (norms and biases are left alone).
 

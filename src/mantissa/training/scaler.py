@@ -67,7 +67,7 @@ from typing import Any
 
 import torch
 
-from mantissa.bounds import BELOW_ONE, LARGEST_SIZE, SMALLEST_FLOAT, count, number
+from mantissa.bounds import BELOW_ONE, LARGEST_SIZE, SMALLEST_FLOAT, check_values, count, number
 from mantissa.errors import MantissaError, nearest
 from mantissa.precision import NumberFormat
 
@@ -86,29 +86,16 @@ class ScalerConfig:
     retries: int = 4
 
     def __post_init__(self) -> None:
-        checks = (
-            (number(self.floor, SMALLEST_FLOAT), f"floor={self.floor}: expected a positive number that fp32 holds"),
-            (
-                number(self.floor, SMALLEST_FLOAT) and number(self.initial, self.floor),
-                f"initial={self.initial}: expected at least the floor, {self.floor}, and that fp32 holds it",
-            ),
-            (number(self.growth_factor, 1), f"growth_factor={self.growth_factor}: expected a number of at least 1"),
-            (
-                number(self.backoff_factor, SMALLEST_FLOAT, BELOW_ONE),
-                f"backoff_factor={self.backoff_factor}: expected between 0 and 1",
-            ),
-            (
-                number(self.growth_interval, 1, LARGEST_SIZE, whole=True),
-                f"growth_interval={self.growth_interval}: expected a whole number, at least 1",
-            ),
-            (
-                number(self.retries, 0, LARGEST_SIZE, whole=True),
-                f"retries={self.retries}: expected a whole number, 0 or more",
-            ),
-        )
-        for good, message in checks:
-            if not good:
-                raise MantissaError(f"loss scaling: {message}")
+        floor = number(self.floor, SMALLEST_FLOAT)
+        check_values("loss scaling", vars(self), {
+            "floor": (floor, "a positive number that fp32 holds"),
+            "initial": (floor and number(self.initial, self.floor),
+                        f"at least the floor, {self.floor}, and that fp32 holds it"),
+            "growth_factor": (number(self.growth_factor, 1), "a number of at least 1"),
+            "backoff_factor": (number(self.backoff_factor, SMALLEST_FLOAT, BELOW_ONE), "between 0 and 1"),
+            "growth_interval": (number(self.growth_interval, 1, LARGEST_SIZE, whole=True), "a whole number from 1 on"),
+            "retries": (number(self.retries, 0, LARGEST_SIZE, whole=True), "a whole number, 0 or more"),
+        })  # fmt: skip
 
 
 class LossScaler:
@@ -129,11 +116,6 @@ class LossScaler:
     def disabled(cls) -> LossScaler:
         """A scaler that scales by 1 and never changes: for formats with the exponent range of fp32."""
         return FixedScaler(1.0)
-
-    @classmethod
-    def for_format(cls, fmt: NumberFormat, config: ScalerConfig) -> LossScaler:
-        """The scaler that ``fmt`` needs: dynamic for fp16, disabled for bf16 and fp32."""
-        return LossScaler(config) if fmt.needs_loss_scaling else cls.disabled()
 
     @property
     def at_floor(self) -> bool:
@@ -226,8 +208,6 @@ def scaler_for(scale: str | float | ScalerConfig, fmt: NumberFormat, retries: in
     format, because it was asked for. A number that is not a power of two is allowed and inexact (see the module).
     ``retries``: replaces the configuration's; a fixed scale never retries. Raises ``MantissaError``.
     """
-    from mantissa.training.scaler import AutoScaler  # here, because that module imports this one
-
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
         return LossScaler.fixed(scale)
     if not isinstance(scale, ScalerConfig) and scale not in ("dynamic", "auto"):
@@ -264,18 +244,15 @@ class AutoRule:
     most_headroom: float = 8.0
 
     def __post_init__(self) -> None:
-        checks = (
-            (0 < self.rate < 1, f"rate={self.rate}: expected between 0 and 1"),
-            (self.window >= 1, f"window={self.window}: expected at least 1"),
-            (0 < self.tail <= 1, f"tail={self.tail}: expected above 0, at most 1"),
-            (self.prior_count > 0, f"prior_count={self.prior_count}: expected a positive number"),
-            (self.prior_excess > 0, f"prior_excess={self.prior_excess}: expected a positive number of bits"),
-            (self.patience >= 1, f"patience={self.patience}: expected at least 1"),
-            (self.most_headroom >= 0, f"most_headroom={self.most_headroom}: expected 0 or more bits"),
-        )
-        for good, message in checks:
-            if not good:
-                raise MantissaError(f"automatic loss scaling: {message}")
+        check_values("automatic loss scaling", vars(self), {
+            "rate": (0 < self.rate < 1, "between 0 and 1"),
+            "window": (self.window >= 1, "at least 1"),
+            "tail": (0 < self.tail <= 1, "above 0, at most 1"),
+            "prior_count": (self.prior_count > 0, "a positive number"),
+            "prior_excess": (self.prior_excess > 0, "a positive number of bits"),
+            "patience": (self.patience >= 1, "at least 1"),
+            "most_headroom": (self.most_headroom >= 0, "0 or more bits"),
+        })  # fmt: skip
 
 
 class AutoScaler(LossScaler):

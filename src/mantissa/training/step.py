@@ -44,7 +44,8 @@ from torch import Tensor, nn
 from mantissa.bounds import count
 from mantissa.errors import MantissaError
 from mantissa.precision import NumberFormat
-from mantissa.training.distributed import ALONE, Ranks, grad_norm, is_dtensor, local
+from mantissa.ranks import ALONE, Ranks, is_dtensor
+from mantissa.training.distributed import grad_norm, local
 from mantissa.training.optimizer import flattened, restored
 from mantissa.training.scaler import LossScaler
 
@@ -178,6 +179,17 @@ class StepOutcome:
         """Backward passes redone at a lower scale: one after each overflow, but none after that of a step given up."""
         return self.overflows - (self.kind == "skipped")
 
+    def row(self) -> dict[str, Any]:
+        """The step as metrics, under the names that ``mantissa metrics`` explains."""
+        return {
+            "precision/loss_scale": self.scale,
+            "precision/overflows": self.overflows,
+            "precision/retries": self.retries,
+            "precision/skipped": int(not self.applied),
+            "precision/max_scaled_grad": self.max_scaled_grad,
+            "optim/grad_norm": self.grad_norm,
+        }
+
     def __str__(self) -> str:
         return f"retried({self.overflows})" if self.kind == "retried" else self.kind
 
@@ -279,8 +291,8 @@ class OptimizerStep:
 
     def _loss_is_lost(self, loss: Tensor | None) -> bool:
         """Whether the forward itself was not finite, on any rank: a repeated backward would find the same."""
-        lost = 0.0 if loss is None or bool(loss.isfinite().all()) else 1.0
-        return self.ranks.max_of(lost) > 0
+        lost = loss is not None and not bool(loss.isfinite().all())
+        return self.ranks.max_of(float(lost)) > 0
 
     def _apply(
         self, gradients: list[Tensor], scale: float, share: float, fraction: float
@@ -308,7 +320,7 @@ class OptimizerStep:
 
     def _log(self, level: int, text: str) -> None:
         """One line to Python's logging, by the first rank: all take the same branch."""
-        if self.ranks.rank == 0:
+        if self.ranks.rank0:
             _LOG.log(level, "after %d updates: %s", self.updates, text)
 
     def _stop(self, backward: Backward, scale: float, what: str) -> None:

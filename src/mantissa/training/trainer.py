@@ -25,6 +25,8 @@ batch passes None and takes part with weight 0; ``batches`` does that.
 
 from __future__ import annotations
 
+import copy
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -34,29 +36,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from mantissa.bounds import boundary, count
 from mantissa.errors import MantissaError
-from mantissa.kernels import autocast_for, probe_autocast
 from mantissa.precision import FP32
+from mantissa.ranks import Ranks
 from mantissa.training import trainer_state
-from mantissa.training.checks import (
-    anomaly,
-    check_loss,
-    check_options,
-    check_place,
-    device_of,
-    first_nonfinite,
-    flush_probe,
-    named_parameters,
-    precision_line,
-    resolved_role,
-)
-from mantissa.training.distributed import Ranks, forget_unsent, is_fsdp, synchronising, until_all_end, unwrapped
+from mantissa.training.checks import check_loss, check_options, check_place, device_of
+from mantissa.training.distributed import forget_unsent, shard_like, synchronising, until_all_end, unwrapped, whole
 from mantissa.training.guard_config import GuardConfig
-from mantissa.training.scaler import LossScaler, ScalerConfig, scaler_for
-from mantissa.training.step import Backward, OptimizerStep, StepOutcome, adaptive_clip_
-from mantissa.training.trainer_state import OpenWindow
-from mantissa.training.watch import watch_for
-from mantissa.training.window import Keeper, LossFunction, Micro, mean_loss
+from mantissa.training.scaler import LossScaler, ScalerConfig
+from mantissa.training.step import OptimizerStep, StepOutcome, adaptive_clip_
+from mantissa.training.watch import Watch
+from mantissa.training.window import Micro, MixedPrecision, RetryWindow, flush_probe, same_format
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 class PrecisionTrainer:
@@ -106,54 +99,56 @@ class PrecisionTrainer:
         good_every: int = 50,
         say: Callable[[str], None] = print,
     ) -> None:
+        on_nonfinite = on_nonfinite or ("stop" if guard is None else "skip")
+        check_options(
+            model, accumulate=accumulate, max_grad_norm=max_grad_norm, adaptive_clip=adaptive_clip,
+            on_nonfinite=on_nonfinite, probe_every=probe_every, good_every=good_every,
+        )  # fmt: skip
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
-        on_nonfinite = on_nonfinite or ("stop" if guard is None else "skip")
-        self.accumulate = check_options(
-            accumulate, max_grad_norm, adaptive_clip, on_nonfinite, probe_every, is_fsdp(model)
-        )
+        self.accumulate = accumulate
         self.ranks = Ranks.of(model)
-        self.detect_anomaly = detect_anomaly
         self.probe_every = probe_every
         self.flushed_fraction: float | None = None
-        self.say = say if self.ranks.rank == 0 else lambda line: None
+        self.say = say if self.ranks.rank0 else lambda line: None
         self.device = device_of(model)
-        self._resolve = partial(resolved_role, backend=backend, fallback=fallback, device=self.device)
-        self._new_scaler = partial(scaler_for, scale, retries=retries)
-        named = named_parameters(model, optimizer)
-        clip = None if adaptive_clip is None else partial(adaptive_clip_, named.values(), adaptive_clip)
-        self.optimizer_step = OptimizerStep(
-            named,
-            optimizer,
-            LossScaler.disabled(),  # of no precision yet: ``_use`` sets both
-            FP32,
-            None,
-            max_grad_norm,
-            self._diagnose,
-            clip=clip,
+        options: dict[str, Any] = {"backend": backend, "fallback": fallback, "scale": scale, "retries": retries}
+        self._settled = partial(MixedPrecision.of, device=self.device, say=self.say, **options)
+        settled = self._settled(precision=precision)
+        self._window = RetryWindow(
+            model, optimizer, settled, detect_anomaly=detect_anomaly, max_grad_norm=max_grad_norm,
             on_nonfinite=on_nonfinite,
-            ranks=self.ranks,
-        )
-        self.use(precision)
+        )  # fmt: skip
+        self._take(settled)
+        if adaptive_clip is not None:
+            parameters = self.optimizer_step.parameters.values()
+            self.optimizer_step.clip = partial(adaptive_clip_, parameters, adaptive_clip)
         self.steps = 0
         self.retried = 0
         self.batches_seen = 0
-        self._window: list[Micro] = []
-        self._keeper = Keeper(model, self.device)
         self._last: tuple[Any, LossFunction] | None = None
-        self.latest: StepOutcome | None = None
-        self._watch = watch_for(self, run_dir, guard, good_every)
+        if guard is not None and run_dir is None:
+            raise MantissaError("PrecisionTrainer(guard=...) needs run_dir: its decisions and checkpoints live there")
+        self._watch = None if run_dir is None else Watch(run_dir, guard, good_every, self.ranks, self.say)
+        self._began = 0.0
 
     def use(self, precision: str) -> None:
         """Compute in ``precision`` from the next step on, with a fresh scaler; checked by the probe and told."""
-        role = self._resolve(precision)
-        self.autocast = autocast_for(role, self.device)
-        self.evidence = probe_autocast(self.autocast, self.device)
-        self.precision = role
-        self.optimizer_step.format = role.active
-        self.optimizer_step.scaler = self._new_scaler(fmt=role.active)
-        self.say(precision_line(role))
+        self._take(self._settled(precision=precision))
+
+    def _take(self, settled: MixedPrecision) -> None:
+        self.precision, self.autocast, self.evidence = settled.role, settled.autocast, settled.evidence
+        self.optimizer_step.format, self.optimizer_step.scaler = settled.role.active, settled.scaler
+
+    @property
+    def optimizer_step(self) -> OptimizerStep:
+        return self._window.step
+
+    @property
+    def latest(self) -> StepOutcome | None:
+        """The outcome of the last optimiser step."""
+        return self._window.outcome
 
     @property
     def scaler(self) -> LossScaler:
@@ -166,6 +161,11 @@ class PrecisionTrainer:
     @property
     def skipped(self) -> int:
         return self.optimizer_step.skipped
+
+    @property
+    def accumulated(self) -> int:
+        """Micro-batches that wait for the optimiser's turn."""
+        return len(self._window.micros)
 
     def forward(self) -> AbstractContextManager[None]:
         """The context in which the model computes as it does in training; for evaluation (add ``torch.no_grad()``)."""
@@ -184,43 +184,45 @@ class PrecisionTrainer:
                 raise MantissaError(
                     "step(None, ...): this rank has had no batch yet, so it has nothing to take part with"
                 )
-            micro = Micro(*self._last, 0.0)
+            (batch, loss_fn), weight = self._last, 0.0
         else:
             if not weight >= 0 or weight == float("inf"):
                 raise MantissaError(f"step(weight={weight}): expected a finite number, 0 or more")
             self._last = (batch, loss_fn)
-            micro = Micro(batch, loss_fn, float(weight))
             self.batches_seen += 1
         self._open()
-        self._window.append(micro)
-        try:
-            if len(self._window) < self.accumulate:
-                self._add(micro, self.scaler.scale, last=False)
-                return self._waiting(micro.loss)
-            self._probe(micro)
-            return self._close(pending=[micro])
-        except BaseException:
-            self.abandon()
-            raise
+
+        def loss_of() -> Tensor:
+            return loss_fn(self.model, batch)
+
+        def compute(scale: float, last: bool) -> Tensor:
+            with synchronising(self.model, last):
+                with self.autocast.forward():
+                    loss = loss_of()
+                check_loss(loss)
+                loss = loss.float()  # the loss and its scale are fp32, whatever the model returned
+                self._backward(loss, scale, weight)
+            return loss
+
+        return self._learn(Micro(compute, float(weight)), loss_of)
 
     def flush(self) -> StepOutcome | None:
         """Take the optimiser's turn with the window as it is, at the end of the data; None where it is empty.
 
         On several ranks call it on all. The window is computed again, as a whole: none of its gradients was exchanged.
         """
-        if not self._window:
+        if not self.accumulated:
             return None
-        window = self._window
+        repeatable = all(micro.repeatable for micro in self._window.micros)
         try:
-            if any(micro.loss_fn is None for micro in window):
-                if self.ranks.world > 1:
-                    raise MantissaError(
-                        "flush() cannot compute batches of forward_loss() again, and on several ranks their gradients "
-                        "were not exchanged; use step(), or a number of batches that accumulate divides"
-                    )
-                return self._turn(lambda scale: mean_loss(window), accumulated=True, repeatable=False)
-            forget_unsent(self.model)
-            return self._close(pending=None)
+            if not repeatable and not self.ranks.alone:
+                raise MantissaError(
+                    "flush() cannot compute batches of forward_loss() again, and on several ranks their gradients "
+                    "were not exchanged; use step(), or a number of batches that accumulate divides"
+                )
+            if repeatable:
+                forget_unsent(self.model)
+            return self._turn(afresh=repeatable)
         except BaseException:
             self.abandon()
             raise
@@ -237,31 +239,20 @@ class PrecisionTrainer:
         """Learn from what ``forward_loss`` gave: the second half of ``step``. As the forward cannot be repeated from
         here, an overflow is never retried: the outcome is ``accumulated``, ``stepped`` or ``skipped``."""
         check_loss(loss)
-        last = self._is_last
-        if not self._window:
+        if not self.accumulated:
             self.optimizer.zero_grad(set_to_none=True)  # what came between forward and backward is not this loss's
         self.batches_seen += 1
-        self._window.append(Micro(None, None, weight, loss.detach()))
 
-        def backward(scale: float) -> Tensor:
-            with synchronising(self.model, last), self.autocast.backward():
-                (loss * (scale * weight / self.accumulate)).backward()
-            return mean_loss(self._window)
+        def compute(scale: float, last: bool) -> Tensor:
+            with synchronising(self.model, last):
+                self._backward(loss, scale, weight)
+            return loss
 
-        try:
-            if last:
-                return self._turn(backward, accumulated=True, repeatable=False)
-            backward(self.scaler.scale)
-            return self._waiting(loss.detach())
-        except BaseException:
-            self.abandon()
-            raise
+        return self._learn(Micro(compute, weight, repeatable=False))
 
     def abandon(self) -> None:
         """Forget the open window: its gradients, and what its forwards did to the buffers."""
-        if self._window:
-            self._keeper.restore_buffers()
-        self._window = []
+        self._window.abandon()
         self.model.zero_grad(set_to_none=True)
         forget_unsent(self.model)
 
@@ -269,13 +260,11 @@ class PrecisionTrainer:
         """The batches of ``loader``; None where this rank's are used up and another rank's are not."""
         return until_all_end(loader, self.ranks)
 
-    @property
-    def accumulated(self) -> int:
-        """Micro-batches that wait for the optimiser's turn."""
-        return len(self._window)
-
     def save_checkpoint(
-        self, path: Path | str, extra: Mapping[str, Any] | None = None, open_window: OpenWindow = "error"
+        self,
+        path: Path | str,
+        extra: Mapping[str, Any] | None = None,
+        open_window: Literal["error", "leave out"] = "error",
     ) -> Path:
         """Write everything that going on needs to the file ``path``, atomically; what was there is kept beside it as
         ``<path>.previous``. ``extra``: plain values and tensors of the caller's (the data's position, an epoch).
@@ -283,15 +272,13 @@ class PrecisionTrainer:
 
         On several ranks call it on all; rank 0 writes. Tensors are whole, so any number of processes can load it.
         """
-        state = trainer_state.state_of(self, extra, open_window)
-        failure: MantissaError | None = None
-        if self.ranks.rank == 0:
-            try:
-                trainer_state.write(path, state)
-            except MantissaError as error:
-                failure = error
-        if self.ranks.max_of(0.0 if failure is None else 1.0) > 0:  # no rank waits for a file that will not come
-            raise failure or MantissaError(f"rank 0 could not write the checkpoint {path}; see its message")
+        if self.accumulated and open_window == "error":
+            raise MantissaError(
+                f"cannot save with {self.accumulated} of {self.accumulate} micro-batches accumulated: gradients are "
+                "not part of a checkpoint; save after the optimiser's turn, or call flush() first"
+            )
+        state = self._state(extra)
+        self.ranks.agreed(lambda: trainer_state.write(path, state) if self.ranks.rank0 else None)
         return Path(path)
 
     def load_checkpoint(self, path: Path | str, or_previous: bool = False) -> dict[str, Any]:
@@ -303,92 +290,216 @@ class PrecisionTrainer:
         state = trainer_state.read(path, or_previous)
         if state["problem"] is not None:
             self.say(f"checkpoint: {state['problem']}; going on from {state['read_from']}")
+        was = (state["precision"] or {}).get("active")
+        if self._watch is not None and was == self._watch.to != self.precision.active.name:
+            self.say(f"guard: this run fell back to {was} before: going on in {was}")
+            self.use(was)
+        extra = self._restore(state)
         if self._watch is not None:
-            self._watch.resuming(state)
-        extra = trainer_state.restore(self, state)
-        if self._watch is not None:
-            self._watch.resumed()
+            self._watch.resumed(self.steps, self.updates)
         return extra
 
     def stats(self) -> dict[str, Any]:
         """What happened so far. ``overflow_rate`` is skipped / attempted optimiser steps."""
-        return trainer_state.stats_of(self)
+        latest, role = self.latest, self.precision
+        return {
+            "steps": self.steps,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "retried": self.retried,
+            "overflow_rate": self.skipped / self.steps if self.steps else 0.0,
+            "batches_seen": self.batches_seen,
+            "accumulated": self.accumulated,
+            "loss_scale": self.scaler.scale,
+            "grad_norm": latest.grad_norm if latest else None,
+            "clipped_fraction": latest.clipped if latest else None,
+            "max_scaled_grad": latest.max_scaled_grad if latest else None,
+            "flushed_fraction": self.flushed_fraction,
+            "precision_requested": role.requested,
+            "precision_active": role.active.name,
+            "backend": role.backend,
+            "reason": role.reason,
+            "device": str(self.device),
+            "rank": self.ranks.rank,
+            "world_size": self.ranks.world,
+        }
+
+    # one optimiser step
 
     def _open(self) -> None:
         """Before a forward: where it is a window's first, keep what it will change."""
-        if self._window:
+        if self.accumulated:
             return
         check_place(self.model, self.device)
         if self._watch is not None:
-            self._watch.begin()
-        self._keeper.remember()
+            self._watch.check_new(self.steps)
+            if self._watch.needs_good:  # there must be something to fall back to
+                self._save_good(self._watch)
+            self._began = time.perf_counter()
+        self._window.begin()
         self.optimizer.zero_grad(set_to_none=True)  # gradients from elsewhere have another scale
 
     @property
     def _is_last(self) -> bool:
         """Whether the next micro-batch fills the window."""
-        return len(self._window) + 1 >= self.accumulate
+        return self.accumulated + 1 >= self.accumulate
 
-    def _waiting(self, loss: Tensor | None) -> StepOutcome:
-        return StepOutcome("accumulated", 0, float("nan"), self.scaler.scale, float("nan"), 0.0, loss)
+    def _backward(self, loss: Tensor, scale: float, weight: float) -> None:
+        with self.autocast.backward():
+            (loss * (scale * weight / self.accumulate)).backward()
 
-    def _close(self, pending: list[Micro] | None) -> StepOutcome:
-        """The optimiser's turn. ``pending``: the micro-batches not yet added; None: start over with all of them."""
-        window = self._window
-        tries = 0
+    def _learn(self, micro: Micro, loss_of: Callable[[], Tensor] | None = None) -> StepOutcome:
+        """Take one more micro-batch, and where it fills the window the optimiser's turn. ``loss_of``: for the probe."""
+        full = self._is_last
+        self._window.micros.append(micro)
+        try:
+            if full:
+                self._probe(loss_of, micro.weight)
+                return self._turn()
+            micro.run(self.scaler.scale, last=False)
+            return StepOutcome("accumulated", 0, float("nan"), self.scaler.scale, float("nan"), 0.0, micro.loss)
+        except BaseException:
+            self.abandon()
+            raise
 
-        def backward(scale: float) -> Tensor:
-            nonlocal tries
-            again = tries > 0 or pending is None
-            tries += 1
-            if again:
-                self._keeper.restore()
-            for micro in window if again or pending is None else pending:
-                self._add(micro, scale, last=micro is window[-1])
-            return mean_loss(window)
-
-        return self._turn(backward, accumulated=pending is not None)
-
-    def _turn(self, backward: Backward, accumulated: bool, repeatable: bool = True) -> StepOutcome:
-        weight = sum(micro.weight for micro in self._window)
+    def _turn(self, afresh: bool = False) -> StepOutcome:
+        weight = sum(micro.weight for micro in self._window.micros)
         total = self.ranks.sum_of(weight)
         if total == 0:
             raise MantissaError("every batch of this optimiser step has weight 0: there is nothing to learn from")
         share = self.accumulate * self.ranks.world / total  # 1 where every weight is 1
-        outcome = self.optimizer_step.run(backward, accumulated=accumulated, share=share, repeatable=repeatable)
-        if not outcome.applied:
-            self._keeper.restore_buffers()
-        elif self.scheduler is not None:
+        outcome = self._window.close(share, afresh)
+        if outcome.applied and self.scheduler is not None:
             self.scheduler.step()
         self.steps += 1
         self.retried += outcome.kind == "retried"
-        self.latest = outcome
-        self._window = []
         if self._watch is not None:
-            self._watch.after(outcome, weight, total)
+            self._log(self._watch, outcome, weight, total)
         return outcome
 
-    def _add(self, micro: Micro, scale: float, last: bool) -> None:
-        """Add the scaled gradient of one micro-batch to ``.grad``; note its loss."""
-        assert micro.loss_fn is not None
-        with synchronising(self.model, last):
-            with self.autocast.forward():
-                loss = micro.loss_fn(self.model, micro.batch)
-            check_loss(loss)
-            loss = loss.float()  # the loss and its scale are fp32, whatever the model returned
-            with self.autocast.backward():
-                (loss * (scale * micro.weight / self.accumulate)).backward()
-        micro.loss = loss.detach()
-
-    def _probe(self, micro: Micro) -> None:
-        due = self.probe_every > 0 and (self.steps + 1) % self.probe_every == 0
+    def _probe(self, loss_of: Callable[[], Tensor] | None, weight: float) -> None:
+        due = loss_of is not None and self.probe_every > 0 and (self.steps + 1) % self.probe_every == 0
         self.flushed_fraction = None
-        if due and self.precision.active is not FP32:
-            factor = self.scaler.scale * (micro.weight or 1.0) / self.accumulate
-            self.flushed_fraction = flush_probe(self.model, micro, self.autocast, factor, self.device)
+        if due and loss_of is not None and self.precision.active is not FP32:
+            factor = self.scaler.scale * (weight or 1.0) / self.accumulate
+            self.flushed_fraction = flush_probe(self.model, loss_of, self.autocast, factor, self.device)
 
-    def _diagnose(self, backward: Backward) -> str:
-        scale = self.scaler.scale
-        self.model.zero_grad(set_to_none=True)
-        where = first_nonfinite(unwrapped(self.model), lambda: backward(scale))
-        return f"{where}; {anomaly(lambda: backward(scale))}" if self.detect_anomaly else where
+    # the run directory and its guard
+
+    def _log(self, watch: Watch, outcome: StepOutcome, weight: float, total: float) -> None:
+        """Write the step's row, judge it, and do what was decided. ``weight``: this rank's of the step's ``total``."""
+        seconds = time.perf_counter() - self._began
+        mean = 0.0 if outcome.loss is None or weight == 0 else float(outcome.loss) * weight / total
+        more = {"optim/clipped_fraction": outcome.clipped, "precision/flushed_fraction": self.flushed_fraction}
+        row = {
+            "step": self.steps,
+            "train/loss": self.ranks.sum_of(mean),
+            "precision/format": self.precision.active.name,
+            **outcome.row(),
+            "optim/lr": outcome.lr,
+            "optim/updates": self.updates,
+            "time/step": seconds,
+            **{name: value for name, value in more.items() if value is not None},
+        }
+        if watch.record(row):
+            self._restore_learning(trainer_state.read(watch.good_path, or_previous=True))
+            self.use(watch.to)
+            self.say(f"guard: step {self.steps}: back to update {self.updates}, and on in {self.precision.active}")
+            self._save_good(watch)
+        elif outcome.applied and watch.good_is_due(self.updates):
+            self._save_good(watch)
+
+    def _save_good(self, watch: Watch) -> None:
+        self.save_checkpoint(watch.good_path)
+        watch.good_at = self.updates
+
+    # checkpoints
+
+    def _state(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Everything that going on needs, with whole tensors on the CPU. Collective; all ranks get the same."""
+        generators = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            generators["cuda"] = torch.cuda.get_rng_state(self.device)
+        active = self.precision.active.name
+        return {
+            "model_state_dict": dict(whole(unwrapped(self.model).state_dict())),
+            "optimizer_state_dict": whole(self.optimizer.state_dict()),
+            "scheduler_state_dict": None if self.scheduler is None else whole(self.scheduler.state_dict()),
+            "training_steps": self.steps,
+            "overflow_steps": self.skipped,
+            "counters": {"updates": self.updates, "retried": self.retried, "batches_seen": self.batches_seen},
+            "fp16_active": active == "fp16",
+            "precision": {"requested": self.precision.requested, "active": active},
+            "scaler_state_dict": self.scaler.state_dict(),
+            "generators": self.ranks.gather(generators),
+            "extra": dict(extra or {}),
+        }
+
+    def _restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Go on from ``state``; returns its ``extra``. Everything is checked before anything is changed. Collective.
+
+        The number of processes may differ from when it was written; ranks that were not there then keep their own
+        generators, and are told of.
+        """
+        with boundary("checkpoint", "it is damaged, or of another kind of trainer; load another one"):
+            counters = {"training_steps": state["training_steps"], "overflow_steps": state["overflow_steps"]}
+            counters |= {name: state["counters"][name] for name in ("retried", "batches_seen")}
+            numbers = [count(value, f"checkpoint: {name}") for name, value in counters.items()]
+            scaler = state["scaler_state_dict"] or {}
+            if set(scaler) == set(self.scaler.state_dict()):
+                copy.copy(self.scaler).load_state_dict(scaler)
+            for saved in state["generators"]:
+                torch.Generator().set_state(saved["cpu"])
+            extra, _ = dict(state["extra"]), dict(state["precision"] or {})
+        self._restore_learning(state)
+        self._restore_scaler(state)
+        self.steps, self.optimizer_step.skipped, self.retried, self.batches_seen = numbers
+        self._restore_generators(state["generators"])
+        return extra
+
+    def _restore_learning(self, state: Mapping[str, Any]) -> None:
+        """Put back what was learnt: weights, optimiser, schedule, count of updates; checked before it is changed.
+
+        Attempts, the scaler and the generators go on: what a fall back needs. Collective.
+        """
+        model = unwrapped(self.model)
+        present, saved, schedule = model.state_dict(), state["model_state_dict"], state["scheduler_state_dict"]
+        with boundary("checkpoint", "it is damaged, or of another model or optimiser; load another one"):
+            trainer_state.check_model(present, saved, dict(model.named_parameters()))
+            trainer_state.check_optimizer(self.optimizer, state["optimizer_state_dict"])
+            if self.scheduler is not None and schedule is not None:
+                trainer_state.check_like(self.scheduler.state_dict(), schedule, "scheduler")
+            updates = count(state["counters"]["updates"], "checkpoint: updates")
+        self.abandon()  # first: it may put buffers back
+        model.load_state_dict({
+            name: shard_like(saved[name].to(value.dtype), value) if isinstance(value, Tensor) else saved[name]
+            for name, value in present.items()
+        })  # fmt: skip
+        self.optimizer.load_state_dict(trainer_state.sharded(state["optimizer_state_dict"], self.optimizer))
+        if self.scheduler is not None and schedule is not None:
+            self.scheduler.load_state_dict(schedule)
+        self.optimizer_step.updates = updates
+
+    def _restore_scaler(self, state: Mapping[str, Any]) -> None:
+        """Take the saved scale over where the format and the rule are the same; otherwise say that it starts afresh."""
+        saved = state["scaler_state_dict"]
+        was = (state["precision"] or {}).get("active", "fp16" if state["fp16_active"] else "fp32")
+        if not same_format(was, self.precision, self.say):
+            return
+        if saved is not None and set(saved) == set(self.scaler.state_dict()):
+            self.scaler.load_state_dict(saved)
+        elif saved is not None or self.precision.active.needs_loss_scaling:
+            self.say("checkpoint: its loss scaling has another rule than asked for here: the scaler starts afresh")
+
+    def _restore_generators(self, saved: list[dict[str, Tensor]]) -> None:
+        """Those of this rank, where it was there when they were saved."""
+        if self.ranks.rank < len(saved):
+            torch.set_rng_state(saved[self.ranks.rank]["cpu"])
+            if self.device.type == "cuda" and "cuda" in saved[self.ranks.rank]:
+                torch.cuda.set_rng_state(saved[self.ranks.rank]["cuda"], self.device)
+        if saved and len(saved) != self.ranks.world:
+            self.say(
+                f"checkpoint: written by {len(saved)} processes, read by {self.ranks.world}: weights, optimiser and "
+                "scaler are the same; generators are those of the ranks that were there, and the data is yours to "
+                "divide again"
+            )

@@ -1,4 +1,9 @@
-"""One optimiser step's micro-batches, and what must be put back before they are computed again."""
+"""The retry window: one optimiser step's micro-batches, computed again as a whole after an overflow.
+
+``PrecisionTrainer`` and the integrations differ in how a micro-batch is computed (``Micro.compute``) and in who calls
+the optimiser; that it is repeated exactly, or given up without a trace, is here: torch's generators (dropout) and the
+model's buffers (a batch norm's statistics) are put back.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +14,82 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LossFunction = Callable[[nn.Module, Any], Tensor]
+from mantissa.kernels import Autocast, autocast_for, probe_autocast
+from mantissa.precision import FP32, ResolvedRole
+from mantissa.ranks import Ranks, is_fsdp
+from mantissa.training.checks import (
+    anomaly,
+    device_of,
+    first_nonfinite,
+    flushed_fraction,
+    gradients_of,
+    named_parameters,
+    precision_line,
+    resolved_role,
+)
+from mantissa.training.distributed import local, synchronising, unwrapped
+from mantissa.training.scaler import LossScaler, ScalerConfig, scaler_for
+from mantissa.training.step import Backward, OptimizerStep, StepOutcome
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The format that a model computes in on its device, settled: resolved, probed and told.
+
+    ``role``: requested, active, backend, reason. ``evidence``: the probe's findings. ``scaler``: a fresh one.
+    """
+
+    role: ResolvedRole
+    autocast: Autocast
+    evidence: str
+    scaler: LossScaler
+
+    @classmethod
+    def of(
+        cls,
+        precision: str,
+        device: torch.device,
+        say: Callable[[str], None],
+        *,
+        backend: str = "auto",
+        fallback: str = "error",
+        scale: str | float | ScalerConfig = "dynamic",
+        retries: int | None = None,
+    ) -> MixedPrecision:
+        """Options as ``PrecisionTrainer``'s; ``MantissaError`` for what the device cannot do."""
+        role = resolved_role(precision, backend, fallback, device)
+        autocast = autocast_for(role, device)
+        evidence = probe_autocast(autocast, device)
+        scaler = scaler_for(scale, role.active, retries)
+        say(precision_line(role))
+        return cls(role, autocast, evidence, scaler)
+
+
+def same_format(was: str, role: ResolvedRole, say: Callable[[str], None]) -> bool:
+    """Whether a checkpoint was written in the format that computes now; where not, its loss scale means nothing."""
+    if was != role.active.name:
+        say(f"checkpoint: written in {was}, goes on in {role.active}, with a fresh loss scaler")
+    return was == role.active.name
 
 
 @dataclass
 class Micro:
-    """One batch of a window. A weight of 0 takes part in every exchange and changes nothing. Without ``loss_fn`` it was
-    computed elsewhere and cannot be computed again."""
+    """One micro-batch. ``compute(scale, last)`` adds its scaled gradient to ``.grad`` and returns its unscaled loss.
 
-    batch: Any
-    loss_fn: LossFunction | None
-    weight: float
+    ``last``: whether gradients are exchanged between ranks now. ``weight``: what it counts for; with 0 it takes part in
+    every exchange and changes nothing. ``repeatable``: whether ``compute`` can be called twice. ``done``: it was.
+    """
+
+    compute: Callable[[float, bool], Tensor | None]
+    weight: float = 1.0
+    repeatable: bool = True
     loss: Tensor | None = None
+    done: bool = False
+
+    def run(self, scale: float, last: bool) -> None:
+        """Compute it, and note its loss."""
+        loss = self.compute(scale, last)
+        self.loss, self.done = None if loss is None else loss.detach(), True
 
 
 def mean_loss(window: Sequence[Micro]) -> Tensor:
@@ -28,6 +97,88 @@ def mean_loss(window: Sequence[Micro]) -> Tensor:
     total = sum(micro.weight for micro in window)
     losses = [(m.loss, m.weight / total) for m in window if m.loss is not None and m.weight > 0]
     return sum((loss * share for loss, share in losses), torch.zeros(()))
+
+
+def sum_loss(window: Sequence[Micro]) -> Tensor | None:
+    """Their sum, where whoever computes them has divided them already; None where none is known."""
+    losses = [micro.loss for micro in window if micro.loss is not None]
+    return torch.stack(losses).sum() if losses else None
+
+
+class RetryWindow:
+    """One optimiser's micro-batches between two of its steps, and the ``OptimizerStep`` that ends them.
+
+    ``micros``: those of the open window. ``outcome``: of the last step. ``total_loss``: a window's loss from its
+    micro-batches'. ``detect_anomaly``: the diagnosis of a non-finite gradient names the forward's line too.
+    ``options`` are ``OptimizerStep``'s.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        precision: MixedPrecision,
+        total_loss: Callable[[Sequence[Micro]], Tensor | None] = mean_loss,
+        detect_anomaly: bool = False,
+        **options: Any,
+    ) -> None:
+        self._model = model
+        self._total_loss = total_loss
+        self._detect_anomaly = detect_anomaly
+        self._repeatable = False  # whether the step in progress can be
+        self._keeper = Keeper(model, device_of(model))
+        self.micros: list[Micro] = []
+        self.outcome: StepOutcome | None = None
+        named = named_parameters(model, optimizer)
+        self.step = OptimizerStep(
+            named, optimizer, precision.scaler, precision.role.active, None, diagnose=self._diagnose,
+            ranks=Ranks.of(model), **options,
+        )  # fmt: skip
+
+    @property
+    def applied(self) -> bool:
+        """Whether the last step changed the weights; true before the first."""
+        return self.outcome is None or self.outcome.applied
+
+    def begin(self) -> None:
+        """Before the first micro-batch's forward: keep what a forward changes."""
+        self._keeper.remember()
+
+    def abandon(self) -> None:
+        """Forget the open window, and what its forwards did to the buffers."""
+        if self.micros:
+            self._keeper.restore_buffers()
+        self.micros = []
+
+    def close(self, share: float = 1.0, afresh: bool = False) -> StepOutcome:
+        """The optimiser's turn. ``share``: a factor on the gradients. ``afresh``: compute all micro-batches again."""
+        window, tries = self.micros, 0
+        self._repeatable = all(micro.repeatable for micro in window)
+
+        def backward(scale: float) -> Tensor | None:
+            nonlocal tries
+            again = afresh or tries > 0
+            tries += 1
+            if again:
+                self._keeper.restore()
+            for micro in window:
+                if again or not micro.done:
+                    micro.run(scale, micro is window[-1])
+            return self._total_loss(window)
+
+        outcome = self.step.run(backward, accumulated=not afresh, share=share, repeatable=self._repeatable)
+        if not outcome.applied:
+            self._keeper.restore_buffers()
+        self.micros, self.outcome = [], outcome
+        return outcome
+
+    def _diagnose(self, backward: Backward) -> str:
+        if not self._repeatable:
+            return "not known, for this batch's forward cannot be repeated"
+        scale = self.step.scaler.scale
+        self._model.zero_grad(set_to_none=True)
+        where = first_nonfinite(unwrapped(self._model), lambda: backward(scale))
+        return f"{where}; {anomaly(lambda: backward(scale))}" if self._detect_anomaly else where
 
 
 class Keeper:
@@ -65,3 +216,34 @@ class Keeper:
             buffer = module._buffers[name]
             if buffer is not None:
                 buffer.copy_(value)
+
+
+def flush_probe(
+    model: nn.Module, loss_of: Callable[[], Tensor], autocast: Autocast, factor: float, device: torch.device
+) -> float:
+    """Fraction of this rank's parameter gradients that are zero in ``autocast``'s format but not in fp32.
+
+    Both passes multiply the loss by ``factor`` (loss scale x weight). Gradients that are already there, buffers and
+    generators are put back. Under FSDP2 every rank must call this, with no micro-batch waiting: making gradients is
+    exchanging them.
+    """
+    keeper = Keeper(model, device)
+    pending = {parameter: parameter.grad for parameter in model.parameters()}
+
+    def gradients(context: Autocast) -> dict[str, Tensor]:
+        def work() -> None:
+            with synchronising(model, is_fsdp(model)):
+                with context.forward():
+                    loss = loss_of()
+                with context.backward():
+                    (loss.float() * factor).backward()
+
+        found = gradients_of(model, work)
+        keeper.restore()
+        return {name: local(grad) for name, grad in found.items()}
+
+    low = gradients(autocast)
+    exact = gradients(Autocast(FP32, "native", autocast.device_type))
+    for parameter, grad in pending.items():
+        parameter.grad = grad
+    return flushed_fraction(low, exact)
