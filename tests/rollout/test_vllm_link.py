@@ -23,10 +23,10 @@ from fake_vllm_server import FakeServer
 from mantissa.environ import changed_environment
 from mantissa.errors import MantissaError
 from mantissa.precision import BF16
-from strict_promotion import StrictPromotion
 from mantissa.rollout import Request, VllmEngine, VllmStart
 from mantissa.rollout.vllm.engine import ONE_PROCESS, Processes, agreed
 from mantissa.rollout.vllm.worker import digest
+from strict_promotion import StrictPromotion
 
 REQUESTS = [Request((5, 6), seed=11, samples=2), Request((7,), seed=12, samples=3)]
 T = TypeVar("T")
