@@ -135,7 +135,8 @@ def test_another_precision_starts_a_fresh_scaler_and_says_so(source: str, now: s
     trainer.load_checkpoint(path)
     assert trainer.scaler.scale == (65536.0 if now == "fp16" else 1.0)
     was = "bf16" if source == "bf16" else "fp16"
-    assert any(f"written in {was}, goes on in {now}, with a fresh loss scaler" in line for line in said)
+    told = [line for line in said if line.startswith("checkpoint: ")]
+    assert told == [f"checkpoint: written in {was}, goes on in {now}, with a fresh loss scaler"]
 
 
 class Evil:

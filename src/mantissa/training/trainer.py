@@ -290,7 +290,8 @@ class PrecisionTrainer:
         state = trainer_state.read(path, or_previous)
         if state["problem"] is not None:
             self.say(f"checkpoint: {state['problem']}; going on from {state['read_from']}")
-        was = (state["precision"] or {}).get("active")
+        with boundary("checkpoint", "it is damaged; load another one"):
+            was = (state["precision"] or {}).get("active")
         if self._watch is not None and was == self._watch.to != self.precision.active.name:
             self.say(f"guard: this run fell back to {was} before: going on in {was}")
             self.use(was)
