@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import cast
 
 import typer
 
-from mantissa.cli import (
-    bench,
-    check_verl,
-    compare,
-    data,
-    gap,
-    guard,
-    launch,
-    metrics,
-    precision,
-    replay,
-    report,
-    sample,
-    serve,
-    train,
-)
+from mantissa.cli import data
 from mantissa.cli.machine import spin_briefly
 from mantissa.errors import MantissaError, printable
 
+COMMANDS = ("train", "sample", "serve", "report", "replay", "compare", "guard", "bench", "gap", "precision", "metrics",
+            "launch", "check_verl")  # fmt: skip
 app = typer.Typer(
     name="mantissa",
     help="Reinforcement learning of language models in the precision you choose for each role, with the gap measured.",
@@ -33,22 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (
-    train.train,
-    sample.sample,
-    serve.serve,
-    report.report,
-    replay.replay,
-    compare.compare,
-    guard.guard,
-    bench.bench,
-    gap.gap,
-    precision.precision,
-    metrics.metrics,
-    launch.launch,
-    check_verl.check_verl,
-):
-    app.command()(command)
+for name in COMMANDS:
+    app.command()(getattr(importlib.import_module(f"mantissa.cli.{name}"), name))
 app.add_typer(data.app, name="data")
 
 # Typer has used click and, since 0.26, a copy of its own: this is the base of usage errors in either.
