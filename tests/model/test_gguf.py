@@ -431,9 +431,9 @@ def test_the_packaged_model_answers(smollm: str) -> None:
     assert (model.config.num_hidden_layers, model.config.vocab_size) == (30, 49152)
     assert model.config.weights_note == "dequantised from GGUF: Q4_1 (a 4-bit grid) 79%, Q8_0 (8-bit) 21%"
     tokens = tokenizer.encode_prompt([{"role": "user", "content": "What is the capital of France?"}])
-    for _ in range(7):
-        tokens.append(int(logits(model, torch.tensor([tokens]))[0, -1].argmax()))
-    assert tokenizer.decode(tokens[-7:]) == "The capital of France is Paris."
+    answer = tokenizer.encode("The capital of France is Paris.")
+    likeliest = logits(model, torch.tensor([tokens + answer]))[0].argmax(-1)  # after each prefix, in one pass
+    assert likeliest[len(tokens) - 1 : -1].tolist() == answer
 
 
 @pytest.mark.variants
