@@ -30,7 +30,7 @@ from mantissa.rl import make_config, resume, start
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Learner
-from mantissa.rl.team import joined
+from mantissa.rl.session import joined
 from mantissa.rollout import NativeEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import StepOutcome
@@ -45,8 +45,8 @@ def gradients(recipe: Recipe, folder: Path) -> dict[str, Any]:
     Real completions with made-up rewards, of which the last group's are equal; the rollout is half a nat off.
     """
     config = make_config(recipe, "test")
-    with joined(config, torch.device("cpu")) as team:
-        parts = assemble(config, team)
+    with joined(config, torch.device("cpu")) as ranks:
+        parts = assemble(config, ranks)
         experience = sampled(parts)
         if parts.reference is not None:
             parts.reference.take(parts.learner.weights, 0)
@@ -190,7 +190,7 @@ def stop(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
     def loss(self: Learner, *rest: Any) -> Any:
         value, tallies = real(self, *rest)
-        last = self.team.ranks.rank == self.team.ranks.world - 1
+        last = self.ranks.rank == self.ranks.world - 1
         return (value * math.inf if last and rest[1].counts else value), tallies
 
     Learner._loss = loss  # type: ignore[method-assign]

@@ -16,8 +16,9 @@ from torch import nn
 import rank_worker
 from mantissa.errors import MantissaError
 from mantissa.jsonl import JsonLines
+from mantissa.ranks import ALONE
 from mantissa.training import distribute
-from mantissa.training.distributed import ALONE, grad_norm
+from mantissa.training.distributed import grad_norm
 
 pytestmark = pytest.mark.slow
 KINDS = ("ddp", "fsdp2")

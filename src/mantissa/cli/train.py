@@ -49,7 +49,7 @@ def train(
     mantissa train recipes/demo.yaml nproc=2
     """
     keep_freed_memory()
-    from mantissa.rl.team import world_size
+    from mantissa.ranks import world_size
 
     world = world_size()
     if world is None:

@@ -28,9 +28,10 @@ from mantissa.errors import MantissaError
 from mantissa.integrations import require
 from mantissa.jsonl import JsonLines
 from mantissa.kernels import autocast_for, probe_autocast
+from mantissa.ranks import Ranks
 from mantissa.training import OptimizerStep, ScalerConfig, StepOutcome, first_nonfinite, scaler_for
 from mantissa.training.checks import device_of, named_parameters, precision_line, resolved_role
-from mantissa.training.distributed import Ranks, unwrapped
+from mantissa.training.distributed import unwrapped
 from mantissa.training.window import Keeper
 
 

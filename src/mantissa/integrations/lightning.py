@@ -38,6 +38,7 @@ from mantissa.integrations import require
 from mantissa.integrations.huggingface import HeldScheduler, counts_of
 from mantissa.kernels import Autocast, autocast_for, probe_autocast
 from mantissa.precision import ResolvedRole
+from mantissa.ranks import Ranks
 from mantissa.training import (
     Backward,
     LossScaler,
@@ -48,7 +49,7 @@ from mantissa.training import (
     scaler_for,
 )
 from mantissa.training.checks import device_of, named_parameters, precision_line, resolved_role
-from mantissa.training.distributed import Ranks, unwrapped
+from mantissa.training.distributed import unwrapped
 from mantissa.training.window import Keeper
 
 require("lightning.pytorch", "lightning")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ from mantissa.model import (
     character_tokenizer,
 )
 from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.ranks import ALONE, Ranks, world_size
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.config import LossScalingConfig, ModelSource, RunConfig
 from mantissa.rl.engine_share import EngineShare, ExactTwin, exact_policy
@@ -38,7 +40,6 @@ from mantissa.rl.learner import Learner
 from mantissa.rl.reference import Reference
 from mantissa.rl.sampling import Sampler
 from mantissa.rl.seeds import generator
-from mantissa.rl.team import ALONE, Team, world_size
 from mantissa.rollout import VllmEngine, require_vllm
 from mantissa.tasks import DatasetConfig, Grader, Problem, Task, build_task
 from mantissa.training import LossScaler
@@ -62,7 +63,7 @@ class Parts:
     scaling: LossScalingConfig
     reference: Reference | None = None
     plan: ExactPlan | None = None
-    team: Team = ALONE
+    ranks: Ranks = ALONE
     share: EngineShare | None = None  # of an engine that is not this package's
     replan: Callable[[Way], ExactPlan] | None = None  # where there is a plan: another one; collective
 
@@ -168,7 +169,7 @@ def exact_twin(
     device: torch.device,
     length: int,
     rows: int,
-    team: Team,
+    ranks: Ranks,
     late: bool = False,
 ) -> ExactTwin:
     """Exact kernels for the rollout of ``policy``, proven here; or why there are none, and then nobody measures.
@@ -189,10 +190,10 @@ def exact_twin(
         evidence = probe(rollout_kernels(exact, plan), device)
     except MantissaError as error:
         failed = str(error).rpartition("; ")[0] or str(error)  # its advice is for a recipe that asks for them
-    failed = team.said(failed)  # none measures where one cannot
+    failed = ranks.first_of(failed)  # none measures where one cannot
     if failed is not None:
         return ExactTwin(None, failed, every)
-    kernels = rollout_kernels(exact, team.decided(plan))
+    kernels = rollout_kernels(exact, ranks.broadcast(plan))
     return ExactTwin(kernels, f"{exact.rollout.kernels} kernels in {exact.rollout.name}", every, evidence)
 
 
@@ -204,6 +205,29 @@ def _check_bill(config: RunConfig) -> None:
     if not isinstance(task, DatasetConfig):
         problems = sum(task.sizes.values())
         require_memory(problems * _BYTES_A_PROBLEM, f"task: {problems:,} problems", "lower its sizes")
+
+
+def place(model: Decoder, device: torch.device, ranks: Ranks) -> Decoder:
+    """The learner's model, whole on ``device`` or with a slice of each tensor there. Before its optimiser is made.
+
+    A layer is gathered for its forward and again for its backward; what belongs to no layer (embedding, last norm,
+    head) likewise around ``Decoder.within``.
+    """
+    if not ranks.sharded:
+        return model.to(device)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(device.type, (ranks.world,))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a part of the batch's
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    register_fsdp_forward_method(model, "within")
+    # Exact kernels' logits are a view of a larger tensor. FSDP2 fears in-place changes of it; nobody makes any.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
+    return model
 
 
 def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, Tokenizer]:
@@ -272,7 +296,7 @@ def _longest(config: RunConfig, task: Task, room: int) -> int:
     return min(room, max(bounds, default=room))
 
 
-def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
+def assemble(config: RunConfig, ranks: Ranks = ALONE) -> Parts:
     """Build every part; nothing is written yet, so a mistake in the recipe leaves no folder behind."""
     device = choose_device(config.device)
     _check_bill(config)
@@ -288,15 +312,15 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     shape, slots = model.config, config.rollout.slots
     row = 4 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim  # one position, two bytes a value
     require_memory(slots * row, f"rollout.slots={slots:,}", "lower it")
-    model = team.prepare(model, device)
+    model = place(model, device, ranks)
     if config.policy.fp8 is not None:
         config.policy.fp8.check(model.projections)
     longest = _longest(config, task, model.config.max_position_embeddings)
     rows = max(config.rollout.slots, config.optimizer.micro_batch_tokens)
-    plan = team.decided(exact_plan(precision, model, device, longest, rows))  # found by probing, and one for all
+    plan = ranks.broadcast(exact_plan(precision, model, device, longest, rows))  # found by probing, and one for all
 
     def replan(way: Way) -> ExactPlan:
-        again = team.decided(exact_plan(precision, model, device, longest, rows, way))
+        again = ranks.broadcast(exact_plan(precision, model, device, longest, rows, way))
         assert again is not None
         return again
 
@@ -304,7 +328,7 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     twin = None
     if vllm:
         every, late = config.rollout.vllm.share_every, config.rollout.max_policy_lag > 0
-        twin = exact_twin(config.policy, every, model, device, longest, rows, team, late)
+        twin = exact_twin(config.policy, every, model, device, longest, rows, ranks, late)
     scaling = config.loss_scaling or LossScalingConfig()
     learner = Learner(
         model,
@@ -316,7 +340,7 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
         aggregation_length=config.algorithm.aggregation_length or float(config.rollout.max_tokens),
         seed=config.seed,
         steps=config.steps,
-        team=team,
+        ranks=ranks,
     )
     grading = config.grading
     grader = Grader(task, grading.timeout_s, grading.workers, grading.memory_gib)
@@ -324,8 +348,8 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
     engine = None
     try:
         kernels = (twin and twin.kernels) or rollout_kernels(precision, plan)
-        engine = build_engine(config.rollout, precision, kernels, model.config, tokenizer, device, team)
-        sampler = Sampler(engine, tokenizer, grader, team)
+        engine = build_engine(config.rollout, precision, kernels, model.config, tokenizer, device, ranks)
+        sampler = Sampler(engine, tokenizer, grader, ranks)
         check_task(config, task, sampler, model.config.max_position_embeddings)
     except BaseException:
         grader.close()
@@ -333,10 +357,10 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
         raise
     share = None
     if isinstance(engine, VllmEngine) and twin is not None:
-        evidence["rollout"] = evidence_of(engine, team)
+        evidence["rollout"] = evidence_of(engine, ranks)
         temperature, tokens = config.rollout.temperature, config.optimizer.micro_batch_tokens
-        share = EngineShare(engine, twin, temperature=temperature, micro_batch_tokens=tokens, team=team)
-    reference = new_reference(config, precision, plan, model, device, team)
+        share = EngineShare(engine, twin, temperature=temperature, micro_batch_tokens=tokens, ranks=ranks)
+    reference = new_reference(config, precision, plan, model, device, ranks)
     return Parts(
         device,
         precision,
@@ -349,7 +373,7 @@ def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
         scaling,
         reference,
         plan,
-        team,
+        ranks,
         share,
         replan if plan else None,
     )
@@ -361,7 +385,7 @@ def new_reference(
     plan: ExactPlan | None,
     model: Decoder,
     device: torch.device,
-    team: Team,
+    ranks: Ranks,
 ) -> Reference | None:
     """The reference policy, still without weights; None where the recipe asks for none."""
     section = config.algorithm.reference
@@ -374,5 +398,5 @@ def new_reference(
         micro_batch_tokens=config.optimizer.micro_batch_tokens,
         refresh_every=section.refresh_every,
         device=device,
-        team=team,
+        ranks=ranks,
     )

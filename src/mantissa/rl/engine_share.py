@@ -19,9 +19,9 @@ from typing import Any
 from mantissa.kernels import Kernels
 from mantissa.mismatch import engine_share
 from mantissa.precision import PrecisionPolicy
+from mantissa.ranks import ALONE, Ranks
 from mantissa.rl.experience import Experience
 from mantissa.rl.forward import score
-from mantissa.rl.team import ALONE, Team
 from mantissa.rollout import VllmEngine
 
 
@@ -73,10 +73,10 @@ class EngineShare:
     """Measures the share of one engine, whose ``copies`` must be kept by the twin's exact kernels."""
 
     def __init__(
-        self, engine: VllmEngine, twin: ExactTwin, *, temperature: float, micro_batch_tokens: int, team: Team = ALONE
+        self, engine: VllmEngine, twin: ExactTwin, *, temperature: float, micro_batch_tokens: int, ranks: Ranks = ALONE
     ) -> None:
         assert twin.kernels is None or engine.copies.kernels is twin.kernels
-        self.engine, self.twin, self.team = engine, twin, team
+        self.engine, self.twin, self.ranks = engine, twin, ranks
         self.temperature, self.micro_batch_tokens = temperature, micro_batch_tokens
 
     def due(self, step: int) -> bool:
@@ -96,7 +96,7 @@ class EngineShare:
             experience.sequences,
             self.temperature,
             micro_batch_tokens=self.micro_batch_tokens,
-            team=self.team,
+            ranks=self.ranks,
         )
         measured = engine_share(
             experience.rollout_logp_BR, exact_logp_BR, experience.old_logp_BR, experience.sequences.mask_BR

@@ -10,8 +10,8 @@ import torch
 from mantissa.kernels import Kernels
 from mantissa.model import Decoder, ModelConfig, Tokenizer
 from mantissa.precision import E4M3, ResolvedPrecision
+from mantissa.ranks import ALONE, Ranks
 from mantissa.rl.config import RolloutConfig
-from mantissa.rl.team import ALONE, Team
 from mantissa.rollout import NativeEngine, RolloutEngine, VllmEngine, VllmStart, serve_vllm
 
 
@@ -68,7 +68,7 @@ def build_engine(
     model: ModelConfig,
     tokenizer: Tokenizer,
     device: torch.device,
-    team: Team = ALONE,
+    ranks: Ranks = ALONE,
 ) -> RolloutEngine:
     """The engine that the recipe names, still without weights. vLLM's processes run from here on: ``close`` them.
 
@@ -85,7 +85,7 @@ def build_engine(
             server=rollout.vllm.server,
             timeout_s=rollout.vllm.timeout_s,
             decode_text=tokenizer.decode,
-            processes=team,
+            ranks=ranks,
         )
     return NativeEngine(
         model,
@@ -116,12 +116,12 @@ def serve_engine(
     return serve_vllm(start, shapes, host=host, port=port, folder=folder, ready=ready)
 
 
-def evidence_of(engine: VllmEngine, team: Team) -> str:
+def evidence_of(engine: VllmEngine, ranks: Ranks) -> str:
     """What was seen of vLLM at the start, and by how many."""
-    if team.alone:
+    if ranks.alone:
         return engine.evidence
     each = "one server for" if engine.served else "one such vLLM for each of"
-    return f"{engine.evidence}; {each} {team.ranks.world} processes"
+    return f"{engine.evidence}; {each} {ranks.world} processes"
 
 
 def rest(engine: RolloutEngine) -> None:

@@ -139,7 +139,7 @@ class Exactness:
 
     def _misdrawn(self, step: int, experience: Experience) -> tuple[int, str]:
         """How many tokens were drawn from another law than the learner's, and what to say of the first."""
-        self.learner.team.join_rows(self._misdrawn_BR)
+        self.learner.ranks.join_rows(self._misdrawn_BR)
         count = int(self._misdrawn_BR.sum())
         if not count:
             return 0, ""
@@ -156,13 +156,13 @@ class Exactness:
         In a step that was not checked those are the rollout's.
         """
         assert experience.old_logp_BR is not None
-        sequences, team = experience.sequences, self.learner.team
+        sequences, ranks = experience.sequences, self.learner.ranks
         different_BR = unequal(seen_BR, experience.old_logp_BR) & sequences.mask_BR
-        self.unlike = int(team.ranks.sum_of(int(different_BR.sum())))
+        self.unlike = int(ranks.sum_of(int(different_BR.sum())))
         if not self.unlike:
             return
         found = [place.tolist() for place in different_BR.nonzero()[:1]]
-        row, token = next(places[0] for places in team.ranks.gather(found) if places)
+        row, token = next(places[0] for places in ranks.gather(found) if places)
         scored = experience.with_learner(self.learner.score(sequences)[0], None)
         again = compare(scored)
         what = (
@@ -203,17 +203,17 @@ class Exactness:
 
         The rank that sampled it replays it; where no rank holds whole weights, the first one writes the file alone.
         """
-        team, learner = self.learner.team, self.learner
+        ranks, learner = self.learner.ranks, self.learner
         case = self._case(experience, row)
-        owners = team.ranks.gather(case.key is not None)
-        actor = owners.index(True) if any(owners) and not team.sharded else 0
+        owners = ranks.gather(case.key is not None)
+        actor = owners.index(True) if any(owners) and not ranks.sharded else 0
         weights: Any = learner.weights
-        if team.sharded:
-            weights, cases = team.whole(learner.weights), team.ranks.gather(case)
+        if ranks.sharded:
+            weights, cases = ranks.whole(learner.weights), ranks.gather(case)
             case = cases[owners.index(True) if any(owners) else 0]
         said = None
-        if team.ranks.rank == actor:
-            if team.sharded:
+        if ranks.rank == actor:
+            if ranks.sharded:
                 what += "; no rank holds whole weights to replay it with here"
             else:
                 found = examine(self.engine, learner.model, learner.kernels, case)
@@ -222,7 +222,7 @@ class Exactness:
             path = self.run.path / f"mismatch-step-{step}.safetensors"
             write_case(path, case, learner.model.config, self.policy, self.engine, weights, what)
             said = f"{what}; replay it with: mantissa replay {path}"
-        return team.said(said) or what
+        return ranks.first_of(said) or what
 
     def _case(self, experience: Experience, row: int) -> Case:
         """Both sides of one sequence: the call that sampled it, and the micro-batch that scored it.

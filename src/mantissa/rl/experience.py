@@ -31,6 +31,7 @@ Legend: B completions, E hidden size.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,6 +42,7 @@ from torch import Tensor, nn
 from mantissa.algorithms import FlowRLConfig
 from mantissa.kernels import Kernels
 from mantissa.model import Decoder, LogPartition
+from mantissa.ranks import ALONE, Ranks
 from mantissa.rl.seeds import derive_seed, generator
 from mantissa.rollout.types import Completion
 from mantissa.training import load_weights
@@ -151,11 +153,30 @@ class Sequences:
         target = row * self.tokens_BT.shape[1] + self.prompt_length_B[row] + j
         return target - 1, self.tokens_BT.flatten()[target]
 
-    def micro_batches(self, rows: Tensor, tokens: int) -> list[Tensor]:
-        """Split ``rows`` (indices) into parts of at most ``tokens`` padded tokens, similar lengths together.
+    def micro_batches(self, rows: Tensor, tokens: int, ranks: Ranks = ALONE) -> list[Tensor]:
+        """The parts of ``rows`` (indices) that this rank computes: one row each, or at most ``tokens`` padded tokens.
 
-        At least one row a part. The order is a function of the lengths alone: stable sort, longest first.
+        Ranks get equal numbers of tokens, as nearly as whole sequences allow, and equal numbers of parts, for each
+        part is an exchange with the others where the learner is sharded. A part without rows is one only in number:
+        its rank computes what it likes, and nothing of it may count.
         """
+        if ranks.alone:
+            return self._split(rows, tokens)
+        shares = balanced(self.length_B[rows].tolist(), ranks.world)
+        parts = [self._split(rows[torch.tensor(share, dtype=torch.int64).to(rows.device)], tokens) for share in shares]
+        here = parts[ranks.rank]
+        return here + [rows[:0]] * (max(map(len, parts)) - len(here))
+
+    def part_with(self, row: int, rows: Tensor, tokens: int, ranks: Ranks) -> Tensor:
+        """The part, on whatever rank, in which ``row`` is computed."""
+        for rank in range(ranks.world):
+            for part in self.micro_batches(rows, tokens, replace(ranks, rank=rank)):
+                if bool((part == row).any()):
+                    return part
+        raise ValueError(f"row {row} is not among the rows")
+
+    def _split(self, rows: Tensor, tokens: int) -> list[Tensor]:
+        """Similar lengths together, in an order that is a function of them alone: stable sort, longest first."""
         order = rows[torch.sort(self.length_B[rows], descending=True, stable=True).indices]
         parts: list[Tensor] = []
         start = 0
@@ -211,6 +232,20 @@ class Experience:
 
     def with_reference(self, logp_BR: Tensor) -> Experience:
         return replace(self, ref_logp_BR=logp_BR)
+
+
+def balanced(lengths: Sequence[int], shares: int) -> list[list[int]]:
+    """Indices into ``lengths`` in ``shares`` shares of nearly equal sums: the longest first, to whoever has least.
+
+    A function of its arguments alone. Each share is ascending.
+    """
+    heap = [(0, share) for share in range(shares)]
+    result: list[list[int]] = [[] for _ in range(shares)]
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        total, share = heapq.heappop(heap)
+        result[share].append(index)
+        heapq.heappush(heap, (total + lengths[index], share))
+    return [sorted(share) for share in result]
 
 
 PREFIX = "partition."  # of its parameters' names among the optimiser step's: no decoder has any that begin so

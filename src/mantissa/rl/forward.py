@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from mantissa.kernels import Kernels, Traced
 from mantissa.model import Decoder
 from mantissa.precision.numerics import entropy
+from mantissa.ranks import ALONE, Ranks
 from mantissa.rl.experience import Packed, Sequences
-from mantissa.rl.team import ALONE, Team
 
 _LOGITS_AT_ONCE = 1 << 25  # 128 MiB of fp32
 _ENTROPY_AT_ONCE = 1 << 21  # values: what a cache holds
@@ -116,7 +116,7 @@ def score(
     temperature: float,
     *,
     micro_batch_tokens: int,
-    team: Team = ALONE,
+    ranks: Ranks = ALONE,
 ) -> Tensor:
     """Log-prob of every response token under a policy that every rank holds whole; B, R, fp32, 0 at padding.
 
@@ -125,13 +125,13 @@ def score(
     logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=sequences.mask_BR.device)
     rows_B = torch.arange(len(sequences), device=sequences.mask_BR.device)
     with torch.no_grad():
-        for rows in team.micro_batches(sequences, rows_B, micro_batch_tokens):
+        for rows in sequences.micro_batches(rows_B, micro_batch_tokens, ranks):
             if not len(rows):
                 continue  # a whole policy: no exchange to take part in
             part = sequences.select(rows)
             row, column = part.mask_BR.nonzero(as_tuple=True)
             logp_BR[rows[row], column] = forward(model, kernels, part, temperature).logp_N
-    team.join_rows(logp_BR)
+    ranks.join_rows(logp_BR)
     return logp_BR
 
 

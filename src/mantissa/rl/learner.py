@@ -13,7 +13,7 @@ A completion whose advantage is exactly zero adds nothing to a gradient, so it i
 counts in the aggregation): late in training that is most of them. So is one of which rejection left no token (that one
 does not count). Where neither leaves any, there is no step.
 
-On several processes each computes its share of the rows, in scoring and in every part; ``team.py`` says what that
+On several processes each computes its share of the rows, in scoring and in every part; ``ranks.py`` says what that
 changes (the order of sums) and what it does not.
 
 With ``bypass`` the loss's ratio is to the rollout's log-probs, not to ``old``. Scoring goes on as before: the gap is
@@ -36,12 +36,12 @@ from mantissa.algorithms import FlowRLConfig, GSPOConfig, Tally, aggregation_sca
 from mantissa.kernels import Kernels, NativeKernels
 from mantissa.model import Decoder, policy_weights, trained_parameters
 from mantissa.precision import FP32
+from mantissa.ranks import ALONE, Ranks
 from mantissa.rl.config import AlgorithmConfig, OptimizerConfig
 from mantissa.rl.experience import Experience, Flow, Sequences
 from mantissa.rl.forward import Forward, forward, scatter
 from mantissa.rl.objective import Micro, advantages, drift_from_reference, every_row_counts, micro_loss
 from mantissa.rl.seeds import generator
-from mantissa.rl.team import ALONE, Team
 from mantissa.training import (
     Backward,
     Checkpoint,
@@ -91,9 +91,9 @@ class Learner:
         aggregation_length: float,
         seed: int,
         steps: int,
-        team: Team = ALONE,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.model, self.kernels, self.team = model, kernels, team
+        self.model, self.kernels, self.ranks = model, kernels, ranks
         self.algorithm, self.config = algorithm, config
         self.temperature, self.seed = temperature, seed
         norm = algorithm.aggregation == "seq_mean_token_sum_norm"
@@ -126,7 +126,7 @@ class Learner:
             watched = nn.ModuleDict({"policy": self.model, "partition": flow.head})
 
         def diagnose(backward: Backward) -> str:
-            found = self.team.ranks.gather(first_nonfinite(watched, lambda: backward(scaler.scale)))
+            found = self.ranks.gather(first_nonfinite(watched, lambda: backward(scaler.scale)))
             # the sum over ranks carries it to all parameters: what saw it in an output saw it where it began
             return min(found, key=lambda text: (text.startswith("nothing"), "the output of" not in text))
 
@@ -141,7 +141,7 @@ class Learner:
             self.config.max_grad_norm,
             diagnose,
             clip=None if factor is None else partial(adaptive_clip_, clipped, factor),
-            ranks=self.team.ranks,
+            ranks=self.ranks,
         )
 
     @property
@@ -185,7 +185,7 @@ class Learner:
         logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=sequences.mask_BR.device)
         entropy_BR = torch.zeros_like(logp_BR)
         parts = self.scoring_parts(sequences)
-        keep = self.reuse_scoring and self.team.alone
+        keep = self.reuse_scoring and self.ranks.alone
         keep = keep and len(parts) == 1 and self.config.updates_per_batch == 1
         self._kept = None  # before the forward: two graphs at a time would be one too many
         for rows in parts:
@@ -208,16 +208,16 @@ class Learner:
             logp_BR[rows[row], column] = passed.logp_N.detach()
             assert passed.entropy_N is not None
             entropy_BR[rows[row], column] = passed.entropy_N
-        self.team.join_rows(logp_BR, entropy_BR)
+        self.ranks.join_rows(logp_BR, entropy_BR)
         return logp_BR, entropy_BR
 
     def scoring_parts(self, sequences: Sequences) -> list[Tensor]:
         """The rows of each micro-batch that ``score`` computes on this rank."""
-        return self.team.micro_batches(sequences, self._all_rows(sequences), self.config.micro_batch_tokens)
+        return sequences.micro_batches(self._all_rows(sequences), self.config.micro_batch_tokens, self.ranks)
 
     def scored_with(self, sequences: Sequences, row: int) -> Tensor:
         """The rows of the micro-batch, on whatever rank, in which ``score`` computes ``row``."""
-        return self.team.scored_by(sequences, self._all_rows(sequences), self.config.micro_batch_tokens, row)
+        return sequences.part_with(row, self._all_rows(sequences), self.config.micro_batch_tokens, self.ranks)
 
     def update(self, experience: Experience, step: int, probe: bool) -> Update:
         """Learn from one scored batch. ``step`` keys the split into parts; ``probe`` measures flushed gradients too."""
@@ -240,7 +240,7 @@ class Learner:
         outcomes: list[StepOutcome] = []
         losses, trained, flushed = [], 0, None
         for index, rows in enumerate(parts):
-            batches = self._micro_batches(data, rows, self.team)
+            batches = self._micro_batches(data, rows, self.ranks)
             trained += sum(int(valid_BR[micro.rows].sum()) for micro in batches if micro.counts)
             if probe and index == 0 and batches:
                 flushed = self._flushed(data, self._micro_batches(data, rows, ALONE)[0])
@@ -248,13 +248,13 @@ class Learner:
                 outcome, tally = self._step(data if outcomes else first, batches, step)
                 outcomes.append(outcome)
                 losses.append(tally)
-        losses = [tally for parts_of_one in self.team.ranks.gather(losses) for tally in parts_of_one if tally]
-        merged, trained = merge(losses), int(self.team.ranks.sum_of(trained))
+        losses = [tally for parts_of_one in self.ranks.gather(losses) for tally in parts_of_one if tally]
+        merged, trained = merge(losses), int(self.ranks.sum_of(trained))
         # Where the loss made its own weights (reinforce), their tallies in ``merged`` replace those of ``old``.
         tallies = {**tallies, **weights, **merged, **drift_from_reference(experience)}
         return Update(tuple(outcomes), tallies, advantage_B, trained, flushed)
 
-    def _micro_batches(self, data: _Batch, rows: Tensor, team: Team) -> list[_MicroBatch]:
+    def _micro_batches(self, data: _Batch, rows: Tensor, ranks: Ranks) -> list[_MicroBatch]:
         """This rank's micro-batches of one optimiser step: rows that carry a gradient, with their weights in the step.
 
         Where there is such a row at all, every rank has as many micro-batches, if need be of weight 0.
@@ -266,7 +266,7 @@ class Learner:
         if len(alive) == 0:
             return []
         place = {int(row): i for i, row in enumerate(rows.tolist())}
-        parts = team.micro_batches(sequences, rows[alive], self.config.micro_batch_tokens)
+        parts = sequences.micro_batches(rows[alive], self.config.micro_batch_tokens, ranks)
         idle = _MicroBatch(rows[alive[:1]], torch.zeros_like(scale_BR[:1]), counts=False)
         return [
             _MicroBatch(part, scale_BR[[place[int(row)] for row in part.tolist()]]) if len(part) else idle
@@ -291,14 +291,14 @@ class Learner:
                     tallies.append(tally)
                     total += loss.detach()
                 (loss * scale).backward()
-            self.team.sum_gradients(self.step.parameters.values())
+            self.ranks.sum_gradients(self.step.parameters.values())
             if self.verify is not None and data.seen_BR is not None:
                 self.verify(step, data.experience, data.seen_BR)  # raises while the weights are still the old ones
             return total
 
         outcome = self.step.run(backward)
         merged = merge(tallies)
-        if not self.team.alone:  # they will travel
+        if not self.ranks.alone:  # they will travel
             merged = {name: replace(tally, parts=tally.parts.cpu()) for name, tally in merged.items()}
         return outcome, merged
 
@@ -359,7 +359,7 @@ class Learner:
             return lambda: (self._loss(data, small, kernels)[0] * scale).backward()
 
         low = gradients_of(self.model, work(self.kernels))
-        return flushed_fraction(low, gradients_of(self.model, work(NativeKernels(FP32))), self.team.ranks)
+        return flushed_fraction(low, gradients_of(self.model, work(NativeKernels(FP32))), self.ranks)
 
     @staticmethod
     def _all_rows(sequences: Sequences) -> Tensor:

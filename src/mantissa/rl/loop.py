@@ -51,7 +51,7 @@ class Loop:
     def __init__(self, config: RunConfig, parts: Parts, run: RunDirectory, trackers: Trackers, live: Live) -> None:
         self.config, self.parts, self.run, self.trackers, self.live = config, parts, run, trackers, live
         self.learner, self.sampler, self.reference = parts.learner, parts.sampler, parts.reference
-        self.team = parts.team
+        self.ranks = parts.ranks
         rollout = config.rollout
         self.params = self.sampler.params(rollout.max_tokens, rollout.temperature, rollout.stop)
         self.train: Sequence[Problem] = parts.task.split("train")
@@ -73,7 +73,7 @@ class Loop:
             )
         self.guard: RunGuard | None = None
         if config.guard is not None:
-            self.guard = RunGuard(config, run, parts.team, live.note)
+            self.guard = RunGuard(config, run, parts.ranks, live.note)
             self.learner.step.on_nonfinite = "skip"  # what becomes of it is then the guard's decision
         self.fell_back = False  # whether the run goes on in another format, from the checkpoint that says so
         self._seconds: dict[str, float] = {}
@@ -81,7 +81,7 @@ class Loop:
     def go(self) -> bool:
         """Run to the end: from the newest checkpoint, or from the beginning. False: the guard fell back on the way, and
         the newest checkpoint is to be gone on from in another format."""
-        saved = self.team.decided(saved_steps(self._checkpoints))  # rank 0 may be about to write one
+        saved = self.ranks.broadcast(saved_steps(self._checkpoints))  # rank 0 may be about to write one
         step = self._restore(saved[-1]) if saved else self._begin()
         self.source = self._source()
         self.source.start(step, self.learner.weights, self.learner.version, self.ahead)
@@ -93,8 +93,8 @@ class Loop:
             self.source.close()
         if self.fell_back:
             return False
-        weights = self.team.whole(self.learner.weights) if self.team.sharded else None
-        if self.team.first:
+        weights = self.ranks.whole(self.learner.weights) if self.ranks.sharded else None
+        if self.ranks.rank0:
             self.base.export()
             save_model(self.parts.model, self.parts.tokenizer, self.run.policy_path, weights=weights)
         return True
@@ -137,7 +137,7 @@ class Loop:
                     self.parts.device,
                     report,
                 )
-        if self.team.first:
+        if self.ranks.rank0:
             self.base.keep()
         self.sampler.engine.sync(self.learner.weights, self.learner.version)
         if self.reference is not None:
@@ -219,10 +219,10 @@ class Loop:
 
     def _save(self, step: int) -> None:
         guard = {} if self.guard is None else {"guard": self.guard.saving(step)}
-        self.team.check_alike(self.learner.trained)
-        trained = self.team.whole(self.learner.trained)
-        optimizer = self.team.whole(self.learner.step.optimizer_tensors())
-        if not self.team.first:
+        self.ranks.check_alike(self.learner.trained)
+        trained = self.ranks.whole(self.learner.trained)
+        optimizer = self.ranks.whole(self.learner.step.optimizer_tensors())
+        if not self.ranks.rank0:
             return
         state = {"step": self.learner.step.state_dict(), "kept": self.kept, "position": self.position}
         state["fingerprint"] = self._fingerprint
@@ -288,7 +288,7 @@ class Loop:
         self._seconds = {}
         if self.guard is not None and self.guard.judge(row):
             self.fell_back = True
-            if self.team.first:
+            if self.ranks.rank0:
                 self.guard.fall_back(self._checkpoints, step, self.position, self.config.checkpoint.keep)
             return
         if step % config.checkpoint.every == 0 or last:

@@ -22,9 +22,9 @@ from torch import Tensor
 from mantissa.bounds import count
 from mantissa.kernels import Kernels
 from mantissa.model import CopiedPolicy, ModelConfig
+from mantissa.ranks import ALONE, Ranks
 from mantissa.rl.experience import Sequences
 from mantissa.rl.forward import score
-from mantissa.rl.team import ALONE, Team
 from mantissa.training import load_weights
 
 
@@ -44,9 +44,9 @@ class Reference:
         micro_batch_tokens: int,
         refresh_every: int | None = None,
         device: torch.device | str = "cpu",
-        team: Team = ALONE,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.kernels, self.temperature, self.team = kernels, temperature, team
+        self.kernels, self.temperature, self.ranks = kernels, temperature, ranks
         self.micro_batch_tokens, self.refresh_every = micro_batch_tokens, refresh_every
         self._copies = CopiedPolicy(config, kernels, device, "reference")
         self.version, self.refreshes = -1, 0
@@ -78,7 +78,7 @@ class Reference:
             sequences,
             self.temperature,
             micro_batch_tokens=self.micro_batch_tokens,
-            team=self.team,
+            ranks=self.ranks,
         )
 
     @property

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.model import Tokenizer
+from mantissa.ranks import ALONE, Ranks
 from mantissa.rl.seeds import derive_seed
-from mantissa.rl.team import ALONE, Team
 from mantissa.rollout import Completion, FinishReason, Request, RolloutEngine, SamplingParams
 from mantissa.tasks import Grader, Problem, Reward
 
@@ -44,11 +44,11 @@ class Sampled:
 class Sampler:
     """An engine, a tokenizer and a grader: from problems to graded completions.
 
-    With a ``team`` each of its ranks samples and grades its share of the problems, and all get everything.
+    With a ``ranks`` each samples and grades its share of the problems, and all get everything.
     """
 
-    def __init__(self, engine: RolloutEngine, tokenizer: Tokenizer, grader: Grader, team: Team = ALONE) -> None:
-        self.engine, self.tokenizer, self.grader, self.team = engine, tokenizer, grader, team
+    def __init__(self, engine: RolloutEngine, tokenizer: Tokenizer, grader: Grader, ranks: Ranks = ALONE) -> None:
+        self.engine, self.tokenizer, self.grader, self.ranks = engine, tokenizer, grader, ranks
 
     def params(
         self, max_tokens: int, temperature: float, stop: tuple[str, ...] = (), top_k: int = 0, top_p: float = 1.0
@@ -77,22 +77,22 @@ class Sampler:
     def _generate(
         self, requests: Sequence[Request], params: SamplingParams, version: int
     ) -> Sequence[Sequence[Completion]]:
-        if self.team.alone:
+        if self.ranks.alone:
             return self.engine.generate(requests, params, version)
-        mine = self.team.mine(requests)
+        mine = self.ranks.shard(requests)
         groups = self.engine.generate(mine, params, version) if mine else []
-        return [_unpacked(group) for group in self.team.everybodys([_packed(group) for group in groups])]
+        return [_unpacked(group) for group in self.ranks.gather_shards([_packed(group) for group in groups])]
 
     def grade(self, sampled: Sampled) -> list[Reward]:
         """A reward for each completion, flat."""
-        if self.team.alone:
+        if self.ranks.alone:
             return self.grader.grade(sampled.pairs())
         sizes = [len(group) for group in sampled.groups]
         ends = list(itertools.accumulate(sizes))
         pairs = sampled.pairs()
-        mine = self.team.mine([pairs[end - size : end] for size, end in zip(sizes, ends, strict=True)])
+        mine = self.ranks.shard([pairs[end - size : end] for size, end in zip(sizes, ends, strict=True)])
         flat = iter(self.grader.grade([pair for group in mine for pair in group]))
-        graded = self.team.everybodys([list(itertools.islice(flat, len(group))) for group in mine])
+        graded = self.ranks.gather_shards([list(itertools.islice(flat, len(group))) for group in mine])
         return [reward for group in graded for reward in group]
 
     def encode(self, problem: Problem) -> list[int]:

@@ -75,9 +75,9 @@ def _solution(problem: Problem) -> str:
 
 def _supervised_step(learner: Learner, step: OptimizerStep, sequences: Sequences) -> float:
     """One step on -mean_t logp; returns that loss."""
-    scale_BR, team = aggregation_scale(sequences.mask_BR, "token_mean"), learner.team
+    scale_BR, ranks = aggregation_scale(sequences.mask_BR, "token_mean"), learner.ranks
     rows = torch.arange(len(sequences), device=sequences.tokens_BT.device)
-    parts = team.micro_batches(sequences, rows, learner.config.micro_batch_tokens)
+    parts = sequences.micro_batches(rows, learner.config.micro_batch_tokens, ranks)
     losses: list[torch.Tensor] = []
 
     def backward(scale: float) -> torch.Tensor:
@@ -92,8 +92,8 @@ def _supervised_step(learner: Learner, step: OptimizerStep, sequences: Sequences
             loss = -masked_sum(logp_N * weight_N, torch.ones_like(logp_N, dtype=torch.bool))
             losses.append(loss.detach())
             (loss * scale).backward()
-        team.sum_gradients(step.parameters.values())
+        ranks.sum_gradients(step.parameters.values())
         return torch.stack(losses).sum()
 
     step.run(backward)
-    return team.ranks.sum_of(float(torch.stack(losses).sum()))
+    return ranks.sum_of(float(torch.stack(losses).sum()))

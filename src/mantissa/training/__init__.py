@@ -1,5 +1,6 @@
 """Loss scaling, the one optimiser step that everything uses, the drop-in trainer and its guard, checkpoints."""
 
+from mantissa.ranks import Ranks
 from mantissa.training.checkpoint import (
     Checkpoint,
     load_checkpoint,
@@ -9,7 +10,7 @@ from mantissa.training.checkpoint import (
     saved_steps,
 )
 from mantissa.training.checks import first_nonfinite, flushed_fraction, gradients_of
-from mantissa.training.distributed import Ranks, distribute
+from mantissa.training.distributed import distribute
 from mantissa.training.guard import Decision, Guard, GuardLog, GuardSettings, Judge, open_guard, replay
 from mantissa.training.guard_config import GuardConfig, Reference
 from mantissa.training.optimizer import Moments, adamw, learning_rate

@@ -15,7 +15,8 @@ from mantissa.bounds import LARGEST_SIZE, SMALLEST_FLOAT, number
 from mantissa.errors import MantissaError
 from mantissa.kernels import Autocast
 from mantissa.precision import FP32, PrecisionPolicy, ResolvedRole, resolve
-from mantissa.training.distributed import ALONE, Ranks, is_fsdp, local, synchronising, unwrapped
+from mantissa.ranks import ALONE, Ranks, is_fsdp
+from mantissa.training.distributed import local, synchronising, unwrapped
 from mantissa.training.window import Keeper, Micro
 
 

@@ -1,8 +1,7 @@
-"""Several processes: who they are, what they agree on, and what is sharded.
+"""Several processes: joining them, wrapping a model for them, and what is sharded; who they are is ``mantissa.ranks``.
 
 ``distribute`` wraps a model for DDP (every rank holds all of it) or FSDP2 (every rank holds a shard of each parameter)
-under ``torchrun``; ``Ranks`` is what the optimiser step and the trainer know of the other processes. With one process
-every function here is the identity, so there is no branch elsewhere.
+under ``torchrun``. With one process every function here is the identity, so there is no branch elsewhere.
 
 What must agree between ranks, and how: the largest gradient (MAX, hence found-inf), the weights of batches (SUM), the
 end of the data (MAX of "have one"). Gradients are averaged by DDP and FSDP2 themselves, in fp32.
@@ -13,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,12 +21,7 @@ from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
 from mantissa.launched import STORE
-
-
-def is_dtensor(value: Any) -> bool:
-    """Whether ``value`` is a DTensor; costs no import where none can exist."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+from mantissa.ranks import Ranks, is_dtensor, is_fsdp
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -53,75 +45,6 @@ def grad_norm(gradients: Iterable[Tensor]) -> Tensor:
     return torch.hypot(norm.to(across.device), across.full_tensor())
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The processes that train one model together. ``device``: where their messages are made (gloo: ``cpu``)."""
-
-    rank: int = 0
-    world: int = 1
-    device: str = "cpu"
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Ranks:
-        """The ranks of a model that ``distribute`` (or the caller) wrapped; ``ALONE`` in one process.
-
-        Raises ``MantissaError`` where there are several processes but nothing would synchronise the model.
-        """
-        ranks = cls.here()
-        if ranks.world > 1 and not isinstance(model, nn.parallel.DistributedDataParallel) and not is_fsdp(model):
-            raise MantissaError(
-                f"{ranks.world} processes, but the model is neither DDP nor FSDP2: each would train a copy of its own; "
-                'wrap it first, as in model = distribute(model, "ddp")'
-            )
-        return ranks
-
-    @classmethod
-    def here(cls) -> Ranks:
-        """The processes of the group that this one has joined; ``ALONE`` where it has joined none, or has it alone."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return ALONE
-        device = f"cuda:{torch.cuda.current_device()}" if dist.get_backend() == "nccl" else "cpu"
-        return cls(dist.get_rank(), dist.get_world_size(), device)
-
-    def max(self, value: Tensor) -> Tensor:
-        """Largest of a 0-dim tensor over ranks (NaN is not ordered: map it to inf first)."""
-        return self._reduce(value, dist.ReduceOp.MAX) if self.world > 1 else value
-
-    def max_of(self, value: float) -> float:
-        """Largest of a number over ranks."""
-        return float(self.max(torch.tensor(value, dtype=torch.float64))) if self.world > 1 else value
-
-    def sum_of(self, value: float) -> float:
-        """Sum of a number over ranks."""
-        if self.world == 1:
-            return value
-        return float(self._reduce(torch.tensor(value, dtype=torch.float64), dist.ReduceOp.SUM))
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in the order of ranks, on every rank. Values are pickled: no tensors on a GPU."""
-        if self.world == 1:
-            return [value]
-        gathered: list[Any] = [None] * self.world
-        dist.all_gather_object(gathered, value)
-        return gathered
-
-    def sum_(self, tensor: Tensor) -> None:
-        """Sum a tensor over ranks, in place, on its own device; every rank gets the same bits."""
-        if self.world > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        if self.world > 1:
-            dist.barrier()
-
-    def _reduce(self, value: Tensor, op: Any) -> Tensor:
-        message = value.detach().to(self.device, copy=True)
-        dist.all_reduce(message, op=op)
-        return message
-
-
-ALONE = Ranks()
 _END = object()
 
 
@@ -133,12 +56,6 @@ def until_all_end(loader: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
         if ranks.max_of(0.0 if batch is _END else 1.0) == 0.0:
             return
         yield None if batch is _END else batch
-
-
-def is_fsdp(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to this module."""
-    module = sys.modules.get("torch.distributed.fsdp")
-    return module is not None and isinstance(model, module.FSDPModule)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.errors import MantissaError
+from mantissa.ranks import is_dtensor
 from mantissa.tensors import check_tensor
-from mantissa.training.distributed import is_dtensor, shard_like
+from mantissa.training.distributed import shard_like
 
 
 def adamw(

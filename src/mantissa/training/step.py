@@ -44,7 +44,8 @@ from torch import Tensor, nn
 from mantissa.bounds import count
 from mantissa.errors import MantissaError
 from mantissa.precision import NumberFormat
-from mantissa.training.distributed import ALONE, Ranks, grad_norm, is_dtensor, local
+from mantissa.ranks import ALONE, Ranks, is_dtensor
+from mantissa.training.distributed import grad_norm, local
 from mantissa.training.optimizer import flattened, restored
 from mantissa.training.scaler import LossScaler
 

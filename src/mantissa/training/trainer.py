@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from mantissa.errors import MantissaError
 from mantissa.kernels import autocast_for, probe_autocast
 from mantissa.precision import FP32
+from mantissa.ranks import Ranks, is_fsdp
 from mantissa.training import trainer_state
 from mantissa.training.checks import (
     anomaly,
@@ -50,7 +51,7 @@ from mantissa.training.checks import (
     precision_line,
     resolved_role,
 )
-from mantissa.training.distributed import Ranks, forget_unsent, is_fsdp, synchronising, until_all_end, unwrapped
+from mantissa.training.distributed import forget_unsent, synchronising, until_all_end, unwrapped
 from mantissa.training.guard_config import GuardConfig
 from mantissa.training.scaler import LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome, adaptive_clip_
