@@ -25,7 +25,7 @@ from mantissa.kernels import ModelShapes, learner_kernels, plan_exact, rollout_k
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rl.experience import Sequences
-from mantissa.rl.forward import forward
+from mantissa.rl.score import forward
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 from mantissa.training import adamw
 

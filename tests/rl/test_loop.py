@@ -16,7 +16,6 @@ from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
 from mantissa.rl.loop import Loop
 from mantissa.rl.recipe import make_config
-from mantissa.rl.sampling import Sampled
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
 from mantissa.runs.metrics import METRICS, TRAINER_METRICS, deterministic, undeclared
@@ -43,12 +42,6 @@ COMBINATIONS = [
     ("fp8", "dapo", "token_mean", "grpo", "icepop"),
     ("fp8-rollout", "cispo", "token_mean", "grpo", "token_tis"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report has tests of its own, and takes longer than these runs."""
-    monkeypatch.setattr("mantissa.rl.session.build_report", lambda run: run.report_path)
 
 
 @pytest.mark.parametrize(("precision", "loss", "aggregation", "kind", "corrected"), COMBINATIONS)
@@ -234,7 +227,7 @@ def test_only_kept_prompts_are_trained_on(train: Train, monkeypatch: pytest.Monk
     from mantissa.training import load_checkpoint
 
     rates = [0.0, 0.5, 0.2, 1.0, 0.8, 0.1]
-    monkeypatch.setattr(Sampled, "success_rates", lambda self, rewards: rates[: len(self.groups)])
+    monkeypatch.setattr("mantissa.rl.loop.success_rates", lambda samples, rewards: rates)
     run = train(
         *QUICK,
         "task={kind: running_sum, min_digits: 2, max_digits: 2, train_size: 6, heldout_size: 2, warm_start_size: 4}",

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import team_worker
+from experiences import sampled
 from mantissa.rl.recipe import apply_overrides
 from mantissa.rl.replay import read_case, replay
 from mantissa.runs.directory import RunDirectory
@@ -173,7 +174,8 @@ def in_float64(alone: dict[str, Any], recipe: dict[str, Any], folder: Path) -> d
     from mantissa.rl.assemble import assemble
 
     parts = assemble(make_config(recipe, "test"))
-    sequences = team_worker.sampled(parts).sequences
+    parts.sampler.engine.sync(parts.learner.weights, 0)
+    sequences = sampled(parts)
     assert torch.equal(sequences.tokens_BT, alone["tokens"])
     assert isinstance(parts.model, Decoder)
     save_model(parts.model, parts.tokenizer, folder)

@@ -14,10 +14,10 @@ from torch import Tensor
 from mantissa.errors import MantissaError
 from mantissa.ranks import ALONE, Ranks
 from mantissa.rl import resumed_config
+from mantissa.rl.collect import _packed, _unpacked
 from mantissa.rl.config import RunConfig
 from mantissa.rl.experience import Sequences, balanced
 from mantissa.rl.recipe import load_recipe
-from mantissa.rl.sampling import _packed, _unpacked
 from mantissa.rl.session import joined
 from mantissa.rollout import Completion
 from mantissa.runs.directory import Onlooker, RunDirectory

@@ -112,7 +112,7 @@ class Draft:
 
     @property
     def policy(self) -> PrecisionPolicy:
-        return self.config.policy
+        return self.config.precision_policy
 
     @property
     def megatron(self) -> bool:
@@ -222,7 +222,7 @@ def fields_of(config: RunConfig) -> list[str]:
             elif path != "precision":
                 yield path
 
-    policy = config.policy
+    policy = config.precision_policy
     names = [f"precision.{f.name}" for f in dataclasses.fields(policy) if f.name != "fp8" or policy.fp8 is None]
     if policy.fp8 is not None:
         names += [f"precision.fp8.{f.name}" for f in dataclasses.fields(policy.fp8)]

@@ -44,7 +44,7 @@ class RunGuard:
         self._note = note
         self._judge = Judge(run.path, self._settings, note) if ranks.rank0 else None
         self._reasons: tuple[str, ...] = ()
-        self.format = _label(config.policy)
+        self.format = _label(config.precision_policy)
         self.good = 0
         self.fell_back: dict[str, Any] | None = None
 
@@ -107,7 +107,7 @@ def in_force(config: RunConfig, run: RunDirectory, ranks: Ranks) -> RunConfig:
 
 def widened(config: RunConfig, to: str) -> RunConfig:
     """``config`` with learner and rollout at least as wide as ``to``, checked as any recipe is."""
-    policy = config.policy
+    policy = config.precision_policy
 
     def wide(role: str) -> str:
         return "fp32" if "fp32" in (role, to) else to

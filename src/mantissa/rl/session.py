@@ -26,6 +26,7 @@ from mantissa.rl.config import RunConfig
 from mantissa.rl.guarded import fall_back_of, guard_config, in_force, widened
 from mantissa.rl.loop import Loop
 from mantissa.rl.recipe import apply_overrides, make_config
+from mantissa.rollout import VllmEngine
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path
 from mantissa.runs.engine_share import share_sentence
 from mantissa.runs.environment import environment
@@ -42,7 +43,9 @@ MAY_CHANGE = ("nproc", "parallel", "rollout.vllm.server")  # when a run goes on
 def start(config: RunConfig) -> Path:
     """Run ``config`` from its beginning in a new folder; returns the path of its report."""
     if config.guard is not None:
-        resolve(widened(config, guard_config(config).to).policy, choose_device(config.device))  # refuses now, not then
+        resolve(
+            widened(config, guard_config(config).to).precision_policy, choose_device(config.device)
+        )  # refuses now, not then
     with joined(config, choose_device(config.device)) as ranks:
         parts = assemble(config, ranks)
         try:
@@ -144,8 +147,8 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
                 live.note(f"weights {parts.model.config.weights_note}")
             for line in parts.plan.lines() if parts.plan else ():
                 live.note(f"exact: {line}")
-            if parts.share is not None:
-                live.note(parts.share.twin.line)
+            if parts.twin is not None:
+                live.note(parts.twin.line)
             for note in parts.sampler.grader.notes:
                 live.note(note)
             if first and config.guard is not None and (fell := fall_back_of(run)):
@@ -197,7 +200,10 @@ def _environment(parts: Parts) -> dict[str, Any]:
     weights = {"weights": note} if (note := parts.model.config.weights_note) else {}
     device, ranks = str(parts.device), parts.ranks
     several = {} if ranks.alone else {"processes": ranks.world, "parallel": ranks.kind}
-    share = {} if parts.share is None else {"engine_share": parts.share.twin.facts(parts.share.engine)}
+    share: dict[str, Any] = {}
+    if parts.twin is not None:
+        assert isinstance(parts.sampler.engine, VllmEngine)
+        share = {"engine_share": parts.twin.facts(parts.sampler.engine)}
     about = {"precision": rows, "training_device": device, "grading": guards}
     return environment() | about | weights | exact | several | share
 
