@@ -31,10 +31,7 @@ def test_native_is_the_default(configure: Callable[..., RunConfig], parts_of: Ca
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["precision={preset: fp16, kernels: exact}"],
-            r"precision\.kernels=exact: vLLM's kernels add in another",
-        ),
+        (["precision={preset: fp16, kernels: exact}"], r"precision\.kernels=exact: vLLM's kernels add in another"),
         (
             ["precision={preset: fp8-rollout, kv_cache: fp16, fp8: {base: fp16}, logits: bf16}"],
             r"precision\.logits=bf16: vLLM holds logits in fp32 or in the rollout's fp16",

@@ -23,6 +23,7 @@ from mantissa.rl.config import RunConfig
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Learner
 from mantissa.rl.objective import weigh
+from mantissa.rl.probes import Flushed
 from mantissa.rl.warm_start import _supervised_step
 
 ADVANTAGES: dict[str, Callable[[list[float]], list[float]]] = {
@@ -456,6 +457,9 @@ def test_the_probe_leaves_no_trace(learn: Callable[..., Parts]) -> None:
         weighed = weigh(sampled(parts), parts.learner.algorithm)
         if probe:
             flushed = parts.learner.flushed(weighed, 1)
+            measuring = Flushed(parts.learner)
+            assert [step for step in range(1, 32) if measuring.due(step)] == [1, 11, 21, 31]
+            assert measuring.observe(1, weighed) == {"precision/flushed_fraction": flushed}
         parts.learner.learn(weighed, 1)
         weights.append(parts.learner.weights)
     assert flushed is not None

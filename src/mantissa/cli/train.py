@@ -79,12 +79,12 @@ def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: 
     if world is None and config.nproc > 1:
         _start_ranks(config, resume, given)
         return
-    first = world is None or os.environ["RANK"] == "0"
-    if first:
+    rank0 = world is None or os.environ["RANK"] == "0"
+    if rank0:
         _warn_if(unsteady())
         _warn_if(crowded(torch.get_num_threads(), world or 1))
     report = start_run(config) if resume is None else resume_run(resume, given, world)
-    if first:
+    if rank0:
         typer.echo(f"report: {report}")
 
 

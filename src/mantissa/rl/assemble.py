@@ -26,14 +26,7 @@ from mantissa.kernels import (
     reference_kernels,
     rollout_kernels,
 )
-from mantissa.model import (
-    Decoder,
-    ModelConfig,
-    Tokenizer,
-    attach,
-    byte_tokenizer,
-    character_tokenizer,
-)
+from mantissa.model import Decoder, ModelConfig, Tokenizer, attach, byte_tokenizer, character_tokenizer
 from mantissa.precision import E4M3, PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.ranks import ALONE, Ranks, world_size
 from mantissa.rl.adapters import open_policy, policy_folder

@@ -125,8 +125,8 @@ class Sampler:
     ) -> Sequence[Sequence[Completion]]:
         if self.ranks.alone:
             return self.engine.generate(requests, params, version)
-        mine = self.ranks.shard(requests)
-        groups = self.engine.generate(mine, params, version) if mine else []
+        share = self.ranks.shard(requests)
+        groups = self.engine.generate(share, params, version) if share else []
         return [_unpacked(group) for group in self.ranks.gather_shards([_packed(group) for group in groups])]
 
     def grade(self, samples: Sequence[Sample]) -> list[Reward]:

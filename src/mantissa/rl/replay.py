@@ -26,15 +26,7 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.files import write_atomically
-from mantissa.kernels import (
-    Kernels,
-    Pick,
-    Traced,
-    first_difference,
-    learner_kernels,
-    operation,
-    rollout_kernels,
-)
+from mantissa.kernels import Kernels, Pick, Traced, first_difference, learner_kernels, operation, rollout_kernels
 from mantissa.model import Decoder, ModelConfig, RopeScaling
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rl.assemble import exact_plan
@@ -213,8 +205,8 @@ def _both(
         logits: list[Tensor] = []
         passed = forward(model, learner, case.part, case.temperature, look=lambda _, part: logits.append(part))
     before = int(case.part.mask_BR[: case.row].sum())
-    mine = slice(before, before + len(case.response))
-    return rollout, learner, completion.logp_T, passed.logp_N[mine].cpu(), torch.cat(logits)[mine]
+    response = slice(before, before + len(case.response))
+    return rollout, learner, completion.logp_T, passed.logp_N[response].cpu(), torch.cat(logits)[response]
 
 
 def _row_of(part: Sequences, row: int) -> Pick:

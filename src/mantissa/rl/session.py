@@ -135,12 +135,12 @@ def _to_the_end(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
 
 def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
     """Take the run's steps in its present format; False where the guard fell back on the way."""
-    first = parts.ranks.rank0
+    rank0 = parts.ranks.rank0
     steps = run.checkpoint_steps() if way != "start" else []
     done = steps[-1] if steps else 0
-    trackers = from_names(config.trackers if first else (), run, None if way == "start" else done)
+    trackers = from_names(config.trackers if rank0 else (), run, None if way == "start" else done)
     try:
-        with _screen(config.steps, done, first) as live:
+        with _screen(config.steps, done, rank0) as live:
             live.precision(_precision(parts))
             live.note(f"run {run.path}   device {_devices(parts)}   parameters {_parameters(parts)}")
             if parts.model.config.weights_note:
@@ -151,12 +151,12 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
                 live.note(parts.twin.line)
             for note in parts.sampler.grader.notes:
                 live.note(note)
-            if first and config.guard is not None and (fell := fall_back_of(run)):
+            if rank0 and config.guard is not None and (fell := fall_back_of(run)):
                 run.record_fall_back(fell, _environment(parts))
-            if way == "resume" and first:
+            if way == "resume" and rank0:
                 _note_changes(live, run.record_resume(done, _environment(parts)))
             finished = Loop(config, parts, run, trackers, live).go()
-            if first and finished and (said := share_sentence(run.read_metrics(), run.environment)):
+            if rank0 and finished and (said := share_sentence(run.read_metrics(), run.environment)):
                 live.note(said)
     finally:
         trackers.close()
@@ -164,9 +164,9 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
 
 
 @contextmanager
-def _screen(steps: int, done: int, first: bool) -> Iterator[Live]:
-    """What a person sees; of ranks but the first, nothing."""
-    if first:
+def _screen(steps: int, done: int, rank0: bool) -> Iterator[Live]:
+    """What a person sees; of other ranks than 0, nothing."""
+    if rank0:
         with Live(steps, done=done) as live:
             yield live
         return

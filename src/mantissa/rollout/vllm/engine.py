@@ -14,7 +14,7 @@ run: the number format, the weights, the temperature, the distribution that log-
   that was started again in between would otherwise go on with the weights it begins with.
 
 Of several processes each has a vLLM of its own, which it loads and checks itself; or all have one server, which the
-first of them loads and checks, while the others learn the mark and send their requests. See ``several.py``.
+first of them loads and checks, while the others learn the mark and send their requests. See ``mantissa.ranks``.
 
 How it is started and spoken to, here or as a server: ``server.py``, ``link.py``.
 """

@@ -1,4 +1,4 @@
-"""What each process of tests/rl/test_processes.py does: ``torchrun team_worker.py FOLDER``, which holds ``jobs.json``.
+"""What each process of tests/rl/test_processes.py does: ``torchrun rl_rank_worker.py FOLDER``, with ``jobs.json``.
 
 A job is ``{"name", "scenario", "recipe"}``; each leaves ``FOLDER/<name>-<rank>.pt``. The same scenarios run in the
 tests' own process, for what one process computes.
