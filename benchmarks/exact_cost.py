@@ -28,7 +28,7 @@ from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.experience import Sequences
-from mantissa.rl.forward import forward
+from mantissa.rl.score import forward
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 from mantissa.training import adamw
 

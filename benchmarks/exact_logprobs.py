@@ -29,7 +29,7 @@ from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rl.adapters import open_policy
 from mantissa.rl.assemble import exact_plan
 from mantissa.rl.experience import Sequences
-from mantissa.rl.forward import forward
+from mantissa.rl.score import forward
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 
 # slots, prompts, shortest and longest prompt, new tokens

@@ -132,7 +132,7 @@ class Stepper:
         self._count += 1
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         started, cpu = time.perf_counter(), time.process_time()
-        self.loop._step(self._count)
+        self.loop.step(self._count)
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         used = resource.getrusage(resource.RUSAGE_SELF)
         row = self.loop.run.read_metrics()[-1]

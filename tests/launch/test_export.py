@@ -199,7 +199,7 @@ def test_every_field_is_accounted_for(recipe: Callable[..., RunConfig]) -> None:
         return [path.rstrip(".")]
 
     own = [leaf for leaf in leaves(config, "") if leaf != "precision"]
-    assert sorted(fields_of(config)) == sorted(own + leaves(config.policy, "precision."))
+    assert sorted(fields_of(config)) == sorted(own + leaves(config.precision_policy, "precision."))
     assert "algorithm.kl.coefficient" in own
     assert "precision.fp8.scale" in fields_of(config)
 

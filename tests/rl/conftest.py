@@ -51,6 +51,18 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.fixture
+def with_report() -> None:
+    """Asked for by tests that read the report."""
+
+
+@pytest.fixture(autouse=True)
+def _no_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report has tests of its own, and takes longer than these runs."""
+    if "with_report" not in request.fixturenames:
+        monkeypatch.setattr("mantissa.rl.session.build_report", lambda run: run.report_path)
+
+
+@pytest.fixture
 def small() -> dict[str, Any]:
     """Plain values of a small run's recipe; a fresh copy."""
     return copy.deepcopy(SMALL)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from experiences import learned, of_samples
 from gguf_files import gguf_decoder, write_gguf
 from mantissa.cli import app
 from mantissa.errors import MantissaError
@@ -56,8 +57,8 @@ def learn(configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], P
         parts.sampler.engine.sync(parts.learner.weights, 0)
         sampled = parts.sampler.sample(parts.task.split("train", 32), 4, parts.sampler.params(6, 1.0), 0, 0, "test")
         rewards = torch.randint(0, 2, (128,), generator=draw).float()
-        experience = Experience.build(sampled.prompts, sampled.groups, rewards.tolist(), parts.device)
-        return parts, experience.with_learner(*parts.learner.score(experience.sequences))
+        experience = of_samples(sampled, rewards.tolist())
+        return parts, experience.with_learner(*parts.learner.score(experience))
 
     return build
 
@@ -67,9 +68,9 @@ def test_the_rollout_multiplies_what_the_learner_multiplies(learn: Learn, precis
     parts, experience = learn(f"precision={precision}", LORA, "optimizer.lr=1e-2")
     learner = parts.learner
     for step in (1, 2):
-        assert all(outcome.applied for outcome in learner.update(experience, step, probe=step == 1).outcomes)
+        assert all(outcome.applied for outcome in learned(learner, experience, step).outcomes)
         parts.sampler.engine.sync(learner.weights, learner.version)
-        experience = experience.with_learner(*learner.score(experience.sequences))
+        experience = experience.with_learner(*learner.score(experience))
     merged, copy = learner.weights, dict(parts.sampler.engine.model.named_parameters())
     assert merged.keys() == copy.keys()
     seen: dict[str, torch.Tensor] = {}
@@ -80,7 +81,7 @@ def test_the_rollout_multiplies_what_the_learner_multiplies(learn: Learn, precis
         return linear(self, x, weight, bias, layer)
 
     kernels = type("Watched", (type(learner.kernels),), {"linear": watch})(*_made_of(learner.kernels))
-    learner.logp(experience.sequences, kernels)
+    learner.logp(experience, kernels)
     adapted = [name for name in copy if "_proj." in name]
     assert len(seen) == len(adapted) == 14
     for name, used in zip(adapted, seen.values(), strict=True):
@@ -101,9 +102,9 @@ def test_the_gap_is_that_of_a_run_without_adapters(learn: Learn, precision: str)
         for name, weight in plain.model.named_parameters():
             weight.copy_(parts.learner.weights[name])
     plain.sampler.engine.sync(plain.learner.weights, 0)
-    scores = [parts.learner.score(experience.sequences)[0], plain.learner.score(experience.sequences)[0]]
+    scores = [parts.learner.score(experience)[0], plain.learner.score(experience)[0]]
     assert torch.equal(*scores)  # to the bit: the same values through the same kernels
-    mask = experience.sequences.mask_BR
+    mask = experience.mask_BR
     for score in scores:
         gap = (score - experience.rollout_logp_BR)[mask].abs()
         gaps.append(float(gap.max()))
@@ -117,7 +118,7 @@ def test_only_adapters_learn(learn: Learn, precision: str) -> None:
     parts, experience = learn(f"precision={precision}", LORA)
     learner, digest = parts.learner, base_digest(parts.model)
     before = {name: weight.clone() for name, weight in learner.trained.items()}
-    learner.update(experience, 1, probe=True)
+    learned(learner, experience)
     assert learner.version == 2
     assert base_digest(parts.model) == digest
     assert {name for name, weight in learner.trained.items() if not torch.equal(weight, before[name])} == set(before)
@@ -221,6 +222,7 @@ def test_a_given_base_is_frozen_from_the_start_and_its_digest_guards_it(
     resume(run.path)
 
 
+@pytest.mark.usefixtures("with_report")
 def test_a_gguf_base_from_training_to_report(
     train: Callable[..., RunDirectory],
     configure: Callable[..., RunConfig],

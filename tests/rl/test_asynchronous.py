@@ -15,12 +15,11 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.rl.assemble import Parts
-from mantissa.rl.asynchronous import Ahead, InTurn, lag_metrics, shares
 from mantissa.rl.config import RunConfig
+from mantissa.rl.probes import lag_metrics
 from mantissa.rl.recipe import make_config
-from mantissa.rl.sampling import Sampled
 from mantissa.rl.session import resume
-from mantissa.rollout import Completion
+from mantissa.rl.sources import AsyncSource, SyncSource, shares
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.metrics import deterministic
 from mantissa.training import load_checkpoint, load_weights
@@ -48,7 +47,7 @@ class FakeCollector:
         self.engine, self.slow, self.broken, self.asked = engine, slow, broken, list[int]()
 
     def collect(self, step: int, version: int) -> Any:
-        from mantissa.rl.batches import Batch
+        from mantissa.rl.collect import Batch
 
         self.asked.append(step)
         assert self.engine.user.acquire(blocking=False)
@@ -59,18 +58,18 @@ class FakeCollector:
             raise MantissaError("the policy has diverged")
         assert (self.engine.value, self.engine.version) == (value, version)
         self.engine.user.release()
-        return Batch(step, version, step, (), Sampled((), (), (), ()), (), {"value": value}, {})
+        return Batch(step, version, step, (), (), (), {"value": value}, {})
 
 
 @pytest.fixture
-def ahead() -> Iterator[Callable[..., tuple[Ahead, FakeEngine, FakeCollector]]]:
-    """Makes ``Ahead`` over fakes, ``behind`` steps and to step 9; closed at the end."""
-    made: list[Ahead] = []
+def ahead() -> Iterator[Callable[..., tuple[AsyncSource, FakeEngine, FakeCollector]]]:
+    """Makes ``AsyncSource`` over fakes, ``behind`` steps and to step 9; closed at the end."""
+    made: list[AsyncSource] = []
 
-    def make(behind: int, **of_collector: Any) -> tuple[Ahead, FakeEngine, FakeCollector]:
+    def make(behind: int, **of_collector: Any) -> tuple[AsyncSource, FakeEngine, FakeCollector]:
         engine = FakeEngine()
         collector = FakeCollector(engine, **of_collector)
-        made.append(Ahead(collector, engine, behind, 9, CPU))  # type: ignore[arg-type]
+        made.append(AsyncSource(collector, engine, behind, 9, CPU))  # type: ignore[arg-type]
         return made[-1], engine, collector
 
     yield make
@@ -78,7 +77,9 @@ def ahead() -> Iterator[Callable[..., tuple[Ahead, FakeEngine, FakeCollector]]]:
         source.close()
 
 
-def learn(source: Ahead | InTurn, after: int, until: int, weights: dict[str, Tensor], slow: float = 0.0) -> list[Any]:
+def learn(
+    source: AsyncSource | SyncSource, after: int, until: int, weights: dict[str, Tensor], slow: float = 0.0
+) -> list[Any]:
     """Steps ``after + 1`` to ``until``, each of which makes two versions and changes the weights in place."""
     taken = []
     for step in range(after + 1, until + 1):
@@ -106,7 +107,7 @@ def test_step_k_is_sampled_by_the_weights_of_a_fixed_step(
 
 def test_in_turn_step_k_is_sampled_by_the_weights_of_the_step_before() -> None:
     engine = FakeEngine()
-    source = InTurn(FakeCollector(engine), engine)  # type: ignore[arg-type]
+    source = SyncSource(FakeCollector(engine), engine)  # type: ignore[arg-type]
     weights = {"w": torch.tensor(0.0)}
     source.start(0, weights, 0, [])
     assert [batch.version for batch in learn(source, 0, 9, weights)] == [2 * step for step in range(9)]
@@ -177,16 +178,13 @@ def test_the_threads_are_shared_out_and_given_back(ahead: Callable[..., Any]) ->
 
 
 def test_a_lag_beyond_the_bound_is_an_error() -> None:
-    def of(*versions: int) -> list[Completion]:
-        return [Completion((1,), torch.zeros(1), "stop", version) for version in versions]
-
-    assert lag_metrics(of(5, 5, 2), 6, 4) == {"rollout/lag_mean": 2.0, "rollout/lag_max": 4}
+    assert lag_metrics([5, 5, 2], 6, 4) == {"rollout/lag_mean": 2.0, "rollout/lag_max": 4}
     with pytest.raises(MantissaError, match=r"version 5 reached .* version 10: a lag of 5, .*max_policy_lag=4"):
-        lag_metrics(of(6, 5), 10, 4)
+        lag_metrics([6, 5], 10, 4)
     with pytest.raises(MantissaError, match=r"version 11 reached .* version 10: a lag of -1"):
-        lag_metrics(of(10, 11), 10, 4)
+        lag_metrics([10, 11], 10, 4)
     with pytest.raises(MantissaError, match=r"a lag of 1, expected 0 to rollout\.max_policy_lag=0"):
-        lag_metrics(of(9), 10, 0)
+        lag_metrics([9], 10, 0)
 
 
 def test_a_bound_that_no_step_fits_in_is_a_mistake(configure: Callable[..., RunConfig]) -> None:
@@ -204,12 +202,6 @@ QUICK = ("steps=6", "warm_start.steps=20", "warm_start.evaluate_every=20", "task
 LATE = (*QUICK, "rollout.max_policy_lag=4", "checkpoint={every: 1, keep: 9}")
 
 
-@pytest.fixture
-def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mantissa.rl.session.build_report", lambda run: run.report_path)
-
-
-@pytest.mark.usefixtures("_no_report")
 def test_the_lag_is_in_the_numbers_and_the_correction_sees_it(train: Train) -> None:
     late, prompt = train(*LATE), train(*QUICK)
     rows = late.read_metrics()
@@ -235,7 +227,6 @@ def test_the_lag_is_in_the_numbers_and_the_correction_sees_it(train: Train) -> N
         assert (row["gap/abs_logp_diff_mean"] > 1e-4) == (row["rollout/lag_max"] > 0)
 
 
-@pytest.mark.usefixtures("_no_report")
 @pytest.mark.parametrize("behind", [0, 2])
 def test_every_completion_is_what_the_checkpoint_of_its_version_samples(
     train: Train, parts_of: Callable[[RunConfig], Parts], behind: int
@@ -246,7 +237,7 @@ def test_every_completion_is_what_the_checkpoint_of_its_version_samples(
     """
     from mantissa.rl.seeds import stream_slice
 
-    torch.set_num_threads(1)  # as Ahead's sampler has them
+    torch.set_num_threads(1)  # as AsyncSource's sampler has them
     run = train(*LATE) if behind else train(*QUICK, LATE[-1])
     config = make_config(run.config, "test")
     parts = parts_of(config)
@@ -261,14 +252,13 @@ def test_every_completion_is_what_the_checkpoint_of_its_version_samples(
         params = parts.sampler.params(6, 1.0)
         expected = parts.sampler.sample([problems[i] for i in chosen], 4, params, version, 0, "rollout", step)
         rows = run.read_rollouts(step)
-        completions = [c for group in expected.groups for c in group]
+        completions = [sample.completion for sample in expected]
         assert [row["tokens"] for row in rows] == [list(c.tokens) for c in completions]
         assert [row["rollout_logp"] for row in rows] == [c.logp_T.tolist() for c in completions]
         assert {row["policy_version"] for row in rows} == {version}
     torch.set_num_threads(2)
 
 
-@pytest.mark.usefixtures("_no_report")
 @pytest.mark.parametrize("more", [(), ("rollout.dynamic.batch_prompts=3", "rollout.overlong.buffer=4")])
 def test_a_run_resumed_after_any_step_gives_the_same_bits(train: Train, tmp_path: Path, more: tuple[str, ...]) -> None:
     run = train(*LATE, *more)
@@ -293,7 +283,6 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
-@pytest.mark.usefixtures("_no_report")
 def test_a_failure_while_sampling_ahead_stops_the_run_with_its_own_words(train: Train) -> None:
     before = threading.active_count()
     with pytest.raises(MantissaError, match=r"rollout\.dynamic: \d of 8 groups have a gradient after 1 "):

@@ -14,6 +14,8 @@ from mantissa.rl.config import RunConfig
 from mantissa.rl.session import start
 from mantissa.runs.directory import RunDirectory
 
+pytestmark = pytest.mark.usefixtures("with_report")
+
 QUICK = (
     "steps=2",
     "warm_start=null",

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from mantissa.algorithms import advantage
 from mantissa.errors import MantissaError
-from mantissa.rl.batches import Collector, chosen, fate, overlong_penalty, pack, shaped, unpack
+from mantissa.rl.collect import Collector, Sample, by_group, chosen, fate, overlong_penalty, pack, shaped, unpack
 from mantissa.rl.config import DynamicConfig, OverlongConfig, RolloutConfig, RunConfig
-from mantissa.rl.sampling import Sampled
 from mantissa.rl.seeds import derive_seed, stream_slice
 from mantissa.rollout import Completion, SamplingParams
 from mantissa.runs.directory import RunDirectory
@@ -23,6 +22,7 @@ from mantissa.runs.metrics import deterministic
 from mantissa.tasks import Problem, Reward
 from mantissa.training import load_checkpoint
 
+CPU = torch.device("cpu")
 PROBLEMS = [Problem(f"p-{i}", "x", "1", "s") for i in range(9)]
 VALUES = st.sampled_from([0.0, 1.0, 0.5, 0.1, 0.1 + 1e-12, -1.0])
 
@@ -48,18 +48,17 @@ class FakeSampler:
 
     def sample(
         self, problems: Sequence[Problem], samples: int, params: Any, version: int, *seed: int | str, first: int = 0
-    ) -> Sampled:
+    ) -> list[Sample]:
         seeds = [derive_seed(*seed, first + i) for i in range(len(problems))]
-        groups = [[self.completion(s, j, version) for j in range(samples)] for s in seeds]
-        texts = [self.decode(c.tokens) for group in groups for c in group]
-        return Sampled(problems, [self.encode(p) for p in problems], groups, texts)
+        drawn = [(i, self.completion(seed, j, version)) for i, seed in enumerate(seeds) for j in range(samples)]
+        return [Sample(problems[i], first + i, self.encode(problems[i]), c, self.decode(c.tokens)) for i, c in drawn]
 
     def verdict(self, text: str) -> Reward:
         correct = random.Random(text).random() < self.right
         return Reward(float(correct), correct, None if correct else "it's wrong")
 
-    def grade(self, sampled: Sampled) -> list[Reward]:
-        return [self.verdict(text) for text in sampled.texts]
+    def grade(self, samples: Sequence[Sample]) -> list[Reward]:
+        return [self.verdict(sample.text) for sample in samples]
 
 
 def collector(sampler: FakeSampler, config: RolloutConfig, kept: Sequence[int]) -> Collector:
@@ -120,9 +119,11 @@ def test_it_keeps_what_a_naive_loop_keeps(
         groups, count, position = naive(sampler, config, kept, step, position)
         assert made.position == ours.position == position
         assert len(groups) == prompts  # 60 tries are always enough here
-        found = [[c.tokens for c in group] for group in made.sampled.groups]
+        found = by_group(made.samples, [sample.completion.tokens for sample in made.samples])
         assert list(zip(made.indices, found, strict=True)) == groups
-        assert [problem.id for problem in made.sampled.problems] == [f"p-{index}" for index in made.indices]
+        named = [f"p-{index}" for index in made.indices for _ in range(samples)]
+        assert [sample.problem.id for sample in made.samples] == named
+        assert made.experience(CPU).group_B.tolist() == [i for i in range(prompts) for _ in range(samples)]
         for name in ("prompts", "all_right", "all_wrong", "equal"):
             assert made.metrics[f"dynamic/{name}"] == count[name], name
         assert made.metrics["dynamic/generation_batches"] == count["prompts"] / (batch or prompts)
@@ -164,7 +165,7 @@ def test_where_every_group_is_kept_nothing_changes() -> None:
     dynamic = config.model_copy(update={"dynamic": DynamicConfig()})
     for step in (1, 2):
         plain, ours = (collector(sampler, c, [3, 4, 5]).collect(step, 5) for c in (config, dynamic))
-        assert [c.tokens for c in plain.sampled.groups[0]] == [c.tokens for c in ours.sampled.groups[0]]
+        assert [s.completion.tokens for s in plain.samples] == [s.completion.tokens for s in ours.samples]
         assert (plain.rewards, plain.position, plain.version) == (ours.rewards, ours.position, 5)
         assert plain.metrics.items() <= ours.metrics.items()
 
@@ -175,7 +176,7 @@ def test_accuracy_is_over_everything_sampled_and_over_what_is_trained_on_apart()
     made = collector(FakeSampler(0.9), config, range(9)).collect(1, 0)
     assert made.metrics["reward/accuracy_trained"] == 0.5  # one of two, by construction
     assert 0.8 < made.metrics["reward/accuracy"] < 0.98
-    assert made.metrics["rollout/tokens"] > sum(len(c.tokens) for group in made.sampled.groups for c in group)
+    assert made.metrics["rollout/tokens"] > sum(len(sample.completion.tokens) for sample in made.samples)
 
 
 def test_batches_survive_a_checkpoint_to_the_last_bit() -> None:
@@ -187,12 +188,12 @@ def test_batches_survive_a_checkpoint_to_the_last_bit() -> None:
     for one, other in zip(made, again, strict=True):
         names = ("step", "version", "position", "indices", "metrics", "rewards")
         assert all(getattr(one, name) == getattr(other, name) for name in names)
-        assert one.sampled.problems == other.sampled.problems
-        assert (one.sampled.prompts, one.sampled.texts) == (other.sampled.prompts, other.sampled.texts)
-        for a, b in zip(one.sampled.groups, other.sampled.groups, strict=True):
-            for c, d in zip(a, b, strict=True):
-                assert (c.tokens, c.finish_reason, c.policy_version) == (d.tokens, d.finish_reason, d.policy_version)
-                assert torch.equal(c.logp_T, d.logp_T)
+        for a, b in zip(one.samples, other.samples, strict=True):
+            c, d = a.completion, b.completion
+            assert (a.problem, a.prompt, a.text) == (b.problem, b.prompt, b.text)
+            assert (c.tokens, c.finish_reason, c.policy_version) == (d.tokens, d.finish_reason, d.policy_version)
+            assert torch.equal(c.logp_T, d.logp_T)
+        assert torch.equal(one.experience(CPU).group_B, other.experience(CPU).group_B)
     assert pack([]) == ({}, [])
 
 
@@ -211,11 +212,6 @@ def test_mistakes(configure: Callable[..., RunConfig], overrides: list[str], mes
 
 
 QUICK = ("steps=3", "warm_start.steps=4", "warm_start.evaluate_every=4", "task.reward=prefix", "evaluation=null")
-
-
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mantissa.rl.session.build_report", lambda run: run.report_path)
 
 
 def test_a_run_trains_on_full_batches_that_all_carry_a_gradient(train: Callable[..., RunDirectory]) -> None:

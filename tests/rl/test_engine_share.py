@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from experiences import experience_of
 from fake_vllm import install
 from mantissa.errors import MantissaError
 from mantissa.kernels import ExactKernels, NativeKernels
 from mantissa.mismatch import ENGINE_METRICS
 from mantissa.precision import Fp8Policy, PrecisionPolicy
-from mantissa.rl.assemble import Parts
+from mantissa.rl.assemble import Parts, exact_policy
 from mantissa.rl.config import RunConfig
-from mantissa.rl.engine_share import EngineShare, exact_policy
 from mantissa.rl.experience import Experience
-from mantissa.rollout import Completion, NativeEngine, Request, SamplingParams
+from mantissa.rl.probes import EngineShare
+from mantissa.rollout import Completion, NativeEngine, Request, SamplingParams, VllmEngine
 from mantissa.runs.directory import RunDirectory
 
 VLLM = "rollout.engine=vllm"
@@ -43,8 +45,9 @@ def build(
 
 
 def share_of(parts: Parts) -> EngineShare:
-    assert parts.share is not None
-    return parts.share
+    assert parts.twin is not None
+    assert isinstance(parts.sampler.engine, VllmEngine)
+    return EngineShare(parts.sampler.engine, parts.twin, parts.learner.temperature, 40)
 
 
 def sampled_natively(parts: Parts, temperature: float) -> Experience:
@@ -58,8 +61,8 @@ def sampled_natively(parts: Parts, temperature: float) -> Experience:
     groups = engine.generate(
         [Request(prompt, seed=n, samples=3) for n, prompt in enumerate(prompts)], SamplingParams(9, temperature), 3
     )
-    experience = Experience.build(prompts, groups, [0.0] * 12, torch.device("cpu"))
-    return experience.with_learner(*parts.learner.score(experience.sequences))
+    experience = experience_of(prompts, groups, [0.0] * 12)
+    return experience.with_learner(*parts.learner.score(experience))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +88,7 @@ def test_it_scores_what_the_native_exact_engine_delivers_bit_for_bit(
         "optimizer.micro_batch_tokens=40",  # several parts
     )
     experience = sampled_natively(parts, temperature)
-    measured = share_of(parts).measure(experience, 3)
+    measured = share_of(parts).observe(1, experience)
     assert measured[ENGINE] == 0.0, "the engine's part of a gap that no other engine had a part in"
     assert measured[NONFINITE] == 0.0
     assert measured.get(SHARE, 0.0) == 0.0
@@ -97,16 +100,10 @@ def test_it_scores_what_the_native_exact_engine_delivers_bit_for_bit(
 def test_what_an_engine_adds_is_its_part(build: Build) -> None:
     parts = build("precision=bf16")
     native = sampled_natively(parts, 1.0)
-    mask, generator = native.sequences.mask_BR, torch.Generator().manual_seed(0)
+    mask, generator = native.mask_BR, torch.Generator().manual_seed(0)
     noise = torch.randn(mask.shape, generator=generator) / 64
-    moved = Experience(
-        native.sequences,
-        torch.where(mask, native.rollout_logp_BR + noise, 0.0),
-        native.reward_B,
-        native.group_B,
-        native.old_logp_BR,
-    )
-    measured = share_of(parts).measure(moved, 3)
+    moved = replace(native, rollout_logp_BR=torch.where(mask, native.rollout_logp_BR + noise, 0.0))
+    measured = share_of(parts).observe(1, moved)
     added = (moved.rollout_logp_BR.double() - native.rollout_logp_BR.double())[mask]
     assert measured[ENGINE] == pytest.approx(float(added.abs().mean()), rel=1e-12)
     assert measured[SHARE] == pytest.approx(1.0, abs=1e-3)  # the learner's fast kernels are within 1e-5 of exact
@@ -117,7 +114,7 @@ def test_weights_that_did_not_sample_are_not_measured_with(build: Build) -> None
     experience = sampled_natively(parts, 1.0)
     parts.sampler.engine.sync(parts.learner.weights, 4)
     with pytest.raises(RuntimeError, match="version 4 was sent last and 3 sampled"):
-        share_of(parts).measure(experience, 3)
+        share_of(parts).observe(1, experience)
 
 
 def test_the_copies_are_made_once_and_by_the_kernels_that_measure(build: Build) -> None:
@@ -163,7 +160,7 @@ def test_where_there_are_no_exact_kernels_none_stand_in(build: Build, monkeypatc
         "engine": "vLLM 0.32.0", "format": "bf16", "every": 1, "measured": False, "reason": reason,
     }  # fmt: skip
     with pytest.raises(RuntimeError, match="no exact kernels"):
-        share.measure(Experience.build([(1,)], [[_completion()]], [0.0], torch.device("cpu")), 3)
+        share.observe(1, experience_of([(1,)], [[_completion()]], [0.0]))
 
 
 def test_of_a_rollout_in_fp8_nothing_is_measured_on_a_cpu(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +211,7 @@ def test_the_section_is_vllms_alone(configure: Callable[..., RunConfig]) -> None
 QUICK = ("warm_start.steps=4", "warm_start.evaluate_every=4", "precision=bf16", "rollout.stop=[]", VLLM)
 
 
+@pytest.mark.usefixtures("with_report")
 def test_a_run_measures_at_its_steps_and_says_so(
     train: Callable[..., RunDirectory], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,6 +233,7 @@ def test_a_run_measures_at_its_steps_and_says_so(
     assert "medians of 2 measured steps" in run.report_path.read_text()
 
 
+@pytest.mark.usefixtures("with_report")
 def test_a_run_that_measures_nothing_says_so_too(
     train: Callable[..., RunDirectory], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,10 +11,9 @@ import torch
 from fake_vllm import LLM, Fault, install
 from mantissa.errors import MantissaError
 from mantissa.precision import PrecisionPolicy, resolve
-from mantissa.rl.assemble import Parts
-from mantissa.rl.asynchronous import InTurn
+from mantissa.rl.assemble import Parts, on_vllm
 from mantissa.rl.config import RunConfig
-from mantissa.rl.engines import on_vllm
+from mantissa.rl.sources import SyncSource
 from mantissa.rollout import NativeEngine, VllmEngine, VllmStart
 
 VLLM = "rollout.engine=vllm"
@@ -32,10 +31,7 @@ def test_native_is_the_default(configure: Callable[..., RunConfig], parts_of: Ca
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["precision={preset: fp16, kernels: exact}"],
-            r"precision\.kernels=exact: vLLM's kernels add in another",
-        ),
+        (["precision={preset: fp16, kernels: exact}"], r"precision\.kernels=exact: vLLM's kernels add in another"),
         (
             ["precision={preset: fp8-rollout, kv_cache: fp16, fp8: {base: fp16}, logits: bf16}"],
             r"precision\.logits=bf16: vLLM holds logits in fp32 or in the rollout's fp16",
@@ -136,7 +132,7 @@ def test_an_engine_that_sleeps_rests_between_the_batch_and_the_new_weights(
     parts = parts_of(configure(VLLM, "rollout.vllm.sleep=true"))
     engine, llm, weights = parts.sampler.engine, LLM.made[-1], parts.learner.weights
     collector = SimpleNamespace(collect=lambda step, version: (step, version, set(llm.awake)))
-    source = InTurn(collector, engine)
+    source = SyncSource(collector, engine)
     assert "asleep it gives" in parts.evidence["rollout"]
     llm.slept.clear()
     source.start(0, weights, 0, [])

@@ -26,12 +26,12 @@ from mantissa.kernels import ExactKernels, Kernels, NativeKernels, plan_exact
 from mantissa.model import Decoder, ModelConfig, load_model
 from mantissa.precision import BF16, E4M3, FP32, PrecisionPolicy, round_to_format
 from mantissa.rl import assemble, replay, session
-from mantissa.rl.exactness import Exactness
 from mantissa.rl.experience import Experience, Sequences
-from mantissa.rl.forward import forward
 from mantissa.rl.learner import Learner
 from mantissa.rl.loop import Loop
+from mantissa.rl.probes import Exactness
 from mantissa.rl.replay import Case, read_case, write_case
+from mantissa.rl.score import forward
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams, generation
 from mantissa.rollout.sampling import sample, uniforms
 from mantissa.runs.directory import RunDirectory
@@ -78,6 +78,7 @@ def test_with_adapters_a_reference_and_a_coarser_cache(train: Train) -> None:
     assert rows[0]["reference/kl"] == 0  # as the learner: equal weights, equal bits
 
 
+@pytest.mark.usefixtures("with_report")
 def test_unchecked_steps_learn_the_same_without_the_forward(train: Train) -> None:
     every = train(*EXACT, "steps=4", "precision.check_every=1")
     some = train(*EXACT, "steps=4", "precision.check_every=3")
@@ -190,7 +191,7 @@ def test_what_differs_on_one_side_is_caught_named_and_replayed(
     assert found.group() in out
     assert "the rollout, here against the run: 0 of " in out
     assert message.partition("; replay it")[0] in out
-    assert read_case(file).policy.kernels == "exact"
+    assert read_case(file).precision.kernels == "exact"
 
 
 def test_recorded_tokens_are_forced(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,14 +253,14 @@ def test_what_does_not_come_back_is_written_too(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """A bit that flips on the way from the engine; and a step whose call nobody kept."""
-    built = Experience.build
+    built = Experience.of
 
     def flip(*given: Any) -> Experience:
         experience = built(*given)
         experience.rollout_logp_BR.view(torch.int32)[3, 0] ^= 1
         return experience
 
-    monkeypatch.setattr(Experience, "build", staticmethod(flip))
+    monkeypatch.setattr(Experience, "of", staticmethod(flip))
     with pytest.raises(MantissaError, match=r"1 of \d+ log-probs differ.*; not reproduced; the run's two sides: 1 of"):
         train(*SHORT)
     (file,) = tmp_path.glob("run-0/mismatch-step-1.safetensors")
@@ -300,7 +301,7 @@ def test_a_fault_between_checks_and_in_the_last_step(
     train: Train, monkeypatch: pytest.MonkeyPatch, broken: Any, step: int, said: str
 ) -> None:
     """Of three steps the first and last are checked; the update of the second compares what it computes anyway."""
-    stepped = Loop._step
+    stepped = Loop.step
 
     def break_and_step(self: Loop, number: int) -> None:
         if number == step and broken is Silu:
@@ -309,7 +310,7 @@ def test_a_fault_between_checks_and_in_the_last_step(
             monkeypatch.setattr(generation, "sample", broken)
         stepped(self, number)
 
-    monkeypatch.setattr(Loop, "_step", break_and_step)
+    monkeypatch.setattr(Loop, "step", break_and_step)
     with pytest.raises(MantissaError, match=f"step {step}: .*{said}"):
         train(*EXACT, "steps=3", "precision=fp32", "precision.check_every=9")  # warm, so that some rewards differ
 
@@ -471,7 +472,7 @@ def test_no_second_plan_where_it_is_not_asked_for_or_something_was_learned(
     monkeypatch.setattr(assemble, "rollout_kernels", mutated(Shaky))
     with pytest.raises(MantissaError, match=r"step 1: .* log-probs differ"):
         train(*EXACT, "precision=fp32", "precision.on_mismatch=stop")
-    check = Exactness.check
-    monkeypatch.setattr(Exactness, "check", lambda self, step, batch: {} if step == 1 else check(self, step, batch))
+    observe = Exactness.observe
+    monkeypatch.setattr(Exactness, "observe", lambda self, step, batch: {} if step == 1 else observe(self, step, batch))
     with pytest.raises(MantissaError, match=r"step 2: the update's own forward"):  # of a step that nobody compared
         train(*EXACT, "steps=3", "precision=fp32", "precision.check_every=2")

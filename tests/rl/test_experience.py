@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mantissa.rl.experience import Experience, Sequences
+from experiences import experience_of
+from mantissa.rl.experience import Sequences
 from mantissa.rollout import Completion
 
 CPU = torch.device("cpu")
@@ -68,8 +69,9 @@ def test_groups_are_flattened_in_order_with_their_own_log_probs() -> None:
         [Completion((1, 2), torch.tensor([-0.1, -0.2]), "stop", 3), Completion((9,), torch.tensor([-0.3]), "stop", 3)],
         [Completion((4, 4, 4), torch.tensor([-1.0, -2.0, -3.0]), "length", 3)],
     ]
-    experience = Experience.build(prompts, groups, [1.0, 0.0, 0.5], CPU)
-    assert experience.sequences.tokens_BT.tolist() == [[5, 6, 7, 1, 2], [5, 6, 7, 9, 0], [8, 4, 4, 4, 0]]
+    experience = experience_of(prompts, groups, [1.0, 0.0, 0.5])
+    assert experience.version_B.tolist() == [3, 3, 3]
+    assert experience.tokens_BT.tolist() == [[5, 6, 7, 1, 2], [5, 6, 7, 9, 0], [8, 4, 4, 4, 0]]
     assert experience.group_B.tolist() == [0, 0, 1]
     assert experience.reward_B.tolist() == [1.0, 0.0, 0.5]
     expected = torch.tensor([[-0.1, -0.2, 0.0], [-0.3, 0.0, 0.0], [-1.0, -2.0, -3.0]])

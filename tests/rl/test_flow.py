@@ -12,15 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiences import gradients, learned, sampled
 from mantissa.algorithms import values
 from mantissa.model import load_model, save_model
 from mantissa.model.partition import kept_units
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
-from mantissa.rl.experience import PREFIX, Experience, Flow
+from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Learner
+from mantissa.rl.objective import PREFIX, Flow, weigh
 from mantissa.runs.directory import RunDirectory
-from mantissa.training import StepOutcome, load_checkpoint
+from mantissa.training import load_checkpoint
 
 FLOWRL = ("algorithm.reference={}", "algorithm.loss=flowrl", "optimizer.updates_per_batch=1")
 BETA = 3.0
@@ -45,42 +47,6 @@ def head_of(learner: Learner) -> Flow:
     return learner.flow
 
 
-def sampled(parts: Parts, problems: int = 5, samples: int = 4) -> Experience:
-    """Real completions with made-up rewards (the last group's equal); rollout and reference are half a nat off."""
-    result = parts.sampler.sample(parts.task.split("train", problems), samples, parts.sampler.params(6, 1.0), 0, 0, "t")
-    draw = torch.Generator().manual_seed(1)
-    rewards = torch.randint(0, 2, (problems * samples,), generator=draw).float()
-    rewards[-samples:] = 1.0
-    experience = Experience.build(result.prompts, result.groups, rewards.tolist(), parts.device)
-    mask = experience.sequences.mask_BR
-
-    def off(logp_BR: Tensor) -> Tensor:
-        return torch.where(mask, logp_BR + 0.5 * torch.randn(mask.shape, generator=draw), 0.0)
-
-    rollout = off(experience.rollout_logp_BR)
-    experience = Experience(experience.sequences, rollout, experience.reward_B, experience.group_B)
-    experience = experience.with_learner(*parts.learner.score(experience.sequences))
-    assert parts.reference is not None
-    return experience.with_reference(off(parts.reference.score(experience.sequences)))
-
-
-def gradients(learner: Learner, experience: Experience) -> dict[str, Tensor]:
-    """The gradients that ``update`` hands to the optimiser step, which here takes no step."""
-    found: dict[str, Tensor] = {}
-
-    def run(backward: Callable[[float], None]) -> StepOutcome:
-        learner.step.optimizer.zero_grad(set_to_none=True)
-        backward(1.0)
-        found.update({name: p.grad for name, p in learner.step.parameters.items() if p.grad is not None})
-        learner.step.optimizer.zero_grad(set_to_none=True)
-        return StepOutcome("stepped", 0, 1.0, 1.0, 0.0, 0.0)
-
-    learner.step.run = run  # type: ignore[method-assign]
-    learner.update(experience, 1, probe=False)
-    del learner.step.run
-    return found
-
-
 def naive_head(weights: dict[str, Tensor], state_E: Tensor, key: Tensor, dropout: float) -> Tensor:
     """log Z, written out: two blocks of Linear, GELU, LayerNorm, Dropout, then Linear to 1."""
     x = state_E
@@ -101,10 +67,10 @@ def naive_loss(
     groups: dict[int, list[float]] = {}
     for group, reward in zip(experience.group_B.tolist(), experience.reward_B.tolist(), strict=True):
         groups.setdefault(group, []).append(reward)
-    total, rows = torch.zeros((), dtype=torch.float64), len(experience.sequences)
+    total, rows = torch.zeros((), dtype=torch.float64), len(experience)
     for row in range(rows):
-        prompt, length = int(experience.sequences.prompt_length_B[row]), int(experience.sequences.length_B[row])
-        tokens = experience.sequences.tokens_BT[row, :length]
+        prompt, length = int(experience.prompt_length_B[row]), int(experience.length_B[row])
+        tokens = experience.tokens_BT[row, :length]
         states = model.model(tokens[None]).last_hidden_state[0]
         distribution = model.lm_head(states).log_softmax(-1)
         logp = torch.stack([distribution[i - 1, tokens[i]] for i in range(prompt, length)])
@@ -140,7 +106,7 @@ def test_gradients_of_policy_and_head_are_those_of_a_hand_written_loss_whatever_
     loss = f"{{kind: flowrl, beta: {BETA}, partition_dropout: {dropout}, detach_partition: {str(detach).lower()}}}"
     options = ("precision=fp32", f"algorithm.loss={loss}", f"algorithm.correction={corrected}")
     parts = build(*options)
-    experience = sampled(parts)
+    experience = sampled(parts, reference=True)
     save_model(parts.model, parts.tokenizer, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
     flow = head_of(parts.learner)
@@ -156,7 +122,7 @@ def test_gradients_of_policy_and_head_are_those_of_a_hand_written_loss_whatever_
     expected |= {PREFIX + name: weight.grad for name, weight in head.items()}
     for tokens in (1, 25, 16384):  # a row a micro-batch, some, everything at once (and then the scoring's own graph)
         learner = build(*options, f"optimizer.micro_batch_tokens={tokens}").learner
-        scored = experience if tokens < 16384 else experience.with_learner(*learner.score(experience.sequences))
+        scored = experience if tokens < 16384 else experience.with_learner(*learner.score(experience))
         found = gradients(learner, scored)
         assert found.keys() == expected.keys()
         for name, gradient in found.items():
@@ -185,11 +151,11 @@ class _States(Tensor):
 
 def test_every_completion_counts_also_without_an_advantage(build: Callable[..., Parts]) -> None:
     parts = build("precision=fp32")
-    experience = sampled(parts)
+    experience = sampled(parts, reference=True)
     assert bool((experience.reward_B[-4:] == 1).all())
-    update = parts.learner.update(experience, 1, probe=False)
-    assert bool((update.advantage_B[-4:] == 0).all())
-    assert update.trained_tokens == int(experience.sequences.mask_BR.sum())
+    update = learned(parts.learner, experience)
+    assert bool((weigh(experience, parts.learner.algorithm).weighed[0][-4:] == 0).all())
+    assert update.trained_tokens == int(experience.mask_BR.sum())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
@@ -199,11 +165,11 @@ def test_the_scorings_graph_gives_the_update_of_a_forward_of_its_own(
     weights, options = [], (f"precision={precision}", "optimizer.eps=1e-3")
     for forget in (False, True):
         parts = build(*options)
-        experience = sampled(parts)
+        experience = sampled(parts, reference=True)
         assert parts.learner._kept is not None
         if forget:
             parts.learner._kept = None
-        parts.learner.update(experience, 1, probe=False)
+        learned(parts.learner, experience)
         weights.append(parts.learner.weights | head_of(parts.learner).weights)
     tolerance = {"fp32": 1e-7, "fp16": 3e-5, "bf16": 3e-4}[precision]  # gradients of half are summed in another order
     for name, weight in weights[0].items():
@@ -216,9 +182,9 @@ def test_a_retry_drops_the_same_units(build: Callable[..., Parts]) -> None:
     scale = 2.0**40
     for _ in range(2):
         parts = build("precision=fp16", f"loss_scaling={{initial: {scale}, retries: 60}}")
-        experience = sampled(parts)
+        experience = sampled(parts, reference=True)
         parts.learner._kept = None
-        outcomes.append(parts.learner.update(experience, 1, probe=True).outcomes[0])
+        outcomes.append(learned(parts.learner, experience).outcomes[0])
         learners.append(parts.learner)
         scale = outcomes[0].scale
     assert [outcome.kind for outcome in outcomes] == ["retried", "stepped"]
@@ -244,7 +210,7 @@ def test_the_head_has_its_own_rate_and_no_decay(build: Callable[..., Parts]) -> 
     parts = build("precision=fp32", loss, "optimizer.lr=1e-3", "optimizer.weight_decay=0.5", "optimizer.eps=1e-12")
     learner = parts.learner
     before = {name: p.detach().clone() for name, p in learner.step.parameters.items()}
-    outcome = learner.update(sampled(parts), 1, probe=False).outcomes[0]
+    outcome = learned(learner, sampled(parts, reference=True)).outcomes[0]
     assert outcome.lr == 1e-3
     for name, old in before.items():
         moved = (learner.step.parameters[name].detach() - old).abs()
@@ -257,7 +223,7 @@ def test_the_head_is_fp32_in_every_precision(build: Callable[..., Parts]) -> Non
     for precision in ("fp16", "bf16", "bf16-train-fp16-rollout", "fp8"):
         parts = build(f"precision={precision}")
         learner = parts.learner
-        learner.update(sampled(parts), 1, probe=True)
+        learned(learner, sampled(parts, reference=True))
         assert {weight.dtype for weight in head_of(learner).weights.values()} == {torch.float32}
         moments = {n: t for n, t in learner.step.optimizer_tensors().items() if n.startswith(PREFIX)}
         assert {tensor.dtype for tensor in moments.values()} == {torch.float32}
@@ -269,16 +235,16 @@ def test_the_policy_moves_towards_the_reference_tilted_by_the_reward(build: Call
     parts = build(
         "precision=fp32", "algorithm.loss={kind: flowrl, beta: 0.5, partition_dropout: 0}", "optimizer.lr=3e-3"
     )
-    learner, experience = parts.learner, sampled(parts)
+    learner, experience = parts.learner, sampled(parts, reference=True)
     deltas = []
     for step in range(1, 61):
-        scored = experience.with_learner(*learner.score(experience.sequences))
-        update = learner.update(scored, step, probe=False)
+        scored = experience.with_learner(*learner.score(experience))
+        update = learned(learner, scored, step)
         deltas.append(float(values(update.tallies)["flowrl/delta_abs_mean"]))
     assert deltas[-1] < 0.35 * deltas[0]
-    logp_BR, _ = learner.score(experience.sequences)
+    logp_BR, _ = learner.score(experience)
     assert experience.ref_logp_BR is not None
-    mask = experience.sequences.mask_BR
+    mask = experience.mask_BR
     tilt_B = torch.where(mask, logp_BR - experience.ref_logp_BR, 0.0).sum(1) / mask.sum(1)
     for start in range(0, 16, 4):  # groups with both kinds of reward
         group, reward = tilt_B[start : start + 4], experience.reward_B[start : start + 4]
@@ -287,8 +253,7 @@ def test_the_policy_moves_towards_the_reference_tilted_by_the_reward(build: Call
 
 
 @pytest.fixture
-def trained(train: Callable[..., RunDirectory], monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunDirectory]:
-    monkeypatch.setattr("mantissa.rl.session.build_report", lambda run: run.report_path)
+def trained(train: Callable[..., RunDirectory]) -> Callable[..., RunDirectory]:
     quick = ("steps=2", "warm_start.steps=4", "warm_start.evaluate_every=4", "task.reward=prefix")
     return lambda *overrides: train(*FLOWRL, *quick, *overrides)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import BF16, FP16, FP32
-from mantissa.rl import forward as module
+from mantissa.rl import score as module
 from mantissa.rl.experience import Sequences
-from mantissa.rl.forward import forward, scatter
+from mantissa.rl.score import forward, scatter
 
 CONFIG = ModelConfig("qwen3", 13, 32, 48, 2, 4, 2, 8, qk_norm=True, initializer_range=0.3)
 PROMPTS = [[1, 2, 3], [4], [1, 2, 3], [5, 6, 7, 8, 9, 10, 11], [1, 2], [1, 2, 3]]  # shared, nested, of many lengths

@@ -32,6 +32,7 @@ OVERFLOWS = (
 FALLS = "guard={window: 2, min_steps: 2, reward_warn: 0, reward_fall_back: 0}"
 
 
+@pytest.mark.usefixtures("with_report")
 def test_a_run_that_overflows_goes_on_in_bf16_with_the_bits_of_any_run_from_there(
     train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -101,7 +102,7 @@ def test_what_becomes_as_wide_and_what_stays(
 ) -> None:
     reference = ["algorithm.reference={}"] if roles[2] else []
     config = make_config(apply_overrides(small, [f"precision={precision}", *reference, "guard={}"]), "test")
-    wide, was = widened(config, to).policy, config.policy
+    wide, was = widened(config, to).precision_policy, config.precision_policy
     assert (wide.train, wide.rollout, wide.reference) == roles
     assert (wide.kernels, wide.check_every) == (was.kernels, was.check_every)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiences import experience_of, learned
 from mantissa.algorithms import values
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
@@ -43,13 +44,13 @@ def experience(alive: int = 10, seed: int = 5) -> Experience:
         drawn = [tokens(1, 6) for _ in range(2)]
         groups.append([Completion(tuple(t), torch.full((len(t),), -2.0), "length", 0) for t in drawn])
     rewards = [float(i % 2) if i < alive else 1.0 for i in range(12)]
-    return Experience.build(prompts, groups, rewards, torch.device("cpu"))
+    return experience_of(prompts, groups, rewards)
 
 
 def learn(learner: Learner, forget: bool, batch: Experience | None = None) -> tuple[Update, dict[str, Tensor], int]:
     """Score and update; the weights, and how many forwards the update did."""
     scored = batch or experience()
-    scored = scored.with_learner(*learner.score(scored.sequences))
+    scored = scored.with_learner(*learner.score(scored))
     if forget:
         learner._kept = None
     return update_counted(learner, scored)
@@ -64,7 +65,7 @@ def update_counted(learner: Learner, scored: Experience) -> tuple[Update, dict[s
         return forward(*arguments)
 
     learner.forward = counted  # type: ignore[method-assign]
-    update = learner.update(scored, 1, probe=False)
+    update = learned(learner, scored)
     return update, {n: p.detach().clone() for n, p in learner.model.named_parameters()}, len(calls)
 
 
@@ -109,11 +110,11 @@ def test_it_is_not_used_where_it_does_not_pay(learner: Build, overrides: tuple[s
 def test_a_graph_of_other_weights_or_another_batch_is_not_used(learner: Build) -> None:
     mine = learner("precision=fp32")
     first, second = experience(seed=5), experience(seed=6)
-    first = first.with_learner(*mine.score(first.sequences))
-    second = second.with_learner(*mine.score(second.sequences))
+    first = first.with_learner(*mine.score(first))
+    second = second.with_learner(*mine.score(second))
     assert update_counted(mine, first)[2] == 1  # the graph is of ``second``
     other = learner("precision=fp32")
-    first = first.with_learner(*other.score(first.sequences))
+    first = first.with_learner(*other.score(first))
     other.step.updates += 1  # as if a step had been taken since
     assert update_counted(other, first)[2] == 1
 
@@ -121,11 +122,11 @@ def test_a_graph_of_other_weights_or_another_batch_is_not_used(learner: Build) -
 def test_scores_carry_no_gradient_and_the_graph_is_let_go(learner: Build) -> None:
     mine = learner("precision=fp32")
     scored = experience()
-    logp_BR, entropy_BR = mine.score(scored.sequences)
+    logp_BR, entropy_BR = mine.score(scored)
     assert mine._kept is not None
     assert mine._kept.logp_BR.requires_grad
     assert torch.equal(mine._kept.logp_BR.detach(), logp_BR)
     assert not logp_BR.requires_grad
     assert not entropy_BR.requires_grad
-    mine.update(scored.with_learner(logp_BR, entropy_BR), 1, probe=False)
+    learned(mine, scored.with_learner(logp_BR, entropy_BR))
     assert mine._kept is None

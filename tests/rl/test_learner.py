@@ -16,13 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiences import gradients, learned, sampled
 from mantissa.model import save_model
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Learner
+from mantissa.rl.objective import weigh
+from mantissa.rl.probes import Flushed
 from mantissa.rl.warm_start import _supervised_step
-from mantissa.training import StepOutcome
 
 ADVANTAGES: dict[str, Callable[[list[float]], list[float]]] = {
     "dr_grpo": lambda group: [r - sum(group) / len(group) for r in group],
@@ -58,37 +60,6 @@ def learn(configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], P
     return build
 
 
-def sampled(parts: Parts, problems: int = 5, samples: int = 4, gap: float = 0.5) -> Experience:
-    """Real completions with made-up rewards (the last group's equal); the rollout is ``gap`` nats off."""
-    train = parts.task.split("train", problems)
-    result = parts.sampler.sample(train, samples, parts.sampler.params(6, 1.0), 0, 0, "test")
-    draw = torch.Generator().manual_seed(1)
-    rewards = torch.randint(0, 2, (problems * samples,), generator=draw).float()
-    rewards[-samples:] = 1.0
-    experience = Experience.build(result.prompts, result.groups, rewards.tolist(), parts.device)
-    noise = gap * torch.randn(experience.rollout_logp_BR.shape, generator=draw)
-    off = torch.where(experience.sequences.mask_BR, experience.rollout_logp_BR + noise, 0.0)
-    experience = Experience(experience.sequences, off, experience.reward_B, experience.group_B)
-    return experience.with_learner(*parts.learner.score(experience.sequences))
-
-
-def gradients(learner: Learner, experience: Experience, scale: float = 1.0) -> dict[str, Tensor]:
-    """The gradients that ``update`` hands to the optimiser step, which here takes no step."""
-    found: dict[str, Tensor] = {}
-
-    def run(backward: Callable[[float], None]) -> StepOutcome:
-        learner.model.zero_grad(set_to_none=True)
-        backward(scale)
-        found.update({n: p.grad / scale for n, p in learner.model.named_parameters() if p.grad is not None})
-        learner.model.zero_grad(set_to_none=True)
-        return StepOutcome("stepped", 0, 1.0, 1.0, 0.0, 0.0)
-
-    learner.step.run = run  # type: ignore[method-assign]
-    learner.update(experience, 1, probe=False)
-    del learner.step.run
-    return found
-
-
 def oracle(parts: Parts, folder: Path) -> Any:
     """The same policy in transformers, in float64."""
     from transformers import AutoModelForCausalLM
@@ -100,7 +71,7 @@ def oracle(parts: Parts, folder: Path) -> Any:
 def naive_logps(model: Any, experience: Experience, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
     """Log-probs of each completion's tokens, and entropies: one unpadded sequence at a time."""
     logps, entropies = [], []
-    sequences = experience.sequences
+    sequences = experience
     for row in range(len(sequences)):
         prompt, length = int(sequences.prompt_length_B[row]), int(sequences.length_B[row])
         tokens = sequences.tokens_BT[row, :length]
@@ -125,7 +96,7 @@ def test_scores_are_those_of_a_loop_over_sequences(
     experience = sampled(parts)
     with torch.no_grad():
         logps, entropies = naive_logps(oracle(parts, tmp_path / "hf"), experience, temperature)
-    mask = experience.sequences.mask_BR
+    mask = experience.mask_BR
     assert experience.old_logp_BR is not None
     assert experience.entropy_BR is not None
     assert len({len(logp) for logp in logps}) > 1  # padded, and padding is 0
@@ -222,11 +193,11 @@ def test_completions_without_advantage_are_skipped_and_change_nothing(
     from mantissa.algorithms import advantage, aggregation_scale, correction, policy_loss
 
     advantage_B, _ = advantage(experience.reward_B, experience.group_B, "dr_grpo")
-    assert 0 < alive == int((advantage_B != 0).sum()) < len(experience.sequences)
-    old, mask = experience.old_logp_BR, experience.sequences.mask_BR
+    assert 0 < alive == int((advantage_B != 0).sum()) < len(experience)
+    old, mask = experience.old_logp_BR, experience.mask_BR
     assert old is not None
     weight, valid, _ = correction(old, experience.rollout_logp_BR, mask, parts.learner.algorithm.correction)
-    logp_N = original(parts.learner, experience.sequences, parts.learner.kernels).logp_N
+    logp_N = original(parts.learner, experience, parts.learner.kernels).logp_N
     logp = torch.zeros(mask.shape).index_put(mask.nonzero(as_tuple=True), logp_N)
     scale = aggregation_scale(valid, "token_mean")
     loss, _ = policy_loss(logp, old, advantage_B, valid, weight, scale, parts.learner.algorithm.loss)
@@ -238,10 +209,10 @@ def test_a_batch_of_which_rejection_leaves_nothing_moves_nothing(learn: Callable
     """Half a nat a token is far beyond the geometric band: no gradient, so no step, and momentum stays where it is."""
     parts = learn("precision=fp32", "algorithm.correction=geometric", "optimizer.weight_decay=0.1")
     learner = parts.learner
-    learner.update(sampled(parts, gap=0.0), 1, probe=False)  # momentum now exists
+    learned(learner, sampled(parts, gap=0.0))  # momentum now exists
     assert learner.version == 1
     before = {name: weight.clone() for name, weight in learner.weights.items()}
-    update = learner.update(sampled(parts, gap=0.5), 2, probe=True)
+    update = learned(learner, sampled(parts, gap=0.5), 2)
     assert update.outcomes == ()
     assert update.trained_tokens == 0
     assert float(update.tallies["correction/rejected_token_fraction"].value()) == 1.0
@@ -251,9 +222,9 @@ def test_a_batch_of_which_rejection_leaves_nothing_moves_nothing(learn: Callable
 def test_with_bypass_the_ratio_is_to_the_rollout_and_the_gap_is_still_measured(learn: Callable[..., Parts]) -> None:
     parts = learn("precision=fp32", "algorithm.correction=bypass", "optimizer.lr=1e-9")
     experience = sampled(parts, gap=0.1)
-    mask = experience.sequences.mask_BR
+    mask = experience.mask_BR
     assert experience.old_logp_BR is not None
-    update = parts.learner.update(experience, 1, probe=False)
+    update = learned(parts.learner, experience)
     alive = (learner_advantages(experience) != 0).unsqueeze(1) & mask
     log_r = (experience.old_logp_BR - experience.rollout_logp_BR)[alive].double()
     assert float(update.tallies["policy/ratio_mean"].value()) == pytest.approx(float(log_r.exp().mean()), rel=1e-6)
@@ -276,8 +247,8 @@ def test_a_step_tells_what_it_learned_from_what_the_kernels_differ_by(
         experience = sampled(parts, gap=0.2)
         before = experience.old_logp_BR
         assert before is not None
-        rows.append({n: float(t.value()) for n, t in parts.learner.update(experience, 1, probe=False).tallies.items()})
-    alive = (learner_advantages(experience) != 0).unsqueeze(1) & experience.sequences.mask_BR
+        rows.append({n: float(t.value()) for n, t in learned(parts.learner, experience).tallies.items()})
+    alive = (learner_advantages(experience) != 0).unsqueeze(1) & experience.mask_BR
     beta = (before.double() - experience.rollout_logp_BR.double())[alive]
     for row in rows:
         assert row["policy/beta_mean"] == pytest.approx(float(beta.mean()), rel=1e-5)
@@ -297,16 +268,15 @@ def test_a_step_tells_what_it_learned_from_what_the_kernels_differ_by(
 def test_a_batch_without_any_advantage_moves_nothing(learn: Callable[..., Parts]) -> None:
     parts = learn("precision=fp16", "optimizer.weight_decay=0.1")
     learner, experience = parts.learner, sampled(parts)
-    learner.update(experience, 1, probe=False)  # momentum now exists
+    learned(learner, experience)  # momentum now exists
     before = {name: weight.clone() for name, weight in learner.weights.items()}
-    equal = Experience(
-        experience.sequences, experience.rollout_logp_BR, torch.ones_like(experience.reward_B), experience.group_B
-    ).with_learner(*learner.score(experience.sequences))
+    equal = dataclasses.replace(experience, reward_B=torch.ones_like(experience.reward_B))
+    equal = equal.with_learner(*learner.score(equal))
     state = learner.step.state_dict()
-    update = learner.update(equal, 2, probe=True)
+    update = learned(learner, equal, 2)
     assert update.outcomes == ()
     assert update.trained_tokens == 0
-    assert update.flushed_fraction is None
+    assert learner.flushed(weigh(equal, learner.algorithm), 2) is None
     assert learner.step.state_dict() == state
     assert all(torch.equal(before[name], weight) for name, weight in learner.weights.items())
 
@@ -324,7 +294,7 @@ def test_several_updates_split_the_batch_and_each_has_its_own_denominator(learn:
     for part in order.split(sizes):
 
         def backward(scale: float, rows: Tensor = part) -> None:
-            sub = experience.sequences.select(rows)
+            sub = experience.select(rows)
             assert experience.old_logp_BR is not None
             old = experience.old_logp_BR[rows][:, : sub.mask_BR.shape[1]][sub.mask_BR]
             logp = twin.logp(sub, twin.kernels)
@@ -335,7 +305,7 @@ def test_several_updates_split_the_batch_and_each_has_its_own_denominator(learn:
             (loss * scale).backward()
 
         twin.step.run(backward)
-    update = learner.update(experience, 4, probe=False)
+    update = learned(learner, experience, 4)
     assert [outcome.kind for outcome in update.outcomes] == ["stepped"] * 3
     assert learner.version == 3
     moved = 0.0
@@ -356,13 +326,13 @@ def test_reinforce_weighs_by_the_current_policy_not_by_the_one_before(learn: Cal
     parts = learn("precision=fp32", "algorithm.loss=reinforce", "algorithm.correction=sequence_is", "optimizer.lr=0.05")
     learner = parts.learner
     experience = sampled(parts, gap=0.1)
-    learner.update(experience, 1, probe=False)
-    now, _ = learner.score(experience.sequences)
-    mask = experience.sequences.mask_BR
+    learned(learner, experience)
+    now, _ = learner.score(experience)
+    mask = experience.mask_BR
     alive = learner_advantages(experience) != 0
     log_r = torch.where(mask, now - experience.rollout_logp_BR, 0.0).double().sum(1)
     stale = torch.where(mask, experience.old_logp_BR - experience.rollout_logp_BR, 0.0).double().sum(1)
-    update = learner.update(experience, 2, probe=False)
+    update = learned(learner, experience, 2)
     from mantissa.algorithms import values
 
     mean = float(values(update.tallies)["correction/weight_mean"])
@@ -374,7 +344,7 @@ def test_an_overflow_is_retried_to_the_same_bits_as_a_lower_scale(learn: Callabl
     runs = {}
     for initial in (2.0**40, 2.0**30):  # fp16's largest is 2^16: both overflow, the first one ten times more
         parts = learn("precision=fp16", f"loss_scaling.initial={initial}", "loss_scaling.retries=60")
-        update = parts.learner.update(sampled(parts), 1, probe=False)
+        update = learned(parts.learner, sampled(parts))
         runs[initial] = (update.outcomes[0], parts.learner)
     (high, learner), (low, twin) = runs.values()
     assert high.kind == "retried"
@@ -384,7 +354,7 @@ def test_an_overflow_is_retried_to_the_same_bits_as_a_lower_scale(learn: Callabl
     assert all(torch.equal(weight, twin.weights[name]) for name, weight in learner.weights.items())
     # and the same as had the scale that worked been the first
     direct = learn("precision=fp16", f"loss_scaling.initial={high.scale}")
-    outcome = direct.learner.update(sampled(direct), 1, probe=False).outcomes[0]
+    outcome = learned(direct.learner, sampled(direct)).outcomes[0]
     assert outcome.kind == "stepped"
     assert all(torch.equal(weight, direct.learner.weights[name]) for name, weight in learner.weights.items())
 
@@ -392,7 +362,7 @@ def test_an_overflow_is_retried_to_the_same_bits_as_a_lower_scale(learn: Callabl
 def test_a_batch_that_is_given_up_leaves_the_policy_and_its_version(learn: Callable[..., Parts]) -> None:
     parts = learn("precision=fp16", "loss_scaling.initial=1e30", "loss_scaling.retries=2")
     before = {name: weight.clone() for name, weight in parts.learner.weights.items()}
-    outcome = parts.learner.update(sampled(parts), 1, probe=False).outcomes[0]
+    outcome = learned(parts.learner, sampled(parts)).outcomes[0]
     assert (outcome.kind, outcome.overflows, parts.learner.version, outcome.lr) == ("skipped", 3, 0, 0.0)
     assert parts.learner.step.optimizer_tensors() == {}
     assert all(torch.equal(before[name], weight) for name, weight in parts.learner.weights.items())
@@ -411,7 +381,7 @@ def test_adaptive_clipping_bounds_each_row_but_an_output_heads_own(learn: Callab
         lambda *_: seen.update({name: parameter.grad.clone() for name, parameter in found.items()})
     )
     masters = {name: parameter.detach().double() for name, parameter in plain.learner.model.named_parameters()}
-    (outcome,) = learner.update(experience, 1, probe=False).outcomes
+    (outcome,) = learned(learner, experience).outcomes
     shortened, units = 0, 0
     for name, gradient in seen.items():
         if name.startswith("lm_head"):
@@ -448,12 +418,12 @@ def test_a_nan_loss_with_finite_gradients_moves_nothing(
         return loss + (math.nan if len(calls) == 1 else 0.0), tallies
 
     monkeypatch.setattr(Learner, "_loss", poisoned)
-    (outcome,) = learner.update(experience, 1, probe=False).outcomes
+    (outcome,) = learned(learner, experience).outcomes
     assert (outcome.kind, outcome.overflows) == ("skipped", 1)
     assert (len(calls) > 1) == (tokens == 30)
     monkeypatch.setattr(Learner, "logp", lambda self, *a: self.forward(*a).logp_N + math.nan)
     step = learner.optimizer_step(lambda update: 1e-2, parts.new_scaler())
-    assert math.isnan(_supervised_step(learner, step, experience.sequences))
+    assert math.isnan(_supervised_step(learner, step, experience))
     assert (step.skipped, learner.version) == (1, 0)
     assert all(torch.equal(weight, before[name]) for name, weight in learner.weights.items())
 
@@ -468,12 +438,12 @@ def test_an_unknown_log_prob_takes_its_sequence_from_a_loss_about_sequences(
     experience = sampled(parts)
     if parts.reference is not None:
         parts.reference.take(parts.learner.weights, 0)
-        experience = experience.with_reference(parts.reference.score(experience.sequences))
-    row = int(experience.sequences.mask_BR.sum(1).argmax())
+        experience = dataclasses.replace(experience, ref_logp_BR=parts.reference.score(experience))
+    row = int(experience.mask_BR.sum(1).argmax())
     found = []
     for tokens in (slice(0, 1), slice(None)):
         rollout = experience.rollout_logp_BR.clone()
-        rollout[row, tokens] = torch.where(experience.sequences.mask_BR[row, tokens], math.nan, 0.0)
+        rollout[row, tokens] = torch.where(experience.mask_BR[row, tokens], math.nan, 0.0)
         found.append(gradients(parts.learner, dataclasses.replace(experience, rollout_logp_BR=rollout)))
     one, whole = (torch.cat([gradient.flatten() for gradient in each.values()]) for each in found)
     assert bool(one.isfinite().all())
@@ -484,24 +454,29 @@ def test_the_probe_leaves_no_trace(learn: Callable[..., Parts]) -> None:
     weights = []
     for probe in (False, True):
         parts = learn("precision=fp16", "loss_scaling.initial=1", "model.fresh.initializer_range=0.02")
-        update = parts.learner.update(sampled(parts), 1, probe=probe)
+        weighed = weigh(sampled(parts), parts.learner.algorithm)
+        if probe:
+            flushed = parts.learner.flushed(weighed, 1)
+            measuring = Flushed(parts.learner)
+            assert [step for step in range(1, 32) if measuring.due(step)] == [1, 11, 21, 31]
+            assert measuring.observe(1, weighed) == {"precision/flushed_fraction": flushed}
+        parts.learner.learn(weighed, 1)
         weights.append(parts.learner.weights)
-        assert (update.flushed_fraction is not None) == probe
-    assert update.flushed_fraction is not None
-    assert 0 < update.flushed_fraction < 1  # without a loss scale, fp16 flushes some of these gradients
+    assert flushed is not None
+    assert 0 < flushed < 1  # without a loss scale, fp16 flushes some of these gradients
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
 
 
 def test_fp32_has_nothing_to_probe(learn: Callable[..., Parts]) -> None:
     parts = learn("precision=fp32")
-    assert parts.learner.update(sampled(parts), 1, probe=True).flushed_fraction is None
+    assert parts.learner.flushed(weigh(sampled(parts), parts.learner.algorithm), 1) is None
 
 
 def test_the_automatic_scale_uses_the_range_it_sees_and_resumes(learn: Callable[..., Parts]) -> None:
     """From a first scale of 1, one step shows the range; its state goes into the checkpoint through the one step."""
     parts = learn("precision=fp16", "loss_scaling={rule: auto, initial: 1.0}")
     step = parts.learner.step
-    outcome = parts.learner.update(sampled(parts), 1, probe=False).outcomes[0]
+    outcome = learned(parts.learner, sampled(parts)).outcomes[0]
     assert outcome.kind == "stepped"
     assert step.scaler.scale > 2.0**4
     assert outcome.max_scaled_grad * step.scaler.scale < 0.5  # and with room to spare

@@ -117,9 +117,7 @@ def test_flowrls_head_steps_at_its_own_rate(
 
 
 def test_adapters_too_small_for_a_block_are_refused(
-    configure: Callable[..., RunConfig],
-    parts_of: Callable[[RunConfig], Parts],
-    request: pytest.FixtureRequest,
+    configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts], request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue("_eager")
     with pytest.raises(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
+from experiences import dry_update, learned, of_samples
 from mantissa.algorithms import values
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
 from mantissa.rl.experience import Experience
-from mantissa.rl.learner import Learner
-from mantissa.training import StepOutcome
+from mantissa.rl.objective import weigh
 
 
 @pytest.fixture
@@ -34,33 +33,18 @@ def sampled(parts: Parts) -> Experience:
     result = parts.sampler.sample(parts.task.split("train", 4), 4, parts.sampler.params(6, 1.0), 0, 0, "test")
     draw = torch.Generator().manual_seed(1)
     rewards = [*torch.randint(0, 2, (12,), generator=draw).tolist(), 1, 1, 1, 1]
-    experience = Experience.build(result.prompts, result.groups, rewards, parts.device)
-    experience = experience.with_learner(*parts.learner.score(experience.sequences))
-    mask, old = experience.sequences.mask_BR, experience.old_logp_BR
+    experience = of_samples(result, rewards)
+    experience = experience.with_learner(*parts.learner.score(experience))
+    mask, old = experience.mask_BR, experience.old_logp_BR
     assert old is not None
-    return experience.with_reference(torch.where(mask, old + 0.5 * torch.randn(mask.shape, generator=draw), 0.0))
-
-
-def gradients(learner: Learner, experience: Experience) -> tuple[dict[str, Tensor], Any]:
-    found: dict[str, Tensor] = {}
-
-    def run(backward: Callable[[float], None]) -> StepOutcome:
-        learner.model.zero_grad(set_to_none=True)
-        backward(1.0)
-        found.update({n: p.grad for n, p in learner.model.named_parameters() if p.grad is not None})
-        learner.model.zero_grad(set_to_none=True)
-        return StepOutcome("stepped", 0, 1.0, 1.0, 0.0, 0.0)
-
-    learner.step.run = run  # type: ignore[method-assign]
-    update = learner.update(experience, 1, probe=False)
-    return found, update
+    return replace(experience, ref_logp_BR=torch.where(mask, old + 0.5 * torch.randn(mask.shape, generator=draw), 0.0))
 
 
 def log_r(experience: Experience, row: int) -> list[float]:
     """logp_ref - logp of a completion's tokens."""
     assert experience.old_logp_BR is not None
     assert experience.ref_logp_BR is not None
-    count = int(experience.sequences.mask_BR[row].sum())
+    count = int(experience.mask_BR[row].sum())
     return (experience.ref_logp_BR[row, :count].double() - experience.old_logp_BR[row, :count].double()).tolist()
 
 
@@ -82,7 +66,7 @@ def test_in_the_loss_it_adds_its_gradient_to_every_completions(build: Callable[.
     kl = f"algorithm.kl={{where: loss, estimator: {kind}, coefficient: 0.7}}"
     parts = build(kl)
     experience = sampled(parts)
-    sequences = experience.sequences
+    sequences = experience
     tokens = int(sequences.mask_BR.sum())
     slopes = []
     for row in range(16):
@@ -99,7 +83,7 @@ def test_in_the_loss_it_adds_its_gradient_to_every_completions(build: Callable[.
     )
     for budget in (1, 25, 16384):
         learner = build(kl, f"optimizer.micro_batch_tokens={budget}").learner
-        found, update = gradients(learner, experience)
+        found, update = dry_update(learner, experience)
         assert found.keys() == expected.keys()
         for name, gradient in found.items():
             error = (gradient - expected[name]).norm() / expected[name].norm()
@@ -119,12 +103,13 @@ def test_in_the_reward_it_comes_before_the_advantages(build: Callable[..., Parts
     experience = sampled(parts)
     taken = [0.2 * sum(ESTIMATE[kind](x) for x in log_r(experience, row)) for row in range(16)]
     shaped = [float(r) - t for r, t in zip(experience.reward_B, taken, strict=True)]
-    _, update = gradients(parts.learner, experience)
+    _, update = dry_update(parts.learner, experience)
+    advantage_B, *_ = weigh(experience, parts.learner.algorithm).weighed
     for row in range(16):
         group = shaped[row - row % 4 : row - row % 4 + 4]
         expected = shaped[row] - sum(group) / 4
         expected *= 4 / 3 if advantage == "rloo" else 1
-        assert float(update.advantage_B[row]) == pytest.approx(expected, abs=2e-6)
+        assert float(advantage_B[row]) == pytest.approx(expected, abs=2e-6)
     tallies = {name: float(value) for name, value in values(update.tallies).items()}
     assert tallies["reference/penalty"] == pytest.approx(sum(taken), rel=1e-5)
     assert tallies["advantage/degenerate_group_fraction"] == 0  # equal rewards, but not equally near the reference
@@ -134,16 +119,9 @@ def test_in_the_reward_it_comes_before_the_advantages(build: Callable[..., Parts
 def test_alone_a_reference_is_measured_and_changes_nothing(build: Callable[..., Parts]) -> None:
     parts = build()
     experience = sampled(parts)
-    plain = Experience(
-        experience.sequences,
-        experience.rollout_logp_BR,
-        experience.reward_B,
-        experience.group_B,
-        experience.old_logp_BR,
-        experience.entropy_BR,
-    )
-    with_it, update = gradients(parts.learner, experience)
-    without, bare = gradients(build().learner, plain)
+    plain = replace(experience, ref_logp_BR=None)
+    with_it, update = dry_update(parts.learner, experience)
+    without, bare = dry_update(build().learner, plain)
     assert all(torch.equal(gradient, without[name]) for name, gradient in with_it.items())
     every = [x for row in range(16) for x in log_r(experience, row)]
     tallies = {name: float(value) for name, value in values(update.tallies).items()}
@@ -156,6 +134,6 @@ def test_what_is_reported_is_of_the_weights_before_the_update(build: Callable[..
     """With the penalty in the loss and two updates, the second one's own distance is another: not the one reported."""
     parts = build("algorithm.kl.coefficient=0.1", "optimizer.updates_per_batch=2", "optimizer.lr=0.05")
     experience = sampled(parts)
-    update = parts.learner.update(experience, 1, probe=False)
+    update = learned(parts.learner, experience)
     every = [x for row in range(16) for x in log_r(experience, row)]
     assert float(values(update.tallies)["reference/kl"]) == pytest.approx(-sum(every) / len(every), rel=1e-9)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mantissa.errors import MantissaError
-from mantissa.rl.batches import overlong_penalty, shaped
+from mantissa.rl.collect import overlong_penalty, shaped
 from mantissa.rl.config import OverlongConfig, RunConfig
 from mantissa.runs.directory import RunDirectory
 from mantissa.tasks import Reward
@@ -55,10 +55,7 @@ def test_mistakes(configure: Callable[..., RunConfig], override: str, message: s
         configure(override)
 
 
-def test_a_run_penalises_the_reward_and_not_the_accuracy(
-    train: Callable[..., RunDirectory], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mantissa.rl.session.build_report", lambda run: run.report_path)
+def test_a_run_penalises_the_reward_and_not_the_accuracy(train: Callable[..., RunDirectory]) -> None:
     quick = ("steps=2", "warm_start.steps=4", "warm_start.evaluate_every=4", "task.reward=prefix", "evaluation=null")
     plain = train(*quick).read_rollouts(1)
     run = train(*quick, "rollout.overlong={buffer: 4, factor: 3}")

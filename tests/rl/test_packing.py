@@ -11,7 +11,8 @@ from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import BF16, FP16, FP32
 from mantissa.precision.numerics import token_logprob
-from mantissa.rl.experience import Packed, Sequences
+from mantissa.rl.experience import Sequences
+from mantissa.rl.score import Packed
 
 CONFIG = ModelConfig("qwen3", 13, 32, 48, 2, 4, 2, 8, qk_norm=True, initializer_range=0.3)
 CPU = torch.device("cpu")

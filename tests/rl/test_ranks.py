@@ -7,13 +7,12 @@ next to the work) can compute any of them. A rank may have none, and then adds n
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
+from experiences import learned, sampled
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
 from mantissa.rl.experience import Experience
@@ -51,23 +50,6 @@ def learn(configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], P
     return build
 
 
-def sampled(parts: Parts, problems: int = 6, samples: int = 4) -> Experience:
-    """Real completions with made-up rewards; rollout and reference are half a nat off."""
-    result = parts.sampler.sample(parts.task.split("train", problems), samples, parts.sampler.params(6, 1.0), 0, 0, "t")
-    draw = torch.Generator().manual_seed(1)
-    rewards = torch.randint(0, 2, (problems * samples,), generator=draw).float()
-    experience = Experience.build(result.prompts, result.groups, rewards.tolist(), parts.device)
-    mask = experience.sequences.mask_BR
-
-    def off(logp_BR: Tensor) -> Tensor:
-        return torch.where(mask, logp_BR + 0.5 * torch.randn(mask.shape, generator=draw), 0.0)
-
-    experience = replace(experience, rollout_logp_BR=off(experience.rollout_logp_BR))
-    experience = experience.with_learner(*parts.learner.score(experience.sequences))
-    assert parts.reference is not None
-    return experience.with_reference(off(parts.reference.score(experience.sequences)))
-
-
 def gradients(
     learner: Learner, experience: Experience, deal: Deal, monkeypatch: pytest.MonkeyPatch
 ) -> list[dict[str, Tensor]]:
@@ -86,7 +68,7 @@ def gradients(
         patch.setattr(learner.step, "run", run)
         patch.setattr(learner, "_step", lambda data, batches, step: whole(learner, data, deal(batches), step))
         patch.setattr("mantissa.rl.learner.merge", lambda rows: {})  # metrics: tests/algorithms/test_ranks.py
-        learner.update(experience, 1, probe=False)
+        learned(learner, experience)
     return found
 
 
@@ -97,7 +79,7 @@ def test_gradients_of_dealt_micro_batches_sum_to_the_steps(
     estimator = "grpo" if loss == "flowrl" else "reinforce_pp"
     options = (f"loss={loss}", f"correction={corrected}", f"aggregation={kind}", f"advantage={estimator}")
     parts = learn(*(f"algorithm.{option}" for option in options))
-    experience = sampled(parts)
+    experience = sampled(parts, problems=6, equal=False, reference=True)
     whole = gradients(parts.learner, experience, lambda batches: batches, monkeypatch)
     sizes: list[int] = []
     deals: dict[str, list[Deal]] = {

@@ -81,8 +81,10 @@ def test_torchs_names_for_formats_are_understood_and_ours_recorded(
 ) -> None:
     config = make_config(apply_overrides(small, [f"precision={said}"]), "test")
     assert config.precision == {"preset": preset}
-    assert config.policy.train == config.policy.rollout == preset
-    roles = make_config(apply_overrides(small, ["precision.train=bfloat16", "precision.rollout=half"]), "test").policy
+    assert config.precision_policy.train == config.precision_policy.rollout == preset
+    roles = make_config(
+        apply_overrides(small, ["precision.train=bfloat16", "precision.rollout=half"]), "test"
+    ).precision_policy
     assert (roles.train, roles.rollout) == ("bf16", "fp16")
 
 

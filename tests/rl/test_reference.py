@@ -17,7 +17,7 @@ from mantissa.precision.numerics import token_logprob
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
 from mantissa.rl.experience import Sequences
-from mantissa.rl.reference import Reference
+from mantissa.rl.score import Reference
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_checkpoint
 
@@ -166,8 +166,7 @@ def test_a_format_for_a_reference_that_is_not_there_is_refused(configure: Callab
 
 
 @pytest.fixture
-def trained(train: Callable[..., RunDirectory], monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunDirectory]:
-    monkeypatch.setattr("mantissa.rl.session.build_report", lambda run: run.report_path)
+def trained(train: Callable[..., RunDirectory]) -> Callable[..., RunDirectory]:
     return lambda *overrides: train(*QUICK, *overrides)
 
 

@@ -10,8 +10,8 @@ import torch
 from mantissa.errors import MantissaError
 from mantissa.model import character_tokenizer
 from mantissa.rl.assemble import Parts
+from mantissa.rl.collect import Sample, Sampler, success_rates
 from mantissa.rl.config import RunConfig
-from mantissa.rl.sampling import Sampled, Sampler
 from mantissa.rollout import Completion
 from mantissa.tasks import Grader, Message, Problem, Reward
 
@@ -28,14 +28,16 @@ def test_a_completion_depends_on_seed_problem_index_and_sample_alone(parts: Part
     params = sampler.params(6, 1.0)
     whole = sampler.sample(problems, 4, params, 0, 7, "test")
     again = sampler.sample(problems[:2], 3, params, 0, 7, "test")
-    for group, shorter in zip(whole.groups, again.groups, strict=False):
-        for completion, same in zip(group, shorter, strict=False):
-            assert completion.tokens == same.tokens
-            # to rounding: batches of another size go through other kernels of the matrix product
-            torch.testing.assert_close(completion.logp_T, same.logp_T, rtol=0, atol=1e-5)
+    for number, same in enumerate(again):
+        sample = whole[4 * (number // 3) + number % 3]
+        assert (sample.group, sample.prompt, sample.completion.tokens) == (
+            same.group, same.prompt, same.completion.tokens,
+        )  # fmt: skip
+        # to rounding: batches of another size go through other kernels of the matrix product
+        torch.testing.assert_close(sample.completion.logp_T, same.completion.logp_T, rtol=0, atol=1e-5)
     other = sampler.sample(problems, 4, params, 0, 8, "test")
-    assert [c.tokens for g in other.groups for c in g] != [c.tokens for g in whole.groups for c in g]
-    assert len({c.tokens for c in whole.groups[0]}) > 1  # the samples of one prompt are draws of their own
+    assert [s.completion.tokens for s in other] != [s.completion.tokens for s in whole]
+    assert len({s.completion.tokens for s in whole[:4]}) > 1  # the samples of one prompt are draws of their own
 
 
 def test_texts_are_flat_in_group_order_without_end_tokens(parts: Parts) -> None:
@@ -43,20 +45,19 @@ def test_texts_are_flat_in_group_order_without_end_tokens(parts: Parts) -> None:
     sampled = parts.sampler.sample(problems, 2, parts.sampler.params(6, 1.0), 0, 7, "test")
     letters = parts.task.alphabet
     assert letters is not None
-    spelled = ["".join(letters[t - 2] for t in c.tokens if t >= 2) for g in sampled.groups for c in g]  # 0 pad, 1 eos
-    assert list(sampled.texts) == spelled
-    assert [problem.id for problem, _ in sampled.pairs()] == [p.id for p in problems for _ in range(2)]
-    assert [list(p) for p in sampled.prompts] == [[letters.index(c) + 2 for c in str(p.prompt)] for p in problems]
+    for number, sample in enumerate(sampled):
+        problem = problems[number // 2]
+        spelled = "".join(letters[t - 2] for t in sample.completion.tokens if t >= 2)  # 0 pad, 1 eos
+        assert (sample.problem, sample.group, sample.text) == (problem, number // 2, spelled)
+        assert list(sample.prompt) == [letters.index(c) + 2 for c in str(problem.prompt)]
 
 
 def test_success_rates_belong_to_their_own_problem() -> None:
-    def completions(n: int) -> list[Completion]:
-        return [Completion((1,), torch.zeros(1), "stop", 0)] * n
-
-    sampled = Sampled([], [], [completions(2), completions(4), completions(1)], [])
+    completion, problem = Completion((1,), torch.zeros(1), "stop", 0), Problem("p", "1=", "1", "s")
+    sampled = [Sample(problem, group, (1,), completion, "") for group in (0, 0, 3, 3, 3, 3, 4)]
     verdicts = [True, False, True, False, False, False, True]
     rewards = [Reward(-1.0 if correct else 9.0, correct) for correct in verdicts]  # rates count verdicts, not rewards
-    assert sampled.success_rates(rewards) == [0.5, 0.25, 1.0]
+    assert success_rates(sampled, rewards) == [0.5, 0.25, 1.0]
 
 
 def test_accuracy_is_the_mean_over_problems_of_what_the_verifier_says(
@@ -81,7 +82,7 @@ def test_greedy_accuracy_does_not_depend_on_the_seed(parts: Parts) -> None:
     problems = parts.task.split("train", 4)
     greedy = parts.sampler.params(6, 0.0)
     first, second = (parts.sampler.sample(problems, 1, greedy, 0, seed) for seed in (1, 2))
-    assert first.texts == second.texts
+    assert [s.text for s in first] == [s.text for s in second]
 
 
 def test_a_prompt_that_cannot_be_written_names_its_problem(parts: Parts) -> None:

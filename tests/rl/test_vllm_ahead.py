@@ -62,7 +62,6 @@ def _on_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     monkeypatch.setattr(sys.modules["vllm"], "LLM", Watched)
     monkeypatch.setattr(Watched, "seen", [])
-    monkeypatch.setattr("mantissa.rl.session.build_report", lambda run: run.report_path)
 
 
 def test_two_threads_use_it_in_turn_each_with_its_own_weights(train: Train) -> None:

@@ -24,8 +24,7 @@ from fake_vllm_server import FakeServer
 from mantissa.model import Decoder
 from mantissa.precision import resolve
 from mantissa.rl import make_config
-from mantissa.rl.assemble import load_policy
-from mantissa.rl.engines import vllm_start
+from mantissa.rl.assemble import load_policy, vllm_start
 from mantissa.rollout.vllm.worker import digest
 from mantissa.runs.directory import RunDirectory
 from mantissa.tasks import build_task
@@ -157,7 +156,7 @@ def server(small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     config = make_config(recipe_of(small), "test")
     policy, _ = load_policy(config.model, build_task(config.task, config.seed), config.seed)
     assert isinstance(policy, Decoder)
-    start = vllm_start(config.rollout, resolve(config.policy, "cpu"), policy.config, torch.device("cpu"))
+    start = vllm_start(config.rollout, resolve(config.precision_policy, "cpu"), policy.config, torch.device("cpu"))
     (tmp_path / "folder").mkdir()
     made = FakeServer(start, {name: weight.detach() for name, weight in policy.named_parameters()}, tmp_path / "folder")
     yield made

@@ -22,6 +22,7 @@ LEARNABLE = (
     "model.fresh.heads=4",
     "warm_start.lr=5e-3",
     "warm_start.batch=64",
+    "warm_start.problems=32",
 )
 
 
@@ -33,17 +34,7 @@ def warm(configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Pa
         config = configure(*overrides)
         parts, rows = parts_of(config), []
         assert config.warm_start is not None
-        warm_start(
-            parts.learner,
-            parts.sampler,
-            parts.task.split("warm_start"),
-            parts.task.split("heldout"),
-            config.warm_start,
-            parts.new_scaler(),
-            parts.sampler.params(6, 1.0),
-            parts.device,
-            rows.append,
-        )
+        warm_start(parts, config.warm_start, parts.sampler.params(6, 1.0), rows.append)
         return parts, rows
 
     return run

@@ -19,7 +19,7 @@ from mantissa.kernels.exact.plan import Way
 from mantissa.model import Decoder, ModelConfig, policy_weights
 from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.experience import Sequences
-from mantissa.rl.forward import forward
+from mantissa.rl.score import forward
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 
 VOCABULARY = 96

@@ -6,6 +6,7 @@ Each leaves ``FOLDER/<rank>.pt``.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -18,10 +19,10 @@ from mantissa.errors import MantissaError
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import FP32, PrecisionPolicy, resolve
-from mantissa.rl.team import Team
+from mantissa.ranks import Ranks
+from mantissa.rl.assemble import place
 from mantissa.rollout import NativeEngine, Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.vllm.server import WeightFolder
-from mantissa.training import Ranks
 from naive_engine import reference_logits
 
 CONFIG = ModelConfig(
@@ -81,12 +82,12 @@ def main() -> None:
     kernels = rollout_kernels(resolve(PrecisionPolicy(), "cpu"))
     found: dict[str, Any] = {}
     start = VllmStart(CONFIG, FP32, FP32, 4, 64, torch.device("cpu"))
-    engine = VllmEngine(start, kernels, processes=Team(ranks))
+    engine = VllmEngine(start, kernels, ranks=ranks)
     native = NativeEngine(CONFIG, kernels, kv_format=FP32, slots=4, max_length=64)
     for version, kind in enumerate(("ddp", "fsdp2")):
         whole = dict(model(version).named_parameters())
-        team = Team(ranks, kind)  # type: ignore[arg-type]
-        engine.sync(dict(team.prepare(model(version), torch.device("cpu")).named_parameters()), version)
+        held = place(model(version), torch.device("cpu"), dataclasses.replace(ranks, kind=kind))  # type: ignore[arg-type]
+        engine.sync(dict(held.named_parameters()), version)
         native.sync(whole, version)
         found[kind] = gaps(engine, native, REQUESTS[ranks.rank], version)
     if ranks.rank == 1:

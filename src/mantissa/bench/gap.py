@@ -33,11 +33,10 @@ from mantissa.mismatch.estimates import gap_estimates
 from mantissa.model import Decoder, Tokenizer, policy_weights
 from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
-from mantissa.rl.assemble import be_deterministic, exact_plan, prove
+from mantissa.rl.assemble import be_deterministic, build_engine, close_engine, exact_plan, on_vllm, prove
 from mantissa.rl.config import RolloutConfig
-from mantissa.rl.engines import build_engine, close_engine, on_vllm
 from mantissa.rl.experience import Experience
-from mantissa.rl.forward import score
+from mantissa.rl.score import Scorer
 from mantissa.rl.seeds import derive_seed
 from mantissa.rollout import (
     LEAST_TEMPERATURE,
@@ -221,10 +220,11 @@ class _Bench:
         finally:
             close_engine(engine)
         sampled = time.perf_counter()
-        experience = Experience.build(self.prompts, groups, [0.0] * count, config.device)
-        kernels = learner_kernels(precision, plan)
-        learner_BR = score(self.model, kernels, experience.sequences, config.temperature,
-                           micro_batch_tokens=_MICRO_BATCH)  # fmt: skip
+        completions = [completion for group in groups for completion in group]
+        owners = [number for number, group in enumerate(groups) for _ in group]
+        prompts = [self.prompts[owner] for owner in owners]
+        experience = Experience.of(prompts, completions, owners, [0.0] * count, config.device)
+        learner_BR = Scorer(self.model, learner_kernels(precision, plan), config.temperature, _MICRO_BATCH)(experience)
         seconds = {"sample_seconds": sampled - started, "score_seconds": time.perf_counter() - sampled}
         row = self._row(name, precision, experience, learner_BR, release) | seconds
         return row | {"evidence": "; ".join(evidence.values())}, self._completions(name, groups, learner_BR)
@@ -243,7 +243,7 @@ class _Bench:
         self, name: str, precision: ResolvedPrecision, experience: Experience, learner_BR: Tensor, engine: str
     ) -> Row:
         config, roles = self.config, (precision.learner, precision.rollout)
-        mask_BR = experience.sequences.mask_BR
+        mask_BR = experience.mask_BR
         measured = gap_estimates(experience.rollout_logp_BR, learner_BR, mask_BR, experience.group_B)
         row: Row = {
             "pair": name,

@@ -38,13 +38,12 @@ def serve(
     require_vllm()
     from mantissa.precision import resolve
     from mantissa.rl import load_recipe
-    from mantissa.rl.assemble import choose_device, load_policy
-    from mantissa.rl.engines import serve_engine
+    from mantissa.rl.assemble import choose_device, load_policy, serve_engine
     from mantissa.tasks import build_task
 
     config = load_recipe(recipe, [*(overrides or []), "rollout.engine=vllm"])
     device = choose_device(config.device)
-    precision = resolve(config.policy, device, reference=config.algorithm.reference is not None)
+    precision = resolve(config.precision_policy, device, reference=config.algorithm.reference is not None)
     policy, _ = load_policy(config.model, build_task(config.task, config.seed), config.seed)
 
     def ready(url: str) -> None:

@@ -46,7 +46,7 @@ def train(
     mantissa train recipes/demo.yaml nproc=2
     """
     keep_freed_memory()
-    from mantissa.rl.team import world_size
+    from mantissa.ranks import world_size
 
     world = world_size()
     if world is None:
@@ -76,12 +76,12 @@ def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: 
     if world is None and config.nproc > 1:
         _start_ranks(config, resume, given)
         return
-    first = world is None or os.environ["RANK"] == "0"
-    if first:
+    rank0 = world is None or os.environ["RANK"] == "0"
+    if rank0:
         echo_warning(unsteady())
         echo_warning(crowded(torch.get_num_threads(), world or 1))
     report = start_run(config) if resume is None else resume_run(resume, given, world)
-    if first:
+    if rank0:
         typer.echo(f"report: {report}")
 
 

@@ -78,7 +78,7 @@ class Draft:
 
     def __post_init__(self) -> None:
         sections = {name: getattr(self.config, name) for name in RunConfig.model_fields}
-        self._names: dict[str, Any] = sections | {"precision": self.config.policy, "options": self.options}
+        self._names: dict[str, Any] = sections | {"precision": self.config.precision_policy, "options": self.options}
         for name, source in table()["names"].items():
             self._names[name] = self._said(source)
 
@@ -203,7 +203,7 @@ def fields_of(config: RunConfig) -> list[str]:
             elif path != "precision":
                 yield path
 
-    policy = config.policy
+    policy = config.precision_policy
     names = [f"precision.{f.name}" for f in dataclasses.fields(policy) if f.name != "fp8" or policy.fp8 is None]
     if policy.fp8 is not None:
         names += [f"precision.fp8.{f.name}" for f in dataclasses.fields(policy.fp8)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,6 +16,7 @@ from mantissa.bounds import require_memory
 from mantissa.errors import MantissaError
 from mantissa.kernels import (
     ExactPlan,
+    Kernels,
     ModelShapes,
     Way,
     check_invariance,
@@ -22,24 +26,16 @@ from mantissa.kernels import (
     reference_kernels,
     rollout_kernels,
 )
-from mantissa.model import (
-    Decoder,
-    Tokenizer,
-    attach,
-    byte_tokenizer,
-    character_tokenizer,
-)
-from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.model import Decoder, ModelConfig, Tokenizer, attach, byte_tokenizer, character_tokenizer
+from mantissa.precision import E4M3, PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.ranks import ALONE, Ranks, world_size
 from mantissa.rl.adapters import open_policy, policy_folder
-from mantissa.rl.config import LossScalingConfig, ModelSource, RunConfig
-from mantissa.rl.engine_share import EngineShare, ExactTwin, exact_policy
-from mantissa.rl.engines import build_engine, close_engine, evidence_of, on_vllm
+from mantissa.rl.collect import Sampler
+from mantissa.rl.config import LossScalingConfig, ModelSource, RolloutConfig, RunConfig
 from mantissa.rl.learner import Learner
-from mantissa.rl.reference import Reference
-from mantissa.rl.sampling import Sampler
+from mantissa.rl.score import Reference
 from mantissa.rl.seeds import generator
-from mantissa.rl.team import ALONE, Team, world_size
-from mantissa.rollout import VllmEngine, require_vllm
+from mantissa.rollout import NativeEngine, RolloutEngine, VllmEngine, VllmStart, require_vllm, serve_vllm
 from mantissa.tasks import DatasetConfig, Grader, Problem, Task, build_task
 from mantissa.training import LossScaler
 
@@ -47,7 +43,7 @@ _BYTES_A_WEIGHT = 10  # fp32, its gradient, and two moments of 8 bits
 _BYTES_A_COMPLETION, _BYTES_A_PROBLEM = 1000, 500  # objects in Python, without their text and tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Parts:
     """Everything that one run works with."""
 
@@ -60,11 +56,11 @@ class Parts:
     learner: Learner
     sampler: Sampler
     scaling: LossScalingConfig
-    reference: Reference | None = None
-    plan: ExactPlan | None = None
-    team: Team = ALONE
-    share: EngineShare | None = None  # of an engine that is not this package's
-    replan: Callable[[Way], ExactPlan] | None = None  # where there is a plan: another one; collective
+    reference: Reference | None
+    ranks: Ranks
+    twin: ExactTwin | None  # where an engine samples that is not this package's
+    plan: ExactPlan | None
+    replan: Callable[[Way], ExactPlan | None] | None  # where there is a plan: another one; collective
 
     def new_scaler(self) -> LossScaler:
         """A loss scaler for the learner's format, at its first scale."""
@@ -74,6 +70,134 @@ class Parts:
         """End the verifier's processes, and the engine's where it has some."""
         self.sampler.grader.close()
         close_engine(self.sampler.engine)
+
+
+def assemble(config: RunConfig, ranks: Ranks = ALONE) -> Parts:
+    """Build every part; nothing is written yet, so a mistake in the recipe leaves no folder behind."""
+    device = choose_device(config.device)
+    _check_bill(config)
+    be_deterministic(device)
+    precision = _resolved(config, device)
+    task = build_task(config.task, config.seed)
+    model, tokenizer = load_policy(config.model, task, config.seed)
+    _check_shape(config, model)
+    model = place(model, device, ranks)
+    longest = _longest(config, task, model.config.max_position_embeddings)
+    rows = max(config.rollout.slots, config.optimizer.micro_batch_tokens)
+
+    def planned(way: Way | None = None) -> ExactPlan | None:  # found by probing, and one for all ranks
+        return ranks.broadcast(exact_plan(precision, model, device, longest, rows, way))
+
+    plan, vllm = planned(), config.rollout.engine == "vllm"
+    evidence = prove(precision, device, plan, vllm)
+    twin = exact_twin(config, model, device, longest, rows, ranks) if vllm else None
+    scaling = config.loss_scaling or LossScalingConfig()
+    scaler = scaling.scaler(precision.learner.active)
+    learner = new_learner(config, model, learner_kernels(precision, plan), scaler, ranks)
+    kernels = (twin and twin.kernels) or rollout_kernels(precision, plan)
+    sampler = _sampler(config, task, precision, kernels, model.config, tokenizer, device, ranks)
+    if isinstance(sampler.engine, VllmEngine):
+        evidence["rollout"] = evidence_of(sampler.engine, ranks)
+    return Parts(
+        device=device,
+        precision=precision,
+        evidence=evidence,
+        tokenizer=tokenizer,
+        model=model,
+        task=task,
+        learner=learner,
+        sampler=sampler,
+        scaling=scaling,
+        reference=new_reference(config, precision, plan, model, device, ranks),
+        ranks=ranks,
+        twin=twin,
+        plan=plan,
+        replan=planned if plan else None,
+    )
+
+
+def _resolved(config: RunConfig, device: torch.device) -> ResolvedPrecision:
+    """Each role's format, and who computes in it."""
+    precision = resolve(config.precision_policy, device, reference=config.algorithm.reference is not None)
+    if config.rollout.engine != "vllm":
+        return precision
+    if config.rollout.vllm.server is None:
+        require_vllm()
+    return on_vllm(precision)
+
+
+def _check_shape(config: RunConfig, model: Decoder) -> None:
+    """Refuse a cache that memory cannot hold, and layers that fp8 cannot."""
+    shape, slots = model.config, config.rollout.slots
+    row = 4 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim  # one position, two bytes a value
+    require_memory(slots * row, f"rollout.slots={slots:,}", "lower it")
+    if config.precision_policy.fp8 is not None:
+        config.precision_policy.fp8.check(model.projections)
+
+
+def new_learner(config: RunConfig, model: Decoder, kernels: Kernels, scaler: LossScaler, ranks: Ranks) -> Learner:
+    """The learner of these masters."""
+    return Learner(
+        model,
+        kernels,
+        config.algorithm,
+        config.optimizer,
+        scaler,
+        temperature=config.rollout.temperature,
+        aggregation_length=config.algorithm.aggregation_length or float(config.rollout.max_tokens),
+        seed=config.seed,
+        steps=config.steps,
+        ranks=ranks,
+    )
+
+
+def _sampler(
+    config: RunConfig,
+    task: Task,
+    precision: ResolvedPrecision,
+    kernels: Kernels,
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    ranks: Ranks,
+) -> Sampler:
+    """Engine and verifier, at work; what the task holds that would stop the run later is found here."""
+    grading = config.grading
+    grader = Grader(task.verifier, grading.timeout_s, grading.workers, grading.memory_gib)
+    grader.start()  # a reward function that is not there shows now
+    engine = None
+    try:
+        engine = build_engine(config.rollout, precision, kernels, model, tokenizer, device, ranks)
+        sampler = Sampler(engine, tokenizer, grader, ranks)
+        check_task(config, task, sampler, model.max_position_embeddings)
+    except BaseException:
+        grader.close()
+        close_engine(engine)
+        raise
+    return sampler
+
+
+def new_reference(
+    config: RunConfig,
+    precision: ResolvedPrecision,
+    plan: ExactPlan | None,
+    model: Decoder,
+    device: torch.device,
+    ranks: Ranks,
+) -> Reference | None:
+    """The reference policy, still without weights; None where the recipe asks for none."""
+    section = config.algorithm.reference
+    if section is None:
+        return None
+    return Reference(
+        model.config,
+        reference_kernels(precision, plan),
+        temperature=config.rollout.temperature,
+        micro_batch_tokens=config.optimizer.micro_batch_tokens,
+        refresh_every=section.refresh_every,
+        device=device,
+        ranks=ranks,
+    )
 
 
 def choose_device(name: str) -> torch.device:
@@ -161,26 +285,63 @@ def exact_plan(
     return plan_exact(shapes, precision.learner, device, only)
 
 
-def exact_twin(
-    policy: PrecisionPolicy,
-    every: int,
-    model: Decoder,
-    device: torch.device,
-    length: int,
-    rows: int,
-    team: Team,
-    late: bool = False,
-) -> ExactTwin:
-    """Exact kernels for the rollout of ``policy``, proven here; or why there are none, and then nobody measures.
+def exact_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
+    """The rollout's precision under exact kernels, as a policy of its own: what the native engine would be given."""
+    return dataclasses.replace(
+        policy,
+        train=policy.rollout,
+        reference=None,
+        fp8=policy.fp8 if policy.rollout == "fp8" else None,
+        kernels="exact",
+        backend="auto",
+        fallback="error",
+    )
 
-    ``every``: as ``rollout.vllm.share_every``. ``length``, ``rows``: as in ``exact_plan``. ``late``: batches
-    are sampled ahead.
+
+@dataclass(frozen=True)
+class ExactTwin:
+    """The rollout's exact kernels; None where there are none. ``said``: what they are, or why there are none.
+
+    ``every``: steps between measurements. ``evidence``: what the probe saw of the kernels.
     """
+
+    kernels: Kernels | None
+    said: str
+    every: int
+    evidence: str = ""
+
+    @property
+    def line(self) -> str:
+        """One line for the screen."""
+        if self.kernels is None:
+            return f"engine's share of the gap: not measured, {self.said}"
+        steps = "every step" if self.every == 1 else f"every {self.every} steps"
+        return f"engine's share of the gap: measured {steps} by {self.said}"
+
+    def facts(self, engine: VllmEngine) -> dict[str, Any]:
+        """What the run's folder keeps for the report: engine, format of both, what measures or why nothing does."""
+        return {
+            "engine": engine.release,
+            "format": engine.start.format.name if engine.start.fp8 is None else f"fp8 on {engine.start.format}",
+            "every": self.every,
+            "measured": self.kernels is not None,
+            "kernels" if self.kernels is not None else "reason": self.said,
+        } | ({"evidence": self.evidence} if self.evidence else {})
+
+
+def exact_twin(
+    config: RunConfig, model: Decoder, device: torch.device, length: int, rows: int, ranks: Ranks
+) -> ExactTwin:
+    """Exact kernels for the rollout's format, proven here; or why there are none, and then nobody measures.
+
+    ``length``, ``rows``: as in ``exact_plan``.
+    """
+    policy, every = config.precision_policy, config.rollout.vllm.share_every
     if every == 0:
         return ExactTwin(None, "rollout.vllm.share_every=0", every)
     if policy.rollout == "fp8" and device.type == "cpu":
         return ExactTwin(None, "a rollout in fp8 is sent as codes, and exact kernels on a CPU hold values", every)
-    if late:
+    if config.rollout.max_policy_lag > 0:
         return ExactTwin(None, "rollout.max_policy_lag above 0: newer weights than sampled a batch are held", every)
     plan, evidence, failed = None, "", None
     try:
@@ -189,10 +350,10 @@ def exact_twin(
         evidence = probe(rollout_kernels(exact, plan), device)
     except MantissaError as error:
         failed = str(error).rpartition("; ")[0] or str(error)  # its advice is for a recipe that asks for them
-    failed = team.said(failed)  # none measures where one cannot
+    failed = ranks.first_of(failed)  # none measures where one cannot
     if failed is not None:
         return ExactTwin(None, failed, every)
-    kernels = rollout_kernels(exact, team.decided(plan))
+    kernels = rollout_kernels(exact, ranks.broadcast(plan))
     return ExactTwin(kernels, f"{exact.rollout.kernels} kernels in {exact.rollout.name}", every, evidence)
 
 
@@ -204,6 +365,29 @@ def _check_bill(config: RunConfig) -> None:
     if not isinstance(task, DatasetConfig):
         problems = sum(task.sizes.values())
         require_memory(problems * _BYTES_A_PROBLEM, f"task: {problems:,} problems", "lower its sizes")
+
+
+def place(model: Decoder, device: torch.device, ranks: Ranks) -> Decoder:
+    """The learner's model, whole on ``device`` or with a slice of each tensor there. Before its optimiser is made.
+
+    A layer is gathered for its forward and again for its backward; what belongs to no layer (embedding, last norm,
+    head) likewise around ``Decoder.within``.
+    """
+    if not ranks.sharded:
+        return model.to(device)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(device.type, (ranks.world,))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a part of the batch's
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    register_fsdp_forward_method(model, "within")
+    # Exact kernels' logits are a view of a larger tensor. FSDP2 fears in-place changes of it; nobody makes any.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
+    return model
 
 
 def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, Tokenizer]:
@@ -272,107 +456,125 @@ def _longest(config: RunConfig, task: Task, room: int) -> int:
     return min(room, max(bounds, default=room))
 
 
-def assemble(config: RunConfig, team: Team = ALONE) -> Parts:
-    """Build every part; nothing is written yet, so a mistake in the recipe leaves no folder behind."""
-    device = choose_device(config.device)
-    _check_bill(config)
-    be_deterministic(device)
-    precision = resolve(config.policy, device, reference=config.algorithm.reference is not None)
-    vllm = config.rollout.engine == "vllm"
-    if vllm:
-        if config.rollout.vllm.server is None:
-            require_vllm()
-        precision = on_vllm(precision)
-    task = build_task(config.task, config.seed)
-    model, tokenizer = load_policy(config.model, task, config.seed)
-    shape, slots = model.config, config.rollout.slots
-    row = 4 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim  # one position, two bytes a value
-    require_memory(slots * row, f"rollout.slots={slots:,}", "lower it")
-    model = team.prepare(model, device)
-    if config.policy.fp8 is not None:
-        config.policy.fp8.check(model.projections)
-    longest = _longest(config, task, model.config.max_position_embeddings)
-    rows = max(config.rollout.slots, config.optimizer.micro_batch_tokens)
-    plan = team.decided(exact_plan(precision, model, device, longest, rows))  # found by probing, and one for all
+# Which engine samples, and what the precision table says of it
 
-    def replan(way: Way) -> ExactPlan:
-        again = team.decided(exact_plan(precision, model, device, longest, rows, way))
-        assert again is not None
-        return again
 
-    evidence = prove(precision, device, plan, vllm)
-    twin = None
-    if vllm:
-        every, late = config.rollout.vllm.share_every, config.rollout.max_policy_lag > 0
-        twin = exact_twin(config.policy, every, model, device, longest, rows, team, late)
-    scaling = config.loss_scaling or LossScalingConfig()
-    learner = Learner(
-        model,
-        learner_kernels(precision, plan),
-        config.algorithm,
-        config.optimizer,
-        scaling.scaler(precision.learner.active),
-        temperature=config.rollout.temperature,
-        aggregation_length=config.algorithm.aggregation_length or float(config.rollout.max_tokens),
-        seed=config.seed,
-        steps=config.steps,
-        team=team,
+def on_vllm(precision: ResolvedPrecision) -> ResolvedPrecision:
+    """The same formats, where the rollout's are vLLM's own arithmetic and not this package's kernels."""
+    why = "vLLM's own kernels and sum order"
+    if (fp8 := precision.rollout.fp8) is not None:
+        why = f"vLLM's own fp8 kernels: products of e4m3 in blocks of 128, base {fp8.base}; weights of our quantising"
+    rollout = dataclasses.replace(precision.rollout, backend="native", reason=why)
+    half = precision.logits.active.name != "fp32"
+    logits = dataclasses.replace(
+        precision.logits,
+        backend="native",
+        reason=f"asked for: rounded to {precision.logits.active} on both sides, by vLLM's head too"
+        if half
+        else "half operands, fp32 result, fp32 log-softmax; vLLM's head is told to be fp32",
     )
-    grading = config.grading
-    grader = Grader(task.verifier, grading.timeout_s, grading.workers, grading.memory_gib)
-    grader.start()  # a reward function that is not there shows now
-    engine = None
-    try:
-        kernels = (twin and twin.kernels) or rollout_kernels(precision, plan)
-        engine = build_engine(config.rollout, precision, kernels, model.config, tokenizer, device, team)
-        sampler = Sampler(engine, tokenizer, grader, team)
-        check_task(config, task, sampler, model.config.max_position_embeddings)
-    except BaseException:
-        grader.close()
-        close_engine(engine)
-        raise
-    share = None
-    if isinstance(engine, VllmEngine) and twin is not None:
-        evidence["rollout"] = evidence_of(engine, team)
-        temperature, tokens = config.rollout.temperature, config.optimizer.micro_batch_tokens
-        share = EngineShare(engine, twin, temperature=temperature, micro_batch_tokens=tokens, team=team)
-    reference = new_reference(config, precision, plan, model, device, team)
-    return Parts(
-        device,
-        precision,
-        evidence,
-        tokenizer,
+    why = "vLLM's cache, in the rollout's format"
+    if precision.kv_cache.active is E4M3:
+        why = "asked for: vLLM's e4m3 cache without scales, so beyond 448 saturated" + (
+            "; digits cut off, not rounded" if precision.device == "cpu" else ""
+        )
+    cache = dataclasses.replace(precision.kv_cache, backend="native", reason=why)
+    return dataclasses.replace(precision, rollout=rollout, logits=logits, kv_cache=cache)
+
+
+def shares(threads: int) -> tuple[int, int]:
+    """Of ``threads`` of a CPU, the learner's and the sampler's: a third for the sampler, and one at least for each."""
+    sampler = max(1, threads // 3)
+    return max(1, threads - sampler), sampler
+
+
+def vllm_start(
+    rollout: RolloutConfig, precision: ResolvedPrecision, model: ModelConfig, device: torch.device
+) -> VllmStart:
+    """What the recipe asks a vLLM to be."""
+    return VllmStart(
         model,
-        task,
-        learner,
-        sampler,
-        scaling,
-        reference,
-        plan,
-        team,
-        share,
-        replan if plan else None,
-    )
-
-
-def new_reference(
-    config: RunConfig,
-    precision: ResolvedPrecision,
-    plan: ExactPlan | None,
-    model: Decoder,
-    device: torch.device,
-    team: Team,
-) -> Reference | None:
-    """The reference policy, still without weights; None where the recipe asks for none."""
-    section = config.algorithm.reference
-    if section is None:
-        return None
-    return Reference(
-        model.config,
-        reference_kernels(precision, plan),
-        temperature=config.rollout.temperature,
-        micro_batch_tokens=config.optimizer.micro_batch_tokens,
-        refresh_every=section.refresh_every,
+        precision.rollout.active,
+        precision.logits.active,
+        slots=rollout.slots,
+        max_length=model.max_position_embeddings,
         device=device,
-        team=team,
+        sleeps=rollout.vllm.sleep,
+        cache=precision.kv_cache.active,
+        fp8=precision.rollout.fp8,
     )
+
+
+def build_engine(
+    rollout: RolloutConfig,
+    precision: ResolvedPrecision,
+    kernels: Kernels,
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+) -> RolloutEngine:
+    """The engine that the recipe names, still without weights. vLLM's processes run from here on: ``close`` them.
+
+    ``kernels``: the rollout's; of vLLM only their format and their copies of the masters are used, by this package's
+    exact ones too, where they measure its share of the gap. Collective.
+    """
+    if rollout.engine == "vllm":
+        start = vllm_start(rollout, precision, model, device)
+        if rollout.max_policy_lag > 0 and device.type == "cpu":  # it works beside the learner, on the same cores
+            start = dataclasses.replace(start, threads=shares(torch.get_num_threads())[1])
+        return VllmEngine(
+            start,
+            kernels,
+            server=rollout.vllm.server,
+            timeout_s=rollout.vllm.timeout_s,
+            decode_text=tokenizer.decode,
+            ranks=ranks,
+        )
+    return NativeEngine(
+        model,
+        kernels,
+        kv_format=precision.kv_cache.active,
+        slots=rollout.slots,
+        max_length=model.max_position_embeddings,
+        device=device,
+        decode_text=tokenizer.decode,
+    )
+
+
+def serve_engine(
+    rollout: RolloutConfig,
+    precision: ResolvedPrecision,
+    model: ModelConfig,
+    device: torch.device,
+    *,
+    host: str,
+    port: int,
+    folder: str | None,
+    ready: Callable[[str], None],
+) -> int:
+    """A vLLM server for runs of a recipe, until it ends or is interrupted; returns its exit code."""
+    with torch.device("meta"):
+        shapes = {name: weight.to(precision.rollout.active.dtype) for name, weight in Decoder(model).named_parameters()}
+    start = vllm_start(rollout, precision, model, device)
+    return serve_vllm(start, shapes, host=host, port=port, folder=folder, ready=ready)
+
+
+def evidence_of(engine: VllmEngine, ranks: Ranks) -> str:
+    """What was seen of vLLM at the start, and by how many."""
+    if ranks.alone:
+        return engine.evidence
+    each = "one server for" if engine.served else "one such vLLM for each of"
+    return f"{engine.evidence}; {each} {ranks.world} processes"
+
+
+def rest(engine: RolloutEngine) -> None:
+    """Nothing is sampled for a while: an engine that sleeps gives its memory back, until it is synced."""
+    if isinstance(engine, VllmEngine) and engine.start.sleeps:
+        engine.sleep()
+
+
+def close_engine(engine: RolloutEngine | None) -> None:
+    """End the processes of an engine that has some."""
+    if isinstance(engine, VllmEngine):
+        engine.close()

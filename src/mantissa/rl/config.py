@@ -132,7 +132,7 @@ def check_together(config: RunConfig) -> None:
 
 
 def _check_precision(config: RunConfig) -> None:
-    policy = config.policy
+    policy = config.precision_policy
     if config.loss_scaling is not None and not policy.format_of(policy.train).needs_loss_scaling:
         raise MantissaError(
             f"loss_scaling does nothing for a {policy.train} learner (its exponent range is that of fp32); "
@@ -202,7 +202,7 @@ def _check_rollout(config: RunConfig) -> None:
 
 def _check_vllm(config: RunConfig) -> None:
     """What vLLM cannot do, or what nobody has tried with it."""
-    policy, rollout = config.policy, config.rollout
+    policy, rollout = config.precision_policy, config.rollout
     base = policy.format_of(policy.rollout).name
     refusals = (
         (
@@ -551,7 +551,7 @@ class RunConfig(Config):
         return self.rollout.max_policy_lag // self.optimizer.updates_per_batch
 
     @property
-    def policy(self) -> PrecisionPolicy:
+    def precision_policy(self) -> PrecisionPolicy:
         return PrecisionPolicy.parse(self.precision)
 
     @model_validator(mode="after")

@@ -22,9 +22,9 @@ from typing import Any
 
 from mantissa.jsonl import Row
 from mantissa.precision import PrecisionPolicy
+from mantissa.ranks import Ranks
 from mantissa.rl.config import RunConfig
 from mantissa.rl.recipe import make_config
-from mantissa.rl.team import Team
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import Checkpoint, GuardConfig, Judge, load_checkpoint, save_checkpoint, saved_state, saved_steps
 
@@ -36,11 +36,11 @@ class RunGuard:
     last fall back (``step``, ``from_step``, ``was``, ``to``, ``reasons``), None before the first.
     """
 
-    def __init__(self, config: RunConfig, run: RunDirectory, team: Team, note: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, run: RunDirectory, ranks: Ranks, note: Callable[[str], None]) -> None:
         self._settings = guard_config(config)
         self._note = note
-        self._judge = Judge(run.path, self._settings, note, team.ranks)
-        self.format = _label(config.policy)
+        self._judge = Judge(run.path, self._settings, note, ranks)
+        self.format = _label(config.precision_policy)
         self.good = 0
         self.fell_back: dict[str, Any] | None = None
 
@@ -86,17 +86,17 @@ def fall_back_of(run: RunDirectory) -> dict[str, Any] | None:
     return found
 
 
-def in_force(config: RunConfig, run: RunDirectory, team: Team) -> RunConfig:
+def in_force(config: RunConfig, run: RunDirectory, ranks: Ranks) -> RunConfig:
     """The run's configuration as it goes on: the recipe's, in the format that the guard has taken it to."""
     if config.guard is None:
         return config
-    fell = team.decided(fall_back_of(run) if team.first else None)
+    fell = ranks.broadcast(fall_back_of(run) if ranks.rank0 else None)
     return config if fell is None else widened(config, fell["to"])
 
 
 def widened(config: RunConfig, to: str) -> RunConfig:
     """``config`` with learner and rollout at least as wide as ``to``, checked as any recipe is."""
-    policy = config.policy
+    policy = config.precision_policy
 
     def wide(role: str) -> str:
         return "fp32" if "fp32" in (role, to) else to

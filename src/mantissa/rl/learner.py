@@ -13,8 +13,8 @@ A completion whose advantage is exactly zero adds nothing to a gradient, so it i
 counts in the aggregation): late in training that is most of them. So is one of which rejection left no token (that one
 does not count). Where neither leaves any, there is no step.
 
-On several processes each computes its share of the rows, in scoring and in every part; ``team.py`` says what that
-changes (the order of sums) and what it does not.
+On several processes each computes its share of the rows, in scoring and in every part; ``mantissa.ranks`` says what
+that changes (the order of sums) and what it does not.
 
 With ``bypass`` the loss's ratio is to the rollout's log-probs, not to ``old``. Scoring goes on as before: the gap is
 measured and rejection decided under the weights before the update, as in every other run.
@@ -32,16 +32,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.algorithms import Accumulator, FlowRLConfig, GSPOConfig, aggregation_scale, correction, merge
+from mantissa.algorithms import Accumulator, FlowRLConfig, aggregation_scale, merge
 from mantissa.kernels import Kernels, NativeKernels
 from mantissa.model import Decoder, policy_weights, trained_parameters
 from mantissa.precision import FP32
+from mantissa.ranks import ALONE, Ranks
 from mantissa.rl.config import AlgorithmConfig, OptimizerConfig
-from mantissa.rl.experience import Experience, Flow, Sequences
-from mantissa.rl.forward import Forward, forward, scatter
-from mantissa.rl.objective import Micro, advantages, drift_from_reference, every_row_counts, micro_loss
+from mantissa.rl.experience import Experience, Sequences
+from mantissa.rl.objective import Flow, every_row_counts, micro_loss
+from mantissa.rl.score import Forward, forward, scatter, score
 from mantissa.rl.seeds import generator
-from mantissa.rl.team import ALONE, Team
 from mantissa.training import (
     Backward,
     Checkpoint,
@@ -59,13 +59,11 @@ from mantissa.training import (
 
 @dataclass(frozen=True)
 class Update:
-    """What one batch did: the outcome of each optimiser step, tallies of the loss and correction, and advantages."""
+    """What one batch did: the outcome of each optimiser step, and tallies of weighing and loss."""
 
     outcomes: tuple[StepOutcome, ...]
     tallies: Mapping[str, Accumulator]
-    advantage_B: Tensor
     trained_tokens: int
-    flushed_fraction: float | None
 
 
 # Row and column (N) of each response token that was scored, and its logits (N,V).
@@ -91,15 +89,16 @@ class Learner:
         aggregation_length: float,
         seed: int,
         steps: int,
-        team: Team = ALONE,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.model, self.kernels, self.team = model, kernels, team
+        self.model, self.kernels, self.ranks = model, kernels, ranks
         self.algorithm, self.config = algorithm, config
         self.temperature, self.seed = temperature, seed
         norm = algorithm.aggregation == "seq_mean_token_sum_norm"
         self.aggregation_length = aggregation_length if norm else None
         self.reuse_scoring = True  # keep the graph of ``score`` for the update, where it can serve
         self._kept: _Kept | None = None
+        self._seen_BR: Tensor | None = None  # takes the log-probs of the first optimiser step's own forward
         self.verify: Verify | None = None
         self.flow: Flow | None = None
         if isinstance(algorithm.loss, FlowRLConfig):
@@ -126,7 +125,7 @@ class Learner:
             watched = nn.ModuleDict({"policy": self.model, "partition": flow.head})
 
         def diagnose(backward: Backward) -> str:
-            found = self.team.ranks.gather(first_nonfinite(watched, lambda: backward(scaler.scale)))
+            found = self.ranks.gather(first_nonfinite(watched, lambda: backward(scaler.scale)))
             # the sum over ranks carries it to all parameters: what saw it in an output saw it where it began
             return min(found, key=lambda text: (text.startswith("nothing"), "the output of" not in text))
 
@@ -141,7 +140,7 @@ class Learner:
             self.config.max_grad_norm,
             diagnose,
             clip=None if factor is None else partial(adaptive_clip_, clipped, factor),
-            ranks=self.team.ranks,
+            ranks=self.ranks,
         )
 
     @property
@@ -170,7 +169,7 @@ class Learner:
         return self.step.updates
 
     def forward(self, sequences: Sequences, kernels: Kernels, **also: Any) -> Forward:
-        """One differentiable forward of the current weights; see ``forward.py``, for what ``also`` asks as well."""
+        """One differentiable forward of the current weights; see ``score.py``, for what ``also`` asks as well."""
         return forward(self.model, kernels, sequences, self.temperature, prompts=self.flow is not None, **also)
 
     def logp(self, sequences: Sequences, kernels: Kernels) -> Tensor:
@@ -182,188 +181,160 @@ class Learner:
 
         ``look`` is shown the logits of what this rank scores.
         """
-        logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=sequences.mask_BR.device)
-        entropy_BR = torch.zeros_like(logp_BR)
-        parts = self.scoring_parts(sequences)
-        keep = self.reuse_scoring and self.team.alone
-        keep = keep and len(parts) == 1 and self.config.updates_per_batch == 1
+        tokens = self.config.micro_batch_tokens
+        parts = sequences.micro_batches(_every(sequences), tokens, self.ranks)
+        alone = self.reuse_scoring and self.ranks.alone
+        keep = alone and len(parts) == 1 and self.config.updates_per_batch == 1
         self._kept = None  # before the forward: two graphs at a time would be one too many
-        for rows in parts:
-            part = sequences.select(rows if len(rows) else self._all_rows(sequences)[:1])
-            row, column = part.mask_BR.nonzero(as_tuple=True)
-            places_N = rows[row] if len(rows) else row
 
-            def shown(start: int, logits_nV: Tensor, row_N: Tensor = places_N, column_N: Tensor = column) -> None:
-                mine = slice(start, start + len(logits_nV))
+        def each(part: Sequences, rows: Tensor) -> Forward:
+            row_N, column_N = part.mask_BR.nonzero(as_tuple=True)
+
+            def shown(start: int, logits_nV: Tensor) -> None:
+                here = slice(start, start + len(logits_nV))
                 assert look is not None
-                look(row_N[mine], column_N[mine], logits_nV)
+                look(rows[row_N[here]], column_N[here], logits_nV)
 
             with torch.set_grad_enabled(keep):
                 passed = self.forward(part, self.kernels, entropies=True, look=shown if look and len(rows) else None)
-            if not len(rows):
-                continue
             if keep:
-                graph_BR = logp_BR.index_put((rows[row], column), passed.logp_N)
-                self._kept = _Kept(sequences, self.version, graph_BR, rows, passed.prompt_BE)
-            logp_BR[rows[row], column] = passed.logp_N.detach()
-            assert passed.entropy_N is not None
-            entropy_BR[rows[row], column] = passed.entropy_N
-        self.team.join_rows(logp_BR, entropy_BR)
-        return logp_BR, entropy_BR
+                graph_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=rows.device)
+                graph_BR = graph_BR.index_put((rows[row_N], column_N), passed.logp_N)
+                self._kept = _Kept(sequences.tokens_BT, self.version, graph_BR, rows, passed.prompt_BE)
+            return passed
 
-    def scoring_parts(self, sequences: Sequences) -> list[Tensor]:
-        """The rows of each micro-batch that ``score`` computes on this rank."""
-        return self.team.micro_batches(sequences, self._all_rows(sequences), self.config.micro_batch_tokens)
+        return score(each, sequences, tokens, self.ranks, entropies=True, exchanges=True)
 
     def scored_with(self, sequences: Sequences, row: int) -> Tensor:
         """The rows of the micro-batch, on whatever rank, in which ``score`` computes ``row``."""
-        return self.team.scored_by(sequences, self._all_rows(sequences), self.config.micro_batch_tokens, row)
+        return sequences.part_with(row, _every(sequences), self.config.micro_batch_tokens, self.ranks)
 
-    def update(self, experience: Experience, step: int, probe: bool) -> Update:
-        """Learn from one scored batch. ``step`` keys the split into parts; ``probe`` measures flushed gradients too."""
-        old_logp_BR = experience.old_logp_BR
-        assert old_logp_BR is not None, "score the experience first"
-        sequences = experience.sequences
-        advantage_B, tallies = advantages(experience, self.algorithm)
-        weight_BR, valid_BR, weights = correction(
-            old_logp_BR,
-            experience.rollout_logp_BR,
-            sequences.mask_BR,
-            self.algorithm.correction,
-            whole=isinstance(self.algorithm.loss, (GSPOConfig, FlowRLConfig)),
-        )
-        key_B = None if self.flow is None else self.flow.keys(experience.group_B, step)
-        data = _Batch(experience, old_logp_BR, advantage_B, weight_BR, valid_BR, key_B)
-        first = data if self.verify is None else replace(data, seen_BR=old_logp_BR.clone())
-        order = torch.randperm(len(sequences), generator=generator(self.seed, "update", step))
-        parts = [part.to(advantage_B.device) for part in order.tensor_split(self.config.updates_per_batch)]
+    def learn(self, experience: Experience, step: int) -> Update:
+        """Learn from one weighed batch. ``step`` keys the split into parts."""
+        *_, valid_BR = experience.weighed
+        self._seen_BR = None if self.verify is None else experience.old_logp.clone()
         outcomes: list[StepOutcome] = []
-        losses, trained, flushed = [], 0, None
-        for index, rows in enumerate(parts):
-            batches = self._micro_batches(data, rows, self.team)
+        losses, trained = [], 0
+        for rows in self._parts(experience, step):
+            batches = self._micro_batches(experience, rows, self.ranks)
             trained += sum(int(valid_BR[micro.rows].sum()) for micro in batches if micro.counts)
-            if probe and index == 0 and batches:
-                flushed = self._flushed(data, self._micro_batches(data, rows, ALONE)[0])
             if batches:  # else there is no gradient, and momentum alone must not move the policy
-                outcome, tally = self._step(data if outcomes else first, batches, step)
+                outcome, tally = self._step(experience, batches, step)
+                self._seen_BR = None  # later steps' forwards are of other weights
                 outcomes.append(outcome)
                 losses.append(tally)
-        losses = [tally for parts_of_one in self.team.ranks.gather(losses) for tally in parts_of_one if tally]
-        merged, trained = merge(losses), int(self.team.ranks.sum_of(trained))
-        # Where the loss made its own weights (reinforce), their tallies in ``merged`` replace those of ``old``.
-        tallies = {**tallies, **weights, **merged, **drift_from_reference(experience)}
-        return Update(tuple(outcomes), tallies, advantage_B, trained, flushed)
+        self._seen_BR = None
+        losses = [tally for parts_of_one in self.ranks.gather(losses) for tally in parts_of_one if tally]
+        # Where the loss made its own weights (reinforce), their tallies replace those of ``old``. The distance from the
+        # reference stays that of the weights before the update.
+        before = {name: tally for name, tally in experience.tallies.items() if name.startswith("reference/")}
+        tallies = {**experience.tallies, **merge(losses), **before}
+        return Update(tuple(outcomes), tallies, int(self.ranks.sum_of(trained)))
 
-    def _micro_batches(self, data: _Batch, rows: Tensor, team: Team) -> list[_MicroBatch]:
+    def _parts(self, experience: Experience, step: int) -> list[Tensor]:
+        """The rows of each optimiser step on a batch."""
+        order = torch.randperm(len(experience), generator=generator(self.seed, "update", step))
+        device = experience.tokens_BT.device
+        return [part.to(device) for part in order.tensor_split(self.config.updates_per_batch)]
+
+    def _micro_batches(self, experience: Experience, rows: Tensor, ranks: Ranks) -> list[_MicroBatch]:
         """This rank's micro-batches of one optimiser step: rows that carry a gradient, with their weights in the step.
 
         Where there is such a row at all, every rank has as many micro-batches, if need be of weight 0.
         """
-        sequences = data.experience.sequences
-        scale_BR = aggregation_scale(data.valid_BR[rows], self.algorithm.aggregation, self.aggregation_length)
-        pulled_B = (data.advantage_B[rows] != 0) | every_row_counts(self.algorithm)
-        alive = (pulled_B & data.valid_BR[rows].any(1)).nonzero().squeeze(1)
+        advantage_B, _, valid_BR = experience.weighed
+        scale_BR = aggregation_scale(valid_BR[rows], self.algorithm.aggregation, self.aggregation_length)
+        pulled_B = (advantage_B[rows] != 0) | every_row_counts(self.algorithm)
+        alive = (pulled_B & valid_BR[rows].any(1)).nonzero().squeeze(1)
         if len(alive) == 0:
             return []
         place = {int(row): i for i, row in enumerate(rows.tolist())}
-        parts = team.micro_batches(sequences, rows[alive], self.config.micro_batch_tokens)
+        parts = experience.micro_batches(rows[alive], self.config.micro_batch_tokens, ranks)
         idle = _MicroBatch(rows[alive[:1]], torch.zeros_like(scale_BR[:1]), counts=False)
         return [
             _MicroBatch(part, scale_BR[[place[int(row)] for row in part.tolist()]]) if len(part) else idle
             for part in parts
         ]
 
-    def _step(self, data: _Batch, batches: list[_MicroBatch], step: int) -> tuple[StepOutcome, dict[str, Accumulator]]:
+    def _step(
+        self, experience: Experience, batches: list[_MicroBatch], step: int
+    ) -> tuple[StepOutcome, dict[str, Accumulator]]:
         """One optimiser step over its micro-batches."""
         tallies: list[dict[str, Accumulator]] = []
         kept, self._kept = self._kept, None
-        graphs = [kept] if kept is not None and self._usable(kept, data, batches) else []
+        graphs = [kept] if kept is not None and self._usable(kept, experience, batches) else []
         del kept  # what is not used must not hold its memory through the step
 
         def backward(scale: float) -> Tensor:
             tallies.clear()  # a repeated backward counts once
-            total = torch.zeros((), device=data.advantage_B.device)
+            total = torch.zeros((), device=experience.tokens_BT.device)
             for micro in batches:
                 graph = graphs.pop() if graphs else None  # serves one backward, which frees it
-                loss, tally = self._loss(data, micro, self.kernels, graph)
+                loss, tally = self._loss(experience, micro, self.kernels, step, graph)
                 del graph
                 if micro.counts:
                     tallies.append(tally)
                     total += loss.detach()
                 (loss * scale).backward()
-            self.team.sum_gradients(self.step.parameters.values())
-            if self.verify is not None and data.seen_BR is not None:
-                self.verify(step, data.experience, data.seen_BR)  # raises while the weights are still the old ones
+            self.ranks.sum_gradients(self.step.parameters.values())
+            if self.verify is not None and self._seen_BR is not None:
+                self.verify(step, experience, self._seen_BR)  # raises while the weights are still the old ones
             return total
 
         outcome = self.step.run(backward)
         merged = merge(tallies)
-        if not self.team.alone:  # they will travel
+        if not self.ranks.alone:  # they will travel
             merged = {name: replace(tally, parts=tally.parts.cpu()) for name, tally in merged.items()}
         return outcome, merged
 
-    def _usable(self, kept: _Kept, data: _Batch, batches: list[_MicroBatch]) -> bool:
+    def _usable(self, kept: _Kept, experience: Experience, batches: list[_MicroBatch]) -> bool:
         """Whether the scoring's graph is of this batch and these weights, and cheaper than a forward of its own.
 
         It holds all rows, so its backward (two thirds of the work) is of all rows: cheaper than forward and backward of
         the rows that carry a gradient where these are more than two thirds.
         """
-        same = kept.sequences is data.experience.sequences and kept.version == self.version
+        same = kept.tokens_BT is experience.tokens_BT and kept.version == self.version
         return same and len(batches) == 1 and 3 * len(batches[0].rows) > 2 * len(kept.logp_BR)
 
     def _loss(
-        self, data: _Batch, micro: _MicroBatch, kernels: Kernels, kept: _Kept | None = None
+        self, experience: Experience, micro: _MicroBatch, kernels: Kernels, step: int, kept: _Kept | None = None
     ) -> tuple[Tensor, dict[str, Accumulator]]:
         """Loss of a micro-batch; ``kept``: the scoring's graph, where it can serve."""
-        experience, rows = data.experience, micro.rows
-        sequences = experience.sequences.select(rows)
-        responses = sequences.mask_BR.shape[1]
+        rows, batch = micro.rows, experience.select(micro.rows)
+        responses = batch.mask_BR.shape[1]
         if kept is not None:
             logp_BR, prompt_BE = kept.logp_BR[rows, :responses], kept.prompts(rows)
         else:
-            passed = self.forward(sequences, kernels)
-            logp_BR, prompt_BE = scatter(passed.logp_N, sequences.mask_BR), passed.prompt_BE
-        if data.seen_BR is not None:
-            data.seen_BR[rows, :responses] = logp_BR.detach()
+            passed = self.forward(batch, kernels)
+            logp_BR, prompt_BE = scatter(passed.logp_N, batch.mask_BR), passed.prompt_BE
+        if self._seen_BR is not None:
+            self._seen_BR[rows, :responses] = logp_BR.detach()
         log_z_B = None
-        if self.flow is not None and prompt_BE is not None and data.key_B is not None:
-            log_z_B = self.flow.log_z(prompt_BE, data.key_B[rows])
-        ref_logp_BR = experience.ref_logp_BR
-        return micro_loss(
-            Micro(
-                logp_BR,
-                data.old_logp_BR[rows, :responses],
-                experience.rollout_logp_BR[rows, :responses],
-                None if ref_logp_BR is None else ref_logp_BR[rows, :responses],
-                data.advantage_B[rows],
-                sequences.mask_BR,
-                data.valid_BR[rows, :responses],
-                data.weight_BR[rows, :responses],
-                micro.scale_BR[:, :responses],
-                log_z_B,
-            ),
-            self.algorithm,
-        )
+        if self.flow is not None and prompt_BE is not None:
+            log_z_B = self.flow.log_z(prompt_BE, self.flow.keys(batch.group_B, step))
+        return micro_loss(logp_BR, batch, micro.scale_BR[:, :responses], log_z_B, self.algorithm)
 
-    def _flushed(self, data: _Batch, micro: _MicroBatch) -> float | None:
-        """Fraction of gradients that the format flushes to zero, on up to 8 completions, against fp32 kernels.
+    def flushed(self, experience: Experience, step: int) -> float | None:
+        """Fraction of gradients that the format flushes to zero, on up to 8 completions of a weighed batch's first
+        optimiser step, against fp32 kernels; None where there is no gradient, or the format is fp32.
 
         Every rank computes the same ones: the figure does not depend on their number.
         """
-        if self.kernels.format is FP32:
+        batches = self._micro_batches(experience, self._parts(experience, step)[0], ALONE)
+        if self.kernels.format is FP32 or not batches:
             return None
-        small = _MicroBatch(micro.rows[:8], micro.scale_BR[:8])
+        small = _MicroBatch(batches[0].rows[:8], batches[0].scale_BR[:8])
         scale = self.step.scaler.scale
 
         def work(kernels: Kernels) -> Callable[[], None]:
-            return lambda: (self._loss(data, small, kernels)[0] * scale).backward()
+            return lambda: (self._loss(experience, small, kernels, step)[0] * scale).backward()
 
         low = gradients_of(self.model, work(self.kernels))
-        return flushed_fraction(low, gradients_of(self.model, work(NativeKernels(FP32))), self.team.ranks)
+        return flushed_fraction(low, gradients_of(self.model, work(NativeKernels(FP32))), self.ranks)
 
-    @staticmethod
-    def _all_rows(sequences: Sequences) -> Tensor:
-        return torch.arange(len(sequences), device=sequences.tokens_BT.device)
+
+def _every(sequences: Sequences) -> Tensor:
+    return torch.arange(len(sequences), device=sequences.tokens_BT.device)
 
 
 @dataclass(frozen=True)
@@ -373,7 +344,7 @@ class _Kept:
     ``prompt_BE``: the prompts' mean states, with FlowRL, in the order of ``order_B`` (rows of the batch).
     """
 
-    sequences: Sequences
+    tokens_BT: Tensor
     version: int
     logp_BR: Tensor
     order_B: Tensor
@@ -382,23 +353,6 @@ class _Kept:
     def prompts(self, rows: Tensor) -> Tensor | None:
         """The mean states of these rows of the batch."""
         return None if self.prompt_BE is None else self.prompt_BE[self.order_B.argsort()[rows]]
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """A scored batch with what the loss needs of each completion.
-
-    ``old_logp_BR``: the experience's, which is scored. ``key_B``: names of the dropout of FlowRL's head. ``seen_BR``:
-    takes the log-probs that the first optimiser step's own forward gives; None in the others.
-    """
-
-    experience: Experience
-    old_logp_BR: Tensor
-    advantage_B: Tensor
-    weight_BR: Tensor
-    valid_BR: Tensor
-    key_B: Tensor | None
-    seen_BR: Tensor | None = None
 
 
 @dataclass(frozen=True)

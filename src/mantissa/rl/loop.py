@@ -1,4 +1,4 @@
-"""The loop: take graded completions, measure the gap, learn, hand over the weights, write everything down.
+"""The loop: collect, score, weigh, learn, publish, and begin again where a run was stopped.
 
 Steps count from 1. A checkpoint ``step-N`` holds the state after step N; ``step-0`` is the state after the warm start.
 Resuming reads the newest, forgets what was logged after it, and repeats those steps: every draw is a function of the
@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,15 +25,16 @@ from mantissa.mismatch import gap_metrics
 from mantissa.model import save_model
 from mantissa.rl.adapters import FrozenBase
 from mantissa.rl.assemble import Parts
-from mantissa.rl.asynchronous import Ahead, InTurn, Source, lag_metrics
-from mantissa.rl.batches import Batch, Collector, pack, unpack
+from mantissa.rl.collect import Batch, Collector, pack, success_rates, unpack
 from mantissa.rl.config import RunConfig
-from mantissa.rl.exactness import Exactness
 from mantissa.rl.experience import Experience
 from mantissa.rl.guarded import RunGuard
 from mantissa.rl.learner import Update
+from mantissa.rl.objective import weigh
+from mantissa.rl.probes import EngineShare, Exactness, Flushed, Lag, Probe, Refresh, SampleAgain
+from mantissa.rl.sources import AsyncSource, Source, SyncSource
 from mantissa.rl.warm_start import warm_start
-from mantissa.rollout import NativeEngine
+from mantissa.rollout import VllmEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
 from mantissa.runs.metrics import undeclared
@@ -42,7 +44,6 @@ from mantissa.tensors import check_tensors
 from mantissa.training import Checkpoint, load_checkpoint, load_weights, save_checkpoint, saved_steps
 
 _SILENT = 3  # first steps without any advantage after which it is said
-_PROBE_EVERY = 10  # steps between measurements of flushed gradients: each costs a forward and backward of 8 completions
 
 
 class Loop:
@@ -51,7 +52,7 @@ class Loop:
     def __init__(self, config: RunConfig, parts: Parts, run: RunDirectory, trackers: Trackers, live: Live) -> None:
         self.config, self.parts, self.run, self.trackers, self.live = config, parts, run, trackers, live
         self.learner, self.sampler, self.reference = parts.learner, parts.sampler, parts.reference
-        self.team = parts.team
+        self.ranks = parts.ranks
         rollout = config.rollout
         self.params = self.sampler.params(rollout.max_tokens, rollout.temperature, rollout.stop)
         self.train: Sequence[Problem] = parts.task.split("train")
@@ -63,38 +64,50 @@ class Loop:
         self.ahead: list[Batch] = []  # batches of later steps that a checkpoint held
         self.source: Source
         self.exactness: Exactness | None = None
-        if config.policy.kernels == "exact":
-            assert isinstance(parts.sampler.engine, NativeEngine)
-            # A sum of gradients must not depend on whether its step was checked.
-            self.learner.reuse_scoring = (config.policy.check_every or 1) == 1
-            others = [] if self.reference is None else [self.reference.kernels]
-            self.exactness = Exactness(
-                config.policy, parts.learner, parts.sampler.engine, run, live.note, config.steps, parts.replan, others
-            )
         self.guard: RunGuard | None = None
         if config.guard is not None:
-            self.guard = RunGuard(config, run, parts.team, live.note)
+            self.guard = RunGuard(config, run, parts.ranks, live.note)
             self.learner.step.on_nonfinite = "skip"  # what becomes of it is then the guard's decision
         self.fell_back = False  # whether the run goes on in another format, from the checkpoint that says so
+        self.probes = self._probes()
         self._seconds: dict[str, float] = {}
+        self._started: float | None = None  # when the present step was, its first try
+
+    def _probes(self) -> list[Probe]:
+        """What observes the steps of this run."""
+        config, parts, learner = self.config, self.parts, self.learner
+        probes: list[Probe] = [Lag(learner, config.rollout.max_policy_lag)]
+        if config.precision_policy.kernels == "exact":
+            self.exactness = Exactness(config, parts, self.run, self.live.note)
+            probes.append(self.exactness)
+        if parts.twin is not None and isinstance(parts.sampler.engine, VllmEngine):
+            how = config.rollout.temperature, config.optimizer.micro_batch_tokens, parts.ranks
+            probes.append(EngineShare(parts.sampler.engine, parts.twin, *how))
+        if self.reference is not None:
+            probes.append(Refresh(self.reference, learner))
+        return [*probes, Flushed(learner)]
 
     def go(self) -> bool:
         """Run to the end: from the newest checkpoint, or from the beginning. False: the guard fell back on the way, and
         the newest checkpoint is to be gone on from in another format."""
-        saved = self.team.decided(saved_steps(self._checkpoints))  # rank 0 may be about to write one
+        saved = self.ranks.broadcast(saved_steps(self._checkpoints))  # rank 0 may be about to write one
         step = self._restore(saved[-1]) if saved else self._begin()
         self.source = self._source()
         self.source.start(step, self.learner.weights, self.learner.version, self.ahead)
         try:
             while step < self.config.steps and not self.fell_back:
-                step += 1
-                self._step(step)
+                try:
+                    self.step(step + 1)
+                except SampleAgain:
+                    self.source.again(self.position)
+                else:
+                    step += 1
         finally:
             self.source.close()
         if self.fell_back:
             return False
-        weights = self.team.whole(self.learner.weights) if self.team.sharded else None
-        if self.team.first:
+        weights = self.ranks.whole(self.learner.weights) if self.ranks.sharded else None
+        if self.ranks.rank0:
             self.base.export()
             save_model(self.parts.model, self.parts.tokenizer, self.run.policy_path, weights=weights)
         return True
@@ -105,8 +118,8 @@ class Loop:
         collector = Collector(self.sampler, self.train, self.kept, config.rollout, self.params, config.seed)
         collector.position = self.ahead[-1].position if self.ahead else self.position
         if config.steps_behind == 0:
-            return InTurn(collector, engine)
-        return Ahead(collector, engine, config.steps_behind, config.steps, self.parts.device)
+            return SyncSource(collector, engine)
+        return AsyncSource(collector, engine, config.steps_behind, config.steps, self.parts.device)
 
     # the beginning, and beginning again
 
@@ -126,18 +139,8 @@ class Loop:
                 )
 
             with self.base.warming():
-                warm_start(
-                    self.learner,
-                    self.sampler,
-                    self.parts.task.split("warm_start"),
-                    self.heldout[: config.warm_start.problems],
-                    config.warm_start,
-                    self.parts.new_scaler(),
-                    self.params,
-                    self.parts.device,
-                    report,
-                )
-        if self.team.first:
+                warm_start(self.parts, config.warm_start, self.params, report)
+        if self.ranks.rank0:
             self.base.keep()
         self.sampler.engine.sync(self.learner.weights, self.learner.version)
         if self.reference is not None:
@@ -155,7 +158,7 @@ class Loop:
         sampled = self.sampler.sample(
             self.train, filter_.samples, self.params, self.learner.version, self.config.seed, "perfectible"
         )
-        rates = sampled.success_rates(self.sampler.grade(sampled))
+        rates = success_rates(sampled, self.sampler.grade(sampled))
         kept = [index for index in every if filter_.low <= rates[index] <= filter_.high]
         self.live.note(
             f"perfectible: kept {len(kept)} of {len(every)} prompts with success rate in "
@@ -219,10 +222,10 @@ class Loop:
 
     def _save(self, step: int) -> None:
         guard = {} if self.guard is None else {"guard": self.guard.saving(step)}
-        self.team.check_alike(self.learner.trained)
-        trained = self.team.whole(self.learner.trained)
-        optimizer = self.team.whole(self.learner.step.optimizer_tensors())
-        if not self.team.first:
+        self.ranks.check_alike(self.learner.trained)
+        trained = self.ranks.whole(self.learner.trained)
+        optimizer = self.ranks.whole(self.learner.step.optimizer_tensors())
+        if not self.ranks.rank0:
             return
         state = {"step": self.learner.step.state_dict(), "kept": self.kept, "position": self.position}
         state["fingerprint"] = self._fingerprint
@@ -245,86 +248,92 @@ class Loop:
 
     # one step
 
-    def _step(self, step: int) -> None:
-        config, started = self.config, time.perf_counter()
-        version = self.learner.version
-        collected = None
-        while collected is None:
-            collected = self._collect(step)
-        batch, experience, measured = collected
-        completions = [completion for group in batch.sampled.groups for completion in group]
-        lag = lag_metrics(completions, version, config.rollout.max_policy_lag)
-        if self.parts.share is not None and self.parts.share.due(step):
-            with self._timed("engine_share"):  # before the sync: by the weights that sampled
-                measured |= self.parts.share.measure(experience, batch.version)
-        if self.reference is not None:
-            with self._timed("reference_logp"):
-                experience = experience.with_reference(self.reference.score(experience.sequences))
-        with self._timed("update"):
-            update = self.learner.update(experience, step, probe=step % _PROBE_EVERY == 1)
-        if self.exactness is not None:
-            measured |= self.exactness.updated()
-        self.position = batch.position
-        row: dict[str, Any] = {"step": step, "rollout/version": batch.version, **lag, **measured, **batch.metrics}
-        if self.reference is not None:
-            row["reference/version"] = self.reference.version  # of the one that this step was held to
-            self.reference.follow(self.learner.weights, self.learner.version)
-            row["reference/refreshes"] = self.reference.refreshes
-        row |= self._learner_metrics(experience, update)
-        row["advantage/silent_steps"] = self._silence(step, row)
-        last = step == config.steps
-        if config.evaluation and (step % config.evaluation.every == 0 or last):
-            with self._timed("eval"), self.source.engine(self.learner.weights, self.learner.version):
-                row |= self._evaluate(step)
-        with self._timed("sync"):  # after the evaluation, which would wait for the batch that this begins
-            self.source.hand_over(step, self.learner.weights, self.learner.version)
-        self.run.write_rollouts(step, _rollout_rows(batch, experience, update))
-        row |= self._clock(started, batch, update.trained_tokens)
-        row |= {} if self.guard is None else {"precision/format": self.guard.format}
-        assert not undeclared(row), f"metrics that the catalogue does not declare: {undeclared(row)}"
-        self.run.append_metrics(row)  # before the checkpoint: a resume forgets rows after it, and can add none
-        self.trackers.log(step, row)
-        self.live.step(row)
-        self._seconds = {}
-        if self.guard is not None and self.guard.judge(row):
-            self.fell_back = True
-            if self.team.first:
-                self.guard.fall_back(self._checkpoints, step, self.position, self.config.checkpoint.keep)
-            return
-        if step % config.checkpoint.every == 0 or last:
-            with self._timed("checkpoint"):  # appears in the next step's row
-                self._save(step)
+    def step(self, step: int) -> None:
+        """One step of RL: collect, score, weigh, learn, publish. Probes observe it before anything is learned."""
+        batch = self._collect(step)  # prompts -> completions -> rewards
+        scored = self._score(step, batch.experience(self.parts.device))  # log-probs: the learner's and the reference's
+        weighed = weigh(scored, self.config.algorithm)  # advantages, correction weights, which tokens count
+        observed = self._observe(step, weighed)
+        update = self._learn(step, weighed)  # micro-batches -> loss -> step, retry or skip
+        for probe in self.probes:
+            observed |= probe.learned(step)
+        self._publish(step, batch, weighed, update, observed)  # weights, metrics, completions, checkpoint, screen
 
-    def _collect(self, step: int) -> tuple[Batch, Experience, dict[str, float]] | None:
-        """The step's batch, scored and checked; None where exact kernels were planned anew: to be called again."""
+    def _collect(self, step: int) -> Batch:
+        """The step's graded completions."""
+        self._started = self._started or time.perf_counter()
         with self._timed("rollout"):
             batch = self.source.take(step)
         if self.config.steps_behind:
             self._seconds["background"] = sum(batch.seconds.values())
         else:
             self._seconds |= batch.seconds
-        rewards = [reward.value for reward in batch.rewards]
-        experience = Experience.build(batch.sampled.prompts, batch.sampled.groups, rewards, self.parts.device)
-        if self.exactness is not None and not self.exactness.due(step):
-            # The promise, used: these are the learner's own, to the last bit.
-            return batch, experience.with_learner(experience.rollout_logp_BR, None), {}
-        with self._timed("learner_logp"):
-            look = None if self.exactness is None else self.exactness.look(experience)
-            experience = experience.with_learner(*self.learner.score(experience.sequences, look))
-        measured = {} if self.exactness is None else self.exactness.check(step, experience)
-        if measured is None:
-            self.source.again(self.position)
-            return None
-        return batch, experience, measured
+        return batch
+
+    def _score(self, step: int, experience: Experience) -> Experience:
+        """With the log-probs of the learner before its update, and of the reference where there is one."""
+        exact = self.exactness
+        if exact is not None and not exact.due(step):  # what the rollout delivered is the learner's, to the last bit
+            experience = experience.with_learner(experience.rollout_logp_BR, None)
+        else:
+            with self._timed("learner_logp"):
+                look = None if exact is None else exact.look(experience)
+                experience = experience.with_learner(*self.learner.score(experience, look))
+        if self.reference is None:
+            return experience
+        with self._timed("reference_logp"):
+            return replace(experience, ref_logp_BR=self.reference.score(experience))
+
+    def _observe(self, step: int, experience: Experience) -> dict[str, float]:
+        """What the probes see of a weighed batch; one may stop the run, or have the step sampled again."""
+        observed: dict[str, float] = {}
+        for probe in self.probes:
+            if probe.due(step):
+                with self._timed(probe.phase):
+                    observed |= probe.observe(step, experience)
+        return observed
+
+    def _learn(self, step: int, experience: Experience) -> Update:
+        with self._timed("update"):
+            return self.learner.learn(experience, step)
+
+    def _publish(
+        self, step: int, batch: Batch, experience: Experience, update: Update, observed: dict[str, float]
+    ) -> None:
+        """Hand the weights over and write everything down; then the guard decides, and a checkpoint may be due."""
+        config, last = self.config, step == self.config.steps
+        self.position = batch.position
+        row: dict[str, Any] = {"step": step, "rollout/version": batch.version, **observed, **batch.metrics}
+        row |= self._learner_metrics(experience, update)
+        row["advantage/silent_steps"] = self._silence(step, row)
+        if config.evaluation and (step % config.evaluation.every == 0 or last):
+            with self._timed("eval"), self.source.engine(self.learner.weights, self.learner.version):
+                row |= self._evaluate(step)
+        with self._timed("sync"):  # after the evaluation, which would wait for the batch that this begins
+            self.source.hand_over(step, self.learner.weights, self.learner.version)
+        self.run.write_rollouts(step, _rollout_rows(batch, experience))
+        row |= self._clock(batch, update.trained_tokens)
+        row |= {} if self.guard is None else {"precision/format": self.guard.format}
+        assert not undeclared(row), f"metrics that the catalogue does not declare: {undeclared(row)}"
+        self.run.append_metrics(row)  # before the checkpoint: a resume forgets rows after it, and can add none
+        self.trackers.log(step, row)
+        self.live.step(row)
+        if self.guard is not None and self.guard.judge(row):
+            self.fell_back = True
+            if self.ranks.rank0:
+                self.guard.fall_back(self._checkpoints, step, self.position, config.checkpoint.keep)
+            return
+        if step % config.checkpoint.every == 0 or last:
+            with self._timed("checkpoint"):  # appears in the next step's row
+                self._save(step)
 
     def _learner_metrics(self, experience: Experience, update: Update) -> dict[str, float]:
-        sequences, step = experience.sequences, self.learner.step
-        assert experience.old_logp_BR is not None
+        step, mask_BR = self.learner.step, experience.mask_BR
         row = {name: float(value) for name, value in values(update.tallies).items()}
         if experience.entropy_BR is not None:  # scored: what was not measured is not logged
-            gap = gap_metrics(experience.rollout_logp_BR, experience.old_logp_BR, sequences.mask_BR)
+            gap = gap_metrics(experience.rollout_logp_BR, experience.old_logp, mask_BR)
             row |= {name: float(value) for name, value in gap.items()}
-            row["policy/entropy"] = float(experience.entropy_BR[sequences.mask_BR].double().mean())
+            row["policy/entropy"] = float(experience.entropy_BR[mask_BR].double().mean())
         outcomes = update.outcomes
         applied = [outcome for outcome in outcomes if outcome.applied]
         row["precision/loss_scale"] = step.scaler.scale
@@ -338,8 +347,6 @@ class Loop:
             clipped = [outcome.clipped for outcome in applied if outcome.clipped is not None]
             row |= {"optim/clipped_fraction": sum(clipped) / len(clipped)} if clipped else {}
             row["precision/max_scaled_grad"] = max(outcome.max_scaled_grad for outcome in applied)
-        if update.flushed_fraction is not None:
-            row["precision/flushed_fraction"] = update.flushed_fraction
         return row
 
     def _silence(self, step: int, row: dict[str, float]) -> int:
@@ -370,7 +377,11 @@ class Loop:
         return row
 
     @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
+    def _timed(self, phase: str | None) -> Iterator[None]:
+        """Counts what is done in it as ``phase``; as nothing of its own where that is None."""
+        if phase is None:
+            yield
+            return
         start = time.perf_counter()
         try:
             yield
@@ -379,43 +390,46 @@ class Loop:
                 torch.cuda.synchronize()
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
-    def _clock(self, started: float, batch: Batch, trained_tokens: int) -> dict[str, float]:
+    def _clock(self, batch: Batch, trained_tokens: int) -> dict[str, float]:
+        """Where the step's time went; the clock starts anew."""
+        assert self._started is not None
         row = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
-        row["time/step"] = time.perf_counter() - started
+        row["time/step"] = time.perf_counter() - self._started
         if batch.seconds:  # none where a resume read the batch from its checkpoint
             row["rate/rollout_tokens_per_s"] = batch.metrics["rollout/tokens"] / batch.seconds["rollout"]
         row["rate/learner_tokens_per_s"] = trained_tokens / self._seconds["update"]
+        self._seconds, self._started = {}, None
         return row
 
 
-def _rollout_rows(batch: Batch, experience: Experience, update: Update) -> list[dict[str, Any]]:
+def _rollout_rows(batch: Batch, experience: Experience) -> list[dict[str, Any]]:
     """One row a completion, as ``runs.directory.rollout_schema`` declares."""
-    sampled, rewards = batch.sampled, batch.rewards
-    assert experience.old_logp_BR is not None
-    learner_logp = None if experience.entropy_BR is None else experience.old_logp_BR.cpu()  # None: not scored
+    advantage_B, *_ = experience.weighed
+    learner_logp_BR = None if experience.entropy_BR is None else experience.old_logp.cpu()  # None: not scored
     rows: list[dict[str, Any]] = []
-    for problem, group in zip(sampled.problems, sampled.groups, strict=True):
-        for sample, completion in enumerate(group):
-            index, reward = len(rows), rewards[len(rows)]
-            length = len(completion.tokens)
-            rows.append(
-                {
-                    "step": batch.step,
-                    "problem_id": problem.id,
-                    "sample": sample,
-                    "prompt": problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1].content,
-                    "completion": sampled.texts[index],
-                    "answer": problem.answer,
-                    "reward": reward.value,
-                    "correct": reward.correct,
-                    "error": reward.error,
-                    "finish_reason": completion.finish_reason,
-                    "policy_version": completion.policy_version,
-                    "length": length,
-                    "advantage": float(update.advantage_B[index]),
-                    "tokens": list(completion.tokens),
-                    "rollout_logp": completion.logp_T.tolist(),
-                    "learner_logp": None if learner_logp is None else learner_logp[index, :length].tolist(),
-                }
-            )
+    numbers: dict[int, int] = {}  # completions of each group so far
+    for index, (sample, reward) in enumerate(zip(batch.samples, batch.rewards, strict=True)):
+        problem, completion, number = sample.problem, sample.completion, numbers.get(sample.group, 0)
+        numbers[sample.group] = number + 1
+        length = len(completion.tokens)
+        rows.append(
+            {
+                "step": batch.step,
+                "problem_id": problem.id,
+                "sample": number,
+                "prompt": problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1].content,
+                "completion": sample.text,
+                "answer": problem.answer,
+                "reward": reward.value,
+                "correct": reward.correct,
+                "error": reward.error,
+                "finish_reason": completion.finish_reason,
+                "policy_version": completion.policy_version,
+                "length": length,
+                "advantage": float(advantage_B[index]),
+                "tokens": list(completion.tokens),
+                "rollout_logp": completion.logp_T.tolist(),
+                "learner_logp": None if learner_logp_BR is None else learner_logp_BR[index, :length].tolist(),
+            }
+        )
     return rows

@@ -26,20 +26,12 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.files import write_atomically
-from mantissa.kernels import (
-    Kernels,
-    Pick,
-    Traced,
-    first_difference,
-    learner_kernels,
-    operation,
-    rollout_kernels,
-)
+from mantissa.kernels import Kernels, Pick, Traced, first_difference, learner_kernels, operation, rollout_kernels
 from mantissa.model import Decoder, ModelConfig, RopeScaling
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rl.assemble import exact_plan
-from mantissa.rl.experience import Packed, Sequences
-from mantissa.rl.forward import forward
+from mantissa.rl.experience import Sequences
+from mantissa.rl.score import Packed, forward
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams
 from mantissa.rollout.sampling import drawn_otherwise, sample, uniforms
 from mantissa.rollout.types import check_requests
@@ -213,8 +205,8 @@ def _both(
         logits: list[Tensor] = []
         passed = forward(model, learner, case.part, case.temperature, look=lambda _, part: logits.append(part))
     before = int(case.part.mask_BR[: case.row].sum())
-    mine = slice(before, before + len(case.response))
-    return rollout, learner, completion.logp_T, passed.logp_N[mine].cpu(), torch.cat(logits)[mine]
+    response = slice(before, before + len(case.response))
+    return rollout, learner, completion.logp_T, passed.logp_N[response].cpu(), torch.cat(logits)[response]
 
 
 def _row_of(part: Sequences, row: int) -> Pick:
@@ -258,7 +250,7 @@ def write_case(
         "key": case.key,
     }
     tensors = {f"weights.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    for field in dataclasses.fields(case.part):
+    for field in dataclasses.fields(Sequences):
         tensors[f"part.{field.name}"] = getattr(case.part, field.name).cpu().contiguous()
     answers = [tokens or () for tokens in case.call.tokens]
     tensors["call.tokens"] = torch.tensor([token for tokens in answers for token in tokens], dtype=torch.int64)
@@ -276,7 +268,7 @@ class StoredCase:
     case: Case
     note: str
     model: ModelConfig
-    policy: PrecisionPolicy
+    precision: PrecisionPolicy
     weights: dict[str, Tensor]
     slots: int
     max_length: int
@@ -390,7 +382,7 @@ def _check(stored: StoredCase) -> None:
 
 def replay(stored: StoredCase, device: torch.device) -> tuple[Found, list[str]]:
     """Build both sides of a stored case on this machine and run them; returns the exact plan's lines too."""
-    precision = resolve(stored.policy, device)
+    precision = resolve(stored.precision, device)
     model = Decoder(stored.model)
     model.load_state_dict(stored.weights)
     model = model.to(device)

@@ -10,40 +10,48 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from mantissa.errors import MantissaError, StoppedError
 from mantissa.precision import resolve
+from mantissa.ranks import ALONE, Ranks, world_size
 from mantissa.rl.assemble import Parts, assemble, choose_device
 from mantissa.rl.config import RunConfig
 from mantissa.rl.guarded import fall_back_of, guard_config, in_force, widened
 from mantissa.rl.loop import Loop
 from mantissa.rl.recipe import apply_overrides, make_config
-from mantissa.rl.team import joined
+from mantissa.rollout import VllmEngine
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path
 from mantissa.runs.environment import environment
 from mantissa.runs.health import share_sentence
 from mantissa.runs.live import Live
 from mantissa.runs.report import build_report
 from mantissa.runs.trackers import from_names
+from mantissa.training.distributed import join
 from mantissa.training.optimizer import described
 
+_PATIENCE = timedelta(minutes=30)  # that a rank waits for another: one may have sampled much longer responses
 MAY_CHANGE = ("nproc", "parallel", "rollout.vllm.server")  # when a run goes on
 
 
 def start(config: RunConfig) -> Path:
     """Run ``config`` from its beginning in a new folder; returns the path of its report."""
     if config.guard is not None:
-        resolve(widened(config, guard_config(config).to).policy, choose_device(config.device))  # refuses now, not then
-    with joined(config, choose_device(config.device)) as team:
-        parts = assemble(config, team)
+        resolve(
+            widened(config, guard_config(config).to).precision_policy, choose_device(config.device)
+        )  # refuses now, not then
+    with joined(config, choose_device(config.device)) as ranks:
+        parts = assemble(config, ranks)
         try:
-            path = team.decided(config.run_dir or str(default_path(config.name)))
+            path = ranks.broadcast(config.run_dir or str(default_path(config.name)))
             plain = config.model_dump(mode="json", exclude={"run_dir"})
-            run = RunDirectory.create(path, plain, _environment(parts)) if team.first else Onlooker(path)
+            run = RunDirectory.create(path, plain, _environment(parts)) if ranks.rank0 else Onlooker(path)
         except BaseException:
             parts.close()
             raise
@@ -58,11 +66,11 @@ def resume(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = 
     differs is printed and recorded. ``overrides``, ``nproc``: see ``resumed_config``.
     """
     config = resumed_config(path, overrides, nproc)
-    with joined(config, choose_device(config.device)) as team:
-        run = RunDirectory.open(path, write=True) if team.first else Onlooker.open(path)
+    with joined(config, choose_device(config.device)) as ranks:
+        run = RunDirectory.open(path, write=True) if ranks.rank0 else Onlooker.open(path)
         with run, _resumable(run):
-            config = in_force(config, run, team)
-            return _to_the_end(config, assemble(config, team), run, "resume")
+            config = in_force(config, run, ranks)
+            return _to_the_end(config, assemble(config, ranks), run, "resume")
 
 
 def resumed_config(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = None) -> RunConfig:
@@ -85,48 +93,70 @@ def resumed_config(path: str | Path, overrides: Sequence[str] = (), nproc: int |
     return make_config(values, f"{path}/config.yaml")
 
 
+@contextmanager
+def joined(config: RunConfig, device: torch.device) -> Iterator[Ranks]:
+    """The ranks of this run, for as long as the run takes; ``device`` is this rank's own.
+
+    Joins the process group (gloo, and on GPUs nccl beside it) unless the caller has.
+    """
+    world = world_size() or 1
+    if world != config.nproc:
+        raise MantissaError(
+            f"nproc={config.nproc}, but this is one of {world} processes: start them with mantissa train RECIPE "
+            f"nproc={config.nproc}, or with torchrun --nproc-per-node {config.nproc} -m mantissa train RECIPE"
+        )
+    if world == 1:
+        yield ALONE
+        return
+    if not dist.is_initialized():
+        join("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), "cpu", config.parallel or "ddp")
+    yield ranks
+    ranks.gather(None)  # the others wait for the report: a rank that ends early looks like one that died
+
+
 _Way = Literal["start", "resume", "fall back"]  # how a run comes to take its next step
 
 
 def _to_the_end(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> Path:
     """The run in one format after the other, as its guard takes it; closes ``parts``, and returns the report's path."""
     while True:
-        team = parts.team
+        ranks = parts.ranks
         try:
             finished = _go(config, parts, run, way)
         finally:
             parts.close()
         if finished:
-            return build_report(run) if team.first else run.report_path
+            return build_report(run) if ranks.rank0 else run.report_path
         del parts  # their memory goes before others take as much
-        config, way = in_force(config, run, team), "fall back"
-        parts = assemble(config, team)
+        config, way = in_force(config, run, ranks), "fall back"
+        parts = assemble(config, ranks)
 
 
 def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
     """Take the run's steps in its present format; False where the guard fell back on the way."""
-    first = parts.team.first
+    rank0 = parts.ranks.rank0
     steps = run.checkpoint_steps() if way != "start" else []
     done = steps[-1] if steps else 0
-    trackers = from_names(config.trackers if first else (), run, None if way == "start" else done)
+    trackers = from_names(config.trackers if rank0 else (), run, None if way == "start" else done)
     try:
-        with _screen(config.steps, done, first) as live:
+        with _screen(config.steps, done, rank0) as live:
             live.precision(_precision(parts))
             live.note(f"run {run.path}   device {_devices(parts)}   parameters {_parameters(parts)}")
             if parts.model.config.weights_note:
                 live.note(f"weights {parts.model.config.weights_note}")
             for line in parts.plan.lines() if parts.plan else ():
                 live.note(f"exact: {line}")
-            if parts.share is not None:
-                live.note(parts.share.twin.line)
+            if parts.twin is not None:
+                live.note(parts.twin.line)
             for note in (*parts.task.notes, *parts.sampler.grader.notes):
                 live.note(note)
-            if first and config.guard is not None and (fell := fall_back_of(run)):
+            if rank0 and config.guard is not None and (fell := fall_back_of(run)):
                 run.record_fall_back(fell, _environment(parts))
-            if way == "resume" and first:
+            if way == "resume" and rank0:
                 _note_changes(live, run.record_resume(done, _environment(parts)))
             finished = Loop(config, parts, run, trackers, live).go()
-            if first and finished and (said := share_sentence(run.read_metrics(), run.environment)):
+            if rank0 and finished and (said := share_sentence(run.read_metrics(), run.environment)):
                 live.note(said)
     finally:
         trackers.close()
@@ -134,9 +164,9 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
 
 
 @contextmanager
-def _screen(steps: int, done: int, first: bool) -> Iterator[Live]:
-    """What a person sees; of ranks but the first, nothing."""
-    if first:
+def _screen(steps: int, done: int, rank0: bool) -> Iterator[Live]:
+    """What a person sees; of other ranks than 0, nothing."""
+    if rank0:
         with Live(steps, done=done) as live:
             yield live
         return
@@ -168,17 +198,20 @@ def _environment(parts: Parts) -> dict[str, Any]:
     guards = list(parts.sampler.grader.notes)
     exact = {"exact": parts.plan.lines()} if parts.plan else {}
     weights = {"weights": note} if (note := parts.model.config.weights_note) else {}
-    device, team = str(parts.device), parts.team
-    several = {} if team.alone else {"processes": team.ranks.world, "parallel": team.kind}
-    share = {} if parts.share is None else {"engine_share": parts.share.twin.facts(parts.share.engine)}
+    device, ranks = str(parts.device), parts.ranks
+    several = {} if ranks.alone else {"processes": ranks.world, "parallel": ranks.kind}
+    share: dict[str, Any] = {}
+    if parts.twin is not None:
+        assert isinstance(parts.sampler.engine, VllmEngine)
+        share = {"engine_share": parts.twin.facts(parts.sampler.engine)}
     about = {"precision": rows, "training_device": device, "grading": guards}
     return environment() | about | weights | exact | several | share
 
 
 def _devices(parts: Parts) -> str:
-    if parts.team.alone:
+    if parts.ranks.alone:
         return str(parts.device)
-    return f"{parts.device.type}, {parts.team.ranks.world} processes ({parts.team.kind})"
+    return f"{parts.device.type}, {parts.ranks.world} processes ({parts.ranks.kind})"
 
 
 def _precision(parts: Parts) -> list[dict[str, str]]:

@@ -14,40 +14,34 @@ import torch
 
 from mantissa.algorithms import aggregation_scale
 from mantissa.precision.numerics import masked_sum
+from mantissa.rl.assemble import Parts, rest
+from mantissa.rl.collect import Sampler
 from mantissa.rl.config import WarmStartConfig
-from mantissa.rl.engines import rest
 from mantissa.rl.experience import Sequences
 from mantissa.rl.learner import Learner
-from mantissa.rl.sampling import Sampler
 from mantissa.rl.seeds import stream_slice
 from mantissa.rollout import SamplingParams
 from mantissa.tasks import Problem
-from mantissa.training import LossScaler, OptimizerStep, learning_rate
+from mantissa.training import OptimizerStep, learning_rate
 
 _LR_WARMUP = 20
 
 
 def warm_start(
-    learner: Learner,
-    sampler: Sampler,
-    solved: Sequence[Problem],
-    heldout: Sequence[Problem],
-    config: WarmStartConfig,
-    scaler: LossScaler,
-    params: SamplingParams,
-    device: torch.device,
-    report: Callable[[dict[str, Any]], None],
+    parts: Parts, config: WarmStartConfig, params: SamplingParams, report: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Train on ``solved`` until ``config.steps``, or until sampled accuracy on ``heldout`` reaches the target.
+    """Train on the task's solutions until ``config.steps``, or until sampled accuracy reaches the target.
 
     ``report`` receives ``{"step", "warm_start/loss", "warm_start/accuracy"}`` after each evaluation.
-    Every problem of ``solved`` has a solution: ``assemble`` has seen to that.
+    Every problem of the split has a solution: ``assemble`` has seen to that.
     """
-    optimizer_step = learner.optimizer_step(learning_rate(config.lr, _LR_WARMUP), scaler)
+    learner, sampler = parts.learner, parts.sampler
+    solved, heldout = parts.task.split("warm_start"), parts.task.split("heldout")[: config.problems]
+    optimizer_step = learner.optimizer_step(learning_rate(config.lr, _LR_WARMUP), parts.new_scaler())
     losses: list[float] = []
     for step in range(1, config.steps + 1):
         indices = stream_slice(len(solved), (step - 1) * config.batch, config.batch, learner.seed, "warm_start")
-        sequences = _sequences([solved[index] for index in indices], sampler, device)
+        sequences = _sequences([solved[index] for index in indices], sampler, parts.device)
         losses.append(_supervised_step(learner, optimizer_step, sequences))
         if step % config.evaluate_every == 0 or step == config.steps:
             sampler.engine.sync(learner.weights, learner.version)
@@ -64,20 +58,18 @@ def warm_start(
 def _sequences(problems: Sequence[Problem], sampler: Sampler, device: torch.device) -> Sequences:
     """Each prompt with its solution and an end token."""
     end = sampler.tokenizer.eos_ids[0]
-    responses = [[*sampler.tokenizer.encode(_solution(problem)), end] for problem in problems]
+    responses = []
+    for problem in problems:
+        assert problem.solution is not None, f"problem {problem.id} has no solution"
+        responses.append([*sampler.tokenizer.encode(problem.solution), end])
     return Sequences.build([sampler.encode(problem) for problem in problems], responses, device)
-
-
-def _solution(problem: Problem) -> str:
-    assert problem.solution is not None, f"problem {problem.id} has no solution"
-    return problem.solution
 
 
 def _supervised_step(learner: Learner, step: OptimizerStep, sequences: Sequences) -> float:
     """One step on -mean_t logp; returns that loss."""
-    scale_BR, team = aggregation_scale(sequences.mask_BR, "token_mean"), learner.team
+    scale_BR, ranks = aggregation_scale(sequences.mask_BR, "token_mean"), learner.ranks
     rows = torch.arange(len(sequences), device=sequences.tokens_BT.device)
-    parts = team.micro_batches(sequences, rows, learner.config.micro_batch_tokens)
+    parts = sequences.micro_batches(rows, learner.config.micro_batch_tokens, ranks)
     losses: list[torch.Tensor] = []
 
     def backward(scale: float) -> torch.Tensor:
@@ -92,8 +84,8 @@ def _supervised_step(learner: Learner, step: OptimizerStep, sequences: Sequences
             loss = -masked_sum(logp_N * weight_N, torch.ones_like(logp_N, dtype=torch.bool))
             losses.append(loss.detach())
             (loss * scale).backward()
-        team.sum_gradients(step.parameters.values())
+        ranks.sum_gradients(step.parameters.values())
         return torch.stack(losses).sum()
 
     step.run(backward)
-    return team.ranks.sum_of(float(torch.stack(losses).sum()))
+    return ranks.sum_of(float(torch.stack(losses).sum()))

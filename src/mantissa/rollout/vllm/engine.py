@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar, cast, get_args
+from typing import TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from torch import Tensor
 from mantissa.errors import MantissaError
 from mantissa.kernels import Kernels
 from mantissa.model import CopiedPolicy
+from mantissa.ranks import ALONE, Ranks
 from mantissa.rollout.generation import StopStrings
 from mantissa.rollout.sampling import request_keys
 from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams, check_requests, check_version
@@ -42,60 +43,6 @@ from mantissa.rollout.vllm.worker import CodeKernels
 
 LEAST_TEMPERATURE = 0.01  # below it vLLM samples at 0.01
 _NOT_FINITE = -9999.0  # what vLLM's server sends in the place of NaN and of anything below
-T = TypeVar("T")
-
-
-class Processes(Protocol):
-    """The processes of a run, as one of them sees them. Its methods are collective: all call them, in one order."""
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the one that acts for all."""
-        ...
-
-    def decided(self, value: T) -> T:
-        """The first's ``value``, in every process."""
-        ...
-
-    def said(self, text: str | None) -> str | None:
-        """The first text that any of them has; None where none has one."""
-        ...
-
-
-class _OneProcess:
-    first = True
-
-    def decided(self, value: T) -> T:
-        return value
-
-    def said(self, text: str | None) -> str | None:
-        return text
-
-
-ONE_PROCESS: Processes = _OneProcess()  # a run of one
-
-
-def agreed(processes: Processes, work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
-    """What ``work`` gives here, once it has succeeded in every process.
-
-    Where it raised ``MantissaError`` in one, it raises that one's message in all; what it gave here goes to ``undo``
-    first. Other exceptions are faults: they end their process, and the others lose it.
-    """
-    problem: MantissaError | None = None
-    result: list[T] = []
-    try:
-        result.append(work())
-    except MantissaError as error:
-        problem = error
-    said = processes.said(None if problem is None else str(problem))
-    if said is None:
-        return result[0]
-    for made in result:
-        if undo is not None:
-            undo(made)
-    if problem is not None and str(problem) == said:
-        raise problem
-    raise MantissaError(said) from problem
 
 
 class VllmEngine:
@@ -104,7 +51,7 @@ class VllmEngine:
     ``kernels`` hold the copy of the policy that is handed over (``copies``): their format is the engine's. ``start``:
     what vLLM is asked to be. ``server``: the URL of one that ``mantissa serve`` started; None starts one here.
     ``evidence``: what was seen of vLLM at the start, on weights made for that; ``release``: which vLLM it is.
-    ``processes``: those of the run, each of which has such an engine; making one and ``sync`` are collective.
+    ``ranks``: the run's processes, each of which has such an engine; making one and ``sync`` are collective.
 
     A sample's draws depend on its prompt, its seed and its index. Its logits do not quite: vLLM's sums depend on the
     batch, and two likely tokens may change places, so a run on vLLM repeats itself only nearly.
@@ -118,12 +65,12 @@ class VllmEngine:
         server: str | None = None,
         timeout_s: float = 3600.0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
-        processes: Processes = ONE_PROCESS,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.start, self.config = start, start.config
-        self._decode_text, self._processes = decode_text, processes
+        self._decode_text, self._ranks = decode_text, ranks
         self.served = bool(server)
-        self._leads = processes.first or not self.served
+        self._leads = ranks.rank0 or not self.served
         if start.fp8 is not None and start.device.type == "cpu":  # where this package's hold values and no codes
             kernels = CodeKernels(start.format, start.logits, start.fp8)
         self._copies = CopiedPolicy(start.config, kernels, start.device, "sync")
@@ -134,7 +81,7 @@ class VllmEngine:
         def link() -> VllmLink:
             return ServedVllm(server, start, timeout_s, self._leads) if server else LocalVllm(start, begun_with)
 
-        self._link = agreed(processes, link, lambda made: made.close())
+        self._link = ranks.agreed(link, lambda made: made.close())
         try:
             self._lead(lambda: self._prove(begun_with))
         except BaseException:
@@ -166,7 +113,7 @@ class VllmEngine:
         if version < 0:
             raise ValueError(f"policy version {version}: expected 0 or more")
         self._version = self.copied_version = -1
-        agreed(self._processes, lambda: self._take(weights))
+        self._ranks.agreed(lambda: self._take(weights))
         self._lead(lambda: self._load(self._copies.weights))
         self._version = self.copied_version = version
 
@@ -227,10 +174,10 @@ class VllmEngine:
 
     def _lead(self, work: Callable[[], object]) -> None:
         """Work on a vLLM: each process on its own, or the first on the server of all; then all know how it stands."""
-        agreed(self._processes, lambda: work() if self._leads else None)
+        self._ranks.agreed(lambda: work() if self._leads else None)
         if self.served:
             state = (self._mark, self._asleep, self.evidence, self.release)
-            self._mark, self._asleep, self.evidence, self.release = self._processes.decided(state)
+            self._mark, self._asleep, self.evidence, self.release = self._ranks.broadcast(state)
 
     def _take(self, masters: Mapping[str, Tensor]) -> None:
         """Round every master once: every process, for each may hold a part of them."""

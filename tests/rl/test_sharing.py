@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mantissa.errors import MantissaError
+from mantissa.ranks import ALONE, Ranks
 from mantissa.rl import resumed_config
+from mantissa.rl.collect import _packed, _unpacked
 from mantissa.rl.config import RunConfig
-from mantissa.rl.experience import Sequences
+from mantissa.rl.experience import Sequences, balanced
 from mantissa.rl.recipe import load_recipe
-from mantissa.rl.sampling import _packed, _unpacked
-from mantissa.rl.team import ALONE, Team, balanced, joined
+from mantissa.rl.session import joined
 from mantissa.rollout import Completion
 from mantissa.runs.directory import Onlooker, RunDirectory
-from mantissa.training import Ranks
 
 Lengths = st.lists(st.integers(2, 40), min_size=1, max_size=30)
 
@@ -29,8 +29,8 @@ def sequences(lengths: list[int]) -> Sequences:
     return Sequences.build([[1]] * len(lengths), [[2] * (n - 1) for n in lengths], torch.device("cpu"))
 
 
-def rank_of(rank: int, world: int, kind: Any = "ddp") -> Team:
-    return Team(Ranks(rank, world), kind)
+def rank_of(rank: int, world: int, kind: Any = "ddp") -> Ranks:
+    return Ranks(rank, world, kind=kind)
 
 
 @settings(deadline=None)
@@ -50,7 +50,7 @@ def test_every_row_is_computed_once_and_every_rank_has_as_many_parts(
     lengths: list[int], world: int, tokens: int
 ) -> None:
     batch, rows = sequences(lengths), torch.arange(len(lengths))
-    parts = [rank_of(rank, world).micro_batches(batch, rows, tokens) for rank in range(world)]
+    parts = [batch.micro_batches(rows, tokens, rank_of(rank, world)) for rank in range(world)]
     computed = torch.cat([part for mine in parts for part in mine])
     assert torch.equal(computed.sort().values, rows)
     assert len({len(mine) for mine in parts}) == 1
@@ -58,21 +58,21 @@ def test_every_row_is_computed_once_and_every_rank_has_as_many_parts(
         for part in mine:
             assert len(part) <= 1 or len(part) * int(batch.length_B[part].max()) <= tokens
     for row in (0, len(lengths) - 1):
-        found = rank_of(0, world).scored_by(batch, rows, tokens, row)
+        found = batch.part_with(row, rows, tokens, rank_of(0, world))
         assert any(torch.equal(found, part) for mine in parts for part in mine)
         assert row in found.tolist()
 
 
 def test_a_row_that_nobody_computes_is_not_found() -> None:
     with pytest.raises(ValueError, match="row 3 is not among"):
-        ALONE.scored_by(sequences([3, 4, 5, 6]), torch.arange(3), 100, 3)
+        sequences([3, 4, 5, 6]).part_with(3, torch.arange(3), 100, ALONE)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 20), st.integers(2, 4))
 def test_shares_of_a_list_are_put_together_in_its_order(count: int, world: int) -> None:
     items = list(range(count))
-    shares = [list(rank_of(rank, world).mine(items)) for rank in range(world)]
+    shares = [list(rank_of(rank, world).shard(items)) for rank in range(world)]
 
     class Gathering(Ranks):
         def gather(self, value: Any) -> list[Any]:
@@ -80,23 +80,20 @@ def test_shares_of_a_list_are_put_together_in_its_order(count: int, world: int) 
             return shares
 
     for rank in range(world):
-        assert Team(Gathering(rank, world)).everybodys(shares[rank]) == items
+        assert Gathering(rank, world).gather_shards(shares[rank]) == items
 
 
 def test_alone_everything_is_what_it_was() -> None:
-    batch, rows = sequences([5, 3, 9, 4]), torch.arange(4)
-    for mine, plain in zip(ALONE.micro_batches(batch, rows, 12), batch.micro_batches(rows, 12), strict=True):
-        assert torch.equal(mine, plain)
     items = [1, 2, 3]
-    assert ALONE.mine(items) is items
-    assert (ALONE.decided(7), ALONE.said("x"), ALONE.said(None)) == (7, "x", None)
+    assert ALONE.shard(items) is items
+    assert (ALONE.broadcast(7), ALONE.first_of("x"), ALONE.first_of(None)) == (7, "x", None)
     parameter = torch.nn.Parameter(torch.ones(2))
     ALONE.sum_gradients([parameter])
     assert parameter.grad is None
     values = torch.tensor([1.0, float("nan")])
     ALONE.join_rows(values)
     assert ALONE.whole({"x": values})["x"] is values
-    assert (ALONE.alone, ALONE.first, ALONE.sharded, rank_of(1, 2, "fsdp2").sharded) == (True, True, False, True)
+    assert (ALONE.alone, ALONE.rank0, ALONE.sharded, rank_of(1, 2, "fsdp2").sharded) == (True, True, False, True)
 
 
 def test_rows_are_joined_to_the_last_bit() -> None:
@@ -109,12 +106,12 @@ def test_rows_are_joined_to_the_last_bit() -> None:
         def sum_(self, tensor: Tensor) -> None:
             tensor += theirs.view(torch.int32)
 
-    Team(Adding(0, 2)).join_rows(mine)
+    Adding(0, 2).join_rows(mine)
     assert torch.equal(mine.view(torch.int32), patterns.expand(2, 4))
 
 
 def test_gradients_are_added_in_buckets_and_frozen_parameters_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mantissa.rl.team._BUCKET", 10)
+    monkeypatch.setattr("mantissa.ranks._BUCKET", 10)
     shapes = [(3, 2), (7,), (2, 2), (30,), (1,)]
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     frozen = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
@@ -127,7 +124,7 @@ def test_gradients_are_added_in_buckets_and_frozen_parameters_left_alone(monkeyp
             sent.append(tensor.numel())
             tensor *= 2
 
-    Team(Doubling(0, 2)).sum_gradients([*parameters, frozen])
+    Doubling(0, 2).sum_gradients([*parameters, frozen])
     assert sent == [13, 34, 1]
     for i, parameter in enumerate(parameters[:-1]):
         assert torch.equal(parameter.grad, torch.full(parameter.shape, 2.0 * (i + 1)))
@@ -145,12 +142,12 @@ def test_ranks_that_went_apart_are_found(differs: bool) -> None:
             assert value[1] == bits
             return [value, value, [value[0], value[1] + differs, value[2]]]
 
-    team = Team(Gathering(0, 3))
+    ranks = Gathering(0, 3)
     if not differs:
-        team.check_alike(tensors)
+        ranks.check_alike(tensors)
         return
     with pytest.raises(MantissaError, match="hold different weights: b differs on rank 2; a device"):
-        team.check_alike(tensors)
+        ranks.check_alike(tensors)
 
 
 def test_completions_survive_the_way() -> None:

@@ -1,4 +1,7 @@
-"""From a position in the data to the graded groups of one step.
+"""Collect: from problems to graded completions, and from a position in the data to the batch of one step.
+
+Completions are flat, one ``Sample`` each with its group's number; the loop, evaluation, warm start and the filter of
+prompts all sample and grade here.
 
 A step's batch is a function of the run's seed, the step, the weights that sample it and the data position: an integer,
 the number of prompts sampled before. Without dynamic sampling it is ``(step - 1) * rollout.prompts``; with it, it
@@ -29,12 +32,13 @@ and says little. ``reward/accuracy`` is over everything sampled; ``reward/accura
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -43,12 +47,134 @@ from torch import Tensor
 from mantissa.bounds import boundary, count
 from mantissa.bounds import number as is_number
 from mantissa.errors import MantissaError
+from mantissa.model import Tokenizer
+from mantissa.ranks import ALONE, Ranks
 from mantissa.rl.config import DynamicConfig, OverlongConfig, RolloutConfig
-from mantissa.rl.sampling import Sampled, Sampler
-from mantissa.rl.seeds import stream_slice
-from mantissa.rollout import Completion, SamplingParams
+from mantissa.rl.experience import Experience
+from mantissa.rl.seeds import derive_seed, stream_slice
+from mantissa.rollout import Completion, FinishReason, Request, RolloutEngine, SamplingParams
 from mantissa.runs.metrics import REWARD_PART
-from mantissa.tasks import Problem, Reward
+from mantissa.tasks import Grader, Problem, Reward
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion of ``problem``, whose tokens are ``prompt``; ``group``: the number of its prompt in the step."""
+
+    problem: Problem
+    group: int
+    prompt: Sequence[int]
+    completion: Completion
+    text: str
+
+
+def by_group(samples: Sequence[Sample], values: Sequence[T]) -> list[list[T]]:
+    """``values``, one of each sample, of each group: in the order of the groups, which are contiguous."""
+    pairs = zip(samples, values, strict=True)
+    return [[value for _, value in group] for _, group in itertools.groupby(pairs, lambda pair: pair[0].group)]
+
+
+def success_rates(samples: Sequence[Sample], rewards: Sequence[Reward]) -> list[float]:
+    """For each problem, the share of its completions that are correct."""
+    return [sum(reward.correct for reward in group) / len(group) for group in by_group(samples, rewards)]
+
+
+class Sampler:
+    """An engine, a tokenizer and a grader: from problems to graded completions.
+
+    Each of ``ranks`` samples and grades its share of the problems, and all get everything.
+    """
+
+    def __init__(self, engine: RolloutEngine, tokenizer: Tokenizer, grader: Grader, ranks: Ranks = ALONE) -> None:
+        self.engine, self.tokenizer, self.grader, self.ranks = engine, tokenizer, grader, ranks
+
+    def params(
+        self, max_tokens: int, temperature: float, stop: tuple[str, ...] = (), top_k: int = 0, top_p: float = 1.0
+    ) -> SamplingParams:
+        """Sampling parameters that end at the tokenizer's end tokens."""
+        return SamplingParams(max_tokens, temperature, top_k, top_p, tuple(self.tokenizer.eos_ids), stop)
+
+    def sample(
+        self,
+        problems: Sequence[Problem],
+        samples: int,
+        params: SamplingParams,
+        version: int,
+        *seed: int | str,
+        first: int = 0,
+    ) -> list[Sample]:
+        """Sample each problem ``samples`` times; sample j of problem i depends on ``seed``, ``first`` + i and j alone.
+
+        ``first``: the number of the first problem's group.
+        """
+        prompts = [self.encode(problem) for problem in problems]
+        requests = [
+            Request(tuple(prompt), derive_seed(*seed, index), samples) for index, prompt in enumerate(prompts, first)
+        ]
+        groups = self._generate(requests, params, version)
+        return [
+            Sample(problem, index, prompt, completion, self.tokenizer.decode(completion.tokens))
+            for index, (problem, prompt, group) in enumerate(zip(problems, prompts, groups, strict=True), first)
+            for completion in group
+        ]
+
+    def _generate(
+        self, requests: Sequence[Request], params: SamplingParams, version: int
+    ) -> Sequence[Sequence[Completion]]:
+        if self.ranks.alone:
+            return self.engine.generate(requests, params, version)
+        share = self.ranks.shard(requests)
+        groups = self.engine.generate(share, params, version) if share else []
+        return [_unpacked(group) for group in self.ranks.gather_shards([_packed(group) for group in groups])]
+
+    def grade(self, samples: Sequence[Sample]) -> list[Reward]:
+        """A reward for each."""
+        pairs = [(sample.problem, sample.text) for sample in samples]
+        if self.ranks.alone:
+            return self.grader.grade(pairs)
+        here = self.ranks.shard(by_group(samples, pairs))
+        flat = iter(self.grader.grade([pair for group in here for pair in group]))
+        graded = self.ranks.gather_shards([list(itertools.islice(flat, len(group))) for group in here])
+        return [reward for group in graded for reward in group]
+
+    def encode(self, problem: Problem) -> list[int]:
+        """The prompt's tokens; a prompt that this tokenizer cannot write names its problem."""
+        try:
+            if isinstance(problem.prompt, str):
+                return self.tokenizer.encode_prompt(problem.prompt)
+            return self.tokenizer.encode_prompt([{"role": m.role, "content": m.content} for m in problem.prompt])
+        except MantissaError as error:
+            raise MantissaError(f"problem {problem.id}: {error}") from None
+
+    def accuracy(
+        self, problems: Sequence[Problem], samples: int, params: SamplingParams, version: int, *seed: int | str
+    ) -> float:
+        """Mean over problems of the share of ``samples`` completions that are correct."""
+        sampled = self.sample(problems, samples, params, version, *seed)
+        rates = success_rates(sampled, self.grade(sampled))
+        return sum(rates) / len(rates)
+
+
+_Packed = tuple[Tensor, list[int], Tensor, list[FinishReason], int, list[int | None]]
+
+
+def _packed(group: Sequence[Completion]) -> _Packed:
+    """A group as few objects, to travel: tokens, lengths, log-probs, finish reasons, version, keys."""
+    tokens = torch.tensor([token for completion in group for token in completion.tokens], dtype=torch.int64)
+    logp = torch.cat([completion.logp_T for completion in group])
+    lengths = [len(completion.tokens) for completion in group]
+    reasons, keys = [completion.finish_reason for completion in group], [completion.key for completion in group]
+    return tokens, lengths, logp, reasons, group[0].policy_version, keys
+
+
+def _unpacked(packed: _Packed) -> list[Completion]:
+    tokens, lengths, logp, reasons, version, keys = packed
+    return [
+        Completion(tuple(part.tolist()), logp_T.clone(), reason, version, key)
+        for part, logp_T, reason, key in zip(tokens.split(lengths), logp.split(lengths), reasons, keys, strict=True)
+    ]
 
 
 def overlong_penalty(length: int, max_tokens: int, config: OverlongConfig | None) -> float:
@@ -122,31 +248,30 @@ class Batch:
     """What one step learns from.
 
     ``version``: the weights that sampled it. ``position``: prompts sampled up to and with this batch. ``indices``: each
-    group's training problem. ``rewards``: flat; their values as advantages see them, overlong penalty included.
-    ``metrics``: of everything sampled, dropped groups included. ``seconds``: wall clock of ``rollout`` and ``reward``.
+    group's training problem. ``samples``: group after group. ``rewards``: of each, with values as advantages see them,
+    overlong penalty included. ``metrics``: of all that was sampled, dropped groups included. ``seconds``: wall clock of
+    ``rollout`` and ``reward``.
     """
 
     step: int
     version: int
     position: int
     indices: Sequence[int]
-    sampled: Sampled
+    samples: Sequence[Sample]
     rewards: Sequence[Reward]
     metrics: Mapping[str, float]
     seconds: Mapping[str, float]
 
-
-@dataclass(frozen=True)
-class _Group:
-    """One prompt's completions, graded and shaped."""
-
-    index: int
-    problem: Problem
-    prompt: Sequence[int]
-    completions: Sequence[Completion]
-    texts: Sequence[str]
-    rewards: Sequence[Reward]
-    fate: Fate
+    def experience(self, device: torch.device) -> Experience:
+        """As tensors; groups numbered from 0."""
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(s.group for s in self.samples))}
+        return Experience.of(
+            [sample.prompt for sample in self.samples],
+            [sample.completion for sample in self.samples],
+            [numbers[sample.group] for sample in self.samples],
+            [reward.value for reward in self.rewards],
+            device,
+        )
 
 
 class Collector:
@@ -170,77 +295,51 @@ class Collector:
         """The batch of ``step``, sampled by the engine's weights, which are ``version``."""
         config, dynamic = self.config, self.config.dynamic
         self._seconds = {"rollout": 0.0, "reward": 0.0}
-        if dynamic is None:
-            groups = self._generate(step, version, config.prompts, 0)
-            return self._batch(step, version, groups, groups, {})
-        groups, tries, kept = [], 0, 0
-        while kept < config.prompts and tries < dynamic.max_generation_batches:
-            groups += self._generate(step, version, dynamic.batch_prompts or config.prompts, len(groups))
-            tries, kept = tries + 1, sum(group.fate == "kept" for group in groups)
-        fates = [group.fate for group in groups]
-        trained = [groups[index] for index in chosen(fates, config.prompts, dynamic)]
-        rewards = [reward for group in trained for reward in group.rewards]
-        metrics = dynamic_metrics(fates, min(kept, config.prompts), tries)
-        metrics["reward/accuracy_trained"] = sum(reward.correct for reward in rewards) / len(rewards)
-        return self._batch(step, version, groups, trained, metrics)
+        samples: list[Sample] = []
+        rewards: list[Reward] = []
+        fates: list[Fate] = []
+        indices: list[int] = []
+        tries, wanted = 0, config.prompts
+        per_try, most = wanted, 1
+        if dynamic is not None:
+            per_try, most = dynamic.batch_prompts or wanted, dynamic.max_generation_batches
+        while tries < most and fates.count("kept") < wanted:
+            places = stream_slice(len(self.kept), self.position, per_try, self.seed, "prompts")
+            self.position += per_try
+            indices += [self.kept[place] for place in places]
+            sampled, graded = self._generate(step, version, indices[len(fates) :], len(fates))
+            final = [shaped(r, self._penalty(s.completion)) for s, r in zip(sampled, graded, strict=True)]
+            fates += map(fate, by_group(sampled, graded), by_group(sampled, final))
+            samples, rewards, tries = samples + sampled, rewards + final, tries + 1
+        metrics = self._sample_metrics(samples, rewards)
+        if dynamic is not None:
+            trained = chosen(fates, wanted, dynamic)
+            indices = [indices[group] for group in trained]
+            keep = [sample.group in trained for sample in samples]
+            samples, rewards = list(itertools.compress(samples, keep)), list(itertools.compress(rewards, keep))
+            metrics |= dynamic_metrics(fates, min(fates.count("kept"), wanted), tries)
+            metrics["reward/accuracy_trained"] = sum(reward.correct for reward in rewards) / len(rewards)
+        return Batch(step, version, self.position, indices, samples, rewards, metrics, self._seconds)
 
-    def _generate(self, step: int, version: int, count: int, first: int) -> list[_Group]:
-        """Sample and grade the next ``count`` prompts, the step's prompts ``first`` and on."""
-        samples, seed = self.config.samples, self.seed
-        places = stream_slice(len(self.kept), self.position, count, seed, "prompts")
-        self.position += count
-        indices = [self.kept[place] for place in places]
-        problems = [self.problems[index] for index in indices]
+    def _generate(
+        self, step: int, version: int, indices: Sequence[int], first: int
+    ) -> tuple[list[Sample], list[Reward]]:
+        """Sample and grade these problems, the step's prompts ``first`` and on."""
+        problems, count, seed = [self.problems[index] for index in indices], self.config.samples, self.seed
         started = time.perf_counter()
-        sampled = self.sampler.sample(problems, samples, self.params, version, seed, "rollout", step, first=first)
+        samples = self.sampler.sample(problems, count, self.params, version, seed, "rollout", step, first=first)
         generated = time.perf_counter()
-        graded = self.sampler.grade(sampled)
+        graded = self.sampler.grade(samples)
         self._seconds["rollout"] += generated - started
         self._seconds["reward"] += time.perf_counter() - generated
-        groups = []
-        for number, (index, problem) in enumerate(zip(indices, problems, strict=True)):
-            flat = slice(number * samples, (number + 1) * samples)
-            completions, rewards = sampled.groups[number], graded[flat]
-            penalised = [shaped(r, self._penalty(c)) for r, c in zip(rewards, completions, strict=True)]
-            groups.append(
-                _Group(
-                    index,
-                    problem,
-                    sampled.prompts[number],
-                    completions,
-                    sampled.texts[flat],
-                    penalised,
-                    fate(rewards, penalised),
-                )
-            )
-        return groups
+        return samples, graded
 
     def _penalty(self, completion: Completion) -> float:
         return overlong_penalty(len(completion.tokens), self.config.max_tokens, self.config.overlong)
 
-    def _batch(
-        self,
-        step: int,
-        version: int,
-        groups: Sequence[_Group],
-        trained: Sequence[_Group],
-        metrics: dict[str, float],
-    ) -> Batch:
-        sampled = Sampled(
-            [group.problem for group in trained],
-            [group.prompt for group in trained],
-            [group.completions for group in trained],
-            [text for group in trained for text in group.texts],
-        )
-        rewards = [reward for group in trained for reward in group.rewards]
-        whole = self._sample_metrics(groups) | metrics
-        indices = [group.index for group in trained]
-        return Batch(step, version, self.position, indices, sampled, rewards, whole, self._seconds)
-
-    def _sample_metrics(self, groups: Sequence[_Group]) -> dict[str, float]:
+    def _sample_metrics(self, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, float]:
         """Metrics of everything that was sampled."""
-        completions = [completion for group in groups for completion in group.completions]
-        rewards = [reward for group in groups for reward in group.rewards]
+        completions = [sample.completion for sample in samples]
         lengths = [len(completion.tokens) for completion in completions]
         metrics: dict[str, float] = {
             "reward/accuracy": sum(reward.correct for reward in rewards) / len(rewards),
@@ -267,11 +366,11 @@ def _reward_parts(rewards: Sequence[Reward]) -> dict[str, float]:
     return {f"{REWARD_PART}{name}": math.fsum(many) / len(many) for name, many in sorted(values.items())}
 
 
-def pack(batches: Sequence[Batch]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+def pack(batches: Iterable[Batch]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Batches as tensors and plain values, for a checkpoint. ``seconds`` are left out: a resume spends none."""
     tensors, plain = {}, []
     for batch in batches:
-        completions = [completion for group in batch.sampled.groups for completion in group]
+        completions = [sample.completion for sample in batch.samples]
         tensors[f"ahead/{batch.step}/tokens"] = torch.tensor([t for c in completions for t in c.tokens])
         tensors[f"ahead/{batch.step}/lengths"] = torch.tensor([len(c.tokens) for c in completions])
         tensors[f"ahead/{batch.step}/logp"] = torch.cat([c.logp_T for c in completions])
@@ -301,10 +400,10 @@ def unpack(
     ``embeddings``: the model's vocabulary. ``MantissaError`` where they are not such batches.
     """
     with boundary("checkpoint's batches of later steps", "they are damaged"):
-        return [_unpacked(tensors, state, problems, sampler, embeddings) for state in plain]
+        return [_one_unpacked(tensors, state, problems, sampler, embeddings) for state in plain]
 
 
-def _unpacked(
+def _one_unpacked(
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Any],
     problems: Sequence[Problem],
@@ -328,18 +427,13 @@ def _unpacked(
     wrong = next((name for name, good in checks.items() if not good), None)
     if wrong is not None:
         raise MantissaError(f"checkpoint's batch of step {step} has wrong {wrong}; it is damaged")
-    flat = [
-        Completion(tuple(part.tolist()), logp_T.clone(), reason, version)
-        for part, logp_T, reason in zip(
-            tokens.split(lengths.tolist()), logp.split(lengths.tolist()), reasons, strict=True
-        )
-    ]
-    size = len(flat) // len(indices)
-    sampled = Sampled(
-        [problems[index] for index in indices],
-        [sampler.encode(problems[index]) for index in indices],
-        [flat[start : start + size] for start in range(0, len(flat), size)],
-        [sampler.tokenizer.decode(completion.tokens) for completion in flat],
-    )
+    cut = lengths.tolist()
+    size = len(cut) // len(indices)
+    prompts = [sampler.encode(problems[index]) for index in indices]
+    samples = []
+    for number, (part, logp_T, reason) in enumerate(zip(tokens.split(cut), logp.split(cut), reasons, strict=True)):
+        group, completion = number // size, Completion(tuple(part.tolist()), logp_T.clone(), reason, version)
+        text = sampler.tokenizer.decode(completion.tokens)
+        samples.append(Sample(problems[indices[group]], group, prompts[group], completion, text))
     rewards = [Reward(*reward) for reward in state["rewards"]]
-    return Batch(step, version, position, indices, sampled, rewards, state["metrics"], {})
+    return Batch(step, version, position, indices, samples, rewards, state["metrics"], {})

@@ -36,10 +36,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError
-from mantissa.rl.batches import Batch, Collector
-from mantissa.rl.engines import rest, shares
-from mantissa.rollout import Completion, RolloutEngine
+from mantissa.rl.assemble import rest, shares
+from mantissa.rl.collect import Batch, Collector
+from mantissa.rollout import RolloutEngine
 
 Weights = Mapping[str, Tensor]
 
@@ -76,7 +75,7 @@ class Source(Protocol):
         ...
 
 
-class InTurn:
+class SyncSource:
     """Samples a batch when it is asked for, by the newest weights."""
 
     def __init__(self, collector: Collector, engine: RolloutEngine) -> None:
@@ -120,7 +119,7 @@ class _Order:
     result: Future[Batch]
 
 
-class Ahead:
+class AsyncSource:
     """Samples ``behind`` steps ahead, to ``last`` at most, in a thread; see the module for the schedule."""
 
     def __init__(
@@ -216,16 +215,3 @@ class Ahead:
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-
-def lag_metrics(completions: Sequence[Completion], version: int, bound: int) -> dict[str, float]:
-    """Versions between each completion's weights and the learner's ``version``; beyond ``bound`` is an error."""
-    lags = [version - completion.policy_version for completion in completions]
-    if min(lags) < 0 or max(lags) > bound:
-        wrong = next(lag for lag in lags if not 0 <= lag <= bound)
-        raise MantissaError(
-            f"a completion of policy version {version - wrong} reached the learner at version {version}: a lag of "
-            f"{wrong}, expected 0 to rollout.max_policy_lag={bound}; the engine samples with other weights than it was "
-            "told to"
-        )
-    return {"rollout/lag_mean": sum(lags) / len(lags), "rollout/lag_max": max(lags)}

@@ -1,4 +1,4 @@
-"""What each process of tests/rl/test_processes.py does: ``torchrun team_worker.py FOLDER``, which holds ``jobs.json``.
+"""What each process of tests/rl/test_processes.py does: ``torchrun rl_rank_worker.py FOLDER``, with ``jobs.json``.
 
 A job is ``{"name", "scenario", "recipe"}``; each leaves ``FOLDER/<name>-<rank>.pt``. The same scenarios run in the
 tests' own process, for what one process computes.
@@ -14,6 +14,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mantissa.rl.session
+from experiences import sampled
 from mantissa.algorithms import values
 from mantissa.errors import MantissaError
 from mantissa.model.decoder import Norm
 from mantissa.rl import make_config, resume, start
-from mantissa.rl.assemble import Parts, assemble
+from mantissa.rl.assemble import assemble
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Learner
-from mantissa.rl.team import joined
+from mantissa.rl.objective import weigh
+from mantissa.rl.session import joined
 from mantissa.rollout import NativeEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import StepOutcome
@@ -45,12 +48,13 @@ def gradients(recipe: Recipe, folder: Path) -> dict[str, Any]:
     Real completions with made-up rewards, of which the last group's are equal; the rollout is half a nat off.
     """
     config = make_config(recipe, "test")
-    with joined(config, torch.device("cpu")) as team:
-        parts = assemble(config, team)
+    with joined(config, torch.device("cpu")) as ranks:
+        parts = assemble(config, ranks)
+        parts.sampler.engine.sync(parts.learner.weights, 0)
         experience = sampled(parts)
         if parts.reference is not None:
             parts.reference.take(parts.learner.weights, 0)
-            experience = experience.with_reference(parts.reference.score(experience.sequences))
+            experience = replace(experience, ref_logp_BR=parts.reference.score(experience))
         learner, found = parts.learner, {}
 
         def run(backward: Callable[[float], None]) -> StepOutcome:
@@ -67,37 +71,23 @@ def gradients(recipe: Recipe, folder: Path) -> dict[str, Any]:
             return real(data, batches, number)
 
         learner.step.run, learner._step = run, step  # type: ignore[method-assign]
-        update = learner.update(experience, 1, probe=True)
+        weighed = weigh(experience, learner.algorithm)
+        flushed, update = learner.flushed(weighed, 1), learner.learn(weighed, 1)
         parts.close()
         return {
             "gradients": found,
-            "tokens": experience.sequences.tokens_BT,
+            "tokens": experience.tokens_BT,
             "old": experience.old_logp_BR,
             "entropy": experience.entropy_BR,
             "rollout": experience.rollout_logp_BR,
             "reference": experience.ref_logp_BR,
-            "advantage": update.advantage_B,
+            "advantage": weighed.advantage_B,
             "trained": update.trained_tokens,
-            "flushed": update.flushed_fraction,
+            "flushed": flushed,
             "rows": sum(rows),
             "tallies": {name: float(value) for name, value in values(update.tallies).items()},
             "weights": dict(whole(dict(learner.weights))),
         }
-
-
-def sampled(parts: Parts, problems: int = 5, samples: int = 4) -> Experience:
-    parts.sampler.engine.sync(parts.learner.weights, 0)
-    result = parts.sampler.sample(
-        parts.task.split("train", problems), samples, parts.sampler.params(6, 1.0), 0, 0, "test"
-    )
-    draw = torch.Generator().manual_seed(1)
-    rewards = torch.randint(0, 2, (problems * samples,), generator=draw).float()
-    rewards[-samples:] = 1.0
-    experience = Experience.build(result.prompts, result.groups, rewards.tolist(), parts.device)
-    noise = 0.5 * torch.randn(experience.rollout_logp_BR.shape, generator=draw)
-    off = torch.where(experience.sequences.mask_BR, experience.rollout_logp_BR + noise, 0.0)
-    experience = Experience(experience.sequences, off, experience.reward_B, experience.group_B)
-    return experience.with_learner(*parts.learner.score(experience.sequences))
 
 
 def train(recipe: Recipe, folder: Path) -> dict[str, Any]:
@@ -126,7 +116,7 @@ def overflow(recipe: Recipe, folder: Path) -> dict[str, Any]:
     It is the first of the last norm's, which with FSDP2 is rank 0's to keep: no other rank sees it by itself.
     """
     outcomes: list[str] = []
-    real, real_update = Learner._loss, Learner.update
+    real, real_learn = Learner._loss, Learner.learn
     state = {"step": 0, "losses": 0}
 
     class Poison(torch.autograd.Function):
@@ -149,18 +139,18 @@ def overflow(recipe: Recipe, folder: Path) -> dict[str, Any]:
         state["losses"] += 1
         return real(self, *rest)
 
-    def update(self: Learner, experience: Experience, step: int, probe: bool) -> Any:
+    def learn(self: Learner, experience: Experience, step: int) -> Any:
         state.update(step=step, losses=0)
         self.model.model.norm.forward = norm.__get__(self.model.model.norm)  # type: ignore[method-assign]
-        result = real_update(self, experience, step, probe)
+        result = real_learn(self, experience, step)
         outcomes.extend(f"{step} {outcome} {outcome.scale:g}" for outcome in result.outcomes)
         return result
 
-    Learner._loss, Learner.update = loss, update  # type: ignore[method-assign,assignment]
+    Learner._loss, Learner.learn = loss, learn  # type: ignore[method-assign,assignment]
     try:
         start(make_config(recipe | {"run_dir": str(folder)}, "test"))
     finally:
-        Learner._loss, Learner.update = real, real_update  # type: ignore[method-assign]
+        Learner._loss, Learner.learn = real, real_learn  # type: ignore[method-assign]
     return {"outcomes": outcomes}
 
 
@@ -190,7 +180,7 @@ def stop(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
     def loss(self: Learner, *rest: Any) -> Any:
         value, tallies = real(self, *rest)
-        last = self.team.ranks.rank == self.team.ranks.world - 1
+        last = self.ranks.rank == self.ranks.world - 1
         return (value * math.inf if last and rest[1].counts else value), tallies
 
     Learner._loss = loss  # type: ignore[method-assign]

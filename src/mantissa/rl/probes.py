@@ -1,0 +1,353 @@
+"""What observes a step and is no part of it: one list of probes, one interface.
+
+**Exactness**, the promise of ``precision.kernels=exact``: every sampled token's log-prob is the learner's, bit for bit.
+The check compares the rollout's log-probs with those of the learner's own forward, all sampled tokens of the step, by
+their bits, and each token with the one that its uniform selects from the learner's distribution. It fails closed: at
+the first step where one differs, both sides are replayed to find the operation in which they part (``replay.py``), a
+file that holds both is written, and the run stops (``precision.on_mismatch: warn`` goes on, and says so at every such
+step).
+
+Before it stops, it may plan anew: once in a run, and only where nothing was learned from unchecked numbers, the kernels
+move to the next safer way (``kernels/exact/plan.py``), and the step is sampled again with it, from the same seeds. That
+is printed, counted (``exact/replans``) and kept in the checkpoints. A second difference stops the run.
+
+Exactness also pays. The log-probs of the old policy, for which a step otherwise needs a forward of its own, are those
+that the rollout delivered. With ``precision.check_every: n`` that forward is done in one step of n and in the last, as
+the check, and in the others left out: what they learn from is the same, bit for bit, as long as the promise holds.
+Every step, checked or not, compares what costs nothing: the first update's own forward is one under the weights that
+sampled, so each log-prob it gives (of the completions that carry a gradient) is the old policy's.
+
+**The engine's share of the gap**: vLLM delivers V with every token, the learner has its own L. Between them lies M: the
+very weights that vLLM was sent, in the rollout's format, logits and temperature, under kernels that give a token the
+same bits in whatever batch and at whatever step of its decoding. So M is what the native engine with exact kernels
+would have delivered, bit for bit, for these tokens. What separates M from V is vLLM's (its kernels, the order of their
+sums, where they round), what separates L from M is not: the learner's format, and its fast kernels.
+``mantissa.mismatch.metrics`` makes numbers of it. Exact kernels are not to be had for everything. Then nothing is
+measured, and that is said; the fast ones, whose own order of sums would be in the answer, never stand in for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mantissa.errors import MantissaError
+from mantissa.kernels import WAYS, ExactKernels, Way
+from mantissa.mismatch import engine_share
+from mantissa.ranks import ALONE, Ranks
+from mantissa.rl.assemble import ExactTwin, Parts
+from mantissa.rl.config import RunConfig
+from mantissa.rl.experience import Experience
+from mantissa.rl.learner import Learner, Look
+from mantissa.rl.replay import Case, examine, unequal, write_case
+from mantissa.rl.score import Reference, Scorer
+from mantissa.rollout import Call, NativeEngine, Request, SamplingParams, VllmEngine
+from mantissa.rollout.sampling import drawn_otherwise, uniforms
+from mantissa.runs.directory import RunDirectory
+
+Metrics = Mapping[str, float]
+_FLUSH_EVERY = 10  # steps between measurements of flushed gradients: each costs a forward and backward of 8 completions
+
+
+class Probe:
+    """Observes steps; what it returns are metrics of the step's row. ``phase``: what its time is counted as."""
+
+    phase: str | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether ``step`` is observed."""
+        return True
+
+    def observe(self, step: int, experience: Experience) -> Metrics:
+        """Of a weighed batch, before anything is learned from it."""
+        return {}
+
+    def learned(self, step: int) -> Metrics:
+        """After the step's update, due or not."""
+        return {}
+
+
+class SampleAgain(Exception):  # noqa: N818 - no error
+    """The step is to be sampled again: the kernels compute in another way from now on."""
+
+
+class Lag(Probe):
+    """How old the completions are; older than ``bound`` is an error."""
+
+    def __init__(self, learner: Learner, bound: int) -> None:
+        self.learner, self.bound = learner, bound
+
+    def observe(self, step: int, experience: Experience) -> Metrics:
+        return lag_metrics(experience.version_B.tolist(), self.learner.version, self.bound)
+
+
+def lag_metrics(versions: Sequence[int], version: int, bound: int) -> dict[str, float]:
+    """Versions between each completion's weights and the learner's ``version``; beyond ``bound`` is an error."""
+    lags = [version - sampled for sampled in versions]
+    if min(lags) < 0 or max(lags) > bound:
+        wrong = next(lag for lag in lags if not 0 <= lag <= bound)
+        raise MantissaError(
+            f"a completion of policy version {version - wrong} reached the learner at version {version}: a lag of "
+            f"{wrong}, expected 0 to rollout.max_policy_lag={bound}; the engine samples with other weights than it was "
+            "told to"
+        )
+    return {"rollout/lag_mean": sum(lags) / len(lags), "rollout/lag_max": max(lags)}
+
+
+class Flushed(Probe):
+    """Now and then, the share of gradients that the learner's format flushes to zero."""
+
+    phase = "update"
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+
+    def due(self, step: int) -> bool:
+        return step % _FLUSH_EVERY == 1
+
+    def observe(self, step: int, experience: Experience) -> Metrics:
+        fraction = self.learner.flushed(experience, step)
+        return {} if fraction is None else {"precision/flushed_fraction": fraction}
+
+
+class Refresh(Probe):
+    """Which reference the step is held to; it follows the policy after the update."""
+
+    def __init__(self, reference: Reference, learner: Learner) -> None:
+        self.reference, self.learner = reference, learner
+
+    def observe(self, step: int, experience: Experience) -> Metrics:
+        return {"reference/version": self.reference.version}
+
+    def learned(self, step: int) -> Metrics:
+        self.reference.follow(self.learner.weights, self.learner.version)
+        return {"reference/refreshes": self.reference.refreshes}
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Tokens whose two log-probs differ: how many of how many, and the first, token ``token`` of response ``row``."""
+
+    tokens: int
+    checked: int
+    row: int
+    token: int
+
+
+def compare(experience: Experience) -> Mismatch | None:
+    """The rollout's and the learner's log-probs of every response token, by their bits; None where all are equal."""
+    mask_BR, rollout_BR, learner_BR = experience.mask_BR, experience.rollout_logp_BR, experience.old_logp
+    different_BR = unequal(rollout_BR, learner_BR) & mask_BR
+    if not bool(different_BR.any()):
+        return None
+    row, token = different_BR.nonzero()[0].tolist()
+    return Mismatch(int(different_BR.sum()), int(mask_BR.sum()), row, token)
+
+
+class Exactness(Probe):
+    """Checks the steps of a run. ``note`` takes a line for the screen."""
+
+    def __init__(self, config: RunConfig, parts: Parts, run: RunDirectory, note: Callable[[str], None]) -> None:
+        assert isinstance(parts.sampler.engine, NativeEngine)
+        self.precision, self.steps, self.run, self.note = config.precision_policy, config.steps, run, note
+        self.learner, self.engine, self.replan = parts.learner, parts.sampler.engine, parts.replan
+        others = [] if parts.reference is None else [parts.reference.kernels]
+        every = (self.learner.kernels, self.engine.kernels, *others)
+        self.kernels = [kernels for kernels in every if isinstance(kernels, ExactKernels)]
+        self.replans = 0
+        self.unlike: int | None = None
+        # A sum of gradients must not depend on whether its step was checked.
+        self.learner.reuse_scoring = (self.precision.check_every or 1) == 1
+        self.engine.keeps_calls, self.learner.verify = True, self.verify
+
+    def due(self, step: int) -> bool:
+        """Whether ``step`` is checked: the first one, every ``check_every``-th after it, and the last."""
+        return (step - 1) % (self.precision.check_every or 1) == 0 or step == self.steps
+
+    def observe(self, step: int, experience: Experience) -> Metrics:
+        """Compare a scored batch. At a difference, ``precision.on_mismatch`` decides; it may raise ``SampleAgain``."""
+        found = compare(experience)
+        if found is not None:
+            message = self._mismatch(step, experience, found)
+            if self._may_plan_anew(step):
+                way = WAYS[WAYS.index(self.kernels[0].plan.way) + 1]
+                self.use(way)
+                self.note(f"warning: {message}; all kernels compute by {way} from here on, step {step} again")
+                raise SampleAgain
+            self._decide(message + (", also with the safer plan" if self.replans else ""))
+        misdrawn, message = self._misdrawn(step, experience)
+        if misdrawn:
+            self._decide(message)
+        return {
+            "exact/checked_tokens": int(experience.mask_BR.sum()),
+            "exact/mismatched_tokens": found.tokens if found else 0,
+            "exact/misdrawn_tokens": misdrawn,
+            "exact/replans": self.replans,
+        }
+
+    def _may_plan_anew(self, step: int) -> bool:
+        """Where nothing was learned from numbers that nobody compared, once, and if there is a safer way."""
+        every = self.precision.check_every or 1
+        allowed = self.precision.on_mismatch in (None, "replan") and not self.replans and (every == 1 or step == 1)
+        return allowed and self.replan is not None and self.kernels[0].plan.way != WAYS[-1]
+
+    def use(self, way: Way) -> None:
+        """Compute by ``way`` from here on, in every role. Collective."""
+        assert self.replan is not None
+        plan = self.replan(way)
+        assert plan is not None
+        for kernels in self.kernels:
+            kernels.plan = plan
+        self.replans += 1
+
+    def look(self, experience: Experience) -> Look:
+        """What watches the scoring of a batch for tokens that the learner's law does not draw with their uniforms."""
+        key_B = experience.key_B
+        assert key_B is not None, "a native engine draws"
+        params = SamplingParams(1, self.learner.temperature)
+        self._misdrawn_BR = torch.zeros_like(experience.mask_BR, dtype=torch.int32)
+
+        def look(row_N: Tensor, column_N: Tensor, logits_NV: Tensor) -> None:
+            token_N = experience.tokens_BT[row_N, experience.prompt_length_B[row_N] + column_N]
+            otherwise_N = drawn_otherwise(logits_NV, token_N, params, uniforms(key_B[row_N], column_N))
+            self._misdrawn_BR[row_N, column_N] = otherwise_N.to(torch.int32)
+
+        return look
+
+    def _misdrawn(self, step: int, experience: Experience) -> tuple[int, str]:
+        """How many tokens were drawn from another law than the learner's, and what to say of the first."""
+        self.learner.ranks.join_rows(self._misdrawn_BR)
+        count = int(self._misdrawn_BR.sum())
+        if not count:
+            return 0, ""
+        row, token = self._misdrawn_BR.nonzero()[0].tolist()
+        what = (
+            f"step {step}: {count} of {int(experience.mask_BR.sum())} tokens are not those that their "
+            f"uniforms select from the learner's distribution; the first is response token {token} of sequence {row}"
+        )
+        return count, self._explain(step, experience, what, row)
+
+    def verify(self, step: int, experience: Experience, seen_BR: Tensor) -> None:
+        """Compare the log-probs of the first update's own forward with the old policy's: the weights are still its own.
+
+        In a step that was not checked those are the rollout's.
+        """
+        ranks = self.learner.ranks
+        different_BR = unequal(seen_BR, experience.old_logp) & experience.mask_BR
+        self.unlike = int(ranks.sum_of(int(different_BR.sum())))
+        if not self.unlike:
+            return
+        found = [place.tolist() for place in different_BR.nonzero()[:1]]
+        row, token = next(places[0] for places in ranks.gather(found) if places)
+        scored = experience.with_learner(self.learner.score(experience)[0], None)
+        again = compare(scored)
+        what = (
+            f"step {step}: the update's own forward, before any weight changed, gives {self.unlike} log-probs that are "
+            f"not the old policy's; the first is that of sequence {row}, response token {token}"
+        )
+        if again is None:  # scoring is as the rollout: so the update computes otherwise
+            what += ". Scoring gives the rollout's: the update's forward has other kernels"
+        else:
+            what += f". Scoring differs from the rollout in {again.tokens} of {again.checked} too"
+        self._decide(self._explain(step, scored, what, row if again is None else again.row))
+
+    def learned(self, step: int) -> Metrics:
+        """What the update's own forward showed; nothing where it made none."""
+        unlike, self.unlike = self.unlike, None
+        return {} if unlike is None else {"exact/update_mismatched_tokens": unlike}
+
+    def _decide(self, message: str) -> None:
+        """``precision.on_mismatch``."""
+        if self.precision.on_mismatch != "warn":
+            raise MantissaError(message + "; precision.on_mismatch=warn goes on in spite of it")
+        self.note(f"warning: {message}")
+
+    def _mismatch(self, step: int, experience: Experience, found: Mismatch) -> str:
+        """What differs, where it begins, and the file that holds it."""
+        at = (found.row, found.token)
+        position = int(experience.prompt_length_B[found.row]) + found.token
+        what = (
+            f"step {step}: exact kernels, and yet {found.tokens} of {found.checked} log-probs differ between rollout "
+            f"and learner; the first is that of sequence {found.row}, response token {found.token} (position "
+            f"{position}): {float(experience.rollout_logp_BR[at]):.9g} against {float(experience.old_logp[at]):.9g}"
+        )
+        return self._explain(step, experience, what, found.row)
+
+    def _explain(self, step: int, experience: Experience, what: str, row: int) -> str:
+        """``what``, with what a replay of sequence ``row`` shows, and the file that holds both sides of it.
+
+        The rank that sampled it replays it; where no rank holds whole weights, the first one writes the file alone.
+        """
+        ranks, learner = self.learner.ranks, self.learner
+        case = self._case(experience, row)
+        owners = ranks.gather(case.key is not None)
+        actor = owners.index(True) if any(owners) and not ranks.sharded else 0
+        weights: Any = learner.weights
+        if ranks.sharded:
+            weights, cases = ranks.whole(learner.weights), ranks.gather(case)
+            case = cases[owners.index(True) if any(owners) else 0]
+        said = None
+        if ranks.rank == actor:
+            if ranks.sharded:
+                what += "; no rank holds whole weights to replay it with here"
+            else:
+                found = examine(self.engine, learner.model, learner.kernels, case)
+                seen = () if found.reproduced else ("not reproduced", *found.lines(case))
+                what = "; ".join((what, *seen, str(found)))
+            path = self.run.path / f"mismatch-step-{step}.safetensors"
+            write_case(path, case, learner.model.config, self.precision, self.engine, weights, what)
+            said = f"{what}; replay it with: mantissa replay {path}"
+        return ranks.first_of(said) or what
+
+    def _case(self, experience: Experience, row: int) -> Case:
+        """Both sides of one sequence: the call that sampled it, and the micro-batch that scored it.
+
+        Where no call of this rank sampled it, its key is None, and in place of the call stand its tokens alone.
+        """
+        prompt_length, length = int(experience.prompt_length_B[row]), int(experience.length_B[row])
+        tokens = experience.tokens_BT[row, :length].tolist()
+        prompt, response = tuple(tokens[:prompt_length]), tuple(tokens[prompt_length:])
+        rows = self.learner.scored_with(experience, row)
+        key = None if experience.key_B is None else int(experience.key_B[row])
+        params = SamplingParams(len(response), self.learner.temperature)
+        call, job, found = Call((Request(prompt, 0),), params, (response,)), 0, None
+        for known in self.engine.calls:
+            for number, (other, answer) in enumerate(zip(known.keys, known.tokens, strict=True)):
+                if (other, answer) == (key, response):
+                    call, job, found = known, number, key
+        count = len(response)
+        place = int((rows == row).nonzero()[0, 0])
+        logp = experience.rollout_logp_BR[row, :count].cpu(), experience.old_logp[row, :count].detach().cpu()
+        return Case(call, job, experience.select(rows), place, self.learner.temperature, *logp, found)
+
+
+class EngineShare(Probe):
+    """Measures the share of one engine, whose ``copies`` must be kept by the twin's exact kernels."""
+
+    phase = "engine_share"
+
+    def __init__(
+        self, engine: VllmEngine, twin: ExactTwin, temperature: float, micro_batch_tokens: int, ranks: Ranks = ALONE
+    ) -> None:
+        assert twin.kernels is None or engine.copies.kernels is twin.kernels
+        self.engine, self.twin = engine, twin
+        self._how = (temperature, micro_batch_tokens, ranks)
+
+    def due(self, step: int) -> bool:
+        """Whether ``step`` is measured: the first one, and every ``every``-th after it."""
+        return self.twin.kernels is not None and (step - 1) % self.twin.every == 0
+
+    def observe(self, step: int, experience: Experience) -> Metrics:
+        """``ENGINE_METRICS`` of a batch that the engine's present weights sampled and the learner has scored."""
+        kernels, version = self.twin.kernels, int(experience.version_B[0])
+        if kernels is None or self.engine.copied_version != version:
+            held = self.engine.copied_version
+            raise RuntimeError(f"no exact kernels, or version {held} was sent last and {version} sampled")
+        exact_BR = Scorer(self.engine.copies.decoder, kernels, *self._how)(experience)
+        rollout_BR, learner_BR = experience.rollout_logp_BR, experience.old_logp
+        measured = engine_share(rollout_BR, exact_BR, learner_BR, experience.mask_BR)
+        return {name: float(value) for name, value in measured.items()}

@@ -1,0 +1,327 @@
+"""One forward of sequences through a policy: the log-probs of their responses, for whoever needs them.
+
+The learner, the reference and the measure of an engine's share come here: the same packing, the same projection, the
+same log-prob function at the same temperature, the same loop over micro-batches. What may differ is the weights and the
+kernels, and so those alone make a difference.
+
+Sequences go in without their repetitions: each distinct prompt once, no padding, no last token. The samples of a group
+share their prompt, and under a causal model the prompt's hidden states are the same in each. So what is done position
+by position (products, norms, feed-forward: nearly all of the work) is done on a packed row of distinct positions, and
+queries, keys and values are spread out to whole sequences for attention alone. With 8 samples of 24 tokens on prompts
+of 16 that is 0.63 of the positions of a padded batch. The gradient of a shared position is the sum over the sequences
+that share it, taken in fp32 by the embedding lookup's backward; in a simulated format it is rounded by the operation
+that reads it, like every sum of gradients.
+
+With a large vocabulary the logits are the largest tensor of a step: 10,000 response tokens of 49,152 words are 2 GB,
+and autograd keeps their log-softmax beside them. Beyond a bound they are computed part by part, in the backward pass
+once more, so that one part is all that exists of them: the head's product is taken four times in a step, not three.
+
+The reference is a frozen copy of the policy that some algorithms hold the learner to, in a precision of its own. It is
+taken from the fp32 masters when RL begins (after any warm start), rounded once to its format and kept in its kernels'
+dtype: on a GPU a bf16 reference takes two bytes a weight. The learner rounds the same masters by the same rule where it
+uses them, so in the learner's own format an unchanged policy and its reference have equal log-probs to the last bit,
+and their KL begins at exactly 0. In another format it begins at the rounding error of the two. ``refresh_every`` makes
+it follow: after that many optimiser steps it becomes a copy of the policy as it then is. What it is a copy of is part
+of a checkpoint, tensors and all: they cannot be had from the masters of a later step.
+
+Legend: B sequences, T positions of the longest, R response tokens right-padded, N packed positions or flat response
+tokens, U distinct prompts, P prompt tokens right-padded, E features, V words, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mantissa.bounds import count
+from mantissa.kernels import Kernels, Traced
+from mantissa.model import CopiedPolicy, Decoder, ModelConfig
+from mantissa.precision.numerics import entropy
+from mantissa.ranks import ALONE, Ranks
+from mantissa.rl.experience import Sequences
+from mantissa.training import load_weights
+
+_LOGITS_AT_ONCE = 1 << 25  # 128 MiB of fp32
+_ENTROPY_AT_ONCE = 1 << 21  # values: what a cache holds
+
+Look = Callable[[int, Tensor], None]  # is shown logits (n,V, detached) of the response tokens from this number on
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Distinct positions of ``sequences``, and the way there and back.
+
+    ``tokens_N``, ``positions_N``: each packed position's token and its place in its sequence. ``source_N``: a flat B*T
+    position it stands for. ``packed_BT``: the packed position of each one; 0 where there is none (padding and last
+    tokens), which no position that counts sees. ``owner_B``: the first sequence with the same prompt.
+    """
+
+    tokens_N: Tensor
+    positions_N: Tensor
+    source_N: Tensor
+    packed_BT: Tensor
+    owner_B: Tensor
+
+    @staticmethod
+    def of(sequences: Sequences) -> Packed:
+        """Pack by content: equal prompts are one, wherever they come from."""
+        tokens_BT = sequences.tokens_BT
+        (rows, width), device = tokens_BT.shape, tokens_BT.device
+        column_1T = torch.arange(width, device=device).unsqueeze(0)
+        prompt_BT = column_1T < sequences.prompt_length_B.unsqueeze(1)
+        real_BT = column_1T < sequences.length_B.unsqueeze(1) - 1  # the last token of a sequence predicts nothing
+        owner_B = _first_alike(tokens_BT.masked_fill(~prompt_BT, -1))
+        own_B1 = (owner_B == torch.arange(rows, device=device)).unsqueeze(1)
+        kept_BT = real_BT & (own_B1 | ~prompt_BT)
+        source_N = kept_BT.flatten().nonzero().squeeze(1)
+        number_BT = (kept_BT.flatten().cumsum(0) - 1).view(rows, width)
+        packed_BT = torch.where(prompt_BT, number_BT[owner_B], number_BT).masked_fill_(~real_BT, 0)
+        return Packed(tokens_BT.flatten()[source_N], source_N % width, source_N, packed_BT, owner_B)
+
+    def hidden(self, model: Decoder, kernels: Kernels) -> Tensor:
+        """Final hidden states of the packed positions, N,E."""
+        rows, width = self.packed_BT.shape
+        packed = self.packed_BT.flatten()
+
+        def spread(x_1HND: Tensor) -> Tensor:
+            _, heads, count, size = x_1HND.shape
+            x_NE = x_1HND.transpose(1, 2).reshape(count, heads * size)
+            return F.embedding(packed, x_NE).view(rows, width, heads, size).transpose(1, 2)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out_BHTD = kernels.causal_attention(spread(q), spread(k), spread(v))
+            _, heads, _, size = out_BHTD.shape
+            out_NE = F.embedding(self.source_N, out_BHTD.transpose(1, 2).reshape(rows * width, heads * size))
+            return out_NE.view(1, -1, heads, size).transpose(1, 2)
+
+        tokens_1N, positions_1N = self.tokens_N.unsqueeze(0), self.positions_N.unsqueeze(0)
+        return model.hidden(tokens_1N, kernels, positions_1N, attend).squeeze(0)
+
+
+def _first_alike(rows_BT: Tensor) -> Tensor:
+    """For each row, the index of the first row that equals it. int64, B."""
+    _, kind_B = torch.unique(rows_BT, dim=0, return_inverse=True)
+    index_B = torch.arange(len(rows_BT), device=rows_BT.device)
+    first_B = torch.full_like(index_B, len(rows_BT)).scatter_reduce_(0, kind_B, index_B, "amin")
+    return first_B[kind_B]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What a forward gives: ``logp_N`` (fp32, differentiable), and where it was asked for the rest (fp32).
+
+    ``entropy_N``: of the distributions that the log-probs are of, without gradient. ``prompt_BE``: the mean of the
+    final hidden states over each sequence's prompt.
+    """
+
+    logp_N: Tensor
+    entropy_N: Tensor | None = None
+    prompt_BE: Tensor | None = None
+
+
+def forward(
+    model: Decoder,
+    kernels: Kernels,
+    sequences: Sequences,
+    temperature: float,
+    *,
+    prompts: bool = False,
+    entropies: bool = False,
+    look: Look | None = None,
+) -> Forward:
+    """Log-prob of each response token, with ``prompts`` each prompt's mean hidden state, with ``entropies`` those too.
+
+    ``look`` is shown the logits, once, part by part.
+
+    A prompt that several sequences share is computed once, and only positions that predict a response token reach the
+    output projection.
+    """
+    position_N, token_N = sequences.response_tokens()
+    packed = Packed.of(sequences)
+
+    def work() -> tuple[Tensor, Tensor | None, Tensor | None]:
+        hidden_ME = packed.hidden(model, kernels)
+        hidden_NE = F.embedding(packed.packed_BT.flatten()[position_N], hidden_ME)
+        logp_N, entropy_N = _head(model.head_weight, kernels, hidden_NE, token_N, temperature, entropies, look)
+        return logp_N, entropy_N, prompt_mean(packed, hidden_ME, sequences.prompt_length_B) if prompts else None
+
+    return Forward(*model.within(work))
+
+
+def _head(
+    weight_VE: Tensor,
+    kernels: Kernels,
+    hidden_NE: Tensor,
+    token_N: Tensor,
+    temperature: float,
+    entropies: bool,
+    look: Look | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each token after its hidden state, and the entropy there where it is asked for; ``Forward``'s."""
+
+    shown: set[int] = set()  # a backward pass computes a part once more
+
+    def part(start: int, hidden_nE: Tensor, token_n: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits_nV = kernels.logits(hidden_nE, weight_VE)
+        if look is not None and start not in shown:
+            shown.add(start)
+            look(start, logits_nV.detach())
+        logp_n = kernels.token_logprob(logits_nV, token_n, temperature)
+        if not entropies:
+            return logp_n, None
+        some = logits_nV.detach().split(max(1, _ENTROPY_AT_ONCE // len(weight_VE)))
+        return logp_n, torch.cat([entropy(logits, temperature) for logits in some])
+
+    parts = -(-len(token_N) * len(weight_VE) // _LOGITS_AT_ONCE)
+    if parts <= 1 or isinstance(kernels, Traced):  # who takes notes sees each operation once
+        return part(0, hidden_NE, token_N)
+    done, start = [], 0
+    for hidden_nE, token_n in zip(hidden_NE.tensor_split(parts), token_N.tensor_split(parts), strict=True):
+        done.append(checkpoint(part, start, hidden_nE, token_n, use_reentrant=False, preserve_rng_state=False))
+        start += len(token_n)
+    return torch.cat([logp_n for logp_n, _ in done]), torch.cat([h for _, h in done]) if entropies else None
+
+
+def score(
+    each: Callable[[Sequences, Tensor], Forward],
+    sequences: Sequences,
+    micro_batch_tokens: int,
+    ranks: Ranks = ALONE,
+    *,
+    entropies: bool = False,
+    exchanges: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of every response token; B, R, fp32, 0 at padding, entropy 0 throughout where not asked for.
+
+    ``each``: the forward of a micro-batch, given with its rows. ``micro_batch_tokens``: padded tokens that one holds.
+    Ranks share the rows, and all of them get all of it. ``exchanges``: each forward is one with the other ranks, so one
+    that has no row left takes part with a row that does not count.
+    """
+    device = sequences.mask_BR.device
+    logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=device)
+    entropy_BR = torch.zeros_like(logp_BR)
+    every = torch.arange(len(sequences), device=device)
+    for rows in sequences.micro_batches(every, micro_batch_tokens, ranks):
+        if not len(rows):
+            if exchanges:
+                each(sequences.select(every[:1]), rows)
+            continue
+        part = sequences.select(rows)
+        row, column = part.mask_BR.nonzero(as_tuple=True)
+        passed = each(part, rows)
+        logp_BR[rows[row], column] = passed.logp_N.detach()
+        if passed.entropy_N is not None:
+            entropy_BR[rows[row], column] = passed.entropy_N
+    ranks.join_rows(logp_BR, *([entropy_BR] if entropies else []))
+    return logp_BR, entropy_BR
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """How one policy that every rank holds whole scores a batch. ``micro_batch_tokens``: as in ``score``."""
+
+    model: Decoder
+    kernels: Kernels
+    temperature: float
+    micro_batch_tokens: int
+    ranks: Ranks = ALONE
+
+    def __call__(self, sequences: Sequences) -> Tensor:
+        """Log-prob of every response token; B, R, fp32, 0 at padding."""
+        with torch.no_grad():
+            return score(
+                lambda part, _: forward(self.model, self.kernels, part, self.temperature),
+                sequences,
+                self.micro_batch_tokens,
+                self.ranks,
+            )[0]
+
+
+def prompt_mean(packed: Packed, hidden_ME: Tensor, prompt_length_B: Tensor) -> Tensor:
+    """Mean over a prompt's tokens of the packed hidden states (M of them), for each sequence. fp32, B,E.
+
+    Summed in fp32 whatever the format of ``hidden_ME``: a thousand bf16 values lose their last digits in a bf16 sum.
+    Prompts that are shared are averaged once.
+    """
+    owner_U, index_B = torch.unique(packed.owner_B, return_inverse=True)
+    length_U = prompt_length_B[owner_U]
+    width = int(length_U.max())
+    beyond_UP = torch.arange(width, device=length_U.device) >= length_U.unsqueeze(1)
+    states_UPE = F.embedding(packed.packed_BT[owner_U, :width], hidden_ME)
+    kept_UPE = states_UPE.to(torch.float32).masked_fill(beyond_UP.unsqueeze(-1), 0.0)
+    return F.embedding(index_B, kept_UPE.sum(1) / length_U.unsqueeze(1))
+
+
+def scatter(values_N: Tensor, mask_BR: Tensor) -> Tensor:
+    """Flat response tokens to B, R, 0 at padding; differentiable."""
+    empty_BR = torch.zeros(mask_BR.shape, dtype=values_N.dtype, device=values_N.device)
+    return empty_BR.index_put(mask_BR.nonzero(as_tuple=True), values_N)
+
+
+class Reference:
+    """A frozen policy. ``version``: the learner's version that it is a copy of; -1 before the first ``take``.
+
+    ``refresh_every``: optimiser steps after which it is taken anew; None: never. ``refreshes``: how often it was.
+    ``micro_batch_tokens``: padded tokens that a forward holds.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        *,
+        temperature: float,
+        micro_batch_tokens: int,
+        refresh_every: int | None = None,
+        device: torch.device | str = "cpu",
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.kernels, self.refresh_every = kernels, refresh_every
+        self._copies = CopiedPolicy(config, kernels, device, "reference")
+        self._scorer = Scorer(self._copies.decoder, kernels, temperature, micro_batch_tokens, ranks)
+        self.version, self.refreshes = -1, 0
+
+    def take(self, masters: Mapping[str, Tensor], version: int) -> None:
+        """Become a copy of the policy with these fp32 masters, rounded or quantised once.
+
+        A master that the format cannot hold is an error: comparing with such a policy would compare with nothing.
+        """
+        self.version = -1  # until every tensor is there: half a copy is nobody's policy
+        self._copies.take(masters)
+        self.version = version
+
+    def follow(self, masters: Mapping[str, Tensor], version: int) -> bool:
+        """Be taken anew where ``refresh_every`` updates have passed since the last time; whether it was."""
+        if self.refresh_every is None or version - self.version < self.refresh_every:
+            return False
+        self.take(masters, version)
+        self.refreshes += 1
+        return True
+
+    def score(self, sequences: Sequences) -> Tensor:
+        """Log-prob of every response token under the reference; B, R, fp32, 0 at padding."""
+        if self.version < 0:
+            raise RuntimeError("the reference holds no weights yet: take it first")
+        return self._scorer(sequences)
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The copy, by parameter name, as the kernels hold it."""
+        return self._copies.weights
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers; the tensors are ``weights``."""
+        return {"version": self.version, "refreshes": self.refreshes}
+
+    def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of ``state_dict`` and ``weights``, bit for bit."""
+        version, refreshes = (count(state[name], f"reference's {name}") for name in ("version", "refreshes"))
+        self._copies.make_room(tensors)
+        load_weights(self.weights, tensors)
+        self.version, self.refreshes = version, refreshes

@@ -1,0 +1,85 @@
+"""Batches for tests of the learner: real completions with made-up rewards, and one call from scored to learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from mantissa.rl.assemble import Parts
+from mantissa.rl.collect import Sample
+from mantissa.rl.experience import Experience
+from mantissa.rl.learner import Learner, Update
+from mantissa.rl.objective import weigh
+from mantissa.rollout import Completion
+from mantissa.training import StepOutcome
+
+
+def experience_of(
+    prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Completion]], rewards: Sequence[float]
+) -> Experience:
+    """Groups of completions, one a prompt; ``rewards`` are flat."""
+    flat = [(number, completion) for number, group in enumerate(groups) for completion in group]
+    owners = [number for number, _ in flat]
+    completions = [completion for _, completion in flat]
+    return Experience.of([prompts[n] for n in owners], completions, owners, rewards, torch.device("cpu"))
+
+
+def of_samples(samples: Sequence[Sample], rewards: Sequence[float]) -> Experience:
+    """What the sampler gave, with these rewards."""
+    completions, groups = [sample.completion for sample in samples], [sample.group for sample in samples]
+    return Experience.of([sample.prompt for sample in samples], completions, groups, rewards, torch.device("cpu"))
+
+
+def sampled(
+    parts: Parts, problems: int = 5, samples: int = 4, gap: float = 0.5, equal: bool = True, reference: bool = False
+) -> Experience:
+    """Completions of the learner's policy with rewards of 0 and 1, scored; the rollout is ``gap`` nats off.
+
+    ``equal``: the last group's rewards are. ``reference``: scored by it too, and that is half a nat off as well.
+    """
+    train = parts.task.split("train", problems)
+    result = parts.sampler.sample(train, samples, parts.sampler.params(6, 1.0), 0, 0, "test")
+    draw = torch.Generator().manual_seed(1)
+    rewards = torch.randint(0, 2, (problems * samples,), generator=draw).float()
+    if equal:
+        rewards[-samples:] = 1.0
+    experience = of_samples(result, rewards.tolist())
+
+    def off(logp_BR: torch.Tensor, by: float) -> torch.Tensor:
+        return torch.where(experience.mask_BR, logp_BR + by * torch.randn(logp_BR.shape, generator=draw), 0.0)
+
+    moved = replace(experience, rollout_logp_BR=off(experience.rollout_logp_BR, gap))
+    scored = moved.with_learner(*parts.learner.score(moved))
+    if not reference:
+        return scored
+    assert parts.reference is not None
+    return replace(scored, ref_logp_BR=off(parts.reference.score(scored), 0.5))
+
+
+def learned(learner: Learner, experience: Experience, step: int = 1) -> Update:
+    """Weigh a scored batch and learn from it."""
+    return learner.learn(weigh(experience, learner.algorithm), step)
+
+
+def dry_update(learner: Learner, experience: Experience, scale: float = 1.0) -> tuple[dict[str, torch.Tensor], Update]:
+    """The gradients that the optimiser step is handed, which here takes no step; and what the learner says of it."""
+    found: dict[str, torch.Tensor] = {}
+
+    def run(backward: Callable[[float], None]) -> StepOutcome:
+        learner.step.optimizer.zero_grad(set_to_none=True)
+        backward(scale)
+        found.update({name: p.grad / scale for name, p in learner.step.parameters.items() if p.grad is not None})
+        learner.step.optimizer.zero_grad(set_to_none=True)
+        return StepOutcome("stepped", 0, 1.0, 1.0, 0.0, 0.0)
+
+    learner.step.run = run  # type: ignore[method-assign]
+    update = learned(learner, experience)
+    del learner.step.run
+    return found, update
+
+
+def gradients(learner: Learner, experience: Experience, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """The first of ``dry_update``."""
+    return dry_update(learner, experience, scale)[0]
