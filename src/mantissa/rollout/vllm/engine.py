@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar, cast, get_args
+from typing import cast, get_args
 
 import torch
 from torch import Tensor
