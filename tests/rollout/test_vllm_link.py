@@ -23,8 +23,8 @@ from fake_vllm_server import FakeServer
 from mantissa.environ import changed_environment
 from mantissa.errors import MantissaError
 from mantissa.precision import BF16
+from mantissa.ranks import ALONE, Ranks
 from mantissa.rollout import Request, VllmEngine, VllmStart
-from mantissa.rollout.vllm.engine import ONE_PROCESS, Processes, agreed
 from mantissa.rollout.vllm.worker import digest
 from strict_promotion import StrictPromotion
 
@@ -244,7 +244,7 @@ class Crew:
     def member(self, rank: int) -> Member:
         return Member(self, rank)
 
-    def each(self, work: Callable[[Processes], T]) -> list[T | MantissaError]:
+    def each(self, work: Callable[[Ranks], T]) -> list[T | MantissaError]:
         """What ``work`` came to in each; an error of the user's is a result."""
 
         def one(rank: int) -> T | MantissaError:
@@ -258,26 +258,20 @@ class Crew:
             return list(pool.map(one, range(self.size)))
 
 
-class Member:
-    def __init__(self, crew: Crew, rank: int) -> None:
-        self.crew, self.rank = crew, rank
+class Member(Ranks):
+    """A thread in the place of a rank: only how values travel is its own."""
 
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
+    def __init__(self, crew: Crew, rank: int) -> None:
+        super().__init__(rank, crew.size)
+        object.__setattr__(self, "crew", crew)
 
     def gather(self, value: Any) -> list[Any]:
-        self.crew.board[self.rank] = value
-        self.crew.meeting.wait()
-        gathered = list(self.crew.board)
-        self.crew.meeting.wait()
+        crew: Crew = self.crew  # type: ignore[attr-defined]
+        crew.board[self.rank] = value
+        crew.meeting.wait()
+        gathered = list(crew.board)
+        crew.meeting.wait()
         return gathered
-
-    def decided(self, value: T) -> T:
-        return self.gather(value)[0]
-
-    def said(self, text: str | None) -> str | None:
-        return next((other for other in self.gather(text) if other is not None), None)
 
 
 def words(results: Sequence[object]) -> list[str]:
@@ -287,13 +281,13 @@ def words(results: Sequence[object]) -> list[str]:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_all_succeed_or_all_stop_with_the_words_of_one(size: int) -> None:
-    def fails_on(bad: set[int], undone: list[int]) -> Callable[[Processes], int]:
+    def fails_on(bad: set[int], undone: list[int]) -> Callable[[Ranks], int]:
         def work(rank: int) -> int:
             if rank in bad:
                 raise MantissaError(f"no room on {rank}")
             return rank * 10
 
-        return lambda me: agreed(me, lambda: work(me.rank), undone.append)  # type: ignore[attr-defined]
+        return lambda me: me.agreed(lambda: work(me.rank), undone.append)
 
     undone: list[int] = []
     assert Crew(size).each(fails_on(set(), undone)) == [rank * 10 for rank in range(size)]
@@ -305,16 +299,16 @@ def test_all_succeed_or_all_stop_with_the_words_of_one(size: int) -> None:
 
 
 def test_one_process_agrees_with_itself() -> None:
-    assert ONE_PROCESS.first
-    assert ONE_PROCESS.decided("mark") == "mark"
-    assert ONE_PROCESS.said(None) is None
+    assert ALONE.rank0
+    assert ALONE.broadcast("mark") == "mark"
+    assert ALONE.first_of(None) is None
     mine = MantissaError("full")
 
     def work() -> None:
         raise mine
 
     with pytest.raises(MantissaError) as caught:
-        agreed(ONE_PROCESS, work)
+        ALONE.agreed(work)
     assert caught.value is mine
 
 
@@ -322,8 +316,8 @@ def test_each_process_loads_and_proves_a_vllm_of_its_own(monkeypatch: pytest.Mon
     install(monkeypatch)
     request = Request((5, 6), seed=11, samples=3)
 
-    def work(me: Processes) -> Any:
-        engine = VllmEngine(START, KERNELS, processes=me)
+    def work(me: Ranks) -> Any:
+        engine = VllmEngine(START, KERNELS, ranks=me)
         engine.sync(masters(3), 7)
         samples = engine.generate([request], PARAMS, 7)[0]
         engine.close()
@@ -368,8 +362,8 @@ def test_a_fault_of_one_vllm_stops_all(monkeypatch: pytest.MonkeyPatch, bad: Fau
     monkeypatch.setattr(sys.modules["vllm"], "LLM", SecondFails)
     monkeypatch.setattr("mantissa.rollout.vllm.link.require_vllm", lambda: "0.32.0")
 
-    def work(me: Processes) -> None:
-        engine = VllmEngine(START, KERNELS, processes=me)
+    def work(me: Ranks) -> None:
+        engine = VllmEngine(START, KERNELS, ranks=me)
         try:
             engine.sync(masters(3), 7)
         finally:
@@ -388,10 +382,10 @@ def test_masters_that_one_process_cannot_round_stop_all(monkeypatch: pytest.Monk
     spoiled = masters(3)
     spoiled["model.norm.weight"][3] = float("nan")
 
-    def work(me: Processes) -> None:
-        engine = VllmEngine(START, KERNELS, processes=me)
+    def work(me: Ranks) -> None:
+        engine = VllmEngine(START, KERNELS, ranks=me)
         try:
-            engine.sync(masters(3) if me.first else spoiled, 7)
+            engine.sync(masters(3) if me.rank0 else spoiled, 7)
         finally:
             engine.close()
 
@@ -400,29 +394,29 @@ def test_masters_that_one_process_cannot_round_stop_all(monkeypatch: pytest.Monk
     assert "weight model.norm.weight holds nan" in said[0]
 
 
-def served(me: Processes, server: FakeServer) -> VllmEngine:
-    return VllmEngine(START, KERNELS, server=server.url, timeout_s=20.0, processes=me)
+def served(me: Ranks, server: FakeServer) -> VllmEngine:
+    return VllmEngine(START, KERNELS, server=server.url, timeout_s=20.0, ranks=me)
 
 
 def test_one_server_is_loaded_by_the_first_and_asked_by_all(server: FakeServer) -> None:
     """Three syncs, each by one process; every process's own requests are answered from them, as one alone would be."""
     requests = [Request((5, rank), seed=11 + rank, samples=2) for rank in range(3)]
 
-    def work(me: Processes) -> Any:
+    def work(me: Ranks) -> Any:
         engine = served(me, server)
         found = []
         for version in (4, 5, 6):
             engine.sync(masters(version), version)
             (group,) = engine.generate(requests[me.rank : me.rank + 1], PARAMS, version)  # type: ignore[attr-defined]
             found.append([(s.tokens, s.logp_T.tolist(), s.policy_version) for s in group])
-            me.said(None)  # as the sampler's exchange: nobody loads while another samples
+            me.first_of(None)  # as the sampler's exchange: nobody loads while another samples
         engine.close()
         return engine.evidence, found
 
     results = Crew(3).each(work)
     assert [evidence for evidence, _ in results] == [results[0][0]] * 3
     assert "tensors read back as sent" in results[0][0]
-    alone = served(ONE_PROCESS, server)  # they have let go of it
+    alone = served(ALONE, server)  # they have let go of it
     for version in (4, 5, 6):
         alone.sync(masters(version), version)
         groups = alone.generate(requests, PARAMS, version)
@@ -441,7 +435,7 @@ def test_what_changes_the_server_is_asked_once(server: FakeServer, monkeypatch: 
 
     monkeypatch.setattr(LLM, "collective_rpc", calling)
 
-    def work(me: Processes) -> None:
+    def work(me: Ranks) -> None:
         engine = served(me, server)
         for version in (1, 2):
             engine.sync(masters(version), version)
@@ -463,10 +457,10 @@ def test_what_changes_the_server_is_asked_once(server: FakeServer, monkeypatch: 
     ],
 )
 def test_a_sync_that_fails_on_the_first_stops_all_with_its_words(server: FakeServer, path: str, message: str) -> None:
-    def work(me: Processes) -> None:
+    def work(me: Ranks) -> None:
         engine = served(me, server)
         engine.sync(masters(1), 1)
-        me.said(None)
+        me.first_of(None)
         server.refuse[path] = 500
         try:
             engine.sync(masters(2), 2)
@@ -480,7 +474,7 @@ def test_a_sync_that_fails_on_the_first_stops_all_with_its_words(server: FakeSer
 
 
 def test_a_server_that_is_held_stops_all_processes_of_a_second_run(server: FakeServer) -> None:
-    holder = served(ONE_PROCESS, server)
+    holder = served(ALONE, server)
     said = words(Crew(2).each(lambda me: served(me, server)))
     assert said[0] == said[1]
     assert "is in use by another run" in said[0]
@@ -488,12 +482,12 @@ def test_a_server_that_is_held_stops_all_processes_of_a_second_run(server: FakeS
 
 
 def test_a_server_started_again_is_noticed_by_all(server: FakeServer) -> None:
-    def work(me: Processes) -> None:
+    def work(me: Ranks) -> None:
         engine = served(me, server)
         engine.sync(masters(1), 1)
         if me.first:
             server.restart()
-        me.said(None)
+        me.first_of(None)
         try:
             engine.generate([Request((5,), seed=1)], PARAMS, 1)
         finally:
@@ -504,14 +498,14 @@ def test_a_server_started_again_is_noticed_by_all(server: FakeServer) -> None:
 
 
 def test_a_server_that_one_process_cannot_reach_stops_all(server: FakeServer) -> None:
-    def work(me: Processes) -> VllmEngine:
-        url = server.url if me.first else "http://127.0.0.1:1"
-        return VllmEngine(START, KERNELS, server=url, processes=me)
+    def work(me: Ranks) -> VllmEngine:
+        url = server.url if me.rank0 else "http://127.0.0.1:1"
+        return VllmEngine(START, KERNELS, server=url, ranks=me)
 
     said = words(Crew(2).each(work))
     assert said[0] == said[1]
     assert "cannot reach the vLLM server at http://127.0.0.1:1" in said[0]
-    served(ONE_PROCESS, server).close()  # and the one that had it let go
+    served(ALONE, server).close()  # and the one that had it let go
 
 
 def test_it_sleeps_and_wakes_once_for_all(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,15 +515,15 @@ def test_it_sleeps_and_wakes_once_for_all(server: FakeServer, monkeypatch: pytes
     start = dataclasses.replace(START, sleeps=True)
     server.start = start
 
-    def work(me: Processes) -> list[str]:
-        engine = VllmEngine(start, KERNELS, server=server.url, processes=me)
+    def work(me: Ranks) -> list[str]:
+        engine = VllmEngine(start, KERNELS, server=server.url, ranks=me)
         for version in (1, 2):
             engine.sync(masters(version), version)
             assert engine.generate([Request((5,), seed=1)], PARAMS, version)
-            me.said(None)
+            me.first_of(None)
             engine.sleep()
             assert engine.version == -1
-            me.said(None)
+            me.first_of(None)
         engine.close()
         return [engine.evidence]
 
