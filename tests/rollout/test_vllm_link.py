@@ -485,7 +485,7 @@ def test_a_server_started_again_is_noticed_by_all(server: FakeServer) -> None:
     def work(me: Ranks) -> None:
         engine = served(me, server)
         engine.sync(masters(1), 1)
-        if me.first:
+        if me.rank0:
             server.restart()
         me.first_of(None)
         try:
