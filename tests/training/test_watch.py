@@ -185,6 +185,16 @@ def test_resumed_rows_and_decisions_are_those_of_the_run_that_went_on(killed_aft
     assert same(state(second.model), state(whole.model))
 
 
+def test_a_state_in_trouble_is_not_kept_as_good(tmp_path: Path) -> None:
+    config = GuardConfig(good_after=3, overflow_warn=1, overflow_alert=1, overflow_fall_back=1)
+    trainer = trainer_of(fragile()[0], "fp16", run_dir=tmp_path, guard=config, good_every=1)
+    kept = []
+    for factor in (1.0, float("nan"), 1.0, 1.0, 1.0, 1.0):
+        trainer.step(data(1)[0], lambda m, b, factor=factor: cross_entropy(m, b) * factor)
+        kept.append(torch.load(tmp_path / "checkpoints" / "good.pt", weights_only=True)["training_steps"])
+    assert kept == [1, 1, 1, 1, 5, 6]
+
+
 def test_another_runs_folder_is_refused(tmp_path: Path) -> None:
     first = trainer_of(mlp(), run_dir=tmp_path)
     for batch in data(3):
