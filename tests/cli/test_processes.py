@@ -72,7 +72,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def until(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None, seconds: float = 120) -> None:
+def until(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came to pass"
