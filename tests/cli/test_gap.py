@@ -147,14 +147,14 @@ def test_vllm_samples_and_the_learner_scores(
 def test_a_pair_that_fails_leaves_the_others_and_is_the_error(
     mantissa: Mantissa, finished: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    score = command.score
-    monkeypatch.setattr(command, "score", lambda *a, **k: score(*a, **k) + 1e-6)
+    scorer = command.Scorer
+    monkeypatch.setattr(command, "Scorer", lambda *a: lambda experience: scorer(*a)(experience) + 1e-6)
     argv = ("gap", finished, "--prompts", prompts, "--max-tokens", 4, "--out", tmp_path / "out")
     result = mantissa(*argv, "--pairs", "exact,fp16,fp32/bf16")
     assert result.code == 2
     row = lines(tmp_path / "out" / "gap.jsonl")[0]
     assert f"error: exact: {row['differing']} of {row['tokens']} log-probs differ, and none may\n" in result.err
-    monkeypatch.setattr(command, "score", score)
+    monkeypatch.setattr(command, "Scorer", scorer)
 
     def no_plan(precision: Any, *rest: Any) -> None:
         if precision.learner.exact:

@@ -242,7 +242,7 @@ def test_a_run_that_measures_nothing_says_so_too(
     assert not {SHARE, ENGINE, "time/engine_share"} & run.read_metrics()[0].keys()
     said = "Which share of the gap is vLLM 0.32.0's was not measured: rollout.vllm.share_every=0."
     assert said in capsys.readouterr().out
-    assert said.replace("'", "&#x27;") in run.report_path.read_text()
+    assert said.replace("'", "&#39;") in run.report_path.read_text()
 
 
 def test_a_native_run_knows_nothing_of_it(train: Callable[..., RunDirectory]) -> None:
