@@ -26,6 +26,13 @@ def _two_threads() -> None:
     torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
+@pytest.fixture(autouse=True)
+def _threads_as_they_were() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)  # two in each of two workers, left by one test, made those after it ten times slower
+
+
 @pytest.fixture
 def shared_data() -> Path:
     """The real math sets, which live beside the checkout and are not part of the project."""

@@ -256,7 +256,6 @@ def test_every_completion_is_what_the_checkpoint_of_its_version_samples(
         assert [row["tokens"] for row in rows] == [list(c.tokens) for c in completions]
         assert [row["rollout_logp"] for row in rows] == [c.logp_T.tolist() for c in completions]
         assert {row["policy_version"] for row in rows} == {version}
-    torch.set_num_threads(2)
 
 
 @pytest.mark.parametrize("more", [(), ("rollout.dynamic.batch_prompts=3", "rollout.overlong.buffer=4")])

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -250,11 +249,9 @@ def test_lower_on_both_counts_pooled_over_drifts_of_one_noise(bench: ModuleType)
 
 
 @pytest.fixture
-def _one_thread() -> Iterator[None]:
+def _one_thread() -> None:
     """Products of 32 x 64 are too small to share."""
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(2)
 
 
 @pytest.mark.usefixtures("_one_thread")
