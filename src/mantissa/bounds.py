@@ -8,6 +8,7 @@ itself. ``require_memory`` compares a bill with the machine before anything is b
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -101,9 +102,14 @@ def number(value: Any, low: float, high: float = LARGEST_FLOAT, *, whole: bool =
     return value in (low, high) or abs(value) <= LARGEST_FLOAT
 
 
-def inside(value: float, low: float | None, high: float | None) -> bool:
-    """Whether ``value`` lies in [low, high], a metric's healthy range; None is an open end. NaN lies in no range."""
-    return (low is None or value >= low) and (high is None or value <= high)
+def outside(value: float, low: float | None, high: float | None) -> float:
+    """How far ``value`` lies outside [low, high], a metric's healthy range; None is an open end.
+
+    0 inside, infinite for what is not finite, whatever the range.
+    """
+    if not math.isfinite(value):
+        return math.inf
+    return max(0.0, 0.0 if low is None else low - value, 0.0 if high is None else value - high)
 
 
 def check_values(where: str, values: Mapping[str, Any], checks: Mapping[str, tuple[bool, str]]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mantissa.runs.health import check, in_range, judge, share_sentence, share_text, verdict
+from mantissa.runs.health import check, judge, share_sentence, share_text, verdict
 from mantissa.runs.metrics import BY_NAME
 
 
@@ -28,7 +28,7 @@ def rows(name: str, values: list[float]) -> list[dict]:
     ],
 )
 def test_range_of_one_value(name: str, value: float, good: bool) -> None:
-    assert in_range(BY_NAME[name], value) is good
+    assert BY_NAME[name].is_healthy(value) is good
 
 
 def test_a_good_run_has_no_excursion() -> None:

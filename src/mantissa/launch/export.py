@@ -43,6 +43,7 @@ def export(config: RunConfig, options: LaunchOptions) -> Plan:
 
 @functools.cache
 def table() -> dict[str, Any]:
+    """``verl_fields.yaml``: how each field of a recipe is said to verl, or why it is not."""
     return read_table("verl_fields.yaml")
 
 

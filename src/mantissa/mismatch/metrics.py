@@ -44,7 +44,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mantissa.bounds import inside
+from mantissa.bounds import outside
 from mantissa.precision.numerics import LOG_RATIO_BOUND, clamped_log_ratio, kl_estimate, masked_mean, masked_sum
 
 
@@ -68,8 +68,8 @@ class Metric:
         return self.healthy != (None, None)
 
     def is_healthy(self, value: float) -> bool:
-        """True where ``value`` lies in the healthy range; NaN never does where there is one."""
-        return inside(value, *self.healthy)
+        """True where ``value`` is finite and lies in the healthy range, if there is one."""
+        return outside(value, *self.healthy) == 0.0
 
     @property
     def healthy_text(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mantissa.bounds import outside
 from mantissa.mismatch.metrics import Metric
 from mantissa.runs.metrics import BY_NAME, series, where_measured
 
@@ -47,11 +48,6 @@ class Excursion:
     serious: bool
 
 
-def in_range(metric: Metric, value: float) -> bool:
-    """Whether ``value`` is finite and inside the metric's healthy range; without a range, whether it is finite."""
-    return _excess(metric, value) == 0.0
-
-
 def check(rows: Sequence[dict[str, Any]]) -> list[Excursion]:
     """Every declared metric that was out of its range or not finite on some step, serious ones first.
 
@@ -60,12 +56,12 @@ def check(rows: Sequence[dict[str, Any]]) -> list[Excursion]:
     excursions = []
     for name, metric in BY_NAME.items():
         points = [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), int | float)]
-        out = [(step, value, _excess(metric, value)) for step, value in points if not in_range(metric, value)]
+        out = [(step, value, far) for step, value in points if (far := outside(value, *metric.healthy)) > 0]
         if not out:
             continue
         worst_step, worst, _ = max(out, key=lambda point: point[2])
         last = points[-1][1]
-        serious = not in_range(metric, last) or len(out) > _BRIEF * len(points) or not math.isfinite(worst)
+        serious = not metric.is_healthy(last) or len(out) > _BRIEF * len(points) or not math.isfinite(worst)
         excursions.append(Excursion(metric, len(out), len(points), out[0][0], worst, worst_step, last, serious))
     return sorted(excursions, key=lambda f: (not f.serious, f.metric.name))
 
@@ -100,16 +96,6 @@ def sentence(excursion: Excursion) -> str:
 def number(value: float) -> str:
     """A metric's value for prose and tables: whole numbers whole, others with four digits."""
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e12 else f"{value:.4g}"
-
-
-def _excess(metric: Metric, value: float) -> float:
-    """How far ``value`` lies outside; 0 inside, infinite for what is not finite."""
-    if not math.isfinite(value):
-        return math.inf
-    low, high = metric.healthy
-    below = 0.0 if low is None else low - value
-    above = 0.0 if high is None else value - high
-    return max(0.0, below, above)
 
 
 def small(value: float) -> str:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from mantissa.runs.health import in_range, small
+from mantissa.runs.health import small
 from mantissa.runs.metrics import BY_NAME
 
 _HEADER_EVERY = 25
@@ -199,5 +199,5 @@ def _cell(column: Column, row: Mapping[str, Any]) -> tuple[str, str]:
     value = row.get(column.metric)
     if not isinstance(value, int | float):
         return " " * column.width, ""
-    bad = not in_range(BY_NAME[column.metric], float(value))
+    bad = not BY_NAME[column.metric].is_healthy(float(value))
     return f"{column.show(float(value)):>{column.width}}", "bold red" if bad else ""

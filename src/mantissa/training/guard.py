@@ -48,7 +48,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from mantissa.bounds import boundary, inside
+from mantissa.bounds import boundary, outside
 from mantissa.errors import MantissaError
 from mantissa.files import write_atomically
 from mantissa.jsonl import JsonLines, Row
@@ -358,7 +358,7 @@ class Guard:
         found["overflowed"] = None if overflows is None else float(overflows > 0)
         for name, healthy in self.config.gates.items():
             value = figure(row, name)
-            found[f"outside/{name}"] = None if value is None else float(not inside(value, *healthy))
+            found[f"outside/{name}"] = None if value is None else float(outside(value, *healthy) > 0)
         if updates is not None and math.isfinite(updates):
             began_at = updates - (0 if figure(row, "precision/skipped") else 1)
             if self._updates is not None and updates < self._updates:

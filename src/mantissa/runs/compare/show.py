@@ -48,7 +48,7 @@ from mantissa.runs.compare.numbers import (
     training_accuracy,
     wall_clock,
 )
-from mantissa.runs.health import in_range, sentence, small
+from mantissa.runs.health import sentence, small
 from mantissa.runs.live import count, duration, seconds_text
 from mantissa.runs.metrics import SERIES, Series
 from mantissa.runs.page import NOT_LOGGED, Block, block, code, noted, pill, scale_text
@@ -450,7 +450,7 @@ def _ends(metric: Metric, group: Group, both: Ends | None, groups: int) -> Marku
 
 def _marked(metric: Metric, value: float) -> str:
     shown = small(value) if abs(value) < 0.01 else f"{value:.4g}"
-    return shown if in_range(metric, value) else pill("bad", f"{shown} (!)")
+    return shown if metric.is_healthy(value) else pill("bad", f"{shown} (!)")
 
 
 def _times(groups: Sequence[Group]) -> list[Block]:
@@ -546,7 +546,7 @@ def _gap_and_time(group: Group) -> list[str | Text]:
     row: list[str | Text] = [group.title]
     for name in ("gap/abs_logp_diff_mean", "gap/k3_kl", "gap/ess"):
         ends = ends_of(group, name)
-        style = "" if ends is None or in_range(_GAP[name], ends.last) else "bold red"
+        style = "" if ends is None or _GAP[name].is_healthy(ends.last) else "bold red"
         row.append(_MISSING if ends is None else Text(f"{ends.last:.2g}", style=style))
     seconds = (seconds_by_phase(group) or {}).get("step")
     tokens = rate(group, "rate/rollout_tokens_per_s")
