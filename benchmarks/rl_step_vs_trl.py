@@ -28,7 +28,7 @@ from steps import spread
 from workers import Worker, ratios, take_turns
 
 HERE = Path(__file__).resolve().parent
-MATMUL = ("aten::mm", "aten::bmm", "aten::baddbmm", "aten::addmm")
+MATMUL = ("aten::mm", "aten::bmm", "aten::baddbmm", "aten::addmm", "mkldnn::_linear_pointwise")
 TRL_PYTHON = HERE.parent / ".venv-trl" / "bin" / "python"
 
 
@@ -97,8 +97,10 @@ def main() -> None:
                 worker.close()
     rows = [row for name in workers for row in summary(work, config, name, workers[name], steps, with_trl)]
     for row in [row for row in rows if row["metric"] == "step_seconds" and row["contender"] in ops]:
-        rows.append(row | {"metric": "time_in_matmul", "unit": "share", "ops": ops[row["contender"]], "value": 0.0})
-        rows[-1]["value"] = sum(share for name, share in rows[-1]["ops"].items() if name in MATMUL)
+        shares = ops[row["contender"]]
+        value = sum(share for name, share in shares.items() if name in MATMUL)
+        rows.append(row | {"metric": "time_in_matmul", "unit": "share", "ops": shares, "value": value})
+        del rows[-1]["quartile_low"], rows[-1]["quartile_high"]  # those of the seconds
     for row in rows:
         print(f"{row['contender']:>5} {row['metric']:<24} {row['value']:8.4g} {row['unit']}")
     if not arguments.dry:

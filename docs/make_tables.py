@@ -91,13 +91,7 @@ def simulated() -> str:
     rows = [r for r in _rows("simulated_step") if r["metric"] == "step_time_over_fp32"]
     newest = {(r["hidden"], r["threads"], r["requested"]): r for r in rows}
     lines = [
-        [
-            str(hidden),
-            str(threads),
-            f"`{name}`",
-            f"{r['value']:.2f} ({r['quartile_low']:.2f} to {r['quartile_high']:.2f})",
-        ]
-        for (hidden, threads, name), r in sorted(newest.items())
+        [str(hidden), str(threads), f"`{name}`", _quartiles(r)] for (hidden, threads, name), r in sorted(newest.items())
     ]
     return table(("hidden size", "threads", "simulated", "step time over fp32 (quartiles)"), lines)
 
@@ -108,6 +102,22 @@ _DRIFT = {
     "t3, start right, down": "gradients shrink",
     "t3, start low, steady": "steady, first scale too low",
 }
+
+
+def exact_cost() -> str:
+    """What exact kernels cost over fast ones, by the newest row of each format and size."""
+    rows = [r for r in _rows("exact_cost") if r["metric"] == "time_over_fast"]
+    newest = {(r["hidden"], r["requested"], r["case"]): r for r in rows}
+    header = ("hidden size", "precision", "rollout", "learner's scoring", "update", "whole step", "rounds")
+    lines = []
+    for hidden, name in dict.fromkeys((hidden, name) for hidden, name, _ in sorted(newest)):
+        parts = [newest[hidden, name, case] for case in ("rollout", "score", "update", "step")]
+        lines.append([str(hidden), name, *map(_quartiles, parts), str(parts[-1]["rounds"])])
+    return table(header, lines)
+
+
+def _quartiles(row: Row) -> str:
+    return f"{row['value']:.2f} ({row['quartile_low']:.2f} to {row['quartile_high']:.2f})"
 
 
 def scales() -> str:
@@ -504,6 +514,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "rl_metrics": lambda: _metric_lines(False),
     },
     "rollback.md": {"guard_rules": guard_rules, "guard_settings": guard_settings},
+    "exactness.md": {"exact_cost": exact_cost},
     "bench.md": {"bench_options": lambda: command_options("bench")},
     "gap.md": {"gap_options": lambda: command_options("gap"), "figures": gap_figures, "measured": measured_gap},
     "cluster.md": {
