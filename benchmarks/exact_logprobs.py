@@ -40,6 +40,7 @@ CASES = {
     "one": (1, 1, 16, 17, 40),
 }
 LONGEST = 512
+LIBRARIES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # what holds a library to older instructions
 HERE = Path(__file__).parent
 Pairs = list[tuple[tuple[int, ...], Any]]
 
@@ -105,6 +106,7 @@ def measure(arguments: argparse.Namespace) -> int:
             "model": arguments.model,
             "case": "lora" if arguments.lora else "full",
             "capability": os.environ.get("ATEN_CPU_CAPABILITY", ""),
+            "libraries": {name: os.environ[name] for name in LIBRARIES if name in os.environ},
             "compared": compared,
             "different": unequal,
             "plan": plan.lines() if plan else [],
