@@ -339,7 +339,7 @@ def test_casting_keeps_fp32_masters_and_small_updates() -> None:
     trainer = FP16Trainer(model, torch.optim.SGD(model.parameters(), lr=1e-6), FP16TrainingConfig())
     assert trainer.cast_model_to_fp16() is model
     before = state(model)["0.weight"]
-    assert all([learn(trainer, batch) for batch in data(3)])
+    assert all(learn(trainer, batch) for batch in data(3))
     assert 0 < (model[0].weight - before).abs().max() < 1e-5
     assert torch.equal(model[0].weight.half(), before.half())  # in half not one weight would have moved
 

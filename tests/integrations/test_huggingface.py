@@ -80,22 +80,9 @@ def train(kind: type[Trainer], net: nn.Module, batches: Batches, path: Path, **o
     callbacks = options.pop("callbacks", [])
     ours = {k: options.pop(k) for k in ("precision", "scale", "retries", "on_nonfinite", "say") if k in options}
     resume = options.pop("resume", None)
-    options = {
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0,
-        **options,
-    }
-    arguments = TrainingArguments(
-        str(path),
-        num_train_epochs=options.pop("epochs", 1),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **options,
-    )
+    fixed = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
+    usual = {"logging_steps": 1, "save_strategy": "no", "lr_scheduler_type": "constant", "max_grad_norm": 0}
+    arguments = TrainingArguments(str(path), num_train_epochs=options.pop("epochs", 1), **{**usual, **options, **fixed})
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     trainer = kind(model=Model(net), args=arguments, optimizers=(optimizer, None), callbacks=callbacks, **ours)
     trainer.batches = batches
@@ -124,12 +111,8 @@ def test_telemetry_of_a_real_scaler(tmp_path: Path) -> None:
     assert [row["precision/skipped"] for row in rows] == [0, 1, 0, 0]
     assert [row["precision/loss_scale"] for row in rows] == [2.0**10, 2.0**9, 2.0**9, 2.0**9]
     assert [row["optim/updates"] for row in rows] == [1, 1, 2, 3]
-    assert [row.get("train/loss") for row in rows] == [
-        None,
-        logged(trainer, "loss")[0],
-        None,
-        logged(trainer, "loss")[1],
-    ]
+    first, second = logged(trainer, "loss")
+    assert [row.get("train/loss") for row in rows] == [None, first, None, second]
 
 
 @pytest.mark.parametrize(("asked", "active"), [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp32")])
@@ -171,8 +154,7 @@ def reference(net: nn.Module, batches: Batches, precision: str = "fp16", **optio
     return trainer
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize(("precision", "accumulate"), [("fp32", 4), ("bf16", 1), ("fp16", 4)])
 def test_training_is_that_of_precision_trainer_to_the_last_bit(precision: str, accumulate: int, tmp_path: Path) -> None:
     ours, oracle, batches = mlp(dropout=0.3), mlp(dropout=0.3), data(8)
     options = {"gradient_accumulation_steps": accumulate, "max_grad_norm": 0.5, "precision": precision, "say": quiet}
@@ -220,13 +202,12 @@ def test_an_inf_costs_one_step_and_holds_the_schedule(tmp_path: Path) -> None:
     assert trainer.state.global_step == 4
 
 
-@pytest.mark.parametrize("poisoned", [2, 3])
-def test_a_nan_loss_with_finite_gradients_is_skipped_wherever_in_its_window(poisoned: int, tmp_path: Path) -> None:
+def test_a_nan_loss_with_finite_gradients_is_skipped_wherever_in_its_window(tmp_path: Path) -> None:
     class Poisoned(Ours):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(*args, **kwargs)
             seen.append(1)
-            return loss + (math.nan if len(seen) == poisoned + 1 else 0.0)
+            return loss + (math.nan if len(seen) == 3 else 0.0)
 
     (ours, _), (oracle, _), seen, batches = fragile(dropout=0.0), fragile(dropout=0.0), [], data(6)
     trainer = train(Poisoned, ours, batches, tmp_path, gradient_accumulation_steps=2, say=quiet)
@@ -235,11 +216,6 @@ def test_a_nan_loss_with_finite_gradients_is_skipped_wherever_in_its_window(pois
         expected.step(batch, cross_entropy)
     assert logged(trainer, "precision/skipped") == [0, 1, 0]
     assert same(state(ours), state(oracle))
-
-
-def test_an_option_comes_before_a_configuration_that_has_another(tmp_path: Path) -> None:
-    trainer = train(Ours, mlp(), data(1), tmp_path, say=quiet, scale=ScalerConfig(initial=4.0, retries=6), retries=2)
-    assert (trainer.scaler.config.initial, trainer.scaler.config.retries) == (4.0, 2)
 
 
 def test_telemetry_writes_the_file_of_our_trainer_too(tmp_path: Path) -> None:
@@ -262,14 +238,6 @@ def test_telemetry_writes_the_file_of_our_trainer_too(tmp_path: Path) -> None:
     assert rows[2]["train/loss"] == logged(trainer, "loss")[0]
     assert logged(trainer, "precision/overflows") == [2]
     assert lines == []  # it is the trainer that tells its precision
-
-
-def test_clipping_bounds_unscaled_gradients(tmp_path: Path) -> None:
-    net = mlp()
-    before = [p.detach().clone() for p in net.parameters()]
-    train(Ours, net, data(1), tmp_path, max_grad_norm=0.01, say=quiet)
-    moved = [(old - p.detach()) / 0.05 for old, p in zip(before, net.parameters(), strict=True)]
-    assert float(torch.nn.utils.get_total_norm(moved)) == pytest.approx(0.01, rel=1e-4)
 
 
 def test_a_resumed_training_ends_as_one_that_was_not_interrupted(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from mantissa.training import GuardConfig, PrecisionTrainer, ScalerConfig, distribute
+from mantissa.training import GuardConfig, PrecisionTrainer, ScalerConfig, adaptive_clip_, distribute
 from mantissa.training.distributed import unwrapped, whole
 from strict_promotion import StrictPromotion
 
@@ -243,27 +246,49 @@ def resume_crashed(kind: str | None, folder: Path) -> dict[str, Any]:
 
 def unwrapped_is_refused(kind: str | None, folder: Path) -> dict[str, Any]:
     model = make_model()
-    try:
-        PrecisionTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", say=lambda line: None)
-    except ValueError as error:
-        return {"error": str(error)}
-    return {"error": ""}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"error": _refused(lambda: PrecisionTrainer(model, optimizer, "fp32", say=lambda line: None))}
 
 
 def full_disk(kind: str | None, folder: Path) -> dict[str, Any]:
     """Rank 0 cannot write: every rank is told, and none waits."""
     trainer = make_trainer(kind)
+    path = folder / "rank_worker_result" / "x.pt" if trainer.ranks.rank else "/proc/x.pt"
+    return {"error": _refused(lambda: trainer.save_checkpoint(path))}
+
+
+def clipping(kind: str | None, folder: Path) -> dict[str, Any]:
+    """Adaptive clipping of whole tensors, and of the same ones sharded by rows or replicated."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(3)
+    shapes = {(5, 4): Shard(0), (3, 2, 2): Shard(0), (7,): Shard(0), (4, 2): Replicate(), (1, 6): Shard(0)}
+    whole_ones, split = [], []
+    for shape, placement in (shapes | {(3,): Replicate()}).items():
+        weight = torch.randn(shape, generator=generator)
+        spread = torch.exp2(4 * torch.randn(shape[0], generator=generator)).reshape(-1, *[1] * (len(shape) - 1))
+        grad = torch.randn(shape, generator=generator) * spread * 0.02
+        whole_ones.append(nn.Parameter(weight.clone()))
+        split.append(nn.Parameter(distribute_tensor(weight, mesh, [placement])))
+        whole_ones[-1].grad, split[-1].grad = grad.clone(), distribute_tensor(grad, mesh, [placement])
+    fractions = [float(adaptive_clip_(tensors, 0.01)) for tensors in (whole_ones, split)]
+    columns = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
+    columns.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])
+    gradients = {"whole": [p.grad for p in whole_ones], "split": [p.grad.full_tensor() for p in split]}
+    return gradients | {"fractions": fractions, "error": _refused(lambda: adaptive_clip_([columns], 0.01))}
+
+
+def _refused(work: Callable[[], object]) -> str:
     try:
-        trainer.save_checkpoint(folder / "rank_worker_result" / "x.pt" if trainer.ranks.rank else "/proc/x.pt")
+        work()
     except ValueError as error:
-        return {"error": str(error)}
-    return {"error": ""}
+        return str(error)
+    return ""
 
 
 SCENARIOS = {
     f.__name__: f
     for f in (equal, inf_on_one_rank, accumulate, uneven, broken_window, guarded, save, crash, resume, resume_crashed)
-} | {f.__name__: f for f in (unwrapped_is_refused, full_disk)}
+} | {f.__name__: f for f in (unwrapped_is_refused, full_disk, clipping)}
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from toys import torchrun
 pytestmark = pytest.mark.slow
 KINDS = ("ddp", "fsdp2")
 TOGETHER = ("equal", "inf_on_one_rank", "accumulate", "uneven", "broken_window", "guarded", "save")
-REFUSED = ("unwrapped_is_refused", "full_disk")
+REFUSED = ("unwrapped_is_refused", "full_disk", "clipping")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -118,6 +118,7 @@ def test_an_exception_in_an_open_window_leaves_nothing_behind(two: tuple[str, Pa
     assert_close(both["weights"], rank_worker.result(alone)["weights"])
 
 
+@pytest.mark.parametrize("two", ["fsdp2", pytest.param("ddp", marks=pytest.mark.variants)], indirect=True)
 def test_saved_on_two_resumed_on_one_and_on_three(two: tuple[str, Path]) -> None:
     kind, folder = two
     expected = left(two, "save")
@@ -128,12 +129,12 @@ def test_saved_on_two_resumed_on_one_and_on_three(two: tuple[str, Path]) -> None
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(3):
         assert_close(left(two, "resume", rank)["weights"], expected["weights"], 2e-4)
-    other = "fsdp2" if kind == "ddp" else "ddp"
     content = torch.load(folder / f"{kind}.pt", weights_only=True)
-    assert all(type(value) is torch.Tensor for value in content["model_state_dict"].values()), other
+    assert all(type(value) is torch.Tensor for value in content["model_state_dict"].values())
     assert len(content["generators"]) == 2
 
 
+@pytest.mark.parametrize("two", ["ddp", pytest.param("fsdp2", marks=pytest.mark.variants)], indirect=True)
 def test_a_rank_killed_in_a_step_then_resumed_bit_for_bit(two: tuple[str, Path]) -> None:
     kind, folder = two
     crashed = torchrun(2, rank_worker.__file__, folder, kind, "crash")
@@ -144,12 +145,20 @@ def test_a_rank_killed_in_a_step_then_resumed_bit_for_bit(two: tuple[str, Path])
         assert_equal(left(two, "resume_crashed", rank)["weights"], left(two, "save", rank)["weights"])
 
 
+def test_shards_are_clipped_as_the_whole_is(two: tuple[str, Path]) -> None:
+    for rank in (0, 1):
+        found = left(two, "clipping", rank)
+        whole, split = found["fractions"]
+        assert 0 < whole == split < 1
+        for one, other in zip(found["whole"], found["split"], strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-6, atol=0.0)
+        assert "shard on dimension 0, or clip by the global norm" in found["error"]
+
+
 def test_what_would_silently_go_apart_is_refused(two: tuple[str, Path]) -> None:
     for rank in (0, 1):
         assert "neither DDP nor FSDP2" in left(two, "unwrapped_is_refused", rank)["error"]
-        assert (
-            "cannot write" in left(two, "full_disk", rank)["error"] or "rank 0" in left(two, "full_disk", rank)["error"]
-        )
+        assert "cannot write" in left(two, "full_disk", rank)["error"]  # rank 0's own words, on every rank
 
 
 def test_alone_everything_is_the_identity() -> None:

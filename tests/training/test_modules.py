@@ -1,8 +1,7 @@
-"""Modules that are not ours, in each precision: they learn, near fp32, from rounded gradients, and resume exactly."""
+"""Modules that are not ours, in each precision: they learn, near fp32, from rounded gradients."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mantissa.training import LossScaler, PrecisionTrainer, ScalerConfig
-from toys import Batch, quiet, same, state
+from mantissa.training import PrecisionTrainer
+from toys import Batch, quiet
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,15 +58,6 @@ def conv_net() -> nn.Module:
     )
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(32), nn.Linear(32, 3))
-
-
-def vectors(rows: int, generator: torch.Generator) -> Batch:
-    x = torch.randn(rows, 6, generator=generator)
-    return x, x[:, :3].argmax(1)
-
-
 def pictures(rows: int, generator: torch.Generator) -> Batch:
     """Stripes across, stripes down, or a checkerboard, in noise."""
     y = torch.randint(0, 3, (rows,), generator=generator)
@@ -85,7 +75,6 @@ def tokens(rows: int, generator: torch.Generator) -> Batch:
 Maker = Callable[[], nn.Module]
 Source = Callable[[int, torch.Generator], Batch]
 CASES: dict[str, tuple[Maker, Source, int]] = {  # and optimiser steps until it has learnt
-    "mlp": (mlp, vectors, 40),
     "conv + batch norm": (conv_net, pictures, 30),
     "lstm": (Recurrent, tokens, 50),
     "transformer": (Encoder, tokens, 40),
@@ -108,46 +97,28 @@ def trainer_for(case: str, precision: str, seed: int = 0, **options) -> Precisio
     return PrecisionTrainer(model, optimizer, precision, say=quiet, **options)
 
 
-def losses(trainer: PrecisionTrainer, todo: list[Batch]) -> list[float]:
-    return [trainer.step(batch, loss_fn).loss.item() for batch in todo]
-
-
-_KNOWN: dict[tuple[str, str], tuple[list[float], float]] = {}
-
-
-def learnt(case: str, precision: str) -> tuple[list[float], float]:
-    """Losses of a run from one seed, and its accuracy on new data."""
-    if (case, precision) not in _KNOWN:
-        count = CASES[case][2]
+@pytest.mark.parametrize("case", CASES)
+def test_it_learns_near_fp32_but_not_as_fp32(case: str) -> None:
+    """The same weights, dropout and data: only rounding differs. At first by little; Adam then lets it grow."""
+    curves = {}
+    for precision in PRECISIONS:
         trainer = trainer_for(case, precision, max_grad_norm=1.0)
-        curve = losses(trainer, batches(case, count))
+        curve = curves[precision] = [
+            trainer.step(batch, loss_fn).loss.item() for batch in batches(case, CASES[case][2])
+        ]
         assert trainer.skipped == 0
+        assert sum(curve[-5:]) < 0.6 * sum(curve[:5])
         trainer.model.eval()
         x, y = CASES[case][1](500, torch.Generator().manual_seed(9))
         with torch.no_grad(), trainer.forward():
             accuracy = (trainer.model(x).argmax(1) == y).float().mean()
-        _KNOWN[case, precision] = (curve, float(accuracy))
-    return _KNOWN[case, precision]
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("case", CASES)
-def test_it_learns(case: str, precision: str) -> None:
-    curve, accuracy = learnt(case, precision)
-    assert sum(curve[-5:]) < 0.6 * sum(curve[:5])
-    assert accuracy > 0.75  # guessing gives 0.33 to 0.45
-
-
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.1), ("fp16", 0.03)])
-@pytest.mark.parametrize("case", CASES)
-def test_losses_are_near_fp32s_but_not_its_own(case: str, precision: str, tolerance: float) -> None:
-    """The same weights, dropout and data: only rounding differs. At first by little; Adam then lets it grow."""
-    ours, exact = learnt(case, precision)[0], learnt(case, "fp32")[0]
-    assert ours != exact
-    first = 5 * torch.finfo(DTYPES[precision]).eps
-    assert ours[0] == pytest.approx(exact[0], rel=first)
-    apart = [abs(a - b) for a, b in zip(ours, exact, strict=True)]
-    assert sum(apart) / len(apart) < tolerance
+        assert accuracy > 0.75  # guessing gives 0.33 to 0.45
+    exact = curves["fp32"]
+    for precision, tolerance in (("bf16", 0.1), ("fp16", 0.03)):
+        ours = curves[precision]
+        assert ours != exact
+        assert ours[0] == pytest.approx(exact[0], rel=5 * torch.finfo(DTYPES[precision]).eps)
+        assert sum(abs(a - b) for a, b in zip(ours, exact, strict=True)) / len(exact) < tolerance
 
 
 def product_weights(model: nn.Module) -> list[str]:
@@ -194,53 +165,3 @@ def test_the_optimiser_gets_rounded_gradients_unscaled(case: str, precision: str
             assert not on_grid(scaled, torch.bfloat16), name
     largest = max(float(g.abs().max()) for g in seen.values())
     assert largest < 10  # unscaled: 65536 times smaller than what backward made
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_scale_too_small_flushes_gradients_and_one_too_large_overflows(case: str) -> None:
-    """The reason for scaling shows in every kind of module."""
-    zeros = {}
-    for scale in (2.0**-16, 2.0**10):
-        trainer = trainer_for(case, "fp16", scale=ScalerConfig(initial=scale, floor=scale, retries=0))
-        gradients = gradients_at_the_step(trainer)
-        assert trainer.step(batches(case, 1)[0], loss_fn).kind == "stepped"
-        zeros[scale] = sum(int((g == 0).sum()) for g in gradients.values())
-    assert zeros[2.0**-16] > zeros[2.0**10] + 10
-    trainer = trainer_for(case, "fp16", scale=ScalerConfig(initial=2.0**32, retries=0))
-    before = state(trainer.model)
-    assert trainer.step(batches(case, 1)[0], loss_fn).kind == "skipped"
-    assert same(before, state(trainer.model))
-    patient = trainer_for(case, "fp16", scale=ScalerConfig(initial=2.0**32, retries=30))
-    outcome = patient.step(batches(case, 1)[0], loss_fn)
-    assert outcome.kind == "retried"
-    assert math.isfinite(outcome.grad_norm)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("case", CASES)
-def test_an_overflow_is_retried_exactly_in_every_module(case: str, precision: str) -> None:
-    """A first try that overflows leaves no trace: batch norm's statistics, dropout's masks, the gradients."""
-    todo = batches(case, 3)
-    results = []
-    for trouble in (False, True):
-        trainer = trainer_for(case, precision)
-        trainer.optimizer_step.scaler = LossScaler(ScalerConfig(initial=2.0**10 if trouble else 2.0**9))
-        calls: list[int] = []
-
-        def once(model: nn.Module, batch: Batch, trouble: bool = trouble, calls: list[int] = calls) -> Tensor:
-            calls.append(1)
-            loss = loss_fn(model, batch)
-            if trouble and len(calls) == 1:  # finite itself, but its gradient is not
-                loss = loss + _inf_gradient(loss)
-            return loss
-
-        torch.manual_seed(4)
-        kinds = [trainer.step(batch, once).kind for batch in todo]
-        assert kinds == (["retried"] if trouble else ["stepped"]) + ["stepped"] * 2
-        results.append(state(trainer.model))
-    assert same(*results)
-
-
-def _inf_gradient(loss: Tensor) -> Tensor:
-    """Zero, with an infinite derivative."""
-    return (loss - loss.detach()).sqrt()

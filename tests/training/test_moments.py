@@ -318,61 +318,6 @@ def test_where_no_tensor_would_be_8_bit_it_is_refused() -> None:
         make(nn.Linear(63, 64), "8bit")
 
 
-# What rounding costs, as the module's essay says
-
-
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(("relative", "growth"), [(1e-3, 1.0), (1e-4, 1 / math.sqrt(1 - 0.999))])
-def test_a_gradient_far_below_its_blocks_largest_steps_too_far(relative: float, growth: float) -> None:
-    """Constant gradients: Adam's step is the rate. Below 4e-4 of the block's largest v is rounded to zero each time.
-
-    Then v is (1 - beta2) g^2 of the newest gradient alone, and without bias correction (t is made large) the step is
-    1 / sqrt(1 - beta2) = 32 rates.
-    """
-    model = nn.Linear(64, 64, bias=False)
-    gradient = torch.ones(64, 64)
-    gradient[:, 1] = relative
-    rate = 1e-4
-    optimizer = adamw(model, betas=(0.9, 0.999), eps=1e-12, weight_decay=0.0, moments="8bit")
-    step = OptimizerStep({"w": model.weight}, optimizer, LossScaler.disabled(), FP16, lambda update: rate)
-
-    def backward(scale: float) -> None:
-        model.weight.grad = gradient.clone()
-
-    step.run(backward)
-    state = step.optimizer_tensors()
-    # long after the start: v of every element as it would be then, in the library's own form
-    state["w/exp_avg_sq.scale"].copy_(state["w/exp_avg_sq.scale"] / (1 - 0.999))
-    state["w/exp_avg.scale"].copy_(state["w/exp_avg.scale"] / (1 - 0.9))
-    state["w/step"].fill_(10000.0)
-    before = model.weight.detach().clone()
-    step.run(backward)
-    moved = before - model.weight.detach()
-    assert float(moved[:, 0].mean()) == pytest.approx(rate, rel=0.02)
-    # levels are coarse down there: seven decades for m, seven for v
-    assert float(moved[:, 1].mean()) == pytest.approx(rate * growth, rel=0.35)
-
-
-@pytest.mark.usefixtures("eager")
-def test_a_slow_decay_of_the_second_moment_is_rounded_away() -> None:
-    """Half a level near the block's largest is 0.35 % of it, and beta2 = 0.999 takes 0.1 % a step: v does not fall."""
-    falls: dict[str, Tensor] = {}
-    for moments in ("fp32", "8bit"):
-        model = nn.Linear(64, 64, bias=False)
-        optimizer = adamw(model, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, moments=moments)
-        seen: list[Tensor] = []
-        for index in range(60):
-            # after the first step column 0 keeps its v = 1e-3, and so each block its scale; column 1's gradient stops
-            model.weight.grad = torch.full((64, 64), 0.95 if index == 0 else 0.0)
-            model.weight.grad[:, 0] = 1.0 if index == 0 else math.sqrt(1e-3)
-            optimizer.step()
-            moment = optimizer.state[model.weight]["exp_avg_sq"]
-            seen.append((moment.dequantize() if moments == "8bit" else moment)[:, 1].clone())
-        falls[moments] = seen[-1] / seen[0]
-    torch.testing.assert_close(falls["fp32"], torch.full((64,), 0.999**59), rtol=1e-4, atol=0)
-    torch.testing.assert_close(falls["8bit"], torch.ones(64), rtol=1e-4, atol=0)
-
-
 # The compiled update
 
 

@@ -149,11 +149,10 @@ def test_a_run_that_fell_back_is_resumed_in_the_wider_format(tmp_path: Path) -> 
     assert [row["precision/format"] for row in rows(tmp_path)] == ["fp16", "fp16", "bf16"]
 
 
-@pytest.mark.parametrize("killed_after", [4, 9])
-def test_resumed_rows_and_decisions_are_those_of_the_run_that_went_on(killed_after: int, tmp_path: Path) -> None:
+def test_resumed_rows_and_decisions_are_those_of_the_run_that_went_on(tmp_path: Path) -> None:
     """A checkpoint every step; the process 'dies' after writing more rows; what it left is cut to the checkpoint."""
     config = GuardConfig(window=6, min_steps=3, overflow_warn=0.2, overflow_alert=0.3, overflow_fall_back=0.9)
-    batches = data(16)
+    batches, killed_after = data(16), 9
 
     def run(folder: Path, todo: list, start: int, trainer: PrecisionTrainer, trap) -> None:
         for i, batch in enumerate(todo, start=start):
