@@ -304,32 +304,6 @@ def _folded(key: str, text: str) -> list[str]:
 
 # rollback.md
 
-_SETTINGS = {
-    "window": "optimiser steps that count, the newest",
-    "min_steps": "steps a rate, a mean or a median needs before it is judged",
-    "overflow_warn": "share of steps that overflowed at least once: warn above",
-    "overflow_alert": "alert above",
-    "overflow_fall_back": "fall back above",
-    "reference": "folder of a run to compare loss, speed, accuracy and reward with; without one the first two are off",
-    "loss_warn": "how far the mean loss may lie above the reference's over the same steps: warn above",
-    "loss_fall_back": "fall back above",
-    "loss_floor": "least unit of that share, as a part of the loss the reference began with",
-    "slow_warn": "least share of the reference's speed, by median `time/step`",
-    "accuracy_warn": "how far mean `reward/accuracy` may lie below the reference's over the same steps, or without one "
-    "below the run's own best window: warn above",
-    "accuracy_fall_back": "fall back above",
-    "reward_warn": "the same of `reward/mean`, as a share of the range of the rewards seen: warn above",
-    "reward_fall_back": "fall back above",
-    "nonfinite_in_a_row": "losses that are not finite, one after the other: fall back at",
-    "divergence": "mean loss above the best window's, in times: fall back above; `null` is off",
-    "gates": "metric -> healthy range, such as those of the gap between rollout and learner",
-    "gate_warn": "share of steps with a metric outside its gate: warn above",
-    "gate_alert": "alert above",
-    "to": "the format to fall back to: `bf16` or `fp32`",
-    "max_fall_backs": "how often a run may fall back; one more is a stop",
-    "good_after": "steps free of trouble before a checkpoint may be called good again",
-}
-
 
 def guard_rules() -> str:
     """The guard's rules with the default thresholds, by severity."""
@@ -358,10 +332,8 @@ def guard_settings() -> str:
     """Every field of ``GuardConfig``."""
     from mantissa.training import GuardConfig
 
-    values = GuardConfig().to_dict()
-    if set(values) != set(_SETTINGS):
-        raise SystemExit(f"GuardConfig's fields have changed: {sorted(set(values) ^ set(_SETTINGS))}")
-    lines = [[f"`{name}`", f"`{json.dumps(value)}`", _SETTINGS[name]] for name, value in values.items()]
+    fields = GuardConfig.model_fields.items()
+    lines = [[f"`{name}`", f"`{json.dumps(field.default)}`", str(field.description)] for name, field in fields]
     return table(("setting", "default", "what it does"), lines)
 
 

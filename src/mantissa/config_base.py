@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from types import NoneType
-from typing import Any, LiteralString, get_args
+from typing import Any, ClassVar, LiteralString, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from mantissa.bounds import LARGEST_SIZE, representable
+from mantissa.errors import MantissaError, nearest
 
 PLAIN: LiteralString = "plain_value"  # the kind of its errors, whose message begins with the field
 
@@ -35,6 +36,30 @@ class Config(BaseModel):
                 if expected:
                     raise PydanticCustomError(PLAIN, "{field}: {text}", {"field": name, "text": expected})
         return values
+
+
+class Section(Config):
+    """A section that is also made by hand, where its first mistake is a ``MantissaError`` that ``called`` begins.
+
+    Inside of another section its mistakes are that one's, with its path.
+    """
+
+    called: ClassVar[str]
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            mistakes = error.errors(include_url=False)
+            first = next((each for each in mistakes if each["type"] == "extra_forbidden"), mistakes[0])
+            name = ".".join(map(str, first["loc"]))
+            text = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+            said = f"{name}={first['input']!r}: {text}" if name else text
+            if first["type"] == "extra_forbidden":
+                said = f"unknown setting {name!r}{nearest(name, type(self).model_fields)}"
+            raise MantissaError(f"{self.called}: {said}") from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # else an outer section would call it
 
 
 def _kinds(annotation: Any) -> set[type]:

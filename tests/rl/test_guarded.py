@@ -110,10 +110,10 @@ def test_what_becomes_as_wide_and_what_stays(
 @pytest.mark.parametrize(
     ("guard", "message"),
     [
-        ("{windw: 3}", "guard: unknown setting 'windw'; did you mean 'window'"),
-        ("{to: fp16}", "guard: to='fp16': expected bf16 or fp32"),
-        ("{accuracy_warn: 0.1}", r"guard: accuracy_fall_back=0.05: expected a number from accuracy_warn=0.1 to 1"),
-        ("{reward_fall_back: 5}", r"guard: reward_fall_back=5: expected a number from reward_warn=0.02 to 1"),
+        ("{windw: 3}", "unknown key 'guard.windw'; did you mean 'window'"),
+        ("{to: fp16}", "guard.to: input should be 'bf16' or 'fp32', got 'fp16'"),
+        ("{accuracy_warn: 0.1}", r"guard: accuracy_fall_back=0.05: expected a number from accuracy_warn=0.1"),
+        ("{reward_fall_back: 5}", "guard.reward_fall_back: input should be less than or equal to 1, got 5"),
         ("3", "guard: input should be a valid dictionary"),
         ("{reference: nowhere}", "nowhere: no such folder"),
     ],

@@ -100,10 +100,10 @@ def _judge(
         as_logged: Literal[True] | str = "the run was not guarded: there is no log to compare with"
     else:
         source, as_logged = f"the settings of {folder / 'guard.json'}", True
-    values = settings.config.to_dict()
+    values = settings.config.model_dump(mode="json")
     changed = apply_overrides(values, [*overrides, *([f"window={window}"] if window is not None else [])])
     different = [key for key in changed if key not in values or changed[key] != values[key]]
-    config = GuardConfig.from_dict(changed)
+    config = GuardConfig(**changed)
     judge = Guard(config, _reference(settings, config, reference))
     digest = judge.reference.digest if judge.reference else None
     if as_logged is True and (digest != settings.reference_digest or set(different) - {"reference"}):

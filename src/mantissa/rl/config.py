@@ -441,18 +441,12 @@ class OptimizerConfig(Config):
     )
 
 
-class LossScalingConfig(Config):
+class LossScalingConfig(ScalerConfig):
     """Loss scaling of an fp16 learner; see ``ScalerConfig`` and ``AutoScaler``."""
 
     rule: Literal["dynamic", "auto"] = Field(
         "dynamic", description="dynamic: torch's. auto: from the gradients' observed range, without the growth keys."
     )
-    initial: float = Field(65536.0, gt=0, description="First scale.")
-    growth_factor: float = Field(2.0, ge=1, description="Factor after growth_interval clean steps.")
-    backoff_factor: float = Field(0.5, gt=0, lt=1, description="Factor on overflow.")
-    growth_interval: int = Field(400, ge=1, description="Clean steps before the scale grows.")
-    floor: float = Field(1.0, gt=0, description="Smallest scale; a non-finite gradient there stops the run.")
-    retries: int = Field(4, ge=0, description="Backward passes repeated on one batch before it is given up.")
 
     @model_validator(mode="after")
     def _nothing_without_effect(self) -> Self:
@@ -463,10 +457,7 @@ class LossScalingConfig(Config):
 
     def scaler(self, fmt: NumberFormat) -> LossScaler:
         """A scaler at its first scale, or one that scales by 1 where ``fmt`` needs none."""
-        config = ScalerConfig(**self.model_dump(exclude={"rule"}))
-        if self.rule == "auto" and fmt.needs_loss_scaling:
-            return AutoScaler(config)
-        return scaler_for(config, fmt)
+        return AutoScaler(self) if self.rule == "auto" and fmt.needs_loss_scaling else scaler_for(self, fmt)
 
 
 class EvaluationConfig(Config):
@@ -525,7 +516,7 @@ class RunConfig(Config):
     loss_scaling: LossScalingConfig | None = Field(None, description="Only for an fp16 learner; has defaults.")
     evaluation: EvaluationConfig | None = Field(EvaluationConfig(), description="None: never evaluate.")
     checkpoint: CheckpointConfig = CheckpointConfig()
-    guard: dict[str, Any] | None = Field(
+    guard: GuardConfig | None = Field(
         None,
         description="{} or settings of docs/rollback.md, such as {to: fp32}: thresholds at which the run goes back to "
         "its last good checkpoint and on in a wider format. null: no guard.",
@@ -539,11 +530,6 @@ class RunConfig(Config):
         fields = {"preset": value} if isinstance(value, str) else value
         PrecisionPolicy.parse(fields)  # a mistake is found here, before anything is built on it
         return fields | {"preset": preset_named(fields["preset"])} if "preset" in fields else fields
-
-    @field_validator("guard")
-    @classmethod
-    def _guard_as_it_will_be(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        return None if value is None else GuardConfig.from_dict(value).to_dict()
 
     @property
     def steps_behind(self) -> int:

@@ -26,7 +26,7 @@ from mantissa.ranks import Ranks
 from mantissa.rl.config import RunConfig
 from mantissa.rl.recipe import make_config
 from mantissa.runs.directory import RunDirectory
-from mantissa.training import Checkpoint, GuardConfig, Judge, load_checkpoint, save_checkpoint, saved_state, saved_steps
+from mantissa.training import Checkpoint, Judge, load_checkpoint, save_checkpoint, saved_state, saved_steps
 
 
 class RunGuard:
@@ -37,7 +37,8 @@ class RunGuard:
     """
 
     def __init__(self, config: RunConfig, run: RunDirectory, ranks: Ranks, note: Callable[[str], None]) -> None:
-        self._settings = guard_config(config)
+        assert config.guard is not None
+        self._settings = config.guard
         self._note = note
         self._judge = Judge(run.path, self._settings, note, ranks)
         self.format = _label(config.precision_policy)
@@ -70,12 +71,6 @@ class RunGuard:
         save_checkpoint(folder, Checkpoint(step, last.policy, last.optimizer, state, more), keep)
         updates = state["step"]["updates"]
         self._note(f"guard: step {step}: back to checkpoint step-{self.good} (update {updates}), and on in {to}")
-
-
-def guard_config(config: RunConfig) -> GuardConfig:
-    """The guard's settings in a recipe that has some."""
-    assert config.guard is not None
-    return GuardConfig.from_dict(config.guard)
 
 
 def fall_back_of(run: RunDirectory) -> dict[str, Any] | None:

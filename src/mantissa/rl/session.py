@@ -23,7 +23,7 @@ from mantissa.precision import resolve
 from mantissa.ranks import ALONE, Ranks, world_size
 from mantissa.rl.assemble import Parts, assemble, choose_device
 from mantissa.rl.config import RunConfig
-from mantissa.rl.guarded import fall_back_of, guard_config, in_force, widened
+from mantissa.rl.guarded import fall_back_of, in_force, widened
 from mantissa.rl.loop import Loop
 from mantissa.rl.recipe import apply_overrides, make_config
 from mantissa.rollout import VllmEngine
@@ -43,9 +43,7 @@ MAY_CHANGE = ("nproc", "parallel", "rollout.vllm.server")  # when a run goes on
 def start(config: RunConfig) -> Path:
     """Run ``config`` from its beginning in a new folder; returns the path of its report."""
     if config.guard is not None:
-        resolve(
-            widened(config, guard_config(config).to).precision_policy, choose_device(config.device)
-        )  # refuses now, not then
+        resolve(widened(config, config.guard.to).precision_policy, choose_device(config.device))  # now, not then
     with joined(config, choose_device(config.device)) as ranks:
         parts = assemble(config, ranks)
         try:

@@ -77,7 +77,7 @@ class GuardSettings:
         values = {
             "format": FORMAT,
             "version": VERSION,
-            "config": self.config.to_dict(),
+            "config": self.config.model_dump(mode="json"),
             "reference_rows": self.reference_rows,
             "reference_digest": self.reference_digest,
         }
@@ -96,7 +96,7 @@ class GuardSettings:
         if values.get("version") != VERSION:
             raise MantissaError(f"{path} has version {values.get('version')!r}; this Mantissa reads version {VERSION}")
         try:
-            config = GuardConfig.from_dict(values["config"])
+            config = GuardConfig(**values["config"])
         except MantissaError as error:
             raise MantissaError(f"{path}: {error}") from None
         rows = values.get("reference_rows")
@@ -168,7 +168,7 @@ def open_guard(folder: Path | str, config: GuardConfig) -> tuple[Guard, GuardLog
         guard = Guard(config)
         GuardSettings.of(guard).write(folder)
     else:
-        was, now = settings.config.to_dict(), config.to_dict()
+        was, now = settings.config.model_dump(), config.model_dump()
         changed = [f"{name}={was[name]!r}, now {now[name]!r}" for name in now if was[name] != now[name]]
         if changed:
             raise MantissaError(

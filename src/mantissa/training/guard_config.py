@@ -3,127 +3,119 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from mantissa.bounds import LARGEST_FLOAT, LARGEST_SIZE, SMALLEST_FLOAT, check_values, number
-from mantissa.errors import MantissaError, nearest
+from pydantic import Field, Strict, field_validator, model_validator
+
+from mantissa.bounds import LARGEST_FLOAT
+from mantissa.config_base import Section
+from mantissa.errors import MantissaError
 from mantissa.jsonl import JsonLines, Row, encode
 from mantissa.precision.formats import ALIASES
 
-Range = tuple[float | None, float | None]
-FALL_BACK_FORMATS = ("bf16", "fp32")
+End = Annotated[float, Strict(), Field(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)] | None  # of a range; None: open
+Range = tuple[End, End]
+Share = Annotated[float, Field(ge=0, le=1)]
 DROPS = {"accuracy": "reward/accuracy", "reward": "reward/mean"}  # what must not fall, and the metric that tells
-_LEAST = {"window": 1, "min_steps": 1, "nonfinite_in_a_row": 1, "max_fall_backs": 0, "good_after": 0}
 
 
-@dataclass(frozen=True)
-class GuardConfig:
-    """The guard's settings. Every rule fires *beyond* its threshold; a figure that lies on it is still inside.
+class GuardConfig(Section):
+    """The guard's settings, as a recipe's section, in ``guard.json`` and by hand alike.
 
-    ``window``: the optimiser steps that count, the newest. ``min_steps``: how many of them a rate, a mean or a median
-    needs (or the whole window, where that is less). One event among few steps is no rate: a lone overflow in the third
-    step of a run is not "33%". 20 is where one event is 5%, the lowest threshold, and so cannot lie beyond it.
+    Every rule fires *beyond* its threshold; a figure that lies on it is still inside. ``min_steps``: one event among
+    few steps is no rate, a lone overflow in the third step of a run is not "33%"; 20 is where one event is 5%, the
+    lowest threshold, and so cannot lie beyond it. A threshold of 1 turns its rule off, as 0 does for ``slow_warn``.
 
-    ``overflow_warn``, ``overflow_alert``, ``overflow_fall_back``: shares of steps that overflowed at least once,
-    whether a retry cured it or not; 1 turns the rule off.
-
-    ``reference``: the folder (or metrics file) of a run to compare with; None: the rules for loss and speed are off.
-    ``loss_warn``, ``loss_fall_back``: by what share the mean loss may lie above the reference's over the same steps.
     ``loss_floor``: a share of a mean needs a mean that is not near zero, so excess = (mean - reference mean) /
     max(|reference mean|, floor), with floor = ``loss_floor`` x the mean |loss| that the reference began with. Shares
-    of negative losses are of their magnitude.
-    ``slow_warn``: the least share of the reference's speed, by median ``time/step``; 0 turns the rule off.
+    of negative losses are of their magnitude; ``divergence`` has the same floor, of this run's own first losses.
+    Accuracy and reward are compared with this run's own best window mean since the last fall back where there is no
+    reference. ``reward_*`` are shares of the distance from the smallest to the largest reward that the run has seen:
+    for rewards of 0 and 1 they and ``accuracy_*`` are one measure.
 
-    ``accuracy_warn``, ``accuracy_fall_back``: how far the mean ``reward/accuracy`` may lie below the reference's over
-    the same steps, or without one below this run's own best window mean since the last fall back; 0.02 is two points.
-    ``reward_warn``, ``reward_fall_back``: the same of ``reward/mean``, as a share of the distance from the smallest
-    to the largest reward that the run has seen: for rewards of 0 and 1 the two are one measure. 1 turns a rule off.
-
-    ``nonfinite_in_a_row``: losses that are not finite, one after the other, before the run falls back.
-    ``divergence``: None, or how many times the best window mean since the last fall back the mean loss may be (above
-    1; the same floor, of this run's own first losses).
-
-    ``gates``: metric -> (low, high), its healthy range, both inclusive, None for an open end; ``gate_warn``,
-    ``gate_alert``: the share of steps outside, of those that have the metric.
-
-    ``to``: the format to fall back to. ``max_fall_backs``: how often; what would be one more is "stop".
-    ``good_after``: steps without trouble after which a state that has been in trouble may be called good again.
-
-    Raises ``MantissaError`` for values out of range.
+    Raises ``MantissaError`` for values out of range and for unknown settings.
     """
 
-    window: int = 50
-    min_steps: int = 20
-    overflow_warn: float = 0.05
-    overflow_alert: float = 0.10
-    overflow_fall_back: float = 0.30
-    reference: str | None = None
-    loss_warn: float = 0.05
-    loss_fall_back: float = 0.20
-    loss_floor: float = 0.01
-    slow_warn: float = 0.8
-    accuracy_warn: float = 0.02
-    accuracy_fall_back: float = 0.05
-    reward_warn: float = 0.02
-    reward_fall_back: float = 0.05
-    nonfinite_in_a_row: int = 2
-    divergence: float | None = None
-    gates: Mapping[str, Range] = field(default_factory=dict)
-    gate_warn: float = 0.5
-    gate_alert: float = 0.9
-    to: str = "bf16"
-    max_fall_backs: int = 1
-    good_after: int = 20
+    called: ClassVar = "guard"
 
-    def __post_init__(self) -> None:
-        if isinstance(self.to, str):
-            object.__setattr__(self, "to", ALIASES.get(self.to, self.to))  # bfloat16 is bf16
-        whole = {name: (_whole(getattr(self, name), least), f"a whole number from {least}")
-                 for name, least in _LEAST.items()}  # fmt: skip
-        off, near = self.divergence is None, self.reference
-        check_values("guard", vars(self), whole | {
-            "loss_floor": (number(self.loss_floor, SMALLEST_FLOAT), "more than 0"),
-            "slow_warn": (number(self.slow_warn, 0, 1), "0 to 1"),
-            "divergence": (off or (number(self.divergence, 1) and self.divergence != 1), "null, or more than 1"),
-            "to": (self.to in FALL_BACK_FORMATS, " or ".join(FALL_BACK_FORMATS)),
-            "reference": (near is None or (isinstance(near, str) and near != ""), "null, or the folder of a run"),
-        })  # fmt: skip
-        for rule, most in (("overflow", 1.0), ("gate", 1.0), ("loss", math.inf), *((name, 1.0) for name in DROPS)):
-            self._check_rising([f"{rule}_{level}" for level in ("warn", "alert", "fall_back")], most)
-        object.__setattr__(self, "gates", _ranges(self.gates))  # a copy: the caller's mapping stays the caller's
+    window: int = Field(50, ge=1, description="optimiser steps that count, the newest")
+    min_steps: int = Field(20, ge=1, description="steps a rate, a mean or a median needs before it is judged")
+    overflow_warn: Share = Field(0.05, description="share of steps that overflowed at least once: warn above")
+    overflow_alert: Share = Field(0.10, description="alert above")
+    overflow_fall_back: Share = Field(0.30, description="fall back above")
+    reference: str | None = Field(
+        None,
+        min_length=1,
+        description="folder of a run to compare loss, speed, accuracy and reward with; without one the first two are "
+        "off",
+    )
+    loss_warn: float = Field(
+        0.05, ge=0, description="how far the mean loss may lie above the reference's over the same steps: warn above"
+    )
+    loss_fall_back: float = Field(0.20, ge=0, description="fall back above")
+    loss_floor: float = Field(
+        0.01, gt=0, description="least unit of that share, as a part of the loss the reference began with"
+    )
+    slow_warn: Share = Field(0.8, description="least share of the reference's speed, by median `time/step`")
+    accuracy_warn: Share = Field(
+        0.02,
+        description="how far mean `reward/accuracy` may lie below the reference's over the same steps, or without one "
+        "below the run's own best window: warn above",
+    )
+    accuracy_fall_back: Share = Field(0.05, description="fall back above")
+    reward_warn: Share = Field(
+        0.02, description="the same of `reward/mean`, as a share of the range of the rewards seen: warn above"
+    )
+    reward_fall_back: Share = Field(0.05, description="fall back above")
+    nonfinite_in_a_row: int = Field(
+        2, ge=1, description="losses that are not finite, one after the other: fall back at"
+    )
+    divergence: float | None = Field(
+        None, gt=1, description="mean loss above the best window's, in times: fall back above; `null` is off"
+    )
+    gates: dict[str, Range] = Field(
+        {}, description="metric -> healthy range, such as those of the gap between rollout and learner"
+    )
+    gate_warn: Share = Field(0.5, description="share of steps with a metric outside its gate: warn above")
+    gate_alert: Share = Field(0.9, description="alert above")
+    to: Literal["bf16", "fp32"] = Field("bf16", description="the format to fall back to: `bf16` or `fp32`")
+    max_fall_backs: int = Field(1, ge=0, description="how often a run may fall back; one more is a stop")
+    good_after: int = Field(20, ge=0, description="steps free of trouble before a checkpoint may be called good again")
 
-    def _check_rising(self, names: Sequence[str], most: float) -> None:
-        """Thresholds of one rule: from 0, up to ``most``, none below a milder one."""
-        least, before = 0.0, "0"
-        bound = "" if most == math.inf else f" to {most:g}"
-        for name in (name for name in names if hasattr(self, name)):
-            value = getattr(self, name)
-            good = number(value, least, most) and value < math.inf
-            check_values("guard", {name: value}, {name: (good, f"a number from {before}{bound}")})
-            least, before = value, f"{name}={value:g}"
+    @field_validator("to", mode="before")
+    @classmethod
+    def _by_any_name(cls, to: Any) -> Any:
+        return ALIASES.get(to, to) if isinstance(to, str) else to  # bfloat16 is bf16
+
+    @field_validator("gates")
+    @classmethod
+    def _ranges(cls, gates: dict[str, Range]) -> dict[str, Range]:
+        for name, (low, high) in gates.items():
+            if (low is None and high is None) or (low is not None and high is not None and low > high):
+                raise ValueError(f"{name}: expected low up to high, and at least one end, got [{low}, {high}]")
+        return gates
+
+    @model_validator(mode="after")
+    def _rising(self) -> Self:
+        """Thresholds of one rule: none below a milder one."""
+        for rule in ("overflow", "gate", "loss", *DROPS):
+            names = [f"{rule}_{level}" for level in ("warn", "alert", "fall_back") if hasattr(self, f"{rule}_{level}")]
+            for milder, name in itertools.pairwise(names):
+                least, value = getattr(self, milder), getattr(self, name)
+                if value < least:
+                    raise ValueError(f"{name}={value}: expected a number from {milder}={least:g}")
+        return self
 
     @property
     def enough(self) -> int:
         """How many steps a rate needs: ``min_steps``, or the whole window where that is less."""
         return min(self.min_steps, self.window)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; ``from_dict`` reads them."""
-        return asdict(self) | {"gates": {name: list(ends) for name, ends in self.gates.items()}}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> GuardConfig:
-        """The inverse of ``to_dict``; what is missing has its default. Raises ``MantissaError`` for unknown keys."""
-        known = {f.name for f in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise MantissaError(f"guard: unknown setting {name!r}{nearest(str(name), known)}")
-        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -227,27 +219,3 @@ def finite_loss(value: float) -> bool:
 def mean(values: Sequence[float]) -> float:
     """The mean of a sum that does not depend on its order, rounded once: a replay has the same bits."""
     return math.fsum(values) / len(values)
-
-
-def _whole(value: object, least: int) -> bool:
-    return number(value, least, LARGEST_SIZE, whole=True)
-
-
-def _ranges(gates: object) -> dict[str, Range]:
-    """The gates as name -> (low, high), whatever sequence the ends came in."""
-
-    def require(good: bool, name: str, value: object, expected: str) -> None:
-        check_values("guard", {name: value}, {name: (good, expected)})
-
-    require(isinstance(gates, Mapping), "gates", gates, "metric: [low, high] for each gate")
-    assert isinstance(gates, Mapping)
-    ranges: dict[str, Range] = {}
-    for name, ends in gates.items():
-        pair = isinstance(ends, list | tuple) and len(ends) == 2
-        pair = pair and all(end is None or number(end, -LARGEST_FLOAT) for end in ends)
-        require(isinstance(name, str) and pair, f"gates[{name}]", ends, "[low, high], null for an open end")
-        low, high = ends
-        require(low is not None or high is not None, f"gates[{name}]", ends, "at least one end")
-        require(low is None or high is None or low <= high, f"gates[{name}]", ends, "low up to high")
-        ranges[name] = (low, high)
-    return ranges

@@ -62,40 +62,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
+from pydantic import Field, model_validator
 
-from mantissa.bounds import BELOW_ONE, LARGEST_SIZE, SMALLEST_FLOAT, check_values, count, number
+from mantissa.bounds import LARGEST_FLOAT, SMALLEST_FLOAT, count, number
+from mantissa.config_base import Section
 from mantissa.errors import MantissaError, nearest
 from mantissa.precision import NumberFormat
 
-_FP32 = torch.finfo(torch.float32)
 
+class ScalerConfig(Section):
+    """Loss scaling of fp16. ``MantissaError`` for numbers out of range, and a first scale below the floor."""
 
-@dataclass(frozen=True)
-class ScalerConfig:
-    """``initial``: the first scale. ``floor``: never lower. ``retries``: backward passes repeated on one batch."""
+    called: ClassVar = "loss scaling"
 
-    initial: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 400
-    floor: float = 1.0
-    retries: int = 4
+    initial: float = Field(65536.0, gt=0, description="First scale.")
+    growth_factor: float = Field(2.0, ge=1, description="Factor after growth_interval clean steps.")
+    backoff_factor: float = Field(0.5, gt=0, lt=1, description="Factor on overflow.")
+    growth_interval: int = Field(400, ge=1, description="Clean steps before the scale grows.")
+    floor: float = Field(1.0, gt=0, description="Smallest scale; a non-finite gradient there stops the run.")
+    retries: int = Field(4, ge=0, description="Backward passes repeated on one batch before it is given up.")
 
-    def __post_init__(self) -> None:
-        floor = number(self.floor, SMALLEST_FLOAT)
-        check_values("loss scaling", vars(self), {
-            "floor": (floor, "a positive number that fp32 holds"),
-            "initial": (floor and number(self.initial, self.floor),
-                        f"at least the floor, {self.floor}, and that fp32 holds it"),
-            "growth_factor": (number(self.growth_factor, 1), "a number of at least 1"),
-            "backoff_factor": (number(self.backoff_factor, SMALLEST_FLOAT, BELOW_ONE), "between 0 and 1"),
-            "growth_interval": (number(self.growth_interval, 1, LARGEST_SIZE, whole=True), "a whole number from 1 on"),
-            "retries": (number(self.retries, 0, LARGEST_SIZE, whole=True), "a whole number, 0 or more"),
-        })  # fmt: skip
+    @model_validator(mode="after")
+    def _first_is_no_lower(self) -> Self:
+        if self.initial < self.floor:
+            raise ValueError(f"initial={self.initial}: expected at least the floor, {self.floor}")
+        return self
 
 
 class LossScaler:
@@ -158,11 +152,10 @@ class FixedScaler(LossScaler):
     """
 
     def __init__(self, scale: float) -> None:
-        good = math.isfinite(scale) and _FP32.tiny <= scale <= _FP32.max
-        if not good:
+        if not number(scale, SMALLEST_FLOAT):
             raise MantissaError(
                 f"a fixed loss scale of {scale}: expected a positive number that fp32 holds "
-                f"({_FP32.tiny:.3g} to {_FP32.max:.3g}); 1024 is a common choice, 'dynamic' finds one"
+                f"({SMALLEST_FLOAT:.3g} to {LARGEST_FLOAT:.3g}); 1024 is a common choice, 'dynamic' finds one"
             )
         scale = as_fp32(scale)
         super().__init__(ScalerConfig(initial=scale, growth_factor=1.0, floor=scale, retries=0))
@@ -217,7 +210,7 @@ def scaler_for(scale: str | float | ScalerConfig, fmt: NumberFormat, retries: in
         )
     config = scale if isinstance(scale, ScalerConfig) else ScalerConfig()
     if retries is not None:
-        config = replace(config, retries=retries)
+        config = ScalerConfig(**(config.model_dump(include=set(ScalerConfig.model_fields)) | {"retries": retries}))
     if not fmt.needs_loss_scaling:
         return LossScaler.disabled()
     return AutoScaler(config) if scale == "auto" else LossScaler(config)
@@ -227,32 +220,18 @@ _HIGHEST = 126.0  # 2^-126, by which gradients are unscaled, is the smallest nor
 _DRIFT_FROM = 64  # peaks, below which a slope is noise
 
 
-@dataclass(frozen=True)
-class AutoRule:
-    """``rate``: overflows per step to allow. ``window``: peaks kept. ``tail``: the fraction that the tail is fitted to.
+class AutoRule(Section):
+    """The numbers of the rule above."""
 
-    ``prior_count``, ``prior_excess`` (bits): what the tail is taken for before it has been seen. ``patience``: steps
-    before the scale is raised. ``most_headroom`` (bits): the most that overflows may take off the target.
-    """
+    called: ClassVar = "automatic loss scaling"
 
-    rate: float = 1 / 2000
-    window: int = 400
-    tail: float = 0.05
-    prior_count: float = 6.0
-    prior_excess: float = 0.5
-    patience: int = 10
-    most_headroom: float = 8.0
-
-    def __post_init__(self) -> None:
-        check_values("automatic loss scaling", vars(self), {
-            "rate": (0 < self.rate < 1, "between 0 and 1"),
-            "window": (self.window >= 1, "at least 1"),
-            "tail": (0 < self.tail <= 1, "above 0, at most 1"),
-            "prior_count": (self.prior_count > 0, "a positive number"),
-            "prior_excess": (self.prior_excess > 0, "a positive number of bits"),
-            "patience": (self.patience >= 1, "at least 1"),
-            "most_headroom": (self.most_headroom >= 0, "0 or more bits"),
-        })  # fmt: skip
+    rate: float = Field(1 / 2000, gt=0, lt=1, description="Overflows per step to allow.")
+    window: int = Field(400, ge=1, description="Peaks kept.")
+    tail: float = Field(0.05, gt=0, le=1, description="Fraction of the peaks that the tail is fitted to.")
+    prior_count: float = Field(6.0, gt=0, description="What the tail is taken for before it has been seen: peaks.")
+    prior_excess: float = Field(0.5, gt=0, description="And their mean excess, in bits.")
+    patience: int = Field(10, ge=1, description="Steps before the scale is raised.")
+    most_headroom: float = Field(8.0, ge=0, description="The most bits that overflows may take off the target.")
 
 
 class AutoScaler(LossScaler):
