@@ -15,7 +15,7 @@ from typer.main import get_command
 
 import mantissa.compat
 from mantissa.cli import app
-from mantissa.compat.config import ENVIRONMENT
+from mantissa.compat import ENVIRONMENT
 from mantissa.launch import LaunchOptions
 from mantissa.launch.facts import PRECISION_KEYS
 from mantissa.rl import make_config

@@ -23,8 +23,17 @@ For retry on the same batch, weights of batches, ``scale="auto"`` and the rest, 
 ``PrecisionTrainer``.
 """
 
-from mantissa.compat.config import ENVIRONMENT, ExtendedFP16Config, FP16TrainingConfig, PrecisionMode
-from mantissa.compat.trainer import ExtendedFP16Trainer, FP16Trainer, ScalerView, cleanup_distributed, init_distributed
+from mantissa.compat.trainer import (
+    ENVIRONMENT,
+    ExtendedFP16Config,
+    ExtendedFP16Trainer,
+    FP16Trainer,
+    FP16TrainingConfig,
+    PrecisionMode,
+    ScalerView,
+    cleanup_distributed,
+    init_distributed,
+)
 
 __all__ = [
     "ENVIRONMENT",

@@ -1,4 +1,5 @@
-"""The trainers: the known methods, each one call of ``PrecisionTrainer``."""
+"""The configurations, frozen, checked when they are made and readable from the environment; and the trainers: the known
+methods, each one call of ``PrecisionTrainer``."""
 
 from __future__ import annotations
 
@@ -10,19 +11,192 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mantissa.compat.config import ExtendedFP16Config, FP16TrainingConfig, switched_off
+from mantissa.bounds import BELOW_ONE, LARGEST_SIZE, SMALLEST_FLOAT, check_values, number
 from mantissa.errors import MantissaError
 from mantissa.ranks import Ranks
-from mantissa.training import PrecisionTrainer, distribute
+from mantissa.training import PrecisionTrainer, ScalerConfig, distribute
 from mantissa.training.distributed import is_ddp, joined
 from mantissa.training.trainer import LossFunction
+
+_SWITCH = "ENABLE_FP16_TRAINING"
+# Environment variable -> field of the configuration: what ``from_environment`` reads, and what the docs show.
+ENVIRONMENT = {
+    _SWITCH: "enabled",
+    "FP16_LOSS_SCALE": "loss_scale",
+    "FP16_GROWTH_FACTOR": "growth_factor",
+    "FP16_BACKOFF_FACTOR": "backoff_factor",
+    "FP16_GROWTH_INTERVAL": "growth_interval",
+}
+_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+class PrecisionMode(StrEnum):
+    """What the forward computes in. ``fp16`` and ``mixed_fp16`` are one thing here, as are the two of bf16: fp32
+    masters, low-precision compute."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bfloat16"
+    BFLOAT16 = "bfloat16"
+    MIXED_FP16 = "mixed_fp16"
+    MIXED_BF16 = "mixed_bf16"
+
+    @property
+    def number_format(self) -> str:
+        """The number format's name: ``fp32``, ``fp16`` or ``bf16``."""
+        return self.value.removeprefix("mixed_").replace("bfloat16", "bf16")
+
+
+class _Config:
+    """What the two configurations share: their environment, their checks and the scaling rule they describe."""
+
+    enabled: bool
+    loss_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    max_grad_norm: float | None
+    adaptive_clip: float | None
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense now, not at the first step."""
+        bound, clip, counted = self.max_grad_norm, self.adaptive_clip, "a whole number from 1 on"
+        check_values(type(self).__name__, vars(self), {
+            "enabled": (isinstance(self.enabled, bool), "True or False"),
+            "loss_scale": (number(self.loss_scale, SMALLEST_FLOAT), "a finite number above 0"),
+            "growth_factor": (number(self.growth_factor, 1), "a finite number, 1 or more"),
+            "backoff_factor": (number(self.backoff_factor, SMALLEST_FLOAT, BELOW_ONE),
+                               "between 0 and 1: an overflow lowers the scale"),
+            "growth_interval": (number(self.growth_interval, 1, LARGEST_SIZE, whole=True), counted),
+            "gradient_accumulation_steps": (number(self.accumulate, 1, LARGEST_SIZE, whole=True), counted),
+            "max_grad_norm": (bound is None or number(bound, 0, math.inf), "0 or more, or None"),
+            "adaptive_clip": (clip is None or number(clip, SMALLEST_FLOAT), "more than 0, or None"),
+        })  # fmt: skip
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **fields: Any) -> Self:
+        """The configuration with every variable of ``ENVIRONMENT`` that is set; ``fields`` come first.
+
+        ``environment``: by default that of the process, now. A value that makes no sense is a ``MantissaError`` that
+        names the variable.
+        """
+        environment = os.environ if environment is None else environment
+        types = {each.name: type(each.default) for each in dataclasses.fields(FP16TrainingConfig)}
+        found = {v: name for v, name in ENVIRONMENT.items() if v in environment and name not in fields}
+        for variable, name in found.items():
+            fields[name] = _parsed(variable, environment[variable], types[name])
+        try:
+            return cls(**fields)
+        except MantissaError as error:
+            given = ", ".join(f"{variable}={environment[variable]!r}" for variable in found)
+            raise MantissaError(f"{error} (the environment says {given})" if given else str(error)) from None
+
+    @property
+    def number_format(self) -> str:
+        """The format that is asked for."""
+        return "fp16" if self.enabled else "fp32"
+
+    @property
+    def accumulate(self) -> int:
+        """Batches to an optimiser step."""
+        return 1
+
+    def scaler_config(self) -> ScalerConfig:
+        """The dynamic rule that these numbers mean; one overflow gives a batch up, as there."""
+        return ScalerConfig(
+            initial=self.loss_scale,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+            floor=min(1.0, self.loss_scale),
+            retries=0,
+        )
+
+
+@dataclass(frozen=True)
+class FP16TrainingConfig(_Config):
+    """``enabled``: fp16, else fp32. ``loss_scale``: the first scale; the other three are the dynamic rule.
+
+    ``max_grad_norm``: bound on the unscaled gradient's norm; None and 0 never clip. ``adaptive_clip``, ``backend`` and
+    ``fallback``: as ``PrecisionTrainer``.
+    """
+
+    enabled: bool = True
+    loss_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    max_grad_norm: float | None = field(default=1.0, kw_only=True)
+    adaptive_clip: float | None = field(default=None, kw_only=True)
+    backend: Literal["auto", "native", "simulated"] = field(default="auto", kw_only=True)
+    fallback: Literal["error", "warn"] = field(default="error", kw_only=True)
+
+
+@dataclass(frozen=True)
+class ExtendedFP16Config(_Config):
+    """Adds modes, accumulation and several processes (``use_ddp``, whose other two fields go to torch's DDP).
+
+    ``precision_mode``: a ``PrecisionMode`` or its value. The rest is ``FP16TrainingConfig``'s.
+    """
+
+    precision_mode: PrecisionMode = PrecisionMode.MIXED_FP16
+    enabled: bool = True
+    loss_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float | None = 1.0
+    use_ddp: bool = False
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+    adaptive_clip: float | None = field(default=None, kw_only=True)
+    backend: Literal["auto", "native", "simulated"] = field(default="auto", kw_only=True)
+    fallback: Literal["error", "warn"] = field(default="error", kw_only=True)
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "precision_mode", PrecisionMode(self.precision_mode))
+        except ValueError:
+            modes = ", ".join(PrecisionMode)
+            raise MantissaError(f"precision_mode={self.precision_mode!r}: expected one of {modes}") from None
+        super().__post_init__()
+
+    @property
+    def number_format(self) -> str:
+        return self.precision_mode.number_format if self.enabled else "fp32"
+
+    @property
+    def accumulate(self) -> int:
+        return self.gradient_accumulation_steps
+
+
+def switched_off(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether ``ENABLE_FP16_TRAINING`` says no: then every trainer is in fp32, whatever its configuration says."""
+    text = (os.environ if environment is None else environment).get(_SWITCH)
+    return text is not None and not _parsed(_SWITCH, text, bool)
+
+
+def _parsed(variable: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        word = text.strip().lower()
+        if word not in _WORDS:
+            raise MantissaError(f"{variable}={text!r}: expected true or false (or 1, 0, yes, no, on, off)")
+        return _WORDS[word]
+    try:
+        return kind(text)
+    except ValueError:
+        expected = "a whole number" if kind is int else "a number"
+        raise MantissaError(f"{variable}={text!r}: expected {expected}") from None
 
 
 def init_distributed(backend: str | None = None) -> tuple[int, int]:
@@ -232,7 +406,7 @@ class FP16Trainer:
         }
 
     def save_checkpoint(self, path: str | Path) -> None:
-        """One file, atomically, by rank 0; see ``mantissa.training.trainer_state`` for its keys. On several ranks call
+        """One file, atomically, by rank 0; see ``mantissa.training.checkpoint`` for its keys. On several ranks call
         it on all. Gradients that wait for the optimiser's turn are no part of it: where there are some, it warns."""
         if self._trainer.accumulated:
             warnings.warn(

@@ -29,8 +29,7 @@ from mantissa.errors import MantissaError
 from mantissa.integrations.common import HeldScheduler, require
 from mantissa.jsonl import JsonLines
 from mantissa.training import ScalerConfig, StepOutcome
-from mantissa.training.checks import device_of
-from mantissa.training.window import Micro, MixedPrecision, RetryWindow, same_format, sum_loss
+from mantissa.training.window import Micro, MixedPrecision, RetryWindow, device_of, sum_loss, take_over
 
 require("accelerate", "accelerate")
 
@@ -277,11 +276,11 @@ class MantissaTrainerMixin:
         for callback in cast(Any, self).callback_handler.callbacks:
             if isinstance(callback, ScalerTelemetry):
                 callback.source = self.row
-        saved = dict(self._saved.numbers)  # of the checkpoint that this training goes on from
+        saved = self._saved.numbers  # of the checkpoint that this training goes on from
         if saved:
-            if not same_format(saved.get("format", self.precision.active.name), self.precision, self._say):
-                saved["scaler"] = self.scaler.state_dict()
-            self._window.step.load_state_dict(saved)
+            was = saved.get("format", self.precision.active.name)
+            take_over(self.scaler, saved["scaler"], was, self.precision, self._say)
+            self._window.step.load_state_dict(saved | {"scaler": self.scaler.state_dict()})
         return self._window
 
     def row(self) -> dict[str, Any]:

@@ -38,9 +38,8 @@ from mantissa.errors import MantissaError
 from mantissa.integrations.common import HeldScheduler, require
 from mantissa.precision import ResolvedRole
 from mantissa.training import LossScaler, ScalerConfig, StepOutcome
-from mantissa.training.checks import device_of
 from mantissa.training.distributed import unwrapped
-from mantissa.training.window import Micro, MixedPrecision, RetryWindow, same_format, sum_loss
+from mantissa.training.window import Micro, MixedPrecision, RetryWindow, device_of, sum_loss, take_over
 
 require("lightning.pytorch", "lightning")
 
@@ -234,8 +233,7 @@ class MantissaPrecision(Precision):
         for name in _COUNTERS:
             setattr(self, name, int(state_dict[name]))
         assert self.role is not None
-        if same_format(state_dict["format"], self.role, self._say):
-            self.scaler.load_state_dict(state_dict["scaler"])
+        take_over(self.scaler, state_dict["scaler"], state_dict["format"], self.role, self._say)
 
 
 _COUNTERS = ("steps", "updates", "skipped", "retried")

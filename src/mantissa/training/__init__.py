@@ -9,7 +9,6 @@ from mantissa.training.checkpoint import (
     saved_state,
     saved_steps,
 )
-from mantissa.training.checks import first_nonfinite, flushed_fraction, gradients_of
 from mantissa.training.distributed import distribute
 from mantissa.training.guard import Decision, Guard, GuardLog, GuardSettings, Judge, open_guard, replay
 from mantissa.training.guard_config import GuardConfig, Reference
@@ -17,6 +16,7 @@ from mantissa.training.optimizer import Moments, adamw, learning_rate
 from mantissa.training.scaler import AutoRule, AutoScaler, FixedScaler, LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome, adaptive_clip_
 from mantissa.training.trainer import PrecisionTrainer
+from mantissa.training.window import first_nonfinite, flushed_fraction, gradients_of
 
 __all__ = [
     "AutoRule",

@@ -35,7 +35,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -194,6 +194,7 @@ class StepOutcome:
         return f"retried({self.overflows})" if self.kind == "retried" else self.kind
 
 
+@dataclass(eq=False, repr=False)
 class OptimizerStep:
     """One optimiser, its scaler and its schedule; ``run`` is one step.
 
@@ -206,38 +207,27 @@ class OptimizerStep:
     gives the batch up. ``ranks``: the processes that must decide alike.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        scaler: LossScaler,
-        fmt: NumberFormat,
-        lr_at: Callable[[int], float] | None,
-        max_grad_norm: float = float("inf"),
-        diagnose: Callable[[Backward], str] | None = None,
-        *,
-        clip: Callable[[], Tensor] | None = None,
-        on_nonfinite: Literal["stop", "skip"] = "stop",
-        ranks: Ranks = ALONE,
-    ) -> None:
-        for name, parameter in parameters.items():
+    parameters: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler
+    format: NumberFormat
+    lr_at: Callable[[int], float] | None
+    max_grad_norm: float = float("inf")
+    diagnose: Callable[[Backward], str] | None = None
+    _: KW_ONLY
+    clip: Callable[[], Tensor] | None = None
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    ranks: Ranks = ALONE
+    given_up_level: int = logging.INFO  # of the line about a batch that is lost; whoever shows no counts raises it
+    updates: int = field(default=0, init=False)
+    skipped: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        for name, parameter in self.parameters.items():
             if parameter.dtype != torch.float32:
                 raise MantissaError(
                     f"parameter {name} is {parameter.dtype}: master weights are fp32; low precision is for kernels"
                 )
-        self.parameters = dict(parameters)
-        self.optimizer = optimizer
-        self.scaler = scaler
-        self.format = fmt
-        self.lr_at = lr_at
-        self.max_grad_norm = max_grad_norm
-        self.diagnose = diagnose
-        self.clip = clip
-        self.on_nonfinite = on_nonfinite
-        self.ranks = ranks
-        self.given_up_level = logging.INFO  # of the line about a batch that is lost; whoever shows no counts raises it
-        self.updates = 0
-        self.skipped = 0
 
     def run(
         self, backward: Backward, *, accumulated: bool = False, share: float = 1.0, repeatable: bool = True
@@ -343,11 +333,11 @@ class OptimizerStep:
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimiser's state as ``<parameter>/<field>`` tensors, for safetensors; ``flattened`` names the fields."""
-        tensors = {}
-        for name, parameter in self.parameters.items():
-            for field, value in flattened(self.optimizer.state.get(parameter, {})).items():
-                tensors[f"{name}/{field}"] = value
-        return tensors
+        return {
+            f"{name}/{part}": value
+            for name, parameter in self.parameters.items()
+            for part, value in flattened(self.optimizer.state.get(parameter, {})).items()
+        }
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of ``optimizer_tensors``, from whole tensors; one of a parameter that is not here is an error.
@@ -357,10 +347,10 @@ class OptimizerStep:
         """
         fields: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
-            name, _, field = key.rpartition("/")
+            name, _, part = key.rpartition("/")
             if name not in self.parameters:
                 raise MantissaError(f"checkpoint's optimiser state names {name!r}, which this model does not have")
-            fields.setdefault(name, {})[field] = value
+            fields.setdefault(name, {})[part] = value
         states: dict[Tensor, dict[str, Tensor]] = {
             self.parameters[name]: restored(self.optimizer, name, self.parameters[name], plain)
             for name, plain in fields.items()

@@ -26,6 +26,7 @@ batch passes None and takes part with weight 0; ``batches`` does that.
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -36,18 +37,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mantissa.bounds import boundary, count
+from mantissa.bounds import LARGEST_SIZE, SMALLEST_FLOAT, boundary, check_values, count, number
 from mantissa.errors import MantissaError
 from mantissa.precision import FP32
-from mantissa.ranks import Ranks
-from mantissa.training import trainer_state
-from mantissa.training.checks import check_loss, check_options, check_place, device_of
+from mantissa.ranks import Ranks, is_fsdp
+from mantissa.training import checkpoint
 from mantissa.training.distributed import forget_unsent, shard_like, synchronising, until_all_end, unwrapped, whole
 from mantissa.training.guard_config import GuardConfig
 from mantissa.training.scaler import LossScaler, ScalerConfig
 from mantissa.training.step import OptimizerStep, StepOutcome, adaptive_clip_
 from mantissa.training.watch import Watch
-from mantissa.training.window import Micro, MixedPrecision, RetryWindow, flush_probe, same_format
+from mantissa.training.window import Micro, MixedPrecision, RetryWindow, device_of, flush_probe, take_over
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
@@ -278,7 +278,7 @@ class PrecisionTrainer:
                 "not part of a checkpoint; save after the optimiser's turn, or call flush() first"
             )
         state = self._state(extra)
-        self.ranks.agreed(lambda: trainer_state.write(path, state) if self.ranks.rank0 else None)
+        self.ranks.agreed(lambda: checkpoint.write_file(path, state) if self.ranks.rank0 else None)
         return Path(path)
 
     def load_checkpoint(self, path: Path | str, or_previous: bool = False) -> dict[str, Any]:
@@ -287,7 +287,7 @@ class PrecisionTrainer:
         ``or_previous``: where the file is missing or damaged, take the one before it, and say so. Otherwise, and where
         it does not fit the model, ``MantissaError``, with nothing changed. Collective, as ``save_checkpoint``.
         """
-        state = trainer_state.read(path, or_previous)
+        state = checkpoint.read_file(path, or_previous)
         if state["problem"] is not None:
             self.say(f"checkpoint: {state['problem']}; going on from {state['read_from']}")
         with boundary("checkpoint", "it is damaged; load another one"):
@@ -403,7 +403,7 @@ class PrecisionTrainer:
             **{name: value for name, value in more.items() if value is not None},
         }
         if watch.record(row):
-            self._restore_learning(trainer_state.read(watch.good_path, or_previous=True))
+            self._restore_learning(checkpoint.read_file(watch.good_path, or_previous=True))
             self.use(watch.to)
             self.say(f"guard: step {self.steps}: back to update {self.updates}, and on in {self.precision.active}")
             self._save_good(watch)
@@ -453,7 +453,8 @@ class PrecisionTrainer:
                 torch.Generator().set_state(saved["cpu"])
             extra, _ = dict(state["extra"]), dict(state["precision"] or {})
         self._restore_learning(state)
-        self._restore_scaler(state)
+        was = (state["precision"] or {}).get("active", "fp16" if state["fp16_active"] else "fp32")
+        take_over(self.scaler, state["scaler_state_dict"], was, self.precision, self.say)
         self.steps, self.optimizer_step.skipped, self.retried, self.batches_seen = numbers
         self._restore_generators(state["generators"])
         return extra
@@ -466,31 +467,20 @@ class PrecisionTrainer:
         model = unwrapped(self.model)
         present, saved, schedule = model.state_dict(), state["model_state_dict"], state["scheduler_state_dict"]
         with boundary("checkpoint", "it is damaged, or of another model or optimiser; load another one"):
-            trainer_state.check_model(present, saved, dict(model.named_parameters()))
-            trainer_state.check_optimizer(self.optimizer, state["optimizer_state_dict"])
+            checkpoint.check_model(present, saved, dict(model.named_parameters()))
+            checkpoint.check_optimizer(self.optimizer, state["optimizer_state_dict"])
             if self.scheduler is not None and schedule is not None:
-                trainer_state.check_like(self.scheduler.state_dict(), schedule, "scheduler")
+                checkpoint.check_like(self.scheduler.state_dict(), schedule, "scheduler")
             updates = count(state["counters"]["updates"], "checkpoint: updates")
         self.abandon()  # first: it may put buffers back
         model.load_state_dict({
             name: shard_like(saved[name].to(value.dtype), value) if isinstance(value, Tensor) else saved[name]
             for name, value in present.items()
         })  # fmt: skip
-        self.optimizer.load_state_dict(trainer_state.sharded(state["optimizer_state_dict"], self.optimizer))
+        self.optimizer.load_state_dict(checkpoint.sharded(state["optimizer_state_dict"], self.optimizer))
         if self.scheduler is not None and schedule is not None:
             self.scheduler.load_state_dict(schedule)
         self.optimizer_step.updates = updates
-
-    def _restore_scaler(self, state: Mapping[str, Any]) -> None:
-        """Take the saved scale over where the format and the rule are the same; otherwise say that it starts afresh."""
-        saved = state["scaler_state_dict"]
-        was = (state["precision"] or {}).get("active", "fp16" if state["fp16_active"] else "fp32")
-        if not same_format(was, self.precision, self.say):
-            return
-        if saved is not None and set(saved) == set(self.scaler.state_dict()):
-            self.scaler.load_state_dict(saved)
-        elif saved is not None or self.precision.active.needs_loss_scaling:
-            self.say("checkpoint: its loss scaling has another rule than asked for here: the scaler starts afresh")
 
     def _restore_generators(self, saved: list[dict[str, Tensor]]) -> None:
         """Those of this rank, where it was there when they were saved."""
@@ -504,3 +494,39 @@ class PrecisionTrainer:
                 "scaler are the same; generators are those of the ranks that were there, and the data is yours to "
                 "divide again"
             )
+
+
+def check_place(model: nn.Module, device: torch.device) -> None:
+    """Refuse a model that has moved: autocast is of one device type and would silently do nothing on another."""
+    found = next(model.parameters()).device
+    if found != device:
+        raise MantissaError(f"the model was on {device} and is now on {found}: move it first, then make the trainer")
+
+
+def check_options(model: nn.Module, **given: Any) -> None:
+    """Refuse options of ``PrecisionTrainer`` that mean nothing, alone or together."""
+    accumulate, probe_every = given["accumulate"], given["probe_every"]
+    clip, action = given["adaptive_clip"], given["on_nonfinite"]
+    check_values("PrecisionTrainer", given, {
+        "accumulate": (number(accumulate, 1, LARGEST_SIZE, whole=True), "a whole number from 1 on"),
+        "max_grad_norm": (number(given["max_grad_norm"], SMALLEST_FLOAT, math.inf),
+                          "more than 0 (inf measures and never clips)"),
+        "adaptive_clip": (clip is None or number(clip, SMALLEST_FLOAT), "more than 0, or None"),
+        "probe_every": (number(probe_every, 0, LARGEST_SIZE, whole=True), "0 (never) or more"),
+        "good_every": (number(given["good_every"], 1, LARGEST_SIZE, whole=True), "a whole number above 0"),
+        "on_nonfinite": (action in ("stop", "skip"), '"stop" or "skip"'),
+    })  # fmt: skip
+    if probe_every and accumulate > 1 and is_fsdp(model):
+        raise MantissaError(
+            f"PrecisionTrainer: probe_every={probe_every} with accumulate={accumulate}: under FSDP2 a probe would "
+            "disturb the micro-batches that wait; choose one of the two"
+        )
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what cannot be learnt from: anything but a floating-point scalar with a gradient."""
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        what = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise MantissaError(f"loss_fn must return the batch's mean loss, a scalar floating-point tensor; got {what}")
+    if not loss.requires_grad:
+        raise MantissaError("loss_fn returned a loss without a gradient: was the model run under torch.no_grad()?")

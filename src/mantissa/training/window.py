@@ -7,29 +7,71 @@ model's buffers (a batch norm's statistics) are put back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mantissa.errors import MantissaError
 from mantissa.kernels import Autocast, autocast_for, probe_autocast
-from mantissa.precision import FP32, ResolvedRole
-from mantissa.ranks import Ranks, is_fsdp
-from mantissa.training.checks import (
-    anomaly,
-    device_of,
-    first_nonfinite,
-    flushed_fraction,
-    gradients_of,
-    named_parameters,
-    precision_line,
-    resolved_role,
-)
+from mantissa.precision import FP32, PrecisionPolicy, ResolvedRole, resolve
+from mantissa.ranks import ALONE, Ranks, is_fsdp
 from mantissa.training.distributed import local, synchronising, unwrapped
 from mantissa.training.scaler import LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome
+
+
+def named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The optimiser's parameters by their names in the model."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise MantissaError(
+            "LBFGS calls the loss several times in one step, which loss scaling cannot follow; use another"
+        )
+    names = {id(p): name for name, p in unwrapped(model).named_parameters()}
+    named: dict[str, nn.Parameter] = {}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            named[names.get(id(parameter), f"optimizer.param_groups[{g}][{i}]")] = parameter
+    if not set(names.values()) & set(named):
+        raise MantissaError(
+            "the optimiser holds none of the model's parameters: make it from model.parameters(), after wrapping the "
+            "model for several processes"
+        )
+    return named
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device that all of a model's parameters are on."""
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1:
+        listed = ", ".join(sorted(map(str, devices))) or "none: the model has no parameters"
+        raise MantissaError(f"PrecisionTrainer expects a model on one device; its parameters are on {listed}")
+    return devices.pop()
+
+
+def resolved_role(precision: str, backend: Any, fallback: Any, device: torch.device) -> ResolvedRole:
+    """The learner's line of the precision table for one format.
+
+    On a CPU bf16 and fp16 are simulated; who would rather have plain fp32 there writes ``fallback="warn"``.
+    """
+    if backend == "simulated" and precision in ("fp32", "float32"):
+        backend = "auto"  # fp32 is never simulated: the same arithmetic
+    if precision == "fp8":
+        raise MantissaError("precision=fp8: modules run in fp32, fp16 or bf16; fp8 is for the policies of a recipe")
+    policy = PrecisionPolicy(train=precision, rollout=precision, backend=backend, fallback=fallback)
+    role = resolve(policy, device).learner
+    if fallback == "warn" and backend == "auto" and device.type == "cpu" and role.backend == "simulated":
+        reason = f"no GPU here, and a CPU would only simulate {role.active}"
+        warnings.warn(f"precision: {role.requested} was asked, but {reason}: it runs in fp32", stacklevel=4)
+        return ResolvedRole(role.role, role.requested, FP32, "native", f"fallback: warn, because {reason}")
+    if role.backend == "simulated":
+        where = "no GPU" if device.type == "cpu" else "asked for"
+        reason = f"{where}: {role.active} tensors, fp32 accumulation, each result and gradient rounded once"
+        return replace(role, reason=reason)
+    return role
 
 
 @dataclass(frozen=True)
@@ -61,15 +103,23 @@ class MixedPrecision:
         autocast = autocast_for(role, device)
         evidence = probe_autocast(autocast, device)
         scaler = scaler_for(scale, role.active, retries)
-        say(precision_line(role))
+        say(f"precision: {role.requested} asked, {role.active} active, {role.backend} ({role.reason})")
         return cls(role, autocast, evidence, scaler)
 
 
-def same_format(was: str, role: ResolvedRole, say: Callable[[str], None]) -> bool:
-    """Whether a checkpoint was written in the format that computes now; where not, its loss scale means nothing."""
+def take_over(
+    scaler: LossScaler, saved: Mapping[str, Any] | None, was: str, role: ResolvedRole, say: Callable[[str], None]
+) -> None:
+    """Go on with a checkpoint's loss scaling, of the format ``was``; say so where it means nothing here.
+
+    That is where another format computes now, or another rule makes the scale: then ``scaler`` starts afresh.
+    """
     if was != role.active.name:
         say(f"checkpoint: written in {was}, goes on in {role.active}, with a fresh loss scaler")
-    return was == role.active.name
+    elif saved is not None and set(saved) == set(scaler.state_dict()):
+        scaler.load_state_dict(saved)
+    elif saved is not None or role.active.needs_loss_scaling:
+        say("checkpoint: its loss scaling has another rule than asked for here: the scaler starts afresh")
 
 
 @dataclass
@@ -247,3 +297,74 @@ def flush_probe(
     for parameter, grad in pending.items():
         parameter.grad = grad
     return flushed_fraction(low, exact)
+
+
+def first_nonfinite(model: nn.Module, work: Callable[[], object]) -> str:
+    """Run ``work`` (a forward and backward through ``model``) and name the first module with a non-finite value.
+
+    Looks at module outputs in the order of the forward, then at gradients of outputs in the order of the backward,
+    then at the parameters' gradients. Costs one synchronisation per module: call it only when something is wrong.
+    """
+    found: list[str] = []
+    handles = []
+
+    def check(values: Any, description: str) -> None:
+        for value in values if isinstance(values, (tuple, list)) else (values,):
+            if not found and isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
+                found.append(f"{description} ({int((~value.isfinite()).sum())} of {value.numel()} values)")
+
+    for name, module in model.named_modules():
+        label = name or type(model).__name__
+
+        def on_forward(module: nn.Module, args: Any, output: Any, label: str = label) -> None:
+            check(output, f"the output of {label}")
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(lambda grad: check(grad, f"the gradient of the output of {label}"))
+
+        handles.append(module.register_forward_hook(on_forward))
+    try:
+        work()
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, parameter in model.named_parameters():
+        check(None if parameter.grad is None else local(parameter.grad), f"the gradient of {name}")
+    return found[0] if found else "nothing: the values were finite when the pass was repeated"
+
+
+def anomaly(work: Callable[[], object]) -> str:
+    """What autograd's anomaly mode says of ``work``: the operation whose gradient is NaN, and the forward's line."""
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True):
+        warnings.simplefilter("always")
+        try:
+            work()
+        except RuntimeError as error:
+            trace = [line.strip() for w in caught for line in str(w.message).splitlines() if line.strip()]
+            files = [line for line in trace if line.startswith("File ")]
+            return f"anomaly mode: {error}" + (f", made at {files[-1]}" if files else "")
+    return "anomaly mode: no operation made a NaN gradient (it does not look for inf)"
+
+
+def flushed_fraction(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor], ranks: Ranks = ALONE) -> float:
+    """Fraction of gradients that are zero in ``gradients`` among those that are not in ``exact`` (fp32, same scale).
+
+    count(g == 0 and e != 0) / count(e != 0); 0 where ``exact`` is zero everywhere. Host float. Of sharded gradients
+    each of the ``ranks`` counts its shards, and the counts are added.
+    """
+    flushed, nonzero = 0, 0
+    for name, reference in exact.items():
+        alive = local(reference) != 0
+        flushed += int((alive & (local(gradients[name]) == 0)).sum())
+        nonzero += int(alive.sum())
+    counted = ranks.sum_of(nonzero)
+    return ranks.sum_of(flushed) / counted if counted else 0.0
+
+
+def gradients_of(model: nn.Module, work: Callable[[], None]) -> dict[str, Tensor]:
+    """Gradients that ``work`` (a backward pass) leaves in the parameters, which are then cleared. Not to be called
+    between a backward and its optimiser step."""
+    model.zero_grad(set_to_none=True)
+    work()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradients
