@@ -143,7 +143,7 @@ def test_nonsense_is_refused(name: str, wrong: list[float], good: float) -> None
 def test_a_fixed_scale_never_changes_and_reports_overflow() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.5)
-    step = OptimizerStep({"w": parameter}, optimizer, LossScaler.fixed(1024.0), FP16, lambda update: 0.5)
+    step = OptimizerStep({"w": parameter}, optimizer, FixedScaler(1024.0), FP16, lambda update: 0.5)
     outcomes = [
         step.run(lambda scale, size=size: backward(parameter, [size, 0.0], scale, FP16)) for size in (1.0, 100.0, 1.0)
     ]

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from mantissa.bounds import BELOW_ONE, LARGEST_SIZE, SMALLEST_FLOAT, check_values, number
@@ -36,7 +37,11 @@ ENVIRONMENT = {
     "FP16_BACKOFF_FACTOR": "backoff_factor",
     "FP16_GROWTH_INTERVAL": "growth_interval",
 }
-_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+_EXPECTED = {
+    bool: "true or false (or 1, 0, yes, no, on, off)",
+    int: "a whole number",
+    float: "a number",
+}
 
 
 class PrecisionMode(StrEnum):
@@ -187,16 +192,10 @@ def switched_off(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def _parsed(variable: str, text: str, kind: type) -> Any:
-    if kind is bool:
-        word = text.strip().lower()
-        if word not in _WORDS:
-            raise MantissaError(f"{variable}={text!r}: expected true or false (or 1, 0, yes, no, on, off)")
-        return _WORDS[word]
     try:
-        return kind(text)
-    except ValueError:
-        expected = "a whole number" if kind is int else "a number"
-        raise MantissaError(f"{variable}={text!r}: expected {expected}") from None
+        return TypeAdapter(kind).validate_python(text.strip())
+    except ValidationError:
+        raise MantissaError(f"{variable}={text!r}: expected {_EXPECTED[kind]}") from None
 
 
 def init_distributed(backend: str | None = None) -> tuple[int, int]:

@@ -45,19 +45,6 @@ def grad_norm(gradients: Iterable[Tensor]) -> Tensor:
     return torch.hypot(norm.to(across.device), across.full_tensor())
 
 
-_END = object()
-
-
-def until_all_end(loader: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
-    """The batches of ``loader``; None where this rank's are used up and another rank's are not."""
-    iterator = iter(loader)
-    while True:
-        batch = next(iterator, _END)
-        if ranks.max_of(0.0 if batch is _END else 1.0) == 0.0:
-            return
-        yield None if batch is _END else batch
-
-
 def is_ddp(model: nn.Module) -> bool:
     """Whether the model is wrapped in DDP."""
     return isinstance(model, nn.parallel.DistributedDataParallel)

@@ -43,7 +43,7 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -130,11 +130,11 @@ class GuardLog:
 
     def add(self, decision: Decision) -> bool:
         """Log the decision if it is noteworthy, durably; returns whether it was."""
-        kept = noteworthy([decision], self._action)
-        for each in kept:
-            self._rows.append(each.row())
+        kept = not decision.action == self._action == "ok"
+        if kept:
+            self._rows.append(decision.row())
         self._action = decision.action
-        return bool(kept)
+        return kept
 
     def read(self) -> list[Decision]:
         """Every logged decision, oldest first. Raises ``MantissaError`` for rows that are none."""
@@ -424,14 +424,10 @@ def replay(
     return [guard.observe(row) for row in rows]
 
 
-def noteworthy(decisions: Iterable[Decision], before: Action = "ok") -> list[Decision]:
-    """Those that are logged: not ok, or the first that is ok again. ``before``: the action before the first."""
-    kept = []
-    for decision in decisions:
-        if decision.action != "ok" or before != "ok":
-            kept.append(decision)
-        before = decision.action
-    return kept
+def noteworthy(decisions: Sequence[Decision]) -> list[Decision]:
+    """Those that are logged: not ok, or the first that is ok again."""
+    before = ["ok", *(decision.action for decision in decisions)]
+    return [each for each, was in zip(decisions, before, strict=False) if not each.action == was == "ok"]
 
 
 # The rules: each adds its figures to ``numbers`` and returns what it found.

@@ -9,7 +9,7 @@ and dividing by S afterwards is exact. Too small an S flushes small gradients to
   ``retries=0``). Differences: a floor, at which overflow is no longer a matter of scaling; and a default
   ``growth_interval`` of 400, because RL runs have 10^2 to 10^3 steps.
 - ``auto``: S follows the observed range of the gradients (``AutoScaler``).
-- a number: S never changes (``LossScaler.fixed``). A format that needs no scaling has ``LossScaler.disabled()``, which
+- a number: S never changes (``FixedScaler``). A format that needs no scaling has ``LossScaler.disabled()``, which
   scales by 1: no branch anywhere else.
 
 S is a Python float that always holds an fp32 value, as GradScaler's does: it multiplies an fp32 loss, so a wider S
@@ -100,11 +100,6 @@ class LossScaler:
         self.floor = as_fp32(self.config.floor)
         self.scale = as_fp32(self.config.initial)
         self.clean_steps = 0
-
-    @classmethod
-    def fixed(cls, scale: float) -> LossScaler:
-        """A scaler whose scale never changes; see ``FixedScaler``."""
-        return FixedScaler(scale)
 
     @classmethod
     def disabled(cls) -> LossScaler:
@@ -202,7 +197,7 @@ def scaler_for(scale: str | float | ScalerConfig, fmt: NumberFormat, retries: in
     ``retries``: replaces the configuration's; a fixed scale never retries. Raises ``MantissaError``.
     """
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
-        return LossScaler.fixed(scale)
+        return FixedScaler(scale)
     if not isinstance(scale, ScalerConfig) and scale not in ("dynamic", "auto"):
         hint = nearest(scale, ("dynamic", "auto")) if isinstance(scale, str) else ""
         raise MantissaError(

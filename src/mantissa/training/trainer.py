@@ -42,7 +42,7 @@ from mantissa.errors import MantissaError
 from mantissa.precision import FP32
 from mantissa.ranks import Ranks, is_fsdp
 from mantissa.training import checkpoint
-from mantissa.training.distributed import forget_unsent, shard_like, synchronising, until_all_end, unwrapped, whole
+from mantissa.training.distributed import forget_unsent, shard_like, synchronising, unwrapped, whole
 from mantissa.training.guard_config import GuardConfig
 from mantissa.training.scaler import LossScaler, ScalerConfig
 from mantissa.training.step import OptimizerStep, StepOutcome, adaptive_clip_
@@ -258,7 +258,12 @@ class PrecisionTrainer:
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of ``loader``; None where this rank's are used up and another rank's are not."""
-        return until_all_end(loader, self.ranks)
+        iterator, end = iter(loader), object()
+        while True:
+            batch = next(iterator, end)
+            if self.ranks.max_of(float(batch is not end)) == 0.0:
+                return
+            yield None if batch is end else batch
 
     def save_checkpoint(
         self,
