@@ -61,7 +61,7 @@ def imported(name: str) -> None:
         except ModuleNotFoundError:
             continue
         for part in parts[cut:]:
-            fields = [each.name for each in dataclasses.fields(found)] if dataclasses.is_dataclass(found) else []
+            fields = [*getattr(found, "__dataclass_fields__", ()), *getattr(found, "model_fields", ())]
             assert hasattr(found, part) or part in fields, name
             found = getattr(found, part, None)
         return
