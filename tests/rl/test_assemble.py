@@ -57,7 +57,7 @@ def test_mistakes_leave_no_folder_behind(configure: Callable[..., RunConfig], tm
         ([*on_dataset(dataset), fresh], r"problem \S+: its \d+ prompt tokens and rollout.max_tokens=6 exceed"),
         ([*on_dataset(tmp_path / "empty.jsonl")], "the dataset holds no problem"),
         ([*on_dataset(tmp_path / "nowhere.jsonl")], "nowhere.jsonl"),
-        (["loss_scaling.initial=0.5"], "loss scaling: initial=0.5: expected at least the floor, 1"),
+        (["loss_scaling.initial=0.5"], "loss_scaling: initial=0.5: expected at least the floor, 1"),
     ]
     for number, (overrides, message) in enumerate(cases):
         folder = tmp_path / f"run-{number}"

@@ -30,7 +30,7 @@ class GuardConfig(Section):
 
     Every rule fires *beyond* its threshold; a figure that lies on it is still inside. ``min_steps``: one event among
     few steps is no rate, a lone overflow in the third step of a run is not "33%"; 20 is where one event is 5%, the
-    lowest threshold, and so cannot lie beyond it. A threshold of 1 turns its rule off, as 0 does for ``slow_warn``.
+    lowest threshold, and so cannot lie beyond it. A share of 1 turns its rule off, as 0 does for ``slow_warn``.
 
     ``loss_floor``: a share of a mean needs a mean that is not near zero, so excess = (mean - reference mean) /
     max(|reference mean|, floor), with floor = ``loss_floor`` x the mean |loss| that the reference began with. Shares
