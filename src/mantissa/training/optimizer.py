@@ -40,7 +40,7 @@ def adamw(
 ) -> torch.optim.Optimizer:
     """AdamW over a model's parameters that train; weight decay on matrices only (norms and biases are left alone).
 
-    ``moments``: fp32, or 8bit block by block by torchao (``moments.py``), which keeps each group's rate as a tensor.
+    ``moments``: fp32, or 8bit block by block by torchao, which keeps each group's rate as a tensor.
     """
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]

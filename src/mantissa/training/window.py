@@ -3,6 +3,9 @@
 ``PrecisionTrainer`` and the integrations differ in how a micro-batch is computed (``Micro.compute``) and in who calls
 the optimiser; that it is repeated exactly, or given up without a trace, is here: torch's generators (dropout) and the
 model's buffers (a batch norm's statistics) are put back.
+
+Before it: the format that a module computes in, settled once. After it: what is asked when something is wrong, which
+value was the first that is not finite, and how much a format flushes to zero.
 """
 
 from __future__ import annotations
