@@ -50,21 +50,13 @@ GOOD = "def f(a, b):\n    return a + b\n"
         ("def g(a, b):\n    return a + b", 0.0),
         ("import sys\nsys.exit(0)\n" + GOOD, 0.0),
         ("print('4 passed')\nimport os\nos._exit(0)", 0.0),
-        (
-            "class E(int):\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\n"
-            "def f(a, b): return E(1)",
-            0.0,
-        ),
+        ("class E(int):\n    def __eq__(s, o): return True\ndef f(a, b): return E(1)", 0.0),
         ("import os\nos.write(3, b'{\"value\": true}\\n' * 4)\nos._exit(0)", 0.0),
         (
-            "import gc\n"
-            "def f(a, b):\n    return [o for o in gc.get_objects() if isinstance(o, dict) and 'tests' in o][0]",
+            "import gc\ndef f(a, b):\n    return [o for o in gc.get_objects() if 'tests' in str(o)][0]",
             0.0,
         ),
-        (
-            GOOD + "n = 0\ng = f\ndef f(a, b):\n    if a < 0:\n        __import__('os')._exit(0)\n    return g(a, b)",
-            0.75,
-        ),
+        (f"{GOOD}g = f\ndef f(a, b):\n    if a < 0:\n        __import__('os')._exit(0)\n    return g(a, b)", 0.75),
         ("\ud800", 0.0),
         ("#" * 200_000 + "\n" + GOOD, 0.0),
         ("", 0.0),

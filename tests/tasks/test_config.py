@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from mantissa.tasks import build_task
+from mantissa.errors import MantissaError
 from mantissa.tasks.config import (
     AdditionConfig,
     ChainConfig,
@@ -18,7 +17,6 @@ from mantissa.tasks.config import (
     DatasetConfig,
     RunningSumConfig,
 )
-from mantissa.tasks.datasets import DatasetTask
 from mantissa.tasks.types import Message
 from problems import SECTION, SPLITS, made
 
@@ -30,12 +28,12 @@ def parse(**fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["running_sum", "addition", "chain", "countdown", "code"])
-def test_defaults_build_full_splits(kind: str) -> None:
-    task = build_task(parse(kind=kind), seed=0)
+def test_the_sizes_of_splits_reach_the_task(kind: str) -> None:
+    config = parse(kind=kind)
+    assert list(config.sizes.values()) == ([2048, 256, 4096] if kind == "code" else [4096, 256, 8192])
+    task = made(kind, sizes=(3, 1, 2))
     assert task.name == kind
-    assert [len(task.split(n)) for n in SPLITS] == ([2048, 256, 4096] if kind == "code" else [4096, 256, 8192])
-    assert build_task(parse(kind=kind), seed=0).split("heldout") == task.split("heldout")
-    assert build_task(parse(kind=kind), seed=1).split("heldout") != task.split("heldout")
+    assert [len(task.split(n)) for n in SPLITS] == [3, 1, 2]
 
 
 def test_the_kind_of_reward_reaches_the_task() -> None:
@@ -62,63 +60,46 @@ def test_a_template_asks_the_same_problems_in_other_words() -> None:
 
 def test_a_dataset_with_every_option(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
-    rows = [{"problem": f"q{i}", "answer": str(i)} for i in range(10)]
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n{\n")
-    fields = {"heldout_fraction": 0.0, "verifier": "dapo", "row_schema": "plain", "template": "<{problem}>"}
-    task = made("dataset", files=str(path), **fields, on_bad_row="skip", limit=4)  # one file needs no list
-    assert isinstance(task, DatasetTask)
-    assert [p.prompt for p in task.split("train")] == ["<q0>", "<q1>", "<q2>", "<q3>"]
-    assert len(task.summary.bad_rows) == 1
+    path.write_text("".join(f'{{"problem": "q{i}", "answer": "{i}"}}\n' for i in range(10)) + "{\n")
+    fields = {"heldout_fraction": 0.0, "verifier": "dapo", "row_schema": "plain", "template": "<{problem}>", "limit": 4}
+    task = made("dataset", files=str(path), chat=True, on_bad_row="skip", **fields)  # one file needs no list
+    assert [p.prompt for p in task.split("train")] == [(Message("user", f"<q{i}>"),) for i in range(4)]
     assert "10 problems, 0 duplicates dropped (0 with another answer), 1 unreadable (the first: " in task.notes[0]
-    assert task.verifier(task.split("train")[3], "Answer: 3").value == 1.0
-    assert task.verifier(task.split("train")[3], "Answer: 4").value == -1.0
-    held = made("dataset", files=[str(path)], heldout_fraction=0.5, on_bad_row="skip")
-    assert held.verifier.isolated  # math_verify is the default
-    assert 0 < len(held.split("heldout")) < 10
+    assert [task.verifier(task.split("train")[3], f"Answer: {n}").value for n in (3, 4)] == [1.0, -1.0]
+    assert made("dataset", files=[str(path)], on_bad_row="skip").verifier.isolated  # math_verify is the default
+    with pytest.raises(MantissaError, match="'prompt' is missing"):
+        made("dataset", files=str(path), row_schema="dapo")
 
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({"kind": "sums"}, "running_sum"),
-        ({"digits": 3}, "Unable to extract tag using discriminator 'kind'"),
         ({"kind": "addition", "digit": 3}, "Extra inputs are not permitted"),
-        ({"kind": "addition", "digits": 0}, "greater than or equal to 1"),
-        ({"kind": "chain", "terms": 1}, "greater than or equal to 2"),
-        ({"kind": "running_sum", "modulus": 11}, "less than or equal to 10"),
         ({"kind": "running_sum", "min_digits": 9, "max_digits": 8}, "min_digits=9 is above max_digits=8"),
+        ({"kind": "running_sum", "min_digits": 8, "max_digits": 8, "aligned": True}, "aligned does nothing where"),
         ({"kind": "countdown", "operations": "+%"}, "should match pattern"),
-        ({"kind": "countdown", "operations": ""}, "should match pattern"),
         ({"kind": "chain", "reward": "soft"}, "'exact', 'prefix' or 'result'"),
         ({"kind": "addition", "template": "Add"}, "template lacks {problem}"),
         ({"kind": "addition", "template": [{"role": "user", "content": "Add"}]}, "template lacks {problem}"),
-        (
-            {"kind": "addition", "template": [{"role": "tool", "content": "{problem}"}]},
-            "'system', 'user' or 'assistant'",
-        ),
-        ({"kind": "addition", "train_size": 0}, "greater than or equal to 1"),
-        ({"kind": "dataset"}, "Field required"),
+        ({"kind": "addition", "template": [{"role": "tool", "content": "{problem}"}]}, "'system', 'user' or"),
         ({"kind": "dataset", "files": []}, "at least 1 item"),
         ({"kind": "dataset", "files": "a.jsonl", "verifier": "llm"}, "'math_verify'"),
-        ({"kind": "dataset", "files": "a.jsonl", "heldout_fraction": 1.0}, "less than 1"),
         ({"kind": "dataset", "files": "a.jsonl", "heldout_files": "b.jsonl", "heldout_fraction": 0.1}, "both set"),
         ({"kind": "dataset", "files": "a.jsonl", "template": "Solve"}, "template lacks {problem}"),
-        ({"kind": "dataset", "files": "a.jsonl", "limit": 0}, "greater than or equal to 1"),
         ({"kind": "code", "variables": 1, "product": True}, "product needs variables of 2 or more"),
         ({"kind": "code", "isolation": "none"}, "'required' or 'limits'"),
-        ({"kind": "chain", "reward": [{"verifier": "task", "weigth": 1}]}, "Extra inputs are not permitted"),
         ({"kind": "chain", "reward": [{"weight": 1}]}, "exactly one of function and verifier"),
         ({"kind": "chain", "reward": [{"verifier": "task", "function": "a:b"}]}, "exactly one of function and"),
         ({"kind": "chain", "reward": [{"verifier": "task", "correct_at": 1}]}, "correct_at does nothing for a"),
         ({"kind": "chain", "reward": [{"verifier": "task", "batch_size": 8}]}, "batch_size does nothing for a"),
         ({"kind": "chain", "reward": [{"verifier": "task", "weight": float("nan")}]}, "finite number"),
-        ({"kind": "chain", "reward": [{"verifier": "sympy"}]}, "'math_verify'"),
         ({"kind": "chain", "reward": [{"function": "rewards.score"}]}, "expected package.module:function"),
         ({"kind": "chain", "reward": [{"function": "a:b"}, {"function": "c:b"}]}, "two terms of the reward are called"),
         ({"kind": "chain", "reward": []}, "at least 1 item"),
         (
-            {"kind": "dataset", "files": "a.jsonl", "verifier": "dapo", "reward": [{"verifier": "exact"}]},
-            "verifier does nothing beside a reward without",
+            {"kind": "dataset", "files": "a", "verifier": "dapo", "reward": [{"verifier": "exact"}]},
+            "verifier does nothing",
         ),
     ],
 )
@@ -150,7 +131,7 @@ def test_a_list_of_terms_survives_a_round_trip_and_one_term_needs_no_list() -> N
         assert SECTION.validate_python(config.model_dump(mode="json")) == config
 
 
-def test_a_list_replaces_the_verifier_and_keeps_the_task(tmp_path: Path) -> None:
+def test_a_list_replaces_the_verifier_and_keeps_the_task() -> None:
     terms = [{"verifier": "task", "weight": 0.5, "name": "sum"}, {"verifier": "exact", "weight": -2}]
     task = made("chain", terms=3, reward=terms)
     assert task.verifier.isolated

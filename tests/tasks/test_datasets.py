@@ -5,7 +5,6 @@ And ``mantissa data dapo``: the account against a plain dictionary's, the output
 
 from __future__ import annotations
 
-import collections
 import json
 import random
 import subprocess
@@ -18,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mantissa.errors import MantissaError
-from mantissa.tasks import DatasetTask, Grader, Message, dapo_data, read_problems, verifier_named
+from mantissa.tasks import DatasetTask, Message, dapo_data, read_problems, verifier_named
 from mantissa.tasks.dapo_data import CONFLICTING, EMPTY, REPEATED, UNREACHABLE, UNREADABLE, prepare_dapo
 from mantissa.tasks.datasets import DEFAULT_TEMPLATE
 from problems import made
@@ -49,17 +48,18 @@ def task(files: list[Path], seed: int = 0, **options: Any) -> DatasetTask:
     return made("dataset", seed, files=list(map(str, files)), verifier="exact", **options)
 
 
-def test_dapo_file_repeated_a_hundred_times(tmp_path: Path) -> None:
-    table = pa.concat_tables([pa.Table.from_pylist([row(i) for i in range(40)])] * 100)
+def test_a_dapo_file_that_repeats_itself(tmp_path: Path) -> None:
+    table = pa.concat_tables([pa.Table.from_pylist([row(i) for i in range(40)])] * 10)
     path = tmp_path / "dapo.parquet"
-    pq.write_table(table, path, row_group_size=1000)
+    pq.write_table(table, path, row_group_size=150)
     problems, summary = read_problems([path])
-    assert (summary.rows, summary.problems, summary.duplicates, summary.conflicting) == (4000, 40, 3960, 0)
-    assert "4000 rows, 40 problems, 3960 duplicates dropped (0 with another answer), 0 unreadable" in summary.describe()
+    assert "400 rows, 40 problems, 360 duplicates dropped (0 with another answer), 0 unreadable" in summary.describe()
     assert [p.answer for p in problems] == [str(2 * i) for i in range(40)]
     assert problems[3].prompt == (Message("user", "What is 3 + 3?"),)
     assert {p.source for p in problems} == {"math_dapo"}
     assert len({p.id for p in problems}) == 40
+    text = jsonl(tmp_path / "dapo.jsonl", [row(i) for i in range(40)])
+    assert read_problems([text])[0] == problems
 
 
 def test_duplicates_with_another_answer_are_counted_and_the_first_kept(tmp_path: Path) -> None:
@@ -70,16 +70,9 @@ def test_duplicates_with_another_answer_are_counted_and_the_first_kept(tmp_path:
     assert (summary.rows, summary.duplicates, summary.conflicting) == (6, 4, 2)  # 2.0 agrees with 2; 3 does not
 
 
-def test_jsonl_and_parquet_give_the_same_problems(tmp_path: Path) -> None:
-    for name, rows in (("plain", plain(20)), ("dapo", [row(i) for i in range(20)])):
-        text = jsonl(tmp_path / f"{name}.jsonl", rows)
-        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
-        assert read_problems([text])[0] == read_problems([tmp_path / f"{name}.parquet"])[0]
-
-
-def test_several_files_are_one_dataset(tmp_path: Path) -> None:
-    files = [jsonl(tmp_path / "a.jsonl", plain(10)), jsonl(tmp_path / "b.jsonl", plain(15))]
-    problems, summary = read_problems(files)
+def test_several_files_of_either_kind_are_one_dataset(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(plain(15)), tmp_path / "b.parquet")
+    problems, summary = read_problems([jsonl(tmp_path / "a.jsonl", plain(10)), tmp_path / "b.parquet"])
     assert (summary.rows, summary.problems, summary.duplicates) == (25, 15, 10)
     assert [p.source for p in problems] == ["a"] * 10 + ["b"] * 5
 
@@ -138,20 +131,20 @@ BAD_DAPO_ROWS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("bad", "why"), BAD_ROWS + BAD_DAPO_ROWS)
-def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, bad: Any, why: str) -> None:
-    good = [row(1), row(2)] if (bad, why) in BAD_DAPO_ROWS else plain(2)
-    path = jsonl(tmp_path / "d.jsonl", [good[0], "", bad, good[1], bad])  # the blank line is line 2
+@pytest.mark.parametrize(("bad", "good"), [(BAD_ROWS, plain(2)), (BAD_DAPO_ROWS, [row(1), row(2)])])
+def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, bad: list[tuple[Any, str]], good: list[Any]) -> None:
+    path = jsonl(tmp_path / "d.jsonl", [good[0], "", *(each for each, _ in bad), good[1]])  # the blank line is line 2
     with pytest.raises(MantissaError) as caught:
         read_problems([path])
-    assert str(caught.value).startswith(f"dataset {path}, row 3: {why}")
-    assert "(and 1 more such rows); mend the file, or set on_bad_row: skip" in str(caught.value)
+    assert str(caught.value).startswith(f"dataset {path}, row 3: {bad[0][1]}")
+    assert f"(and {len(bad) - 1} more such rows); mend the file, or set on_bad_row: skip" in str(caught.value)
     assert "\n" not in str(caught.value)
     problems, summary = read_problems([path], on_bad_row="skip")
-    assert len(problems) == 2
-    assert [(b.row, b.why.startswith(why)) for b in summary.bad_rows] == [(3, True), (5, True)]
-    assert (summary.rows, summary.problems, summary.duplicates) == (4, 2, 0)
-    assert f"2 unreadable (the first: {path}, row 3: " in summary.describe()
+    assert [found.row for found in summary.bad_rows] == list(range(3, 3 + len(bad)))
+    for found, (_, why) in zip(summary.bad_rows, bad, strict=True):
+        assert found.why.startswith(why)
+    assert (len(problems), summary.rows, summary.problems, summary.duplicates) == (2, len(bad) + 2, 2, 0)
+    assert f"{len(bad)} unreadable (the first: {path}, row 3: " in summary.describe()
 
 
 def test_bytes_that_are_no_utf8_and_null_in_parquet(tmp_path: Path) -> None:
@@ -239,25 +232,6 @@ def test_a_dataset_has_no_warm_start_and_uses_its_verifier(tmp_path: Path) -> No
     assert not built.verifier(problem, "5").correct
 
 
-@pytest.mark.shared_data
-def test_the_real_sets_as_one_task(shared_data: Path) -> None:
-    built = task(
-        [shared_data / "math_sanity_1460.parquet", shared_data / "math500.parquet"],
-        heldout_files=[shared_data / "aime24.parquet", shared_data / "amc23.parquet"],
-    )
-    texts = collections.Counter(
-        " ".join(row["problem"].split())
-        for name in ("math_sanity_1460", "math500")
-        for row in pq.read_table(shared_data / f"{name}.parquet").to_pylist()
-    )
-    assert (built.summary.rows, built.summary.problems) == (1960, len(texts))
-    assert built.summary.duplicates == 1960 - len(texts)
-    assert len(built.split("heldout")) == 113
-    assert len(built.split("train")) == len(texts) - built.overlap
-    answers = [p.answer for p in built.split("heldout") if p.source == "amc23"]
-    assert answers[:3] == ["142", "144", "81"]  # doubles in the file
-
-
 # mantissa data dapo
 
 
@@ -325,7 +299,10 @@ def test_random_rows_against_a_dictionary(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(problems) == account.kept == len(agreed)
 
 
-@pytest.mark.parametrize("verifier", ["dapo", "dapo_strict", "math_verify", "exact"])
+@pytest.mark.parametrize(
+    "verifier",
+    ["dapo", "dapo_strict", *(pytest.param(name, marks=pytest.mark.variants) for name in ("math_verify", "exact"))],
+)
 def test_plain_rows_become_prompts_that_ask_for_what_the_verifier_reads(tmp_path: Path, verifier: str) -> None:
     rows = [{"question": f" What is {{{i}}} squared? ", "answer": f"so #### {i * i}"} for i in range(5)]
     out = tmp_path / "out.parquet"
@@ -382,22 +359,6 @@ def test_what_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
     assert fake.read_text() == "no parquet"
 
 
-def test_an_interrupt_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out.parquet"
-    good = jsonl(tmp_path / "good.jsonl", [row(1), row(2)])
-    prepare_dapo([good], out)
-    before = out.read_bytes()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Grader, "grade", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        prepare_dapo([jsonl(tmp_path / "more.jsonl", [row(3)])], out)
-    assert out.read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["good.jsonl", "more.jsonl", "out.parquet"]
-
-
 def repeated(path: Path, rows: int, distinct: int) -> Path:
     """A file that repeats its prompts, as the public one does, written a group at a time."""
     block = pa.Table.from_pylist(
@@ -418,14 +379,14 @@ print(account.rows, account.kept, resource.getrusage(resource.RUSAGE_SELF).ru_ma
 """
 
 
-@pytest.mark.slow
+@pytest.mark.variants
 def test_ten_times_the_rows_take_little_more_memory(tmp_path: Path) -> None:
     peaks = []
-    for rows in (4_000, 40_000):
+    for rows in (2_000, 20_000):
         file = repeated(tmp_path / f"{rows}.parquet", rows, 500)
         command = [sys.executable, "-c", PEAK.format(path=sys.path), str(file), str(tmp_path / "out.parquet")]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         read, kept, peak_mib = map(int, done.stdout.split())
         assert (read, kept) == (rows, 500)
         peaks.append(peak_mib)
-    assert peaks[1] < peaks[0] + 40, peaks  # 36,000 rows of 3,000 characters are 108 MB of text alone
+    assert peaks[1] < peaks[0] + 25, peaks  # 18,000 rows of 3,000 characters are 54 MB of text alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Iterator
@@ -30,9 +31,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def of_kind(kind: str, **fields: Any) -> Any:
-    name = "running_sum" if kind.startswith("running_sum") else kind
-    return made(name, **KINDS[kind], **fields)
+@functools.cache
+def of_kind(kind: str) -> Any:
+    return made("running_sum" if kind.startswith("running_sum") else kind, **KINDS[kind])
 
 
 def sums(train: int = 30, heldout: int = 20, warm_start: int = 25, seed: int = 0) -> Any:
@@ -140,13 +141,12 @@ def test_addition_and_chains_are_what_python_evaluates(seed: int, digits: int, t
         assert problem.answer == str(eval(text))
 
 
-def test_lengths_and_digits_are_uniform_and_chains_negative_too() -> None:
-    # 3000 draws over 4 lengths and 10 digits: bounds are five standard deviations of the binomial.
-    task = made("running_sum", 1, sizes=(3000, 0, 0), min_digits=20, max_digits=23)
-    lengths = np.bincount([len(p.prompt) - 1 for p in task.split("train")])[20:]
-    assert np.all(np.abs(lengths - 750) < 5 * np.sqrt(3000 * 0.25 * 0.75))
-    digits = np.bincount([int(c) for p in task.split("train") for c in p.prompt[:-1]])
-    assert np.all(np.abs(digits - digits.sum() / 10) < 5 * np.sqrt(digits.sum() * 0.1 * 0.9))
+def test_every_length_and_digit_occurs_and_chains_are_negative_too() -> None:
+    prompts = [
+        p.prompt[:-1] for p in made("running_sum", 1, sizes=(400, 0, 0), min_digits=20, max_digits=23).split("train")
+    ]
+    assert min(np.bincount([len(prompt) for prompt in prompts])[20:24]) > 60  # 100 expected, 8.7 a standard deviation
+    assert min(np.bincount([int(c) for prompt in prompts for c in prompt])) > 700  # 860 expected
     answers = [int(p.answer) for p in made("chain", sizes=(200, 0, 0), terms=8).split("train")]
     assert min(answers) < 0 < max(answers)
 
@@ -162,7 +162,7 @@ def test_every_solution_is_rewarded_and_stays_in_the_alphabet(kind: str) -> None
     assert {c for p in everything(task) for c in f"{p.prompt}{p.solution}"} == set(task.alphabet)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(data=st.data(), kind=st.sampled_from(sorted(set(KINDS) - {"running_sum_long"})), edit=st.sampled_from("rid"))
 def test_any_edit_of_the_solution_is_wrong(data: st.DataObject, kind: str, edit: str) -> None:
     task = of_kind(kind)
@@ -170,8 +170,7 @@ def test_any_edit_of_the_solution_is_wrong(data: st.DataObject, kind: str, edit:
     right = problem.solution or ""
     at = data.draw(st.integers(0, len(right) - 1))
     character = data.draw(st.sampled_from([c for c in "0123456789-" if c != right[at]]))
-    end = at + (edit != "i")
-    wrong = right[:at] + ("" if edit == "d" else character) + right[end:]
+    wrong = right[:at] + ("" if edit == "d" else character) + right[at + (edit != "i") :]
     reward = task.verifier(problem, wrong)
     assert (reward.value, reward.correct) == (0.0, False)
 
@@ -270,20 +269,14 @@ def test_the_deepest_texts_that_fit_are_evaluated() -> None:
 @pytest.mark.parametrize(
     ("answer", "completion", "correct"),
     [
-        ("3 5 7:26", "3*7+5", True),
-        ("3 5 7:26", " 5 + 7*3 \n", True),
-        ("3 5 7:26", "(7*3)+5", True),
-        ("3 5 7:26", "5*5+1", False),  # other numbers
-        ("3 5 7:26", "3*7+5+5-5", False),  # a number twice
-        ("3 5 7:21", "3*7", False),  # a number left out
-        ("3 3 7:16", "3*3+7", True),  # given twice, used twice
-        ("3 3 7:10", "3+7", False),
-        ("35 7:5", "35/7", True),
-        ("3 5 7:5", "35/7", False),  # digits glued together
+        ("3 5 7:26", "3*7+5", True), ("3 5 7:26", " 5 + 7*3 \n", True), ("3 5 7:26", "(7*3)+5", True),
+        ("3 5 7:26", "5*5+1", False), ("3 5 7:26", "26", False),  # other numbers
+        ("3 5 7:26", "3*7+5+5-5", False), ("3 5 7:21", "3*7", False),  # a number twice, a number left out
+        ("3 3 7:16", "3*3+7", True), ("3 3 7:10", "3+7", False),  # given twice, used twice
+        ("35 7:5", "35/7", True), ("3 5 7:5", "35/7", False),  # digits glued together
         ("3 8 3 8:24", "8/(3-8/3)", True),  # exact fractions: floats give 23.999999999999989
-        ("3 5 7:26", "26", False),
     ],
-)
+)  # fmt: skip
 def test_rules_of_the_game(answer: str, completion: str, correct: bool) -> None:
     reward = CountdownVerifier()(problem(answer), completion)
     assert (reward.value, reward.correct, reward.error) == (float(correct), correct, None)
@@ -326,11 +319,13 @@ def test_problems_are_solvable_and_all_their_solutions_accepted() -> None:
     assert several >= 6
 
 
-@pytest.mark.parametrize("style", ["compact", "text"])
 @pytest.mark.parametrize(
-    ("numbers", "max_number", "max_target", "operations"),
-    [(2, 9, 99, "+-*/"), (4, 9, 30, "+-*/"), (5, 25, 99, "+-"), (3, 50, 5000, "*+"), (4, 12, 50, "/-")],
-)
+    ("numbers", "max_number", "max_target", "operations", "style"),
+    [
+        (2, 9, 99, "+-*/", "compact"), (4, 9, 30, "+-*/", "text"), (5, 25, 99, "+-", "compact"),
+        (3, 50, 5000, "*+", "text"), (4, 12, 50, "/-", "compact"),
+    ],
+)  # fmt: skip
 def test_solutions_verify(numbers: int, max_number: int, max_target: int, operations: str, style: str) -> None:
     fields = {"numbers": numbers, "max_number": max_number, "max_target": max_target, "operations": operations}
     task = made("countdown", 1, sizes=(60, 20, 20), style=style, **fields)
@@ -359,11 +354,6 @@ def test_text_style_takes_the_last_tag() -> None:
     assert not verifier(problem("3 5 7:26"), "<answer>3*7+5</answer> no: <answer>1</answer>").correct
     assert not verifier(problem("3 5 7:26"), "3*7+5").correct
     assert not verifier(problem("3 5 7:26"), "<answer>3*7+5").correct
-
-
-def test_every_operator_occurs_in_the_solutions() -> None:
-    task = made("countdown", sizes=(300, 0, 0))
-    assert {c for p in task.split("train") for c in p.solution or ""} == set("0123456789+-*/()") - {"0"}
 
 
 def test_an_unreachable_setting_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

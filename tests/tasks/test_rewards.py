@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from mantissa.errors import MantissaError
 from mantissa.tasks import Grader, Problem, Reward, Verifier
 from mantissa.tasks.config import RewardTerm
-from mantissa.tasks.functions import FunctionVerifier, load_function
+from mantissa.tasks.functions import FunctionVerifier
 from mantissa.tasks.rewards import Dapo, Exact, Term, TermError, WeightedSum, weighted
 
 HERE = Path(__file__).parent
@@ -184,15 +183,14 @@ def test_correct_at_moves_the_threshold_only() -> None:
 def test_batches_are_cut_at_fixed_places_and_a_bad_sample_pays_alone(tmp_path: Path) -> None:
     log = tmp_path / "calls"
     problem = Problem("p", "", str(log), "s")
-    with obedient("lengths", batch_size=8, timeout_s=2.0) as guarded:
+    with obedient("lengths", batch_size=8, timeout_s=1.5) as guarded:
         rewards = guarded.grade([(problem, "x" * n) for n in range(20)])
         assert [r.value for r in rewards] == list(map(float, range(20)))
         assert sorted(map(int, log.read_text().split())) == [4, 8, 8]
         for bad, error in (
             ("raise", "KeyError"),
             ("die", "the verifier's process died (exit code 3)"),
-            ("segfault", "the verifier's process died (SIGSEGV)"),
-            ("hang", "the verifier took longer than 2 s"),
+            ("hang", "the verifier took longer than 1.5 s"),
         ):
             said = ["a", "bb", bad, "cccc", *["d"] * 10]
             rewards = guarded.grade([(problem, text) for text in said])
@@ -256,7 +254,3 @@ def test_memory_of_the_grading_process_can_be_set() -> None:
         (worker,) = guarded._workers
         limits = Path(f"/proc/{worker._process.pid}/limits").read_text()
     assert [line for line in limits.splitlines() if "address space" in line and str(2**29) in line]
-
-
-def test_load_function_returns_the_function_itself() -> None:
-    assert load_function("math:sqrt") is math.sqrt

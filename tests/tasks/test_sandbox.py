@@ -23,6 +23,7 @@ from mantissa.tasks.sandbox import jail
 from mantissa.tasks.sandbox import run as sandbox
 from mantissa.tasks.sandbox.jail import CHECKED, SYSCALLS, filter_program
 from mantissa.tasks.sandbox.run import Isolation, Limits, Outcome, Sandbox
+from processes import alive, descendants, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
 
@@ -42,14 +43,6 @@ def _still_works(box: Sandbox) -> Iterator[None]:
     server = box._process
     assert server is not None
     assert len(descendants(server.pid)) <= 1  # the server proper, where it has a process namespace
-
-
-def descendants(pid: int) -> set[int]:
-    found: set[int] = set()
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            found |= {child} | descendants(child)
-    return found
 
 
 def run(box: Sandbox, body: str, *arguments: Any) -> Any:
@@ -315,7 +308,7 @@ def test_orphans_die_without_namespaces_and_filter(weaker: Any) -> None:
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(60)\n    os._exit(0)\n"
     )
     one.run(f"{daemon}def f():\n    return 1", "f", [[]])
-    assert descendants(one._process.pid) == set()
+    assert descendants(one._process.pid) == {}
 
 
 def test_a_lost_server_is_replaced_and_a_broken_one_is_an_error(
@@ -345,20 +338,10 @@ def test_the_server_goes_with_whoever_started_it() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         server = int(parent.stdout.readline())
-        family = {server} | descendants(server)
+        family = {server, *descendants(server)}
         parent.kill()
         parent.wait()
-    end = time.monotonic() + 10
-    while any(alive(pid) for pid in family):
-        assert time.monotonic() < end, family
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    until(lambda: not any(map(alive, family)), seconds=10)
 
 
 # the system-call filter

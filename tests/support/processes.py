@@ -1,0 +1,43 @@
+"""Processes as the kernel lists them (Linux), for tests of who is left behind."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """The living processes that ``pid`` started, and those that they started; by their names."""
+    found: dict[int, str] = {}
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            if alive(child):
+                found |= {child: Path(f"/proc/{child}/comm").read_text().strip()} | descendants(child)
+    return found
+
+
+def until(condition: Callable[[], bool], process: subprocess.Popen[Any] | None = None, seconds: float = 300) -> None:
+    """Wait for ``condition``, as long as ``process`` runs."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came to pass"
+        assert process is None or process.poll() is None, process
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
