@@ -68,41 +68,19 @@ def test_a_second_sync_replaces_every_value() -> None:
     assert not torch.equal(rollout.generate(REQUESTS, PARAMS, 1)[0][0].logp_T, before)
 
 
-def missing(weights: dict[str, Tensor]) -> None:
-    del weights[NAME]
-
-
-def unknown(weights: dict[str, Tensor]) -> None:
-    weights["model.layers.7.mlp.up_proj.weight"] = weights[NAME]
-
-
-def misshapen(weights: dict[str, Tensor]) -> None:
-    weights[NAME] = weights[NAME].t().contiguous()
-
-
-def not_a_number(weights: dict[str, Tensor]) -> None:
-    weights[NAME][3, 2] = float("nan")
-
-
-def infinite(weights: dict[str, Tensor]) -> None:
-    weights[NAME][3, 2] = float("-inf")
-
-
-def too_large(weights: dict[str, Tensor]) -> None:
-    weights[NAME][3, 2] = -70000.0
-
-
-def already_rounded(weights: dict[str, Tensor]) -> None:
-    weights[NAME] = weights[NAME].bfloat16()
+def put(value: float) -> Callable[[dict[str, Tensor]], object]:
+    return lambda weights: weights[NAME].index_put_((torch.tensor(3), torch.tensor(2)), torch.tensor(value))
 
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (missing, "is missing"), (unknown, r"unknown weight model.layers.7.*did you mean"),
-        (misshapen, r"has shape \(16, 24\), expected \(24, 16\)"), (not_a_number, "holds nan"),
-        (infinite, "holds inf"), (too_large, r"holds 70000, which fp16 cannot \(largest 65504\)"),
-        (already_rounded, "expected the fp32 master"),
+        (lambda w: w.pop(NAME), "is missing"),
+        (lambda w: w.update({NAME.replace("0", "7"): w[NAME]}), r"unknown weight model.layers.7.*did you mean"),
+        (lambda w: w.update({NAME: w[NAME].t().contiguous()}), r"has shape \(16, 24\), expected \(24, 16\)"),
+        (lambda w: w.update({NAME: w[NAME].bfloat16()}), "expected the fp32 master"),
+        (put(float("nan")), "holds nan"), (put(float("-inf")), "holds inf"),
+        (put(-70000.0), r"holds 70000, which fp16 cannot \(largest 65504\)"),
     ],
 )  # fmt: skip
 def test_a_bad_tensor_is_named_and_the_engine_then_refuses(spoil: Callable, said: str) -> None:
@@ -122,7 +100,7 @@ def test_a_bad_tensor_is_named_and_the_engine_then_refuses(spoil: Callable, said
 
 def test_what_overflows_one_format_fits_another() -> None:
     weights = masters()
-    too_large(weights)
+    put(-70000.0)(weights)
     engine("bf16").sync(weights, 0)
     weights[NAME][3, 2] = 65519.0  # below the midpoint to the next step: rounds to 65504
     rollout = engine("fp16")
@@ -142,7 +120,7 @@ def test_the_poison_is_visible() -> None:
     rollout, weights = engine("fp32"), masters()
     assert all(p.isnan().all() for p in rollout.model.parameters())
     rollout.sync(weights, 0)
-    missing(weights)
+    del weights[NAME]
     with pytest.raises(MantissaError):
         rollout.sync(weights, 1)
     assert all(p.isnan().all() for p in rollout.model.parameters())

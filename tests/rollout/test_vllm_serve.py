@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from mantissa.precision import BF16, FP32
 from mantissa.rollout import VllmEngine, VllmStart, serve_vllm
 from mantissa.rollout.vllm import server
 from mantissa.rollout.vllm.server import flags
+from processes import free_port
 
 CONFIG = ModelConfig("qwen3", 40, 32, 56, 2, 4, 2, 8, qk_norm=True, tie_word_embeddings=True)
 START = VllmStart(CONFIG, BF16, FP32, 5, 32, torch.device("cpu"))
@@ -67,12 +67,6 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return path
 
 
-def port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def interrupt_when_ready(urls: list[str], signum: int) -> threading.Thread:
     """A thread that sends this process ``signum`` once the server answers."""
 
@@ -89,7 +83,7 @@ def interrupt_when_ready(urls: list[str], signum: int) -> threading.Thread:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_it_says_when_it_answers_and_ends_cleanly(said: Path, signum: int) -> None:
     urls: list[str] = []
-    thread, chosen = interrupt_when_ready(urls, signum), port()
+    thread, chosen = interrupt_when_ready(urls, signum), free_port()
     before = signal.getsignal(signal.SIGINT)
     assert serve_vllm(START, SHAPES, host="127.0.0.1", port=chosen, folder=None, ready=urls.append) == 0
     thread.join()
@@ -118,7 +112,7 @@ def test_the_flags_are_the_options_of_a_start(said: Path) -> None:
 def test_one_that_does_not_start(said: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAILS", "1")
     urls: list[str] = []
-    assert serve_vllm(START, SHAPES, host="127.0.0.1", port=port(), folder=None, ready=urls.append) == 3
+    assert serve_vllm(START, SHAPES, host="127.0.0.1", port=free_port(), folder=None, ready=urls.append) == 3
     assert not urls
 
 
@@ -127,25 +121,25 @@ def test_one_that_does_not_end_is_ended(said: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(server, "_PATIENCE_S", 0.3)
     urls: list[str] = []
     thread = interrupt_when_ready(urls, signal.SIGINT)
-    assert serve_vllm(START, SHAPES, host="127.0.0.1", port=port(), folder=None, ready=urls.append) == 0
+    assert serve_vllm(START, SHAPES, host="127.0.0.1", port=free_port(), folder=None, ready=urls.append) == 0
     thread.join()
 
 
 def test_a_folder_of_ones_own_is_empty_before_and_kept(said: Path, tmp_path: Path) -> None:
     folder, urls = tmp_path / "weights", []
     thread = interrupt_when_ready(urls, signal.SIGINT)
-    serve_vllm(START, SHAPES, host="127.0.0.1", port=port(), folder=str(folder), ready=urls.append)
+    serve_vllm(START, SHAPES, host="127.0.0.1", port=free_port(), folder=str(folder), ready=urls.append)
     thread.join()
     assert (folder / "model.safetensors").is_file()
     assert folder.stat().st_mode & 0o777 == 0o700
     with pytest.raises(MantissaError, match="expected an empty folder, or none; its weights would be overwritten"):
-        serve_vllm(START, SHAPES, host="127.0.0.1", port=port(), folder=str(folder), ready=urls.append)
+        serve_vllm(START, SHAPES, host="127.0.0.1", port=free_port(), folder=str(folder), ready=urls.append)
 
 
 def test_a_folder_that_others_may_write_to_is_refused(said: Path, tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(MantissaError, match=r"others may write there, and so choose the weights; chmod o-w /"):
-        serve_vllm(START, SHAPES, host="127.0.0.1", port=port(), folder=str(tmp_path), ready=print)
+        serve_vllm(START, SHAPES, host="127.0.0.1", port=free_port(), folder=str(tmp_path), ready=print)
 
 
 def test_the_command_without_vllm() -> None:

@@ -30,10 +30,11 @@ KERNELS = rollout_kernels(resolve(PrecisionPolicy(), "cpu"))
 PARAMS = SamplingParams(max_tokens=6, temperature=0.5, stop_token_ids=(3,))
 
 
-def masters(seed: int) -> dict[str, Tensor]:
-    """Weights of ``CONFIG``."""
-    model = Decoder(CONFIG).initialize(torch.Generator().manual_seed(seed))
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+def masters(seed: int, config: ModelConfig = CONFIG) -> dict[str, Tensor]:
+    """Weights of ``config``, biases and norms that matter."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Decoder(config).initialize(generator)
+    return {name: p.detach() + 0.1 * torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
 
 
 class Product:

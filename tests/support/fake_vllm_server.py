@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from fake_vllm import LLM, Fault
+from fake_vllm import LLM
 from mantissa.rollout.vllm.server import VllmStart, WeightFolder, sample_weights
 
 
@@ -91,6 +91,3 @@ class FakeServer:
 def _clamped(logprob: float) -> float:
     """As vLLM's server sends it: JSON has no NaN."""
     return max(logprob, -9999.0) if logprob == logprob else -9999.0
-
-
-__all__ = ["FakeServer", "Fault"]

@@ -7,7 +7,7 @@ sorted by Python's sort. Only the decoder and the rounding of keys and values ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from mantissa.kernels import Kernels
 from mantissa.model import Decoder
 from mantissa.precision import NumberFormat, round_cached
-from mantissa.rollout.types import Completion, Request, SamplingParams
+from mantissa.rollout import Completion, NativeEngine, Request, SamplingParams
 
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
@@ -66,6 +66,22 @@ def reference_logits(model: Decoder, kernels: Kernels, kv_format: NumberFormat, 
         return model.logits(model.hidden(tokens_1T, kernels, positions_1T, attend)[0], kernels)
 
 
+def reference_logp(engine: NativeEngine, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Tensor:
+    """Log-probs (float64, T by V) of every token in the place of each of a response's, by one whole forward pass."""
+    logits = reference_logits(engine.model, engine.kernels, engine.kv_format, [*prompt, *response])
+    return (logits.double() / temperature).log_softmax(-1)[len(prompt) - 1 : -1]
+
+
+def reference_gaps(
+    engine: NativeEngine, requests: Sequence[Request], groups: Sequence[Sequence[Completion]], temperature: float
+) -> Tensor:
+    """The log-probs that completions came with, less those of ``engine``'s policy: float64, of all tokens."""
+    pairs = [(request, sample) for request, group in zip(requests, groups, strict=True) for sample in group]
+    logp = [reference_logp(engine, request.prompt_tokens, s.tokens, temperature) for request, s in pairs]
+    picked = [x.gather(-1, torch.tensor(s.tokens)[:, None])[:, 0] for x, (_, s) in zip(logp, pairs, strict=True)]
+    return torch.cat([s.logp_T.double() - own for (_, s), own in zip(pairs, picked, strict=True)])
+
+
 def reference_generate(
     model: Decoder,
     kernels: Kernels,
@@ -73,33 +89,20 @@ def reference_generate(
     requests: Sequence[Request],
     params: SamplingParams,
     version: int,
-    decode_text: Callable[[Sequence[int]], str] | None = None,
 ) -> list[list[Completion]]:
     """Sample every request from ``model``; the same seeds draw the same tokens as in ``NativeEngine``."""
-    return [
-        [
-            _reference_completion(model, kernels, kv_format, request, number, params, version, decode_text)
-            for number in range(request.samples)
-        ]
-        for request in requests
-    ]
+    policy = (model, kernels, kv_format)
+    return [[_completion(policy, r, number, params, version) for number in range(r.samples)] for r in requests]
 
 
-def _reference_completion(
-    model: Decoder,
-    kernels: Kernels,
-    kv_format: NumberFormat,
-    request: Request,
-    number: int,
-    params: SamplingParams,
-    version: int,
-    decode_text: Callable[[Sequence[int]], str] | None,
+def _completion(
+    policy: tuple[Decoder, Kernels, NumberFormat], request: Request, number: int, params: SamplingParams, version: int
 ) -> Completion:
     tokens: list[int] = []
     logps: list[float] = []
     stopped = False
     while not stopped and len(tokens) < params.max_tokens:
-        logits_V = reference_logits(model, kernels, kv_format, [*request.prompt_tokens, *tokens])[-1].cpu().numpy()
+        logits_V = reference_logits(*policy, [*request.prompt_tokens, *tokens])[-1].cpu().numpy()
         distribution = reference_distribution(logits_V, params)
         threshold = reference_uniform(request.seed, number, len(tokens)) * math.fsum(distribution)
         total = 0.0
@@ -110,6 +113,4 @@ def _reference_completion(
         tokens.append(token)
         logps.append(math.log(distribution[token]))
         stopped = token in params.stop_token_ids
-        if params.stop and decode_text is not None:
-            stopped = stopped or any(stop in decode_text(tokens) for stop in params.stop)
     return Completion(tuple(tokens), torch.tensor(logps, dtype=torch.float32), "stop" if stopped else "length", version)

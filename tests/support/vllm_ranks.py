@@ -23,41 +23,16 @@ from mantissa.ranks import Ranks
 from mantissa.rl.assemble import place
 from mantissa.rollout import NativeEngine, Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.vllm.server import WeightFolder
-from naive_engine import reference_logits
+from naive_engine import reference_gaps
 
-CONFIG = ModelConfig(
-    "qwen3",
-    40,
-    64,
-    56,
-    2,
-    4,
-    2,
-    32,
-    max_position_embeddings=128,
-    initializer_range=0.25,
-    qk_norm=True,
-    tie_word_embeddings=True,
-)
+SIZES = {"max_position_embeddings": 128, "initializer_range": 0.25, "qk_norm": True, "tie_word_embeddings": True}
+CONFIG = ModelConfig("qwen3", 40, 64, 56, 2, 4, 2, 32, **SIZES)
 REQUESTS = [Request((5, 6, 7), seed=1, samples=2), Request((9, 2), seed=2, samples=2)]
 PARAMS = SamplingParams(max_tokens=10, temperature=0.8)
 
 
 def model(seed: int) -> Decoder:
     return Decoder(CONFIG).initialize(torch.Generator().manual_seed(seed))
-
-
-def gaps(vllm: VllmEngine, native: NativeEngine, request: Request, version: int) -> list[float]:
-    """vLLM's log-prob less the native policy's (a whole forward, log-softmax in float64), of every token sampled."""
-    (group,) = vllm.generate([request], PARAMS, version)
-    found, start = [], len(request.prompt_tokens)
-    for sample in group:
-        whole = [*request.prompt_tokens, *sample.tokens]
-        logits_TV = reference_logits(native.model, native.kernels, native.kv_format, whole).double()
-        logp_TV = (logits_TV / PARAMS.temperature).log_softmax(-1)[start - 1 : -1]
-        logp_T = logp_TV.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
-        found += (sample.logp_T.double() - logp_T).tolist()
-    return found
 
 
 def spoil(real: Any) -> Any:
@@ -89,7 +64,9 @@ def main() -> None:
         held = place(model(version), torch.device("cpu"), dataclasses.replace(ranks, kind=kind))  # type: ignore[arg-type]
         engine.sync(dict(held.named_parameters()), version)
         native.sync(whole, version)
-        found[kind] = gaps(engine, native, REQUESTS[ranks.rank], version)
+        mine = [REQUESTS[ranks.rank]]
+        groups = engine.generate(mine, PARAMS, version)
+        found[kind] = reference_gaps(native, mine, groups, PARAMS.temperature).tolist()
     if ranks.rank == 1:
         WeightFolder.write = spoil(WeightFolder.write)  # type: ignore[method-assign]
     try:

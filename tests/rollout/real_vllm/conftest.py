@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fake_vllm import masters
 from mantissa.kernels import rollout_kernels
-from mantissa.model import Decoder, ModelConfig
+from mantissa.model import ModelConfig
 from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
-from mantissa.rollout import NativeEngine, Request, VllmEngine, VllmStart
+from mantissa.rollout import NativeEngine, VllmEngine, VllmStart
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
 _BASE = ModelConfig(
@@ -49,17 +50,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs the real vLLM (make test-vllm)"))
 
 
-def masters(family: str, seed: int) -> Decoder:
-    """fp32 masters with biases and norms that matter."""
-    model = Decoder(FAMILIES[family]).initialize(torch.Generator().manual_seed(seed))
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "norm.weight")):
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
 def asked(config: ModelConfig, resolved: ResolvedPrecision) -> VllmStart:
     """What the engines of these tests are."""
     formats = (resolved.rollout.active, resolved.logits.active)
@@ -78,7 +68,7 @@ class Pair:
     version: int = 0
 
     def masters(self, seed: int) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in masters(self.family, seed).named_parameters()}
+        return masters(seed, FAMILIES[self.family])
 
     def sync(self, seed: int) -> None:
         """New masters for both."""
@@ -117,14 +107,3 @@ def pair_of() -> Iterator[Callable[..., Pair]]:
     yield build
     for pair in made.values():
         pair.vllm.close()
-
-
-@pytest.fixture
-def requests() -> list[Request]:
-    """Prompts of 1 to 13 tokens with 1 to 4 samples: 15 samples of 6 prompts."""
-    generator = torch.Generator().manual_seed(5)
-    lengths, samples = (3, 1, 13, 6, 2, 9), (4, 1, 3, 2, 4, 1)
-    return [
-        Request(tuple(torch.randint(0, 40, (n,), generator=generator).tolist()), seed=100 + n, samples=g)
-        for n, g in zip(lengths, samples, strict=True)
-    ]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import naive_engine
 from mantissa.rollout import Request, SamplingParams
-from naive_engine import reference_logits
+from naive_engine import reference_gaps
 
 pytestmark = pytest.mark.vllm
 PARAMS = SamplingParams(max_tokens=20, temperature=0.7, stop_token_ids=(3,))
@@ -61,22 +61,8 @@ def test_what_amx_would_keep_is_cut_off_too() -> None:
         assert torch.equal(kept.flatten().sort()[0], cached(values).float().flatten().sort()[0])
 
 
-def logp(pair: Any, request: Request, tokens: tuple[int, ...]) -> Tensor:
-    """The native policy's log-probs of a response, by one whole forward with its own rounding of keys and values."""
-    native, start = pair.native, len(request.prompt_tokens)
-    logits_TV = reference_logits(native.model, native.kernels, native.kv_format, [*request.prompt_tokens, *tokens])
-    logp_TV = (logits_TV.double() / PARAMS.temperature).log_softmax(-1)
-    return logp_TV[start - 1 : -1].gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-
-
 def gaps(pair: Any, requests: list[Request], groups: Any) -> Tensor:
-    return torch.cat(
-        [
-            (sample.logp_T.double() - logp(pair, request, sample.tokens)).abs()
-            for request, group in zip(requests, groups, strict=True)
-            for sample in group
-        ]
-    )
+    return reference_gaps(pair.native, requests, groups, PARAMS.temperature).abs()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -7,19 +7,19 @@ activations is its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.kernels import Kernels, SimulatedKernels, rollout_kernels
 from mantissa.model import CopiedPolicy, Decoder
 from mantissa.precision import FP16, FP32, PrecisionPolicy, resolve
 from mantissa.rollout import Completion, Request, SamplingParams, VllmEngine, VllmStart
-from naive_engine import reference_logits
+from naive_engine import reference_gaps, reference_logp
 
 pytestmark = pytest.mark.vllm
 PARAMS = SamplingParams(max_tokens=20, temperature=0.7, stop_token_ids=(3,))
@@ -28,22 +28,14 @@ PART = {"rollout": "fp8", "kv_cache": "fp8", "fp8": {"base": "bf16", "exclude": 
 HALF = SimulatedKernels(FP16, FP32, weights_on_grid=True)  # the weights' fp8 values by activations in half
 
 
-def logp(pair: Any, kernels: Kernels, model: Decoder, request: Request, tokens: Sequence[int]) -> Tensor:
-    """``model``'s log-probs, by ``kernels``, of every token in the place of each of a response's."""
-    whole, start = [*request.prompt_tokens, *tokens], len(request.prompt_tokens)
-    logits_TV = reference_logits(model, kernels, pair.native.kv_format, whole).double() / PARAMS.temperature
-    return logits_TV.log_softmax(-1)[start - 1 : -1]
+def policy(pair: Any, kernels: Kernels, model: Decoder) -> Any:
+    """``model`` by ``kernels``, as an engine of this policy."""
+    return SimpleNamespace(model=model, kernels=kernels, kv_format=pair.native.kv_format)
 
 
 def gap(pair: Any, kernels: Kernels, model: Decoder, requests: list[Request], groups: list[list[Completion]]) -> float:
     """Mean |vLLM's log-prob less that of ``model``, computed by ``kernels``|."""
-    found: list[Tensor] = []
-    for request, group in zip(requests, groups, strict=True):
-        for sample in group:
-            logp_TV = logp(pair, kernels, model, request, sample.tokens)
-            picked = logp_TV.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
-            found.append(sample.logp_T.double() - picked)
-    return float(torch.cat(found).abs().mean())
+    return float(reference_gaps(policy(pair, kernels, model), requests, groups, PARAMS.temperature).abs().mean())
 
 
 def test_a_policy_in_fp8_is_loaded_again_and_again(pair_of: Callable[..., Any], requests: list[Request]) -> None:
@@ -73,7 +65,7 @@ def test_greedy_tokens_are_the_native_policys(pair_of: Callable[..., Any], reque
     theirs = pair.vllm.generate(requests, dataclasses.replace(PARAMS, temperature=0.0), pair.version)
     behind = []
     for request, (sample, *_) in zip(requests, theirs, strict=True):
-        logp_TV = logp(pair, pair.native.kernels, pair.native.model, request, sample.tokens)
+        logp_TV = reference_logp(pair.native, request.prompt_tokens, sample.tokens, PARAMS.temperature)
         picked = logp_TV.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
         behind.append(logp_TV.amax(-1) - picked)
     behind_N = torch.cat(behind)

@@ -6,14 +6,11 @@ import copy
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,6 +21,7 @@ from mantissa.rl import make_config
 from mantissa.rl.recipe import apply_overrides
 from mantissa.rl.session import resume, start
 from mantissa.runs.directory import RunDirectory
+from processes import alive, descendants, free_port, until
 from vllm_recipe import RECIPE
 
 pytestmark = pytest.mark.vllm
@@ -101,9 +99,7 @@ def test_a_run_that_samples_ahead_and_goes_on(tmp_path: Path) -> None:
 
 @contextmanager
 def serving(folder: Path, *overrides: str) -> Iterator[str]:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     command = [sys.executable, "-m", "mantissa", "serve", str(folder / "recipe.yaml"), *overrides, "--port", str(port)]
     log = folder / "log"
@@ -132,31 +128,6 @@ def test_two_processes_on_one_server_and_a_run_that_samples_ahead_on_it(tmp_path
 
 
 # killed
-
-
-def descendants(pid: int) -> dict[int, str]:
-    """The living processes that ``pid`` started, and those that they started; by their names."""
-    found: dict[int, str] = {}
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found[child] = Path(f"/proc/{child}/comm").read_text().strip()
-            found |= descendants(child)
-    return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until(condition: Callable[[], bool], process: subprocess.Popen[Any] | None = None, seconds: float = 300) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came to pass"
-        assert process is None or process.poll() is None, process
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("victim", ["vllm", "rank"])

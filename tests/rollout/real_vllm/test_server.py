@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -27,6 +25,7 @@ from mantissa.rl.session import start
 from mantissa.rollout import Request, SamplingParams, VllmEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.tasks import build_task
+from processes import free_port, until
 from vllm_recipe import RECIPE
 
 pytestmark = pytest.mark.vllm
@@ -44,18 +43,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a server that the command started, in fp32; ended by Ctrl-C, which must be clean."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("server") / "log"
     command = [sys.executable, "-m", "mantissa", "serve", str(recipe), "precision=fp32", "--port", str(port)]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=_interruptible)
-    deadline = time.monotonic() + 180
-    while "ready: " not in log.read_text():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.2)
+    until(lambda: "ready: " in log.read_text(), process)
     assert f"rollout.vllm.server=http://127.0.0.1:{port}" in log.read_text()
     yield f"http://127.0.0.1:{port}"
     process.send_signal(signal.SIGINT)

@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.kernels import rollout_kernels
 from mantissa.precision import FP32, PrecisionPolicy, resolve
-from mantissa.rollout import Completion, Request, SamplingParams, VllmEngine, VllmStart
+from mantissa.rollout import Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.vllm.server import WeightFolder
-from naive_engine import reference_logits
+from naive_engine import reference_gaps
 
 pytestmark = pytest.mark.vllm
 PARAMS = SamplingParams(max_tokens=20, temperature=0.7, stop_token_ids=(3,))
 FAMILIES = ("llama", "qwen2", "qwen3")
-
-
-def native_logp(pair: Any, request: Request, tokens: Sequence[int], temperature: float) -> Tensor:
-    """The native policy's log-prob of each of a response's tokens: one whole forward, log-softmax in float64."""
-    native, start = pair.native, len(request.prompt_tokens)
-    whole = [*request.prompt_tokens, *tokens]
-    logits_TV = reference_logits(native.model, native.kernels, native.kv_format, whole).double() / temperature
-    return logits_TV.log_softmax(-1)[start - 1 : -1].gather(-1, torch.tensor(list(tokens))[:, None])[:, 0]
-
-
-def gaps(pair: Any, requests: Sequence[Request], groups: list[list[Completion]], temperature: float) -> Tensor:
-    """vLLM's log-prob less the native policy's, for every token sampled."""
-    return torch.cat(
-        [
-            sample.logp_T.double() - native_logp(pair, request, sample.tokens, temperature)
-            for request, group in zip(requests, groups, strict=True)
-            for sample in group
-        ]
-    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -66,7 +46,7 @@ def test_log_probs_are_of_the_distribution_sampled_from(
     pair.sync(20)
     params = dataclasses.replace(PARAMS, temperature=temperature)
     groups = pair.vllm.generate(requests, params, pair.version)
-    found = gaps(pair, requests, groups, temperature)
+    found = reference_gaps(pair.native, requests, groups, temperature)
     assert len(found) > 100
     assert found.abs().max() < 3e-5
 
@@ -78,11 +58,13 @@ def test_new_weights_are_used_at_once(pair_of: Callable[..., Any], requests: lis
     for seed in (30, 31, 32):
         pair.sync(seed)
         sampled = pair.vllm.generate(requests, PARAMS, pair.version)
-        assert gaps(pair, requests, sampled, 0.7).abs().max() < 3e-5
+        assert reference_gaps(pair.native, requests, sampled, 0.7).abs().max() < 3e-5
         assert {sample.policy_version for group in sampled for sample in group} == {pair.version}
         now = {"version": pair.version, "sampled": sampled}
     pair.sync(33)
-    assert gaps(pair, requests, now["sampled"], 0.7).abs().mean() > 0.1  # the old ones are not the new policy's
+    assert (
+        reference_gaps(pair.native, requests, now["sampled"], 0.7).abs().mean() > 0.1
+    )  # the old ones are not the new policy's
     with pytest.raises(MantissaError, match=r"policy version \d+ was asked for, \d+ is loaded"):
         pair.vllm.generate(requests, PARAMS, now["version"])
 
@@ -161,7 +143,7 @@ def test_the_gap_of_a_half_is_its_rounding(
     bound = {"bf16": 0.1, "fp16": 0.1 / 4}[precision]
     pair = pair_of("qwen3", precision)
     pair.sync(80)
-    found = gaps(pair, requests, pair.vllm.generate(requests, PARAMS, pair.version), 0.7)
+    found = reference_gaps(pair.native, requests, pair.vllm.generate(requests, PARAMS, pair.version), 0.7)
     assert 1e-4 < found.abs().mean() < bound
     assert found.mean().abs() < bound / 2
 
