@@ -99,16 +99,12 @@ def test_the_layout_of_transformers_5_reads_the_same(raw: dict[str, Any]) -> Non
     assert parse({**raw, "rope_parameters": new["rope_parameters"]}) == parse(raw)
 
 
-def test_the_old_spelling_of_linear_scaling_is_read() -> None:
+def test_scaling_in_its_old_spelling_and_without_its_original_context() -> None:
     config = parse(changed(LLAMA32_1B, rope_scaling={"type": "linear", "factor": 2.5}))
     assert config.rope_scaling == RopeScaling("linear", 2.5)
-
-
-def test_llama3_scaling_without_its_original_context_takes_the_maximum_as_transformers_does() -> None:
-    scaling = without(LLAMA32_1B["rope_scaling"], "original_max_position_embeddings")  # type: ignore[arg-type]
+    scaling = without(LLAMA32_1B["rope_scaling"], "original_max_position_embeddings")
     config = parse(changed(LLAMA32_1B, rope_scaling=scaling))
-    assert config.rope_scaling is not None
-    assert config.rope_scaling.original_context == 131072
+    assert config.rope_scaling == RopeScaling("llama3", 32.0, 1.0, 4.0, 131072)  # the maximum, as transformers takes it
 
 
 @pytest.mark.parametrize(
@@ -117,11 +113,8 @@ def test_llama3_scaling_without_its_original_context_takes_the_maximum_as_transf
         {"use_sliding_window": True, "sliding_window": None},
         {"use_sliding_window": True, "max_window_layers": 24},  # from layer 24 of 24 on
         {"layer_types": ["full_attention"] * 24, "use_sliding_window": True, "max_window_layers": 3},
-        {"attention_dropout": 0.1},
-        {"hidden_act": "swish"},
-        {"quantization_config": None},
-        {"rope_scaling": {"rope_type": "default"}},
-        {"auto_map": {"AutoConfig": "x.Y"}},
+        {"attention_dropout": 0.1, "hidden_act": "swish", "quantization_config": None},
+        {"rope_scaling": {"rope_type": "default"}, "auto_map": {"AutoConfig": "x.Y"}},
     ],
 )
 def test_settings_that_change_no_number_are_read_past(harmless: dict[str, Any]) -> None:
@@ -137,18 +130,14 @@ REFUSED = [
     ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for 24 layers"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary scaling of type 'yarn' is not supported"),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "type 'dynamic' is not supported"),
-    ({"rope_scaling": {"rope_type": "longrope"}}, "type 'longrope' is not supported"),
     ({"rope_scaling": {"rope_type": "linear"}}, "rotary scaling: factor is missing"),
     ({"rope_scaling": {"rope_type": "linear", "factor": "big"}}, "factor='big': expected a finite number above 0"),
-    (
-        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
-        "above",
-    ),
+    ({"rope_scaling": without(LLAMA32_1B["rope_scaling"], "low_freq_factor") | {"low_freq_factor": 4.0}}, "above"),
     ({"rope_scaling": 3}, "rope_scaling=3: expected an object"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta is 1000000.0 but rope_parameters"),
     (
         {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
-        "rope_scaling and rope_parameters disagree",
+        "parameters disag",
     ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor below 1 is not supported"),
     ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor below 1 is not supported"),
@@ -204,21 +193,6 @@ def test_the_way_back_keeps_the_numbers_and_what_else_the_file_said(raw: dict[st
     assert config_fields(again, "float16") == fields
 
 
-@pytest.mark.parametrize("raw", [QWEN25_HALF_BILLION, QWEN3_SMALLEST, LLAMA32_1B])
-def test_transformers_understands_what_we_write(raw: dict[str, Any], tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    config = parse(raw)
-    (tmp_path / "config.json").write_text(json.dumps(config_fields(config, "bfloat16")))
-    theirs = AutoConfig.from_pretrained(tmp_path)
-    for name in ("vocab_size", "hidden_size", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
-        assert getattr(theirs, name) == getattr(config, name), name
-    assert theirs.rope_parameters["rope_theta"] == config.rope_theta
-    scaling = config.rope_scaling
-    assert theirs.rope_parameters["rope_type"] == (scaling.kind if scaling else "default")
-    assert str(theirs.dtype) == "torch.bfloat16"
-
-
 def test_a_changed_scaling_is_written_over_what_the_origin_said() -> None:
     config = dataclasses.replace(parse(LLAMA32_1B), rope_scaling=None)
     assert parse(config_fields(config, "float32")) == config
@@ -261,8 +235,7 @@ def naive(config: ModelConfig) -> list[float]:
     return result
 
 
-@pytest.mark.parametrize("theta", [10000.0, 5e5, 1e6])
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize(("theta", "head_dim"), [(10000.0, 32), (5e5, 64), (1e6, 128)])
 @pytest.mark.parametrize(
     "scaling",
     [None, RopeScaling("linear", 4.0), RopeScaling("llama3", 32.0), RopeScaling("llama3", 8.0, 0.5, 6.0, 512)],
@@ -308,9 +281,6 @@ def test_the_default_is_a_small_qwen3() -> None:
         ({"heads": 4, "kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
         ({"head_dim": 5}, "head_dim=5 is odd"),
         ({"family": "llama", "hidden_size": 30}, "hidden_size=30 is not a multiple of heads=4"),
-        ({"layers": 0}, "greater than or equal to 1"),
-        ({"family": "qwen2"}, "'llama' or 'qwen3'"),
-        ({"hidden": 64}, "Extra inputs are not permitted"),
     ],
 )
 def test_shapes_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -324,10 +294,7 @@ def test_every_field_is_described_and_the_vocabulary_must_be_there() -> None:
         FreshModelConfig().model(0)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"family": "llama"}, {"family": "qwen3", "hidden_size": 36}, {"tie_embeddings": False, "rope_theta": 500.0}],
-)
+@pytest.mark.parametrize("settings", [{"family": "llama", "tie_embeddings": False}, {"hidden_size": 36}])
 def test_a_fresh_policy_runs_in_transformers(settings: dict[str, Any], tmp_path: Path, outside: Any) -> None:
     from transformers import AutoModelForCausalLM
 

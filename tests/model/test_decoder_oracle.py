@@ -20,25 +20,19 @@ LLAMA3 = {
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, grouped queries": ("llama", {}),
-    "llama, one kv head a head": ("llama", {"num_key_value_heads": 4}),
+    "llama, one kv head a head, tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "llama, one kv head": ("llama", {"num_key_value_heads": 1}),
-    "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "llama, attention bias": ("llama", {"attention_bias": True}),
     "llama, mlp bias": ("llama", {"mlp_bias": True}),
     "llama, llama3 scaling": ("llama", {"rope_parameters": LLAMA3}),
-    "llama, linear scaling": ("llama", {"rope_parameters": LINEAR}),
-    "llama, head_dim of its own": ("llama", {"head_dim": 12}),
-    "qwen2": ("qwen2", {}),
+    "llama, linear scaling, head_dim of its own": ("llama", {"rope_parameters": LINEAR, "head_dim": 12}),
+    "qwen2, large eps": ("qwen2", {"rms_norm_eps": 1e-2}),
     "qwen2, tied, theta 1e6": (
         "qwen2",
         {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
-    "qwen2, large eps": ("qwen2", {"rms_norm_eps": 1e-2}),
-    "qwen3": ("qwen3", {}),
     "qwen3, tied, head_dim of its own": ("qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
-    "qwen3, attention bias": ("qwen3", {"attention_bias": True}),
-    "qwen3, llama3 scaling": ("qwen3", {"rope_parameters": LLAMA3}),
+    "qwen3, attention bias, llama3 scaling": ("qwen3", {"attention_bias": True, "rope_parameters": LLAMA3}),
 }
 
 

@@ -355,7 +355,7 @@ def test_more_tokens_than_embeddings(tmp_path: Path) -> None:
         load_tokenizer(path, embeddings=280)
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "phi3", "qwen2moe", "clip", "qwen"])
+@pytest.mark.parametrize("architecture", ["gemma3", "qwen2moe"])
 def test_another_architecture_is_named(architecture: str, tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(packed(START, 0, 1, "general.architecture", u32(8), architecture))

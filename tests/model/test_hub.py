@@ -34,12 +34,6 @@ def test_what_is_neither_folder_nor_hub_name_never_asks_the_hub(name: str, monke
         find_model(name)
 
 
-def test_a_file_is_not_a_model(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("")
-    with pytest.raises(MantissaError, match="got another file"):
-        find_model(tmp_path / "x")
-
-
 def test_a_hub_name_is_fetched_without_what_is_not_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_theirs: Callable[..., Any]
 ) -> None:

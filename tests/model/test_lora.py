@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -238,11 +237,6 @@ def test_the_digest_is_of_the_base_alone() -> None:
     assert base_digest(model) != digest
 
 
-def test_adapters_are_attached_once() -> None:
-    with pytest.raises(ValueError, match="has adapters already"):
-        attach(adapted(), LoraShape(2, 2.0), torch.Generator())
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -253,8 +247,6 @@ def test_adapters_are_attached_once() -> None:
         ({"rank": 4, "alpha": 8, "targets": []}, "expected at least one of q_proj"),
         ({"rank": 4, "alpha": 8, "targets": ["q_proj", "q_proj"]}, "one is named twice"),
         ({"rank": 4, "alpha": 8, "dropout": 0.1}, "dropout=0.1: with dropout the learner would score"),
-        ({"rank": 0, "alpha": 8}, "greater than or equal to 1"),
-        ({"rank": 4, "alpha": 0}, "greater than 0"),
     ],
 )
 def test_what_cannot_be_attached_is_refused(fields: dict, said: str) -> None:
@@ -263,6 +255,7 @@ def test_what_cannot_be_attached_is_refused(fields: dict, said: str) -> None:
 
 
 def test_a_stored_adapter_and_the_recipe_must_agree() -> None:
+    assert LoraConfig(rank=2, alpha=4).shape() == LoraShape(2, 4.0, ALL, False)
     stored = LoraShape(8, 16.0, ("q_proj", "v_proj"), True)
     agreeing: list[dict] = [{}, {"rank": 8}, {"targets": ["v_proj", "q_proj"], "alpha": 16, "rslora": True}]
     for fields in agreeing:
@@ -276,12 +269,6 @@ def test_a_stored_adapter_and_the_recipe_must_agree() -> None:
     for fields, said in cases:
         with pytest.raises(MantissaError, match=said):
             LoraConfig(path="x", **fields).shape(stored, "x")
-
-
-def test_the_default_is_every_projection() -> None:
-    assert LoraConfig(rank=2, alpha=4).shape() == LoraShape(2, 4.0, ALL, False)
-    assert LoraShape(16, 32.0).scale == 2.0
-    assert LoraShape(16, 32.0, rslora=True).scale == 8.0
 
 
 DATA = Path(__file__).parents[1] / "data" / "peft"
@@ -345,6 +332,8 @@ def test_a_round_trip_keeps_every_bit(tmp_path: Path) -> None:
     again = load_model(DATA / "base")
     attach(again, read_shape(tmp_path / "a")[0], torch.Generator())
     load_adapter(again, tmp_path / "a")
+    with pytest.raises(ValueError, match="has adapters already"):
+        attach(again, LoraShape(2, 2.0), torch.Generator())
     assert again.lora == model.lora == LoraShape(2, 2.5)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, dict(again.named_parameters())[name]), name
@@ -366,15 +355,12 @@ def test_a_saved_model_is_the_merged_one(tmp_path: Path) -> None:
         ({"bias": "all"}, 'bias="all" is a feature of peft'),
         ({"modules_to_save": ["lm_head"]}, r'modules_to_save=\["lm_head"\] is a feature'),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern="),
-        ({"layers_to_transform": [0]}, "layers_to_transform="),
         ({"init_lora_weights": "pissa"}, 'init_lora_weights="pissa"'),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out=true"),
         ({"something_new": 0.5}, "something_new=0.5 is a feature of peft that is not supported here"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
         ({"target_modules": ["q_proj", "lm_head"]}, "lm_head.*expected a list of some of q_proj"),
         ({"target_modules": ".*_proj"}, "expected a list of some of q_proj"),
         ({"r": "8"}, "r='8': expected a whole number"),
-        ({"lora_alpha": 0}, "lora_alpha=0: expected a finite number above 0"),
     ],
 )
 def test_what_would_be_another_policy_is_refused(adapter: Path, fields: dict[str, Any], said: str) -> None:
@@ -425,30 +411,3 @@ def test_a_rank_that_is_not_the_tensors_is_an_error(adapter: Path) -> None:
     change(adapter, r=4)
     with pytest.raises(MantissaError, match=r"shape \(3, \d+\), but the base and the rank in .* for \(4, \d+\)"):
         open_theirs(adapter)
-
-
-@pytest.mark.parametrize("rslora", [False, True])
-def test_the_real_peft_reads_what_is_written_here(
-    tmp_path: Path, outside: Callable[[], AbstractContextManager[None]], rslora: bool
-) -> None:
-    peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
-
-    model, draw = load_model(DATA / "base"), torch.Generator().manual_seed(5)
-    attach(model, LoraShape(4, 6.0, rslora=rslora), draw)
-    with torch.no_grad():
-        for name, parameter in adapter_parameters(model).items():
-            if name.endswith("lora_B"):
-                parameter.normal_(0, 0.1, generator=draw)
-    save_adapter(model, tmp_path / "adapter", str(DATA / "base"))
-    tokens_BT, kernels = torch.randint(0, 20, (2, 10), generator=draw), NativeKernels(FP32)
-    with torch.no_grad():
-        ours = model.logits(model(tokens_BT, kernels), kernels).double()
-        with outside():
-            base = AutoModelForCausalLM.from_pretrained(DATA / "base", dtype=torch.float64)
-            theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").double()
-            expected = theirs(tokens_BT).logits
-            merged = theirs.merge_and_unload().state_dict()
-    torch.testing.assert_close(ours, expected, rtol=0, atol=5e-5)
-    for name, weight in policy_weights(model).items():
-        torch.testing.assert_close(weight.double(), merged[name], rtol=0, atol=1e-6)
