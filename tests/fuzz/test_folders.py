@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 
 from hostile import attempt, fuzz, sizes
 from mantissa.bounds import available_memory
-from mantissa.errors import MantissaError
 from mantissa.model import Decoder, byte_tokenizer, load_model, load_tokenizer, save_model
 from mantissa.model.config import FreshModelConfig, parse_config
 from mantissa.model.hub import find_model
@@ -65,27 +65,19 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": [1]}, "rope_scaling=.*expected an object"),
     ({"rope_parameters": {"rope_type": {"a": 1}}}, "settings for 'rope_type' alone"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "for 'full_attention' alone"),
-    (
-        {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}},
-        "for 'full_attention' alone",
-    ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("values", "message"), CONFIGS, ids=[str(values)[:40] for values, _ in CONFIGS])
 def test_configs(values: dict[str, Any], message: str, folder: Path) -> None:
     edit(folder / "config.json", **values)
-    error = attempt(load_model, folder)
-    assert error is not None
-    with pytest.raises(MantissaError, match=message):
-        raise error
+    assert re.search(message, str(attempt(load_model, folder)))
 
 
-@pytest.mark.parametrize("eos", [[[]], "2", 2.0, True, {"a": 1}, [257, "x"], -1, 10**30, [None]])
-def test_eos_ids_of_odd_types(eos: Any, folder: Path) -> None:
-    edit(folder / "generation_config.json", eos_token_id=eos)
-    error = attempt(load_tokenizer, folder)
-    assert error is not None or eos == [None]
+def test_eos_ids_of_odd_types(folder: Path) -> None:
+    for eos in ([[]], "2", 2.0, True, {"a": 1}, [257, "x"], -1, 10**30, [None]):
+        edit(folder / "generation_config.json", eos_token_id=eos)
+        assert attempt(load_tokenizer, folder) is not None or eos == [None], eos
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "x"])
@@ -208,12 +200,12 @@ ROWS = [
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize("row", range(len(ROWS)))
-def test_rows(row: int, suffix: str, tmp_path: Path) -> None:
+def test_rows(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"data.{suffix}"
-    path.write_bytes(ROWS[row])
-    for on_bad_row in ("error", "skip"):
-        attempt(read_problems, [path], on_bad_row=on_bad_row)
+    for row in ROWS:
+        path.write_bytes(row)
+        for on_bad_row in ("error", "skip"):
+            attempt(read_problems, [path], on_bad_row=on_bad_row)
 
 
 @sizes(60, 1200)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import yaml
 from hypothesis import strategies as st
 
 from hostile import attempt, fuzz, sizes
-from mantissa.errors import MantissaError
 from mantissa.rl.config import RunConfig
 from mantissa.rl.recipe import apply_overrides, load_recipe, make_config
 
@@ -66,14 +66,7 @@ REFUSED = [
     "algorithm.correction=[1, 2]", "trackers=[[1]]", "trackers=5", "model.fresh.heads=.nan", "rollout.stop=[\"\\0\"]",
 ]  # fmt: skip
 ALLOWED = ["optimizer.max_grad_norm=.inf", "seed=9223372036854775807", "steps=20.0", "optimizer.lr=1"]
-SCALING = [
-    "growth_factor=.inf",
-    "growth_factor='2'",
-    "initial=.inf",
-    "floor=.nan",
-    "backoff_factor=true",
-    "retries=1e30",
-]
+SCALING = ["growth_factor=.inf", "growth_factor='2'", "initial=.inf", "backoff_factor=true", "retries=1e30"]
 
 
 def recipe(*overrides: str) -> RunConfig:
@@ -85,27 +78,19 @@ def test_files(name: str, tmp_path: Path) -> None:
     content, message = FILES[name]
     path = tmp_path / "recipe.yaml"
     path.write_bytes(content)
-    for overrides in ([], ["steps=3", "a.b=1"]):
-        error = attempt(load_recipe, path, overrides)
-        assert error is not None
-        if not overrides:
-            with pytest.raises(MantissaError, match=message):
-                raise error
+    assert re.search(message, str(attempt(load_recipe, path, [])))
+    assert attempt(load_recipe, path, ["steps=3", "a.b=1"]) is not None
 
 
-@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "~nobody-of-this-name/x", "/dev/zero", "/", "\ud800"])
-def test_paths(path: str) -> None:
-    assert attempt(load_recipe, path) is not None
+def test_paths() -> None:
+    for path in ("x" * 5000, "a\0b", "~nobody-of-this-name/x", "/dev/zero", "/", "\ud800"):
+        assert attempt(load_recipe, path) is not None
 
 
-@pytest.mark.parametrize("override", [*REFUSED, *(f"loss_scaling.{each}" for each in SCALING)])
-def test_nonsense_is_refused(override: str) -> None:
-    assert attempt(recipe, "precision=fp16", override) is not None
-
-
-@pytest.mark.parametrize("override", ALLOWED)
-def test_what_has_a_meaning_is_kept(override: str) -> None:
-    recipe(override)
+def test_nonsense_is_refused_and_what_has_a_meaning_is_kept() -> None:
+    for override in [*REFUSED, *(f"loss_scaling.{each}" for each in SCALING)]:
+        assert attempt(recipe, "precision=fp16", override) is not None, override
+    recipe(*ALLOWED)
 
 
 WORDS = ["steps", "name", "model", "fresh", "layers", "task", "kind", "precision", "preset", "fp8", "exclude", "loss",

@@ -168,16 +168,13 @@ def oracle_gradients(model: Decoder, tokens_BT: Tensor) -> dict[str, Tensor]:
     return dict(zip(names, torch.autograd.grad(loss, [own[name] for name in names]), strict=True))
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("fp16", 0.02), ("bf16", 0.15)])
-def test_gradients_are_those_of_float64_and_of_the_adapters_alone(
-    precision: str, tolerance: float, tokens_BT: Tensor
-) -> None:
+def test_gradients_are_those_of_float64_and_of_the_adapters_alone(tokens_BT: Tensor) -> None:
     model = adapted()
-    found, expected = gradients(model, tokens_BT, KERNELS[precision]), oracle_gradients(model, tokens_BT)
+    found, expected = gradients(model, tokens_BT, KERNELS["fp32"]), oracle_gradients(model, tokens_BT)
     assert found.keys() == expected.keys() == trained_parameters(model).keys()
     for name, gradient in found.items():
         error = float((gradient.double() - expected[name]).norm() / expected[name].norm())
-        assert error < tolerance, f"{name}: relative error {error:.2e}"
+        assert error < 1e-5, f"{name}: relative error {error:.2e}"
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

