@@ -56,9 +56,9 @@ def disk_errors(path: Path | str) -> Iterator[None]:
         raise MantissaError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable: new files, renames, removals."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Make a file's content durable, or the names in a folder: new files, renames, removals."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -147,12 +147,25 @@ def atomic_file(path: Path | str) -> Iterator[Path]:
     with disk_errors(path):
         try:
             yield temporary
-            _fsync_file(temporary)
+            fsync(temporary)
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        fsync_folder(path.parent)
+        fsync(path.parent)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """``atomic_file`` for a folder, which ``replace_directory`` puts in its place; its parents are made."""
+    temporary = temporary_beside(path)
+    with disk_errors(path):
+        try:
+            temporary.mkdir(parents=True)
+            yield temporary
+            replace_directory(temporary, path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # gone already where it took the place
 
 
 def write_atomically(path: Path | str, data: bytes | str) -> None:
@@ -173,11 +186,11 @@ def replace_directory(temporary: Path | str, final: Path | str) -> None:
     with disk_errors(final):
         for folder, _, names in os.walk(temporary):
             for name in names:
-                _fsync_file(Path(folder) / name)
-            fsync_folder(Path(folder))
+                fsync(Path(folder) / name)
+            fsync(Path(folder))
         if not final.exists():
             os.rename(temporary, final)
-            fsync_folder(final.parent)
+            fsync(final.parent)
             return
         aside = temporary_beside(final)
         if _exchange(temporary, final):
@@ -185,16 +198,8 @@ def replace_directory(temporary: Path | str, final: Path | str) -> None:
         else:
             os.rename(final, aside)
             os.rename(temporary, final)
-        fsync_folder(final.parent)
+        fsync(final.parent)
         remove(aside)
-
-
-def _fsync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _exchange(left: Path, right: Path) -> bool:

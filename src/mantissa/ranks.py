@@ -153,11 +153,6 @@ class Ranks:
             raise problem
         raise MantissaError(message) from problem
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        if self.world > 1:
-            dist.barrier()
-
     # work in shares
 
     def shard(self, items: Sequence[T]) -> Sequence[T]:

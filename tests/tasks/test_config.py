@@ -82,6 +82,11 @@ def test_a_dataset_with_every_option(tmp_path: Path) -> None:
         ({"kind": "chain", "reward": "soft"}, "'exact', 'prefix' or 'result'"),
         ({"kind": "addition", "template": "Add"}, "template lacks {problem}"),
         ({"kind": "addition", "template": [{"role": "user", "content": "Add"}]}, "template lacks {problem}"),
+        ({"kind": "addition", "template": [{"role": "user", "content": "{problem}\0"}]}, "text without a NUL"),
+        (
+            {"kind": "addition", "template": [{"role": "user", "content": "{problem}", "name": "x"}]},
+            "Unexpected keyword",
+        ),
         ({"kind": "addition", "template": [{"role": "tool", "content": "{problem}"}]}, "'system', 'user' or"),
         ({"kind": "dataset", "files": []}, "at least 1 item"),
         ({"kind": "dataset", "files": "a.jsonl", "verifier": "llm"}, "'math_verify'"),

@@ -58,7 +58,10 @@ class _Stored:
 
 
 class GgufFile:
-    """Metadata and tensors of a GGUF file. ``MantissaError``: anything but a whole and plausible one."""
+    """Metadata and tensors of a GGUF file. ``MantissaError``: anything but a whole and plausible one.
+
+    ``metadata``: plain values by key; an array of numbers is numpy's, an array of strings is a list.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,10 +71,22 @@ class GgufFile:
                 self._data: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise MantissaError(f"{path}: cannot be read as a GGUF file ({error}); fetch it again") from error
-        reader = _Reader(self._data, path)
-        tensors = reader.counts()
-        self.metadata = reader.metadata()
-        self._tensors = self._table(reader, tensors)
+        self._at, self._end = 4, min(len(self._data), _MOST_HEADER)
+        if self._data[:4] != b"GGUF":
+            raise self._error(f"not a GGUF file: it begins with {bytes(self._data[:4])!r}")
+        version, tensors, entries = self._take(_COUNTS)
+        if version not in (2, 3):
+            big = " (is it big-endian?)" if version and version % 65536 == 0 else ""
+            raise self._error(f"GGUF version {version}{big}: expected 2 or 3")
+        self._require(entries, _LEAST_ENTRY, "entries of metadata")
+        self._require(tensors, _LEAST_TENSOR, "tensors")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(entries):
+            key = self._string()
+            if key in self.metadata:
+                raise self._error(f"{key} is there twice")
+            self.metadata[key] = self._value(*self._take(_U32))
+        self._tensors = self._table([self._listed() for _ in range(tensors)])
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -108,113 +123,79 @@ class GgufFile:
                 named.append(f"{kind} ({grid}) {100 * count / weights.total():.0f}%")
         return f"dequantised from GGUF: {', '.join(named)}" if named else ""
 
-    def _table(self, reader: _Reader, count: int) -> dict[str, _Stored]:
-        entries = reader.tensors(count)
+    def _table(self, listed: list[tuple[str, tuple[int, ...], int, int]]) -> dict[str, _Stored]:
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise reader.error(f"general.alignment is {alignment!r}: expected a power of two")
-        start = -(-reader.at // alignment) * alignment
-        room = total = max(0, reader.size - start)
+            raise self._error(f"general.alignment is {alignment!r}: expected a power of two")
+        start = -(-self._at // alignment) * alignment
+        room = total = max(0, len(self._data) - start)
         tensors: dict[str, _Stored] = {}
-        for name, dimensions, number, offset in entries:
+        for name, dimensions, number, offset in listed:
             if name in tensors:
-                raise reader.error(f"tensor {name} is listed twice")
-            tensors[name] = stored = self._place(reader, name, dimensions, number, start + offset)
+                raise self._error(f"tensor {name} is listed twice")
+            tensors[name] = stored = self._place(name, dimensions, number, start + offset)
             size = math.prod(stored.rows)
             room -= size
             if offset + size > total:
-                raise reader.error(
+                raise self._error(
                     f"tensor {name} of {size:,} bytes would end {offset + size - total:,} bytes after the file: it is "
                     "truncated or damaged"
                 )
             if room < 0:
-                raise reader.error(f"tensors overlap: up to {name} they take more than the file's {total:,} bytes")
+                raise self._error(f"tensors overlap: up to {name} they take more than the file's {total:,} bytes")
         return tensors
 
-    def _place(self, reader: _Reader, name: str, dimensions: tuple[int, ...], number: int, offset: int) -> _Stored:
+    def _place(self, name: str, dimensions: tuple[int, ...], number: int, offset: int) -> _Stored:
         try:
             kind = self._gguf.GGMLQuantizationType(number)
         except ValueError:
-            raise reader.error(f"tensor {name} has the unknown type {number}; is the gguf package too old?") from None
+            raise self._error(f"tensor {name} has the unknown type {number}; is the gguf package too old?") from None
         if not 1 <= len(dimensions) <= 4 or 0 in dimensions:
-            raise reader.error(f"tensor {name} has the dimensions {list(dimensions)}: expected 1 to 4, none of them 0")
+            raise self._error(f"tensor {name} has the dimensions {list(dimensions)}: expected 1 to 4, none of them 0")
         block, size = self._gguf.GGML_QUANT_SIZES[kind]
         if dimensions[0] % block:
-            raise reader.error(f"tensor {name}: rows of {dimensions[0]} are no multiple of {kind.name}'s {block}")
+            raise self._error(f"tensor {name}: rows of {dimensions[0]} are no multiple of {kind.name}'s {block}")
         shape = tuple(reversed(dimensions))
         return _Stored(kind, shape, (*shape[:-1], shape[-1] // block * size), offset)
 
+    # the header, read from its beginning; whatever would pass its end, or is implausible, is an error
 
-class _Reader:
-    """Reads a header from its beginning; whatever would pass its end, or is implausible, is an error."""
-
-    def __init__(self, data: Any, path: Path) -> None:
-        self.data, self.path, self.size, self.at = data, path, len(data), 0
-        self.end = min(self.size, _MOST_HEADER)
-
-    def error(self, message: str) -> MantissaError:
+    def _error(self, message: str) -> MantissaError:
         return MantissaError(f"{self.path}: {message}; fetch the file again")
 
-    def counts(self) -> int:
-        """Magic, version and counts; returns the number of tensors."""
-        if self.data[:4] != b"GGUF":
-            raise self.error(f"not a GGUF file: it begins with {bytes(self.data[:4])!r}")
-        self.at = 4
-        version, tensors, self._entries = self._take(_COUNTS)
-        if version not in (2, 3):
-            big = " (is it big-endian?)" if version and version % 65536 == 0 else ""
-            raise self.error(f"GGUF version {version}{big}: expected 2 or 3")
-        self._require(self._entries, _LEAST_ENTRY, "entries of metadata")
-        self._require(tensors, _LEAST_TENSOR, "tensors")
-        return tensors
-
-    def metadata(self) -> dict[str, Any]:
-        """Plain values by key; an array of numbers is numpy's, an array of strings is a list."""
-        found: dict[str, Any] = {}
-        for _ in range(self._entries):
-            key = self._string()
-            if key in found:
-                raise self.error(f"{key} is there twice")
-            found[key] = self._value(*self._take(_U32))
-        return found
-
-    def tensors(self, count: int) -> list[tuple[str, tuple[int, ...], int, int]]:
-        """Name, dimensions (fastest first), type and offset of each."""
-        found = []
-        for _ in range(count):
-            name, (dimensions,) = self._string(), self._take(_U32)
-            if dimensions > 4:
-                raise self.error(f"tensor {name[:80]} has {dimensions} dimensions: expected 1 to 4")
-            shape = self._take(struct.Struct(f"<{dimensions}Q"))
-            found.append((name, shape, *self._take(struct.Struct("<IQ"))))
-        return found
+    def _listed(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Name, dimensions (fastest first), type and offset of the next tensor."""
+        name, (dimensions,) = self._string(), self._take(_U32)
+        if dimensions > 4:
+            raise self._error(f"tensor {name[:80]} has {dimensions} dimensions: expected 1 to 4")
+        shape = self._take(struct.Struct(f"<{dimensions}Q"))
+        number, offset = self._take(struct.Struct("<IQ"))
+        return name, shape, number, offset
 
     def _take(self, layout: struct.Struct) -> tuple[Any, ...]:
-        begin, self.at = self.at, self.at + layout.size
-        if self.at > self.end:
-            raise self._cut()
-        return layout.unpack_from(self.data, begin)
-
-    def _cut(self) -> MantissaError:
-        if self.end < self.size:
-            return self.error(f"its header is longer than {_MOST_HEADER:,} bytes, which no model's is")
-        return self.error("ends inside its header: it is truncated or damaged")
+        begin, self._at = self._at, self._at + layout.size
+        if self._at > self._end:
+            if self._end < len(self._data):
+                raise self._error(f"its header is longer than {_MOST_HEADER:,} bytes, which no model's is")
+            raise self._error("ends inside its header: it is truncated or damaged")
+        return layout.unpack_from(self._data, begin)
 
     def _require(self, count: int, least: int, what: str) -> None:
         """That ``count`` things of ``least`` bytes each can still follow."""
-        if count * least > self.end - self.at:
-            raise self.error(
-                f"claims {count:,} {what}, which is more than its {self.size:,} bytes hold: it is truncated or damaged"
+        if count * least > self._end - self._at:
+            raise self._error(
+                f"claims {count:,} {what}, which is more than its {len(self._data):,} bytes hold: it is truncated or "
+                "damaged"
             )
 
     def _string(self) -> str:
         (length,) = self._take(_U64)
         self._require(length, 1, "bytes of a string")
-        begin, self.at = self.at, self.at + length
+        begin, self._at = self._at, self._at + length
         try:
-            return self.data[begin : self.at].decode()
+            return self._data[begin : self._at].decode()
         except UnicodeDecodeError as error:
-            raise self.error(f"a string in its header is not UTF-8 ({error.reason})") from None
+            raise self._error(f"a string in its header is not UTF-8 ({error.reason})") from None
 
     def _value(self, kind: int) -> Any:
         special = {_STRING: self._string, _ARRAY: self._array}.get(kind)
@@ -222,20 +203,20 @@ class _Reader:
 
     def _layout(self, kind: int) -> struct.Struct:
         if kind not in _SCALARS:
-            raise self.error(f"its metadata has a value of the unknown type {kind}")
+            raise self._error(f"its metadata has a value of the unknown type {kind}")
         return _SCALARS[kind]
 
     def _array(self) -> list[str] | np.ndarray:
         (kind,), (count,) = self._take(_U32), self._take(_U64)
         if kind == _ARRAY:
-            raise self.error("its metadata has an array of arrays, which no model's has")
+            raise self._error("its metadata has an array of arrays, which no model's has")
         if kind == _STRING:
             self._require(count, _U64.size, "strings")
             return [self._string() for _ in range(count)]
         layout = self._layout(kind)
         self._require(count, layout.size, "numbers")
-        begin, self.at = self.at, self.at + count * layout.size
-        return np.frombuffer(self.data, np.dtype(layout.format), count, begin)
+        begin, self._at = self._at, self._at + count * layout.size
+        return np.frombuffer(self._data, np.dtype(layout.format), count, begin)
 
 
 def _library(path: Path) -> Any:

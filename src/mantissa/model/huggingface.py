@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from mantissa.bounds import boundary, require_memory
 from mantissa.errors import MantissaError
-from mantissa.files import check_digests, disk_errors, replace_directory, temporary_beside, write_digests
+from mantissa.files import atomic_folder, check_digests, write_digests
 from mantissa.model.config import ModelConfig, config_fields, read_config
 from mantissa.model.decoder import Decoder
 from mantissa.model.gguf import load_gguf
@@ -31,7 +30,7 @@ from mantissa.model.hub import find_model, read_json
 from mantissa.model.lora import STORED, base_parameters, copy_stored, policy_weights
 from mantissa.model.tokenizer import Tokenizer
 from mantissa.precision import FORMATS, NumberFormat, format_named
-from mantissa.tensors import require_finite, write_tensors
+from mantissa.tensors import plain_name, require_finite, write_tensors
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ROTARY_BUFFER = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -125,19 +124,13 @@ def save_model(
         raise MantissaError(f"shard_bytes={shard_bytes}: expected at least 1")
     tokenizer.require_fit(decoder.config.vocab_size)
     _require_replaceable(path)
-    fields = config_fields(decoder.config, str(fmt.dtype).removeprefix("torch."))
+    fields = config_fields(decoder.config, plain_name(fmt.dtype))
     eos = tokenizer.eos_ids
     fields["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
-    temporary = temporary_beside(path)
-    with disk_errors(path):
-        try:
-            temporary.mkdir(parents=True)
-            tokenizer.save(temporary)
-            (temporary / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-            write_digests(temporary, _write_weights(decoder, weights, temporary, fmt, shard_bytes))
-            replace_directory(temporary, path)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # gone already where the rename took place
+    with atomic_folder(path) as temporary:
+        tokenizer.save(temporary)
+        (temporary / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+        write_digests(temporary, _write_weights(decoder, weights, temporary, fmt, shard_bytes))
 
 
 def _storage_format(dtype: str) -> NumberFormat:

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,7 +44,7 @@ from torch import Tensor, nn
 from mantissa.bounds import boundary
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError, nearest
-from mantissa.files import check_digests, disk_errors, replace_directory, temporary_beside, write_digests
+from mantissa.files import atomic_folder, check_digests, write_digests
 from mantissa.kernels import Kernels
 from mantissa.model.config import TARGETS, Fields, LoraShape
 from mantissa.model.decoder import Decoder, Layer, Projection
@@ -332,16 +331,9 @@ def save_adapter(decoder: Decoder, folder: Path, base: str) -> None:
     shape = decoder.lora
     assert shape is not None, "the decoder has no adapters"
     tensors = {_peft_name(n): p.detach().cpu().contiguous() for n, p in adapter_parameters(decoder).items()}
-    temporary = temporary_beside(folder)
-    with disk_errors(folder):
-        try:
-            temporary.mkdir(parents=True)
-            (temporary / CONFIG).write_text(json.dumps(_fields(shape, base), indent=2, sort_keys=True) + "\n")
-            digest = write_tensors(temporary / TENSORS, tensors, {"format": "pt"})
-            write_digests(temporary, {TENSORS: digest})
-            replace_directory(temporary, folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    with atomic_folder(folder) as temporary:
+        (temporary / CONFIG).write_text(json.dumps(_fields(shape, base), indent=2, sort_keys=True) + "\n")
+        write_digests(temporary, {TENSORS: write_tensors(temporary / TENSORS, tensors, {"format": "pt"})})
 
 
 def _fields(shape: LoraShape, base: str) -> Mapping[str, Any]:

@@ -7,17 +7,6 @@ from mantissa.rollout.vllm.engine import LEAST_TEMPERATURE, VllmEngine
 from mantissa.rollout.vllm.server import VllmStart, require_vllm, serve_vllm
 
 __all__ = [
-    "LEAST_TEMPERATURE",
-    "Call",
-    "Completion",
-    "EngineStats",
-    "FinishReason",
-    "NativeEngine",
-    "Request",
-    "RolloutEngine",
-    "SamplingParams",
-    "VllmEngine",
-    "VllmStart",
-    "require_vllm",
-    "serve_vllm",
-]
+    "LEAST_TEMPERATURE", "Call", "Completion", "EngineStats", "FinishReason", "NativeEngine", "Request",
+    "RolloutEngine", "SamplingParams", "VllmEngine", "VllmStart", "require_vllm", "serve_vllm",
+]  # fmt: skip

@@ -9,20 +9,6 @@ from mantissa.tasks.sandbox.pool import Grader, WorkerStartError
 from mantissa.tasks.types import Message, Problem, Reward, SplitName, Task, Verifier
 
 __all__ = [
-    "CodeConfig",
-    "DatasetConfig",
-    "DatasetTask",
-    "Grader",
-    "Message",
-    "Problem",
-    "Reward",
-    "SplitName",
-    "Task",
-    "TaskConfig",
-    "Verifier",
-    "WorkerStartError",
-    "batched",
-    "build_task",
-    "read_problems",
-    "verifier_named",
-]
+    "CodeConfig", "DatasetConfig", "DatasetTask", "Grader", "Message", "Problem", "Reward", "SplitName", "Task",
+    "TaskConfig", "Verifier", "WorkerStartError", "batched", "build_task", "read_problems", "verifier_named",
+]  # fmt: skip

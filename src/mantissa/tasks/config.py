@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from mantissa.config_base import Config
-from mantissa.tasks.types import Message, Prompt, SplitName, with_place
+from mantissa.tasks.types import Prompt, SplitName, with_place
 
 VerifierName = Literal["exact", "math_verify", "dapo", "dapo_strict", "code"]
 TextReward = Literal["exact", "prefix", "result"]
@@ -17,13 +17,6 @@ Style = Literal["compact", "text"]
 Isolation = Literal["required", "limits"]
 Schema = Literal["plain", "dapo"]
 OnBadRow = Literal["error", "skip"]
-
-
-class MessageConfig(Config):
-    """One turn of a chat."""
-
-    role: Literal["system", "user", "assistant"]
-    content: str
 
 
 class GeneratedConfig(Config):
@@ -36,7 +29,7 @@ class GeneratedConfig(Config):
         8192, ge=0, description="Number of solved problems for the supervised warm start; disjoint from the others."
     )
 
-    template: str | tuple[MessageConfig, ...] | None = Field(
+    template: Prompt | None = Field(
         None,
         description="How a problem is asked, with {problem} in it: a text, or messages (role, content) for the "
         "policy's chat template; the problem as it is by default.",
@@ -44,16 +37,11 @@ class GeneratedConfig(Config):
 
     @field_validator("template")
     @classmethod
-    def _with_its_place(cls, template: Any) -> Any:
-        with_place(template if template is None or isinstance(template, str) else " ".join(m.content for m in template))
+    def _with_its_place(cls, template: Prompt | None) -> Prompt | None:
+        text = template if template is None or isinstance(template, str) else " ".join(m.content for m in template)
+        if "\0" in (with_place(text) or ""):
+            raise ValueError("expected text without a NUL, which is part of no prompt")
         return template
-
-    @property
-    def prompt_template(self) -> Prompt | None:
-        """The template as tasks take it."""
-        if self.template is None or isinstance(self.template, str):
-            return self.template
-        return tuple(Message(message.role, message.content) for message in self.template)
 
     @property
     def sizes(self) -> dict[SplitName, int]:

@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from mantissa.bounds import boundary, regular_file, said
 from mantissa.errors import MantissaError
@@ -32,6 +32,7 @@ from mantissa.tasks.types import (
     Message,
     Problem,
     Prompt,
+    Role,
     SplitName,
     Task,
     as_prompt,
@@ -42,7 +43,6 @@ from mantissa.tasks.types import (
 )
 
 _PROBLEM_COLUMNS = ("problem", "question")
-_ROLES = ("system", "user", "assistant")
 _COLUMNS = (*_PROBLEM_COLUMNS, "answer", "prompt", "reward_model", "data_source", "ability", "extra_info")
 _BATCH_ROWS = 8192
 
@@ -195,8 +195,9 @@ def _named(value: Any) -> str | None:
 def _message(raw: Any) -> Message:
     if not isinstance(raw, dict):
         raise _UnreadableError(f"a message of 'prompt' is {_shown(raw)}: expected an object with 'role' and 'content'")
-    if raw.get("role") not in _ROLES:
-        raise _UnreadableError(f"a message's role is {_shown(raw.get('role'))}: expected one of {', '.join(_ROLES)}")
+    if raw.get("role") not in get_args(Role):
+        expected = f"expected one of {', '.join(get_args(Role))}"
+        raise _UnreadableError(f"a message's role is {_shown(raw.get('role'))}: {expected}")
     return Message(raw["role"], _text(raw.get("content"), "content"))
 
 

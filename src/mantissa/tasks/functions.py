@@ -25,10 +25,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from mantissa.errors import MantissaError, nearest
-from mantissa.tasks.types import Problem, Reward, Verifier, describe, shortened
+from mantissa.tasks.types import Problem, Reward, UnboundedVerifier, describe, shortened
 
 DEFAULT_BATCH = 64
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -49,12 +49,8 @@ def silent(problem: Problem, completion: str) -> bool:
 
 
 @dataclass(frozen=True)
-class FunctionVerifier(Verifier):
+class FunctionVerifier(UnboundedVerifier):
     """The function at ``reference``, as a verifier. ``batch_size``: samples a call of a batched one; None is 64."""
-
-    low: ClassVar[float] = -math.inf
-    high: ClassVar[float] = math.inf
-    isolated: ClassVar[bool] = True
 
     reference: str
     correct_at: float = 1.0
@@ -80,9 +76,6 @@ class FunctionVerifier(Verifier):
     @property
     def _batched(self) -> bool:
         return bool(getattr(load_function(self.reference), "batch", False))
-
-    def __call__(self, problem: Problem, completion: str) -> Reward:
-        return self.grade([(problem, completion)])[0]
 
     def grade(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
         function = load_function(self.reference)

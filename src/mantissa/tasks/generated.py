@@ -62,7 +62,7 @@ class GeneratedTask(Task):
 
     def __init__(self, config: GeneratedConfig, seed: int, verifier: Verifier, alphabet: str | None):
         self.name, self.verifier = config.kind, verifier
-        self._template, self._sizes, self._seed = config.prompt_template, config.sizes, seed
+        self._template, self._sizes, self._seed = config.template, config.sizes, seed
         self.alphabet = alphabet if self._template is None else None  # a template brings characters of its own
         self._drawn: dict[SplitName, tuple[Problem, ...]] = {}
 

@@ -48,7 +48,7 @@ from mantissa.errors import MantissaError, nearest
 from mantissa.tasks.code import CodeVerifier
 from mantissa.tasks.config import RewardTerm
 from mantissa.tasks.functions import FunctionVerifier
-from mantissa.tasks.types import Problem, Reward, Verifier, describe
+from mantissa.tasks.types import Problem, Reward, UnboundedVerifier, Verifier, describe
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?")
@@ -259,12 +259,8 @@ class Term:
 
 
 @dataclass(frozen=True)
-class WeightedSum(Verifier):
+class WeightedSum(UnboundedVerifier):
     """The sum of ``terms``; ``parts`` holds each term's reward before its weight, and what functions wish to log."""
-
-    low: ClassVar[float] = -math.inf
-    high: ClassVar[float] = math.inf
-    isolated: ClassVar[bool] = True
 
     terms: tuple[Term, ...]
 
@@ -283,9 +279,6 @@ class WeightedSum(Verifier):
     @property
     def failure(self) -> float:
         return math.fsum(term.weight * term.verifier.failure for term in self.terms)
-
-    def __call__(self, problem: Problem, completion: str) -> Reward:
-        return self.grade([(problem, completion)])[0]
 
     def grade(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
         graded = [_graded(term, samples) for term in self.terms]

@@ -9,16 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
+from pydantic import ConfigDict
+
 from mantissa.errors import MantissaError
 
 SplitName = Literal["train", "heldout", "warm_start"]
+Role = Literal["system", "user", "assistant"]
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a chat prompt; ``role`` is ``system``, ``user`` or ``assistant``."""
+    """One turn of a chat."""
 
-    role: str
+    __pydantic_config__ = ConfigDict(extra="forbid")  # a recipe's template is made of them
+
+    role: Role
     content: str
 
 
@@ -120,6 +125,21 @@ class Verifier(ABC):
         if not (self.low <= reward.value <= self.high and math.isfinite(reward.value)):
             raise ValueError(f"reward {reward.value} lies outside [{self.low}, {self.high}]")
         return reward
+
+
+class UnboundedVerifier(Verifier):
+    """One that grades by ``grade``, with rewards of any size, and may hang or crash."""
+
+    low: ClassVar[float] = -math.inf
+    high: ClassVar[float] = math.inf
+    isolated: ClassVar[bool] = True
+
+    @abstractmethod
+    def grade(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
+        """The rewards of several samples."""
+
+    def __call__(self, problem: Problem, completion: str) -> Reward:
+        return self.grade([(problem, completion)])[0]
 
 
 class Task(ABC):

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mantissa.environ import STORE
 from mantissa.errors import MantissaError
-from mantissa.launched import STORE
 from mantissa.ranks import Ranks, is_dtensor, is_fsdp, world_size
 
 

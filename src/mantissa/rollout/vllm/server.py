@@ -29,10 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.environ import changed_environment
+from mantissa.environ import LAUNCHER, STORE, changed_environment
 from mantissa.errors import MantissaError
 from mantissa.files import disk_errors
-from mantissa.launched import LAUNCHER, STORE
 from mantissa.model import ModelConfig
 from mantissa.model.config import config_fields
 from mantissa.precision import E4M3, Fp8Policy, NumberFormat
@@ -47,7 +46,7 @@ from mantissa.rollout.vllm.worker import (
     file_name,
     quantization_config,
 )
-from mantissa.tensors import write_tensors
+from mantissa.tensors import plain_name, write_tensors
 
 _FLAGS = ("--enable-scale-out", "--uvicorn-log-level", "warning", "--disable-uvicorn-access-log", "--disable-log-stats")
 _MODE = {"VLLM_SERVER_DEV_MODE": "1"}  # its endpoints for weights, caches and sleep
@@ -330,12 +329,8 @@ class VllmStart:
         return max(longest, min(self.slots * longest, _CACHE_BYTES))
 
     def _share_of_device(self) -> float:
-        from mantissa.model import Decoder
-
-        with torch.device("meta"):
-            weights = sum(parameter.numel() for parameter in Decoder(self.config).parameters())
         head = self.config.vocab_size * self.config.hidden_size
-        wanted = (weights + head) * self.format.dtype.itemsize + self._cache_bytes() + _BESIDE_BYTES
+        wanted = (self.config.parameters + head) * self.format.dtype.itemsize + self._cache_bytes() + _BESIDE_BYTES
         return round(min(0.95, wanted / torch.cuda.get_device_properties(self.device).total_memory), 4)
 
 
@@ -391,4 +386,4 @@ def sample_weights(like: Mapping[str, Tensor], fp8: Fp8Policy | None = None) -> 
 
 def dtype_name(fmt: NumberFormat) -> str:
     """A format's dtype as vLLM and ``config.json`` call it."""
-    return str(fmt.dtype).removeprefix("torch.")
+    return plain_name(fmt.dtype)
