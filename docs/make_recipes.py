@@ -17,9 +17,7 @@ from mantissa.rl.config import RunConfig
 
 PAGE = Path(__file__).with_name("recipes.md")
 RECIPES = Path(__file__).parents[1] / "recipes"
-_WITH_TERMS = (
-    "`task` (`kind: running_sum`)"  # terms of a reward and turns of a template are the same for every task: listed once
-)
+_WITH_TERMS = "`task` (`kind: running_sum`)"  # terms of a reward are the same for every task: listed once
 _INTRO = """\
 # Recipes
 
@@ -62,7 +60,7 @@ def section(title: str, model: type[BaseModel]) -> list[str]:
     inner: list[str] = []
     for name, field in model.model_fields.items():
         nested = [] if name == "precision" else models_in(field.annotation)
-        described = nested and name in ("reward", "template") and title != _WITH_TERMS
+        described = nested and name == "reward" and title != _WITH_TERMS
         description = (field.description or "").replace("|", "\\|").replace("``", "`")
         where = f"section `{name}`" if nested else description
         lines.append(f"| `{name}` | {default_of(field)} | {description or where} |")

@@ -31,8 +31,8 @@ class GeneratedConfig(Config):
 
     template: Prompt | None = Field(
         None,
-        description="How a problem is asked, with {problem} in it: a text, or messages (role, content) for the "
-        "policy's chat template; the problem as it is by default.",
+        description="How a problem is asked, with {problem} in it: a text, or messages (role: system, user or "
+        "assistant; content) for the policy's chat template; the problem as it is by default.",
     )
 
     @field_validator("template")
