@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from mantissa.config_base import Config
-from mantissa.tasks.types import Prompt, SplitName, with_place
+from mantissa.tasks.types import Message, Prompt, SplitName, with_place
 
 VerifierName = Literal["exact", "math_verify", "dapo", "dapo_strict", "code"]
 TextReward = Literal["exact", "prefix", "result"]
@@ -17,6 +17,12 @@ Style = Literal["compact", "text"]
 Isolation = Literal["required", "limits"]
 Schema = Literal["plain", "dapo"]
 OnBadRow = Literal["error", "skip"]
+
+
+_Template = Annotated[
+    Annotated[str, Tag("text")] | Annotated[tuple[Message, ...], Tag("messages")],
+    Discriminator(lambda value: "text" if isinstance(value, str) else "messages"),
+]
 
 
 class GeneratedConfig(Config):
@@ -29,7 +35,7 @@ class GeneratedConfig(Config):
         8192, ge=0, description="Number of solved problems for the supervised warm start; disjoint from the others."
     )
 
-    template: Prompt | None = Field(
+    template: _Template | None = Field(
         None,
         description="How a problem is asked, with {problem} in it: a text, or messages (role: system, user or "
         "assistant; content) for the policy's chat template; the problem as it is by default.",
