@@ -52,16 +52,6 @@ def test_an_empty_decoder_draws_no_random_number() -> None:
     assert {p.device.type for p in decoder.parameters()} == {"cpu"}
 
 
-def test_what_follows_a_position_never_reaches_it(decoder: Decoder, tokens_BT: Tensor) -> None:
-    kernels = NativeKernels(FP32)
-    changed = tokens_BT.clone()
-    changed[:, 12:] = (changed[:, 12:] + 1) % 50
-    with torch.no_grad():
-        a, b = decoder(tokens_BT, kernels), decoder(changed, kernels)
-    torch.testing.assert_close(a[:, :12], b[:, :12], rtol=1e-6, atol=1e-6)
-    assert ((a[:, 12:] - b[:, 12:]).abs().amax(-1) > 1e-2).all()
-
-
 @pytest.mark.parametrize("kernels", [NativeKernels(FP32), SimulatedKernels(FP16)], ids=["fp32", "fp16"])
 def test_one_token_at_a_time_through_a_cache_gives_the_same(
     kernels: NativeKernels | SimulatedKernels, decoder: Decoder, tokens_BT: Tensor
@@ -87,21 +77,6 @@ def test_one_token_at_a_time_through_a_cache_gives_the_same(
     torch.testing.assert_close(torch.cat(stepwise, dim=1), whole, rtol=0, atol=tolerance)
 
 
-def test_positions_turn_the_queries_only_by_their_distance(decoder: Decoder, tokens_BT: Tensor) -> None:
-    kernels = NativeKernels(FP32)
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return kernels.causal_attention(q, k, v)
-
-    positions = torch.arange(20).unsqueeze(0)
-    with torch.no_grad():
-        here = decoder.hidden(tokens_BT, kernels, positions, attend)
-        later = decoder.hidden(tokens_BT, kernels, positions + 40, attend)
-        stretched = decoder.hidden(tokens_BT, kernels, positions * 3, attend)
-    torch.testing.assert_close(here, later, rtol=1e-4, atol=1e-4)
-    assert (here - stretched)[:, 1:].abs().max() > 1e-2
-
-
 def test_simulated_values_stay_on_the_grid(decoder: Decoder, tokens_BT: Tensor) -> None:
     kernels = SimulatedKernels(FP16)
     with torch.no_grad():
@@ -109,18 +84,3 @@ def test_simulated_values_stay_on_the_grid(decoder: Decoder, tokens_BT: Tensor) 
         logits = decoder.logits(hidden, kernels)
     assert is_on_grid(hidden, FP16).all()
     assert not is_on_grid(logits, FP16).all()  # the head's result is fp32 and stays so
-
-
-def test_a_tied_table_collects_the_gradients_of_both_its_uses(tokens_BT: Tensor) -> None:
-    """d loss / d table = what the embedding and an equal but separate head get, added."""
-    tied = empty_decoder(dataclasses.replace(SHAPE.model(50), initializer_range=0.2)).initialize()
-    apart = empty_decoder(dataclasses.replace(tied.config, tie_word_embeddings=False))
-    apart.load_state_dict({**tied.state_dict(), "lm_head.weight": tied.head_weight.detach()})
-    kernels = NativeKernels(FP32)
-    for model in (tied, apart):
-        model.logits(model(tokens_BT, kernels), kernels).logsumexp(-1).sum().backward()
-    assert apart.lm_head is not None
-    both = apart.model.embed_tokens.weight.grad + apart.lm_head.weight.grad
-    torch.testing.assert_close(tied.head_weight.grad, both, rtol=1e-4, atol=1e-5)
-    assert tied.lm_head is None
-    assert "lm_head.weight" not in tied.state_dict()

@@ -93,17 +93,6 @@ def test_half_rounds_each_master_once_and_widens_exactly(
     assert said["dtype"] == said["torch_dtype"] == str(fmt.dtype).removeprefix("torch.")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_folders_that_transformers_wrote_in_any_dtype(
-    dtype: torch.dtype, make_theirs: Callable[..., Any], outside: Any, tmp_path: Path
-) -> None:
-    theirs = make_theirs("qwen2", tie_word_embeddings=True).to(dtype)
-    theirs.save_pretrained(tmp_path)
-    ours = load_model(tmp_path)
-    for name, parameter in ours.named_parameters():
-        assert torch.equal(parameter, theirs.get_parameter(name).float()), name
-
-
 def test_sharded_both_ways(
     decoder: Decoder, tokenizer: Tokenizer, make_theirs: Callable[..., Any], outside: Any, tmp_path: Path
 ) -> None:

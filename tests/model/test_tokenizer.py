@@ -47,11 +47,11 @@ def test_bytes_encode_to_utf8_and_come_back(text: str) -> None:
     assert BYTES.decode(ids) == text
 
 
-@pytest.mark.parametrize("text", HARD_TEXTS)
 @pytest.mark.parametrize("tokenizer", [CHARACTERS, BYTES], ids=["characters", "bytes"])
-def test_spaces_and_the_names_of_special_tokens_survive(tokenizer: Tokenizer, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode_prompt(text) == tokenizer.encode(text)
+def test_spaces_and_the_names_of_special_tokens_survive(tokenizer: Tokenizer) -> None:
+    for text in HARD_TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.encode_prompt(text) == tokenizer.encode(text)
 
 
 def test_special_tokens_are_skipped_and_bad_bytes_marked() -> None:
@@ -65,25 +65,17 @@ def test_ids_of_the_two_vocabularies() -> None:
     assert (BYTES.pad_id, BYTES.eos_ids, BYTES.vocab_size) == (256, (257,), 258)
 
 
-@pytest.mark.parametrize("text", ["12x", "Z", "a\r", "ç"])
-def test_a_character_outside_the_alphabet_is_an_error_that_shows_it(text: str) -> None:
-    unknown = set(text) - set(ALPHABET)
-    with pytest.raises(MantissaError) as caught:
-        CHARACTERS.encode(text)
-    assert repr("".join(unknown)) in str(caught.value)
-    with pytest.raises(MantissaError):
-        CHARACTERS.encode_prompt(text)
-
-
-def test_a_lone_surrogate_is_an_error() -> None:
+def test_what_a_vocabulary_cannot_spell_is_an_error_that_shows_it() -> None:
+    for text, unknown in (("12x", "x"), ("Z", "Z"), ("a\r", "\r"), ("ç", "ç")):
+        for encode in (CHARACTERS.encode, CHARACTERS.encode_prompt):
+            with pytest.raises(MantissaError) as caught:
+                encode(text)
+            assert repr(unknown) in str(caught.value)
     with pytest.raises(MantissaError, match="half of a surrogate pair at 1"):
         BYTES.encode("a\ud83d")
-
-
-@pytest.mark.parametrize("alphabet", ["", "aba", "a\ud83d"])
-def test_alphabets_that_cannot_be(alphabet: str) -> None:
-    with pytest.raises(MantissaError):
-        character_tokenizer(alphabet)
+    for alphabet in ("", "aba", "a\ud83d"):
+        with pytest.raises(MantissaError, match=r"alphabet: expected distinct|surrogate"):
+            character_tokenizer(alphabet)
 
 
 @pytest.mark.parametrize(

@@ -156,17 +156,12 @@ def test_a_key_is_sent_where_there_is_one(
     assert set(server.headers) == {"Bearer secret"}
 
 
-@pytest.mark.parametrize("served", [True, False])
-def test_asleep_it_holds_nothing_and_sync_wakes_it(
-    served: bool, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_asleep_it_holds_nothing_and_sync_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights come back before they are loaded, the cache after; the stand-in asserts that nothing is asked asleep."""
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    start = sleeping(monkeypatch)
-    if served:
-        server.start = start
-    engine = VllmEngine(start, KERNELS, server=server.url if served else None)
-    llm = server.llm if served else LLM.made[-1]
+    install(monkeypatch)
+    engine = VllmEngine(sleeping(monkeypatch), KERNELS)
+    llm = LLM.made[-1]
     assert "asleep it gives 1.0 GiB back" in engine.evidence
     assert engine.version == -1  # tried, and left asleep until the first sync
     engine.sync(masters(1), 1)
@@ -178,7 +173,6 @@ def test_asleep_it_holds_nothing_and_sync_wakes_it(
     engine.sync(masters(1), 1)
     assert llm.slept == ["sleep 2", "wake weights", "wake kv_cache"] * 2
     assert engine.generate(REQUESTS, PARAMS, 1)
-    assert server.asked or not served
     engine.close()
 
 
@@ -346,7 +340,7 @@ def test_a_fault_of_one_vllm_stops_all(monkeypatch: pytest.MonkeyPatch, bad: Fau
     install(monkeypatch)
     monkeypatch.setattr(SecondFails, "bad", bad)
     monkeypatch.setattr(sys.modules["vllm"], "LLM", SecondFails)
-    monkeypatch.setattr("mantissa.rollout.vllm.link.require_vllm", lambda: "0.32.0")
+    monkeypatch.setattr("mantissa.rollout.vllm.engine.require_vllm", lambda: "0.32.0")
 
     def work(me: Ranks) -> None:
         engine = VllmEngine(START, KERNELS, ranks=me)

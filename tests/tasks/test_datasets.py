@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mantissa.errors import MantissaError
-from mantissa.tasks import DatasetTask, Message, dapo_data, read_problems, verifier_named
+from mantissa.tasks import DatasetTask, Message, dapo_data, read_problems
 from mantissa.tasks.dapo_data import CONFLICTING, EMPTY, REPEATED, UNREACHABLE, UNREADABLE, prepare_dapo
 from mantissa.tasks.datasets import DEFAULT_TEMPLATE
 from problems import made
@@ -319,19 +319,6 @@ def test_plain_rows_become_prompts_that_ask_for_what_the_verifier_reads(tmp_path
     assert facts == {("plain", "MATH", "rule")}
     prepare_dapo([tmp_path / "plain.jsonl"], out, template="<{problem}>", verifier=verifier)  # replaces it
     assert pq.read_table(out).to_pylist()[0]["prompt"][0]["content"] == "<What is {0} squared?>"
-
-
-@pytest.mark.shared_data
-def test_real_sets_keep_what_their_verifier_can_grade(shared_data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.parquet"
-    names = ("math500", "aime24", "amc23", "math_sanity_1460")
-    account = prepare_dapo([shared_data / f"{name}.parquet" for name in names], out)
-    assert account.rows == 500 + 30 + 83 + 1460
-    assert account.kept > 1900
-    assert set(account.dropped) <= {REPEATED, CONFLICTING, UNREACHABLE}
-    problems, _ = read_problems([out])
-    verifier = verifier_named("dapo")
-    assert all(verifier(p, f"Therefore\nAnswer: {p.answer}").correct for p in problems)
 
 
 def test_what_is_refused_and_leaves_no_file(tmp_path: Path) -> None:

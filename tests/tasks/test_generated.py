@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterator
 from fractions import Fraction
-from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -162,19 +160,6 @@ def test_every_solution_is_rewarded_and_stays_in_the_alphabet(kind: str) -> None
     assert {c for p in everything(task) for c in f"{p.prompt}{p.solution}"} == set(task.alphabet)
 
 
-@settings(max_examples=100)
-@given(data=st.data(), kind=st.sampled_from(sorted(set(KINDS) - {"running_sum_long"})), edit=st.sampled_from("rid"))
-def test_any_edit_of_the_solution_is_wrong(data: st.DataObject, kind: str, edit: str) -> None:
-    task = of_kind(kind)
-    problem = data.draw(st.sampled_from(task.split("heldout")))
-    right = problem.solution or ""
-    at = data.draw(st.integers(0, len(right) - 1))
-    character = data.draw(st.sampled_from([c for c in "0123456789-" if c != right[at]]))
-    wrong = right[:at] + ("" if edit == "d" else character) + right[at + (edit != "i") :]
-    reward = task.verifier(problem, wrong)
-    assert (reward.value, reward.correct) == (0.0, False)
-
-
 @pytest.mark.parametrize(
     ("completion", "value"),
     [("3489", 1.0), ("348", 0.75), ("3480", 0.75), ("34890", 0.8), ("489", 0.0), ("", 0.0), ("3 489", 0.2),
@@ -285,38 +270,6 @@ def test_rules_of_the_game(answer: str, completion: str, correct: bool) -> None:
 def test_only_the_tasks_operators_may_be_used() -> None:
     assert CountdownVerifier("+-")(problem("3 5 7:1"), "3+5-7").correct
     assert not CountdownVerifier("+-")(problem("3 5 7:26"), "3*7+5").correct
-
-
-def all_expressions(numbers: tuple[int, ...], operations: str) -> Iterator[tuple[str, Fraction]]:
-    """Every full expression over the numbers in their given order, fully parenthesised: the slow, obvious search."""
-    if len(numbers) == 1:
-        yield str(numbers[0]), Fraction(numbers[0])
-        return
-    for cut in range(1, len(numbers)):
-        for left, a in all_expressions(numbers[:cut], operations):
-            for right, b in all_expressions(numbers[cut:], operations):
-                for symbol in operations:
-                    if symbol != "/" or b != 0:
-                        yield (
-                            f"({left}{symbol}{right})",
-                            {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else a}[symbol],
-                        )
-
-
-def test_problems_are_solvable_and_all_their_solutions_accepted() -> None:
-    task = made("countdown", 5, sizes=(12, 0, 0), numbers=3)
-    several = 0
-    for p in task.split("train"):
-        numbers, target = p.answer.split(":")
-        values = tuple(map(int, numbers.split()))
-        right = 0
-        for order in set(permutations(values)):
-            for text, value in all_expressions(order, "+-*/"):
-                assert task.verifier(p, text).correct == (value == int(target)), (p, text)
-                right += value == int(target)
-        assert right >= 1
-        several += right > 1
-    assert several >= 6
 
 
 @pytest.mark.parametrize(

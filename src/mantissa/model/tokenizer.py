@@ -177,22 +177,15 @@ def byte_tokenizer() -> Tokenizer:
     """One token a byte of UTF-8: id b is byte b, ``<pad>`` 256, ``<eos>`` 257. Any text encodes and comes back."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import (
+        bytes_to_unicode,  # the letters of byte-level vocabularies since GPT-2
+    )
 
-    vocabulary = {**{letter: byte for byte, letter in enumerate(_byte_letters())}, PAD: 256, EOS: 257}
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()} | {PAD: 256, EOS: 257}
     backend = Backend(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return Tokenizer(_wrap(backend))
-
-
-def _byte_letters() -> list[str]:
-    """The printable letter that byte-level vocabularies (since GPT-2) write for each byte 0..255.
-
-    A byte that is itself a printable Latin-1 character stands for itself; the rest take U+0100 upwards, in order.
-    """
-    spare = iter(range(256, 512))
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
 
 
 def _wrap(backend: Any) -> Any:
@@ -266,13 +259,14 @@ def _alphabet(backend: Any) -> frozenset[str] | None:
 def _lost_bytes(backend: Any) -> frozenset[int]:
     """The bytes that a byte-level BPE vocabulary cannot spell (SmolLM2's lacks 21 rare ones); none for other kinds."""
     from tokenizers import decoders, models
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     rust = getattr(backend, "backend_tokenizer", None)
     if rust is None or not isinstance(rust.decoder, decoders.ByteLevel) or not isinstance(rust.model, models.BPE):
         return frozenset()
     if rust.model.unk_token is not None:
         return frozenset()
-    return frozenset(b for b, letter in enumerate(_byte_letters()) if rust.model.token_to_id(letter) is None)
+    return frozenset(b for b, letter in bytes_to_unicode().items() if rust.model.token_to_id(letter) is None)
 
 
 def _require_utf8(text: str) -> None:
