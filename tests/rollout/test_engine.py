@@ -152,7 +152,7 @@ def test_the_gap_to_the_learner(
 def test_slots_do_not_change_the_samples(build: Build, requests: list[Request]) -> None:
     """Fewer slots than samples, than one group, one alone: refills, compaction and prefill ahead change nothing."""
     expected = build("qwen3", slots=15)[0].generate(requests, PARAMS, 1)
-    for slots in (1, 2, 3, 7, 64):
+    for slots in (1, 3, 64):
         engine, _ = build("qwen3", slots=slots)
         assert_same(engine.generate(requests, PARAMS, 1), expected)
         assert engine.stats.generated_tokens == sum(len(c.tokens) for c in flat(expected))
