@@ -21,10 +21,9 @@ from mantissa.model import (
     RopeScaling,
     character_tokenizer,
     load_model,
-    read_config,
     save_model,
 )
-from mantissa.model.config import config_fields, parse_config
+from mantissa.model.config import config_fields, parse_config, read_config
 from mantissa.precision import FP32
 
 # What the published files say, reduced to the keys that matter here.

@@ -16,7 +16,8 @@ from types import ModuleType
 import pytest
 
 from mantissa.errors import MantissaError
-from mantissa.tasks import Grader, Problem, WorkerStartError
+from mantissa.tasks import Grader, Problem
+from mantissa.tasks.sandbox.pool import WorkerStartError
 from processes import alive, descendants, until
 
 HERE = Path(__file__).parent

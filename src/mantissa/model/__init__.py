@@ -1,8 +1,8 @@
 """One decoder for the Llama, Qwen2 and Qwen3 families, its tokenizer, and the way from and to a Hugging Face folder."""
 
-from mantissa.model.config import FreshModelConfig, LoraShape, ModelConfig, RopeScaling, read_config
+from mantissa.model.config import FreshModelConfig, LoraShape, ModelConfig, RopeScaling
 from mantissa.model.copies import CopiedPolicy
-from mantissa.model.decoder import Attend, Decoder
+from mantissa.model.decoder import Decoder
 from mantissa.model.huggingface import empty_decoder, load_model, save_model
 from mantissa.model.lora import (
     LoraConfig,
@@ -21,8 +21,8 @@ from mantissa.model.partition import LogPartition
 from mantissa.model.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer, load_tokenizer
 
 __all__ = [
-    "Attend", "CopiedPolicy", "Decoder", "FreshModelConfig", "LogPartition", "LoraConfig", "LoraShape", "ModelConfig",
+    "CopiedPolicy", "Decoder", "FreshModelConfig", "LogPartition", "LoraConfig", "LoraShape", "ModelConfig",
     "RopeScaling", "Tokenizer", "attach", "base_digest", "base_parameters", "byte_tokenizer", "character_tokenizer",
-    "empty_decoder", "is_adapter", "load_adapter", "load_model", "load_tokenizer", "policy_weights", "read_config",
+    "empty_decoder", "is_adapter", "load_adapter", "load_model", "load_tokenizer", "policy_weights",
     "read_shape", "save_adapter", "save_model", "trained_parameters", "training_base",
 ]  # fmt: skip
