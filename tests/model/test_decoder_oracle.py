@@ -61,6 +61,7 @@ def test_their_folder_gives_their_logits_here_and_ours_gives_them_there(
     with torch.no_grad():
         ours = our_logits(decoder, NativeKernels(FP32), tokens_BT)
     assert ours.dtype == torch.float32
+    assert decoder.config.parameters == sum(parameter.numel() for parameter in decoder.parameters())
     assert 0.5 < expected.abs().max() < 100  # the comparison would be empty on logits near zero
     assert relative(ours, expected) < 1e-5
     save_model(decoder, character_tokenizer("ab"), tmp_path / "ours")

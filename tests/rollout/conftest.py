@@ -12,6 +12,7 @@ from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rollout import NativeEngine, Request
+from naive_engine import master_model
 
 FAMILIES = {
     "llama": ModelConfig("llama", 40, 32, 56, 2, 4, 2, 8, rope_theta=500.0, initializer_range=0.25),
@@ -20,17 +21,6 @@ FAMILIES = {
     ),
     "qwen3": ModelConfig("qwen3", 40, 32, 56, 2, 4, 2, 16, qk_norm=True, initializer_range=0.25),
 }
-
-
-def master_model(config: ModelConfig) -> Decoder:
-    """fp32 masters with biases and norms that matter."""
-    model = Decoder(config).initialize(torch.Generator().manual_seed(11))
-    generator = torch.Generator().manual_seed(12)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "norm.weight")):
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
 
 
 @pytest.fixture
@@ -58,7 +48,7 @@ def build() -> Callable[..., tuple[NativeEngine, Decoder]]:
             max_length=max_length,
             decode_text=decode_text,
         )
-        master = master_model(config)
+        master = master_model(config, 11)
         engine.sync(dict(master.named_parameters()), 1)
         return engine, master
 

@@ -19,10 +19,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mantissa.kernels import rollout_kernels
-from mantissa.model import Decoder, ModelConfig
+from mantissa.model import ModelConfig
 from mantissa.precision import FP32, PrecisionPolicy, resolve
 from mantissa.rollout import SamplingParams, VllmStart
 from mantissa.rollout.vllm.worker import WeightReader
+from naive_engine import master_model
 
 CONFIG = ModelConfig("llama", 40, 32, 56, 2, 4, 2, 8, initializer_range=0.25)
 START = VllmStart(CONFIG, FP32, FP32, 5, 32, torch.device("cpu"))
@@ -31,10 +32,8 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.5, stop_token_ids=(3,))
 
 
 def masters(seed: int, config: ModelConfig = CONFIG) -> dict[str, Tensor]:
-    """Weights of ``config``, biases and norms that matter."""
-    generator = torch.Generator().manual_seed(seed)
-    model = Decoder(config).initialize(generator)
-    return {name: p.detach() + 0.1 * torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
+    """Weights of ``config``."""
+    return {name: parameter.detach() for name, parameter in master_model(config, seed).named_parameters()}
 
 
 class Product:

@@ -14,12 +14,23 @@ import torch
 from torch import Tensor
 
 from mantissa.kernels import Kernels
-from mantissa.model import Decoder
+from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import NumberFormat, round_cached
 from mantissa.rollout import Completion, NativeEngine, Request, SamplingParams
 
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
+
+
+def master_model(config: ModelConfig, seed: int) -> Decoder:
+    """fp32 masters with biases and norms that matter."""
+    model = Decoder(config).initialize(torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "norm.weight")):
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
 
 
 def reference_uniform(seed: int, sample: int, position: int) -> float:
