@@ -89,26 +89,25 @@ def test_hugging_faces_trainer_learns_in_fp16() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ACCURACY)
-def test_an_example_learns_in_fp16(name: str, run: Run) -> None:
-    printed = run(name)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("mlp", ""), ("convnet", ""), ("transformer", ""), ("gru", "bf16"),
+        pytest.param("gru", "", marks=pytest.mark.variants), pytest.param("mlp", "bf16", marks=pytest.mark.variants),
+    ],
+)  # fmt: skip
+def test_an_example_learns_in_fp16_or_as_its_argument_says(name: str, precision: str, run: Run) -> None:
+    printed, asked = run(name, *([precision] if precision else [])), precision or "fp16"
     accuracy, guessing = re.search(r"accuracy ([\d.]+) .*guessing gives ([\d.]+)", printed).groups()
     assert float(accuracy) >= ACCURACY[name] > 2.5 * float(guessing)
     (stats,) = stats_in(printed)
     backend = "native" if torch.cuda.is_available() else "simulated"
-    assert (stats["precision_active"], stats["backend"]) == ("fp16", backend)
-    assert printed.startswith(f"precision: fp16 asked, fp16 active, {backend} (")
+    assert (stats["precision_active"], stats["backend"]) == (asked, backend)
+    assert (stats["loss_scale"] == 1.0) == (asked == "bf16")
+    assert printed.startswith(f"precision: {asked} asked, {asked} active, {backend} (")
     assert stats["overflow_rate"] == 0.0
     assert stats["updates"] == stats["steps"]
     assert len(re.findall(r"^step \d+: (?:stepped|retried)", printed, re.M)) >= 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.variants)])
-def test_the_argument_chooses_the_precision(precision: str, run: Run) -> None:
-    (stats,) = stats_in(run("mlp", precision))
-    assert stats["precision_active"] == precision
-    assert stats["loss_scale"] == 1.0
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mantissa.model import LogPartition
 from mantissa.model.partition import kept_units
+from naive_engine import splitmix
 
 E = 32
-WORD = (1 << 64) - 1
 
 
 def head(dropout: float = 0.1) -> LogPartition:
@@ -26,15 +26,8 @@ def prompts(rows: int = 5, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
     return torch.randn(rows, 6, E, generator=random).to(dtype), torch.arange(6) < length
 
 
-def mix(x: int) -> int:
-    """The finaliser of splitmix64."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD
-    return x ^ (x >> 31)
-
-
 def keeps(key: int, layer: int, unit: int, probability: float, size: int = E) -> bool:
-    hashed = mix((mix(key & WORD) + (layer * size + unit + 1) * 0x9E3779B97F4A7C15) & WORD)
+    hashed = splitmix(splitmix(key) + (layer * size + unit + 1) * 0x9E3779B97F4A7C15)
     return (hashed >> 40) >= round(probability * 2**24)
 
 

@@ -35,12 +35,13 @@ def master_model(config: ModelConfig, seed: int) -> Decoder:
 
 def reference_uniform(seed: int, sample: int, position: int) -> float:
     """The uniform of ``sampling.py``, in Python integers."""
-    key = _mix(_mix(seed + _STEP) + (sample + 1) * _STEP)
-    word = _mix(_mix(key + (position + 1) * _STEP) ^ key)
+    key = splitmix(splitmix(seed + _STEP) + (sample + 1) * _STEP)
+    word = splitmix(splitmix(key + (position + 1) * _STEP) ^ key)
     return ((word >> 12) + 0.5) / 2.0**52
 
 
-def _mix(word: int) -> int:
+def splitmix(word: int) -> int:
+    """The finaliser of SplitMix64."""
     word &= _MASK
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _MASK
