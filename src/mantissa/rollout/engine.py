@@ -18,7 +18,7 @@ from mantissa.kernels import Kernels, Traced
 from mantissa.model import CopiedPolicy, ModelConfig
 from mantissa.precision import NumberFormat
 from mantissa.rollout.cache import KVCache
-from mantissa.rollout.generation import EngineStats, Generation, Watched
+from mantissa.rollout.generation import EngineStats, Generation
 from mantissa.rollout.sampling import request_keys
 from mantissa.rollout.types import Completion, Request, SamplingParams, check_requests, check_version
 
@@ -119,8 +119,7 @@ class NativeEngine:
         Nothing is drawn where the call's tokens are known: they are taken, so every sample has the batch mates, the
         slot and the cache that it had. ``job``: the sample's number among all of the call, in order.
         """
-        watched = Watched(job, kernels)
-        return self._flat(self._run(call.requests, call.params, kernels, watched, call.tokens))[job]
+        return self._flat(self._run(call.requests, call.params, kernels, job, call.tokens))[job]
 
     @staticmethod
     def _flat(results: list[list[Completion]]) -> list[Completion]:
@@ -131,7 +130,7 @@ class NativeEngine:
         requests: Sequence[Request],
         params: SamplingParams,
         kernels: Kernels,
-        watched: Watched | None = None,
+        watched: int | None = None,
         forced: Sequence[Sequence[int] | None] | None = None,
     ) -> list[list[Completion]]:
         self._cache.restart()

@@ -99,18 +99,11 @@ class _Prefilled:
     admitted: int = 0
 
 
-@dataclass(frozen=True)
-class Watched:
-    """A sample to follow: its number among the jobs (all samples of all requests, in order), and who takes notes."""
-
-    job: int
-    kernels: Traced
-
-
 @dataclass
 class Generation:
     """The state of one call. ``run`` returns the completions of every request, in order.
 
+    ``watched``: the number of a job (a sample; all of all requests, in order) that ``kernels``, traced, take notes of.
     ``forced``: for each job the tokens that it has to take, whatever is drawn; None where it may draw.
     """
 
@@ -122,7 +115,7 @@ class Generation:
     params: SamplingParams
     version: int
     decode_text: Callable[[Sequence[int]], str] | None
-    watched: Watched | None = None
+    watched: int | None = None
     forced: Sequence[Sequence[int] | None] | None = None
 
     def __post_init__(self) -> None:
@@ -306,9 +299,10 @@ class Generation:
 
     def _watch(self, jobs_of_rows: Iterable[Any], pick: Callable[[int], Pick]) -> None:
         """Before a forward: tell the kernels which row is the watched sample's. A row has one job or several."""
-        if (watched := self.watched) is not None:
-            row = next((row for row, jobs in enumerate(jobs_of_rows) if watched.job in np.atleast_1d(jobs)), None)
-            watched.kernels.begin(None if row is None else pick(row))
+        if self.watched is not None:
+            row = next((row for row, jobs in enumerate(jobs_of_rows) if self.watched in np.atleast_1d(jobs)), None)
+            assert isinstance(self.kernels, Traced)
+            self.kernels.begin(None if row is None else pick(row))
 
     # Results
 

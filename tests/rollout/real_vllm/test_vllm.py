@@ -36,7 +36,7 @@ def test_greedy_tokens_are_the_native_engines(
     assert all((sample.logp_T == 0).all() for group in theirs for sample in group)
 
 
-@pytest.mark.parametrize(("family", "temperature"), zip(FAMILIES, (0.7, 1.0, 1.6), strict=True))
+@pytest.mark.parametrize(("family", "temperature"), [*zip(FAMILIES, (0.7, 1.0, 1.6), strict=True)])
 def test_log_probs_are_of_the_distribution_sampled_from(
     pair_of: Callable[..., Any], requests: list[Request], family: str, temperature: float
 ) -> None:
