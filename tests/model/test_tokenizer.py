@@ -32,7 +32,7 @@ HARD_TEXTS = [
 
 
 @given(st.text(alphabet=ALPHABET, max_size=40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_characters_encode_to_their_place_and_come_back(text: str) -> None:
     ids = CHARACTERS.encode(text)
     assert ids == [2 + ALPHABET.index(c) for c in text]
@@ -40,7 +40,7 @@ def test_characters_encode_to_their_place_and_come_back(text: str) -> None:
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_bytes_encode_to_utf8_and_come_back(text: str) -> None:
     ids = BYTES.encode(text)
     assert ids == list(text.encode())
