@@ -1,19 +1,24 @@
-"""Recipes and overrides that nobody should write: one line each, or a configuration that says what was meant."""
+"""Recipes, overrides and arguments that nobody should write: one line each, or what they say they are."""
 
 from __future__ import annotations
 
 import math
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import strategies as st
 
 from hostile import attempt, fuzz, sizes
+from mantissa.compat import ExtendedFP16Config, FP16TrainingConfig
 from mantissa.rl.config import RunConfig
 from mantissa.rl.recipe import apply_overrides, load_recipe, make_config
+from mantissa.training import PrecisionTrainer, ScalerConfig
+from toys import mlp
 
 RECIPE = """
 name: small
@@ -167,3 +172,25 @@ def test_any_damage(count: int, tmp_path: Path) -> None:
 
     places = st.integers(0, len(whole) - 1)
     fuzz(count, st.lists(st.tuples(places, st.binary(max_size=5)), min_size=1, max_size=5), body)
+
+
+# the constructors of the drop-in
+
+NONSENSE: list[Any] = ["2", None, True, math.nan, -1, [], 1e300, 10**400]
+OPTIONS: dict[Any, list[str]] = {
+    ScalerConfig: ["initial", "growth_factor", "backoff_factor", "growth_interval", "floor", "retries"],
+    FP16TrainingConfig: ["loss_scale", "growth_factor", "backoff_factor", "growth_interval"],
+    ExtendedFP16Config: ["loss_scale", "growth_factor", "backoff_factor", "growth_interval"],
+    PrecisionTrainer: ["max_grad_norm", "accumulate", "probe_every"],
+}
+INFINITE = {"growth_factor": math.inf, "growth_interval": 1.5, "floor": 0.0, "retries": 0.5}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_nonsense_is_refused_by_constructors(kind: Any) -> None:
+    more_nonsense = INFINITE.items() if kind is ScalerConfig else ()  # which is finite and counts in whole numbers
+    for name, value in [*product(OPTIONS[kind], NONSENSE), *more_nonsense]:
+        model = mlp()
+        given = (model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32") if kind is PrecisionTrainer else ()
+        more = {"say": print} if given else {}
+        assert attempt(kind, *given, **more, **{name: value}), (name, value)
