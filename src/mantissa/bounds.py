@@ -2,7 +2,8 @@
 
 ``boundary`` surrounds the parsing of what others wrote (a recipe, a data file, a model's folder, a checkpoint, a chat
 template): whatever it raises becomes one ``MantissaError``. ``time_limit`` ends Python code that does not end by
-itself. ``require_memory`` compares a bill with the machine before anything is built. ``number`` is the range of one.
+itself; ``finished`` does not wait for a library's call that does not. ``require_memory`` compares a bill with the
+machine before anything is built. ``number`` is the range of one.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mantissa.errors import MantissaError
 
+T = TypeVar("T")
 LARGEST_SIZE = 2**31 - 1  # of anything that is counted: steps, tokens, problems, layers
 LARGEST_SEED = 2**63 - 1
 MOST_LAYERS = 10_000  # each is some twenty objects to make before there is a bill
@@ -71,6 +73,30 @@ def time_limit(seconds: float) -> Iterator[None]:
             running = False
         end(None)  # where it came too late to be raised inside
         timer.cancel()
+
+
+def finished(seconds: float, call: Callable[[], T]) -> T:
+    """What ``call`` gives, in a thread of its own; ``TimeoutError`` after ``seconds``, inside a call into C too.
+
+    The thread is then left behind, at work; it ends with the process. For ``time_limit``'s one exception.
+    """
+    got: list[T] = []
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            got.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised again below; a Rust library's panic is no Exception
+            raised.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if raised:
+        raise raised[0]
+    if not got:
+        raise TimeoutError(f"took longer than {seconds:g} s")
+    return got[0]
 
 
 def require_memory(needed: int, what: str, advice: str) -> None:

@@ -140,6 +140,16 @@ def test_regex_bombs_in_a_tokenizer(pattern: str, folder: Path) -> None:
     attempt(lambda: load_tokenizer(folder).encode("x" * 50 + "z"))
 
 
+def test_a_regex_that_stays_below_its_librarys_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mantissa.model.tokenizer._ENCODE_S", 0.1)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(x*)(x*)(x*)(x*)y"}, "behavior": "Isolated",
+                                "invert": False}  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(folder)
+    assert "took longer than 0.1" in str(attempt(tokenizer.encode, "x" * 110 + "zy"))
+
+
 json_values = st.recursive(
     st.one_of(
         st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5),

@@ -20,13 +20,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mantissa.bounds import LARGEST_SIZE, boundary, number, time_limit
+from mantissa.bounds import LARGEST_SIZE, boundary, finished, number, time_limit
 from mantissa.errors import MantissaError
 from mantissa.files import DIGESTS, write_atomically
 from mantissa.model.gguf import gguf_tokenizer
 from mantissa.model.hub import find_model, read_json
 
 _TEMPLATE_S = 2.0  # for one chat template with one prompt; a millisecond is usual
+_ENCODE_S, _SLOWEST = 5.0, 1e5  # for one text, and characters a second beyond; a millisecond and millions are usual
 PAD, EOS = "<pad>", "<eos>"
 Message = Mapping[str, str]
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class: its name before and since 5.0
@@ -69,7 +70,12 @@ class Tokenizer:
                 "token and which it would drop unseen; take the characters out of the text"
             )
         with boundary("tokenizer", "it cannot encode this text; check or fetch its files again"):
-            return list(self.backend(text, add_special_tokens=False, verbose=False).input_ids)
+            return self._ids(text)
+
+    def _ids(self, text: str) -> list[int]:
+        # a tokenizer's regular expressions can take hours, in Rust, where neither a signal nor ``time_limit`` reaches
+        seconds = _ENCODE_S + len(text) / _SLOWEST
+        return finished(seconds, lambda: list(self.backend(text, add_special_tokens=False, verbose=False).input_ids))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; special tokens are skipped. Bytes that are not UTF-8 become U+FFFD."""
@@ -98,7 +104,7 @@ class Tokenizer:
         with boundary("tokenizer: its chat template refuses these messages", "mend the template or the messages"):
             with time_limit(_TEMPLATE_S):
                 text = self.backend.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            return list(self.backend(text, add_special_tokens=False, verbose=False).input_ids)
+            return self._ids(text)
 
     def require_fit(self, embeddings: int) -> None:
         """``MantissaError`` unless every id of this tokenizer has a row in a table of ``embeddings`` rows."""
