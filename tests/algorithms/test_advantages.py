@@ -38,7 +38,7 @@ def oracle(kind: str, rewards: list[float], groups: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(batch=BATCHES)
 def test_equals_a_loop_over_groups(kind: str, batch: list[tuple[float, int]]) -> None:
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
@@ -57,39 +57,6 @@ def test_equals_a_loop_over_groups(kind: str, batch: list[tuple[float, int]]) ->
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
-@settings(deadline=None, max_examples=40)
-@given(batch=BATCHES, seed=st.integers(0, 99))
-def test_order_and_names_of_groups_do_not_matter(kind: str, batch: list[tuple[float, int]], seed: int) -> None:
-    rewards, groups = torch.tensor([r for r, _ in batch]), torch.tensor([g for _, g in batch])
-    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
-    straight, _ = advantage(rewards, groups, kind)
-    shuffled, _ = advantage(rewards[order], 1000 - 7 * groups[order], kind)
-    torch.testing.assert_close(shuffled, straight[order], rtol=2e-7, atol=0)
-
-
-def test_known_values() -> None:
-    rewards, group = torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0]), torch.tensor([4, 4, 4, 4, 9])
-    # std of (1, 0, 0, 1) divided by n - 1 is sqrt(1/3)
-    torch.testing.assert_close(advantage(rewards, group, "grpo")[0][:2], torch.tensor([0.5, -0.5]) / (3**-0.5 + 1e-6))
-    assert advantage(rewards, group, "dr_grpo")[0].tolist() == [0.5, -0.5, -0.5, 0.5, 0.0]
-    torch.testing.assert_close(advantage(rewards, group, "rloo")[0], torch.tensor([2 / 3, -2 / 3, -2 / 3, 2 / 3, 0.0]))
-    # mean 1.4, squared distances 0.16 + 1.96 + 1.96 + 0.16 + 12.96 = 17.2, over n - 1: 4.3
-    expected = torch.tensor([-0.4, -1.4, -1.4, -0.4, 3.6]) / (4.3**0.5 + 1e-6)
-    torch.testing.assert_close(advantage(rewards, group, "reinforce_pp")[0], expected)
-
-
-def test_reinforce_pp_learns_from_groups_without_a_difference_and_counts_them() -> None:
-    """What sets it apart: one sample a prompt is enough, for the batch is its baseline."""
-    rewards, alone = torch.tensor([1.0, 0.0, 1.0]), torch.arange(3)
-    result, metrics = advantage(rewards, alone, "reinforce_pp")
-    assert result.tolist() == pytest.approx([3**-0.5, -2 * 3**-0.5, 3**-0.5], rel=1e-5)
-    measured = values(metrics)
-    assert measured["advantage/degenerate_group_fraction"].item() == 1.0
-    assert measured["advantage/abs_max"].item() == result.abs().max().item()
-    assert advantage(rewards, alone, "dr_grpo")[0].tolist() == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("kind", ADVANTAGES)
 def test_equal_rewards_whose_mean_rounds_give_exact_zero(kind: str) -> None:
     rewards = torch.full((3,), 0.1, dtype=torch.float64)
     assert (rewards.sum() / 3).item() != 0.1  # the trap: r - mean is 1.4e-17, and 1.4e-17 / 1e-6 is no zero
@@ -103,20 +70,8 @@ def test_tiny_differences_beside_a_large_offset_survive() -> None:
     assert torch.equal(advantage(rewards, torch.zeros(64, dtype=torch.int64), "dr_grpo")[0], expected)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", ADVANTAGES)
-def test_a_bad_reward_stays_in_its_group_and_shows(kind: str, bad: float) -> None:
-    result, _ = advantage(torch.tensor([bad, 1.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]), kind)
-    assert not result[:2].isfinite().all()
-    if kind == "reinforce_pp":
-        assert not result.isfinite().any()  # its group is the batch
-    else:
-        assert result[2:].isfinite().all()
-        assert result[3] > 0
-
-
-@pytest.mark.parametrize("kind", ADVANTAGES)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(batch=BATCHES, bad=st.sampled_from([float("inf"), -float("inf"), float("nan")]), size=st.integers(1, 3))
 def test_a_group_of_equal_infinities_is_unknown_and_not_zero(
     kind: str, batch: list[tuple[float, int]], bad: float, size: int

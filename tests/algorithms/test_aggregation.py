@@ -33,7 +33,7 @@ def oracle(losses: list[list[float]], mask: list[list[bool]], kind: str, constan
 
 
 @pytest.mark.parametrize(("kind", "constant"), KINDS)
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(mask=MASKS, seed=st.integers(0, 99))
 def test_weighted_sum_is_the_mean_by_definition(kind: str, constant: float | None, mask: list, seed: int) -> None:
     mask_BT = torch.tensor(mask)
@@ -53,16 +53,6 @@ def test_ranks_with_summed_counts_make_the_same_weights(kind: str, constant: flo
     assert counts.tolist() == [mask_BT.sum().item(), 5]
     apart = torch.cat([aggregation_scale(share, kind, constant, counts=counts) for share in shares])
     assert torch.equal(apart, aggregation_scale(mask_BT, kind, constant))
-
-
-def test_long_sequences_do_not_count_more_unless_asked() -> None:
-    mask_BT = torch.tensor([[True, False, False, False], [True] * 4])
-    by_token = aggregation_scale(mask_BT, "token_mean").sum(-1)
-    by_sequence = aggregation_scale(mask_BT, "seq_mean_token_mean").sum(-1)
-    by_constant = aggregation_scale(mask_BT, "seq_mean_token_sum_norm", 4).sum(-1)
-    torch.testing.assert_close(by_token, torch.tensor([0.2, 0.8]))
-    torch.testing.assert_close(by_sequence, torch.tensor([0.5, 0.5]))
-    torch.testing.assert_close(by_constant, torch.tensor([0.125, 0.5]))
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (0, 4), (3, 0)])
@@ -98,7 +88,7 @@ def by_numpy(kind: str, x: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("kind", ACCUMULATORS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     x=st.lists(st.tuples(st.floats(0, 100, width=32), st.booleans()), max_size=12),
     cuts=st.lists(st.integers(0, 12), max_size=3),
@@ -131,10 +121,6 @@ def test_masked_entries_may_be_anything(kind: str, garbage: float) -> None:
     mask = torch.tensor([True, False, True])
     with_garbage = Accumulator.of(kind, torch.tensor([0.5, garbage, 2.0]), mask)
     assert torch.equal(with_garbage.parts, Accumulator.of(kind, torch.tensor([0.5, 7.0, 2.0]), mask).parts)
-
-
-def test_all_zero_weights_have_no_effective_sample() -> None:
-    assert Accumulator.of("ess", torch.zeros(4), torch.ones(4, dtype=torch.bool)).value().item() == 0.0
 
 
 def test_a_tally_carries_no_gradient() -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from mantissa.algorithms import (
     CORRECTION_PRESETS,
     CorrectionConfig,
-    aggregation_scale,
     correction,
     importance_weights,
     values,
@@ -44,10 +43,6 @@ for unit, kind in itertools.product(get_args(RejectUnit), get_args(KLEstimator))
     # Bounds of the size that spreads of 0.01 and 1 reach, one-sided and two-sided.
     bounds = {"reject_low": 0.8, "reject_high": 1.1} if kind == "k1" else {"reject_high": 0.02}
     CONFIGS[f"{unit}_{kind}"] = CorrectionConfig(reject_unit=unit, reject_by=kind, **bounds)
-
-
-def preset(name: str) -> CorrectionConfig:
-    return CONFIGS[name]
 
 
 def estimate(kind: str, log_r: float) -> float:
@@ -134,23 +129,23 @@ def random_case(seed: int, spread: float) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=6)
 @given(seed=st.integers(0, 10_000), spread=st.sampled_from([1e-7, 0.01, 0.1, 1.0, 30.0]))
 def test_weights_are_those_of_scalar_math(name: str, whole: bool, seed: int, spread: float) -> None:
     logp_BT, rollout_BT, mask_BT = random_case(seed, spread)
-    weight_BT, valid_BT, _ = correction(logp_BT, rollout_BT, mask_BT, preset(name), whole=whole)
-    weights, valid = oracle(logp_BT.tolist(), rollout_BT.tolist(), mask_BT.tolist(), preset(name), whole)
+    weight_BT, valid_BT, _ = correction(logp_BT, rollout_BT, mask_BT, CONFIGS[name], whole=whole)
+    weights, valid = oracle(logp_BT.tolist(), rollout_BT.tolist(), mask_BT.tolist(), CONFIGS[name], whole)
     assert valid_BT.tolist() == valid
     assert weight_BT.dtype == torch.float32
     torch.testing.assert_close(weight_BT, torch.tensor(weights), rtol=1.2e-7, atol=0)  # one rounding to fp32
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 @given(seed=st.integers(0, 10_000), spread=st.sampled_from([1e-7, 0.1, 30.0]))
 def test_tallies_are_statistics_of_the_weights_as_applied(name: str, seed: int, spread: float) -> None:
     logp_BT, rollout_BT, mask_BT = (x.double() if x.is_floating_point() else x for x in random_case(seed, spread))
-    config = preset(name)
+    config = CONFIGS[name]
     weight_BT, valid_BT, metrics = correction(logp_BT, rollout_BT, mask_BT, config)
     got = {key.removeprefix("correction/"): value.item() for key, value in values(metrics).items()}
     whole = valid_BT.any(-1)
@@ -180,34 +175,63 @@ def test_tallies_are_statistics_of_the_weights_as_applied(name: str, seed: int, 
     finite_BT = correction(logp_BT, rollout_BT, mask_BT, whole_only)[1]
     assert got["dropped_tokens"] == (mask_BT & ~finite_BT).sum().item()
     assert got["rejected_token_fraction"] == close(1 - valid_BT.sum().item() / finite_BT.sum().item(), abs=1e-12)
+    log_r_BT = torch.where(finite_BT, logp_BT - rollout_BT, 0.0).clamp(-20, 20)
+    vetoed_B = (log_r_BT.exp() < (config.veto_below or 0)).any(-1)
     sequences = finite_BT.any(-1).sum().item()
+    assert got["vetoed_sequence_fraction"] == close(vetoed_B.sum().item() / sequences)
     assert got["rejected_sequence_fraction"] == close(1 - whole.sum().item() / sequences, abs=1e-12)
 
 
-def test_direction_is_learner_over_rollout() -> None:
-    """A token that the learner finds likelier than the rollout did has r above 1, and it is this one that is cut."""
-    rollout_BT = torch.tensor([[math.log(0.1), math.log(0.8)]])
-    logp_BT = torch.tensor([[math.log(0.8), math.log(0.1)]])
-    every = torch.ones(1, 2, dtype=torch.bool)
-    truncated = correction(logp_BT, rollout_BT, every, preset("token_tis"))[0]
-    torch.testing.assert_close(truncated, torch.tensor([[2.0, 0.125]]))  # 8 is cut to 2, 1/8 stays
-    icepop = correction(logp_BT, rollout_BT, every, preset("icepop"))[0]
-    assert icepop.tolist() == [[0.0, 0.0]]  # 8 > 5 and 1/8 < 0.5
-    masked, valid_BT, _ = correction(logp_BT[:, :1], rollout_BT[:, :1], every[:, :1], preset("sequence_mis"))
-    assert masked.item() == 0.0
-    assert valid_BT.item()
-    kept = correction(logp_BT[:, 1:], rollout_BT[:, 1:], every[:, 1:], preset("sequence_mis"))[0]
-    torch.testing.assert_close(kept, torch.tensor([[0.125]]))  # no lower bound
+Case = tuple[Tensor, Tensor, Tensor]
 
 
-@pytest.mark.parametrize(("r", "kept"), [(0.5, True), (5.0, True), (0.4999999, False), (5.000001, False)])
-def test_mask_bounds_are_inclusive(r: float, kept: bool) -> None:
-    logp = torch.tensor([[math.log(r)]], dtype=torch.float64)
-    config = CorrectionConfig(mode="mask", level="token", mask_low=0.5, mask_high=5.0)
-    # exp(log r) may miss r by one unit in the last place; the bounds follow it, so that the test is of "inclusive" only
-    exact = config.model_copy(update={"mask_low": math.exp(math.log(0.5)), "mask_high": math.exp(math.log(5.0))})
-    weight, _, _ = correction(logp, torch.zeros_like(logp), torch.ones(1, 1, dtype=torch.bool), exact)
-    assert bool(weight.item()) is kept
+def case(*ratios: list[float]) -> Case:
+    """Sequences of equal length with these r = learner / rollout; float64."""
+    r = torch.tensor(ratios, dtype=torch.float64)
+    return r.log() - 3, torch.full_like(r, -3.0), torch.ones_like(r, dtype=torch.bool)
+
+
+# By preset: a sequence of r = learner / rollout, and its weights; None: the sequence is dropped. Each published bound
+# has an r on either side of it, and one published on rollout / learner would be on the wrong one.
+PUBLISHED: dict[str, list[tuple[list[float], list[float] | None]]] = {
+    "none": [([9, 1 / 9], [1, 1])],
+    "token_tis": [([1.99, 2.01, 0.1], [1.99, 2, 0.1])],
+    "sequence_tis": [([1.9, 1.5], [2.85, 2.85]), ([2, 1.6], [3, 3])],
+    "sequence_is": [([9, 9], [81, 81])],
+    "icepop": [([4.99, 5.01, 0.501, 0.499], [4.99, 0, 0.501, 0])],
+    "token_mis": [([1.99, 2.01, 0.01], [1.99, 0, 0.01])],
+    "sequence_mis": [([2, 1.49], [2.98, 2.98]), ([2, 1.51], [0, 0]), ([0.01, 1], [0.01, 0.01])],
+    "token_tis_normalized": [([3, 1], [4 / 3, 2 / 3])],
+    "token_tis_veto": [([1, 1.01e-4, 3], [1, 1.01e-4, 2]), ([1, 0.99e-4], None)],
+    "sequence_mis_veto": [([1.01e-4, 1], [1.01e-4, 1.01e-4]), ([0.99e-4, 1], None), ([2, 1.51], [0, 0])],
+    "sequence_rejection": [([1.5, 1.33], [1.995] * 2), ([1.5, 1.34], None), ([0.51], [0.51]), ([0.49], None)],
+    "geometric": [([1.0014, 1.0005], [1, 1]), ([1.0016, 1.0005], None), ([0.9991], [1]), ([0.9989], None)],
+    "geometric_token_tis": [([3, 1 / 3], [2, 1 / 3]), ([1.0011], None)],
+    "geometric_veto": [([1.01e-4, 1 / 1.01e-4], [1, 1]), ([0.99e-4, 1 / 0.99e-4], None), ([1.0011], None)],
+    "k3_rejection": [([1.14], [1]), ([1.15], None)],
+    "k3_rejection_token_tis": [([2.1] + [1] * 40, [2] + [1] * 40), ([1.14], [1.14]), ([1.15], None)],
+    "bypass": [([9], [1])],
+    "bypass_geometric": [([1.0009], [1]), ([1.0011], None)],
+    "bypass_k3_rejection": [([1.14], [1]), ([1.15], None)],
+}
+
+
+@pytest.mark.parametrize("name", CORRECTION_PRESETS)
+def test_presets_bound_learner_over_rollout_where_they_were_published_to(name: str) -> None:
+    config = CORRECTION_PRESETS[name]
+    assert config.bypass == name.startswith("bypass")
+    for ratios, expected in PUBLISHED[name]:
+        weight, valid, _ = correction(*case(ratios), config)
+        assert valid.tolist() == [[expected is not None] * len(ratios)]
+        if expected is not None:
+            assert weight[0].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_bounds_are_inclusive() -> None:
+    """On r = 1, which is exact; the one before and the one after it are out."""
+    for bounds, below, above in (({"mask_low": 1.0}, 0.0, 1.01), ({"mask_high": 1.0}, 0.99, 0.0)):
+        config = CorrectionConfig(mode="mask", level="token", **bounds)
+        assert correction(*case([0.99, 1.0, 1.01]), config)[0].tolist()[0] == pytest.approx([below, 1.0, above])
 
 
 def test_a_long_sequence_of_fp32_gaps_sums_without_loss() -> None:
@@ -216,41 +240,26 @@ def test_a_long_sequence_of_fp32_gaps_sums_without_loss() -> None:
     logp_BT = torch.nextafter(rollout_BT, torch.zeros(()))
     gap = (logp_BT.double() - rollout_BT.double()).sum().item()
     assert 1e-9 < gap < 1e-7
-    weight = correction(logp_BT.double(), rollout_BT.double(), logp_BT < 0, preset("sequence_is"))[0]
+    weight = correction(logp_BT.double(), rollout_BT.double(), logp_BT < 0, CORRECTION_PRESETS["sequence_is"])[0]
     assert weight[0, 0].item() - 1 == pytest.approx(gap, rel=1e-6, abs=0)
-
-
-@pytest.mark.parametrize("name", CORRECTION_PRESETS)
-def test_extreme_gaps_give_bounded_weights(name: str) -> None:
-    for gap in (1e4, -1e4, 3e38, -3e38):
-        assert_bounded(name, gap)
-
-
-def assert_bounded(name: str, gap: float) -> None:
-    logp_BT = torch.full((2, 3), gap / 2)
-    weight, valid, metrics = correction(logp_BT, -logp_BT, torch.ones(2, 3, dtype=torch.bool), preset(name))
-    rejects = preset(name).reject_unit is not None or (preset(name).veto_below is not None and gap < 0)
-    assert valid.any().item() is not rejects
-    assert weight.isfinite().all()
-    assert (weight >= 0).all()
-    assert weight.max().item() <= math.exp(20) * (1 + 1e-6)
-    assert all(value.isfinite() for value in values(metrics).values())
 
 
 def test_gaps_of_both_signs_beyond_fp32_cancel_rather_than_become_nan() -> None:
     logp_BT = torch.tensor([[3e38, 3e38, -3e38, -3e38]])
-    weight, _, _ = correction(logp_BT, torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool), preset("sequence_is"))
+    weight, _, _ = correction(
+        logp_BT, torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool), CORRECTION_PRESETS["sequence_is"]
+    )
     assert weight.tolist() == [[1.0] * 4]
 
 
 @pytest.mark.parametrize("name", CORRECTION_PRESETS)
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 @given(seed=st.integers(0, 10_000), garbage=st.sampled_from([NAN, INF, -INF, 3e38, 0.0]))
 def test_padding_is_never_seen(name: str, seed: int, garbage: float) -> None:
     logp_BT, rollout_BT, mask_BT = random_case(seed, 0.5)
-    clean = correction(logp_BT, rollout_BT, mask_BT, preset(name))
+    clean = correction(logp_BT, rollout_BT, mask_BT, CONFIGS[name])
     dirty = correction(
-        torch.where(mask_BT, logp_BT, garbage), torch.where(mask_BT, rollout_BT, -garbage), mask_BT, preset(name)
+        torch.where(mask_BT, logp_BT, garbage), torch.where(mask_BT, rollout_BT, -garbage), mask_BT, CONFIGS[name]
     )
     assert torch.equal(clean[0], dirty[0])
     assert torch.equal(clean[1], dirty[1])
@@ -262,7 +271,7 @@ def test_padding_is_never_seen(name: str, seed: int, garbage: float) -> None:
 @pytest.mark.parametrize("name", CORRECTION_PRESETS)
 def test_nothing_valid(name: str, shape: tuple[int, int]) -> None:
     logp_BT = torch.full(shape, NAN)
-    weight, valid, metrics = correction(logp_BT, logp_BT, torch.zeros(shape, dtype=torch.bool), preset(name))
+    weight, valid, metrics = correction(logp_BT, logp_BT, torch.zeros(shape, dtype=torch.bool), CONFIGS[name])
     assert torch.equal(weight, torch.zeros(shape))
     assert not valid.any()
     assert all(value.item() == 0 for value in values(metrics).values())
@@ -270,7 +279,9 @@ def test_nothing_valid(name: str, shape: tuple[int, int]) -> None:
 
 def test_weights_carry_no_gradient() -> None:
     logp_BT = torch.zeros(1, 2, requires_grad=True)
-    weight, _, _ = correction(logp_BT, torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), preset("token_tis"))
+    weight, _, _ = correction(
+        logp_BT, torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), CORRECTION_PRESETS["token_tis"]
+    )
     assert not weight.requires_grad
 
 
@@ -284,7 +295,7 @@ def test_other_dtypes_are_a_programmers_error() -> None:
     mask = torch.ones(1, 1, dtype=torch.bool)
     for a, b in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float64)):
         with pytest.raises(TypeError, match="fp32"):
-            correction(torch.zeros(1, 1, dtype=a), torch.zeros(1, 1, dtype=b), mask, preset("none"))
+            correction(torch.zeros(1, 1, dtype=a), torch.zeros(1, 1, dtype=b), mask, CORRECTION_PRESETS["none"])
 
 
 @pytest.mark.parametrize(
@@ -327,82 +338,8 @@ def test_a_preset_survives_a_file(name: str) -> None:
     assert CorrectionConfig.model_validate(config.model_dump(mode="python")) == config
 
 
-Case = tuple[Tensor, Tensor, Tensor]
-
-
-def case(*ratios: list[float]) -> Case:
-    """Sequences of equal length with these r = learner / rollout; float64."""
-    r = torch.tensor(ratios, dtype=torch.float64)
-    return r.log() - 3, torch.full_like(r, -3.0), torch.ones_like(r, dtype=torch.bool)
-
-
-def test_bounds_are_on_learner_over_rollout() -> None:
-    """Published k1 bounds read the other way: [0.5, 4] on r keeps 3 and drops 1/3; theirs would do the reverse."""
-    config = CorrectionConfig(reject_unit="token", reject_by="k1", reject_low=0.5, reject_high=4)
-    assert correction(*case([3.0, 1 / 3, 1.0]), config)[1].tolist() == [[True, False, True]]
-
-
-def test_what_is_rejected_leaves_the_denominator_and_what_is_masked_does_not() -> None:
-    logp, rollout, mask = case([1.0, 9.0, 1.0, 1.0])
-    band = {"reject_unit": "token", "reject_by": "k1", "reject_low": 0.5, "reject_high": 5.0}
-    _, left, _ = correction(logp, rollout, mask, CorrectionConfig(**band))
-    masked, kept, _ = correction(logp, rollout, mask, CORRECTION_PRESETS["icepop"])
-    assert masked[0, 1].item() == 0.0
-    share = [aggregation_scale(valid, "token_mean").sum(-1).item() for valid in (left, kept)]
-    assert share == pytest.approx([1.0, 1.0])
-    assert aggregation_scale(left, "token_mean")[0, 0].item() == pytest.approx(1 / 3)
-    assert aggregation_scale(kept, "token_mean")[0, 0].item() == pytest.approx(1 / 4)
-
-
-def test_the_geometric_band_is_on_the_mean_and_the_sum_on_the_product() -> None:
-    drift = 1.0004
-    batch = case([drift] * 8, [1.002, 1 / 1.002] * 4, [drift**3] * 8)
-    kept = correction(*batch, CORRECTION_PRESETS["geometric"])[1].any(-1)
-    assert kept.tolist() == [True, True, False]  # 1.0004 and 1 are in the band, 1.0012 is not
-    product = CorrectionConfig(reject_unit="sequence_sum", reject_by="k1", reject_low=0.999, reject_high=1.001)
-    assert correction(*batch, product)[1].any(-1).tolist() == [False, True, False]  # 1.0004^8 = 1.0032
-
-
-def test_the_worst_token_decides_on_either_side() -> None:
-    worst = CorrectionConfig(reject_unit="sequence_max", reject_by="k1", reject_low=0.5, reject_high=2.0)
-    batch = case([1.0, 1.9, 0.6], [1.0, 2.1, 1.0], [0.4, 1.0, 1.0])
-    assert correction(*batch, worst)[1].tolist() == [[True] * 3, [False] * 3, [False] * 3]
-
-
-def test_veto_drops_the_sequence_of_one_token_that_the_learner_would_not_have_said() -> None:
-    batch = case([1.0, 9e-5, 1.0], [1.0, 2e-4, 1e6])
-    weight, valid, metrics = correction(*batch, CORRECTION_PRESETS["token_tis_veto"])
-    assert valid.tolist() == [[False] * 3, [True] * 3]
-    torch.testing.assert_close(weight, torch.tensor([[0, 0, 0], [1, 2e-4, 2.0]], dtype=torch.float64))
-    measured = values(metrics)
-    assert measured["correction/vetoed_sequence_fraction"].item() == 0.5
-    assert measured["correction/rejected_sequence_fraction"].item() == 0.5
-    assert measured["correction/dropped_tokens"].item() == 0.0  # those were finite
-
-
-def test_a_rejected_token_still_counts_in_its_sequences_weight() -> None:
-    config = CorrectionConfig(
-        mode="truncate", level="sequence", truncate_at=100, reject_unit="token", reject_by="k1", reject_high=2.5
-    )
-    weight, valid, _ = correction(*case([2.0, 3.0]), config)
-    assert valid.tolist() == [[True, False]]
-    torch.testing.assert_close(weight, torch.tensor([[6.0, 0.0]], dtype=torch.float64))
-
-
-def test_normalised_weights_have_mean_one_in_tokens_or_in_sequences() -> None:
-    """Two tokens beside one: by the token the mean is over three, by the sequence over two."""
-    logp, rollout, mask = case([2.0, 0.5], [4.0, 1.0])
-    mask[1, 1] = False
-    by_token = CorrectionConfig(mode="truncate", level="token", truncate_at=3, normalize=True)
-    weight = correction(logp, rollout, mask, by_token)[0]
-    torch.testing.assert_close(weight, torch.tensor([[2, 0.5], [3, 0]], dtype=torch.float64) * 3 / 5.5)
-    by_sequence = CorrectionConfig(mode="truncate", level="sequence", truncate_at=3, normalize=True)
-    weight = correction(logp, rollout, mask, by_sequence)[0]
-    torch.testing.assert_close(weight, torch.tensor([[0.5, 0.5], [1.5, 0]], dtype=torch.float64))
-
-
 @pytest.mark.parametrize("name", ["token_tis", "sequence_mis", "sequence_is", "sequence_rejection", "none"])
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=6)
 @given(seed=st.integers(0, 10_000))
 def test_weights_made_apart_are_those_of_the_correction(name: str, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
@@ -421,14 +358,3 @@ def test_weights_made_apart_cannot_be_normalised() -> None:
     logp, rollout, mask = case([1.0])
     with pytest.raises(ValueError, match="from a part of it"):
         importance_weights(logp, rollout, mask, mask, CORRECTION_PRESETS["token_tis_normalized"])
-
-
-def test_k3_and_k2_agree_to_third_order_and_part_for_large_gaps() -> None:
-    """r = 1.1: k2 = 0.004542, k3 = 0.004690; a bound between them tells the two apart."""
-    batch = case([1.1])
-    assert math.log(1.1) ** 2 / 2 < 0.0046 < 0.1 - math.log(1.1)
-    kept = [
-        correction(*batch, CorrectionConfig(reject_unit="token", reject_by=kind, reject_high=0.0046))[1].item()
-        for kind in ("k2", "k3")
-    ]
-    assert kept == [True, False]

@@ -14,11 +14,8 @@ from torch import Tensor
 
 from mantissa.algorithms import (
     FlowRLConfig,
-    PPOClipConfig,
-    advantage,
     aggregation_scale,
     flowrl_loss,
-    policy_loss,
     values,
 )
 from mantissa.errors import MantissaError
@@ -100,7 +97,7 @@ def oracle(batch: Batch, config: FlowRLConfig) -> tuple[float, list[list[float]]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(seed=st.integers(0, 10_000), spread=st.sampled_from([1e-6, 0.3, 30.0]))
 def test_value_and_gradients_are_those_of_scalar_math(config: FlowRLConfig, seed: int, spread: float) -> None:
     batch = make_batch(seed, spread)
@@ -115,16 +112,6 @@ def test_value_and_gradients_are_those_of_scalar_math(config: FlowRLConfig, seed
     assert measured["policy/loss"].item() == loss.item()
     for name, value in stats.items():
         assert measured[name].item() == pytest.approx(value, rel=1e-10, abs=1e-12), name
-
-
-def test_gradient_passes_finite_differences() -> None:
-    """Only of log Z and, with w held, of logp: bounds of exactly 1 make w a constant."""
-    batch = make_batch(3)
-    config = FlowRLConfig(bounds=(1.0, 1.0), beta=2.0)
-    inputs = batch["logp_BT"].clone().requires_grad_(), batch["log_z_B"].clone().requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda logp, z: flowrl_loss(**(batch | {"logp_BT": logp, "log_z_B": z}), config=config)[0], inputs
-    )
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -146,22 +133,8 @@ def test_at_the_fixed_point_there_is_no_loss_and_no_gradient(config: FlowRLConfi
     assert off[0] > 1e-4
 
 
-def test_a_long_responses_raw_product_explodes_and_what_is_bounded_does_not() -> None:
-    """The reason for the bounds: 2,000 tokens, each 1% likelier than before, weigh 4e8 as a product."""
-    logp = torch.full((1, 2000), -1.0) + math.log(1.01)
-    arguments = (logp, torch.full_like(logp, -1.0), logp, torch.zeros(1), torch.zeros(1), logp < 0)
-    one = torch.ones_like(logp)
-    weights = {}
-    for importance, bounds in (("sequence", (0.0, INF)), ("geometric", (0.8, 1.28)), ("token", (0.8, 1.28))):
-        config = FlowRLConfig(importance=importance, bounds=bounds)
-        weights[importance] = values(flowrl_loss(*arguments, one, one, config)[1])["flowrl/weight_max"].item()
-    assert weights["sequence"] == pytest.approx(1.01**2000, rel=1e-3)
-    assert weights["geometric"] == pytest.approx(1.01, rel=1e-6)
-    assert weights["token"] == pytest.approx(1.01, rel=1e-6)
-
-
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=5)
 @given(seed=st.integers(0, 999), garbage=st.lists(st.sampled_from([NAN, INF, -INF, 3e38]), min_size=7, max_size=7))
 def test_what_lies_under_the_mask_never_matters(config: FlowRLConfig, seed: int, garbage: list[float]) -> None:
     batch = make_batch(seed)
@@ -245,56 +218,3 @@ def test_nothing_valid_has_no_loss_and_no_gradient(shape: tuple[int, int]) -> No
 def test_bounds_must_hold_one(bounds: tuple[float, float]) -> None:
     with pytest.raises(ValidationError, match="1 between them"):
         FlowRLConfig(bounds=bounds)
-
-
-OUTCOMES, SAMPLES, STEPS = 12, 64, 150
-REWARD = torch.tensor([0.0, 2.0, 1.9, 0.2, 0.0, 0.5, 0.0, 1.8, 1.7, 0.1, 0.0, 0.3])
-BETA = 2.0
-REFERENCE = torch.log_softmax(torch.linspace(0.5, -0.5, OUTCOMES), 0)
-TARGET = torch.softmax(REFERENCE + BETA * REWARD, 0)
-
-
-def train(kind: str, seed: int) -> Tensor:
-    """The policy after training: its probabilities."""
-    random = torch.Generator().manual_seed(seed)
-    logits = REFERENCE.clone().requires_grad_()
-    log_z = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.Adam([logits, log_z], lr=0.05)
-    one, every = torch.ones(SAMPLES, 1), torch.ones(SAMPLES, 1, dtype=torch.bool)
-    for _ in range(STEPS):
-        old = torch.log_softmax(logits.detach(), 0)
-        tokens = torch.multinomial(old.exp(), SAMPLES, replacement=True, generator=random)
-        for part in range(2):  # two updates a batch, so that ratios and clips act
-            rows = torch.arange(part, SAMPLES, 2)
-            scale = aggregation_scale(every[rows], "seq_mean_token_mean")
-            logp = torch.log_softmax(logits, 0)[tokens[rows]].unsqueeze(-1)
-            old_logp, ref = (x[tokens[rows]].unsqueeze(-1) for x in (old, REFERENCE))
-            common = (every[rows], one[rows], scale)
-            if kind == "flowrl":
-                z = log_z.expand(len(rows))
-                loss, _ = flowrl_loss(
-                    logp, old_logp, ref, z, REWARD[tokens[rows]], *common, FlowRLConfig(beta=BETA)
-                )  # fmt: skip
-            else:
-                advantage_B, _ = advantage(REWARD[tokens], torch.zeros_like(tokens), "grpo")
-                loss, _ = policy_loss(logp, old_logp, advantage_B[rows], *common, PPOClipConfig())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return torch.softmax(logits.detach(), 0)
-
-
-def total_variation(p: Tensor) -> float:
-    return float((p - TARGET).abs().sum() / 2)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_it_matches_the_rewards_where_ppo_collapses_to_one_mode(seed: int) -> None:
-    """Total variation, measured: 0.586 at the start, 3e-4 to 6e-4 by flowrl, 0.608 by PPO with 0.998 on one outcome."""
-    flow, ppo = train("flowrl", seed), train("ppo_clip", seed)
-    assert total_variation(REFERENCE.exp()) > 0.5
-    assert total_variation(flow) < 0.005
-    assert total_variation(ppo) > 0.5
-    assert ppo.max() > 0.99
-    assert ppo.argmax() == TARGET.argmax()
-    assert TARGET.max() < 0.4  # the best outcome is far from all of what the rewards ask for

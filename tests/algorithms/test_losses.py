@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -101,8 +102,8 @@ def oracle(batch: Batch, config: Any) -> tuple[float, list[list[float]], int]:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@settings(deadline=None, max_examples=30)
-@given(seed=st.integers(0, 10_000), spread=st.sampled_from([1e-6, 0.1, 1.0, 40.0]))
+@settings(deadline=None, max_examples=15)
+@given(seed=st.integers(0, 10_000), spread=st.sampled_from([0.0, 1e-6, 0.1, 1.0, 40.0]))
 def test_value_and_gradient_are_those_of_scalar_math(config: Any, seed: int, spread: float) -> None:
     batch = make_batch(seed, spread)
     loss, gradient, metrics = loss_and_gradient(batch, config)
@@ -116,48 +117,21 @@ def test_value_and_gradient_are_those_of_scalar_math(config: Any, seed: int, spr
         assert "policy/clip_fraction" not in metrics
 
 
-@pytest.mark.parametrize(
-    "config", [c for c in CONFIGS if not isinstance(c, CISPOConfig | GSPOConfig)], ids=str
-)  # cispo detaches a factor; gspo has a test of its own below
-def test_gradient_passes_finite_differences(config: Any) -> None:
-    batch = make_batch(7, 0.4)
-    logp_BT = batch["logp_BT"].clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: policy_loss(**(batch | {"logp_BT": x}), config=config)[0], logp_BT)
-
-
-def sequence_batch(seed: int, spread: float = 0.3) -> Batch:
-    """A batch whose sequences have one weight and one scale each."""
-    batch = make_batch(seed, spread)
-    return batch | {name: batch[name][:, :1].expand(4, 5) for name in ("weight_BT", "scale_BT")}
-
-
-@pytest.mark.parametrize("config", [GSPOConfig(clip_low=0.1, clip_high=0.2), GSPOConfig(clip_low=1.0, clip_high=50)])
 @pytest.mark.parametrize("seed", range(4))
-def test_gspo_is_the_clipped_ratio_of_the_sequence_and_its_gradient_that_of_finite_differences(
-    config: GSPOConfig, seed: int
-) -> None:
-    """The paper's own form, one term a sequence: the same value, and (by differences of it) the same gradient."""
-    batch = sequence_batch(seed)
-
-    def sequences(logp_BT: Tensor) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for i, mask in enumerate(batch["mask_BT"]):
-            if mask.any():
-                s = (logp_BT[i][mask] - batch["old_logp_BT"][i][mask]).mean().exp()
-                a = batch["advantage_B"][i]
-                term = torch.min(s * a, s.clamp(1 - config.clip_low, 1 + config.clip_high) * a)
-                total = total - batch["weight_BT"][i, 0] * batch["scale_BT"][i, 0] * mask.sum() * term
-        return total
-
+def test_gspo_is_the_papers_clipped_ratio_of_the_sequence(seed: int) -> None:
+    """Section 4.1's own form, one term a sequence of one weight and one scale: the same value and gradient."""
+    batch, config = make_batch(seed), GSPOConfig(clip_low=0.1, clip_high=0.2)
+    batch |= {name: batch[name][:, :1].expand(4, 5) for name in ("weight_BT", "scale_BT")}
+    leaf = batch["logp_BT"].clone().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for i, mask in enumerate(batch["mask_BT"]):
+        if mask.any():
+            s, a = (leaf[i] - batch["old_logp_BT"][i])[mask].mean().exp(), batch["advantage_B"][i]
+            term = torch.min(s * a, s.clamp(1 - config.clip_low, 1 + config.clip_high) * a)
+            total = total - batch["weight_BT"][i, 0] * batch["scale_BT"][i, 0] * mask.sum() * term
+    total.backward()
     loss, gradient, _ = loss_and_gradient(batch, config)
-    torch.testing.assert_close(loss, sequences(batch["logp_BT"]), rtol=1e-13, atol=0)
-    step, logp_BT = 1e-6, batch["logp_BT"]
-    for i in range(4):
-        for t in range(5):
-            nudge = torch.zeros_like(logp_BT)
-            nudge[i, t] = step
-            slope = (sequences(logp_BT + nudge) - sequences(logp_BT - nudge)) / (2 * step)
-            assert gradient[i, t].item() == pytest.approx(slope.item(), rel=1e-6, abs=1e-8)
+    torch.testing.assert_close((loss, gradient), (total.detach(), leaf.grad), rtol=1e-12, atol=1e-15)
     assert gradient.abs().sum() > 0
 
 
@@ -173,15 +147,6 @@ def test_gspo_clips_sequences_by_a_mean_that_fp32_would_blur() -> None:
     assert values(metrics)["policy/clip_fraction"].item() == 0.0
     tighter = policy_loss(logp, old, torch.ones(1), one.bool(), one, one / 4096, GSPOConfig(clip_high=3e-4))[1]
     assert values(tighter)["policy/clip_fraction"].item() == 1.0
-
-
-@pytest.mark.parametrize("config", [c for c in CONFIGS if not isinstance(c, ReinforceConfig)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_at_ratio_one_every_loss_has_the_gradient_of_reinforce(config: Any, dtype: torch.dtype) -> None:
-    batch = make_batch(3, 0.0, dtype)
-    got, plain = loss_and_gradient(batch, config)[1], loss_and_gradient(batch, ReinforceConfig())[1]
-    assert plain.abs().sum() > 0
-    torch.testing.assert_close(got, plain, rtol=4 * torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +186,7 @@ def test_only_logp_receives_a_gradient() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=6)
 @given(
     seed=st.integers(0, 10_000),
     garbage=st.lists(st.sampled_from([NAN, INF, -INF, 3e38, -3e38]), min_size=5, max_size=5),
@@ -293,18 +258,15 @@ def test_a_valid_log_prob_that_is_not_finite_is_counted_and_not_repaired(bad: fl
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@settings(deadline=None, max_examples=40)
-@given(
-    seed=st.integers(0, 10_000), bad=st.sampled_from([NAN, INF, -INF]), name=st.sampled_from(["logp_BT", "old_logp_BT"])
-)
-def test_no_clamp_makes_a_finite_loss_of_a_log_prob_that_is_not(config: Any, seed: int, bad: float, name: str) -> None:
-    batch = make_batch(seed)
-    row, token = batch["mask_BT"].nonzero()[0].tolist()
-    batch[name][row, token] = bad
-    loss, _, measured = loss_and_gradient(batch, config)
-    unread = isinstance(config, ReinforceConfig) and name == "old_logp_BT"
-    assert bool(loss.isfinite()) == unread
-    assert measured["policy/nonfinite"].item() == 1
+def test_no_clamp_makes_a_finite_loss_of_a_log_prob_that_is_not(config: Any) -> None:
+    for name, bad in itertools.product(("logp_BT", "old_logp_BT"), (NAN, INF, -INF)):
+        batch = make_batch(5)
+        row, token = batch["mask_BT"].nonzero()[0].tolist()
+        batch[name][row, token] = bad
+        loss, _, measured = loss_and_gradient(batch, config)
+        unread = isinstance(config, ReinforceConfig) and name == "old_logp_BT"
+        assert bool(loss.isfinite()) == unread
+        assert measured["policy/nonfinite"].item() == 1
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (3, 4)])

@@ -124,7 +124,7 @@ def assert_same(apart: tuple[Any, ...], whole: tuple[Any, ...]) -> None:
 
 
 @losses
-@settings(deadline=None, max_examples=24)
+@settings(deadline=None, max_examples=8)
 @given(
     aggregation=st.sampled_from(AGGREGATIONS),
     seed=st.integers(0, 10_000),
@@ -144,32 +144,6 @@ def test_ranks_sum_to_the_gradient_of_one(
     batch["advantage_B"], _ = advantage(batch["reward_B"], batch["group_B"], "grpo")
     whole = on_ranks(batch, [torch.arange(B)], config, corrected, *aggregation)
     assert_same(on_ranks(batch, shares, config, corrected, *aggregation), whole)
-
-
-@losses
-@pytest.mark.parametrize("way", range(3), ids=["no rows", "padding", "rejected"])
-def test_a_rank_with_nothing_that_counts_adds_nothing(config: Any, way: int) -> None:
-    """Three ranks, the second one idle in each of three ways; the others' gradient is that of their rows alone."""
-    idle, (kind, constant) = ("no rows", "padding", "rejected")[way], AGGREGATIONS[way]
-    batch, corrected = make_batch(3), CorrectionConfig.model_validate("sequence_rejection")
-    batch["advantage_B"], _ = advantage(batch["reward_B"], batch["group_B"], "grpo")
-    shares = [torch.arange(2), torch.arange(2, 5), torch.arange(5, B)]
-    rest = torch.cat([shares[0], shares[2]])
-    if idle == "no rows":
-        batch = {name: x[rest] for name, x in batch.items()}
-        rest, shares = torch.arange(len(rest)), [torch.arange(2), torch.arange(0), torch.arange(2, len(rest))]
-    elif idle == "padding":
-        batch["mask_BT"][shares[1]] = False
-    else:
-        batch["rollout_BT"][shares[1]] -= 30.0  # so far off that none of these sequences is kept
-    alone = on_ranks(
-        {n: x[rest] for n, x in batch.items()}, [torch.arange(len(rest))], config, corrected, kind, constant
-    )
-    assert alone[1][:V].abs().max() > 1e-4
-    apart = on_ranks(batch, shares, config, corrected, kind, constant)
-    torch.testing.assert_close(apart[:2], alone[:2], rtol=1e-12, atol=1e-14)
-    rows = batch["mask_BT"][shares[1]]
-    assert bool(rows.any()) == (idle == "rejected")
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
@@ -203,11 +177,10 @@ def test_what_is_of_the_whole_batch_is_made_there_and_its_rows_taken(config: Any
         assert (apart - batch["weight_BT"]).abs().max() > 1e-2
 
 
-@losses
 @pytest.mark.parametrize(("kind", "constant"), AGGREGATIONS)
-def test_counts_of_its_own_would_show(config: Any, kind: Any, constant: float | None) -> None:
+def test_counts_of_its_own_would_show(kind: Any, constant: float | None) -> None:
     """What the counts are for: ranks that normalise by themselves, and average, learn another gradient."""
-    batch, corrected = make_batch(1), CorrectionConfig.model_validate("token_tis")
+    batch, corrected, config = make_batch(1), CorrectionConfig.model_validate("token_tis"), PPOClipConfig()
     batch["advantage_B"], _ = advantage(batch["reward_B"], batch["group_B"], "grpo")
     batch["weight_BT"], batch["valid_BT"], _ = correct(batch, corrected)
     whole = on_ranks(batch, [torch.arange(B)], config, corrected, kind, constant)[1]

@@ -19,7 +19,6 @@ from mantissa.algorithms import (
     PPOClipConfig,
     ReinforceConfig,
     log_ratio_parts,
-    merge,
     policy_loss,
     values,
 )
@@ -102,7 +101,7 @@ def oracle(batch: Batch, config: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(
     seed=st.integers(0, 10_000),
     alpha=st.sampled_from([0.0, 0.2, 30.0]),
@@ -122,19 +121,8 @@ def test_they_are_those_of_scalar_math(config: Any, seed: int, alpha: float, bet
 
 def test_the_cases_above_have_phantoms() -> None:
     for config in CONFIGS:
-        found = [oracle(make_batch(seed), config)[PHANTOM] for seed in range(20)]
-        assert 0.01 < sum(found) / 20 < 0.9, config
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@settings(deadline=None, max_examples=10)
-@given(seed=st.integers(0, 10_000), cuts=st.lists(st.integers(0, B), max_size=3))
-def test_uneven_micro_batches_and_ranks_never_show(config: Any, seed: int, cuts: list[int]) -> None:
-    batch = make_batch(seed, bad=NAN)
-    order = torch.randperm(B, generator=torch.Generator().manual_seed(seed)).tensor_split(sorted(cuts))
-    apart = [log_ratio_parts(**{name: x[rows] for name, x in batch.items()}, config=config) for rows in order]
-    whole = values(log_ratio_parts(**batch, config=config))
-    torch.testing.assert_close(values(merge(apart)), whole, rtol=1e-12, atol=1e-14)
+        found = [oracle(make_batch(seed), config)[PHANTOM] for seed in range(5)]
+        assert 0.01 < sum(found) / 5 < 0.9, config
 
 
 @pytest.mark.parametrize("config", [c for c in CONFIGS if not isinstance(c, FlowRLConfig)], ids=str)
@@ -149,16 +137,6 @@ def test_before_anything_is_learned_bypass_cuts_the_phantoms_and_nothing_else(co
         tallies = policy_loss(logp, batch[anchor], a, valid, one, one, config)[1]
         assert values(tallies)["policy/clip_fraction"].item() == clipped
     assert phantom > 0
-
-
-def test_what_moved_by_learning_is_no_phantom() -> None:
-    """Past the bound by alpha alone, by both together, by beta alone, and by beta but brought back by alpha."""
-    alpha, beta = torch.tensor([[0.3, 0.1, 0.0, -0.2]]), torch.tensor([[0.1, 0.1, 0.3, 0.3]])
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    for kept, fraction in ((0, 0.0), (1, 1.0), (2, 1.0), (3, 0.0)):
-        only = torch.arange(4) == kept
-        args = (alpha + beta, beta, 0 * beta, torch.ones(1), mask, mask & only)
-        assert values(log_ratio_parts(*args, config=PPOClipConfig()))[PHANTOM] == fraction
 
 
 def test_without_a_clip_there_is_no_such_fraction() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from mantissa.algorithms import KLConfig, aggregation_scale, kl_loss, kl_reward, merge, values
+from mantissa.algorithms import KLConfig, aggregation_scale, kl_loss, kl_reward, values
 from mantissa.errors import MantissaError
 
 NAN, INF = float("nan"), float("inf")
@@ -48,7 +48,7 @@ def config(kind: str, where: str = "loss") -> KLConfig:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 10_000), spread=st.sampled_from([1e-6, 0.3, 15.0]))
 def test_the_loss_and_its_gradient_are_those_of_scalar_math(kind: str, seed: int, spread: float) -> None:
     batch = make_batch(seed, spread)
@@ -74,7 +74,7 @@ def test_the_loss_and_its_gradient_are_those_of_scalar_math(kind: str, seed: int
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 10_000))
 def test_in_the_reward_it_is_the_sum_over_the_response(kind: str, seed: int) -> None:
     batch = make_batch(seed)
@@ -123,36 +123,8 @@ def test_what_each_estimators_gradient_is_of() -> None:
     torch.testing.assert_close(expected_gradient("k3", theta, reference), forward, **close)
 
 
-def test_over_a_sequence_a_loss_has_the_tokens_divergence_and_the_reward_the_sequences() -> None:
-    """Two tokens, every sequence by its probability: a loss's gradient holds prefixes fixed, the reward's does not."""
-    random, words = torch.Generator().manual_seed(6), 4
-    theta, reference = (torch.randn(words + 1, words, generator=random, dtype=torch.float64) for _ in range(2))
-    logits = theta.clone().requires_grad_()
-    logp, ref = torch.log_softmax(logits, -1), torch.log_softmax(reference, -1)
-    first, second = torch.cartesian_prod(torch.arange(words), torch.arange(words)).unbind(1)
-
-    def of(table: Tensor) -> Tensor:  # the first token from row 0, the second from the row of the first
-        return torch.stack([table[0, first], table[1 + first, second]], -1)
-
-    logp_BT, ref_BT, every = of(logp), of(ref), torch.ones(words**2, 2, dtype=torch.bool)
-    probability_B = logp_BT.detach().sum(-1).exp()
-    kl_R = (logp.exp() * (logp - ref)).sum(-1)  # of the next token, by the row of its prefix
-    per_token = kl_R[0] + (logp[0].detach().exp() * kl_R[1:]).sum()
-    sequence = kl_R[0] + (logp[0].exp() * kl_R[1:]).sum()
-    fixed, whole = (torch.autograd.grad(kl, logits, retain_graph=True)[0] for kl in (per_token, sequence))
-    assert (fixed - whole).abs().max() > 0.05
-    config, scale_BT = KLConfig(estimator="k2", coefficient=1.0), probability_B.unsqueeze(-1).expand(-1, 2)
-    loss, _ = kl_loss(logp_BT, ref_BT, every, torch.ones_like(ref_BT), scale_BT, config)
-    close = {"rtol": 1e-12, "atol": 1e-15}
-    torch.testing.assert_close(torch.autograd.grad(loss, logits, retain_graph=True)[0], fixed, **close)
-    k1 = KLConfig(where="reward", estimator="k1", coefficient=1.0)
-    reward_B, _ = kl_reward(torch.zeros(words**2, dtype=torch.float64), logp_BT, ref_BT, every, k1)
-    gained = torch.autograd.grad((probability_B * reward_B * logp_BT.sum(-1)).sum(), logits)[0]
-    torch.testing.assert_close(gained, -whole, **close)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=6)
 @given(seed=st.integers(0, 999), garbage=st.sampled_from([NAN, INF, -INF, 3e38]))
 def test_what_lies_under_the_mask_never_matters(kind: str, seed: int, garbage: float) -> None:
     batch = make_batch(seed)
@@ -167,15 +139,6 @@ def test_what_lies_under_the_mask_never_matters(kind: str, seed: int, garbage: f
         reward, _ = kl_reward(torch.zeros(B), data["logp_BT"], data["ref_logp_BT"], mask, config(kind))
         gradients.append((loss.detach(), logp.grad, reward))
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_split_never_shows(kind: str) -> None:
-    batch = make_batch(8)
-    whole, tallies = kl_loss(**batch, config=config(kind))
-    parts = [kl_loss(**{k: x[r] for k, x in batch.items()}, config=config(kind)) for r in ([3, 0], [4], [1, 2])]
-    assert sum(p[0].item() for p in parts) == pytest.approx(whole.item(), rel=1e-13)
-    torch.testing.assert_close(values(merge([p[1] for p in parts])), values(tallies), rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def drawn(seed: int, shape: tuple[int, int] = (6, 9)) -> tuple[Tensor, Tensor, T
 logps = st.one_of(st.floats(-30, 0, width=32), st.sampled_from([0.0, -0.0, -1e-45, -INF, NAN, INF, -3e38]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(logps, logps, logps, st.booleans()), min_size=1, max_size=12))
 def test_every_metric_is_its_formula(tokens: list[tuple[float, float, float, bool]]) -> None:
     *scored, mask = (torch.tensor([column]) for column in zip(*tokens, strict=True))
@@ -95,24 +95,6 @@ def test_a_gap_of_one_part_only_is_all_of_it_or_nothing() -> None:
     }
     assert measured(rollout, rollout, other, mask)[SHARE] == 0.0
     assert measured(rollout, rollout, other, mask)[ENGINE] == 0.0
-
-
-def test_the_two_shares_add_to_one_and_leave_the_unit_interval_where_parts_cancel() -> None:
-    rollout = torch.full((1, 4), -8.0)  # every sum below is exact
-    e = torch.tensor([[1.0, -2.0, 4.0, -1.0]])
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    for part, share in ((-0.25, 4 / 3), (-0.5, 2.0), (1.0, 0.5), (3.0, 0.25), (-2.0, -1.0)):
-        learner = rollout + e + part * e
-        assert measured(rollout, rollout + e, learner, mask)[SHARE] == pytest.approx(share, rel=1e-15)
-        # Seen from the other side the engine's part is the rest.
-        rest = measured(-learner, -(rollout + e), -rollout, mask)[SHARE]
-        assert rest == pytest.approx(1 - share, abs=1e-15)
-
-
-def test_independent_parts_share_by_their_squares() -> None:
-    rollout, e, f, _ = drawn(5, (400, 100))
-    share = measured(rollout, rollout + e, rollout + e + 2 * f, torch.ones(400, 100, dtype=torch.bool))[SHARE]
-    assert share == pytest.approx(1 / 5, abs=0.01)  # 1 / (1 + 2^2), to the noise of 40,000 tokens
 
 
 @pytest.mark.parametrize("mask", [True, False])

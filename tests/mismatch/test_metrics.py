@@ -99,7 +99,7 @@ def measure(rollout_BT: Tensor, learner_BT: Tensor, mask_BT: Tensor) -> dict[str
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 10_000), spread=st.sampled_from([0.0, 1e-7, 1e-3, 0.3, 30.0]))
 def test_every_metric_is_its_formula(dtype: torch.dtype, seed: int, spread: float) -> None:
     case = random_case(seed, spread, dtype)
@@ -126,35 +126,6 @@ def test_gaps_of_fp32_rounding_are_measured_not_drowned() -> None:
     assert got["gap/equal_fraction"] == 0.0
     naive = (learner_BT - rollout_BT).exp() - 1 - (learner_BT - rollout_BT)
     assert not 0.1 < naive.mean().item() / (gap**2 / 2) < 10  # what fp32 would have reported
-
-
-def test_chi2_of_a_tiny_gap_keeps_its_digits() -> None:
-    """exp(2 log r) - 1 would be right to seven digits here."""
-    rollout_BT = torch.full((1, 2), -1.0, dtype=torch.float64)
-    got = measure(rollout_BT, rollout_BT + 1e-9, torch.ones(1, 2, dtype=torch.bool))
-    log_r = (-1.0 + 1e-9) - -1.0
-    assert got["gap/chi2_token"] == pytest.approx(math.expm1(2 * log_r), rel=1e-14, abs=0)
-    assert got["gap/chi2_seq"] == pytest.approx(math.expm1(4 * log_r), rel=1e-14, abs=0)
-
-
-def test_direction() -> None:
-    """A learner that finds the sampled tokens less likely than the rollout: kl above 0, perplexity ratio above 1."""
-    rollout_BT, learner_BT = torch.full((2, 3), math.log(0.5)), torch.full((2, 3), math.log(0.25))
-    got = measure(rollout_BT, learner_BT, torch.ones(2, 3, dtype=torch.bool))
-    assert got["gap/kl"] == pytest.approx(math.log(2), rel=1e-6)
-    assert got["gap/ppl_ratio"] == pytest.approx(2, rel=1e-6)
-    assert got["gap/seq_log_ratio_mean"] == pytest.approx(-3 * math.log(2), rel=1e-6)
-    assert got["gap/chi2_seq"] == pytest.approx(2.0**-6 - 1, rel=1e-6)
-
-
-def test_the_slope_is_the_drift_per_thousand_tokens() -> None:
-    length_B = torch.tensor([10, 200, 400, 700])
-    mask_BT = torch.arange(700) < length_B.unsqueeze(-1)
-    learner_BT = torch.full((4, 700), -1.0, dtype=torch.float64)
-    got = measure(learner_BT + 0.002, learner_BT, mask_BT)
-    assert got["gap/seq_log_ratio_slope"] == pytest.approx(-2.0, rel=1e-9)
-    equal_lengths = measure(learner_BT + 0.002, learner_BT, torch.ones_like(mask_BT))
-    assert equal_lengths["gap/seq_log_ratio_slope"] == 0.0
 
 
 def test_one_broken_token_leaves_its_sequence_out_of_the_sums() -> None:
@@ -199,7 +170,7 @@ def test_equal_means_equal_bits() -> None:
     assert transposed["gap/equal_fraction"] == pytest.approx(2 / 3)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 10_000), garbage=st.sampled_from([NAN, INF, -INF, 3e38, -3e38]), padding=st.integers(0, 4))
 def test_padding_is_never_seen(seed: int, garbage: float, padding: int) -> None:
     rollout_BT, learner_BT, mask_BT = random_case(seed, 0.2)
@@ -217,7 +188,7 @@ def test_padding_is_never_seen(seed: int, garbage: float, padding: int) -> None:
         assert dirty[name] == pytest.approx(clean[name], rel=1e-12, abs=1e-14), name
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     values=st.lists(
         st.tuples(

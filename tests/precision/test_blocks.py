@@ -107,7 +107,7 @@ elements = st.floats(allow_nan=False, allow_infinity=False, width=32)
 spread = st.floats(-4.0, 4.0, width=32)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     x=st.tuples(st.integers(1, 6), st.integers(1, 140)).flatmap(
         lambda shape: st.one_of(
@@ -124,7 +124,7 @@ def test_any_values_agree_with_the_reference(
     agrees(torch.from_numpy(x), fmt, block, power_of_two)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     x=arrays(np.float32, (3, 130), elements=st.floats(-(2.0**100), 2.0**100, width=32)),
     fmt=st.sampled_from([E4M3, E5M2]),
@@ -141,24 +141,7 @@ def test_a_power_of_two_is_quantised_again_to_itself(x: np.ndarray, fmt: NumberF
         assert torch.equal(round_to_format(values, BF16), values)  # so a bf16 copy gives the same codes
 
 
-def test_an_fp32_scale_is_not_so() -> None:
-    """Why weights are quantised from the master, once: through a half copy some codes change."""
-    x = torch.randn(512, 512)
-    direct = quantize(x, E4M3, SQUARE).codes.view(torch.uint8)
-    through_half = quantize(round_to_format(round_in_blocks(x, E4M3, SQUARE), BF16), E4M3, SQUARE)
-    assert not torch.equal(dequantize(through_half, SQUARE), round_in_blocks(x, E4M3, SQUARE))
-    from_copy = quantize(round_to_format(x, BF16), E4M3, SQUARE).codes.view(torch.uint8)
-    assert 0.005 < (from_copy != direct).float().mean().item() < 0.1
-
-
 # ---- rounding onto the grid
-
-
-@formats
-def test_rounding_by_addition_equals_the_cast_for_every_fp16_value(fmt: NumberFormat) -> None:
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
-    every = every[(every.abs() <= fmt.largest) | every.isnan()]
-    assert_rounds(every, fmt)
 
 
 @formats

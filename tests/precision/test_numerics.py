@@ -7,8 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from mantissa.precision.numerics import clamped_log_ratio, entropy, kl_estimate, masked_mean, masked_sum, token_logprob
@@ -70,7 +68,6 @@ def test_token_logprob_gradient_is_onehot_minus_softmax_over_temperature() -> No
     p = np.exp(oracle_logprobs(logits, 0.7)).astype(np.float64)
     expected = (np.eye(23)[tokens.numpy()] - p) / 0.7
     np.testing.assert_allclose(grad.numpy(), expected, atol=5e-7)
-    assert torch.autograd.gradcheck(lambda x: token_logprob(x, tokens, 0.7), logits.detach().double().requires_grad_())
 
 
 def test_token_logprob_of_a_row_does_not_depend_on_its_batch() -> None:
@@ -114,11 +111,6 @@ def test_entropy_and_its_gradient_survive_filtered_and_underflowing_tokens() -> 
     np.testing.assert_allclose(value.detach().numpy(), [expected.item(), 0.0], rtol=1e-6)
     np.testing.assert_allclose(grad[0].numpy(), [expected_grad[0], 0.0, expected_grad[1], 0.0], rtol=1e-5, atol=1e-8)
     assert grad[1].tolist() == [0.0, 0.0, 0.0, 0.0]
-
-
-def test_entropy_bounds_and_gradcheck() -> None:
-    torch.testing.assert_close(entropy(torch.zeros(2, 64)), torch.full((2,), math.log(64)))
-    assert torch.autograd.gradcheck(entropy, torch.randn(2, 7, dtype=torch.float64, requires_grad=True))
 
 
 # ---- masked sums
@@ -186,19 +178,3 @@ def test_kl_gradients(kind: str) -> None:
     wide = LOG_RATIOS.double().numpy()
     expected = {"k1": -np.ones_like(wide), "k2": wide, "k3": np.expm1(wide)}[kind]
     np.testing.assert_allclose(grad.numpy(), expected, rtol=3e-7)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=30))
-def test_k3_is_never_negative(values: list[float]) -> None:
-    assert bool((kl_estimate(torch.tensor(values), "k3") >= 0).all())
-
-
-def test_k1_and_k3_are_unbiased_over_a_distribution() -> None:
-    logp, logq = (torch.log_softmax(torch.randn(50, dtype=torch.float64), -1) for _ in range(2))
-    exact = (logp.exp() * (logp - logq)).sum()
-    for kind in ("k1", "k3"):
-        mean = (logp.exp() * kl_estimate(logq - logp, kind)).sum()  # type: ignore[arg-type]
-        torch.testing.assert_close(mean, exact)
-    k2 = (logp.exp() * kl_estimate(logq - logp, "k2")).sum()
-    assert abs(k2 - exact) > 0.01  # and k2 is not

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import re
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from mantissa.precision import (
     PRESETS,
     Fp8Policy,
     PrecisionPolicy,
-    format_named,
     resolve,
 )
 
@@ -37,33 +34,38 @@ def error_of(action: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("preset", "train", "rollout"),
-    [(f, f, f) for f in ("fp32", "bf16", "fp16", "fp8")]
-    + [("bf16-train-fp16-rollout", "bf16", "fp16"), ("fp8-rollout", "bf16", "fp8")],
+    ("preset", "expected"),
+    [
+        ("fp32", PrecisionPolicy()),
+        ("bf16", PrecisionPolicy(train="bf16", rollout="bf16")),
+        ("half", PrecisionPolicy(train="fp16", rollout="fp16")),
+        ("fp8", PrecisionPolicy(train="fp8", rollout="fp8", fp8=Fp8Policy())),
+        ("bf16-train-fp16-rollout", PrecisionPolicy(train="bf16", rollout="fp16")),
+        ("fp8-rollout", PrecisionPolicy(train="bf16", rollout="fp8")),
+    ],
 )
-def test_presets(preset: str, train: str, rollout: str) -> None:
-    policy = PrecisionPolicy.parse(preset)
-    assert policy == PRESETS[preset] == PrecisionPolicy.parse({"preset": preset})
-    assert (policy.train, policy.rollout, policy.logits, policy.kv_cache) == (train, rollout, "fp32", None)
-    assert (policy.backend, policy.fallback, policy.reference) == ("auto", "error", None)
+def test_presets(preset: str, expected: PrecisionPolicy) -> None:
+    assert PrecisionPolicy.parse(preset) == PrecisionPolicy.parse({"preset": preset}) == expected
+    assert (expected.logits, expected.backend, expected.fallback) == ("fp32", "auto", "error")
 
 
 def test_fields_override_the_preset_and_without_one_fp32() -> None:
-    mixed = PrecisionPolicy.parse({"preset": "bf16", "rollout": "fp16", "kv_cache": "bf16", "fallback": "warn"})
+    asked = {"preset": "bf16", "rollout": "float16", "kv_cache": "bf16", "fallback": "warn"}
+    mixed = PrecisionPolicy.parse(asked)
     assert mixed == PrecisionPolicy(train="bf16", rollout="fp16", kv_cache="bf16", fallback="warn")
+    assert asked["rollout"] == "float16"  # the caller's mapping stays as it was
     assert PrecisionPolicy.parse({"train": "fp16"}) == PrecisionPolicy(train="fp16", rollout="fp32")
+    assert PrecisionPolicy.parse({"preset": "fp8", "train": "fp16", "rollout": "fp16"}) == PRESETS["fp16"]
 
 
-def test_torch_names_become_ours_and_the_callers_mapping_stays() -> None:
-    asked = {"preset": "fp32", "train": "bfloat16", "logits": "float16"}
-    policy = PrecisionPolicy.parse(asked)
-    assert (policy.train, policy.logits) == ("bf16", "fp16")
-    assert asked == {"preset": "fp32", "train": "bfloat16", "logits": "float16"}
-
-
-def test_a_policy_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        PRESETS["fp32"].train = "fp16"  # type: ignore[misc]
+def test_the_fp8_block() -> None:
+    given = PrecisionPolicy.parse({"preset": "fp8", "fp8": {"base": "fp16", "exclude": ["down_proj"]}})
+    assert given.fp8 == Fp8Policy(base="fp16", exclude=("down_proj",))
+    assert (given.format_of("fp8"), given.format_of("bf16")) == (FP16, BF16)
+    assert Fp8Policy().forward_format is E4M3
+    assert [Fp8Policy(backward=b).backward_format for b in ("e4m3", "e5m2", "high")] == [E4M3, E5M2, None]
+    assert str(Fp8Policy(backward="e4m3")) == "e4m3, base bf16"
+    assert str(Fp8Policy(backward="high")) == "e4m3, gradients bf16, base bf16"
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,7 @@ def test_a_policy_is_frozen() -> None:
         ({"backend": "cuda"}, "precision.backend='cuda': expected one of auto, native, simulated"),
         ({"fallback": True}, "precision.fallback=True: expected one of error, warn"),
         ({"rolout": "fp16"}, "unknown key precision.rolout; did you mean 'rollout'? (keys: preset, train, rollout, "),
+        ({"reference": "fp32", "backend": "simulated"}, "precision.backend=simulated: train and rollout are fp32"),
         ({"backend": "simulated"}, "precision.backend=simulated: train and rollout are fp32, which is never simulated"),
     ],
     ids=str,
@@ -154,22 +157,13 @@ def test_a_reference_is_as_the_learner_unless_asked_for(train: str, reference: s
     assert role.active.name == (reference or train)
     assert role.backend == ("native" if role.active is FP32 else "simulated")
     assert ("differ by rounding" in role.reason) == (role.active is not resolved.learner.active)
-    assert re.fullmatch(r"[^\n]{10,140}[^.]", role.reason)
-
-
-def test_without_a_reference_there_is_no_line_for_it() -> None:
-    assert resolve(PRESETS["fp16"], "cpu").reference is None
-    asked = resolve(PrecisionPolicy(reference="bf16"), "cpu").reference  # to name its format is to want one
-    assert asked is not None
-    assert asked.active is BF16
+    assert resolve(PrecisionPolicy(train=train, reference=reference), "cpu").reference == (role if reference else None)
 
 
 def test_a_simulated_reference_alone_is_something_to_simulate() -> None:
     role = resolve(PrecisionPolicy(reference="fp16", backend="simulated"), "cpu").reference
     assert role is not None
     assert role.backend == "simulated"
-    message = error_of(lambda: PrecisionPolicy(reference="fp32", backend="simulated"))
-    assert message.startswith("precision.backend=simulated: train and rollout are fp32")
 
 
 @pytest.mark.parametrize(
@@ -200,18 +194,6 @@ def test_a_cache_may_be_coarser_than_the_rollout(rollout: str, cache: str, reaso
 def test_a_cache_may_not_be_finer(rollout: str, cache: str, harm: str) -> None:
     message = error_of(lambda: resolve(PrecisionPolicy(rollout=rollout, kv_cache=cache), "cpu"))
     assert message.startswith(f"precision.kv_cache={cache} is finer than the rollout's {rollout}: {harm}")
-
-
-def test_the_cache_rule_agrees_with_the_numbers() -> None:
-    """A refused cache changes no value of the rollout's grid, or only destroys it; an allowed one rounds."""
-    for rollout, cache in itertools.permutations(ROLES, 2):
-        grid = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
-        values = (torch.randn(4096) if rollout == "fp32" else grid.view(format_named(rollout).dtype).float()).float()
-        held = values[values.isfinite()].to(format_named(cache).dtype).float()
-        in_range = (held.abs() >= 2.0**-14) & held.isfinite()
-        adds_nothing = bool((held == values[values.isfinite()])[in_range].all())
-        refused = {("fp16", "fp32"), ("bf16", "fp32"), ("bf16", "fp16")}
-        assert adds_nothing == ((rollout, cache) in refused), (rollout, cache)
 
 
 # ---- resolving on a GPU, which these tests only pretend to have
@@ -248,9 +230,6 @@ class TestAGpuWithoutBf16:
             "precision: learner asked for bf16, but Test GPU has no bf16 arithmetic (it came with compute capability "
             "8.0); choose another format, or precision.backend=simulated, or precision.fallback=warn to use fp32"
         )
-
-    def test_names_the_rollout_where_that_is_the_one(self) -> None:
-        assert "rollout asked for bf16" in error_of(lambda: resolve(PrecisionPolicy(rollout="bf16"), "cuda"))
 
     def test_runs_fp16_and_simulated_bf16(self) -> None:
         assert resolve(PRESETS["fp16"], "cuda").learner.backend == "native"
@@ -325,24 +304,6 @@ def test_only_projections_in_layers_and_none_that_is_excluded(exclude: tuple[str
 def test_an_exclusion_without_effect_or_without_remainder(exclude: tuple[str, ...], said: str) -> None:
     with pytest.raises(MantissaError, match=said):
         Fp8Policy(exclude=exclude).check(NAMES)
-
-
-def test_formats() -> None:
-    assert Fp8Policy().forward_format is E4M3
-    assert [Fp8Policy(backward=b).backward_format for b in ("e4m3", "e5m2", "high")] == [E4M3, E5M2, None]
-    assert [str(Fp8Policy(backward=b)) for b in ("e4m3", "high")] == [  # type: ignore[arg-type]
-        "e4m3, base bf16",
-        "e4m3, gradients bf16, base bf16",
-    ]
-
-
-def test_the_presets_and_the_block() -> None:
-    assert PRESETS["fp8"] == PrecisionPolicy(train="fp8", rollout="fp8", fp8=Fp8Policy())
-    assert PRESETS["fp8-rollout"] == PrecisionPolicy(train="bf16", rollout="fp8")
-    given = PrecisionPolicy.parse({"preset": "fp8", "fp8": {"base": "fp16", "exclude": ["down_proj"]}})
-    assert given.fp8 == Fp8Policy(base="fp16", exclude=("down_proj",))
-    assert (given.format_of("fp8"), given.format_of("bf16")) == (FP16, BF16)
-    assert PrecisionPolicy.parse({"preset": "fp8", "train": "fp16", "rollout": "fp16"}) == PRESETS["fp16"]
 
 
 def test_a_role_on_a_cpu_is_simulated_on_its_base() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from fractions import Fraction
 from functools import cache
@@ -122,25 +121,6 @@ def test_every_midpoint_goes_to_the_even_neighbour_and_its_own_neighbours_do_not
         assert same_bits(rounded, expected)
 
 
-@pytest.mark.parametrize(
-    ("fmt", "last_kept", "first_beyond", "beyond"),
-    [
-        (FP16, 65519.996, 65520.0, math.inf),  # the tie at 65520 goes to the even side, which does not exist
-        (E5M2, 61439.996, 61440.0, math.inf),
-        (BF16, (2 - 2.0**-8 - 2.0**-23) * 2.0**127, (2 - 2.0**-8) * 2.0**127, math.inf),
-        (E4M3, 464.0, 464.00003, 448.0),
-    ],
-    ids=str,
-)
-def test_overflow_thresholds(fmt: NumberFormat, last_kept: float, first_beyond: float, beyond: float) -> None:
-    x = torch.tensor([last_kept, first_beyond, 3.4e38, math.inf])
-    expected = torch.tensor([fmt.largest, beyond, beyond, beyond])
-    for sign in (1, -1):
-        for rounding in (round_to_format, round_by_arithmetic):
-            assert torch.equal(rounding(sign * x, fmt), sign * expected)
-        assert torch.equal(round_to_format(sign * x.double(), fmt), sign * expected.double())
-
-
 class _RecordCasts(TorchDispatchMode):
     """The largest magnitude that was given to a cast to e4m3."""
 
@@ -182,25 +162,12 @@ def test_float64_just_beside_every_midpoint(fmt: NumberFormat) -> None:
     assert torch.equal(round_to_format(middle.nextafter(-inf), fmt), low)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(value=st.floats(), fmt=st.sampled_from([*NARROW, FP32]))
 def test_float64_against_exact_fractions(value: float, fmt: NumberFormat) -> None:
     x = torch.tensor([value], dtype=torch.float64)
     expected = torch.tensor([fraction_oracle(value, fmt)], dtype=torch.float64)
     assert same_bits(round_to_format(x, fmt), expected)
-
-
-@settings(max_examples=400, deadline=None)
-@given(data=st.data(), fmt=st.sampled_from(NARROW))
-def test_float64_near_a_random_midpoint_against_exact_fractions(data: st.DataObject, fmt: NumberFormat) -> None:
-    table = positive_values(fmt)
-    i = data.draw(st.integers(0, len(table) - 2))
-    offset = data.draw(st.floats(-1, 1))
-    value = float((table[i] + table[i + 1]) / 2 + offset * (table[i + 1] - table[i]) / 2)
-    got = round_to_format(torch.tensor([value], dtype=torch.float64), fmt).item()
-    assert got == fraction_oracle(value, fmt)
-    neighbour = bisect.bisect_left(table, got)
-    assert table[neighbour] == got
 
 
 def test_float64_keeps_what_fp32_cannot_hold_out_of_an_fp32_grid() -> None:
@@ -251,17 +218,6 @@ def test_in_place_changes_the_tensor_itself_also_a_strided_view(fmt: NumberForma
     kept = fresh.clone()
     assert round_to_format(fresh, fmt).data_ptr() != fresh.data_ptr()
     assert torch.equal(fresh, kept)
-
-
-@settings(max_examples=200, deadline=None)
-@given(values=st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=20), fmt=st.sampled_from(NARROW))
-def test_idempotent_monotone_odd_and_on_the_grid(values: list[float], fmt: NumberFormat) -> None:
-    x = torch.tensor(values).sort().values
-    once = round_to_format(x, fmt)
-    assert same_bits(round_to_format(once, fmt), once)
-    assert bool((once[1:] >= once[:-1]).all())
-    assert same_bits(round_to_format(-x, fmt), -once)
-    assert bool(is_on_grid(once, fmt).all())
 
 
 @narrow
