@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from mantissa.algorithms import (
-    CORRECTION_PRESETS,
-    CorrectionConfig,
-    correction,
-    importance_weights,
-    values,
-)
+from mantissa.algorithms import CORRECTION_PRESETS, CorrectionConfig, correction, importance_weights, values
 from mantissa.algorithms.correction import RejectUnit
 from mantissa.errors import MantissaError
 from mantissa.precision.numerics import KLEstimator

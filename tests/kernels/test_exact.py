@@ -201,10 +201,9 @@ def test_keys_and_values_are_rounded_as_the_cache_would_and_gradients_pass() -> 
         assert torch.equal(through, at)  # the rounding's own gradient is one: nothing more is rounded
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_in_fp32_a_decoder_and_its_gradients_are_the_native_familys(family: str) -> None:
+def test_in_fp32_a_decoder_and_its_gradients_are_the_native_familys() -> None:
     """The backward passes of the simulated family, where rounding is the identity and may not alias."""
-    model = make_model(FAMILIES[family])
+    model = make_model(FAMILIES["qwen2"])
     sizes = {tuple(w.shape) for w in model.parameters() if w.dim() == 2}
     tokens = torch.randint(0, 96, (3, 21), generator=torch.Generator().manual_seed(1))
     gradients: list[dict[str, Tensor]] = []

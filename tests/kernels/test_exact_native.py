@@ -208,20 +208,6 @@ def test_the_probe_accepts_the_family(fmt: NumberFormat) -> None:
     assert fmt is FP32 or "accumulates wider than it stores" in evidence
 
 
-@formats
-def test_gradients_of_a_product_are_the_fast_family_s(fmt: NumberFormat) -> None:
-    operands = [t.to(DEVICE) for t in (torch.randn(2, 5, 40).to(fmt.dtype), torch.randn(24, 40), torch.randn(24))]
-    results = []
-    for family in (NativeKernels(fmt), ExactNativeKernels(fmt)):
-        leaves = [t.clone().requires_grad_() for t in operands]
-        out = family.linear(*leaves)
-        logits = family.logits(leaves[0], leaves[1])
-        seeds = torch.ones_like(out) / 3, torch.ones_like(logits) / 7
-        results.append(torch.autograd.grad((out, logits), leaves, seeds))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2 * fmt.epsilon, atol=2 * fmt.epsilon)
-
-
 def test_keys_and_values_are_rounded_as_the_cache_rounds_them() -> None:
     """In a whole sequence too; the gradient passes straight through the rounding."""
     q, k, v = (torch.randn(1, h, 9, 16, device=DEVICE).half() for h in (4, 2, 2))

@@ -57,15 +57,6 @@ def test_a_way_can_be_asked_for(way: str) -> None:
     assert way in plan.lines()[0]
 
 
-def test_the_number_of_threads_is_restored_whatever_happens() -> None:
-    with threads(2):
-        plan_exact(SHAPES, ROLE, "cpu")
-        assert torch.get_num_threads() == 2
-        with pytest.raises(MantissaError), OtherLibrary(lambda rows, terms: terms, error=1e-3):
-            plan_exact(SHAPES, ROLE, "cpu")
-        assert torch.get_num_threads() == 2
-
-
 def cut(*counts: int) -> Callable[[int, int], int]:
     """A library that cuts the sum of a call with one of these numbers of rows in two."""
     return lambda rows, terms: terms // 2 if rows in counts else terms
@@ -135,7 +126,7 @@ def test_where_nothing_repeats_fp64_still_does_and_the_reason_is_told() -> None:
     assert why.endswith("a row is the same at every place")
 
 
-@pytest.mark.parametrize(("precision", "library"), [("fp32", "rows"), ("bf16", "unsteady"), ("fp16", "rows")])
+@pytest.mark.parametrize(("precision", "library"), [("bf16", "unsteady"), ("fp16", "rows")])
 def test_with_such_a_library_log_probs_are_equal_all_the_same(library: str, precision: str) -> None:
     """End to end on the fallbacks that the probe chose; the fast family, on the same library, is not equal."""
     requests = ragged(6, samples=2)
@@ -161,6 +152,13 @@ def test_where_not_even_fp64_repeats_the_run_does_not_start() -> None:
     )
     with OtherLibrary(lambda rows, terms: terms, error=1e-3), pytest.raises(MantissaError, match=message):
         plan_exact(SHAPES, ROLE, "cpu")
+
+
+def test_the_number_of_threads_is_restored_whatever_happens() -> None:
+    with threads(2):
+        with pytest.raises(MantissaError), OtherLibrary(lambda rows, terms: terms, error=1e-3):
+            plan_exact(SHAPES, ROLE, "cpu")
+        assert torch.get_num_threads() == 2
 
 
 def test_an_operation_with_one_way_only_must_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,28 +5,14 @@ Not yet run on a GPU. The tables of operations, embeddings and the probe run on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_oracle import attended
-from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
-from mantissa.precision import (
-    BF16,
-    E4M3,
-    E5M2,
-    FP16,
-    FP32,
-    PRESETS,
-    NumberFormat,
-    PrecisionPolicy,
-    resolve,
-    round_by_arithmetic,
-    round_to_format,
-)
+from mantissa.kernels import NativeKernels
+from mantissa.precision import BF16, E4M3, E5M2, FP16, FP32, NumberFormat, round_by_arithmetic, round_to_format
 
 pytestmark = pytest.mark.gpu
 halves = pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
@@ -100,34 +86,3 @@ def test_fp32_is_not_tf32() -> None:
     out = NativeKernels(FP32).linear(a.cuda(), b.cuda()).cpu().double()
     exact, terms = a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()
     assert bool(((out - exact).abs() <= 2.0**-18 * terms).all())  # TF32 errs by 2^-11 a term
-
-
-ELEMENTWISE: dict[str, tuple[list[tuple[int, ...]], Callable[[Kernels, list[Tensor]], Tensor]]] = {
-    "add": ([(64, 256), (64, 256)], lambda f, x: f.add(*x)),
-    "weight": ([(64, 256)], lambda f, x: f.weight(x[0])),
-    "rotate": ([(2, 4, 16, 32), (2, 16, 32), (2, 16, 32)], lambda f, x: f.rotate(x[0], x[1], x[2])),
-    "rms_norm": ([(64, 256), (256,)], lambda f, x: f.rms_norm(x[0], x[1], 1e-6)),
-    "swiglu": ([(64, 256), (64, 256)], lambda f, x: f.swiglu(*x)),
-}
-
-
-@halves
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_simulated_on_cuda_is_simulated_on_the_cpu(name: str, fmt: NumberFormat) -> None:
-    shapes, run = ELEMENTWISE[name]
-    operands = [on_grid(fmt, *shape) for shape in shapes]
-    kernels = SimulatedKernels(fmt)
-    cpu, cuda = run(kernels, operands), run(kernels, [x.cuda() for x in operands]).cpu()
-    if name in ("add", "weight", "rotate"):
-        assert torch.equal(cpu, cuda)
-    else:  # each device has its own exp, rsqrt and order of a sum
-        torch.testing.assert_close(cuda, cpu, rtol=fmt.epsilon * 2, atol=fmt.smallest_subnormal)
-        assert (cpu != cuda).float().mean() < 0.01
-
-
-def test_presets_resolve_to_native_kernels() -> None:
-    for policy in PRESETS.values():
-        resolved = resolve(policy, "cuda")
-        assert {r.backend for r in resolved.roles} == {"native"}
-    simulated = resolve(PrecisionPolicy(train="fp16", backend="simulated"), "cuda")
-    assert simulated.learner.backend == "simulated"

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from attention_oracle import FAMILIES, probabilities
 from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
-from mantissa.kernels.exact.native import ExactNativeKernels
 from mantissa.precision import BF16, FP16, FP32, Fp8Policy, NumberFormat, is_on_grid, round_to_format
 
 ACCUMULATION = 2.0**-20
@@ -290,13 +289,6 @@ def test_families_are_made_without_triton() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split() == ["bf16", "bf16", "fp32"]
-
-
-def test_what_needs_no_kernel_of_ours_is_torch_s() -> None:
-    family, x, y = ExactNativeKernels(BF16), torch.randn(3, 4).bfloat16(), torch.randn(3, 4).bfloat16()
-    table, tokens = torch.randn(7, 4), torch.tensor([[1, 6]])
-    assert torch.equal(family.add(x, y), (x.float() + y.float()).bfloat16())
-    assert torch.equal(family.embedding(tokens, table), table[tokens].bfloat16())
 
 
 def test_a_layer_that_fp8_leaves_out_is_the_base_s() -> None:

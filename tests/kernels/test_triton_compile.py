@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from mantissa.kernels.exact.native import ExactNativeKernels
 from mantissa.kernels.native import NativeKernels
-from mantissa.precision import BF16, E4M3, E5M2, FP16, FP32, Fp8Policy, NumberFormat
+from mantissa.precision import BF16, FP16, FP32, Fp8Policy, NumberFormat
 from triton_compiled import compiled, recorded
 from triton_interpreter import INTERPRETED
 
@@ -136,15 +136,6 @@ def test_fp8_compiles_for_hopper(backward: Any, power_of_two: bool) -> None:
             assert "div.rn.f32" in ptx  # the division is IEEE's
             assert "div.rn.ftz" not in ptx
             assert re.search(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32", ptx)
-
-
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("block_rows", [1, 128])
-def test_quantisation_compiles_for_ragged_shapes(fmt: NumberFormat, block_rows: int) -> None:
-    from mantissa.kernels.triton.products import quantize
-
-    (kernel,) = compiled(lambda: quantize(torch.zeros(33, 300), fmt, block_rows, False), 90)
-    assert "div.rn.f32" in kernel.asm["ptx"]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

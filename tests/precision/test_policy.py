@@ -9,17 +9,7 @@ import pytest
 import torch
 
 from mantissa.errors import MantissaError
-from mantissa.precision import (
-    BF16,
-    E4M3,
-    E5M2,
-    FP16,
-    FP32,
-    PRESETS,
-    Fp8Policy,
-    PrecisionPolicy,
-    resolve,
-)
+from mantissa.precision import BF16, E4M3, E5M2, FP16, FP32, PRESETS, Fp8Policy, PrecisionPolicy, resolve
 
 
 def error_of(action: Any) -> str:
