@@ -25,7 +25,7 @@ from mantissa.kernels import (
     reference_kernels,
     rollout_kernels,
 )
-from mantissa.kernels.exact.attention import ExactAttention, cached, causal, product
+from mantissa.kernels.exact.kernels import ExactAttention, cached, causal, product
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, pieces
 from mantissa.kernels.exact.probe import threads
 from mantissa.kernels.products import _ONEDNN, packed

@@ -22,7 +22,7 @@ from torch import Tensor
 import exact_worker
 from exact_policies import FAMILIES, FORMATS, Policies, exactly, make_model, ragged
 from mantissa.kernels import ExactKernels
-from mantissa.kernels.exact.attention import causal
+from mantissa.kernels.exact.kernels import causal
 from mantissa.kernels.exact.plan import WAYS
 from mantissa.model import Decoder, LoraShape, attach, trained_parameters
 from mantissa.rollout import Request

@@ -11,18 +11,19 @@ from mantissa.algorithms.aggregation import (
     values,
 )
 from mantissa.algorithms.correction import CORRECTION_PRESETS, CorrectionConfig, correction, importance_weights
-from mantissa.algorithms.flowrl import FlowRLConfig, flowrl_loss
 from mantissa.algorithms.losses import (
     CISPOConfig,
     DAPOConfig,
+    FlowRLConfig,
     GSPOConfig,
     PolicyLoss,
     PolicyLossConfig,
     PPOClipConfig,
     ReinforceConfig,
+    flowrl_loss,
+    log_ratio_parts,
     policy_loss,
 )
-from mantissa.algorithms.ratio_parts import log_ratio_parts
 from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward, reference_drift
 
 __all__ = [

@@ -7,7 +7,7 @@ import importlib.util
 from mantissa.errors import MantissaError
 from mantissa.kernels.autocast import Autocast, autocast_for, probe_autocast
 from mantissa.kernels.exact.kernels import ExactKernels
-from mantissa.kernels.exact.native import check_invariance
+from mantissa.kernels.exact.native import ExactNativeKernels, check_invariance
 from mantissa.kernels.exact.plan import WAYS, ExactPlan, ModelShapes, Way
 from mantissa.kernels.exact.probe import plan_exact
 from mantissa.kernels.interface import Kernels
@@ -42,28 +42,21 @@ def _kernels(role: ResolvedRole, precision: ResolvedPrecision, plan: ExactPlan |
     """A role's family. ``copies``: its weights are copies, made by ``copied``; a native family tells by their dtype."""
     fmt, logits, cache = role.active, precision.logits.active, precision.kv_cache.active
     cuda = precision.device.startswith("cuda")
-    if cuda and role.backend == "native" and (role.exact or role.fp8 is not None):
-        _check_triton(role)
+    needs_triton = cuda and role.backend == "native" and (role.exact or role.fp8 is not None)
+    if needs_triton and importlib.util.find_spec("triton") is None:
+        raise MantissaError(
+            f"precision: the {role.role}'s {'exact kernels' if role.exact else 'fp8 products'} are Triton kernels, and "
+            "triton is not installed; it comes with torch's CUDA build"
+        )
     if role.exact and not cuda:
         if plan is None:
             raise ValueError(f"the {role.role}'s kernels are exact: pass the plan that plan_exact made")
         return ExactKernels(fmt, plan, logits, copies, cache, role.fp8)
     if role.exact:
-        from mantissa.kernels.exact.native import ExactNativeKernels
-
         return ExactNativeKernels(fmt, logits, role.fp8, cache)
     if role.backend == "native":
         return NativeKernels(fmt, logits, role.fp8)
     return SimulatedKernels(fmt, logits, copies, role.fp8)
-
-
-def _check_triton(role: ResolvedRole) -> None:
-    what = "exact kernels" if role.exact else "fp8 products"
-    if importlib.util.find_spec("triton") is None:
-        raise MantissaError(
-            f"precision: the {role.role}'s {what} are Triton kernels, and triton is not installed; it comes with "
-            "torch's CUDA build"
-        )
 
 
 __all__ = [

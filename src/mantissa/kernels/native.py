@@ -3,7 +3,7 @@
 On CUDA the products run on the tensor cores with fp32 accumulation and attention is a flash kernel: flash-attn's where
 it is installed, else the one behind torch's ``scaled_dot_product_attention`` (both take fp16 and bf16 only, so fp32
 uses torch's memory-efficient one, which wants as many key heads as query heads). On a CPU this family is fp32's, with
-attention of our own (``attention.py`` says why); fp16 and bf16 are slow or vary from CPU to CPU.
+attention of our own (``simulated.py`` says why); fp16 and bf16 are slow or vary from CPU to CPU.
 
 Every cast is on a line of its own. The two-line ``weight`` is all that mixed precision needs: the fp32 master is cast
 where it is used, and autograd casts the gradient back.
@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.kernels import products
-from mantissa.kernels.attention import CausalAttention, cached_probabilities, rotate_fp32
-from mantissa.kernels.simulated import Linear, RMSNorm, Rotate
+from mantissa.kernels.simulated import CausalAttention, Linear, RMSNorm, Rotate, cached_probabilities, rotate_fp32
 from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format
 from mantissa.precision.numerics import token_logprob
 
@@ -48,7 +47,7 @@ class NativeKernels:
     def copied(self, master: Tensor, layer: str = "") -> Tensor | BlockScaled:
         if self.fp8 is None or not self._in_fp8(layer):
             return self.weight(master.detach())
-        from mantissa.kernels.triton.fp8 import quantized_weight
+        from mantissa.kernels.triton.products import quantized_weight
 
         return quantized_weight(master, self.fp8)
 
@@ -66,7 +65,7 @@ class NativeKernels:
             if self._is_cpus_own(x_NE):
                 return Linear.apply(x_NE, weight, bias, FP32, FP32, products.product)
             return F.linear(x_NE, weight, bias)
-        from mantissa.kernels.triton.fp8 import Fp8Linear
+        from mantissa.kernels.triton.products import Fp8Linear
 
         if isinstance(weight_FE, BlockScaled):
             return Fp8Linear.apply(x_NE, weight_FE.codes, weight_FE.scales, bias, self.fp8)

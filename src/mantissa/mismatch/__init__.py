@@ -1,25 +1,20 @@
 """The gap between the policy that samples and the policy that learns: metrics, their healthy ranges."""
 
-from mantissa.mismatch.catalogue import (
+from mantissa.mismatch.metrics import (
     ADVANTAGE_METRICS,
     ALL_METRICS,
     CORRECTION_METRICS,
+    ENGINE_METRICS,
     FLOWRL_METRICS,
+    GAP_METRICS,
     POLICY_METRICS,
     REFERENCE_METRICS,
+    Metric,
+    engine_share,
+    gap_metrics,
 )
-from mantissa.mismatch.metrics import ENGINE_METRICS, GAP_METRICS, Metric, engine_share, gap_metrics
 
 __all__ = [
-    "ADVANTAGE_METRICS",
-    "ALL_METRICS",
-    "CORRECTION_METRICS",
-    "ENGINE_METRICS",
-    "FLOWRL_METRICS",
-    "GAP_METRICS",
-    "POLICY_METRICS",
-    "REFERENCE_METRICS",
-    "Metric",
-    "engine_share",
-    "gap_metrics",
-]
+    "ADVANTAGE_METRICS", "ALL_METRICS", "CORRECTION_METRICS", "ENGINE_METRICS", "FLOWRL_METRICS", "GAP_METRICS",
+    "POLICY_METRICS", "REFERENCE_METRICS", "Metric", "engine_share", "gap_metrics",
+]  # fmt: skip

@@ -10,10 +10,21 @@ from mantissa.precision.blocks import (
     round_cached,
     round_in_blocks,
 )
-from mantissa.precision.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, NumberFormat, format_named
-from mantissa.precision.policy import PRESETS, Fp8Policy, PrecisionPolicy
-from mantissa.precision.resolve import ResolvedPrecision, ResolvedRole, resolve
-from mantissa.precision.rounding import is_on_grid, round_by_arithmetic, round_to_format, round_to_format_
+from mantissa.precision.formats import (
+    BF16,
+    E4M3,
+    E5M2,
+    FORMATS,
+    FP16,
+    FP32,
+    NumberFormat,
+    format_named,
+    is_on_grid,
+    round_by_arithmetic,
+    round_to_format,
+    round_to_format_,
+)
+from mantissa.precision.policy import PRESETS, Fp8Policy, PrecisionPolicy, ResolvedPrecision, ResolvedRole, resolve
 
 __all__ = [
     "ALONG_COLUMNS", "ALONG_ROWS", "BF16", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "PRESETS", "SQUARE",

@@ -36,9 +36,8 @@ import torch
 from torch import Tensor
 
 from mantissa.errors import MantissaError
-from mantissa.precision.formats import E4M3, NumberFormat
+from mantissa.precision.formats import E4M3, NumberFormat, round_to_format
 from mantissa.precision.policy import BLOCK
-from mantissa.precision.rounding import round_to_format
 
 Block = tuple[int, int]
 

@@ -18,6 +18,20 @@ The significand has one implicit bit more than the mantissa column says: 8 bits 
 NaN stays. Torch's cast agrees from 2.13 on; before, on a CPU, it made NaN of anything above 464.
 
 Sources: IEEE 754-2019 (binary16, binary32); OCP 8-bit floating point specification 1.0 (e4m3, e5m2).
+
+Rounding onto a grid: from any float tensor to the values a format can hold, in the tensor's own dtype.
+
+Low precision on a CPU is *simulated*: a tensor stays fp32 in memory, but every value in it is one that the format can
+represent. Rounding is to nearest, ties to even, with gradual underflow, as the hardware does.
+
+Two implementations. ``round_to_format`` is the fast one: for fp32 input a cast to the format's dtype and back, at
+0.07-0.25 ms per million elements. ``round_by_arithmetic`` is the reference, which never casts: it scales by exact
+powers of two in float64 and rounds to integer. The fast path falls back on it where a cast would be wrong: torch casts
+float64 to a half or to fp8 through float32, which rounds twice (1 + 2^-11 + 2^-40 must round up to 1 + 2^-10 in fp16,
+but passes through the tie 1 + 2^-11 and ends at 1).
+
+What a cast to e4m3 does beyond 448 depends on the torch version (NaN on a CPU before 2.13, 448 from then on), so the
+saturation is ours: a clamp before the cast.
 """
 
 from __future__ import annotations
@@ -26,6 +40,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from mantissa.errors import MantissaError, nearest
 
@@ -87,3 +102,60 @@ def format_named(name: str) -> NumberFormat:
         hint = nearest(name, [*FORMATS, *ALIASES])
         raise MantissaError(f"unknown number format {name!r}: expected one of {', '.join(FORMATS)}{hint}")
     return FORMATS[known]
+
+
+def round_to_format(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """Return ``x`` rounded to the nearest value of ``fmt`` (ties to even), in the dtype of ``x``.
+
+    Beyond ``fmt.largest`` the result is inf or saturates, as ``fmt.overflow`` says; NaN stays NaN. The result must be a
+    value of the dtype of ``x`` too: fp16 input rounded to bf16 becomes inf from 65408 on, for fp16 has no 65536.
+    A new tensor, except where rounding is the identity (``fmt`` is fp32 and ``x`` is no wider), which returns ``x``.
+    Differentiable, except from float64: the gradient is rounded too, by the casts' own backward.
+    """
+    if fmt.mantissa_bits >= 23 and x.dtype != torch.float64:
+        return x
+    if x.dtype == torch.float64:
+        return round_by_arithmetic(x, fmt)
+    # x.dtype is fp32 or narrower: one exact widening or none, then one rounding in the cast.
+    return _cast(x, fmt).to(x.dtype)
+
+
+def round_to_format_(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """``round_to_format`` in place, for a tensor that the caller owns; returns ``x``.
+
+    Large allocations cost a page fault per 4 KiB, several times the rounding itself: this makes one, of half the size.
+    """
+    if fmt.mantissa_bits >= 23 and x.dtype != torch.float64:
+        return x
+    if x.dtype == torch.float64:
+        return x.copy_(round_by_arithmetic(x, fmt))
+    return x.copy_(_cast(x, fmt))
+
+
+def _cast(x: Tensor, fmt: NumberFormat) -> Tensor:
+    if fmt.overflow == "saturate":
+        x = x.clamp(-fmt.largest, fmt.largest)  # keeps NaN; what lies between 448 and 464 would round to 448 anyway
+    return x.to(fmt.dtype)
+
+
+def round_by_arithmetic(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """The reference: round onto the grid of ``fmt`` with float64 arithmetic only, in the dtype of ``x``.
+
+    For |x| in [2^e, 2^(e+1)) the grid's spacing is s = 2^(max(e, 1-bias) - mantissa_bits), and the result is
+    s * round_half_even(x / s). Both the division and the product are by powers of two, hence exact. A result beyond
+    the largest value becomes inf or saturates.
+    """
+    wide = x.to(torch.float64)  # exact: float64 holds every value of the narrower formats
+    _, exponent = torch.frexp(wide)  # |x| = m * 2^exponent with m in [0.5, 1), so e = exponent - 1
+    spacing_exponent = (exponent - 1).clamp(min=1 - fmt.bias) - fmt.mantissa_bits
+    spacing = torch.ldexp(torch.ones_like(wide), spacing_exponent)
+    rounded = torch.round(wide / spacing) * spacing  # torch.round is half to even and keeps the sign of zero
+    rounded = torch.where(wide.isfinite(), rounded, wide)  # frexp gives inf and NaN no defined exponent
+    beyond = torch.full_like(wide, fmt.largest if fmt.overflow == "saturate" else float("inf"))
+    rounded = torch.where(rounded.abs() > fmt.largest, torch.copysign(beyond, wide), rounded)
+    return rounded.to(x.dtype)  # exact: x's dtype holds the grid's values, or inf beyond its own largest
+
+
+def is_on_grid(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """True where a value is one that ``fmt`` can represent (NaN counts as representable). Shape of ``x``, bool."""
+    return (round_to_format(x, fmt) == x) | x.isnan()

@@ -16,7 +16,7 @@ of threads alone, and not on the numbers or where they lie in memory (two places
 - ``fp64``: tiles of sums in float64, rounded to fp32 once. Of half operands they are so nearly exact that their order
   does not reach the result; of fp32 operands it does about once in 2^29 roundings, which is why it comes last.
 
-Attention is cut likewise: so many heads a call, so many queries, keys in blocks (``attention.py``).
+Attention is cut likewise: so many heads a call, so many queries, keys in blocks (``kernels.py``).
 """
 
 from __future__ import annotations

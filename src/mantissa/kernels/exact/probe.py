@@ -25,8 +25,7 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.kernels import probe as probes
-from mantissa.kernels.exact.attention import BLOCK, KEYS, ExactAttention, batched, cached, causal, product
-from mantissa.kernels.exact.kernels import ExactKernels
+from mantissa.kernels.exact.kernels import BLOCK, KEYS, ExactAttention, ExactKernels, batched, cached, causal, product
 from mantissa.kernels.exact.plan import WAYS, AttentionChoice, Choice, ExactPlan, ModelShapes, Way
 from mantissa.kernels.interface import Kernels
 from mantissa.kernels.products import packable, packed

@@ -38,7 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mantissa.kernels.triton.common import LAUNCH, PROGRAMS, aligned, ceil_div, power_of_two_above
+from mantissa.kernels.triton import LAUNCH, PROGRAMS, aligned, ceil_div, power_of_two_above
 
 KEYS = 64  # a block of keys
 CHUNK = 512  # keys that a program takes where there are few queries: a multiple of KEYS

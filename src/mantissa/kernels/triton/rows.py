@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mantissa.kernels.triton.common import LAUNCH, aligned, ceil_div, exp, power_of_two_above
+from mantissa.kernels.triton import LAUNCH, aligned, ceil_div, exp, power_of_two_above
 
 
 class RMSNorm(torch.autograd.Function):
