@@ -246,39 +246,6 @@ def test_gaps_of_both_signs_beyond_fp32_cancel_rather_than_become_nan() -> None:
     assert weight.tolist() == [[1.0] * 4]
 
 
-@pytest.mark.parametrize("name", CORRECTION_PRESETS)
-@settings(deadline=None, max_examples=6)
-@given(seed=st.integers(0, 10_000), garbage=st.sampled_from([NAN, INF, -INF, 3e38, 0.0]))
-def test_padding_is_never_seen(name: str, seed: int, garbage: float) -> None:
-    logp_BT, rollout_BT, mask_BT = random_case(seed, 0.5)
-    clean = correction(logp_BT, rollout_BT, mask_BT, CONFIGS[name])
-    dirty = correction(
-        torch.where(mask_BT, logp_BT, garbage), torch.where(mask_BT, rollout_BT, -garbage), mask_BT, CONFIGS[name]
-    )
-    assert torch.equal(clean[0], dirty[0])
-    assert torch.equal(clean[1], dirty[1])
-    for key, value in clean[2].items():
-        assert torch.equal(value.parts, dirty[2][key].parts), key
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (2, 3)])
-@pytest.mark.parametrize("name", CORRECTION_PRESETS)
-def test_nothing_valid(name: str, shape: tuple[int, int]) -> None:
-    logp_BT = torch.full(shape, NAN)
-    weight, valid, metrics = correction(logp_BT, logp_BT, torch.zeros(shape, dtype=torch.bool), CONFIGS[name])
-    assert torch.equal(weight, torch.zeros(shape))
-    assert not valid.any()
-    assert all(value.item() == 0 for value in values(metrics).values())
-
-
-def test_weights_carry_no_gradient() -> None:
-    logp_BT = torch.zeros(1, 2, requires_grad=True)
-    weight, _, _ = correction(
-        logp_BT, torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), CORRECTION_PRESETS["token_tis"]
-    )
-    assert not weight.requires_grad
-
-
 def test_missing_rollout_log_probs_are_an_error_not_a_weight_of_one() -> None:
     for config in CORRECTION_PRESETS.values():
         with pytest.raises(MantissaError, match="rollout's log-probs and got none"):

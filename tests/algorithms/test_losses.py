@@ -176,45 +176,6 @@ def test_a_bound_holds_only_what_has_gone_far(kind: Any, ratio: float, advantage
     assert logp.grad.item() == pytest.approx(gradient, rel=1e-6)
 
 
-def test_only_logp_receives_a_gradient() -> None:
-    batch = make_batch(1)
-    leaves = {k: v.clone().requires_grad_() if v.is_floating_point() else v for k, v in batch.items()}
-    policy_loss(**leaves, config=PPOClipConfig())[0].backward()
-    assert leaves["logp_BT"].grad is not None
-    for name in ("old_logp_BT", "advantage_B", "weight_BT"):
-        assert leaves[name].grad is None, name
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@settings(deadline=None, max_examples=6)
-@given(
-    seed=st.integers(0, 10_000),
-    garbage=st.lists(st.sampled_from([NAN, INF, -INF, 3e38, -3e38]), min_size=5, max_size=5),
-)
-def test_what_lies_under_the_mask_never_matters(config: Any, seed: int, garbage: list[float]) -> None:
-    batch = make_batch(seed)
-    mask_BT = batch["mask_BT"]
-    names = ("logp_BT", "old_logp_BT", "weight_BT", "scale_BT")
-    dirty = {k: torch.where(mask_BT, batch[k], g) for k, g in zip(names, garbage, strict=False)}
-    dirty["advantage_B"] = torch.where(mask_BT.any(-1), batch["advantage_B"], garbage[4])
-    loss, gradient, metrics = loss_and_gradient(batch, config)
-    with torch.autograd.set_detect_anomaly(True):  # no step backward makes a NaN, not even one dropped later
-        dirty_loss, dirty_gradient, dirty_metrics = loss_and_gradient(batch | dirty, config)
-    assert torch.equal(dirty_loss, loss)
-    assert torch.equal(dirty_gradient, gradient)
-    assert (dirty_gradient[~mask_BT] == 0).all()
-    assert dirty_metrics == metrics
-    wider = {
-        name: torch.cat([x, torch.full((4, 2), NAN if x.is_floating_point() else 0, dtype=x.dtype)], 1)
-        for name, x in batch.items()
-        if name.endswith("_BT")
-    }
-    padded, padded_gradient, padded_metrics = loss_and_gradient(batch | wider, config)
-    torch.testing.assert_close(padded, loss, rtol=1e-13, atol=1e-14)
-    torch.testing.assert_close(padded_gradient[:, :5], gradient, rtol=1e-13, atol=0)
-    torch.testing.assert_close(padded_metrics, metrics, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize(("gap", "sign"), [(25.0, 1.0), (-25.0, -1.0), (100.0, -1.0), (-1e30, 1.0), (1e30, 1.0)])
 @pytest.mark.parametrize("kind", [PPOClipConfig, DAPOConfig, GSPOConfig])
 def test_extreme_ratios_stay_finite_in_fp32(gap: float, sign: float, kind: Any) -> None:
@@ -267,21 +228,6 @@ def test_no_clamp_makes_a_finite_loss_of_a_log_prob_that_is_not(config: Any) -> 
         unread = isinstance(config, ReinforceConfig) and name == "old_logp_BT"
         assert bool(loss.isfinite()) == unread
         assert measured["policy/nonfinite"].item() == 1
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (3, 4)])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_micro_batch_of_padding_has_no_loss_and_no_gradient(config: Any, shape: tuple[int, int]) -> None:
-    logp = torch.full(shape, NAN, requires_grad=True)
-    junk = torch.full(shape, NAN)
-    loss, metrics = policy_loss(
-        logp, junk, torch.full(shape[:1], NAN), torch.zeros(shape, dtype=torch.bool), junk, junk, config
-    )
-    loss.backward()
-    assert loss.item() == 0.0
-    assert logp.grad is not None
-    assert torch.equal(logp.grad, torch.zeros(shape))
-    assert all(value.item() == 0 for value in values(metrics).values())
 
 
 def test_the_kind_chooses_the_fields() -> None:

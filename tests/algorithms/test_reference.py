@@ -123,24 +123,6 @@ def test_what_each_estimators_gradient_is_of() -> None:
     torch.testing.assert_close(expected_gradient("k3", theta, reference), forward, **close)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=6)
-@given(seed=st.integers(0, 999), garbage=st.sampled_from([NAN, INF, -INF, 3e38]))
-def test_what_lies_under_the_mask_never_matters(kind: str, seed: int, garbage: float) -> None:
-    batch = make_batch(seed)
-    mask = batch["mask_BT"]
-    dirty = {k: torch.where(mask, x, garbage) if k != "mask_BT" else x for k, x in batch.items()}
-    gradients = []
-    for data in (batch, dirty):
-        logp = data["logp_BT"].clone().requires_grad_()
-        with torch.autograd.set_detect_anomaly(True):
-            loss, _ = kl_loss(**(data | {"logp_BT": logp}), config=config(kind))
-            loss.backward()
-        reward, _ = kl_reward(torch.zeros(B), data["logp_BT"], data["ref_logp_BT"], mask, config(kind))
-        gradients.append((loss.detach(), logp.grad, reward))
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
 def test_missing_or_broken_reference_log_probs_do_not_pass_unseen() -> None:
     batch: dict[str, Any] = make_batch(1)
     with pytest.raises(MantissaError, match="reference policy's log-probs and got none"):

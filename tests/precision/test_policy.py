@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -108,52 +107,84 @@ ROLES = ("fp32", "bf16", "fp16")
 ONCE_MORE = "asked for: keys and values are rounded once more into the cache"
 
 
-@pytest.mark.parametrize("train", ROLES)
-@pytest.mark.parametrize("rollout", ROLES)
-@pytest.mark.parametrize("backend", ["auto", "native", "simulated"])
-def test_every_combination_on_a_cpu(train: str, rollout: str, backend: Any) -> None:
-    if backend == "simulated" and train == rollout == "fp32":
-        return  # refused: see above
-    resolved = resolve(PrecisionPolicy(train=train, rollout=rollout, backend=backend), "cpu")
-    for role, asked in ((resolved.learner, train), (resolved.rollout, rollout)):
-        assert role.requested == asked == role.active.name
-        assert role.backend == ("native" if asked == "fp32" or backend == "native" else "simulated")
-        assert (asked in role.reason) == (role.backend == "simulated" or asked == "fp32")
-    assert resolved.master.active is FP32
-    assert resolved.logits.active is FP32
-    assert resolved.kv_cache.active is resolved.rollout.active
-    assert resolved.kv_cache.backend == resolved.logits.backend == resolved.rollout.backend
-    assert resolved.device == "cpu"
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Two GPUs, which these tests only pretend to have."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Test GPU")
+    return monkeypatch
 
 
-def test_the_table_is_plain_strings_one_line_a_role() -> None:
-    rows = resolve(PrecisionPolicy(train="bf16", rollout="fp16", logits="bf16", kv_cache="bf16"), "cpu").rows()
-    assert [r["role"] for r in rows] == ["learner", "rollout", "master", "logits", "kv_cache"]
-    assert [r["requested"] for r in rows] == ["bf16", "fp16", "fp32", "bf16", "bf16"]
-    assert [r["active"] for r in rows] == ["bf16", "fp16", "fp32", "bf16", "bf16"]
-    assert [r["kernels"] for r in rows] == ["simulated", "simulated", "native", "simulated", "simulated"]
-    assert all(isinstance(v, str) and v and "\n" not in v for r in rows for v in r.values())
-    assert "rounded to bf16 on both sides" in rows[3]["reason"]
+def of(gpu: pytest.MonkeyPatch, *capability: int) -> None:
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
 
-@pytest.mark.parametrize("reference", [None, *ROLES])
-@pytest.mark.parametrize("train", ROLES)
+EXACT = {"kernels": "exact"}
+# Fields beside train and rollout; a GPU's compute capability, none for a CPU; what learner and rollout become, and the
+# cache where its line says more than the rollout's.
+TABLE: list[tuple[str, str, dict[str, Any], tuple[int, ...], tuple[str, ...]]] = [
+    ("fp32", "fp32", {}, (), ("fp32 native", "fp32 native")),
+    ("bf16", "fp16", {}, (), ("bf16 simulated", "fp16 simulated")),
+    ("fp32", "fp16", {"backend": "simulated"}, (), ("fp32 native", "fp16 simulated")),
+    ("bf16", "fp32", {"backend": "native"}, (), ("bf16 native", "fp32 native")),
+    ("bf16", "fp16", {"kv_cache": "bf16"}, (), ("bf16 simulated", "fp16 simulated", "bf16 simulated")),
+    ("fp8", "fp8", {"fp8": {"base": "fp16"}}, (), ("fp8 on fp16 simulated", "fp8 on fp16 simulated", "fp16 simulated")),
+    ("bf16", "fp8", {}, (), ("bf16 simulated", "fp8 on bf16 simulated", "bf16 simulated")),
+    ("fp32", "fp32", EXACT, (), ("fp32 exact native", "fp32 exact native", "fp32 native")),
+    ("bf16", "bf16", EXACT, (), ("bf16 exact simulated", "bf16 exact simulated", "bf16 simulated")),
+    ("fp8", "fp8", EXACT, (), ("fp8 on bf16 exact simulated", "fp8 on bf16 exact simulated", "bf16 simulated")),
+    ("bf16", "fp16", {}, (8, 0), ("bf16 native", "fp16 native")),
+    ("bf16", "fp32", {"backend": "simulated"}, (8, 0), ("bf16 simulated", "fp32 native")),
+    ("fp16", "bf16", {"backend": "simulated"}, (7, 5), ("fp16 simulated", "bf16 simulated")),
+    ("fp16", "fp32", {"backend": "native"}, (7, 5), ("fp16 native", "fp32 native")),
+    ("fp8", "fp8", {}, (9, 0), ("fp8 on bf16 native", "fp8 on bf16 native", "bf16 native")),
+    ("fp8", "fp8", {"backend": "native"}, (10, 0), ("fp8 on bf16 native", "fp8 on bf16 native", "bf16 native")),
+    ("bf16", "fp8", {"backend": "simulated"}, (9, 0), ("bf16 simulated", "fp8 on bf16 simulated", "bf16 simulated")),
+    ("fp8", "fp8", {}, (8, 9), ("fp8 on bf16 simulated", "fp8 on bf16 simulated", "bf16 simulated")),
+    ("fp16", "fp16", EXACT, (8, 0), ("fp16 exact native", "fp16 exact native", "fp16 native")),
+    ("fp8", "fp8", EXACT, (9, 0), ("fp8 on bf16 exact native", "fp8 on bf16 exact native", "bf16 native")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("train", "rollout", "fields", "capability", "active"), TABLE, ids=str)
+def test_what_roles_become(
+    gpu: pytest.MonkeyPatch, train: str, rollout: str, fields: dict[str, Any], capability: tuple[int, ...], active: Any
+) -> None:
+    of(gpu, *capability)
+    device = "cuda:1" if capability else "cpu"
+    resolved = resolve(PrecisionPolicy.parse({"train": train, "rollout": rollout, **fields}), device)
+    assert resolved.device == device
+    rows = {row["role"]: row for row in resolved.rows()}
+    assert list(rows) == ["learner", "rollout", "master", "logits", "kv_cache"]
+    assert [rows[role]["requested"] for role in ("learner", "rollout")] == [train, rollout]
+    found = [f"{rows[role]['active']} {rows[role]['kernels']}" for role in ("learner", "rollout", "kv_cache")]
+    assert found == [*active, *([active[1]] if len(active) == 2 else [])]
+    assert (rows["master"]["active"], rows["master"]["kernels"]) == ("fp32", "native")
+    assert (rows["logits"]["active"], rows["logits"]["kernels"]) == ("fp32", resolved.rollout.backend)
+    assert all(row["reason"] and "\n" not in row["reason"] for row in rows.values())
+
+
+def test_logits_in_half_are_so_on_both_sides() -> None:
+    row = resolve(PrecisionPolicy(train="bf16", rollout="fp16", logits="bf16"), "cpu").rows()[3]
+    assert (row["requested"], row["active"]) == ("bf16", "bf16")
+    assert "rounded to bf16 on both sides" in row["reason"]
+
+
+@pytest.mark.parametrize(("train", "reference"), [("bf16", None), ("bf16", "bf16"), ("fp16", "fp32"), ("bf16", "fp8")])
 def test_a_reference_is_as_the_learner_unless_asked_for(train: str, reference: str | None) -> None:
-    resolved = resolve(PrecisionPolicy(train=train, reference=reference), "cpu", reference=True)
+    policy = PrecisionPolicy(train=train, reference=reference)
+    resolved = resolve(policy, "cpu", reference=True)
     role = resolved.reference
     assert role is not None
     assert [r["role"] for r in resolved.rows()] == ["learner", "rollout", "reference", "master", "logits", "kv_cache"]
     assert role.requested == (reference or "as learner")
-    assert role.active.name == (reference or train)
+    assert role.name == ("fp8 on bf16" if reference == "fp8" else reference or train)
+    assert role.fp8 == (Fp8Policy() if reference == "fp8" else None)
     assert role.backend == ("native" if role.active is FP32 else "simulated")
-    assert ("differ by rounding" in role.reason) == (role.active is not resolved.learner.active)
-    assert resolve(PrecisionPolicy(train=train, reference=reference), "cpu").reference == (role if reference else None)
-
-
-def test_a_simulated_reference_alone_is_something_to_simulate() -> None:
-    role = resolve(PrecisionPolicy(reference="fp16", backend="simulated"), "cpu").reference
-    assert role is not None
-    assert role.backend == "simulated"
+    assert ("differ by rounding" in role.reason) == (reference in ("fp32", "fp8"))
+    assert resolve(policy, "cpu").reference == (role if reference else None)
+    assert PrecisionPolicy(reference="fp16", backend="simulated").reference == "fp16"  # something to simulate
 
 
 @pytest.mark.parametrize(
@@ -186,69 +217,25 @@ def test_a_cache_may_not_be_finer(rollout: str, cache: str, harm: str) -> None:
     assert message.startswith(f"precision.kv_cache={cache} is finer than the rollout's {rollout}: {harm}")
 
 
-# ---- resolving on a GPU, which these tests only pretend to have
+def test_a_gpu_without_bf16_refuses_it_or_falls_back_with_a_warning(gpu: pytest.MonkeyPatch) -> None:
+    of(gpu, 7, 5)
+    assert error_of(lambda: resolve(PRESETS["bf16"], "cuda")) == (
+        "precision: learner asked for bf16, but Test GPU has no bf16 arithmetic (it came with compute capability "
+        "8.0); choose another format, or precision.backend=simulated, or precision.fallback=warn to use fp32"
+    )
+    policy = PrecisionPolicy(train="fp16", rollout="bf16", kv_cache="fp32", fallback="warn")
+    with pytest.warns(UserWarning, match="rollout asked for bf16, but Test GPU has no bf16.*; it runs in fp32"):
+        resolved = resolve(policy, "cuda")
+    rollout = resolved.rollout
+    assert (rollout.requested, rollout.active, rollout.backend) == ("bf16", FP32, "native")
+    assert rollout.reason.startswith("fallback: warn, because Test GPU has no bf16 arithmetic")
+    assert resolved.kv_cache.active is FP32  # judged by what the rollout really uses
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Test GPU")
-    return monkeypatch
-
-
-@pytest.mark.parametrize("train", ROLES)
-@pytest.mark.parametrize("backend", ["auto", "native", "simulated"])
-def test_every_combination_on_a_gpu(gpu: pytest.MonkeyPatch, train: str, backend: Any) -> None:
-    resolved = resolve(PrecisionPolicy(train=train, rollout="fp16", backend=backend), "cuda:1")
-    assert resolved.device == "cuda:1"
-    assert resolved.learner.active.name == train
-    assert resolved.learner.backend == ("simulated" if backend == "simulated" and train != "fp32" else "native")
-    assert resolved.rollout.backend == ("simulated" if backend == "simulated" else "native")
-    assert ("rounded in fp32 on the GPU" in resolved.learner.reason) == (resolved.learner.backend == "simulated")
-
-
-class TestAGpuWithoutBf16:
-    @pytest.fixture(autouse=True)
-    def _old(self, gpu: pytest.MonkeyPatch) -> None:
-        gpu.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-
-    def test_refuses_bf16_and_says_what_to_do(self) -> None:
-        message = error_of(lambda: resolve(PRESETS["bf16"], "cuda"))
-        assert message == (
-            "precision: learner asked for bf16, but Test GPU has no bf16 arithmetic (it came with compute capability "
-            "8.0); choose another format, or precision.backend=simulated, or precision.fallback=warn to use fp32"
-        )
-
-    def test_runs_fp16_and_simulated_bf16(self) -> None:
-        assert resolve(PRESETS["fp16"], "cuda").learner.backend == "native"
-        simulated = resolve(PrecisionPolicy(train="bf16", rollout="bf16", backend="simulated"), "cuda")
-        assert (simulated.learner.active, simulated.learner.backend) == (BF16, "simulated")
-
-    def test_falls_back_with_a_warning_and_keeps_what_was_asked(self) -> None:
-        policy = PrecisionPolicy(train="bf16", rollout="fp16", fallback="warn")
-        with pytest.warns(UserWarning, match="learner asked for bf16, but Test GPU has no bf16.*; it runs in fp32"):
-            resolved = resolve(policy, "cuda")
-        learner = resolved.learner
-        assert (learner.requested, learner.active, learner.backend) == ("bf16", FP32, "native")
-        assert learner.reason.startswith("fallback: warn, because Test GPU has no bf16 arithmetic")
-        assert resolved.rollout.active is FP16
-
-    def test_the_cache_is_judged_by_what_the_rollout_really_uses(self) -> None:
-        policy = PrecisionPolicy(rollout="bf16", kv_cache="fp32", fallback="warn")
-        with pytest.warns(UserWarning, match="rollout asked for bf16"):
-            assert resolve(policy, "cuda").kv_cache.active is FP32
-
-
-@pytest.mark.parametrize(
-    "policy", [PRESETS["fp32"], PRESETS["fp16"], PrecisionPolicy(train="fp16", backend="simulated")]
-)
 @pytest.mark.parametrize("fallback", ["error", "warn"])
-def test_no_fallback_replaces_a_device(monkeypatch: pytest.MonkeyPatch, policy: PrecisionPolicy, fallback: Any) -> None:
+def test_no_fallback_replaces_a_device(monkeypatch: pytest.MonkeyPatch, fallback: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    asked = dataclasses.replace(policy, fallback=fallback)
-    message = error_of(lambda: resolve(asked, "cuda"))
+    message = error_of(lambda: resolve(PrecisionPolicy(train="fp16", fallback=fallback), "cuda"))
     assert message == "device=cuda: this machine has no CUDA device that torch can use; choose cpu"
 
 
@@ -256,6 +243,22 @@ def test_other_devices_are_errors(gpu: pytest.MonkeyPatch) -> None:
     assert error_of(lambda: resolve(PRESETS["fp32"], "mps")) == "device=mps: expected cpu or cuda"
     assert error_of(lambda: resolve(PRESETS["fp32"], "gpu")) == "device='gpu': expected cpu, cuda or cuda:N"
     assert error_of(lambda: resolve(PRESETS["fp32"], "cuda:2")).startswith("device=cuda:2: this machine has 2 CUDA")
+
+
+@pytest.mark.parametrize(
+    ("fields", "capability", "said"),
+    [
+        ({"preset": "fp8", "backend": "native"}, (), "backend=native: learner asked for fp8, and cpu has no fp8"),
+        ({"preset": "fp8", "backend": "native"}, (8, 9), "backend=native: learner asked for fp8, and cuda has no fp8"),
+        ({"preset": "bf16", "backend": "native", **EXACT}, (), "kernels=exact: on cpu the learner would run on native"),
+        ({"preset": "bf16", "backend": "simulated", **EXACT}, (9, 0), "kernels=exact: on cuda the learner would run"),
+        ({"preset": "fp16", **EXACT}, (7, 5), "kernels=exact: Test GPU is older than the exact kernels are for"),
+    ],
+)
+def test_what_a_device_cannot_do(gpu: pytest.MonkeyPatch, fields: Any, capability: Any, said: str) -> None:
+    of(gpu, *capability)
+    message = error_of(lambda: resolve(PrecisionPolicy.parse(fields), "cuda" if capability else "cpu"))
+    assert message.startswith(f"precision.{said}")
 
 
 LAYERS = [
@@ -296,39 +299,8 @@ def test_an_exclusion_without_effect_or_without_remainder(exclude: tuple[str, ..
         Fp8Policy(exclude=exclude).check(NAMES)
 
 
-def test_a_role_on_a_cpu_is_simulated_on_its_base() -> None:
-    resolved = resolve(PrecisionPolicy.parse({"preset": "fp8", "fp8": {"base": "fp16"}}), "cpu")
-    role = resolved.learner
-    assert (role.requested, role.active, role.backend, role.fp8) == ("fp8", FP16, "simulated", Fp8Policy(base="fp16"))
-    assert (role.name, role.kernels, role.exact) == ("fp8 on fp16", "simulated", False)
-    assert resolved.rows()[0]["active"] == "fp8 on fp16"
-    assert resolved.kv_cache.active is FP16
-    assert resolve(PRESETS["fp8-rollout"], "cpu").learner.fp8 is None
-    reference = resolve(PrecisionPolicy(train="bf16", rollout="bf16", reference="fp8"), "cpu").reference
-    assert reference is not None
-    assert (reference.name, reference.fp8) == ("fp8 on bf16", Fp8Policy())
-
-
-def test_a_native_backend_on_a_cpu_is_refused() -> None:
-    with pytest.raises(MantissaError, match=r"precision\.backend=native: learner asked for fp8, and cpu has no fp8"):
-        resolve(PrecisionPolicy.parse({"preset": "fp8", "backend": "native"}), "cpu")
-
-
 @pytest.mark.parametrize("rollout", ["fp32", "bf16", "fp16", "fp8"])
 def test_a_cache_in_fp8_may_serve_any_rollout(rollout: str) -> None:
     cache = resolve(PrecisionPolicy(train=rollout, rollout=rollout, kv_cache="fp8"), "cpu").kv_cache
     assert (cache.requested, cache.active) == ("fp8", E4M3)
     assert "a scale of its own" in cache.reason
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
-def test_exact_roles_say_so(precision: str) -> None:
-    resolved = resolve(PrecisionPolicy(train=precision, rollout=precision, kernels="exact"), "cpu")
-    assert resolved.learner.exact
-    assert resolved.rollout.exact
-    assert resolved.learner.kernels == f"exact {'native' if precision == 'fp32' else 'simulated'}"
-
-
-def test_exact_native_halves_on_a_cpu_are_refused() -> None:
-    with pytest.raises(MantissaError, match=r"native bf16 kernels, which have no exact form; leave precision\.backend"):
-        resolve(PrecisionPolicy(train="bf16", rollout="bf16", kernels="exact", backend="native"), "cpu")
