@@ -22,7 +22,6 @@ from torch import Tensor
 import exact_worker
 from exact_policies import FAMILIES, FORMATS, Policies, exactly, make_model, ragged
 from mantissa.kernels import ExactKernels
-from mantissa.kernels.exact.kernels import causal
 from mantissa.kernels.exact.plan import WAYS
 from mantissa.model import Decoder, LoraShape, attach, trained_parameters
 from mantissa.rollout import Request
@@ -105,31 +104,6 @@ def test_logits_in_half_and_adapters_merged() -> None:
         scored_N = policies.score(sampled, micro=micro)
         assert scored_N.requires_grad
         assert torch.equal(scored_N, sampled.logp_N)
-
-
-@pytest.mark.parametrize(("precision", "chunk"), [("fp32", 5), ("bf16", 33)])
-def test_a_prompt_fed_in_chunks_is_the_prompt(precision: str, chunk: int) -> None:
-    """Drives the decoder with a cache of the test's own, through the attention that prefill and training use."""
-    policies = Policies(make_model(FAMILIES["qwen3"]), exactly(precision))
-    model, kernels, plan = policies.model, policies.learner, policies.plan
-    assert plan is not None
-    tokens = torch.randint(1, 96, (3, 70), generator=torch.Generator().manual_seed(1))
-    held: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if layer in held:
-            k, v = torch.cat((held[layer][0], k), 2), torch.cat((held[layer][1], v), 2)
-        held[layer] = (k, v)
-        return causal(q, k, v, kernels.format, plan.attention)
-
-    parts = []
-    with torch.no_grad():
-        for start in range(0, 70, chunk):
-            piece = tokens[:, start : start + chunk]
-            positions = torch.arange(start, start + piece.shape[1]).unsqueeze(0)
-            parts.append(model.logits(model.hidden(piece, kernels, positions, attend), kernels))
-        whole = model.logits(model(tokens, kernels), kernels)
-    assert torch.equal(torch.cat(parts, 1), whole)
 
 
 class Changed:

@@ -72,18 +72,6 @@ def test_every_metric_is_its_formula(tokens: list[tuple[float, float, float, boo
         assert value == pytest.approx(expected[name], rel=1e-12, abs=1e-300), name
 
 
-@pytest.mark.parametrize("size", [1e-7, 1e-3, 1.0])
-@pytest.mark.parametrize("seed", range(3))
-def test_an_ordinary_batch_is_its_formula(seed: int, size: float) -> None:
-    rollout, e, f, mask = drawn(seed)
-    exact = rollout + size * e
-    scored = (rollout, exact, exact + 0.3 * size * f, mask)
-    found, expected = measured(*scored), oracle(*scored)
-    assert found == pytest.approx(expected, rel=1e-12)
-    assert 0 < found[SHARE] < 1.5
-    assert found[ENGINE] + found[OTHER] >= float(gap_metrics(rollout, scored[2], mask)["gap/abs_logp_diff_mean"])
-
-
 def test_a_gap_of_one_part_only_is_all_of_it_or_nothing() -> None:
     rollout, e, _, mask = drawn(4)
     other = rollout + 1e-3 * e

@@ -3,10 +3,8 @@
 from mantissa.algorithms.advantages import ADVANTAGES, AdvantageKind, advantage
 from mantissa.algorithms.aggregation import (
     Accumulator,
-    AccumulatorKind,
     AggregationKind,
     aggregation_scale,
-    batch_counts,
     merge,
     values,
 )
@@ -17,7 +15,6 @@ from mantissa.algorithms.losses import (
     FlowRLConfig,
     GSPOConfig,
     PolicyLoss,
-    PolicyLossConfig,
     PPOClipConfig,
     ReinforceConfig,
     flowrl_loss,
@@ -27,9 +24,8 @@ from mantissa.algorithms.losses import (
 from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward, reference_drift
 
 __all__ = [
-    "ADVANTAGES", "CORRECTION_PRESETS", "Accumulator", "AccumulatorKind", "AdvantageKind", "AggregationKind",
-    "CISPOConfig", "CorrectionConfig", "DAPOConfig", "FlowRLConfig", "GSPOConfig", "KLConfig", "PPOClipConfig",
-    "PolicyLoss", "PolicyLossConfig", "ReinforceConfig", "advantage", "aggregation_scale", "batch_counts", "correction",
-    "flowrl_loss", "importance_weights", "kl_loss", "kl_reward", "log_ratio_parts", "merge", "policy_loss",
-    "reference_drift", "values",
+    "ADVANTAGES", "CORRECTION_PRESETS", "Accumulator", "AdvantageKind", "AggregationKind", "CISPOConfig",
+    "CorrectionConfig", "DAPOConfig", "FlowRLConfig", "GSPOConfig", "KLConfig", "PPOClipConfig", "PolicyLoss",
+    "ReinforceConfig", "advantage", "aggregation_scale", "correction", "flowrl_loss", "importance_weights", "kl_loss",
+    "kl_reward", "log_ratio_parts", "merge", "policy_loss", "reference_drift", "values",
 ]  # fmt: skip

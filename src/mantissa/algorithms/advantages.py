@@ -53,8 +53,7 @@ def advantage(rewards_B: Tensor, group_B: Tensor, kind: AdvantageKind) -> tuple[
     """Advantage of each response within its group (or the batch), by the estimator named ``kind``.
 
     ``rewards_B``: fp32 or float64. ``group_B``: int64, equal numbers share a prompt; every response of a prompt must be
-    in this batch. Returns ``advantage_B`` in the rewards' dtype, and metrics: ``advantage/degenerate_group_fraction``
-    (groups whose rewards are all equal), ``advantage/abs_max``, ``reward/mean``, ``reward/min``, ``reward/max``.
+    in this batch. Returns ``advantage_B`` in the rewards' dtype, and metrics ``advantage/...`` and ``reward/...``.
     """
     result, degenerate_G = _advantage(rewards_B, group_B, ADVANTAGES[kind])
     if kind == "reinforce_pp":

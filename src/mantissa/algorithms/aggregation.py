@@ -129,26 +129,13 @@ def values(metrics: Mapping[str, Accumulator]) -> dict[str, Tensor]:
 AggregationKind = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 
 
-def batch_counts(mask_BT: Tensor) -> Tensor:
-    """``[N, S]``, int64: valid tokens, and sequences with at least one. Adds up over ranks and micro-batches."""
-    return torch.stack([mask_BT.sum(), mask_BT.any(-1).sum()])
-
-
-def aggregation_scale(
-    mask_BT: Tensor,
-    kind: AggregationKind,
-    constant: float | None = None,
-    *,
-    counts: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
+def aggregation_scale(mask_BT: Tensor, kind: AggregationKind, constant: float | None = None) -> Tensor:
     """Weight of each token in the loss, so that the loss is ``sum(where(mask, loss_BT * scale_BT, 0))``.
 
-    ``mask_BT``: bool, the valid tokens of the whole optimiser batch (slice the result for micro-batches). ``constant``:
-    tokens, the length by which ``seq_mean_token_sum_norm`` divides, usually the longest response allowed; no other kind
-    takes one. ``counts``: ``batch_counts`` summed over all ranks, where ``mask_BT`` is one rank's share; that share's
-    gradients are then to be summed over ranks, not averaged. Returns ``scale_BT`` in ``dtype``, 0 where the mask is
-    False. Raises ``MantissaError`` where the constant is missing, superfluous or not positive.
+    ``mask_BT``: bool, the valid tokens of the whole optimiser batch, on whatever rank (slice the result for
+    micro-batches). ``constant``: tokens, the length by which ``seq_mean_token_sum_norm`` divides, usually the longest
+    response allowed; no other kind takes one. Returns ``scale_BT``, fp32, 0 where the mask is False. Raises
+    ``MantissaError`` where the constant is missing, superfluous or not positive.
     """
     if kind == "seq_mean_token_sum_norm":
         if constant is None or not 0 < constant < float("inf"):
@@ -157,11 +144,11 @@ def aggregation_scale(
             )
     elif constant is not None:
         raise MantissaError(f"aggregation {kind} takes no constant, got {constant}: leave it out")
-    tokens, sequences = (batch_counts(mask_BT) if counts is None else counts).clamp(min=1).double()
+    sequences = mask_BT.any(-1).sum().clamp(min=1).double()
     if kind == "token_mean":
-        divisor = tokens.expand(mask_BT.shape)
+        divisor = mask_BT.sum().clamp(min=1).double()
     elif kind == "seq_mean_token_mean":
-        divisor = (sequences * mask_BT.sum(-1, keepdim=True).clamp(min=1).double()).expand(mask_BT.shape)
+        divisor = sequences * mask_BT.sum(-1, keepdim=True).clamp(min=1).double()
     else:
-        divisor = (sequences * constant).expand(mask_BT.shape)
-    return torch.where(mask_BT, 1 / divisor, 0.0).to(dtype)  # divided in float64, rounded once
+        divisor = sequences * constant
+    return torch.where(mask_BT, 1 / divisor, 0.0).float()  # divided in float64, rounded once

@@ -154,7 +154,6 @@ class CISPOConfig(Config):
 
 
 PolicyLoss = ReinforceConfig | PPOClipConfig | DAPOConfig | GSPOConfig | CISPOConfig
-PolicyLossConfig = Annotated[PolicyLoss, Field(discriminator="kind")]
 ClippedLoss = PPOClipConfig | DAPOConfig | GSPOConfig | CISPOConfig
 
 
@@ -203,10 +202,8 @@ def policy_loss(
     to those of the whole batch, for whole sequences. All floats one dtype (fp32, or float64). Only ``logp_BT`` receives
     a gradient.
 
-    Metrics: ``policy/loss`` (sum), ``policy/ratio_mean``, ``policy/ratio_max``, ``policy/kl_old`` (k3 estimate of
-    KL(old || theta), nats/token), ``policy/nonfinite`` (valid tokens whose log-prob is not finite), and, but for
-    ``reinforce``, also ``policy/clip_fraction`` (valid tokens that the clip leaves without a gradient; with ``cispo``,
-    whose weight it bounds).
+    Metrics: the ``policy/...`` of ``mantissa.mismatch``, but for those of ``log_ratio_parts``; ``reinforce`` has no
+    ``policy/clip_fraction``.
     """
     logp = torch.where(mask_BT, logp_BT, 0.0)
     old = torch.where(mask_BT, old_logp_BT.detach(), 0.0)
@@ -279,9 +276,8 @@ def flowrl_loss(
     ``mask_BT``, ``weight_BT``: from ``correction``. ``scale_BT``: this micro-batch's rows of ``aggregation_scale`` with
     ``seq_mean_token_mean``; a sequence's is their sum. All floats one dtype (fp32, or float64).
 
-    Metrics: those of ``policy_loss`` without a clip, and ``flowrl/delta_mean``, ``flowrl/delta_abs_mean``,
-    ``flowrl/log_z_mean``, ``flowrl/weight_mean``, ``flowrl/weight_max``, ``flowrl/bounded_fraction``,
-    ``flowrl/nonfinite``. Raises ``MantissaError`` where the reference's log-probs or log Z are missing.
+    Metrics: those of ``policy_loss`` without a clip, and the ``flowrl/...`` of ``mantissa.mismatch``. Raises
+    ``MantissaError`` where the reference's log-probs or log Z are missing.
     """
     if ref_logp_BT is None:
         raise MantissaError(

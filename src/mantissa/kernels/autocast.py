@@ -64,7 +64,7 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.kernels.probe import first_row, product_checks, proved
-from mantissa.kernels.rounded import HALF, RoundedOps, rounded_attention, rounding
+from mantissa.kernels.rounded import HALF, RoundedOps, floating, rounded_attention, rounding
 from mantissa.precision import FP32, NumberFormat, ResolvedRole
 from mantissa.precision.policy import Backend
 
@@ -128,7 +128,7 @@ def follow_cuda(device_type: str) -> torch.library.Library:
 
 
 def _to_widest(args: tuple[Any, ...], kwargs: dict[str, Any], half: torch.dtype) -> torch.dtype | None:
-    dtypes = {t.dtype for t in _tensors((*args, *kwargs.values())) if t.is_floating_point()}
+    dtypes = {t.dtype for t in floating(args, kwargs)}
     return torch.float32 if torch.float32 in dtypes and dtypes & set(HALF) else None
 
 
@@ -217,13 +217,6 @@ def _cast(value: Any, dtype: torch.dtype, mode: RoundedOps) -> Any:
     if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
         return [_cast(v, dtype, mode) for v in value]
     return value
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        found += [value] if isinstance(value, Tensor) else _tensors(value) if isinstance(value, (list, tuple)) else []
-    return found
 
 
 _HALF_FORMATS = ("fp16", "bf16")

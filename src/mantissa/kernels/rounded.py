@@ -122,7 +122,7 @@ def _pass(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _round_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Where every floating-point operand has one half dtype: the fp32 operation, its results rounded to that dtype."""
-    dtypes = {t.dtype for t in _floating(args, kwargs)}
+    dtypes = {t.dtype for t in floating(args, kwargs)}
     if len(dtypes) != 1:
         return func(*args, **kwargs)  # fp32, or a mixture that torch refuses in its own words
     (dtype,) = dtypes
@@ -135,7 +135,7 @@ def _round_unless_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     """x + y of half tensors needs no help; with a Python number in it, torch's CPU kernel rounds the number first."""
     if kwargs.get("alpha", 1) == 1 and len(args) == 2 and isinstance(args[1], Tensor):
         return _promote(func, args, kwargs)
-    dtypes = {t.dtype for t in _floating(args, kwargs)}
+    dtypes = {t.dtype for t in floating(args, kwargs)}
     return _round_once(func, args, kwargs) if len(dtypes) == 1 else _promote(func, args, kwargs)
 
 
@@ -150,7 +150,7 @@ def _round_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _promote(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Half and wider operands together: the half ones are widened here, where torch would do it silently."""
     found = None
-    for t in _floating(args, kwargs):
+    for t in floating(args, kwargs):
         if t.dim() > 0:
             if found is None:
                 found = t.dtype
@@ -158,7 +158,7 @@ def _promote(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 break
     else:
         return func(*args, **kwargs)
-    dtypes = {t.dtype for t in _floating(args, kwargs) if t.dim() > 0}
+    dtypes = {t.dtype for t in floating(args, kwargs) if t.dim() > 0}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     return _widened(func, args, kwargs, wide, lambda i, out: out)
 
@@ -202,7 +202,8 @@ def _narrow(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
 
 
-def _floating(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+def floating(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The floating-point tensors among an operation's operands, alone or in a list."""
     for values in (args, kwargs.values()) if kwargs else (args,):
         for value in values:
             if isinstance(value, Tensor):

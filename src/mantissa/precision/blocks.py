@@ -30,6 +30,7 @@ Sources: DeepSeek-AI, "DeepSeek-V3 technical report" (2024), section 3.3.2 (1x12
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -72,11 +73,11 @@ def quantize(
     x = _fp32(x)
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     scales = _empty_scales(x, block)
-    for tile in _tiles(x, block):
-        of_x = tile.values(x)
+    for of_values, of_scales in _tiles(x, block):
+        of_x = _part(x, of_values)
         d = _scale_of(of_x, fmt, power_of_two)
-        tile.scales(scales).copy_(d)
-        tile.values(codes).copy_(of_x / d)
+        _part(scales, of_scales).copy_(d)
+        _part(codes, of_values).copy_(of_x / d)
     if not bool(scales.isfinite().all()):
         bad = x[~x.isfinite()].flatten()
         raise MantissaError(
@@ -96,8 +97,8 @@ def dequantize(scaled: BlockScaled, block: Block = ALONG_ROWS, dtype: torch.dtyp
             f"scales of shape {tuple(scaled.scales.shape)} for codes {tuple(scaled.codes.shape)} in blocks {block}"
         )
     values = scaled.codes.to(torch.float32)
-    for tile in _tiles(values, block):
-        tile.values(values).mul_(tile.scales(scaled.scales))
+    for of_values, of_scales in _tiles(values, block):
+        _part(values, of_values).mul_(_part(scaled.scales, of_scales))
     return values.add_(0.0).to(dtype)  # -0 + 0 is +0
 
 
@@ -108,10 +109,10 @@ def round_in_blocks(x: Tensor, fmt: NumberFormat, block: Block = ALONG_ROWS, pow
     """
     x = _fp32(x)
     out = torch.empty_like(x)
-    for tile in _tiles(x, block):
-        of_x = tile.values(x)
+    for of_values, _ in _tiles(x, block):
+        of_x = _part(x, of_values)
         d = _scale_of(of_x, fmt, power_of_two)
-        _round_bounded_(torch.div(of_x, d, out=tile.values(out)), fmt).mul_(d)
+        _round_bounded_(torch.div(of_x, d, out=_part(out, of_values)), fmt).mul_(d)
     return out
 
 
@@ -165,45 +166,34 @@ def _empty_scales(x: Tensor, block: Block) -> Tensor:
     return torch.empty((*of_rows, -(-x.shape[-1] // columns)), dtype=torch.float32, device=x.device)
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """Blocks of one size: all of rows ``r0`` to ``r1`` and columns ``c0`` to ``c1`` in blocks of ``rows, columns``."""
-
-    r0: int
-    r1: int
-    rows: int
-    c0: int
-    c1: int
-    columns: int
-    block: Block
-
-    def values(self, x: Tensor) -> Tensor:
-        """A view (..., i, rows, j, columns) of its part of ``x``."""
-        part = _two(x)[..., self.r0 : self.r1, self.c0 : self.c1]
-        return part.unflatten(-1, (-1, self.columns)).unflatten(-3, (-1, self.rows))
-
-    def scales(self, scales: Tensor) -> Tensor:
-        """A view (..., i, 1, j, 1) of its part of ``scales``, one for each block."""
-        rows, columns = self.block
-        part = _two(scales)[..., self.r0 // rows : -(-self.r1 // rows), self.c0 // columns : -(-self.c1 // columns)]
-        return part.unsqueeze(-1).unsqueeze(-3)
+_Span = tuple[slice, int]  # which rows or columns of a tensor, and how many of them a block has
+_Cut = tuple[_Span, _Span]
 
 
-def _tiles(x: Tensor, block: Block) -> list[_Tile]:
-    """At most four: the whole blocks, and those cut short below, to the right, and in the corner."""
-    return [
-        _Tile(*by_row, *by_column, block)
-        for by_row in _spans(_two(x).shape[-2], block[0])
-        for by_column in _spans(x.shape[-1], block[1])
-    ]
+def _tiles(x: Tensor, block: Block) -> Iterator[tuple[_Cut, _Cut]]:
+    """Where the values of blocks of one size lie, and where their scales: at most four times.
+
+    The whole blocks, and those cut short below, to the right, and in the corner.
+    """
+    for rows, rows_of_scales in _spans(_two(x).shape[-2], block[0]):
+        for columns, columns_of_scales in _spans(x.shape[-1], block[1]):
+            yield (rows, columns), (rows_of_scales, columns_of_scales)
+
+
+def _spans(size: int, block: int) -> Iterator[tuple[_Span, _Span]]:
+    """The whole blocks of ``size`` values, and the shorter last one; and the scales of each, one for a block."""
+    whole = size - size % block
+    for start, stop, length in ((0, whole, block), (whole, size, size - whole)):
+        if stop > start:
+            yield (slice(start, stop), length), (slice(start // block, -(-stop // block)), 1)
+
+
+def _part(x: Tensor, cut: _Cut) -> Tensor:
+    """A view (..., i, rows, j, columns) of blocks of ``x``; of scales (..., i, 1, j, 1)."""
+    (rows, height), (columns, width) = cut
+    return _two(x)[..., rows, columns].unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
 
 
 def _two(x: Tensor) -> Tensor:
     """A vector as one row."""
     return x if x.dim() > 1 else x.unsqueeze(0)
-
-
-def _spans(size: int, block: int) -> list[tuple[int, int, int]]:
-    """(start, stop, length of a block) of the whole blocks, and of the shorter last one."""
-    whole = size - size % block
-    return [(a, b, n) for a, b, n in ((0, whole, block), (whole, size, size - whole)) if b > a]

@@ -1,7 +1,6 @@
-"""One optimiser batch on 1, 2 or 3 ranks: the sum of their gradients is the gradient of the batch on one.
+"""One optimiser batch in micro-batches, on one rank or more: the sum of their gradients is the gradient of the batch.
 
-A rank holds its rows and nothing of the others'. It corrects them by itself, counts what is valid, and learns the sum
-of those counts over ranks: the one message that the losses need.
+The correction judges rows by themselves; the weight of each token in the loss is of the whole batch, and sliced.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from mantissa.algorithms import (
     ReinforceConfig,
     advantage,
     aggregation_scale,
-    batch_counts,
     correction,
     flowrl_loss,
     importance_weights,
@@ -89,23 +87,21 @@ def backward(data: Data, scale_BT: Tensor, config: Any, corrected: CorrectionCon
     return loss.detach(), torch.cat([of_theta, of_slope]), tallies
 
 
-def on_ranks(
+def in_parts(
     batch: Data, shares: list[Tensor], config: Any, corrected: CorrectionConfig, kind: Any, constant: float | None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Loss, gradient and metrics summed over ranks, each with its share of rows; counts are what they exchange."""
-    ranks = [{name: x[rows] for name, x in batch.items()} for rows in shares]
-    made: list[Any] = [() for _ in ranks]
-    for rank, data in enumerate(ranks):
-        old_BT = token_logprob(data["old_BTV"], data["tokens_BT"])
-        made[rank] = correction(old_BT, data["rollout_BT"], data["mask_BT"], corrected)
-        data["weight_BT"], data["valid_BT"], _ = made[rank]
-    counts = torch.stack([batch_counts(data["valid_BT"]) for data in ranks]).sum(0)
-    parts = []
-    for data in ranks:
-        scale_BT = aggregation_scale(data["valid_BT"], kind, constant, counts=counts, dtype=torch.float64)
-        parts.append(backward(data, scale_BT, config, corrected))
+    """Loss, gradient and metrics summed over micro-batches, whatever the ranks that have them."""
+    old_BT = token_logprob(batch["old_BTV"], batch["tokens_BT"])
+    apart = [
+        correction(*(x[rows] for x in (old_BT, batch["rollout_BT"], batch["mask_BT"])), corrected) for rows in shares
+    ]
+    order = torch.cat(shares).argsort()
+    batch |= {"weight_BT": torch.cat([w for w, _, _ in apart])[order]}
+    batch |= {"valid_BT": torch.cat([valid for _, valid, _ in apart])[order]}
+    scale_BT = aggregation_scale(batch["valid_BT"], kind, constant).double()
+    parts = [backward({n: x[rows] for n, x in batch.items()}, scale_BT[rows], config, corrected) for rows in shares]
     losses, gradients, metrics = zip(*parts, strict=True)
-    every = merge([of_loss | of_weights for of_loss, (_, _, of_weights) in zip(metrics, made, strict=True)])
+    every = merge([of_loss | of_weights for of_loss, (_, _, of_weights) in zip(metrics, apart, strict=True)])
     return torch.stack(losses).sum(), torch.stack(gradients).sum(0), values(every)
 
 
@@ -124,7 +120,7 @@ def assert_same(apart: tuple[Any, ...], whole: tuple[Any, ...]) -> None:
     preset=st.sampled_from(CORRECTIONS),
     idle=st.booleans(),
 )
-def test_ranks_sum_to_the_gradient_of_one(
+def test_micro_batches_sum_to_the_gradient_of_one(
     config: Any, aggregation: tuple[str, float | None], seed: int, cuts: list[int], preset: str, idle: bool
 ) -> None:
     """However the batch is cut, in any order: the same loss, gradient and metrics, of the correction too."""
@@ -134,8 +130,8 @@ def test_ranks_sum_to_the_gradient_of_one(
     if idle:  # the first rank's rows have no token that counts
         batch["mask_BT"][shares[0]] = False
     batch["advantage_B"], _ = advantage(batch["reward_B"], batch["group_B"], "grpo")
-    whole = on_ranks(batch, [torch.arange(B)], config, corrected, *aggregation)
-    assert_same(on_ranks(batch, shares, config, corrected, *aggregation), whole)
+    whole = in_parts(batch, [torch.arange(B)], config, corrected, *aggregation)
+    assert_same(in_parts(batch, shares, config, corrected, *aggregation), whole)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
@@ -169,7 +165,7 @@ def test_on_average_sequence_weights_undo_the_gap(kind: str, constant: float | N
     mask_BT = torch.ones(4, 2, dtype=torch.bool)
     sequence_is = CorrectionConfig.model_validate("sequence_is")
     weight_BT, valid_BT, _ = correction(log_words.detach(), rollout_BT, mask_BT, sequence_is)
-    scale_BT = aggregation_scale(valid_BT, kind, constant, dtype=torch.float64)
+    scale_BT = aggregation_scale(valid_BT, kind, constant).to(torch.float64)
     share = scale_BT[0, 0]  # all lengths are equal, so every aggregation is a constant here
     probability_BT = rollout_BT.sum(-1, keepdim=True).exp().expand(4, 2)
     loss, _ = policy_loss(
