@@ -42,7 +42,7 @@ def make_batch(seed: int, spread: float = 0.3, dtype: torch.dtype = torch.float6
         "reward_B": normal(B),
         "mask_BT": mask_BT,
         "weight_BT": normal(B, T).abs(),
-        "scale_BT": aggregation_scale(mask_BT, "seq_mean_token_mean").to(dtype),
+        "scale_BT": aggregation_scale(mask_BT, "seq_mean_token_mean", dtype=dtype),
     }
 
 

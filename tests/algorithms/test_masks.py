@@ -105,7 +105,7 @@ def make_batch(seed: int) -> Batch:
     mask_BT[seed % B] = False
     logps = {f"{name}logp_BT": old_BT + 0.5 * normal(B, T) for name in ("", "ref_", "rollout_")}
     rows = {"advantage_B": normal(B), "log_z_B": normal(B)}
-    scale_BT = aggregation_scale(mask_BT, "seq_mean_token_mean").to(torch.float64)
+    scale_BT = aggregation_scale(mask_BT, "seq_mean_token_mean", dtype=torch.float64)
     weight_BT = normal(B, T).abs()
     return {**logps, **rows, "old_logp_BT": old_BT, "mask_BT": mask_BT, "weight_BT": weight_BT, "scale_BT": scale_BT}
 

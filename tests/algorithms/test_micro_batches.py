@@ -98,7 +98,7 @@ def in_parts(
     order = torch.cat(shares).argsort()
     batch |= {"weight_BT": torch.cat([w for w, _, _ in apart])[order]}
     batch |= {"valid_BT": torch.cat([valid for _, valid, _ in apart])[order]}
-    scale_BT = aggregation_scale(batch["valid_BT"], kind, constant).double()
+    scale_BT = aggregation_scale(batch["valid_BT"], kind, constant, dtype=torch.float64)
     parts = [backward({n: x[rows] for n, x in batch.items()}, scale_BT[rows], config, corrected) for rows in shares]
     losses, gradients, metrics = zip(*parts, strict=True)
     every = merge([of_loss | of_weights for of_loss, (_, _, of_weights) in zip(metrics, apart, strict=True)])
@@ -165,7 +165,7 @@ def test_on_average_sequence_weights_undo_the_gap(kind: str, constant: float | N
     mask_BT = torch.ones(4, 2, dtype=torch.bool)
     sequence_is = CorrectionConfig.model_validate("sequence_is")
     weight_BT, valid_BT, _ = correction(log_words.detach(), rollout_BT, mask_BT, sequence_is)
-    scale_BT = aggregation_scale(valid_BT, kind, constant).to(torch.float64)
+    scale_BT = aggregation_scale(valid_BT, kind, constant, dtype=torch.float64)
     share = scale_BT[0, 0]  # all lengths are equal, so every aggregation is a constant here
     probability_BT = rollout_BT.sum(-1, keepdim=True).exp().expand(4, 2)
     loss, _ = policy_loss(

@@ -29,7 +29,7 @@ def make_batch(seed: int, spread: float = 0.3) -> dict[str, Tensor]:
         "ref_logp_BT": logp + spread * torch.randn(B, T, generator=random, dtype=torch.float64),
         "mask_BT": mask,
         "weight_BT": torch.rand(B, T, generator=random, dtype=torch.float64),
-        "scale_BT": aggregation_scale(mask, "token_mean").to(torch.float64),
+        "scale_BT": aggregation_scale(mask, "token_mean", dtype=torch.float64),
     }
 
 

@@ -38,8 +38,7 @@ The last two are for importance weights. The moments of ``std`` are taken about 
 distance from 1. ``ess`` is a ratio, and weights may all be 2e-9 at once: its moments are about 0, and nothing cancels.
 With nothing counted every value is 0, ``ess`` included: an empty batch has no effective sample, and no value is NaN.
 
-Use: ``values(merge([metrics_of_first_micro_batch, ...]))``. Over ranks: all-reduce ``parts`` with ``reduce`` as the
-operation, then read ``value``.
+Use: ``values(merge([metrics_of_first_micro_batch, ...]))``, over ranks likewise.
 """
 
 from __future__ import annotations
@@ -81,18 +80,11 @@ class Accumulator:
         d = x - 1 if kind == "std" else x
         return Accumulator(kind, torch.stack([masked_sum(d, mask), masked_sum(d.square(), mask), count]))
 
-    @property
-    def reduce(self) -> Literal["sum", "max", "min"]:
-        """The operation by which parts combine, under the name that collectives use for it."""
-        return self.kind if self.kind in ("max", "min") else "sum"
-
     def __add__(self, other: Accumulator) -> Accumulator:
         if self.kind != other.kind:
             raise TypeError(f"cannot combine a accumulator of {self.kind} with one of {other.kind}")
-        if self.reduce == "sum":
-            return Accumulator(self.kind, self.parts + other.parts)
-        extreme = torch.maximum if self.reduce == "max" else torch.minimum
-        return Accumulator(self.kind, extreme(self.parts, other.parts))
+        combine = {"max": torch.maximum, "min": torch.minimum}.get(self.kind, torch.add)
+        return Accumulator(self.kind, combine(self.parts, other.parts))
 
     def value(self) -> Tensor:
         """The metric, a zero-dimensional float64 tensor; 0 where nothing was counted."""
@@ -129,13 +121,15 @@ def values(metrics: Mapping[str, Accumulator]) -> dict[str, Tensor]:
 AggregationKind = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 
 
-def aggregation_scale(mask_BT: Tensor, kind: AggregationKind, constant: float | None = None) -> Tensor:
+def aggregation_scale(
+    mask_BT: Tensor, kind: AggregationKind, constant: float | None = None, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Weight of each token in the loss, so that the loss is ``sum(where(mask, loss_BT * scale_BT, 0))``.
 
     ``mask_BT``: bool, the valid tokens of the whole optimiser batch, on whatever rank (slice the result for
     micro-batches). ``constant``: tokens, the length by which ``seq_mean_token_sum_norm`` divides, usually the longest
-    response allowed; no other kind takes one. Returns ``scale_BT``, fp32, 0 where the mask is False. Raises
-    ``MantissaError`` where the constant is missing, superfluous or not positive.
+    response allowed; no other kind takes one. Returns ``scale_BT`` in ``dtype``, 0 where the mask is False.
+    Raises ``MantissaError`` where the constant is missing, superfluous or not positive.
     """
     if kind == "seq_mean_token_sum_norm":
         if constant is None or not 0 < constant < float("inf"):
@@ -151,4 +145,4 @@ def aggregation_scale(mask_BT: Tensor, kind: AggregationKind, constant: float | 
         divisor = sequences * mask_BT.sum(-1, keepdim=True).clamp(min=1).double()
     else:
         divisor = sequences * constant
-    return torch.where(mask_BT, 1 / divisor, 0.0).float()  # divided in float64, rounded once
+    return torch.where(mask_BT, 1 / divisor, 0.0).to(dtype)  # divided in float64, rounded once
