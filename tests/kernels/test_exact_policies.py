@@ -27,7 +27,7 @@ from mantissa.model import Decoder, LoraShape, attach, trained_parameters
 from mantissa.rollout import Request
 
 
-@pytest.mark.parametrize(("prompts", "least"), [(16, 30_000), pytest.param(80, 1_000_000, marks=pytest.mark.variants)])
+@pytest.mark.parametrize(("prompts", "least"), [(8, 14_000), pytest.param(80, 1_000_000, marks=pytest.mark.variants)])
 def test_a_million_log_probs_are_equal(prompts: int, least: int, tmp_path: Path) -> None:
     run_worker(["many", str(prompts), *FORMATS], tmp_path, {"OMP_NUM_THREADS": "1"})
     compared, different = zip(*torch.load(tmp_path / "0.pt").values(), strict=True)
@@ -68,8 +68,8 @@ def test_equal_after_every_update_and_at_any_temperature(precision: str) -> None
     policies = Policies(make_model(FAMILIES["qwen3"]), exactly(precision))
     optimizer = torch.optim.AdamW(policies.model.parameters(), lr=0.01)
     first = policies.score(policies.sample(ragged(4), tokens=5)).detach()
-    for update, temperature in enumerate((1.0, 0.7, 1.3, 0.25)):
-        sampled = policies.sample(ragged(8, seed=update), tokens=30, temperature=temperature)
+    for update, temperature in enumerate((1.0, 1.3, 0.25)):
+        sampled = policies.sample(ragged(6, seed=update), tokens=20, temperature=temperature)
         scored_N = policies.score(sampled, temperature=temperature)
         assert scored_N.requires_grad
         assert torch.equal(scored_N, sampled.logp_N)
@@ -139,27 +139,27 @@ def test_one_operation_changed_on_one_side_is_noticed(
     operation: str, change: Any, side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policies = Policies(make_model(FAMILIES["qwen3"]), exactly("fp32"), slots=3)
-    requests = [*ragged(6), Request((5,), seed=1, samples=4)]
-    sampled = policies.sample(requests, tokens=33)
+    requests = [*ragged(3), Request((5,), seed=1, samples=4)]
+    sampled = policies.sample(requests, tokens=20)
     assert policies.different(sampled, micro=1) == 0
     monkeypatch.setattr(getattr(policies, side), operation, change)
     if side == "rollout":
-        sampled = policies.sample(requests, tokens=33)
+        sampled = policies.sample(requests, tokens=20)
     assert policies.different(sampled, micro=1) > 0
 
 
 def test_whatever_the_threads_a_token_has_one_log_prob(tmp_path: Path) -> None:
-    run_worker(["threads", *FORMATS], tmp_path, {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "passive"})
-    for precision, (compared, different) in torch.load(tmp_path / "0.pt").items():
-        assert compared > 2500
-        assert different == 0, precision
+    run_worker(["threads", "fp32"], tmp_path, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"})
+    compared, different = torch.load(tmp_path / "0.pt")["fp32"]
+    assert compared > 1500
+    assert different == 0
 
 
 @pytest.mark.slow
 def test_two_ranks_with_sharded_weights(tmp_path: Path) -> None:
     """FSDP2 on gloo: each rank's own samples, weights gathered for each layer, before and after an update."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run_worker([*FORMATS], tmp_path, {"OMP_NUM_THREADS": "1"}, torchrun)
+    run_worker(["fp32", "bf16"], tmp_path, {"OMP_NUM_THREADS": "1"}, torchrun)
     for rank in (0, 1):
         for precision, (compared, different, moved) in torch.load(tmp_path / f"{rank}.pt").items():
             assert compared > 300

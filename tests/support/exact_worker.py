@@ -4,7 +4,7 @@
 its own with a whole copy, scores them with the shards gathered layer by layer, and takes a step; twice. It leaves
 ``FOLDER/<rank>.pt``: compared and different log-probs of each format, and the largest change of a weight.
 
-``exact_worker.py FOLDER threads FORMAT...``: samples and scores with 1, 2 and 4 threads. It leaves ``FOLDER/0.pt``:
+``exact_worker.py FOLDER threads FORMAT...``: samples and scores with 1 and 2 threads. It leaves ``FOLDER/0.pt``:
 compared and different log-probs of each format. (A process of its own because threads that wait by spinning, which is
 decided at start, take minutes where there are fewer cores than threads.)
 
@@ -66,7 +66,7 @@ def thread(precision: str) -> tuple[int, int]:
     Eleven rows on two threads are the case in which a library was seen to give one of them fewer than four.
     """
     first, compared, different = None, 0, 0
-    for count in (1, 2, 4):
+    for count in (1, 2):
         with threads(count):
             plan = plan_exact(shapes_of(make_model(FAMILIES["qwen2"])), exactly(precision).learner, "cpu")
             policies = Policies(make_model(FAMILIES["qwen2"]), exactly(precision), slots=11, plan=plan)
@@ -86,7 +86,7 @@ def many(precision: str, prompts: int) -> tuple[int, int]:
     torch.set_num_threads(1)
     compared, different = 0, 0
     every = list(FAMILIES.values())
-    for config in every if prompts > 16 else [every[FORMATS.index(precision)]]:  # few prompts: a family for each format
+    for config in every if prompts > 8 else [every[FORMATS.index(precision)]]:  # few prompts: a family for each format
         policies = Policies(make_model(config), exactly(precision), slots=2 * prompts)
         sampled = policies.sample(ragged(prompts, samples=8), tokens=220)
         assert policies.engine.stats.prefills > 1
