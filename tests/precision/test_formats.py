@@ -1,22 +1,46 @@
-"""Number formats against torch.finfo and against every bit pattern that a format has."""
+"""Number formats against torch.finfo and every bit pattern; rounding, bit for bit, against a table of every value and
+exact fractions.
+"""
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.errors import MantissaError
-from mantissa.precision import BF16, E4M3, E5M2, FORMATS, FP16, FP32, NumberFormat, format_named
+from mantissa.precision import (
+    BF16,
+    E4M3,
+    E5M2,
+    FORMATS,
+    FP16,
+    FP32,
+    NumberFormat,
+    format_named,
+    is_on_grid,
+    round_by_arithmetic,
+    round_to_format,
+    round_to_format_,
+)
 
 NARROW = [BF16, FP16, E5M2, E4M3]
+narrow = pytest.mark.parametrize("fmt", NARROW, ids=str)
 
 
-def every_value(fmt: NumberFormat) -> Tensor:
-    """Every bit pattern of the format, as float64."""
-    if fmt.dtype.itemsize == 1:
-        return torch.arange(256, dtype=torch.uint8).view(fmt.dtype).double()
-    return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(fmt.dtype).double()
+def patterns(dtype: torch.dtype) -> Tensor:
+    """Every bit pattern of a dtype of one byte or two."""
+    width = torch.uint8 if dtype.itemsize == 1 else torch.int16
+    return torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32).to(width).view(dtype)
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
@@ -28,9 +52,9 @@ def test_facts_agree_with_finfo(fmt: NumberFormat) -> None:
     assert 1 + fmt.exponent_bits + fmt.mantissa_bits == info.bits
 
 
-@pytest.mark.parametrize("fmt", NARROW, ids=str)
+@narrow
 def test_facts_agree_with_every_bit_pattern(fmt: NumberFormat) -> None:
-    values = every_value(fmt)
+    values = patterns(fmt.dtype).double()
     positive = values[values.isfinite() & (values > 0)].sort().values
     assert positive[-1].item() == fmt.largest
     assert positive[0].item() == fmt.smallest_subnormal
@@ -65,3 +89,178 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
         format_named("bf61")
     with pytest.raises(MantissaError, match=r"'zebra': expected one of fp32, bf16, fp16, e5m2, e4m3$"):
         format_named("zebra")
+
+
+@cache
+def positive_values(fmt: NumberFormat) -> np.ndarray:
+    """Zero and every positive finite value in ascending order; index parity is the parity of the last mantissa bit."""
+    values = patterns(fmt.dtype)[: 2 ** (8 * fmt.dtype.itemsize - 1)].double()
+    return values[values.isfinite()].numpy()
+
+
+def table_oracle(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """Nearest value by search in the table of all values, ties to the even pattern; float64 throughout."""
+    table = positive_values(fmt)
+    beyond = table[-1] + (table[-1] - table[-2])  # where the next value would be, had the format one more binade
+    table = np.append(table, beyond)
+    wide = x.double().numpy()
+    magnitude = np.minimum(np.nan_to_num(np.abs(wide), nan=0.0, posinf=beyond), beyond)
+    high = np.searchsorted(table, magnitude).clip(1)
+    low = high - 1
+    to_low, to_high = magnitude - table[low], table[high] - magnitude
+    index = np.where(to_low < to_high, low, np.where(to_high < to_low, high, np.where(low % 2 == 0, low, high)))
+    over = np.inf if fmt.overflow == "inf" else fmt.largest
+    result = np.where(index == len(table) - 1, over, table[index])
+    result = np.where(np.isnan(wide), np.nan, np.copysign(result, wide))
+    return torch.from_numpy(result).to(x.dtype)
+
+
+def fraction_oracle(value: float, fmt: NumberFormat) -> float:
+    """Nearest value of ``fmt`` to a float64, in exact fractions."""
+    if math.isnan(value):
+        return value
+    over = math.inf if fmt.overflow == "inf" else fmt.largest
+    if math.isinf(value):
+        return math.copysign(over, value)
+    exact = abs(Fraction(value))
+    exponent = 1 - fmt.bias
+    while Fraction(2) ** (exponent + 1) <= exact:
+        exponent += 1
+    spacing = Fraction(2) ** (exponent - fmt.mantissa_bits)
+    rounded = round(exact / spacing) * spacing  # Python rounds a Fraction half to even
+    return math.copysign(over if rounded > Fraction(fmt.largest) else float(rounded), value)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal including the sign of zero; any NaN equals any NaN."""
+    bits = {torch.float64: torch.int64, torch.float32: torch.int32}.get(a.dtype, torch.int16)
+    return a.dtype == b.dtype and bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
+
+
+def midpoints_and_neighbours(fmt: NumberFormat) -> Tensor:
+    """fp32: every midpoint between neighbours of the format, the values on both sides of it, and the values; signed."""
+    table = positive_values(fmt)
+    beyond = table[-1] + (table[-1] - table[-2])
+    table = np.append(table, beyond) if beyond <= FP32.largest else table
+    middle = (table[1:] + table[:-1]) / 2
+    if beyond > FP32.largest:  # bf16: the midpoint is an fp32 number, the value after it is not
+        middle = np.append(middle, (table[-1] + beyond) / 2)
+    exact = torch.from_numpy(middle).float()
+    assert torch.equal(exact.double(), torch.from_numpy(middle))
+    inf = torch.full_like(exact, math.inf)
+    points = torch.cat(
+        (exact, exact.nextafter(inf), exact.nextafter(-inf), torch.from_numpy(positive_values(fmt)).float())
+    )
+    return torch.cat((points, -points))
+
+
+SPECIAL = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 3.4e38, -3.4e38, 1e-30, 464.0, 465.0])
+
+
+@narrow
+@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16], ids=str)
+def test_every_half_pattern_rounds_as_the_table_says_in_its_own_dtype_too(
+    fmt: NumberFormat, source: torch.dtype
+) -> None:
+    for x in (patterns(source).float(), patterns(source)):
+        expected = table_oracle(x.float(), fmt).to(x.dtype)  # exact, but for bf16's 65536, which fp16 turns into inf
+        for rounded in (round_to_format(x, fmt), round_by_arithmetic(x, fmt), round_to_format_(x.clone(), fmt)):
+            assert same_bits(rounded, expected)
+
+
+@narrow
+def test_every_midpoint_goes_to_the_even_neighbour_and_its_own_neighbours_do_not(fmt: NumberFormat) -> None:
+    x = torch.cat((midpoints_and_neighbours(fmt), SPECIAL))
+    expected = table_oracle(x, fmt)
+    for rounded in (round_to_format(x, fmt), round_by_arithmetic(x, fmt), round_to_format_(x.clone(), fmt)):
+        assert same_bits(rounded, expected)
+
+
+class _RecordCasts(TorchDispatchMode):
+    """The largest magnitude that was given to a cast to e4m3."""
+
+    largest = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == "aten::_to_copy" and (kwargs or {}).get("dtype") == torch.float8_e4m3fn:
+            self.largest = max(self.largest, args[0].abs().max().item())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rounding", [round_to_format, round_to_format_])
+def test_e4m3_saturation_does_not_rest_on_the_torch_version(rounding: Any) -> None:
+    with _RecordCasts() as casts:
+        out = rounding(torch.tensor([1.0, 447.0, 1e9, -math.inf]), E4M3)
+    assert out.tolist() == [1.0, 448.0, 448.0, -448.0]
+    assert casts.largest == 448.0
+
+
+# ---- float64 input: one rounding, not two
+
+
+def test_float64_is_not_rounded_twice() -> None:
+    x = torch.tensor([1 + 2.0**-11 + 2.0**-40], dtype=torch.float64)
+    assert x.to(torch.float16).double().item() == 1.0  # what the cast does
+    assert round_to_format(x, FP16).item() == 1 + 2.0**-10
+    assert round_to_format_(x.clone(), FP16).item() == 1 + 2.0**-10
+    below = torch.tensor([1 - 2.0**-12 - 2.0**-50], dtype=torch.float64)  # passes through the tie downwards
+    assert round_to_format(below, FP16).item() == 1 - 2.0**-11
+
+
+@narrow
+def test_float64_just_beside_every_midpoint(fmt: NumberFormat) -> None:
+    table = positive_values(fmt)
+    middle = torch.from_numpy((table[1:] + table[:-1]) / 2)
+    inf = torch.full_like(middle, math.inf)
+    high, low = torch.from_numpy(table[1:].copy()), torch.from_numpy(table[:-1].copy())
+    assert torch.equal(round_to_format(middle.nextafter(inf), fmt), high)
+    assert torch.equal(round_to_format(middle.nextafter(-inf), fmt), low)
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=st.floats(), fmt=st.sampled_from([*NARROW, FP32]))
+def test_float64_against_exact_fractions(value: float, fmt: NumberFormat) -> None:
+    x = torch.tensor([value], dtype=torch.float64)
+    expected = torch.tensor([fraction_oracle(value, fmt)], dtype=torch.float64)
+    assert same_bits(round_to_format(x, fmt), expected)
+
+
+def test_float64_keeps_what_fp32_cannot_hold_out_of_an_fp32_grid() -> None:
+    x = torch.tensor([1 + 2.0**-24 + 2.0**-50, 1e300, -1e-60, math.nan], dtype=torch.float64)
+    got = round_to_format(x, FP32)
+    assert got[:3].tolist() == [1 + 2.0**-23, math.inf, 0.0]
+    assert got[3].isnan()
+    assert math.copysign(1, got[2].item()) == -1
+
+
+# ---- other dtypes, identity, properties
+
+
+def test_rounding_to_fp32_is_the_identity_and_makes_no_copy() -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = torch.randn(5).to(dtype)
+        assert round_to_format(x, FP32) is x
+        assert round_to_format_(x, FP32) is x
+
+
+@narrow
+def test_in_place_changes_the_tensor_itself_also_a_strided_view(fmt: NumberFormat) -> None:
+    base = torch.randn(6, 8) * 100
+    expected = base.clone()
+    expected[:, ::2] = round_to_format(base[:, ::2], fmt)
+    view = base[:, ::2]
+    assert round_to_format_(view, fmt) is view
+    assert torch.equal(base, expected)
+    fresh = torch.randn(16)
+    kept = fresh.clone()
+    assert round_to_format(fresh, fmt).data_ptr() != fresh.data_ptr()
+    assert torch.equal(fresh, kept)
+
+
+@narrow
+def test_the_grid_is_exactly_the_formats_values(fmt: NumberFormat) -> None:
+    values = torch.from_numpy(positive_values(fmt)).float()
+    assert bool(is_on_grid(torch.cat((values, -values)), fmt).all())
+    off = values[1:].nextafter(torch.full_like(values[1:], math.inf))
+    assert not bool(is_on_grid(off, fmt).any())
+    assert is_on_grid(torch.tensor([math.nan, math.inf]), fmt).tolist() == [True, fmt.overflow == "inf"]
