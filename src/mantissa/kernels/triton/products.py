@@ -18,18 +18,10 @@ The tiles and splits are a guess from arithmetic, not tuned. fp8 products are no
 
 Interpreted on a CPU and compiled for sm_80 and sm_90 (fp8: for sm_90); not yet run on a GPU.
 
-The linear layer with fp8 operands is three products:
-
-- y = x W^T: x in e4m3, a scale for each 1 x 128; W in e4m3, a scale for each 128 x 128, quantised from the fp32 master.
-- dx = dy W: dy in the backward format, 1 x 128; the same codes of W (no second rounding of them).
-- dW = dy^T x: both quantised again along the tokens, which is what this product sums over.
-
-With ``backward: high`` the last two are ordinary products in the base format, of dy as it is, the values of W's codes,
-and x as it was before it was quantised. Each result is rounded to the base format once, dW too (fp16's overflow must
-reach the loss scaler), which is then held in the master's fp32.
-
-The fast and the exact family share this forward product. It is row-invariant as it stands: a scale belongs to one row,
-and the product's tiles do not depend on the number of rows.
+The linear layer with fp8 operands is the three products of ``simulated.py``, on codes in place of their values; dW is
+rounded to the base format (fp16's overflow must reach the loss scaler) and then held in the master's fp32. The fast and
+the exact family share the forward product. It is row-invariant as it stands: a scale belongs to one row, and the
+product's tiles do not depend on the number of rows.
 """
 
 from __future__ import annotations
