@@ -131,18 +131,17 @@ def aggregation_scale(
     response allowed; no other kind takes one. Returns ``scale_BT`` in ``dtype``, 0 where the mask is False.
     Raises ``MantissaError`` where the constant is missing, superfluous or not positive.
     """
+    sequences = mask_BT.any(-1).sum().clamp(min=1).double()
     if kind == "seq_mean_token_sum_norm":
         if constant is None or not 0 < constant < float("inf"):
             raise MantissaError(
                 f"aggregation {kind} divides by a length in tokens: expected a positive constant, got {constant}"
             )
+        divisor = sequences * constant
     elif constant is not None:
         raise MantissaError(f"aggregation {kind} takes no constant, got {constant}: leave it out")
-    sequences = mask_BT.any(-1).sum().clamp(min=1).double()
-    if kind == "token_mean":
+    elif kind == "token_mean":
         divisor = mask_BT.sum().clamp(min=1).double()
-    elif kind == "seq_mean_token_mean":
-        divisor = sequences * mask_BT.sum(-1, keepdim=True).clamp(min=1).double()
     else:
-        divisor = sequences * constant
+        divisor = sequences * mask_BT.sum(-1, keepdim=True).clamp(min=1).double()
     return torch.where(mask_BT, 1 / divisor, 0.0).to(dtype)  # divided in float64, rounded once

@@ -12,7 +12,6 @@ where it is used, and autograd casts the gradient back.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.kernels import products
-from mantissa.kernels.simulated import CausalAttention, Linear, RMSNorm, Rotate, cached_probabilities, rotate_fp32
+from mantissa.kernels.simulated import (
+    CausalAttention,
+    Linear,
+    Product,
+    RMSNorm,
+    Rotate,
+    cached_probabilities,
+    rotate_fp32,
+)
 from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format
 from mantissa.precision.numerics import token_logprob
 
@@ -129,14 +136,11 @@ class NativeKernels:
         return (p_BKGS @ v_BKSD.to(self.dtype)).reshape(q_BHD.shape)  # a cache may be coarser than the rollout
 
 
-NativeProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows N,E, a weight F,E and a bias: N,F
-
-
 class ProductOf(torch.autograd.Function):
     """x @ w^T + b by ``product``; its gradients by torch's products, with operands in the dtype of ``x``."""
 
     @staticmethod
-    def forward(ctx: Any, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, product: NativeProduct) -> Tensor:
+    def forward(ctx: Any, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, product: Product) -> Tensor:
         ctx.save_for_backward(x_NE, weight_FE)
         out = product(x_NE.reshape(-1, x_NE.shape[-1]), weight_FE, bias_F)
         return out.view(*x_NE.shape[:-1], -1)

@@ -66,7 +66,7 @@ from mantissa.precision import (
 )
 from mantissa.precision.numerics import token_logprob
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows N,E, a weight F,E and a bias: N,F
 
 
 def weight_values(master_FE: Tensor, fp8: Fp8Policy) -> Tensor:

@@ -28,7 +28,8 @@ from mantissa.errors import MantissaError
 from mantissa.kernels.exact.plan import ModelShapes
 from mantissa.kernels.exact.probe import Work, other_bits, row_operations
 from mantissa.kernels.interface import Kernels
-from mantissa.kernels.native import NativeKernels, NativeProduct, ProductOf
+from mantissa.kernels.native import NativeKernels, ProductOf
+from mantissa.kernels.simulated import Product
 from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_cached, round_to_format
 
 
@@ -94,7 +95,7 @@ class ExactNativeKernels(NativeKernels):
         return attention(q_BHD.unsqueeze(2), k_BKSD, v_BKSD, length_B - 1).squeeze(2)
 
 
-def _product_in(dtype: torch.dtype) -> NativeProduct:
+def _product_in(dtype: torch.dtype) -> Product:
     """The row-invariant product, rounded to ``dtype``."""
 
     def product(x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
