@@ -55,6 +55,7 @@ from mantissa.kernels import products
 from mantissa.precision import (
     ALONG_COLUMNS,
     ALONG_ROWS,
+    E4M3,
     FP32,
     SQUARE,
     BlockScaled,
@@ -71,7 +72,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows N,E, a we
 
 def weight_values(master_FE: Tensor, fp8: Fp8Policy) -> Tensor:
     """The fp32 values of a weight's codes: what the simulated products multiply, in learner and rollout alike."""
-    return round_in_blocks(master_FE, fp8.forward_format, SQUARE, fp8.power_of_two)
+    return round_in_blocks(master_FE, E4M3, SQUARE, fp8.power_of_two)
 
 
 class ScaledLinear(torch.autograd.Function):
@@ -92,7 +93,7 @@ class ScaledLinear(torch.autograd.Function):
         on_grid: bool,
     ) -> Tensor:
         values_FE = weight_FE if on_grid else weight_values(weight_FE, fp8)
-        operand_NE = round_in_blocks(x_NE, fp8.forward_format, ALONG_ROWS, fp8.power_of_two)
+        operand_NE = round_in_blocks(x_NE, E4M3, ALONG_ROWS, fp8.power_of_two)
         ctx.save_for_backward(x_NE, values_FE)
         ctx.fp8, ctx.base = fp8, base
         return round_to_format_(product(operand_NE, values_FE, bias_F), base)
@@ -114,7 +115,7 @@ class ScaledLinear(torch.autograd.Function):
             g_NF, x_NE = flat_NF, x_NE.reshape(-1, x_NE.shape[-1])
             if fmt is not None:
                 g_NF = round_in_blocks(g_NF, fmt, ALONG_COLUMNS, power_of_two)
-                x_NE = round_in_blocks(x_NE, fp8.forward_format, ALONG_COLUMNS, power_of_two)
+                x_NE = round_in_blocks(x_NE, E4M3, ALONG_COLUMNS, power_of_two)
             grad_weight = round_to_format_(g_NF.t() @ x_NE, base)
         if ctx.needs_input_grad[2]:
             grad_bias = flat_NF.sum(0)  # rounded where the bias was

@@ -53,10 +53,6 @@ class Fp8Policy:
         object.__setattr__(self, "exclude", tuple(exclude))
 
     @property
-    def forward_format(self) -> NumberFormat:
-        return E4M3
-
-    @property
     def backward_format(self) -> NumberFormat | None:
         """The format of gradients as operands; None where they stay in the base format."""
         return {"e4m3": E4M3, "e5m2": E5M2, "high": None}[self.backward]
