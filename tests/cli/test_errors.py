@@ -33,6 +33,7 @@ CASES = list(zip(LINES[::2], (line.strip() for line in LINES[1::2]), strict=True
 TEXTS = {  # files of which mistakes are made
     "file": "x",
     "full/thesis.txt": "x",
+    "page.html/thesis.txt": "x",
     "empty.jsonl": "",
     "bad.jsonl": '{"problem": "1+1?", "answer": "2"}\n{"problem": "2+2?"}\n',
     "torn.jsonl": '{"problem": "1+1?", "answer": "2"}\n' * 3 + '{"problem": "2+',

@@ -13,22 +13,19 @@ import pytest
 import yaml
 
 from mantissa.jsonl import encode
+from mantissa.runs import gap_page, plots
+from mantissa.runs.compare import show
 from mantissa.runs.directory import RunDirectory
 
+ON_GRID = "a CPU: values on the fp16 grid in fp32, each result and gradient rounded, fp32 accumulation"
 PRECISION = [
-    {
-        "role": role,
-        "requested": "fp16" if role in ("learner", "rollout") else "fp32",
-        "active": "fp16" if role in ("learner", "rollout") else "fp32",
-        "kernels": "simulated" if role in ("learner", "rollout") else "native",
-        "reason": reason,
-    }
-    for role, reason in (
-        ("learner", "a CPU: values on the fp16 grid in fp32, each result and gradient rounded, fp32 accumulation"),
-        ("rollout", "a CPU: values on the fp16 grid in fp32, each result and gradient rounded, fp32 accumulation"),
-        ("master", "weights and Adam moments: one step at lr 1e-6 is below half a bf16 or fp16 ulp"),
-        ("logits", "half operands, fp32 result, fp32 log-softmax, the same on both sides"),
-        ("kv_cache", "as the rollout: keys and values are already on its grid"),
+    {"role": role, "requested": name, "active": name, "kernels": kernels, "reason": reason}
+    for role, name, kernels, reason in (
+        ("learner", "fp16", "simulated", ON_GRID),
+        ("rollout", "fp16", "simulated", ON_GRID),
+        ("master", "fp32", "native", "weights and Adam moments: one step at lr 1e-6 is below half a bf16 or fp16 ulp"),
+        ("logits", "fp32", "native", "half operands, fp32 result, fp32 log-softmax, the same on both sides"),
+        ("kv_cache", "fp32", "native", "as the rollout: keys and values are already on its grid"),
     )
 ]
 ENVIRONMENT = {
@@ -47,45 +44,24 @@ def metrics_row(step: int, steps: int, gap: float, generator: np.random.Generato
     accuracy = min(1.0, max(0.0, 0.25 + 0.7 * (1 - math.exp(-4 * step / steps)) + noise(0, 0.02)))
     overflowed = int(step % 23 == 7)
     row = {
-        "step": step,
-        "reward/mean": accuracy,
-        "reward/accuracy": accuracy,
+        "step": step, "reward/mean": accuracy, "reward/accuracy": accuracy, "reward/verifier_errors": 0,
         "advantage/degenerate_group_fraction": 0.2 + 0.5 * step / steps,
-        "reward/verifier_errors": 0,
-        "length/mean": 34 - 4 * step / steps + noise(0, 0.3),
-        "length/max": 48,
+        "length/mean": 34 - 4 * step / steps + noise(0, 0.3), "length/max": 48,
         "length/truncated_fraction": max(0.0, 0.05 - 0.05 * step / steps),
-        "policy/loss": noise(0, 0.01),
-        "policy/entropy": 1.1 * math.exp(-2 * step / steps) + 0.1,
-        "policy/clip_fraction": 0.1,
-        "policy/kl_old": 2e-3,
-        "policy/phantom_clip_fraction": 0.02,
-        "policy/alpha_mean": 0.0,
-        "policy/alpha_abs_mean": 0.03,
-        "policy/beta_mean": 0.0,
-        "policy/beta_abs_mean": gap,
-        "policy/ratio_mean": 1.0,
-        "policy/ratio_max": 1.6,
-        "gap/kl": noise(0, gap),
-        "gap/k3_kl": gap**2 * math.exp(noise(0, 0.2)),
+        "policy/loss": noise(0, 0.01), "policy/entropy": 1.1 * math.exp(-2 * step / steps) + 0.1,
+        "policy/clip_fraction": 0.1, "policy/kl_old": 2e-3, "policy/phantom_clip_fraction": 0.02,
+        "policy/alpha_mean": 0.0, "policy/alpha_abs_mean": 0.03, "policy/beta_mean": 0.0, "policy/beta_abs_mean": gap,
+        "policy/ratio_mean": 1.0, "policy/ratio_max": 1.6,
+        "gap/kl": noise(0, gap), "gap/k3_kl": gap**2 * math.exp(noise(0, 0.2)),
         "gap/abs_logp_diff_mean": gap * math.exp(noise(0, 0.1)),
-        "gap/abs_logp_diff_max": 20 * gap * math.exp(noise(0, 0.3)),
-        "gap/ess": 0.999,
-        "correction/weight_mean": 1.0,
-        "correction/ess": 0.999,
-        "precision/loss_scale": 65536.0 / 2 ** (step // 23 + (step % 23 >= 7)),
-        "precision/overflows": overflowed,
-        "precision/retries": overflowed,
-        "precision/skipped": 0,
-        "optim/updates": 4 * step,
-        "rollout/tokens": 512 * 33,
-        "time/rollout": 0.5 + abs(noise(0, 0.03)),
-        "time/reward": 0.02,
-        "time/learner_logp": 0.12,
-        "time/update": 0.35 + 0.1 * overflowed,
-        "time/sync": 0.01,
+        "gap/abs_logp_diff_max": 20 * gap * math.exp(noise(0, 0.3)), "gap/ess": 0.999,
+        "correction/weight_mean": 1.0, "correction/ess": 0.999,
+        "precision/loss_scale": 65536.0 / 2 ** (step // 23 + (step % 23 >= 7)), "precision/overflows": overflowed,
+        "precision/retries": overflowed, "precision/skipped": 0, "optim/updates": 4 * step, "rollout/tokens": 512 * 33,
+        "time/rollout": 0.5 + abs(noise(0, 0.03)), "time/reward": 0.02, "time/learner_logp": 0.12,
+        "time/update": 0.35 + 0.1 * overflowed, "time/sync": 0.01,
         "rate/rollout_tokens_per_s": 15300.0 + noise(0, 300),
-    }
+    }  # fmt: skip
     if step % 10 == 0:
         row |= {"eval/greedy_accuracy": min(1.0, accuracy + 0.03), "eval/avg_at_k": accuracy, "time/eval": 0.6}
         row |= {"time/checkpoint": 0.08}
@@ -96,32 +72,24 @@ def metrics_row(step: int, steps: int, gap: float, generator: np.random.Generato
 def rollout_rows(step: int, gap: float, generator: np.random.Generator, count: int = 64) -> list[dict[str, Any]]:
     """Completions whose learner log-probs are off by ``gap`` times a normal number, more where p is small."""
     rows = []
+
+    def digits() -> str:
+        return " ".join(map(str, generator.integers(0, 10, 32)))
+
     for i in range(count):
         length = int(generator.integers(12, 48))
         rollout = np.minimum(-(generator.exponential(0.35, length) ** 2), -1e-6).astype(np.float32)
         noise = gap * generator.normal(0, 1, length) * np.sqrt(-rollout) - gap / 10
         learner = np.minimum(rollout + noise, 0).astype(np.float32)
         correct = bool(generator.random() < 0.8)
-        rows.append(
-            {
-                "step": step,
-                "problem_id": f"sums-{i // 8}",
-                "sample": i % 8,
-                "prompt": f"Running sums mod 10 of: {' '.join(map(str, generator.integers(0, 10, 32)))}\nAnswer:",
-                "completion": " ".join(map(str, generator.integers(0, 10, 32))),
-                "answer": " ".join(map(str, generator.integers(0, 10, 32))),
-                "reward": float(correct),
-                "correct": correct,
-                "error": None,
-                "finish_reason": "stop" if length < 46 else "length",
-                "policy_version": step - 1,
-                "length": length,
-                "advantage": 0.2 if correct else -0.8,
-                "tokens": generator.integers(0, 64, length).tolist(),
-                "rollout_logp": rollout.tolist(),
-                "learner_logp": learner.tolist(),
-            }
-        )
+        rows.append({
+            "step": step, "problem_id": f"sums-{i // 8}", "sample": i % 8,
+            "prompt": f"Running sums mod 10 of: {digits()}\nAnswer:", "completion": digits(), "answer": digits(),
+            "reward": float(correct), "correct": correct, "error": None,
+            "finish_reason": "stop" if length < 46 else "length", "policy_version": step - 1, "length": length,
+            "advantage": 0.2 if correct else -0.8, "tokens": generator.integers(0, 64, length).tolist(),
+            "rollout_logp": rollout.tolist(), "learner_logp": learner.tolist(),
+        })  # fmt: skip
     return rows
 
 
@@ -134,13 +102,9 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
     made: list[RunDirectory] = []
 
     def build(
-        steps: int = 60,
-        gap: float = 1e-3,
-        warm: bool = True,
-        rollouts: bool = True,
-        planned: int | None = None,
+        steps: int = 60, gap: float = 1e-3, warm: bool = True, rollouts: bool = True, planned: int | None = None,
         name: str = "running-sums-fp16-20260301-100000",
-    ) -> RunDirectory:
+    ) -> RunDirectory:  # fmt: skip
         generator = np.random.default_rng(0)
         config = {"task": {"name": "running_sums", "digits": 32}, "precision": "fp16", "steps": planned or steps}
         run = RunDirectory.create(tmp_path / name, config, ENVIRONMENT)
@@ -150,8 +114,7 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
                 accuracy = 0.28 / (1 + math.exp((80 - update) / 8))
                 loss = 2.3 * math.exp(-update / 80)
                 run.append_warm_start({"step": update, "warm_start/loss": loss, "warm_start/accuracy": accuracy})
-        rows = [metrics_row(step, steps, gap, generator) for step in range(1, steps + 1)]
-        (run.path / "metrics.jsonl").write_text("".join(encode(row) + "\n" for row in rows))  # one write, not hundreds
+        write_rows(run.path, [metrics_row(step, steps, gap, generator) for step in range(1, steps + 1)])
         for step in range(max(1, steps - 2), steps + 1) if rollouts else ():
             run.write_rollouts(step, rollout_rows(step, gap, generator))
         return run
@@ -159,6 +122,11 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
     yield build
     for run in made:
         run.close()
+
+
+def write_rows(folder: Path, rows: list[dict]) -> None:
+    """One write, not hundreds."""
+    (folder / "metrics.jsonl").write_text("".join(encode(row) + "\n" for row in rows))
 
 
 WriteRun = Callable[..., Path]
@@ -190,24 +158,30 @@ def write_run(tmp_path: Path) -> WriteRun:
             (folder / "config.yaml").write_text(yaml.safe_dump(RECIPE | config, sort_keys=False))
         if environment is not None:
             (folder / "environment.json").write_text(json.dumps(ENVIRONMENT | environment))
-        (folder / "metrics.jsonl").write_text("".join(encode(row) + "\n" for row in rows))
+        write_rows(folder, rows)
         return folder
 
     return write
 
 
-def learning_rows(steps: int = 40, seed: int = 0, gap: float = 1e-3) -> list[dict[str, Any]]:
-    """Rows whose evaluations are whole numbers of 64 problems, and of 4 samples each."""
-    generator = np.random.default_rng(seed)
-    rows = [metrics_row(step, steps, gap, generator) for step in range(1, steps + 1)]
-    for row in rows:
-        for name, n in (("eval/greedy_accuracy", 64), ("eval/avg_at_k", 256)):
-            if name in row:
-                row[name] = round(row[name] * n) / n
-    return rows
+@pytest.fixture
+def rows_of_a_run() -> Callable[..., list[dict[str, Any]]]:
+    """``rows_of_a_run(steps=40, seed=0, gap=1e-3)``: evaluations are whole numbers of 64 problems, and of 4 samples."""
+
+    def learning_rows(steps: int = 40, seed: int = 0, gap: float = 1e-3) -> list[dict[str, Any]]:
+        generator = np.random.default_rng(seed)
+        rows = [metrics_row(step, steps, gap, generator) for step in range(1, steps + 1)]
+        for row in rows:
+            for name, n in (("eval/greedy_accuracy", 64), ("eval/avg_at_k", 256)):
+                if name in row:
+                    row[name] = round(row[name] * n) / n
+        return rows
+
+    return learning_rows
 
 
 @pytest.fixture
-def rows_of_a_run() -> Callable[..., list[dict[str, Any]]]:
-    """``rows_of_a_run(steps=40, seed=0, gap=1e-3)``."""
-    return learning_rows
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of a report's time is matplotlib's writing; what a test asks is something else."""
+    for module in (plots, gap_page, show):
+        monkeypatch.setattr(module, "to_svg", lambda *_: "<svg></svg>")

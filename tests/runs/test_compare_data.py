@@ -31,39 +31,19 @@ def cells(differences: list[Difference]) -> dict[str, tuple[str | None, ...]]:
     return {d.name: d.values for d in differences}
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_fewer_than_two_runs_are_not_compared(count: int, write_run) -> None:
-    paths = [write_run("a", rows())][:count]
-    with pytest.raises(MantissaError, match=f"expected two or more runs to compare, got {count}") as error:
-        read_runs(paths)
-    assert (f"use mantissa report {paths[0]}" in str(error.value)) if paths else True
-
-
-def test_what_is_not_a_run_is_said(write_run, tmp_path: Path) -> None:
-    good = write_run("good", rows())
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("x")
-    broken = write_run("broken", rows(1.0))
+def test_a_run_that_cannot_be_read_is_said(write_run) -> None:
+    """What is no run at all: tests/cli/errors.txt."""
+    good, broken, binary, empty = (write_run(n, rows(i)) for i, n in enumerate(("good", "broken", "binary", "empty")))
     (broken / "environment.json").write_text("[1]")
-    binary = write_run("binary", rows(2.0))
     (binary / "config.yaml").write_bytes(b"\xff\xfe\x00")
-    for name, said in (
-        ("nowhere", "no such folder"),
-        ("folder", "neither config.yaml nor metrics.jsonl"),
-        ("file", "is a file; expected the folder of a run"),
-        ("broken", "expected keys and values, got list"),
-        ("binary", "config.yaml is not YAML"),
+    (empty / "metrics.jsonl").unlink()
+    for run, said in (
+        (broken, "expected keys and values, got list"),
+        (binary, "config.yaml is not YAML"),
+        (empty, "no step has been finished"),
     ):
         with pytest.raises(MantissaError, match=said):
-            read_runs([good, tmp_path / name])
-
-
-def test_a_run_without_a_finished_step_is_said(write_run) -> None:
-    good, empty = write_run("good", rows()), write_run("empty", [])
-    for _ in ("an empty file", "no file"):
-        with pytest.raises(MantissaError, match="no step has been finished"):
-            read_runs([good, empty])
-        (empty / "metrics.jsonl").unlink(missing_ok=True)
+            read_runs([good, run])
 
 
 def test_the_same_run_twice_is_refused_however_it_is_spelled(write_run, tmp_path: Path) -> None:
@@ -111,8 +91,8 @@ def test_runs_of_another_environment_are_no_seeds(environment: dict, write_run) 
 def test_another_machine_with_the_same_device_is_no_difference_to_a_group(write_run) -> None:
     a = write_run("a", rows(1), {"seed": 0}, {"platform": "Linux-6.1", "created": "2026-01-01", "cores": 4})
     b = write_run("b", rows(2), {"seed": 1}, {"platform": "Linux-6.2", "created": "2026-01-02", "cores": 8})
-    groups = grouped(a, b)
-    assert len(groups) == 1
+    (group,) = groups = grouped(a, b)
+    assert len(group.runs) == 2
     assert cells(environment_differences(groups)) == {"platform": ("Linux-6.1, Linux-6.2",), "cores": ("4, 8",)}
 
 

@@ -45,22 +45,6 @@ def test_a_new_run_holds_what_it_was_given(tmp_path: Path) -> None:
     assert reader.read_warm_start() == [{"step": 10, "warm_start/loss": 2.0, "warm_start/accuracy": None}]
 
 
-def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
-    RunDirectory.create(tmp_path / "run", CONFIG, {}).close()
-    with pytest.raises(MantissaError, match=r"already holds a run: continue it with --resume .*run, or choose another"):
-        RunDirectory.create(tmp_path / "run", {}, {})
-    assert RunDirectory.open(tmp_path / "run").config == CONFIG
-
-
-def test_a_folder_with_other_files_is_refused_untouched(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(MantissaError, match=r"not empty and not a run \(it has thesis.tex\); choose another run_dir"):
-        RunDirectory.create(tmp_path, CONFIG, {})
-    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
-    with pytest.raises(MantissaError, match="is a file"):
-        RunDirectory.create(tmp_path / "thesis.tex", CONFIG, {})
-
-
 def test_what_a_killed_create_leaves_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "run.lock").write_text("process 1 on elsewhere\n")
     (tmp_path / "environment.json").write_text("{}")
@@ -70,22 +54,12 @@ def test_what_a_killed_create_leaves_is_no_obstacle(tmp_path: Path) -> None:
         assert run.environment == {"device": "cpu"}
 
 
-def test_open_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(MantissaError, match="no such folder"):
-        RunDirectory.open(tmp_path / "nowhere")
-    with pytest.raises(MantissaError, match=r"is not a run: it has no config\.yaml"):
-        RunDirectory.open(tmp_path)
-    (tmp_path / "config.yaml").write_text("a: [1,\n")
-    with pytest.raises(MantissaError, match=r"config\.yaml is not YAML"):
-        _ = RunDirectory.open(tmp_path).config
-    (tmp_path / "config.yaml").write_text("just words")
-    with pytest.raises(MantissaError, match="expected keys and values, got str"):
-        _ = RunDirectory.open(tmp_path).config
-
-
-def test_unwritable_place() -> None:
-    with pytest.raises(MantissaError, match=r"cannot write /dev/null/run: .*choose another folder"):
-        RunDirectory.create("/dev/null/run", CONFIG, {})
+def test_a_recipe_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    """Folders that hold no run, or that no run can be made in: tests/cli/errors.txt."""
+    for text, said in (("a: [1,\n", r"config\.yaml is not YAML"), ("words", "expected keys and values, got str")):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(MantissaError, match=said):
+            _ = RunDirectory.open(tmp_path).config
 
 
 def test_one_writer_at_a_time_and_a_killed_one_does_not_count(tmp_path: Path) -> None:
@@ -143,25 +117,15 @@ def test_rollouts_come_back(tmp_path: Path) -> None:
         assert pyarrow.parquet.read_schema(path).equals(rollout_schema())
         with pytest.raises(MantissaError, match="no rollouts of step 4; steps 3 to 12 have them"):
             run.read_rollouts(4)
-
-
-def test_rollouts_with_other_columns_are_a_bug(tmp_path: Path) -> None:
-    bad = a_rollout(1)
-    del bad["answer"]
-    with RunDirectory.create(tmp_path / "run", CONFIG, {}) as run:
-        with pytest.raises(ValueError, match="columns missing or unknown: answer"):
-            run.write_rollouts(1, [bad])
-        with pytest.raises(ValueError, match="columns missing or unknown: extra"):
-            run.write_rollouts(1, [a_rollout(1, extra=1)])
-        assert run.rollout_steps() == []
-
-
-def test_damaged_rollouts_are_named(tmp_path: Path) -> None:
-    with RunDirectory.create(tmp_path / "run", CONFIG, {}) as run:
-        path = run.write_rollouts(1, [a_rollout(1)])
         path.write_bytes(path.read_bytes()[:-20])
-        with pytest.raises(MantissaError, match=r"step-1\.parquet: not a whole parquet file"):
-            run.read_rollouts(1)
+        with pytest.raises(MantissaError, match=r"step-3\.parquet: not a whole parquet file"):
+            run.read_rollouts(3)
+        lacking = a_rollout(1)
+        del lacking["answer"]
+        for bad, name in ((lacking, "answer"), (a_rollout(1, extra=1), "extra")):
+            with pytest.raises(ValueError, match=f"columns missing or unknown: {name}"):
+                run.write_rollouts(1, [bad])
+        assert run.rollout_steps() == [3, 5, 12]
 
 
 def test_rewind_forgets_what_came_after_a_checkpoint(tmp_path: Path) -> None:

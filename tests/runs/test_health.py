@@ -15,34 +15,21 @@ def rows(name: str, values: list[float]) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("name", "value", "good"),
-    [
-        ("precision/skipped", 0, True),
-        ("precision/skipped", 1, False),
-        ("correction/ess", 0.3, True),
-        ("correction/ess", 0.29, False),
-        ("gap/kl", -0.11, False),
-        ("gap/kl", 0.1, True),
-        ("gap/kl", math.nan, False),
-        ("policy/loss", 1e9, True),
-        ("policy/loss", -math.inf, False),
-    ],
-)
+    [("precision/skipped", 0, True), ("precision/skipped", 1, False), ("correction/ess", 0.3, True),
+     ("correction/ess", 0.29, False), ("gap/kl", -0.11, False), ("gap/kl", 0.1, True), ("gap/kl", math.nan, False),
+     ("policy/loss", 1e9, True), ("policy/loss", -math.inf, False)],
+)  # fmt: skip
 def test_range_of_one_value(name: str, value: float, good: bool) -> None:
     assert BY_NAME[name].is_healthy(value) is good
 
 
-def test_a_good_run_has_no_excursion() -> None:
+def test_a_good_run_has_no_excursion_and_a_brief_one_is_to_watch() -> None:
     good = [{"step": 1, "gap/kl": 0.0, "policy/loss": -3.0, "precision/skipped": 0, "note": "text", "time/eval": None}]
     assert check(good) == []
     assert verdict([]) == "healthy"
-
-
-def test_a_brief_excursion_is_to_watch() -> None:
     (found,) = check(rows("gap/kl", [0.0] * 10 + [0.5, -0.7] + [0.0] * 10))
     assert (found.worst, found.worst_step, found.first_step, found.steps_out, found.steps) == (-0.7, 12, 11, 2, 22)
-    assert found.last == 0.0
-    assert not found.serious
-    assert verdict([found]) == "watch"
+    assert (found.last, found.serious, verdict([found])) == (0.0, False, "watch")
 
 
 @pytest.mark.parametrize(
@@ -60,11 +47,8 @@ def test_serious_excursions(values: list[float]) -> None:
 
 
 def test_what_is_not_finite_is_worst_and_serious_comes_first() -> None:
-    data = rows("policy/loss", [1.0, math.inf, 2.0])
-    data[0]["correction/ess"] = 0.1
-    for row in data[1:]:
-        row["correction/ess"] = 0.9
-    data += [{"step": 4 + i, "correction/ess": 0.9} for i in range(20)]
+    data = [{"step": i, "correction/ess": 0.1 if i == 1 else 0.9, "policy/loss": 1.0} for i in range(1, 24)]
+    data[1]["policy/loss"] = math.inf
     first, second = check(data)
     assert (first.metric.name, first.worst, first.worst_step) == ("policy/loss", math.inf, 2)
     assert (second.metric.name, second.serious) == ("correction/ess", False)
@@ -93,57 +77,51 @@ def environment(learner: str = "bf16", **facts: Any) -> dict[str, Any]:
     return {"precision": precision, "engine_share": FACTS | facts}
 
 
-def rows_of(*measured: tuple[float | None, float, float] | None) -> list[dict[str, Any]]:
+def said(*measured: tuple[float | None, float, float] | None, learner: str = "bf16", **facts: Any) -> str:
+    """The sentence of a run whose steps measured (share, the engine's part, the rest)."""
     rows: list[dict[str, Any]] = [{"step": step, "gap/k3_kl": 1e-5} for step in range(1, len(measured) + 1)]
     for row, values in zip(rows, measured, strict=True):
         if values is not None:
             share, row["gap/engine_abs_logp_diff_mean"], row["gap/other_abs_logp_diff_mean"] = values
             row |= {} if share is None else {"gap/engine_share": share}
-    return rows
+    return share_sentence(rows, environment(learner, **facts))
 
 
-def test_medians_over_the_measured_steps() -> None:
-    rows = rows_of((0.9, 3e-3, 5e-6), None, (0.97, 2.6e-3, 4e-6), None, (0.99, 1e-3, 1e-6))
-    assert share_sentence(rows, environment()) == (
+def test_the_share_is_of_medians_over_the_measured_steps() -> None:
+    assert said((0.9, 3e-3, 5e-6), None, (0.97, 2.6e-3, 4e-6), None, (0.99, 1e-3, 1e-6)) == (
         "97% of the gap is the engine's: vLLM 0.32.0 and this package's exact kernels, both in bf16, differ by 2.6e-03 "
         "nats a token in the mean. With those kernels in the rollout 4.0e-06 would be left, by the learner's fast "
         "kernels (medians of 3 measured steps)."
     )
+    other = said((0.6, 2e-3, 1.5e-3), learner="fp16")
+    assert other.startswith("60% of the gap is the engine's")
+    assert other.endswith("1.5e-03 would be left, above all because the learner is in fp16 (one step was measured).")
+    assert "in the rollout nothing would be left (one" in said((1.0, 2e-3, 0.0))
 
 
-def test_another_format_is_named_and_one_step_is_no_median() -> None:
-    said = share_sentence(rows_of((0.6, 2e-3, 1.5e-3)), environment("fp16"))
-    assert said.startswith("60% of the gap is the engine's")
-    assert said.endswith("1.5e-03 would be left, above all because the learner is in fp16 (one step was measured).")
-    assert "in the rollout nothing would be left (one" in share_sentence(rows_of((1.0, 2e-3, 0.0)), environment())
-
-
-@pytest.mark.parametrize(("share", "said"), [(1.07, "107% of the gap"), (-0.2, "-20% of the gap")])
-def test_parts_that_cancel_are_said_to(share: float, said: str) -> None:
-    sentence = share_sentence(rows_of((share, 2e-3, 1e-4)), environment())
-    assert sentence.startswith(said)
+@pytest.mark.parametrize(("share", "begins"), [(1.07, "107% of the gap"), (-0.2, "-20% of the gap")])
+def test_parts_that_cancel_are_said_to(share: float, begins: str) -> None:
+    sentence = said((share, 2e-3, 1e-4))
+    assert sentence.startswith(begins)
     assert sentence.endswith("(one step was measured; the two parts cancel in part).")
 
 
 def test_without_a_gap_or_a_measurement() -> None:
-    no_gap = share_sentence(rows_of((None, 0.0, 0.0), (None, 0.0, 0.0)), environment())
-    assert no_gap == "There was no gap of which vLLM 0.32.0 could have a share, at every step."
-    assert share_sentence(rows_of(None, None), environment()) == ""
-    assert share_sentence([], environment()) == ""
-    assert share_sentence(rows_of((0.9, 1e-3, 1e-3)), {}) == "", "a run on this package's own engine"
-    none = environment(measured=False, reason="triton is not installed")
-    assert share_sentence(rows_of(None), none) == (
-        "Which share of the gap is vLLM 0.32.0's was not measured: triton is not installed."
-    )
+    no_gap = "There was no gap of which vLLM 0.32.0 could have a share, at every step."
+    assert said((None, 0.0, 0.0), (None, 0.0, 0.0)) == no_gap
+    assert said(None, None) == said() == ""
+    assert share_sentence([{"step": 1}], {}) == "", "a run on this package's own engine"
+    why = "Which share of the gap is vLLM 0.32.0's was not measured: triton is not installed."
+    assert said(None, measured=False, reason="triton is not installed") == why
 
 
 @pytest.mark.parametrize(
-    ("share", "said"),
+    ("share", "text"),
     [
         (1.0, "All"), (0.9996, "More than 99%"), (0.995, "More than 99%"), (0.99, "99%"), (0.5, "50%"),
         (0.004, "Less than 1%"), (0.0, "None"), (1.2, "120%"), (-0.1, "-10%"),
         (1.04, "About all"), (-0.02, "About none"),
     ],
 )  # fmt: skip
-def test_a_share_that_is_nearly_all_is_not_all(share: float, said: str) -> None:
-    assert share_text(share) == said
+def test_a_share_that_is_nearly_all_is_not_all(share: float, text: str) -> None:
+    assert share_text(share) == text

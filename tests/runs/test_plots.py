@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
@@ -72,11 +71,7 @@ def test_warm_start_and_evaluations_are_marked() -> None:
     rows = rows_of("reward/accuracy", [0.3] * 20)
     rows[9]["eval/greedy_accuracy"] = 0.5
     rows[19]["eval/greedy_accuracy"] = 0.6
-    warm = [
-        {"step": 40, "warm_start/loss": 2.0, "warm_start/accuracy": None},
-        {"step": 80, "warm_start/loss": 1.0, "warm_start/accuracy": 0.1},
-        {"step": 120, "warm_start/loss": 0.5, "warm_start/accuracy": 0.28},
-    ]
+    warm = [{"step": s, "warm_start/accuracy": accuracy} for s, accuracy in ((40, None), (80, 0.1), (120, 0.28))]
     plot = plots.learning(rows, warm)
     assert "The warm start ended at update 120 with 0.28." in plot.note
     assert {"warm start", "reinforcement learning", "update", "step"} <= set(texts(plot))
@@ -127,19 +122,12 @@ def test_the_parts_of_a_gap_are_dashed_beside_it() -> None:
 
 
 def test_the_parts_of_the_log_ratio_and_the_clipping_are_the_data() -> None:
-    alpha, beta, clip, phantom = (
-        [0.0, 1e-3, 4e-3, 2e-3],
-        [3e-2, 1e-2, 2e-2, 5e-2],
-        [0.2, 0.1, 0.3, 0.4],
-        [0.1, 0, 0, 0.3],
-    )
-    names = ("alpha_abs_mean", "beta_abs_mean", "clip_fraction", "phantom_clip_fraction")
-    rows = [
-        {"step": i, **{f"policy/{name}": value for name, value in zip(names, values, strict=True)}}
-        for i, values in enumerate(zip(alpha, beta, clip, phantom, strict=True), start=1)
-    ]
+    beta, clip, phantom = np.array([[3e-2, 1e-2, 2e-2, 5e-2], [0.2, 0.1, 0.3, 0.4], [0.1, 0, 0, 0.3]])
+    names = [f"policy/{name}" for name in ("alpha_abs_mean", "beta_abs_mean", "clip_fraction", "phantom_clip_fraction")]
+    every = zip([0.0, 1e-3, 4e-3, 2e-3], beta, clip, phantom, strict=True)
+    rows = [{"step": i, **dict(zip(names, map(float, values), strict=True))} for i, values in enumerate(every, start=1)]
     plot = plots.ratio_parts(rows)
-    for colour, data in ((plots.ORANGE, np.log10(beta)), (plots.GREY, np.array(clip)), (plots.PINK, np.array(phantom))):
+    for colour, data in ((plots.ORANGE, np.log10(beta)), (plots.GREY, clip), (plots.PINK, phantom)):
         assert any(is_linear_image(c[:, 1], data) for c in curves(plot, colour) if len(c) == 4), colour
     assert "alpha 0.0018; beta 0.028" in plot.note
     assert "holds 10.00% of the tokens" in plot.note
@@ -147,8 +135,7 @@ def test_the_parts_of_the_log_ratio_and_the_clipping_are_the_data() -> None:
     unclipped = plots.ratio_parts([{k: v for k, v in row.items() if "clip" not in k} for row in rows])
     assert [label for label, _ in unclipped.legend] == ["|alpha|, moved by learning", "|beta|, kernels and formats"]
     assert "clip" not in unclipped.note
-    equal = plots.ratio_parts([{"step": 1, **dict.fromkeys((f"policy/{name}" for name in names), 0.0)}])
-    assert equal.svg == ""
+    assert plots.ratio_parts([{"step": 1, **dict.fromkeys(names, 0.0)}]).svg == ""
 
 
 def test_probabilities_lie_where_they_should() -> None:
@@ -205,27 +192,16 @@ def test_time_bars_are_stacked_in_proportion() -> None:
     assert np.allclose(below.min(axis=1), above.max(axis=1), atol=1e-3), "one begins where the other ends"
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda rows: plots.learning(rows, []),
-        plots.gap,
-        plots.ratio_parts,
-        plots.probabilities,
-        plots.length_drift,
-        plots.scaling,
-        plots.time_by_phase,
-        plots.entropy,
-        plots.length,
-    ],
-)
-def test_without_data_there_is_a_sentence(draw: Callable[[list], Plot]) -> None:
-    plot = draw([])
-    assert plot.svg == ""
-    assert plot.note.endswith(".")
+def every_plot(rows: list, warm_start: list, rollouts: list) -> list[Plot]:
+    by_step = (plots.gap, plots.ratio_parts, plots.scaling, plots.time_by_phase, plots.entropy, plots.length)
+    drawn = [draw(rows) for draw in by_step] + [draw(rollouts) for draw in (plots.probabilities, plots.length_drift)]
+    return [plots.learning(rows, warm_start), *drawn]
 
 
-def test_a_single_step_is_visible(make_run) -> None:
+def test_without_data_there_is_a_sentence_and_a_single_step_is_visible(make_run) -> None:
+    for plot in every_plot([], [], []):
+        assert plot.svg == ""
+        assert plot.note.endswith(".")
     rows = make_run(steps=1, rollouts=False).read_metrics()
     for draw in (plots.gap, plots.scaling, plots.entropy, plots.length):
         plot = draw(rows)
@@ -234,38 +210,26 @@ def test_a_single_step_is_visible(make_run) -> None:
 
 
 def test_svg_takes_its_colours_and_font_from_the_page_and_shares_no_ids(make_run) -> None:
+    """Ids, references and the page's variables: html_page.py holds the whole report to them."""
     run = make_run()
-    rows, rollouts = run.read_metrics(), run.read_rollouts(60)
-    drawn = [
-        plots.learning(rows, run.read_warm_start()), plots.gap(rows), plots.probabilities(rollouts),
-        plots.length_drift(rollouts), plots.scaling(rows), plots.time_by_phase(rows), plots.entropy(rows),
-        plots.length(rows),
-    ]  # fmt: skip
-    ids: list[str] = []
-    for plot in drawn:
+    for plot in every_plot(run.read_metrics(), run.read_warm_start(), run.read_rollouts(60)):
         root = parse(plot)
         assert root.get("aria-label") == plot.title
-        own = [node.get("id") for node in root.iter() if node.get("id")]
-        ids += own
+        own = {node.get("id") for node in root.iter() if node.get("id")}
         wanted = re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', plot.svg)
-        assert {a or b for a, b in wanted} <= set(own), "every reference stays inside its figure"
+        assert {a or b for a, b in wanted} <= own, "every reference stays inside its figure"
         assert "DejaVu" not in plot.svg
         fixed = set(re.findall(r"#[0-9a-fA-F]{6}", plot.svg)) - {"#000000", "#ffffff"}
         assert not fixed, f"{plot.title} has colours that do not follow the page: {fixed}"
-    assert len(ids) == len(set(ids))
-    assert len(set(COLOURS)) == len(COLOURS)
 
 
 # Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.
 EYES = {
     "usual": np.eye(3),
-    "protan": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
-                        [-0.003882, -0.048116, 1.051998]]),
-    "deutan": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
-                        [-0.011820, 0.042940, 0.968881]]),
-    "tritan": np.array([[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
-                        [0.004733, 0.691367, 0.303900]]),
-}  # fmt: skip
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
 TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 
 
@@ -292,13 +256,11 @@ def test_colours_keep_apart_for_every_eye_and_from_the_paper(scheme: int) -> Non
     colours = [value[VARIABLES[colour]] for colour in RUNS]
     assert min(contrast(colour, value["--card"]) for colour in colours) >= 2.99, "graphics need 3 : 1"
     for eye, matrix in EYES.items():
-        seen = [lab(matrix @ linear(colour)) for colour in colours]
+        seen = [lab(np.array(matrix) @ linear(colour)) for colour in colours]
         nearest = min(float(np.linalg.norm(a - b)) for a, b in combinations(seen, 2))
         assert nearest > 20, f"{eye}: {nearest}"
-
-
-def test_dashes_differ_too() -> None:
-    assert len(set(DASHES)) == len(RUNS) == 8
+    assert len(set(DASHES)) == len(RUNS) == 8, "dashes differ too"
+    assert len(set(COLOURS)) == len(COLOURS)
 
 
 def group(index: int, *runs: list[dict], label: str = "") -> Group:
