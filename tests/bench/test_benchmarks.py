@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from mantissa.model import Decoder, ModelConfig, byte_tokenizer, save_model
+
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 pytestmark = pytest.mark.variants
@@ -42,7 +44,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "simulated_step": ((*THREAD, "--rounds", "1"), {}),
     "waiting": (("--threads", "1", "--busy", "0", "--rounds", "1", "--work", "tiny", "--dry"), {}),
 }
-ELSEWHERE = {  # tests of their own, here or in test_scripts.py; of a real model's size; or what scripts share
+ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts share
     "demo_runs", "gpu", "gpu_sizes", "rl_step", "rl_step_vs_trl", "run_all", "tables", "trl_step",
     "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap",
 }  # fmt: skip
@@ -57,7 +59,7 @@ def run(folder: Path, script: str, *arguments: str, constants: dict[str, Any] | 
         f"    setattr({script}, name, value)\n"
         f"{script}.main()"
     )
-    environment = {**os.environ, "OUT": str(folder), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OUT": str(folder), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
@@ -137,3 +139,32 @@ def test_what_run_all_runs_is_there(tmp_path: Path) -> None:
     for script, *options in run_all.commands(1):
         taken = run(tmp_path, script.removesuffix(".py"), "--help")
         assert all(option in taken for option in options if option.startswith("--")), script
+
+
+@pytest.fixture
+def pretrained(tmp_path: Path) -> Path:
+    """A pretrained model of the smallest kind, as the scripts expect one."""
+    config = ModelConfig("llama", 300, 64, 64, 1, 4, 2, 16, max_position_embeddings=128, tie_word_embeddings=True)
+    save_model(Decoder(config).initialize(), byte_tokenizer(), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_rl_step_runs_in_each_precision(tmp_path: Path) -> None:
+    options = ("--work", "tiny", *THREAD, "--rounds", "2", "--warm-up", "0", "--dry", "--trl-python", "none")
+    table = [line.split() for line in run(tmp_path, "rl_step_vs_trl", *options).splitlines()]
+    seconds = {words[0]: float(words[2]) for words in table if words[1:2] == ["step_seconds"]}
+    assert seconds.keys() == {"fp32", "fp16", "bf16"}
+    assert all(0 < value < 60 for value in seconds.values())
+
+
+def test_sampling_from_a_pretrained_model_is_timed_by_phase(pretrained: Path, tmp_path: Path) -> None:
+    options = (*THREAD, "--rounds", "1", "--rows", "4", "--samples", "2", "--precisions", "fp32", "--dry")
+    table = [line.split()[2:4] for line in run(tmp_path, "decode_pretrained", str(pretrained), *options).splitlines()]
+    wanted = [[name, phase] for name in ("transformers", "fp32") for phase in ("prefill", "all", "decode")]
+    assert [pair for pair in table if pair in wanted] == wanted
+
+
+def test_the_peak_is_measured_by_both_libraries(tmp_path: Path) -> None:
+    lines = run(tmp_path, "peak", *THREAD, "--dry").splitlines()
+    values = {line.split(":")[1].split("  ")[0].strip() for line in lines}
+    assert values == {"square", "step", "square onednn", "step onednn", "memory"}

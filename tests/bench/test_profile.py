@@ -33,7 +33,7 @@ def sleepy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.
     return Slow.apply((model(batch[0]).float() - batch[1]).square().mean())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.variants), "fp16"])
 def test_parts_add_up_to_the_step_and_each_is_found(precision: str, tmp_path: Path) -> None:
     runner = Runner(Request(Source(parameters=20_000), precision, "cpu"), seed=0)
     runner.workload = type(runner.workload)(runner.workload.model, runner.workload.make_batch, sleepy)

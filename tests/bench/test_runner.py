@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from mantissa.bench import runner as runner_module
-from mantissa.bench.runner import RefusedError, Request, Runner, engaged
+from mantissa.bench.runner import RefusedError, Request, Runner
 from mantissa.bench.workload import Source
-from mantissa.errors import MantissaError
 from mantissa.precision import FP32, format_named, is_on_grid
 
 SMALL = Source(parameters=5_000)
@@ -73,21 +70,3 @@ def test_what_did_not_engage_is_refused(asked: tuple, lie: dict, said: str, lyin
     lying(asked[0], **lie)
     with pytest.raises(RefusedError, match=said):
         Runner(request(*asked), seed=0)
-
-
-def test_a_probe_that_fails_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any, **__: Any) -> None:
-        raise MantissaError("precision: fp32 is not active: expected 1.0000001, got 1.0")
-
-    monkeypatch.setattr(runner_module, "PrecisionTrainer", failing)
-    with pytest.raises(RefusedError, match=r"row refused \(fp32, .*expected 1.0000001, got 1.0"):
-        Runner(request("fp32"), seed=0)
-
-
-def test_those_that_engage_remain(lying: Callable[..., None]) -> None:
-    lying("bf16", active=FP32)
-    refused: list[str] = []
-    runners = engaged([request(p) for p in ("fp32", "bf16", "fp16")], 0, refused.append)
-    assert list(runners) == ["fp32", "fp16"]
-    assert len(refused) == 1
-    assert "bf16" in refused[0]

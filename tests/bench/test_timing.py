@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from itertools import pairwise
 
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mantissa.bench.rows import Crossover, crossover, crossover_sentence
-from mantissa.bench.runner import quartiles, rotated, speed_up, step_seconds
+from mantissa.bench.runner import quartiles, speed_up, step_seconds
 from mantissa.mismatch.estimates import Estimate
 
 
@@ -23,14 +22,8 @@ def table(**speeds: float | tuple[float, float, float]) -> dict[int, Estimate]:
     }
 
 
-@given(st.lists(st.floats(0.001, 1000), min_size=2, max_size=30))
-def test_the_spread_is_median_and_quartiles(values: list[float]) -> None:
-    spread = quartiles(values)
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    assert (spread.low, spread.value, spread.high) == pytest.approx((low, middle, high), rel=1e-12)
-
-
-def test_one_measurement_has_no_spread_and_ratios_are_taken_within_a_round() -> None:
+def test_the_spread_is_median_and_quartiles_and_ratios_are_taken_within_a_round() -> None:
+    assert quartiles([5.0, 1.0, 2.0, 3.0, 9.0]) == Estimate(3.0, 2.0, 5.0)
     assert quartiles([3.0]) == Estimate(3.0, 3.0, 3.0)
     # The machine was ten times slower in the second round: the ratio of the medians would be 5.5 / 2.75 only by luck.
     assert speed_up([1.0, 10.0, 1.0], [0.5, 5.0, 0.5]) == Estimate(2.0, 2.0, 2.0)
@@ -60,11 +53,6 @@ def test_a_short_step_is_timed_in_blocks_and_reported_for_one() -> None:
     per_round = (calls - 3) / 2
     assert 4 <= per_round <= 10
     assert all(0.002 <= s < 0.006 for s in seconds)
-
-
-def test_rotation_covers_each_place() -> None:
-    orders = [rotated("abc", turn) for turn in range(3)]
-    assert all({order[place] for order in orders} == set("abc") for place in range(3))
 
 
 @pytest.mark.parametrize(

@@ -67,35 +67,22 @@ def test_a_source_builds_the_same_weights_from_the_same_seed(mine: Path) -> None
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("users_models_a7", ["expected pkg.module:factory"]),
-        (":good", ["expected pkg.module:factory"]),
-        ("users_models_a7:", ["expected pkg.module:factory"]),
-        ("no_such_module_a7:good", ["no module no_such_module_a7", "start the command in the folder"]),
-        ("users_models_a7.sub:good", ["no module users_models_a7.sub"]),
-        ("needs_more_a7:good", ["needs_more_a7 itself imports a_package_that_is_not_there"]),
-        ("users_models_a7:goood", ["has no goood", "did you mean 'good'"]),
-        ("users_models_a7:number", ["number is a int", "expected a function"]),
+        (":good", "expected pkg.module:factory"),
+        ("users_models_a7:", "expected pkg.module:factory"),
+        ("no_such_module_a7:good", "no module no_such_module_a7 in .*start the command in the folder"),
+        ("users_models_a7.sub:good", "no module users_models_a7.sub"),
+        ("needs_more_a7:good", "needs_more_a7 itself imports a_package_that_is_not_there"),
+        ("users_models_a7:number", "number is a int; expected a function"),
+        ("users_models_a7:pair", "returned a tuple of 2"),
+        ("users_models_a7:nothing", "returned a NoneType"),
+        ("users_models_a7:swapped", "its model is a function, not a torch module"),
+        ("users_models_a7:uncallable", "its make_batch is a int, not a function"),
+        ("users_models_a7:frozen", "no parameter to train"),
     ],
 )
-def test_a_factory_that_cannot_be_had(mine: Path, spec: str, words: list[str]) -> None:
-    with pytest.raises(MantissaError) as error:
-        factory_named(spec)
-    assert all(part in str(error.value) for part in [spec, *words]), error.value
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("pair", "returned a tuple of 2"),
-        ("nothing", "returned a NoneType"),
-        ("swapped", "its model is a function, not a torch module"),
-        ("uncallable", "its make_batch is a int, not a function"),
-        ("frozen", "no parameter to train"),
-    ],
-)
-def test_a_factory_that_returns_something_else(mine: Path, name: str, words: str) -> None:
-    with pytest.raises(MantissaError, match=words):
-        load(name)
+def test_a_factory_that_cannot_be_had_or_returns_something_else(mine: Path, spec: str, words: str) -> None:
+    with pytest.raises(MantissaError, match=f"^--model {spec}: .*{words}"):
+        called(spec, factory_named(spec))
 
 
 def test_a_mistake_inside_the_users_module_keeps_its_traceback(mine: Path) -> None:
@@ -107,33 +94,18 @@ def test_a_mistake_inside_the_users_module_keeps_its_traceback(mine: Path) -> No
 def test_a_batch_moves_with_its_structure() -> None:
     Pair = namedtuple("Pair", "left right")
     x = torch.ones(2)
-    batch = {"a": (x, [x, "text"]), "b": Pair(x, 3)}
-    moved = to_device(batch, "meta")
+    moved = to_device({"a": (x, [x, "text"]), "b": Pair(x, 3)}, "meta")
     assert moved["a"][0].is_meta
     assert moved["a"][1][0].is_meta
-    assert moved["a"][1][1] == "text"
-    assert isinstance(moved["b"], Pair)
     assert moved["b"].left.is_meta
-    assert moved["b"].right == 3
-    assert not x.is_meta
+    assert (moved["a"][1][1], type(moved["b"]), moved["b"].right, x.is_meta) == ("text", Pair, 3, False)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("10k", 10_000), ("1.2M", 1_200_000), ("1B", 10**9), ("65536", 65_536), ("3m", 3_000_000)]
-)
-def test_sizes_are_read(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "k", "ten", "1T", "-5k", "999", "1e30", "nan", "inf", "30B"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(MantissaError, match="size"):
-        parse_size(text)
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(9_880, "9.88k"), (999_400, "999k"), (999_600, "1M"), (1_006_392, "1.01M"), (1.2e9, "1.2B"), (640, "0.64k")],
-)
-def test_sizes_are_written_short(count: float, text: str) -> None:
-    assert short(count) == text
+def test_sizes_are_read_and_written_short() -> None:
+    sizes = {"10k": 10_000, "1.2M": 1_200_000, "1B": 10**9, "65536": 65_536, "3m": 3_000_000}
+    assert {text: parse_size(text) for text in sizes} == sizes
+    for text in ("", "k", "ten", "1T", "-5k", "999", "1e30", "nan", "inf", "30B"):
+        with pytest.raises(MantissaError, match="size"):
+            parse_size(text)
+    counts = {9_880: "9.88k", 999_400: "999k", 999_600: "1M", 1_006_392: "1.01M", 1.2e9: "1.2B", 640: "0.64k"}
+    assert {count: short(count) for count in counts} == counts

@@ -53,9 +53,13 @@ def test_the_users_own_allocator_settings_stand(variables: dict[str, str]) -> No
     assert process("-c", FAULTS, **variables).stdout.startswith("False")
 
 
-def test_another_system_or_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(OURS)]:
         monkeypatch.delenv(name)
+
+
+def test_another_system_or_c_library_is_left_alone(unsaid: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: object())
     assert machine.keep_freed_memory() is False
     monkeypatch.setattr(machine.sys, "platform", "darwin")
@@ -77,9 +81,7 @@ def test_the_users_own_way_of_waiting_stands(variables: dict[str, str], spins: s
     assert process("-c", SPINS, **variables).stdout.strip() == spins
 
 
-def test_after_torch_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith(OURS)]:
-        monkeypatch.delenv(name)
+def test_after_torch_it_does_nothing(unsaid: None) -> None:
     assert "torch" in sys.modules
     assert machine.spin_briefly() is False
     assert "GOMP_SPINCOUNT" not in os.environ

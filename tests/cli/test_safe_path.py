@@ -39,15 +39,10 @@ def trapped(recipe: Callable[..., Path], tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    [
-        pytest.param("train recipe.yaml nproc=2 run_dir=run", id="train"),
-        pytest.param(
-            "bench --device cpu --sizes 2k --precision fp32 --scenarios warmup --repeats 1",
-            id="bench",
-            marks=pytest.mark.variants,
-        ),
-    ],
-)
+    ["train recipe.yaml nproc=2 run_dir=run",
+     pytest.param("bench --device cpu --sizes 2k --precision fp32 --scenarios warmup --repeats 1",
+                  marks=pytest.mark.variants)],
+)  # fmt: skip
 def test_a_folder_full_of_traps(trapped: Path, arguments: str) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     as_installed = "import sys; del sys.path[0]; from mantissa.cli import main; main()"

@@ -37,17 +37,12 @@ def test_the_seed_decides(mantissa: Mantissa, finished: Path) -> None:
     assert completions(mantissa("sample", finished, "12=", "-n", 2, "--max-tokens", 6, "--seed", 1)) == first[:2]
 
 
-def test_a_runs_folder_is_its_policys(mantissa: Mantissa, finished: Path) -> None:
-    argv = ("12=", "-n", 3, "--max-tokens", 6)
-    assert mantissa("sample", finished, *argv).out == mantissa("sample", finished / "policy", *argv).out
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_the_log_prob_is_that_of_the_text(mantissa: Mantissa, finished: Path, temperature: float) -> None:
+def test_the_log_prob_is_that_of_the_text(mantissa: Mantissa, finished: Path) -> None:
+    temperature = 0.5
     model, tokenizer = load_model(finished / "policy"), load_tokenizer(finished / "policy")
     argv = ("--max-tokens", 6, "--temperature", temperature)
     checked = 0
-    for logp, why, text in completions(mantissa("sample", finished, "12=", "-n", 30, *argv)):
+    for logp, why, text in completions(mantissa("sample", finished / "policy", "12=", "-n", 30, *argv)):
         answer = tokenizer.encode(text)
         if why == "stop" or len(answer) < 6:
             continue  # it may hold padding tokens, which a text does not show

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,14 +116,9 @@ def test_fp8_without_its_variables_is_noticed() -> None:
     assert sglang.wrong == []  # vLLM's variables are vLLM's
 
 
-@pytest.mark.parametrize(("form", "says"), [("e4m3", "e4m3 forwards and backwards"), ("hybrid", "e5m2")])
-def test_e4m3_against_hybrid(form: str, says: str) -> None:
-    (setting,) = check_verl(["model_engine=megatron", f"{TRANSFORMER}fp8={form}"]).settings
-    assert setting.verdict == "takes effect"
-    assert says in setting.why
-
-
 IN_DICTIONARIES: list[tuple[str, str, str, str]] = [
+    ("megatron", f"{TRANSFORMER}fp8=e4m3", "takes effect", "e4m3 forwards and backwards"),
+    ("megatron", f"{TRANSFORMER}fp8=hybrid", "takes effect", "e5m2"),
     ("megatron", f"{OPTIMIZER}use_precision_aware_optimizer=True", "takes effect", "by itself it narrows none"),
     ("megatron", f"{OPTIMIZER}exp_avg_dtype=bf16", "ignored", "a word here stays a word"),
     ("megatron", f"{OPTIMIZER}some_new_dtype=bf16", "handed on", "the optimizer's constructor"),
@@ -153,15 +147,13 @@ def test_what_is_handed_on_in_a_dictionary(engine: str, override: str, verdict: 
     assert all(why in s.why for s in settings)
 
 
-def test_the_engine_s_own_dictionary_wins_over_verl_s_key() -> None:
+def test_what_the_rollout_computes_in() -> None:
+    """The engine's own dictionary wins over verl's key; weights of 4 bits are told."""
     report = check_verl([ROLLOUT + "dtype=bfloat16", f"+{ROLLOUT}engine_kwargs.vllm.dtype=float16"])
     assert active(report)["rollout"] == "fp16"
-
-
-@pytest.mark.parametrize(("name", "weights"), [("vllm", "learner and rollout"), ("sglang", "in the learner alone")])
-def test_weights_of_4_bits_are_told(name: str, weights: str) -> None:
-    report = check_verl(["actor_rollout_ref.actor.fsdp_config.qat.enable=True", ROLLOUT + f"name={name}"])
-    assert weights in active(report)["weights"]
+    for name, weights in (("vllm", "learner and rollout"), ("sglang", "in the learner alone")):
+        report = check_verl(["actor_rollout_ref.actor.fsdp_config.qat.enable=True", ROLLOUT + f"name={name}"])
+        assert weights in active(report)["weights"]
 
 
 def test_rollouts_beside_vllm_and_sglang() -> None:
@@ -316,31 +308,24 @@ def test_a_word_that_grows_without_end_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     doubling = "\n".join(f"v{i + 1}=$v{i}$v{i}" for i in range(60))
     path.write_text(f"v0=ab\n{doubling}\nrun actor_rollout_ref.rollout.dtype=$v60\n")
-    tracemalloc.start()
-    value = read_words([str(path)]).overrides[ROLLOUT + "dtype"].value
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(value) < 200_000
-    assert peak < 64e6  # bytes; each of its 60 variables may hold 0.1 MB
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [("echo 'no end", "cannot be read as a shell script"), ("echo hello", "found no override")],
-)
-def test_scripts_that_are_none(text: str, reason: str, tmp_path: Path) -> None:
-    path = tmp_path / "train.sh"
-    path.write_text(text)
-    with pytest.raises(MantissaError, match=reason):
-        check_verl([str(path)])
+    words = read_words([str(path)])
+    held = sum(map(len, words.variables.values()))
+    assert len(words.overrides[ROLLOUT + "dtype"].value) < 200_000
+    assert held < 64e6, "each of its 60 variables may hold 0.1 MB"
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    [(["missing.sh"], "expected overrides such as"), (["a.b=1", "what"], "'what': expected key=value"),
-     (["actor_rollout_ref.actor.strategy=veomni"], "this check knows fsdp, fsdp2, megatron"),
-     (["actor_rollout_ref.rollout.name=hf"], "this check knows vllm, sglang, trtllm, dynamo")],
+    [("missing.sh", "expected overrides such as"), ("a.b=1 what", "'what': expected key=value"),
+     ("actor_rollout_ref.actor.strategy=veomni", "this check knows fsdp, fsdp2, megatron"),
+     ("actor_rollout_ref.rollout.name=hf", "this check knows vllm, sglang, trtllm, dynamo"),
+     ("open.sh", "cannot be read as a shell script"), ("none.sh", "found no override")],
 )  # fmt: skip
-def test_arguments_that_are_wrong(arguments: list[str], reason: str) -> None:
+def test_arguments_and_scripts_that_are_wrong(
+    arguments: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("open.sh", "echo 'no end"), ("none.sh", "echo hello")):
+        (tmp_path / name).write_text(text)
     with pytest.raises(MantissaError, match=reason):
-        check_verl(arguments)
+        check_verl(arguments.split())

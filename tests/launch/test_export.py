@@ -169,15 +169,12 @@ def test_generated_tasks_and_fresh_models_are_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_flowrl_is_refused_in_any_precision_and_says_what_its_recipe_does(precision: str, version: Version) -> None:
+def test_flowrl_is_refused_and_says_what_its_recipe_does(version: Version) -> None:
     """That the reasons hold for the real verl is tested in ``real/test_tree.py``."""
-    overrides = [f"precision={precision}"] + (["loss_scaling=null"] if precision == "bf16" else [])
-    config = load_recipe(CLUSTER / "qwen2.5-7b-flowrl-fp16.yaml", overrides)
+    config = load_recipe(CLUSTER / "qwen2.5-7b-flowrl-fp16.yaml")
     reasons = r"algorithm\.loss: flowrl: .*0\.8\.0 took out.*autocast to bf16, written into the code.*mantissa train"
-    with pytest.raises(MantissaError, match=reasons) as refused:
+    with pytest.raises(MantissaError, match=reasons):
         export(config, LaunchOptions(version=version))
-    assert "\n" not in str(refused.value)
 
 
 # nothing is passed over
@@ -204,7 +201,7 @@ def test_every_field_is_accounted_for(recipe: Callable[..., RunConfig]) -> None:
     assert "precision.fp8.scale" in fields_of(config)
 
 
-@pytest.mark.parametrize("field", ["rollout.slots", "precision.logits", "algorithm.correction.mode", "optimizer.eps"])
+@pytest.mark.parametrize("field", ["precision.logits", "algorithm.correction.mode"])
 def test_a_field_that_is_forgotten_is_found(
     field: str, recipe: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,22 +228,14 @@ def test_cluster_recipes_are_said_whole(path: Path) -> None:
     assert len({one.key for one in plan.overrides}) == len(plan.overrides)
 
 
-def test_the_fp8_recipe_takes_its_variables_to_every_node() -> None:
-    path = CLUSTER / "qwen3-30b-a3b-dapo-fp8.yaml"
-    plan = export(load_recipe(path), load_options(launch_file(path), {}))
-    assert {one.name: one.value for one in plan.environment} == {
-        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
-        "VLLM_USE_DEEP_GEMM": "1",
-        "VLLM_USE_DEEP_GEMM_E8M0": "0",
-    }
-
-
 @pytest.mark.parametrize(("overrides", "form"), [((), "e4m3"), (("precision.fp8.backward=e5m2",), "hybrid")])
 def test_the_fp8_recipe_is_e4m3_as_verl_s_own_and_hybrid_by_a_word(overrides: tuple[str, ...], form: str) -> None:
     path = CLUSTER / "qwen3-30b-a3b-dapo-fp8.yaml"
     plan = export(load_recipe(path, overrides), load_options(launch_file(path), {}))
     fp8 = {one.key.rpartition(".")[2]: one.value for one in plan.overrides if "override_transformer" in one.key}
     assert fp8 == {"fp8": form, "fp8_recipe": "blockwise"}
+    everywhere = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "VLLM_USE_DEEP_GEMM": "1", "VLLM_USE_DEEP_GEMM_E8M0": "0"}
+    assert {one.name: one.value for one in plan.environment} == everywhere
 
 
 # values and options
