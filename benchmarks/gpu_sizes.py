@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from rows import append
 
-from mantissa.bench.profile import training_peak
-from mantissa.bench.runner import Request, Runner, quartiles, speed_up, step_seconds
+from mantissa.bench.runner import Request, Runner, quartiles, speed_up, step_seconds, training_peak
 from mantissa.bench.workload import Source, parse_size, short
 from mantissa.mismatch.estimates import Estimate
 

@@ -11,7 +11,7 @@ import pytest
 
 from mantissa.bench import runner
 from mantissa.bench.rows import stamp
-from mantissa.bench.scenarios import Setting
+from mantissa.bench.runner import Setting
 from mantissa.training.trainer import PrecisionTrainer
 
 

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mantissa.bench import scenarios
-from mantissa.bench.profile import training_peak
+from mantissa.bench import runner
 from mantissa.bench.rows import COLUMNS, write_csv, write_jsonl
-from mantissa.bench.runner import Request, Runner
-from mantissa.bench.scenarios import SCENARIOS, run_scenario, run_size
+from mantissa.bench.runner import SCENARIOS, Request, Runner, run_scenario, run_size, training_peak
 from mantissa.bench.workload import BEST_LOSS, Source
 from mantissa.errors import MantissaError
 from mantissa.precision import FP32
@@ -25,7 +23,7 @@ SMALL = Source(parameters=5_000)
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is not measured (in processes, of seconds each): what a test asks is something else."""
-    monkeypatch.setattr(scenarios, "training_peak", lambda *_: 1)
+    monkeypatch.setattr(runner, "training_peak", lambda *_: 1)
 
 
 def test_a_scenarios_rows(setting: Callable, unmeasured: None) -> None:
@@ -93,7 +91,7 @@ def test_skipped_and_retried_steps_are_counted(
 
             return self.trainer.step(batch, loss_fn)
 
-    monkeypatch.setattr(scenarios, "Runner", Overflowing)
+    monkeypatch.setattr(runner, "Runner", Overflowing)
     shared, _ = setting(precisions=("fp32", "fp16"), repeats=1)
     fp32, fp16 = run_scenario(SCENARIOS["warmup"], SMALL, 32, shared)
     assert (fp32["overflow_rate"], fp32["retried"]) == (0, 0)
@@ -141,7 +139,7 @@ def test_out_of_memory_is_one_line(setting: Callable, monkeypatch: pytest.Monkey
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(scenarios, "training_peak", full)
+    monkeypatch.setattr(runner, "training_peak", full)
     with pytest.raises(MantissaError, match=r"residual MLP of 5k with batches of 16 does not fit on cpu in 3 prec"):
         run_size(SMALL, 16, setting(repeats=1)[0])
 

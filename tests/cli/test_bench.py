@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mantissa.bench import COLUMNS, runner, scenarios
-from mantissa.bench.profile import training_peak
+from mantissa.bench import COLUMNS, runner
+from mantissa.bench.runner import training_peak
 from mantissa.errors import MantissaError
 from mantissa.training.trainer import PrecisionTrainer
 
@@ -44,7 +44,7 @@ def _memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
             measured[request.precision] = training_peak(request, batch_size)
         return measured[request.precision]
 
-    monkeypatch.setattr(scenarios, "training_peak", peak)
+    monkeypatch.setattr(runner, "training_peak", peak)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 
 from mantissa.errors import MantissaError
 from mantissa.launch import Plan, Report, check_verl
-from mantissa.launch.script import read_words
+from mantissa.launch.check import read_words
 
 FSDP_FP16 = "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"
 ROLLOUT = "actor_rollout_ref.rollout."

@@ -13,9 +13,8 @@ from pydantic import BaseModel
 
 from mantissa.errors import MantissaError
 from mantissa.launch import LaunchOptions, Plan, export, launch_file, load_options
-from mantissa.launch.export import Draft, fields_of, table
+from mantissa.launch.export import Draft, fields_of, hydra_value, table
 from mantissa.launch.facts import FACTS, VERSIONS, Version, full
-from mantissa.launch.plan import hydra_value
 from mantissa.rl import RunConfig, load_recipe
 
 CLUSTER = Path(__file__).parents[2] / "recipes" / "cluster"

@@ -19,7 +19,7 @@ import pytest
 
 from mantissa.errors import MantissaError, StoppedError
 from mantissa.launch import ray_job
-from mantissa.launch.ray_job import JobLostError, connect, follow, runtime_env, submit
+from mantissa.launch.ray_job import JobLostError, connect, follow, submit
 
 
 def free_port() -> int:
@@ -107,7 +107,11 @@ def test_jobs_on_a_real_head(start_head: Callable[[], Head], tmp_path: Path, mon
 
     # a job that succeeds: its log, the variables, the folder and the package that travel with it
     package = Path(ray_job.__file__).parents[1]
-    environment = runtime_env({"MANTISSA_TEST": "on every node"}, here, [package])
+    environment = {
+        "env_vars": {"MANTISSA_TEST": "on every node"},
+        "py_modules": [str(package)],
+        "working_dir": str(here),
+    }
     script = (
         "import os, mantissa.tasks.rewards as v; print(os.environ['MANTISSA_TEST'], open('data.txt').read(), "
         "v.__file__ != '%s')" % (package / "tasks" / "verifiers.py")
@@ -119,9 +123,7 @@ def test_jobs_on_a_real_head(start_head: Callable[[], Head], tmp_path: Path, mon
 
     # a job that fails, with its own exit code
     shown.clear()
-    job = submit(
-        client, f"{sys.executable} -c \"print('so far', flush=True); raise SystemExit(7)\"", runtime_env({}, None), "f"
-    )
+    job = submit(client, f"{sys.executable} -c \"print('so far', flush=True); raise SystemExit(7)\"", {}, "f")
     end = follow(client, job, shown.append)
     assert (end.status, end.code) == ("FAILED", 7)
     assert end.message
@@ -138,7 +140,7 @@ def test_jobs_on_a_real_head(start_head: Callable[[], Head], tmp_path: Path, mon
 
     # a head that dies under a job
     monkeypatch.setattr(ray_job, "RECONNECT_S", 2.0)
-    job = submit(client, "sleep 600", runtime_env({}, None), "orphan")
+    job = submit(client, "sleep 600", {}, "orphan")
 
     def die(text: str) -> None:
         shown.append(text)

@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from mantissa.jsonl import encode
-from mantissa.runs import gap_page, plots
-from mantissa.runs.compare import show
+from mantissa.runs import compare_page, gap_page, plots
 from mantissa.runs.directory import RunDirectory
 
 ON_GRID = "a CPU: values on the fp16 grid in fp32, each result and gradient rounded, fp32 accumulation"
@@ -183,5 +182,5 @@ def rows_of_a_run() -> Callable[..., list[dict[str, Any]]]:
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of a report's time is matplotlib's writing; what a test asks is something else."""
-    for module in (plots, gap_page, show):
+    for module in (plots, gap_page, compare_page):
         monkeypatch.setattr(module, "to_svg", lambda *_: "<svg></svg>")

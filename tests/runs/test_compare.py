@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from html_page import Page, assert_snapshot
-from mantissa.runs.compare.data import read_runs
-from mantissa.runs.compare.numbers import wilson
-from mantissa.runs.compare.show import build_comparison, compare, times_said
-from mantissa.runs.compare.show import document as document_of
+from mantissa.runs.compare import read_runs, wilson
+from mantissa.runs.compare_page import build_comparison, compare, times_said
+from mantissa.runs.compare_page import document as document_of
 
 HARDER = {"kind": "running_sum", "max_digits": 9, "train_size": 512, "heldout_size": 256}
 

@@ -8,15 +8,7 @@ from pathlib import Path
 import pytest
 
 from mantissa.errors import MantissaError
-from mantissa.runs.compare.data import (
-    Difference,
-    Group,
-    environment_differences,
-    group_runs,
-    precision_differences,
-    read_runs,
-    recipe_differences,
-)
+from mantissa.runs.compare import Differences, Group, flat_differences, group_runs, read_runs, recipe_differences
 
 
 def rows(value: float = 0.0) -> list[dict]:
@@ -27,8 +19,8 @@ def grouped(*paths: Path) -> list[Group]:
     return group_runs(read_runs(paths))
 
 
-def cells(differences: list[Difference]) -> dict[str, tuple[str | None, ...]]:
-    return {d.name: d.values for d in differences}
+def of_environments(groups: list[Group]) -> Differences:
+    return flat_differences(groups, lambda run: run.facts)
 
 
 def test_a_run_that_cannot_be_read_is_said(write_run) -> None:
@@ -64,7 +56,7 @@ def test_runs_that_differ_only_in_seed_and_name_are_one_group(write_run) -> None
     assert [[run.seed for run in group.runs] for group in groups] == [[0, 1, 5], [0]]
     assert [group.title for group in groups] == ["lr=0.0005 (3 seeds)", "lr=0.0001"]
     assert [group.index for group in groups] == [0, 1]
-    assert cells(recipe_differences(groups)) == {
+    assert recipe_differences(groups) == {
         "name": ("n0, n1, n5", "sums"),
         "seed": ("0, 1, 5", "0"),
         "optimizer.lr": ("0.0005", "0.0001"),
@@ -93,7 +85,7 @@ def test_another_machine_with_the_same_device_is_no_difference_to_a_group(write_
     b = write_run("b", rows(2), {"seed": 1}, {"platform": "Linux-6.2", "created": "2026-01-02", "cores": 8})
     (group,) = groups = grouped(a, b)
     assert len(group.runs) == 2
-    assert cells(environment_differences(groups)) == {"platform": ("Linux-6.1, Linux-6.2",), "cores": ("4, 8",)}
+    assert of_environments(groups) == {"platform": ("Linux-6.1, Linux-6.2",), "cores": ("4, 8",)}
 
 
 def test_a_repetition_of_a_seed_is_no_seed(write_run) -> None:
@@ -109,17 +101,17 @@ def test_folders_of_the_drop_in_trainer_stand_alone(write_run) -> None:
     c = write_run("rl", rows())
     groups = grouped(a, b, c)
     assert [group.title for group in groups] == ["t1", "t2", "rl"]
-    assert recipe_differences(groups) == []
-    assert environment_differences(groups) == [], "what was not recorded is not a difference"
+    assert recipe_differences(groups) == {}
+    assert of_environments(groups) == {}, "what was not recorded is not a difference"
     d = write_run("rl2", rows(1), {"steps": 80})
-    assert cells(recipe_differences(grouped(a, c, d))) == {"steps": (None, "40", "80")}
+    assert recipe_differences(grouped(a, c, d)) == {"steps": (None, "40", "80")}
 
 
 def test_sections_lists_and_missing_keys_are_compared(write_run) -> None:
     section = {"initial": 65536.0, "growth_interval": 400}
     a = write_run("a", rows(1), {"loss_scaling": section, "extra": True})
     b = write_run("b", rows(2), {"optimizer": {"lr": 5e-4, "betas": [0.9, 0.95]}})
-    assert cells(recipe_differences(grouped(a, b))) == {
+    assert recipe_differences(grouped(a, b)) == {
         "optimizer.betas": ("[0.9, 0.99]", "[0.9, 0.95]"),
         "loss_scaling": ("{initial: 65536.0, growth_interval: 400}", "null"),
         "extra": ("true", "(none)"),
@@ -137,12 +129,12 @@ def test_precision_tables_and_versions_where_they_differ(write_run) -> None:
     b = write_run("b", rows(2), {"precision": {"preset": "bf16-train-fp16-rollout"}}, environment)
     groups = grouped(a, b)
     assert [group.label for group in groups] == ["fp16", "bf16/fp32"]
-    found = cells(precision_differences(groups))
+    found = flat_differences(groups, lambda run: run.precision)
     assert found["learner"] == ("fp16, simulated", "bf16, simulated")
     assert found["rollout"] == ("fp16, simulated", "fp32, native, asked for fp16")
     assert "kv_cache" not in found, "as asked, in other words"
     assert found["master"] == ("fp32, native", "(none)")
-    assert cells(environment_differences(groups)) == {"commit": ("(none)", "0123456789, edited")}
+    assert of_environments(groups) == {"commit": ("(none)", "0123456789, edited")}
 
 
 def test_labels_fall_back_to_folders_and_are_never_equal(write_run) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from mantissa.mismatch.estimates import Estimate
-from mantissa.runs.compare.data import Group, Run
-from mantissa.runs.compare.numbers import (
+from mantissa.runs.compare import (
+    Group,
+    Run,
     apart,
     curve_of,
     distinguish,
     ends_of,
     final_accuracy,
-    of_one,
     of_seeds,
     problems_of,
     rate,
@@ -151,7 +151,7 @@ def test_over_seeds_it_is_students_interval_and_wilsons_where_they_agree_exactly
     got = of_seeds([0.75, 0.75], 16)
     assert (got.low, got.high) == wilson(0.75, 16)
     assert got.how == "2 seeds, all equal; Wilson, 16 problems"
-    assert of_seeds([0.75], 16) == of_one(0.75, 16)
+    assert of_seeds([0.75], 16).how == "Wilson, 16 problems"
 
 
 def made(low: float, high: float) -> Estimate:
@@ -162,7 +162,7 @@ def test_overlap_is_never_a_difference() -> None:
     assert not apart(made(0.1, 0.3), made(0.3, 0.5)), "touching is overlapping"
     assert apart(made(0.1, 0.3), made(0.31, 0.5))
     assert apart(made(0.31, 0.5), made(0.1, 0.3))
-    unknown, sure = of_one(0.9, None), of_one(0.1, 1000)
+    unknown, sure = of_seeds([0.9], None), of_seeds([0.1], 1000)
     assert (unknown.low, unknown.interval, apart(unknown, sure)) == (None, "no interval", False)
     a, b, c, d = (("abcd"[i], made(*both)) for i, both in enumerate(((0.1, 0.3), (0.2, 0.5), (0.4, 0.6), (0.55, 0.7))))
     said = "c is above a: their intervals do not overlap."

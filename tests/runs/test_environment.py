@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mantissa.runs.environment import environment, git_state
+from mantissa.runs.directory import environment, git_state
 
 
 def test_it_records_what_numbers_depend_on_and_nothing_private(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mantissa.runs import compare_page as comparison
 from mantissa.runs import page, plots
-from mantissa.runs.compare import show as comparison
-from mantissa.runs.compare.data import DASHES, Group, Run
-from mantissa.runs.compare.numbers import of_one
+from mantissa.runs.compare import DASHES, Group, Run, of_seeds
 from mantissa.runs.metrics import SERIES
 from mantissa.runs.plots import COLOURS, RUNS, VARIABLES, Plot
 
@@ -338,7 +337,7 @@ def test_reward_is_drawn_only_where_it_is_not_accuracy() -> None:
 
 
 def test_intervals_are_drawn_to_scale() -> None:
-    named = [(group(i), of_one(share, n)) for i, (share, n) in enumerate(((0.5, 16), (0.75, 128), (0.25, None)))]
+    named = [(group(i), of_seeds([share], n)) for i, (share, n) in enumerate(((0.5, 16), (0.75, 128), (0.25, None)))]
     plot = comparison.intervals("Held-out accuracy, greedy", named)
     drawn, data = [], []
     for i, estimate in ((0, named[0][1]), (1, named[1][1])):

@@ -12,8 +12,7 @@ import torch
 from mantissa.bench.plot import draw
 from mantissa.bench.profile import Profile, profile_runner
 from mantissa.bench.rows import SIMULATION, Row, crossover_sentences, stamp, write_csv, write_jsonl
-from mantissa.bench.runner import engaged
-from mantissa.bench.scenarios import SCENARIOS, Setting, run_scenario, run_size
+from mantissa.bench.runner import SCENARIOS, Setting, engaged, run_scenario, run_size
 from mantissa.bench.workload import Source, called, factory_named, parse_size
 from mantissa.errors import MantissaError, nearest
 from mantissa.files import disk_errors, write_atomically

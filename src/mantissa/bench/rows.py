@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +16,11 @@ import torch
 from mantissa.bench.workload import short
 from mantissa.files import write_atomically
 from mantissa.mismatch.estimates import Estimate
-from mantissa.runs.environment import environment
+from mantissa.runs.directory import environment
 from mantissa.runs.live import seconds_text
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from mantissa.bench.runner import Runner
 
 Row = dict[str, Any]
 
@@ -78,23 +75,6 @@ def stamp(device: str) -> Row:
         "commit": git["commit"][:12] + ("-changed" if git["changed"] else "") if git else None,
         "memory_measure": "torch's allocator" if cuda else "resident memory of a fresh process",
     }
-
-
-def make_row(common: Row, runner: Runner, values: Row) -> Row:
-    """A row in the columns' order; columns that do not apply are None. An unknown column is a programmer's error."""
-    role = runner.trainer.precision
-    row = common | {
-        "precision": runner.request.precision,
-        "active": role.active.name,
-        "backend": role.backend,
-        "model": str(runner.request.source),
-        "parameters": runner.workload.parameters,
-        "evidence": runner.trainer.evidence,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    row |= values
-    assert row.keys() <= COLUMNS.keys(), row.keys() - COLUMNS.keys()
-    return {name: row.get(name) for name in COLUMNS}
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""One training in one precision: the piece that everything here times, measures and profiles.
+"""Trainings in each precision in turn: one step of it, scenarios from start to end, the sweep over sizes, and memory.
 
 It goes through ``PrecisionTrainer``, so a row says what a user of it gets. A row is a claim about a precision; so it is
 refused where that precision did not engage: where the trainer's probe failed, or where another format is active than
@@ -9,20 +9,42 @@ Timing: interleaved rounds, warm-up, synchronised clocks, median and quartiles.
 Contenders run in turn within each round, in an order that rotates, so that what slows the machine for a while slows
 all alike; ratios are taken within a round. A clock that stops before the device has finished measures the launching of
 work: ``synchronize`` stands on both sides of every interval. Short steps are timed in blocks of at least 20 ms.
+
+Peak memory of training, measured so that one row's does not stand in another's.
+
+On a GPU: the most that torch's allocator had handed out while the model was made and trained, less what was handed out
+before. On a CPU the system counts only a process's resident memory, whose high-water mark never falls: so each
+measurement is a fresh process (forked from one that has imported torch and done nothing else), and the number is its
+high-water mark less its resident memory before the model was made. It holds weights, gradients, the optimiser's
+moments, activations and what the kernels keep for themselves. Where the system keeps no such mark (it is
+Linux's ``VmHWM``) the number is None.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
+import multiprocessing
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from mantissa.bench.rows import COLUMNS, Row
 from mantissa.bench.workload import Source, to_device
+from mantissa.environ import changed_environment
 from mantissa.errors import MantissaError
 from mantissa.mismatch.estimates import Estimate
 from mantissa.training.step import StepOutcome
@@ -159,3 +181,233 @@ def engaged(requests: Sequence[Request], seed: int, say: Callable[[str], None]) 
         except RefusedError as refusal:
             say(str(refusal))
     return runners
+
+
+_MEMORY_STEPS = 3  # the optimiser's moments are made in the first
+_PRELOADED = ["torch", "torch._dynamo"]  # torch imports the latter at an optimiser's first step
+
+
+def training_peak(request: Request, batch_size: int) -> int | None:
+    """Bytes that making the model and three steps of training need at most, on top of what was there."""
+    if torch.device(request.device).type == "cuda":
+        return _cuda_peak(request, batch_size)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    safe = changed_environment({"PYTHONSAFEPATH": "1"})  # or it would import what lies in the current folder
+    with safe, ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        try:
+            return pool.submit(_resident_growth, request, batch_size, torch.get_num_threads()).result()
+        except BrokenProcessPool:
+            raise MantissaError(
+                f"{request}: the process that measured its memory ended without an answer, most likely because memory "
+                "ran out; choose smaller sizes or a smaller batch"
+            ) from None
+
+
+def _train_briefly(request: Request, batch_size: int) -> None:
+    runner = Runner(request, seed=0)
+    batch = runner.batches(1, batch_size, seed=0)[0]
+    for _ in range(_MEMORY_STEPS):
+        runner.step(batch)
+
+
+def _cuda_peak(request: Request, batch_size: int) -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(request.device)
+    before = torch.cuda.memory_allocated(request.device)
+    _train_briefly(request, batch_size)
+    return torch.cuda.max_memory_allocated(request.device) - before
+
+
+def _resident_growth(request: Request, batch_size: int, threads: int) -> int | None:
+    torch.set_num_threads(threads)
+    small = Request(Source(parameters=1000), request.precision, request.device, request.backend)
+    _train_briefly(small, batch_size=8)  # what is loaded on first use (kernels, threads) is not this model's
+    _give_back_freed()
+    before = _status_bytes("VmRSS")
+    _train_briefly(request, batch_size)
+    peak = _status_bytes("VmHWM")
+    return None if before is None or peak is None else peak - before
+
+
+def _give_back_freed() -> None:
+    """Return freed pages to the system, or the model would be made in pages already counted (glibc; others do not)."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _status_bytes(key: str) -> int | None:
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+HELD_OUT = 1024  # samples; with the built-in task's 8 outputs, its noise floor is sampled to 1.6%
+_HELD_OUT_SEED = 1_000_003
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A short training: so many epochs over so many samples."""
+
+    name: str
+    epochs: int
+    samples: int
+
+
+SCENARIOS = {s.name: s for s in (Scenario("warmup", 1, 128), Scenario("standard", 3, 256), Scenario("stress", 5, 512))}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all rows of one call share. ``refuse`` and ``say`` are told of refused rows and of progress."""
+
+    precisions: tuple[str, ...]
+    device: str
+    backend: str
+    repeats: int
+    common: Row
+    refuse: Say
+    say: Say
+
+    def requests(self, source: Source) -> list[Request]:
+        return [Request(source, precision, self.device, self.backend) for precision in self.precisions]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One training: its seconds, its loss on held-out samples, and how many of its steps were of each kind."""
+
+    seconds: float
+    loss: float
+    steps: Counter[str]
+
+
+def run_scenario(scenario: Scenario, source: Source, batch_size: int, setting: Setting) -> list[Row]:
+    """One row for each precision that engages.
+
+    Each repeat has its own seed (weights, samples and noise), the same for every precision, and trains all of them in
+    turn. The first, unrecorded training of each warms up.
+    """
+    batch_size = min(batch_size, scenario.samples)
+    with out_of_memory(source, batch_size, setting):
+        runners = engaged(setting.requests(source), 0, setting.refuse)
+        runs: dict[str, list[_Run]] = {name: [] for name in runners}
+        for repeat in range(-1, setting.repeats):
+            for name in rotated(list(runners), repeat) if runners else []:
+                setting.say(f"{scenario.name}, {name}: repeat {max(0, repeat) + 1} of {setting.repeats}")
+                run = _train(runners[name].request, scenario, batch_size, seed=max(0, repeat))
+                if repeat >= 0:
+                    runs[name].append(run)
+        return [_scenario_row(scenario, batch_size, runner, runs, setting) for runner in runners.values()]
+
+
+def _train(request: Request, scenario: Scenario, batch_size: int, seed: int) -> _Run:
+    runner = Runner(request, seed)
+    batches = runner.batches(scenario.samples // batch_size, batch_size, seed)
+    outcomes = []
+    synchronize(request.device)
+    start = time.perf_counter()
+    for _ in range(scenario.epochs):
+        outcomes += [runner.step(batch) for batch in batches]
+    synchronize(request.device)
+    seconds = time.perf_counter() - start
+    held_out = runner.batches(max(1, HELD_OUT // batch_size), batch_size, _HELD_OUT_SEED)
+    return _Run(seconds, runner.loss(held_out), Counter(outcome.kind for outcome in outcomes))
+
+
+def _scenario_row(
+    scenario: Scenario, batch_size: int, runner: Runner, runs: dict[str, list[_Run]], setting: Setting
+) -> Row:
+    mine = runs[runner.request.precision]
+    seconds, steps = [run.seconds for run in mine], sum((run.steps for run in mine), Counter[str]())
+    best, loss = runner.workload.best_loss, quartiles([run.loss for run in mine])
+    attempted = mine[0].steps.total()
+    values = {
+        "scenario": scenario.name,
+        "batch_size": batch_size,
+        "samples": scenario.samples // batch_size * batch_size,
+        "epochs": scenario.epochs,
+        "steps": attempted,
+        "peak_memory_bytes": training_peak(runner.request, batch_size),
+        "best_loss": best,
+        "excess_loss": None if best is None else loss.value - best,
+        "overflow_rate": steps["skipped"] / steps.total(),
+        "retried": steps["retried"],
+    }
+    base = [run.seconds for run in runs.get("fp32", ())]
+    return _timed_row(runner, values | loss.fields("final_loss"), attempted * batch_size, seconds, base, setting)
+
+
+def _timed_row(
+    runner: Runner, values: Row, samples: int, seconds: list[float], base: list[float], setting: Setting
+) -> Row:
+    """The row of ``values`` and of what its seconds say, for so many ``samples``; ``base``: fp32's, where measured."""
+    values |= {"samples_per_s": samples / statistics.median(seconds), "repeats": setting.repeats}
+    values |= quartiles(seconds).fields("duration", "_s") | (speed_up(base, seconds).fields("speed_up") if base else {})
+    return _row(setting.common, runner, values)
+
+
+def _row(common: Row, runner: Runner, values: Row) -> Row:
+    """A row in the columns' order; columns that do not apply are None. An unknown column is a programmer's error."""
+    role = runner.trainer.precision
+    row = common | {
+        "precision": runner.request.precision,
+        "active": role.active.name,
+        "backend": role.backend,
+        "model": str(runner.request.source),
+        "parameters": runner.workload.parameters,
+        "evidence": runner.trainer.evidence,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    row |= values
+    assert row.keys() <= COLUMNS.keys(), row.keys() - COLUMNS.keys()
+    return {name: row.get(name) for name in COLUMNS}
+
+
+def run_size(source: Source, batch_size: int, setting: Setting) -> list[Row]:
+    """The time of one step and its memory, for each precision that engages: their steps are timed in turn."""
+    setting.say(f"{source}: memory")
+    requests = setting.requests(source)
+    with out_of_memory(source, batch_size, setting):
+        runners = engaged(requests, 0, setting.refuse)
+        names = list(runners)
+        runners.clear()  # so that the GPU holds one model while memory is measured
+        gc.collect()
+        peaks = {r.precision: training_peak(r, batch_size) for r in requests if r.precision in names}
+        setting.say(f"{source}: step time")
+        runners = engaged([r for r in requests if r.precision in names], 0, setting.refuse)
+        steps = {name: partial(r.step, r.batches(1, batch_size, seed=0)[0]) for name, r in runners.items()}
+        times = step_seconds(steps, setting.device, setting.repeats) if steps else {}
+        rows = []
+        for name, runner in runners.items():
+            stats = runner.trainer.stats()
+            values = {
+                "scenario": "size",
+                "batch_size": batch_size,
+                "peak_memory_bytes": peaks[name],
+                "overflow_rate": stats["overflow_rate"],
+                "retried": stats["retried"],
+            }
+            rows.append(_timed_row(runner, values, batch_size, times[name], times.get("fp32", []), setting))
+    return rows
+
+
+@contextmanager
+def out_of_memory(source: Source, batch_size: int, setting: Setting) -> Iterator[None]:
+    """Turn a GPU's out-of-memory error into one line that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise MantissaError(
+            f"{source} with batches of {batch_size} does not fit on {setting.device} in {len(setting.precisions)} "
+            "precisions at once (they are timed in turn); choose smaller sizes, a smaller batch or fewer precisions"
+        ) from None

@@ -29,7 +29,7 @@ def compare(
 
     mantissa compare runs/demo-* -o demo.html
     """
-    from mantissa.runs.compare.show import build_comparison, show
+    from mantissa.runs.compare_page import build_comparison, show
 
     comparison = build_comparison(runs or [], out)
     show(comparison, screen())

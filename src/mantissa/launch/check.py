@@ -3,13 +3,20 @@
 verl does not say: a key that the chosen engine ignores is accepted, and so is a wrong value. Each setting that is about
 precision gets a verdict from the exporter's own table (``facts.py``), and then every role is worked out from what is
 set and from verl's defaults, which are bf16 throughout.
+
+Overrides stand on a command line, or somewhere in a shell script. A script is not run. Its words are looked at:
+variables that it sets are put in where they are used, and what looks like an override (a dotted key, then ``=``) is
+one, wherever it stands, arrays included. Of a key given twice the last counts.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, get_args
 
 from mantissa.errors import MantissaError
@@ -30,10 +37,139 @@ from mantissa.launch.facts import (
     reader_of,
     short,
 )
-from mantissa.launch.script import Given, Words, read_words
+from mantissa.rl.recipe import parse_yaml
+
+_OVERRIDE = re.compile(r"(\+\+|\+|~)?([A-Za-z_]\w*(?:\.[\w@/-]+)+|model_engine)=(.*)", re.S)
+_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
+_CONFIG_NAME = re.compile(r"--config-name(?:=(.*))?")
+_COMMENT = re.compile(r"(^|\s)#[^\n]*", re.M)
+_ENDS_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\s*\Z")
+_DEEPEST, _LONGEST = 4, 100_000
+_SUCH_AS = "actor_rollout_ref.rollout.dtype=float16"
+_USE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*)")
+
+
+@dataclass(frozen=True)
+class Given:
+    """One override as it was written: ``mark`` is what stood before it, ``+``, ``++`` or nothing."""
+
+    key: str
+    value: str
+    mark: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.mark}{self.key}={self.value}"
+
+
+@dataclass
+class Words:
+    """What was found: overrides by key, the name of the configuration, environment variables."""
+
+    overrides: dict[str, Given] = field(default_factory=dict)
+    config_name: str | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+    submitted: bool = False  # through ``ray job submit``, which leaves the shell's variables behind
+    job: dict[str, str] = field(default_factory=dict)  # what its runtime_env holds
+    runtime_env_file: str | None = None  # named, and not found
+
+    def value(self, key: str) -> str | None:
+        """The value given for a key, or None."""
+        return self.overrides[key].value if key in self.overrides else None
+
+
+def read_words(arguments: Sequence[str]) -> Words:
+    """Overrides from ``arguments``: a script's path, or the overrides themselves.
+
+    Raises ``MantissaError`` where there is none, and for a script whose quotes do not close.
+    """
+    if len(arguments) == 1 and "=" not in arguments[0]:
+        path = Path(arguments[0])
+        if not path.is_file():
+            raise MantissaError(f"{path}: expected overrides such as {_SUCH_AS}, or a script")
+        split = _split(path)
+        words = _found(split, script=True)
+        _job(words, [_expanded(word, words.variables) for word in split], path.parent)
+        if not words.overrides:
+            raise MantissaError(f"{path}: found no override, such as {_SUCH_AS}")
+        return words
+    return _found(list(arguments), script=False)
+
+
+def _split(path: Path) -> list[str]:
+    text = _COMMENT.sub(r"\1", path.read_text(errors="replace").replace("\\\n", " "))
+    if _ENDS_ESCAPED.search(text):  # a last line that was to go on, with nothing after it
+        text = text.rstrip()[:-1]
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise MantissaError(f"{path}: cannot be read as a shell script: {error}") from None
+
+
+def _found(words: list[str], script: bool) -> Words:
+    result = Words()
+    named = False
+    for word in words:
+        word = _expanded(word, result.variables) if script else word
+        name = _CONFIG_NAME.fullmatch(word)
+        if named or (name and name[1]):
+            result.config_name, named = (word if named else str(name and name[1])), False
+        elif name:
+            named = True
+        elif match := _OVERRIDE.fullmatch(word.rstrip(")") if word.count("(") < word.count(")") else word):
+            mark, key, value = match.groups()
+            if mark != "~":
+                result.overrides[key] = Given(key, value.strip("'\""), mark or "")
+        elif match := _VARIABLE.fullmatch(word):
+            result.variables[match[1]] = match[2].lstrip("(")
+        elif not script:
+            raise MantissaError(f"{word!r}: expected key=value, such as {_SUCH_AS}")
+    return result
+
+
+def _job(words: Words, split: list[str], folder: Path) -> None:
+    """What a ``ray job submit`` in the script gives to every node."""
+    words.submitted = any(split[i : i + 3] == ["ray", "job", "submit"] for i in range(len(split)))
+    for word, following in zip(split, [*split[1:], ""], strict=True):
+        option, equals, value = word.partition("=")
+        value = value if equals else following
+        if option == "--runtime-env-json":
+            words.job |= _variables_of(value)
+        elif option == "--runtime-env":
+            found = next((path for path in (folder / value, value) if os.path.isfile(path)), None)
+            words.runtime_env_file = None if found else value
+            words.job |= _variables_of(Path(found).read_text(errors="replace")) if found else {}
+
+
+def _variables_of(text: str) -> dict[str, str]:
+    """``env_vars`` of a runtime_env in YAML or JSON; none where it is neither."""
+    try:
+        held = parse_yaml(text, "runtime_env")
+    except MantissaError:
+        return {}
+    held = held.get("env_vars") if isinstance(held, dict) else None
+    return {str(name): str(value) for name, value in held.items()} if isinstance(held, dict) else {}
+
+
+def _expanded(word: str, variables: dict[str, str]) -> str:
+    """The word with the variables that are known put in; a default where one is not, else as it stands."""
+
+    def known(match: re.Match[str]) -> str:
+        default = match[2] if match[2] is not None else match[0]
+        return variables.get(match[1] or match[3], default)
+
+    for _ in range(_DEEPEST):  # a default may hold a variable
+        if len(word) + sum(len(known(match)) for match in _USE.finditer(word)) > _LONGEST:
+            break  # before it is made: variables that double each other would fill the memory
+        put_in = _USE.sub(known, word)
+        if put_in == word:
+            break
+        word = put_in
+    return word
+
 
 _SHORT = {"float16": "fp16", "half": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "float32": "fp32",
           "float": "fp32", "fp32": "fp32"}  # fmt: skip
+_LONG = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _ABOUT_PRECISION = re.compile(
     r"(dtype|fp4|fp8|fp16|bf16|fp32|quant|precision|loss_scale|scaler|autocast|amp\b|logprobs_mode|calculate_log_probs"
     r"|veto|rollout_correction|grad_clip|clip_grad|qat|mbridge\b)"
@@ -104,18 +240,9 @@ def check_verl(arguments: Sequence[str], version: Version = "0.9.1") -> Report:
         short(s.given.key): s.given.value for s in judged if s.verdict == "takes effect" and s.given.value != "null"
     }
     settings = (*judged, *_variables(words, good, rollout))
-    roles = _roles(words, good, engine, rollout)
-    return Report(
-        version=version,
-        engine=engine,
-        rollout=rollout,
-        assumed=tuple(assumed),
-        settings=settings,
-        roles=tuple(roles),
-        casts=tuple(_casts(words, good, engine)),
-        meant=tuple(_meant(settings, good, engine)),
-        others=len(words.overrides) - len(about),
-    )
+    roles, casts = _roles(words, good, engine, rollout), _casts(words, good, engine)
+    meant, others = _meant(settings, good, engine), len(words.overrides) - len(about)
+    return Report(version, engine, rollout, tuple(assumed), settings, tuple(roles), tuple(casts), tuple(meant), others)
 
 
 def report_text(report: Report) -> str:
@@ -155,21 +282,15 @@ def _variables(words: Words, good: dict[str, str], rollout: Rollout) -> Iterator
         value = job.get(row.name) or words.variables.get(row.name)
         reaches = row.name in job or not words.submitted
         if value is None or not reaches:
-            yield Setting(
-                Given(row.name, row.value),
-                "missing",
-                _why_missing(row, words),
-                f"{_IN_RUNTIME_ENV}{row.name}='{row.value}'",
-            )
+            instead = f"{_IN_RUNTIME_ENV}{row.name}='{row.value}'"
+            yield Setting(Given(row.name, row.value), "missing", _why_missing(row, words), instead)
         elif value != row.value:
             yield Setting(Given(row.name, value), "wrong value", f"expected {row.value}: {row.without}")
         else:
-            where = (
-                "in the job's runtime_env"
-                if row.name in job
-                else "set where the driver starts; on several nodes put it into runtime_env"
+            where = "set where the driver starts; on several nodes put it into runtime_env"
+            yield Setting(
+                Given(row.name, value), "takes effect", "in the job's runtime_env" if row.name in job else where
             )
-            yield Setting(Given(row.name, value), "takes effect", where)
 
 
 def _why_missing(row: Needed, words: Words) -> str:
@@ -179,21 +300,27 @@ def _why_missing(row: Needed, words: Words) -> str:
     return f"{short(row.key)} needs it on every node. Without it {row.without}"
 
 
+def _format_key(role: str, engine: Engine) -> str:
+    """The key of a role's format: of ``actor`` and ``ref`` in the words of their engine."""
+    if role == "rollout":
+        return "rollout.dtype"
+    return f"{role}.{'megatron.dtype' if engine == 'megatron' else 'fsdp_config.mixed_precision.param_dtype'}"
+
+
+def _advised(key: str, fmt: str) -> str:
+    """The override that sets a format, as its reader spells it: FSDP ``fp16``, the others ``float16``."""
+    value = fmt if key.endswith("param_dtype") else _LONG.get(fmt, fmt)
+    return f"{'+' if FACTS[key].new else ''}{full(key)}={value}"
+
+
 def _meant(settings: Sequence[Setting], good: dict[str, str], engine: Engine) -> list[str]:
     """Every role in the half format that a setting without effect asked for."""
     asked = {_SHORT[s.given.value] for s in settings if s.verdict != "takes effect" and s.given.value in _SHORT}
     if len(asked) != 1 or asked == {"fp32"}:
         return []
     (fmt,) = asked
-    long = {"fp16": "float16", "bf16": "bfloat16"}[fmt]
-    learner = "megatron.dtype" if engine == "megatron" else "fsdp_config.mixed_precision.param_dtype"
-    wanted = {f"{role}.{learner}": long if engine == "megatron" else fmt for role in ("actor", "ref")}
-    wanted["rollout.dtype"] = long
-    return [
-        f"{'+' if FACTS[key].new else ''}{full(key)}={value}"
-        for key, value in wanted.items()
-        if _SHORT.get(good.get(key, "")) != fmt
-    ]
+    keys = (_format_key(role, engine) for role in ("actor", "ref", "rollout"))
+    return [_advised(key, fmt) for key in keys if _SHORT.get(good.get(key, "")) != fmt]
 
 
 def _engines(words: Words) -> tuple[Engine, Rollout, list[str]]:
@@ -227,20 +354,18 @@ def _judged(given: Given, engine: Engine, rollout: Rollout, version: Version) ->
         if row.key == key and engine in row.engines and rollout in row.rollouts:
             return _ignored(given, row)
     if fact is None and (reader := reader_of(key)):
-        return Setting(
-            given, "handed on", f"verl hands it unread to {reader}; what it does there this table does not say"
-        )
+        why = f"verl hands it unread to {reader}; what it does there this table does not say"
+        return Setting(given, "handed on", why)
     if fact is None:
         return Setting(given, "unknown", "not a key that this version of mantissa has seen verl read")
     if version not in fact.versions:
         return Setting(given, "unknown", f"verl {version} does not read it; {fact.versions[0]} and later do")
     if engine not in fact.engines:
         why = f"the {engine} engine does not read it; {' and '.join(fact.engines)} does"
+        instead = _for_engine(fact, engine, given.value)
         if given.mark:
-            return Setting(given, "ignored", why, _for_engine(fact, engine, given.value))
-        return Setting(
-            given, "refused by hydra", f"not in the tree of {engine}", _for_engine(fact, engine, given.value)
-        )
+            return Setting(given, "ignored", why, instead)
+        return Setting(given, "refused by hydra", f"not in the tree of {engine}", instead)
     if rollout not in fact.rollouts:
         return Setting(given, "ignored", f"the {rollout} rollout does not read it; {' and '.join(fact.rollouts)} does")
     if fact.new and not given.mark:
@@ -264,14 +389,10 @@ def _ignored(given: Given, row: Ignored) -> Setting:
 
 def _for_engine(fact: Fact, engine: Engine, value: str) -> str:
     """The other engine's key for the same thing, where there is one."""
-    learner = re.fullmatch(r"(actor|ref)\.(megatron\.dtype|fsdp_config\.mixed_precision\.param_dtype)", fact.key)
-    if learner is None:
+    role = fact.key.partition(".")[0]
+    if role == "rollout" or all(fact.key != _format_key(role, other) for other in get_args(Engine)):
         return ""
-    if engine in FSDPS:
-        key = full(f"{learner[1]}.fsdp_config.mixed_precision.param_dtype")
-        return f"+{key}={_SHORT.get(value, value)}"
-    long = {"fp16": "float16", "bf16": "bfloat16"}.get(value, value)
-    return f"{full(f'{learner[1]}.megatron.dtype')}={long}"
+    return _advised(_format_key(role, engine), _SHORT.get(value, value))
 
 
 def _on(words: Words, key: str) -> bool:
@@ -316,12 +437,11 @@ def _rounded_to_4_bits(good: dict[str, str], engine: Engine, rollout: Rollout) -
 
 
 def _learner(good: dict[str, str], role: str, engine: Engine) -> tuple[str, str]:
-    if engine == "megatron":
-        key, default = f"{role}.megatron.dtype", "bfloat16"
-        return _SHORT[good.get(key, default)], key if key in good else f"{key} is not set: bfloat16"
-    key = f"{role}.fsdp_config.mixed_precision.param_dtype"
+    key = _format_key(role, engine)
     if key in good:
-        return _SHORT[good[key]], f"{key}, and autocast with it"
+        return _SHORT[good[key]], key + ("" if engine == "megatron" else ", and autocast with it")
+    if engine == "megatron":
+        return "bf16", f"{key} is not set: bfloat16"
     return "bf16", "mixed_precision.param_dtype is not set: parameters are cast to bf16, under autocast to bf16"
 
 

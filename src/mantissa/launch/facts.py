@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,9 +18,9 @@ Rollout = Literal["vllm", "sglang", "trtllm"]
 Version = Literal["0.8.0", "0.9.0", "0.9.1"]
 
 FSDPS: tuple[Engine, ...] = ("fsdp", "fsdp2")
-ENGINES: tuple[Engine, ...] = (*FSDPS, "megatron")
-ROLLOUTS: tuple[Rollout, ...] = ("vllm", "sglang", "trtllm")
-VERSIONS: tuple[Version, ...] = ("0.8.0", "0.9.0", "0.9.1")
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+ROLLOUTS: tuple[Rollout, ...] = get_args(Rollout)
+VERSIONS: tuple[Version, ...] = get_args(Version)
 _ROOT = "actor_rollout_ref."
 _UNDER_ROOT = ("actor.", "rollout.", "ref.", "model.")
 

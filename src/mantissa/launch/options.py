@@ -6,7 +6,7 @@ beside it (``NAME.launch.yml`` for ``NAME.yaml``) and from the command's options
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -15,23 +15,10 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from mantissa.bounds import boundary
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError, nearest
-from mantissa.launch.facts import Engine, Version, short
+from mantissa.launch.facts import Engine, Version
 from mantissa.rl.recipe import parse_yaml
 
 Family = Literal["Ampere", "Ada", "Hopper", "Blackwell"]
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as far as precision is concerned."""
-
-    name: str
-    family: Family
-
-    @property
-    def blockwise_fp8(self) -> bool:
-        """Whether it multiplies fp8 operands that are scaled block by block (compute capability 9.0 and later)."""
-        return self.family in ("Hopper", "Blackwell")
 
 
 _FAMILIES: dict[Family, tuple[str, ...]] = {
@@ -40,24 +27,7 @@ _FAMILIES: dict[Family, tuple[str, ...]] = {
     "Hopper": ("h20", "h100", "h200", "h800", "gh200"),
     "Blackwell": ("b200", "b300", "gb200", "gb300"),
 }
-GPUS: dict[str, Gpu] = {name: Gpu(name, family) for family, names in _FAMILIES.items() for name in names}
-
-
-def gpu_named(name: str) -> Gpu:
-    """The GPU of that name, in any case; unknown names are a user's error."""
-    if name.lower() not in GPUS:
-        raise MantissaError(
-            f"unknown hardware {name!r}: expected one of {', '.join(GPUS)}{nearest(name.lower(), GPUS)}"
-        )
-    return GPUS[name.lower()]
-
-
-def cuda_version(text: str) -> tuple[int, int]:
-    """``12.9`` as (12, 9)."""
-    major, _, minor = text.partition(".")
-    if not (major.isdecimal() and minor.isdecimal()):
-        raise MantissaError(f"cuda={text!r}: expected a version such as 12.9")
-    return int(major), int(minor)
+_FAMILY: dict[str, Family] = {name: family for family, names in _FAMILIES.items() for name in names}
 
 
 class LaunchOptions(Config):
@@ -97,10 +67,12 @@ class LaunchOptions(Config):
         wrong = next((name for name in other if getattr(self, name) != 1), None)
         if wrong is not None:
             raise ValueError(f"{wrong} does nothing with engine={self.engine}; leave it out")
-        if self.hardware is not None:
-            gpu_named(self.hardware)
-        if self.cuda is not None:
-            cuda_version(self.cuda)
+        name = (self.hardware or "").lower()
+        if name and name not in _FAMILY:
+            expected = f"expected one of {', '.join(_FAMILY)}{nearest(name, _FAMILY)}"
+            raise ValueError(f"unknown hardware {self.hardware!r}: {expected}")
+        if self.cuda and not re.fullmatch(r"\d+\.\d+", self.cuda):
+            raise ValueError(f"cuda={self.cuda!r}: expected a version such as 12.9")
         if self.total_gpus % self.model_gpus:
             raise ValueError(
                 f"{self.total_gpus} GPUs cannot be shared out {self.model_gpus} at a time to hold one model; change "
@@ -113,12 +85,13 @@ class LaunchOptions(Config):
         return self
 
     @property
-    def gpu(self) -> Gpu | None:
-        return None if self.hardware is None else gpu_named(self.hardware)
+    def family(self) -> Family | None:
+        """The GPUs'; Hopper and later multiply fp8 operands that are scaled block by block."""
+        return None if self.hardware is None else _FAMILY[self.hardware.lower()]
 
     @property
-    def cuda_version(self) -> tuple[int, int] | None:
-        return None if self.cuda is None else cuda_version(self.cuda)
+    def cuda_version(self) -> tuple[int, ...] | None:
+        return None if self.cuda is None else tuple(map(int, self.cuda.split(".")))
 
     @property
     def total_gpus(self) -> int:
@@ -156,21 +129,15 @@ def load_options(path: Path | None, given: dict[str, Any]) -> LaunchOptions:
             values = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
         if not isinstance(values, dict):
             raise MantissaError(f"{path}: expected keys and values, got {type(values).__name__}")
+    known = LaunchOptions.model_fields
+    for key in values:
+        if key not in known:
+            raise MantissaError(f"{path}: unknown launch option {key!r}{nearest(str(key), known)}")
     try:
         return LaunchOptions(**(values | given))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
         where = f"{path}: " if path is not None and key.partition(".")[0] not in given else ""
-        if first["type"] == "extra_forbidden":
-            known = LaunchOptions.model_fields
-            raise MantissaError(
-                f"{where}unknown launch option {key!r}{nearest(key, known)} (known: {', '.join(known)})"
-            ) from None
         message = first["msg"].removeprefix("Value error, ")
         raise MantissaError(f"{where}{key + ': ' if key else ''}{message[0].lower() + message[1:]}") from None
-
-
-def same_key(one: str, other: str) -> bool:
-    """Whether two spellings (with ``+``, with or without the root) name one key of verl."""
-    return short(one.lstrip("+~")) == short(other.lstrip("+~"))

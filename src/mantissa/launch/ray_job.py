@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mantissa.errors import MantissaError, StoppedError
@@ -30,18 +29,6 @@ class JobEnd:
     status: str
     code: int
     message: str
-
-
-def runtime_env(
-    variables: Mapping[str, str], working_dir: Path | None, packages: Sequence[Path] = ()
-) -> dict[str, Any]:
-    """Ray's ``runtime_env``: what every process of the job has on every node."""
-    environment: dict[str, Any] = {"env_vars": dict(variables)}
-    if packages:
-        environment["py_modules"] = [str(path) for path in packages]
-    if working_dir is not None:
-        environment["working_dir"] = str(working_dir)
-    return environment
 
 
 def connect(address: str) -> Any:

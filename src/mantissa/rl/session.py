@@ -27,8 +27,7 @@ from mantissa.rl.guarded import fall_back_of, in_force, widened
 from mantissa.rl.loop import Loop
 from mantissa.rl.recipe import apply_overrides, make_config
 from mantissa.rollout import VllmEngine
-from mantissa.runs.directory import Onlooker, RunDirectory, default_path
-from mantissa.runs.environment import environment
+from mantissa.runs.directory import Onlooker, RunDirectory, default_path, environment
 from mantissa.runs.health import share_sentence
 from mantissa.runs.live import Live
 from mantissa.runs.report import build_report

@@ -16,10 +16,13 @@ appended to by the line.
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import socket
+import subprocess
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -37,6 +40,7 @@ from mantissa.jsonl import JsonLines, Row
 if TYPE_CHECKING:
     import pyarrow
 
+_PACKAGES = ("mantissa", "torch", "numpy", "transformers", "tokenizers", "safetensors", "pyarrow", "vllm", "torchao")
 _BEFORE_CONFIG = {"run.lock", "environment.json"}  # what a create that was killed early can leave behind
 
 
@@ -56,6 +60,8 @@ class RunDirectory:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        self.policy_path, self.base_path, self.adapter_path = (self.path / n for n in ("policy", "base", "adapter"))
+        self.tensorboard_path, self.report_path = self.path / "tensorboard", self.path / "report.html"
         self._metrics = JsonLines(self.path / "metrics.jsonl")
         self._warm_start = JsonLines(self.path / "warm_start.jsonl")
         self._lock: IO[str] | None = None
@@ -245,42 +251,21 @@ class RunDirectory:
         """The steps with a checkpoint, in order. Unfinished ones have other names and are not among them."""
         return numbered(self.path / "checkpoints")
 
-    @property
-    def policy_path(self) -> Path:
-        return self.path / "policy"
-
-    @property
-    def base_path(self) -> Path:
-        return self.path / "base"
-
-    @property
-    def adapter_path(self) -> Path:
-        return self.path / "adapter"
-
-    @property
-    def tensorboard_path(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def report_path(self) -> Path:
-        return self.path / "report.html"
-
     # one writer
 
     def _refuse_unless_free(self) -> None:
         if not self.path.exists():
             return
         if not self.path.is_dir():
-            raise MantissaError(
-                f"{self.path} is a file; expected a folder that is new or empty; choose another run_dir"
-            )
+            raise MantissaError(f"{self.path} is a file; expected a folder, new or empty; choose another run_dir")
         names = {p.name for p in self.path.iterdir() if not (p.name.startswith(".") and p.name.endswith(".tmp"))}
         if "config.yaml" in names:
             raise MantissaError(
                 f"{self.path} already holds a run: continue it with --resume {self.path}, or choose another run_dir"
             )
-        empty_folders = {n for n in ("rollouts", "checkpoints") if not _has_files(self.path / n)}
-        strange = sorted(names - _BEFORE_CONFIG - empty_folders)
+        folders = [self.path / name for name in names & {"rollouts", "checkpoints"}]
+        empty = {folder.name for folder in folders if folder.is_dir() and not any(folder.iterdir())}
+        strange = sorted(names - _BEFORE_CONFIG - empty)
         if strange:
             raise MantissaError(f"{self.path} is not empty and not a run (it has {strange[0]}); choose another run_dir")
 
@@ -357,5 +342,58 @@ def rollout_schema() -> pyarrow.Schema:
     return pa.schema(list(columns.items()))
 
 
-def _has_files(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
+def environment(folder: Path | str = ".") -> dict[str, Any]:
+    """Where a run takes place, as far as its numbers depend on it: versions, device, CPU, threads, platform, and the
+    git commit of ``folder`` where it is a checkout. No environment variables, addresses or user names.
+
+    Plain values, ready for ``RunDirectory.create`` (which expects the caller to add ``precision``, the rows of
+    ``ResolvedPrecision``).
+    """
+    import torch
+
+    return {
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "python": platform.python_version(),
+        "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "cpu": cpu_model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "git": git_state(folder),
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name, or its architecture where the system does not tell."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def git_state(folder: Path | str = ".") -> dict[str, Any] | None:
+    """``commit`` and ``changed`` (uncommitted edits of tracked files) of the checkout around ``folder``, or None."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return {"commit": commit, "changed": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
+
+
+def _git(folder: Path | str, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

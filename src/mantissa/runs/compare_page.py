@@ -22,27 +22,24 @@ from mantissa.files import write_atomically
 from mantissa.mismatch import GAP_METRICS, Metric
 from mantissa.mismatch.estimates import Estimate
 from mantissa.runs import page
-from mantissa.runs.compare.data import (
-    Difference,
-    Group,
-    Run,
-    environment_differences,
-    group_runs,
-    listed,
-    precision_differences,
-    read_runs,
-    recipe_differences,
-)
-from mantissa.runs.compare.numbers import (
+from mantissa.runs.compare import (
     ENDS,
     Curve,
+    Differences,
     Ends,
+    Group,
+    Run,
     curve_of,
     distinguish,
     ends_of,
     final_accuracy,
+    flat_differences,
+    group_runs,
+    listed,
     logged,
     rate,
+    read_runs,
+    recipe_differences,
     seconds_by_phase,
     total,
     training_accuracy,
@@ -87,9 +84,9 @@ class Comparison:
 
     groups: tuple[Group, ...]
     finals: tuple[Final, ...]
-    recipes: tuple[Difference, ...]
-    environments: tuple[Difference, ...]
-    precisions: tuple[Difference, ...]
+    recipes: Differences
+    environments: Differences
+    precisions: Differences
 
     @property
     def runs(self) -> list[Run]:
@@ -99,9 +96,9 @@ class Comparison:
 def compare(runs: Sequence[Run]) -> Comparison:
     """Group the runs and compute what is said of them."""
     groups = tuple(group_runs(runs))
-    recipes = tuple(recipe_differences(groups))
+    recipes = recipe_differences(groups)
     finals = tuple(_final(groups, recipes, metric) for metric in ACCURACIES)
-    where, formats = tuple(environment_differences(groups)), tuple(precision_differences(groups))
+    where, formats = (flat_differences(groups, read) for read in (lambda run: run.facts, lambda run: run.precision))
     return Comparison(groups, finals, recipes, where, formats)
 
 
@@ -119,11 +116,11 @@ def build_comparison(paths: Sequence[Path], out: Path) -> Comparison:
 # What is said, on the page and in the terminal.
 
 
-def _final(groups: Sequence[Group], recipes: Sequence[Difference], metric: str) -> Final:
+def _final(groups: Sequence[Group], recipes: Differences, metric: str) -> Final:
     found = [(group, final_accuracy(group, metric)) for group in groups]
     estimates = tuple((group, *(final or (None, []))) for group, final in found)
     there = [(group.label, estimate) for group, estimate, _ in estimates if estimate is not None]
-    tasks = [d.name for d in recipes if d.name.startswith("task") and d.name not in _NOT_THE_QUESTIONS]
+    tasks = [name for name in recipes if name.startswith("task") and name not in _NOT_THE_QUESTIONS]
     if not there:
         said = "No run has logged it."
     elif tasks:
@@ -160,7 +157,7 @@ def warnings_said(comparison: Comparison) -> list[str]:
 
 def times_said(comparison: Comparison) -> str:
     """Whether times can be compared."""
-    differing = [d.name for d in comparison.environments if d.name in _CLOCKS]
+    differing = [name for name in comparison.environments if name in _CLOCKS]
     if differing:
         return f"Times are not comparable: different {listed(differing)}."
     if any(not run.facts for run in comparison.runs):
@@ -481,7 +478,7 @@ def _duration(value: float | None) -> str | None:
 
 
 def _differences(
-    kind: str, plural: str, found: Sequence[Difference], groups: Sequence[Group], recorded: Sequence[bool]
+    kind: str, plural: str, found: Differences, groups: Sequence[Group], recorded: Sequence[bool]
 ) -> Block:
     """A table of what differs, or a sentence. ``recorded``: which runs have such a thing at all."""
     if not any(recorded):
@@ -490,7 +487,7 @@ def _differences(
         which = "" if all(recorded) else f" of the {sum(recorded)} runs that recorded one"
         return block("note below", f"The {plural}{which} are equal.")
     missing = Markup('<span class="note">not recorded</span>')
-    lines = [[code(d.name), *(missing if value is None else value for value in d.values)] for d in found]
+    lines = [[code(name), *(value or missing for value in values)] for name, values in found.items()]
     return page.table([kind, *_heads(groups)], lines, ("n", *("v" for _ in groups)), "gap")
 
 
@@ -560,8 +557,7 @@ def _print_differences(comparison: Comparison, console: Console) -> None:
             continue
         console.print()
         console.print(Text(f"What differs in the {title}, in the order above", style="bold"))
-        for d in found[:_MOST_KEYS]:
-            values = " | ".join("-" if value is None else value for value in d.values)
-            console.print(Text(f"{d.name}: ").append(values, style="dim"))
+        for name, values in [*found.items()][:_MOST_KEYS]:
+            console.print(Text(f"{name}: ").append(" | ".join(value or "-" for value in values), style="dim"))
         if len(found) > _MOST_KEYS:
             console.print(f"and {len(found) - _MOST_KEYS} more, on the page")

@@ -1,0 +1,518 @@
+"""The runs of a comparison: read, grouped where only the seed differs, and what differs between them.
+
+A run is a folder of ``mantissa train``, finished or not, or one of the drop-in trainer, which holds metrics alone.
+
+The numbers of a comparison: the curve of a group, its ends, its final accuracies, its times and events.
+
+Seeds count equally: a group's figure is the mean over its runs of each run's own figure. What a run did not log is
+nothing here (None, or left out), never 0.
+
+How sure a final accuracy is, and whether two of them can be told apart.
+
+One run's held-out accuracy is k of n problems, and its 95% interval is Wilson's: unlike p +- z sqrt(p (1 - p) / n) it
+has a width where k is 0 or n, and stays inside [0, 1]. The mean of k samples a problem is a mean of n shares in [0, 1],
+whose variance is at most that of a coin, p (1 - p): the same interval with n problems (not n k samples, which are not
+independent) is then at least as wide as it need be. It says how well n problems measure this policy, not how
+another seed would have done.
+
+Over seeds the interval is Student's, mean +- t s / sqrt(n) with n - 1 degrees of freedom, cut to [0, 1]: it holds what
+differs from seed to seed. Two seeds make it wide (t = 12.7), rightly. Where all seeds agree to the last digit there is
+no spread to estimate, and Wilson's interval of one evaluation is given in its place.
+
+Two results are called different only where their intervals do not overlap. That is stricter than a test at 5%: for two
+of equal width, about 0.6%. It leaves room for the several pairs that a page of runs compares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from itertools import combinations, takewhile
+from pathlib import Path
+from statistics import NormalDist, fmean, stdev
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from mantissa.errors import MantissaError
+from mantissa.mismatch.estimates import LEVEL, Estimate, student_interval
+from mantissa.runs.directory import RunDirectory, planned_steps
+from mantissa.runs.health import Excursion, Judgement, check, judge
+from mantissa.runs.metrics import PHASES, Array, binned, series
+from mantissa.runs.page import shortened
+from mantissa.runs.plots import RUNS, Dash
+
+MOST = 8  # lines that a reader can keep apart
+DASHES: tuple[Dash, ...] = ((), (4, 1.8), (1.1, 1.3), (5, 1.4, 1.1, 1.4), (8, 2), (2.4, 1.2), (5, 1.2, 1, 1.2, 1, 1.2),
+                            (8, 1.5, 2.5, 1.5))  # fmt: skip
+_NAMES = ("seed", "name")  # keys of a recipe in which the runs of one group may differ
+_MACHINE = ("platform", "cores")  # facts of an environment in which they may, too
+_NOT_THERE = "(none)"
+_LONG = 34  # characters of a label made from what differs, above which the folder's name is better
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as it was when it was read. ``config`` is None for a folder of the drop-in trainer."""
+
+    path: Path
+    rows: list[dict[str, Any]]
+    config: dict[str, Any] | None
+    environment: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def seed(self) -> Any:
+        return (self.config or {}).get("seed")
+
+    @property
+    def last_step(self) -> int:
+        return int(self.rows[-1]["step"])
+
+    @property
+    def planned(self) -> int | None:
+        return planned_steps(self.config or {})
+
+    @cached_property
+    def excursions(self) -> list[Excursion]:
+        return check(self.rows)
+
+    @property
+    def judgement(self) -> Judgement:
+        return judge(self.rows, self.excursions)
+
+    @cached_property
+    def facts(self) -> dict[str, str]:
+        """Where it ran, as far as its numbers or times depend on it; empty where it was not recorded."""
+        return _facts(self.environment)
+
+    @cached_property
+    def precision(self) -> dict[str, str]:
+        """By role: the active format and its kernels, and what was asked for where that is something else."""
+        table = self.environment.get("precision")
+        rows = [row for row in table if isinstance(row, dict)] if isinstance(table, list) else []
+        return {str(row.get("role")): _format(row) for row in rows}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only in their seed, often a single one. ``index`` is its place, which gives it its line:
+    the same in every figure, known by its colour and by its dashes."""
+
+    label: str
+    runs: tuple[Run, ...]
+    index: int
+
+    @property
+    def title(self) -> str:
+        """The label, with the number of seeds where there are several."""
+        return self.label if len(self.runs) == 1 else f"{self.label} ({len(self.runs)} seeds)"
+
+    @property
+    def colour(self) -> str:
+        return RUNS[self.index]
+
+    @property
+    def dash(self) -> Dash:
+        return DASHES[self.index]
+
+
+# Of each thing in which groups differ, by its name, what each group has (None: it has no such thing).
+Differences = dict[str, tuple[str | None, ...]]
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs in these folders. Raises ``MantissaError`` for fewer than two, for one given twice, for no run."""
+    if len(paths) < 2:
+        alone = f"; for one run use mantissa report {paths[0]}" if paths else ""
+        raise MantissaError(f"expected two or more runs to compare, got {len(paths)}{alone}")
+    seen: dict[Path, Path] = {}
+    for path in paths:
+        real = path.resolve()
+        if real in seen:
+            twice = "twice" if seen[real] == path else f"twice (also as {seen[real]})"
+            raise MantissaError(f"{path} is given {twice}; expected different runs")
+        seen[real] = path
+    runs = [_read(path) for path in paths]
+    for i, run in enumerate(runs):
+        for other in runs[:i]:
+            if run.rows == other.rows and any("time/step" in row for row in run.rows):  # a clock never repeats itself
+                raise MantissaError(f"{run.path} is a copy of {other.path}: same metrics, same times; leave one out")
+    return runs
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Groups in the order of their first runs, labelled by what sets them apart.
+
+    In a group recipe, environment and precision table are equal, apart from seed, name and machine. A second run with a
+    seed that the group already has is a repetition, not another seed, and starts a group of its own.
+    """
+    members: dict[Hashable, list[Run]] = {}
+    for run in runs:
+        key, repetition = _identity(run), 0
+        while any(run.seed == other.seed for other in members.get((key, repetition), ())):
+            repetition += 1
+        members.setdefault((key, repetition), []).append(run)
+    if len(members) > MOST:
+        raise MantissaError(
+            f"expected at most {MOST} runs that differ in more than the seed, got {len(members)}; compare fewer at once"
+        )
+    groups = [Group("", tuple(found), index) for index, found in enumerate(members.values())]
+    return [replace(group, label=label) for group, label in zip(groups, _labels(groups), strict=True)]
+
+
+def recipe_differences(groups: Sequence[Group]) -> Differences:
+    """The keys of the recipes, by dotted names, that are not the same in all runs. Runs without a recipe have None."""
+    with_recipe = [run for group in groups for run in group.runs if run.config is not None]
+    found: dict[str, list[str]] = {}
+    _walk("", [run.config for run in with_recipe], found)
+    of_run = {id(run): {name: values[i] for name, values in found.items()} for i, run in enumerate(with_recipe)}
+    runs = [[of_run.get(id(run), {}) for run in group.runs] for group in groups]
+    return {name: tuple(_joined(run.get(name) for run in group) for group in runs) for name in found}
+
+
+def flat_differences(groups: Sequence[Group], read: Callable[[Run], Mapping[str, str]]) -> Differences:
+    """What differs in ``facts`` or in ``precision``. A run that recorded nothing is no different; a group of such runs
+    has None."""
+    of_groups = [[facts for run in group.runs if (facts := read(run))] for group in groups]
+    found = {}
+    for name in dict.fromkeys(name for group in of_groups for facts in group for name in facts):
+        values = [[facts.get(name, _NOT_THERE) for facts in group] for group in of_groups]
+        if len({value for group in values for value in group}) > 1:
+            found[name] = tuple(_joined(group) for group in values)
+    return found
+
+
+def _read(path: Path) -> Run:
+    if not path.exists():
+        raise MantissaError(f"{path}: no such folder; expected a run")
+    if not path.is_dir():
+        raise MantissaError(f"{path} is a file; expected the folder of a run")
+    try:
+        if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
+            raise MantissaError(
+                f"{path} is not a run: it has neither config.yaml nor metrics.jsonl; give the folder that mantissa "
+                "train, or a trainer with run_dir, made"
+            )
+        directory = RunDirectory(path)
+        config = directory.config if (path / "config.yaml").is_file() else None
+        run = Run(path, directory.read_metrics(), config, directory.environment)
+    except (OSError, UnicodeDecodeError) as error:
+        raise MantissaError(f"cannot read the run {path}: {error}") from None
+    if not run.rows:
+        raise MantissaError(f"{path} has no metrics yet: no step has been finished; leave it out, or wait for a step")
+    return run
+
+
+def _identity(run: Run) -> Hashable:
+    """What the runs of one group have in common. A run without a recipe is like no other."""
+    if run.config is None:
+        return ("no recipe", run.path.resolve())
+    recipe = {key: value for key, value in run.config.items() if key not in _NAMES}
+    facts = {key: value for key, value in run.facts.items() if key not in _MACHINE}
+    return _frozen(recipe), _frozen(facts), _frozen(run.precision)
+
+
+def _frozen(value: Any) -> Hashable:
+    """Plain values as something that hashes; the order of keys does not matter."""
+    if isinstance(value, dict):
+        return frozenset((str(key), _frozen(item)) for key, item in value.items())
+    return tuple(map(_frozen, value)) if isinstance(value, list) else repr(value)
+
+
+def _facts(environment: Mapping[str, Any]) -> dict[str, str]:
+    names = ("device", "cpu", "cpu_capability", "threads", "cores", "cuda", "python", "platform", "weights")
+    there = {name: environment[name] for name in names if environment.get(name) is not None}
+    facts = {name.replace("_", " "): str(value) for name, value in there.items()}
+    versions = environment.get("versions")
+    if isinstance(versions, dict):
+        facts |= {str(package): str(version) for package, version in versions.items()}
+    git = environment.get("git")
+    if isinstance(git, dict) and git.get("commit"):
+        facts["commit"] = str(git["commit"])[:10] + (", edited" if git.get("changed") else "")
+    return facts
+
+
+def _format(row: Mapping[str, Any]) -> str:
+    active, requested = row.get("active"), row.get("requested")
+    as_asked = requested in (active, None) or str(requested).startswith("as ")  # such as: as rollout
+    asked = "" if as_asked else f", asked for {requested}"
+    return f"{active}, {row.get('kernels')}{asked}" if row.get("kernels") else f"{active}{asked}"
+
+
+def _walk(prefix: str, values: Sequence[Any], found: dict[str, list[str]]) -> None:
+    """Differences below ``prefix``; ``values``: what each run has there."""
+    if all(isinstance(value, dict) for value in values):
+        for key in dict.fromkeys(key for value in values for key in value):
+            below = f"{prefix}.{key}" if prefix else str(key)
+            _walk(below, [value.get(key, _NOT_THERE) for value in values], found)
+        return
+    texts = [_written(value) for value in values]
+    if len(set(texts)) > 1:
+        found[prefix] = texts
+
+
+def listed(names: Sequence[str]) -> str:
+    """``a``, or ``a, b and c``."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _written(value: Any) -> str:
+    """A recipe's value as YAML on one line."""
+    if value is _NOT_THERE or isinstance(value, str):
+        return str(value)
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _joined(values: Iterable[str | None]) -> str | None:
+    """The different values of one group's runs; None where there is none."""
+    return ", ".join(dict.fromkeys(value for value in values if value is not None)) or None
+
+
+def _labels(groups: Sequence[Group]) -> list[str]:
+    """Short names: what differs where that is short and tells all apart, else the names of the folders."""
+    pieces = _pieces(groups)
+    usual = [Counter(column).most_common(1)[0][0] for column in zip(*pieces, strict=True)]
+    unusual = [[piece for i, piece in enumerate(row) if i == 0 or piece != usual[i]] for row in pieces]
+    for rows in (pieces, unusual):
+        labels = [", ".join(filter(None, row)) for row in rows]
+        if all(labels) and len(set(labels)) == len(labels) and max(map(len, labels)) <= _LONG:
+            return labels
+    labels = [shortened(_stem([run.name for run in group.runs]), 2 * _LONG) for group in groups]
+    if len(set(labels)) == len(labels):
+        return labels
+    return [f"{chr(ord('A') + group.index)}: {label}" for group, label in zip(groups, labels, strict=True)]
+
+
+def _pieces(groups: Sequence[Group]) -> list[list[str]]:
+    """What differs, for each group: its formats (or nothing) first, then ``key=value``; ``""`` without a recipe."""
+    by_format = bool(flat_differences(groups, lambda run: run.precision))
+    rows = [[_formats(group.runs[0]) if by_format else ""] for group in groups]
+    skipped = (*_NAMES, *(("precision", "loss_scaling") if by_format else ()))
+    found = {name: of for name, of in recipe_differences(groups).items() if name.partition(".")[0] not in skipped}
+    last = Counter(name.rpartition(".")[2] for name in found)
+    for name, values in found.items():
+        short = name.rpartition(".")[2]
+        for row, value in zip(rows, values, strict=True):
+            row.append("" if value is None else f"{short if last[short] == 1 else name}={value}")
+    return rows
+
+
+def _formats(run: Run) -> str:
+    learner, rollout = (run.precision.get(role, "").partition(",")[0] for role in ("learner", "rollout"))
+    return learner if learner == rollout else f"{learner or '?'}/{rollout or '?'}"
+
+
+def _stem(names: Sequence[str]) -> str:
+    """One folder's name, or what the names of several begin with."""
+    if len(names) == 1:
+        return names[0]
+    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    common = "".join(letters[0] for letters in same).rstrip("-_. ")
+    return common if len(common) > 1 else names[0]
+
+
+# The numbers.
+
+ENDS = 10  # steps at each end whose mean a table shows
+_POINTS = 120  # of a curve at most; beyond that each is the mean of several steps
+
+
+def wilson(share: float, n: int, level: float = LEVEL) -> tuple[float, float]:
+    """Wilson's score interval of a fraction ``share`` = k / n (Wilson 1927).
+
+    (p + z^2/2n +- z sqrt(p (1 - p)/n + z^2/4n^2)) / (1 + z^2/n), z the normal quantile of ``level``.
+    """
+    if n < 1 or not 0 <= share <= 1:
+        raise ValueError(f"expected a fraction of at least one, got {share} of {n}")
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    middle = share + z * z / (2 * n)
+    half = z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
+    whole = 1 + z * z / n
+    low = 0.0 if share == 0 else (middle - half) / whole  # there the two terms cancel exactly
+    high = 1.0 if share == 1 else (middle + half) / whole
+    return low, high
+
+
+def of_seeds(shares: Sequence[float], problems: int | None) -> Estimate:
+    """The mean over seeds, each a run's accuracy on ``problems`` problems (None: not known); one share is one run."""
+    mean, n = fmean(shares), len(shares)
+    if len(set(shares)) == 1:
+        equal = f"{n} seeds, all equal; " if n > 1 else ""
+        if problems is None:
+            return Estimate(mean, None, None, f"{equal}number of problems not known")
+        return Estimate(mean, *wilson(mean, problems), f"{equal}Wilson, {problems} problems")
+    low, high = student_interval(mean, stdev(shares) / math.sqrt(n), n - 1)
+    return Estimate(mean, max(0.0, low), min(1.0, high), f"t, {n} seeds")
+
+
+def apart(one: Estimate, other: Estimate) -> bool:
+    """True where both have intervals, and these do not even touch."""
+    if one.low is None or one.high is None or other.low is None or other.high is None:
+        return False
+    return one.high < other.low or other.high < one.low
+
+
+def distinguish(named: Sequence[tuple[str, Estimate]]) -> str:
+    """Which results differ, in a sentence; no order is given to results whose intervals overlap."""
+    pairs = list(combinations(named, 2))
+    if not pairs:
+        return "Only one of them logged it: there is nothing to compare it with."
+    differing = [(a, b) if a[1].value > b[1].value else (b, a) for a, b in pairs if apart(a[1], b[1])]
+    if not differing:
+        if any(estimate.low is None for _, estimate in named):
+            return "Not distinguishable: no two intervals are apart, and some have none."
+        return "Not distinguishable: " + ("the intervals overlap." if len(pairs) == 1 else "all intervals overlap.")
+    above: dict[str, list[str]] = {}
+    for (higher, _), (lower, _) in differing:
+        above.setdefault(higher, []).append(lower)
+    said = "; ".join(f"{higher} is above {listed(lower)}" for higher, lower in above.items())
+    said += ": their intervals do not overlap."
+    rest = len(pairs) - len(differing)
+    if rest:
+        said += " The other pair is" if rest == 1 else f" The other {rest} pairs are"
+        said += " not distinguishable."
+    return said
+
+
+class Curve(NamedTuple):
+    """A group's metric by step: mean over its runs, with the smallest and the largest run's value.
+
+    It has the steps that all runs with this metric have. ``per_point`` steps were averaged into each point.
+    """
+
+    steps: Array
+    mean: Array
+    low: Array
+    high: Array
+    runs: int
+    per_point: int
+
+
+class Ends(NamedTuple):
+    """Means over the first and the last steps that logged a metric; NaN or infinite where a value among them was."""
+
+    first: float
+    last: float
+    runs: int
+
+
+def curve_of(group: Group, name: str, points: int = _POINTS) -> Curve | None:
+    """The curve of one metric, or None where no run of the group has it."""
+    found = [both for both in (series(run.rows, name) for run in group.runs) if both[0].size]
+    if not found:
+        return None
+    steps = reduce(np.intersect1d, [x for x, _ in found])
+    if steps.size == 0:
+        return None
+    values = np.array([y[np.searchsorted(x, steps)] for x, y in found])
+    per_point = -(-steps.size // points)
+    values, steps = binned(values, per_point), binned(steps, per_point)
+    return Curve(steps, values.mean(axis=0), values.min(axis=0), values.max(axis=0), len(found), per_point)
+
+
+def logged(run: Run, name: str) -> list[float]:
+    """The values of a metric in the order of steps, those that are not finite too."""
+    return [float(row[name]) for row in run.rows if isinstance(row.get(name), int | float)]
+
+
+def ends_of(group: Group, name: str) -> Ends | None:
+    """The ends of one metric, or None where no run has it."""
+    found = [values for values in (logged(run, name) for run in group.runs) if values]
+    if not found:
+        return None
+    return Ends(_mean([_mean(v[:ENDS]) for v in found]), _mean([_mean(v[-ENDS:]) for v in found]), len(found))
+
+
+def problems_of(run: Run) -> int | None:
+    """The number of held-out problems of each evaluation; None where it is not known.
+
+    ``evaluation.problems`` of the recipe, at most ``task.heldout_size``. A data set may hold fewer, and the accuracies
+    say so: each must be a whole number of problems.
+    """
+    config = run.config or {}
+    evaluation, task = config.get("evaluation"), config.get("task")
+    asked = evaluation.get("problems") if isinstance(evaluation, dict) else None
+    if not isinstance(asked, int) or asked < 1:
+        return None
+    there = task.get("heldout_size") if isinstance(task, dict) else None
+    n = min(asked, there) if isinstance(there, int) and there > 0 else asked
+    solved = n * series(run.rows, "eval/greedy_accuracy")[1]
+    return n if (np.abs(solved - solved.round()) < 1e-6).all() else None
+
+
+def final_accuracy(group: Group, name: str) -> tuple[Estimate, list[int]] | None:
+    """The last evaluation, ``eval/greedy_accuracy`` or ``eval/avg_at_k``, of each run: estimate and its steps."""
+    found = []
+    for run in group.runs:
+        points = np.stack(series(run.rows, name), axis=1)
+        points = points[(points[:, 1] >= 0) & (points[:, 1] <= 1)]
+        found += [(problems_of(run), int(step), float(share)) for step, share in points[-1:]]
+    if not found:
+        return None
+    numbers = {problems for problems, _, _ in found}
+    problems = numbers.pop() if len(numbers) == 1 else None
+    return of_seeds([share for _, _, share in found], problems), sorted({step for _, step, _ in found})
+
+
+def training_accuracy(group: Group) -> Estimate | None:
+    """Mean of ``reward/accuracy`` over the last steps; over seeds with Student's interval, of one run without any."""
+    found = [_mean(values[-ENDS:]) for values in (logged(run, "reward/accuracy") for run in group.runs) if values]
+    found = [value for value in found if math.isfinite(value)]
+    if not found:
+        return None
+    estimate = of_seeds(found, None)
+    return estimate if len(found) > 1 else Estimate(estimate.value, None, None, "one run")
+
+
+def seconds_by_phase(group: Group) -> dict[str, float] | None:
+    """Mean seconds a step of each phase, ``other`` and ``step`` (all of it), over the steps that were timed."""
+    per_run = []
+    for run in group.runs:
+        timed, whole = series(run.rows, "time/step")
+        if timed.size:
+            parts = {phase: series(run.rows, f"time/{phase}") for phase in PHASES}
+            parts = {phase: values[np.isin(steps, timed)] for phase, (steps, values) in parts.items()}
+            seconds = {phase: float(values.sum()) / timed.size for phase, values in parts.items() if values.size}
+            step = float(whole.mean())
+            if seconds:
+                seconds["other"] = max(0.0, step - sum(seconds.values()))
+            per_run.append(seconds | {"step": step})
+    if not per_run:
+        return None
+    names = [name for name in (*PHASES, "other", "step") if any(name in run for run in per_run)]
+    return {name: fmean(run[name] for run in per_run if name in run) for name in names}
+
+
+def wall_clock(group: Group) -> float | None:
+    """Mean over runs of the seconds that all steps took; without the warm start, which is not timed."""
+    return _over_runs(group, "time/step", np.sum)
+
+
+def rate(group: Group, name: str) -> float | None:
+    """Mean over runs of a rate's median over steps."""
+    return _over_runs(group, name, np.median)
+
+
+def total(run: Run, name: str) -> int | None:
+    """The sum of a count over a run's steps; None where it was not logged."""
+    values = series(run.rows, name)[1]
+    return int(values.sum()) if values.size else None
+
+
+def _over_runs(group: Group, name: str, of: Callable[[Array], Any]) -> float | None:
+    """The mean over the runs that logged a metric of one figure ``of`` its values."""
+    found = [float(of(values)) for run in group.runs if (values := series(run.rows, name)[1]).size]
+    return fmean(found) if found else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)  # NaN and infinity stay visible; fmean would raise for inf - inf

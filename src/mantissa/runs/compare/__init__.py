@@ -1,1 +1,0 @@
-"""Several runs side by side: data, statistics, plots, words and the page."""
