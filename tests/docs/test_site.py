@@ -9,10 +9,8 @@ import os
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
-from urllib.parse import unquote
 
 import pytest
 
@@ -45,44 +43,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Page(HTMLParser):
-    """What a page refers to, what it loads, and which anchors it has."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.anchors: set[str] = set()
-        self.links: list[str] = []
-        self.loaded: list[str] = []
-        self.feed(path.read_text())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = {name: value for name, value in attrs if value}
-        self.anchors.update(values[name] for name in ("id", "name") if name in values)
-        if tag == "a" and "href" in values:
-            self.links.append(values["href"])
-        self.loaded += [values[name] for name in ("src", "href") if name in values and tag != "a"]
-
-
-def test_every_link_and_anchor_of_the_built_site_exists(site: Path) -> None:
-    pages = {path.name: Page(path) for path in site.glob("*.html") if path.name != "404.html"}
-    assert {"index.html", "api.html", "guide.html", "results.html"} <= pages.keys()
-    followed = 0
-    for name, page in pages.items():
-        for link in page.links:
-            if re.match(r"[a-z]+:", link):
-                continue
-            target, _, anchor = unquote(link).partition("#")
-            target = target or name
-            assert (site / target).is_file(), f"{name} links to {link}"
-            assert not anchor or anchor in pages[target].anchors, f"{name} links to {link}"
-            followed += 1
-    assert followed > 100
-
-
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
-    for path in site.glob("*.html"):
-        foreign = [url for url in Page(path).loaded if re.match(r"(https?:)?//", url)]
-        assert not foreign, f"{path.name} loads {foreign}"
+    pages = {path.name: path.read_text() for path in site.glob("*.html")}
+    assert {"index.html", "api.html", "guide.html", "results.html"} <= pages.keys()
+    for name, text in pages.items():
+        foreign = re.findall(r'<(?!a\b)[a-z]+\b[^>]* (?:src|href)="?((?:https?:)?//[^" >]+)', text)
+        assert not foreign, f"{name} loads {foreign}"
     sheets = list((site / "assets" / "stylesheets").glob("*.css"))
     assert sheets
     for sheet in sheets:
@@ -92,22 +58,14 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
 def test_the_public_api_names_every_export(site: Path) -> None:
     import mantissa.training
 
-    page = Page(site / "api.html")
-    assert {name.lower() for name in mantissa.training.__all__} <= page.anchors
-    assert "guardconfig" in page.anchors
+    anchors = set(re.findall(r'\bid="?([^" >]+)', (site / "api.html").read_text()))
+    assert {name.lower() for name in mantissa.training.__all__} | {"guardconfig"} <= anchors
 
 
 @pytest.mark.parametrize("name", make_tables.TABLES)
 def test_tables_are_current(name: str) -> None:
     text = (DOCS / name).read_text()
     assert make_tables.filled(text, name) == text, "run: python docs/make_tables.py"
-
-
-def test_a_stale_table_is_found() -> None:
-    text = (DOCS / "rollback.md").read_text()
-    stale = text.replace("| overflow | steps that overflowed / steps | > 5%", "| overflow | steps | > 50%")
-    assert stale != text
-    assert make_tables.filled(stale, "rollback.md") == text
 
 
 def test_prometheus_names_are_distinct_and_those_of_the_page_s_function() -> None:
@@ -161,10 +119,6 @@ def test_quoted_messages_are_those_of_the_code(message: str) -> None:
     pieces = [re.escape(piece) for piece in message.split("...")]
     pattern, longest = re.compile(".*?".join(pieces), re.S), max(message.split("..."), key=len)
     assert any(longest in text and pattern.search(text) for text in literals()), message
-
-
-def test_the_page_quotes_messages() -> None:
-    assert len(quoted()) >= 20
 
 
 def test_the_reference_of_recipes_is_current() -> None:

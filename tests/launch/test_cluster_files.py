@@ -59,20 +59,6 @@ def test_slurm_s_file() -> None:
     assert RECIPE in SBATCH.read_text()
 
 
-@pytest.mark.parametrize(
-    ("was", "becomes", "reason"),
-    [("--nodes=2", "--nodes 2", "expected #SBATCH --option=value"), ("--mem=0", "--mem=lots", "expected 0"),
-     ("--nodes=2", "--node=2", "not an option"), ("#SBATCH --time", "# SBATCH --time", "does not see it"),
-     ("#!/bin/bash\n", "", "without an interpreter"), ("--exclusive", "--mem=0", "given twice"),
-     ("#SBATCH --mem", "set -e\n#SBATCH --mem", "after the first command"), ("2-00:00:00", "2d", "expected")],
-)  # fmt: skip
-def test_the_reading_is_strict(was: str, becomes: str, reason: str) -> None:
-    text = SBATCH.read_text()
-    assert was in text
-    with pytest.raises(AssertionError, match=reason):
-        sbatch_options(text.replace(was, becomes, 1))
-
-
 def task() -> dict[str, Any]:
     return yaml.safe_load(SKY.read_text())
 

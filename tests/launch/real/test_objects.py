@@ -85,8 +85,6 @@ def fsdp_engine(config: Any, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace
 @pytest.mark.parametrize(
     ("features", "learner", "rollout", "quantization"),
     [
-        (("precision=bf16",), "bf16", "bfloat16", None),
-        (("precision=fp16",), "fp16", "float16", None),
         (("precision=bf16-train-fp16-rollout",), "bf16", "float16", None),
         (("precision=fp16", "precision.rollout=bf16"), "fp16", "bfloat16", None),
         (("precision=fp16", "precision.rollout=fp32"), "fp16", "float32", None),
@@ -96,14 +94,9 @@ def fsdp_engine(config: Any, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_precision_reaches_fsdp_s_policy_the_scaler_and_the_rollout(
-    engine: Engine,
-    features: tuple[str, ...],
-    learner: str,
-    rollout: str,
-    quantization: str | None,
-    worker: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    engine: Engine, features: tuple[str, ...], learner: str, rollout: str, quantization: str | None,
+    worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     made = worker(*features, engine=engine)
     assert made.actor.strategy == engine
     assert made.actor.engine.strategy == engine

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mantissa.launch import LaunchOptions, Plan, export, launch_file, load_options
+from mantissa.launch import Plan, export, launch_file, load_options
 from mantissa.launch.facts import FACTS, IGNORED, Engine, Fact, full
 from mantissa.rl import load_recipe
 
@@ -139,66 +139,49 @@ FEATURES = [
 ]  # fmt: skip
 
 
+@pytest.fixture
+def composed(planned: Callable[..., Plan], compose: Compose, verl_version: str) -> Callable[..., Any]:
+    """verl's tree for a recipe's features and launch options, validated; it says what the plan says."""
+
+    def made(*features: str, **options: Any) -> Any:
+        plan = planned(*features, version=verl_version, **options)
+        tree = compose([str(one) for one in plan.overrides])
+        validated(tree)
+        says(tree, plan)
+        return tree
+
+    return made
+
+
 @pytest.mark.parametrize(("engine", "rollout"), [("fsdp", "sglang"), ("fsdp2", "vllm"), ("megatron", "vllm")])
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: " ".join(features) or "plain")
 def test_every_feature_composes_on_every_engine(
-    features: tuple[str, ...],
-    engine: Engine,
-    rollout: str,
-    planned: Callable[..., Plan],
-    compose: Compose,
-    verl_version: str,
+    features: tuple[str, ...], engine: Engine, rollout: str, composed: Callable[..., Any]
 ) -> None:
-    plan = planned(*features, engine=engine, rollout=rollout, version=verl_version)
-    tree = compose([str(one) for one in plan.overrides])
-    validated(tree)
-    says(tree, plan)
+    composed(*features, engine=engine, rollout=rollout)
 
 
-def test_lora_composes(planned: Callable[..., Plan], compose: Compose, verl_version: str) -> None:
-    plan = planned(
-        "model.lora={rank: 16, alpha: 32, targets: [q_proj, v_proj]}", rollout="sglang", version=verl_version
-    )
-    tree = compose([str(one) for one in plan.overrides])
-    validated(tree)
-    says(tree, plan)
+def test_lora_composes(composed: Callable[..., Any]) -> None:
+    tree = composed("model.lora={rank: 16, alpha: 32, targets: [q_proj, v_proj]}", rollout="sglang")
     assert list(tree.actor_rollout_ref.model.target_modules) == ["q_proj", "v_proj"]
 
 
-def test_fp8_on_megatron_reaches_the_reference_too(
-    planned: Callable[..., Plan], compose: Compose, verl_version: str
-) -> None:
+def test_fp8_on_megatron_reaches_the_reference_too(composed: Callable[..., Any]) -> None:
     recipe = ("precision=fp8", "algorithm.reference={}", "algorithm.kl={coefficient: 0.001}")
-    plan = planned(*recipe, engine="megatron", version=verl_version)
-    tree = compose([str(one) for one in plan.overrides])
-    validated(tree)
+    tree = composed(*recipe, engine="megatron")
     for role in ("actor", "ref"):
         fp8 = tree.actor_rollout_ref[role].megatron.override_transformer_config
         assert (fp8.fp8, fp8.fp8_recipe) == ("hybrid", "blockwise"), role
 
 
-def test_options_of_the_cluster_reach_the_tree(
-    planned: Callable[..., Plan], compose: Compose, verl_version: str
-) -> None:
+def test_options_of_the_cluster_reach_the_tree(composed: Callable[..., Any]) -> None:
     router = "actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype"
-    plan = planned(
-        engine="megatron", version=verl_version, nodes=2, tensor_parallel=2, pipeline_parallel=2, expert_parallel=2,
-        offload=True, rollout_tensor_parallel=4,
-        overrides={"actor_rollout_ref.rollout.max_num_seqs": 128, f"+{router}": "fp32"},
+    tree = composed(
+        engine="megatron", nodes=2, tensor_parallel=2, pipeline_parallel=2, expert_parallel=2, offload=True,
+        rollout_tensor_parallel=4, overrides={"actor_rollout_ref.rollout.max_num_seqs": 128, f"+{router}": "fp32"},
     )  # fmt: skip
-    tree = compose([str(one) for one in plan.overrides])
-    validated(tree)
-    says(tree, plan)
     assert tree.actor_rollout_ref.ref.megatron.tensor_model_parallel_size == 2  # inherited
     assert tree.actor_rollout_ref.rollout.max_num_seqs == 128
-
-
-def test_a_tree_that_lacks_a_key_is_an_error(compose: Compose) -> None:
-    """Hydra is what finds a key that verl dropped: so keys are written with a plus only where they are new."""
-    from hydra.errors import ConfigCompositionException
-
-    with pytest.raises(ConfigCompositionException):
-        compose(["actor_rollout_ref.actor.megatron.dtype=float16"])
 
 
 def test_verl_itself_accepts_nonsense(compose: Compose) -> None:
@@ -209,7 +192,3 @@ def test_verl_itself_accepts_nonsense(compose: Compose) -> None:
          "actor_rollout_ref.rollout.quantization=bogus", "algorithm.rollout_correction.rollout_is=bogus"]
     )  # fmt: skip
     validated(tree)
-
-
-def test_launch_options_name_this_version(verl_version: str) -> None:
-    assert LaunchOptions(version=verl_version).version == verl_version  # type: ignore[arg-type]
