@@ -17,25 +17,18 @@ def precision(
 ) -> None:
     """Show what each role would use on this machine, why, and what a probe of its kernels saw."""
     from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
 
     from mantissa.precision import PRESETS, PrecisionPolicy, resolve
     from mantissa.rl.assemble import choose_device, prove
+    from mantissa.runs.live import precision_table
 
     chosen = choose_device(device)
     console = screen()
     for name in [preset] if preset else PRESETS:
         resolved = resolve(PrecisionPolicy.parse(name), chosen)
         evidence = prove(resolved, chosen)
-        console.print(Text(f"{name} on {chosen}", style="bold"))
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for column in ("role", "requested", "active", "kernels"):
-            table.add_column(column, no_wrap=True)
-        table.add_column("reason")
-        for row in resolved.rows():
-            table.add_row(*row.values())
-        console.print(table)
+        console.print(precision_table(resolved.rows(), f"{name} on {chosen}"))
         for role, seen in evidence.items():
             console.print(Padding(Text(f"probe of the {role}'s kernels: {seen}", style="dim"), (0, 0, 0, 2)))
         console.print()

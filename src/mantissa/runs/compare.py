@@ -479,8 +479,8 @@ def seconds_by_phase(group: Group) -> dict[str, float] | None:
     for run in group.runs:
         timed, whole = series(run.rows, "time/step")
         if timed.size:
-            parts = {phase: series(run.rows, f"time/{phase}") for phase in PHASES}
-            parts = {phase: values[np.isin(steps, timed)] for phase, (steps, values) in parts.items()}
+            logs = {phase: series(run.rows, f"time/{phase}") for phase in PHASES}
+            parts = {phase: values[np.isin(steps, timed)] for phase, (steps, values) in logs.items()}
             seconds = {phase: float(values.sum()) / timed.size for phase, values in parts.items() if values.size}
             step = float(whole.mean())
             if seconds:

@@ -22,7 +22,7 @@ from mantissa.runs import page
 from mantissa.runs.health import small
 from mantissa.runs.live import duration
 from mantissa.runs.metrics import Array, token_logps
-from mantissa.runs.page import Block, block, code
+from mantissa.runs.page import Block, block, code, noted
 from mantissa.runs.plots import COLOURS, Line, Plot, agreement, chart, figure, styled, to_svg
 
 FOLDER, ROWS, COMPLETIONS, PAGE = "gap", "gap.jsonl", "completions.jsonl", "gap.html"
@@ -107,8 +107,8 @@ def gap_table(found: GapRows) -> Block:
     """One line a pair: each figure with its interval."""
     lines = []
     for row in found.rows:
-        cells = [_two_lines(*shown(row, name)) for name in TITLES]
-        lines.append([_two_lines(Markup("<strong>{}</strong>").format(row["pair"]), row["kernels"]), *cells,
+        cells = [noted(*shown(row, name)) for name in TITLES]
+        lines.append([noted(Markup("<strong>{}</strong>").format(row["pair"]), row["kernels"]), *cells,
                       f"{row['tokens']:,}"])  # fmt: skip
     return page.table(("learner/rollout", *TITLES.values(), "tokens"), lines)
 
@@ -165,10 +165,6 @@ def gap_head(run: Path, learning: Plot) -> list[Block]:
 
 def _measured(found: GapRows) -> list[Block]:
     return [block("sub", found.where), gap_table(found), block("note gap", gap_note(found))]
-
-
-def _two_lines(value: str, note: str) -> Markup:
-    return Markup('{}<br><span class="note">{}</span>').format(value, note)
 
 
 def by_position(completions: Rows) -> tuple[Array, Array, Array]:

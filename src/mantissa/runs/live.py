@@ -7,12 +7,11 @@ marked. Elsewhere (a pipe, a CI log) each step is one plain line that makes sens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -97,6 +96,19 @@ def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
     return tuple(kept)
 
 
+def precision_table(rows: Iterable[Mapping[str, str]], title: str) -> Table:
+    """The rows of ``ResolvedPrecision.rows()``; what fell back is yellow."""
+    table = Table(box=None, pad_edge=False, header_style="dim", title=Text(title, style="bold"), title_justify="left")
+    for name in ("role", "requested", "active", "kernels"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("reason", overflow="fold", style="dim")
+    for row in rows:
+        fell_back = row["reason"].startswith("fallback")
+        styles = {"active": "yellow" if fell_back else ""}
+        table.add_row(*(Text(text, style=styles.get(name, "")) for name, text in row.items()))
+    return table
+
+
 class Live:
     """The screen of one run. Use as a context manager, or call ``close``; ``done`` steps were taken before a resume."""
 
@@ -127,16 +139,7 @@ class Live:
                     f"({row['kernels']} kernels); {row['reason']}"
                 )
             return
-        table = Table(box=None, pad_edge=False, header_style="bold", title="Precision", title_justify="left")
-        for name in ("role", "requested", "active", "kernels"):
-            table.add_column(name, no_wrap=True)
-        table.add_column("reason", overflow="fold", style="dim")
-        for row in rows:
-            fell_back = row["reason"].startswith("fallback")
-            active = f"[yellow]{escape(row['active'])}[/]" if fell_back else escape(row["active"])
-            cells = [escape(row[name]) for name in ("role", "requested", "kernels", "reason")]
-            table.add_row(cells[0], cells[1], active, cells[2], cells[3])
-        self.console.print(table)
+        self.console.print(precision_table(rows, "Precision"))
         self.console.print()
 
     def note(self, text: str) -> None:
