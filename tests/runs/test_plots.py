@@ -346,7 +346,6 @@ def test_intervals_are_drawn_to_scale() -> None:
         data += [estimate.low, estimate.high]
     assert is_linear_image(np.array(drawn), np.array(data))
     assert [p for p in curves(plot, RUNS[2]) if len(p) == 2] == [], "no interval, no line"
-    assert comparison.intervals("x", []).svg == ""
 
 
 def test_phases_are_stacked_and_a_trainer_has_its_whole_step() -> None:

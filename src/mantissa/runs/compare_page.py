@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,6 @@ _GAP = {metric.name: metric for metric in GAP_METRICS}
 class Final:
     """One accuracy at the end: of each group an estimate and the steps it was measured at, or None; and a sentence."""
 
-    metric: str
     title: str
     estimates: tuple[tuple[Group, Estimate | None, list[int]], ...]
     said: str
@@ -132,7 +132,7 @@ def _final(groups: Sequence[Group], recipes: Differences, metric: str) -> Final:
                 " Where a single run stands for a recipe, this is about the policy that it made: another seed may do "
                 "otherwise."
             )
-    return Final(metric, SERIES[metric].heading, estimates, said)
+    return Final(SERIES[metric].heading, estimates, said)
 
 
 def warnings_said(comparison: Comparison) -> list[str]:
@@ -248,8 +248,6 @@ def _note(metric: str, groups: Sequence[Group], found: Sequence[tuple[Group, Cur
 
 def intervals(title: str, named: Sequence[tuple[Group, Estimate]]) -> Plot:
     """Final accuracies with their intervals, one below the other in the order given."""
-    if not named:
-        return Plot(title, "No run has logged it.")
 
     def draw(axes: Any, place: int) -> None:
         group, estimate = named[place]
@@ -294,22 +292,15 @@ def _one_below_the_other(title: str, groups: Sequence[Group], across: str, draw_
         axes = drawing.subplots()
         for place in range(len(groups)):
             draw_at(axes, place)
-        axes.set_yticks(range(len(groups)), [_folded(group.title) for group in groups])
+        axes.set_yticks(
+            range(len(groups)), ["\n".join(wrap(g.title, 24, max_lines=2, placeholder="…")) for g in groups]
+        )
         for label in axes.get_yticklabels():
             label.set_parse_math(False)  # a recipe may hold dollars
         axes.set_ylim(len(groups) - 0.4, -0.6)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(across)
     return to_svg(drawing, title, f"groups-{'-'.join(title.lower().replace(',', '').split())}")
-
-
-def _folded(label: str, width: int = 24) -> str:
-    """A label for an axis, on two lines where it is long."""
-    if len(label) <= width:
-        return label
-    cut = label.rfind(" ", 0, width + 1)
-    first, rest = (label[:cut], label[cut + 1 :]) if cut > 0 else (label[:width], label[width:])
-    return f"{first}\n{rest if len(rest) <= width else rest[: width - 1] + '…'}"
 
 
 # The page.
