@@ -1,13 +1,9 @@
-"""The runs of a comparison: read, grouped where only the seed differs, and what differs between them.
+"""Runs side by side: read, grouped where only the seed differs, what differs between them, and their numbers.
 
 A run is a folder of ``mantissa train``, finished or not, or one of the drop-in trainer, which holds metrics alone.
 
-The numbers of a comparison: the curve of a group, its ends, its final accuracies, its times and events.
-
 Seeds count equally: a group's figure is the mean over its runs of each run's own figure. What a run did not log is
 nothing here (None, or left out), never 0.
-
-How sure a final accuracy is, and whether two of them can be told apart.
 
 One run's held-out accuracy is k of n problems, and its 95% interval is Wilson's: unlike p +- z sqrt(p (1 - p) / n) it
 has a width where k is 0 or n, and stays inside [0, 1]. The mean of k samples a problem is a mean of n shares in [0, 1],
