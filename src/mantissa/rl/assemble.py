@@ -30,7 +30,7 @@ from mantissa.model import Decoder, ModelConfig, Tokenizer, attach, byte_tokeniz
 from mantissa.precision import E4M3, PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.ranks import ALONE, Ranks, world_size
 from mantissa.rl.adapters import open_policy, policy_folder
-from mantissa.rl.collect import Sampler
+from mantissa.rl.collect import Sampler, shares
 from mantissa.rl.config import LossScalingConfig, ModelSource, RolloutConfig, RunConfig
 from mantissa.rl.learner import Learner
 from mantissa.rl.score import Reference
@@ -74,10 +74,14 @@ class Parts:
 
 def assemble(config: RunConfig, ranks: Ranks = ALONE) -> Parts:
     """Build every part; nothing is written yet, so a mistake in the recipe leaves no folder behind."""
-    device = choose_device(config.device)
+    device, vllm = choose_device(config.device), config.rollout.engine == "vllm"
     _check_bill(config)
     be_deterministic(device)
-    precision = _resolved(config, device)
+    precision = resolve(config.precision_policy, device, reference=config.algorithm.reference is not None)
+    if vllm and config.rollout.vllm.server is None:
+        require_vllm()
+    if vllm:
+        precision = on_vllm(precision)
     task = build_task(config.task, config.seed)
     model, tokenizer = load_policy(config.model, task, config.seed)
     _check_shape(config, model)
@@ -88,16 +92,27 @@ def assemble(config: RunConfig, ranks: Ranks = ALONE) -> Parts:
     def planned(way: Way | None = None) -> ExactPlan | None:  # found by probing, and one for all ranks
         return ranks.broadcast(exact_plan(precision, model, device, longest, rows, way))
 
-    plan, vllm = planned(), config.rollout.engine == "vllm"
+    plan = planned()
     evidence = prove(precision, device, plan, vllm)
     twin = exact_twin(config, model, device, longest, rows, ranks) if vllm else None
-    scaling = config.loss_scaling or LossScalingConfig()
+    scaling, section = config.loss_scaling or LossScalingConfig(), config.algorithm.reference
     scaler = scaling.scaler(precision.learner.active)
     learner = new_learner(config, model, learner_kernels(precision, plan), scaler, ranks)
     kernels = (twin and twin.kernels) or rollout_kernels(precision, plan)
     sampler = _sampler(config, task, precision, kernels, model.config, tokenizer, device, ranks)
     if isinstance(sampler.engine, VllmEngine):
         evidence["rollout"] = evidence_of(sampler.engine, ranks)
+    reference = None
+    if section is not None:
+        reference = Reference(
+            model.config,
+            reference_kernels(precision, plan),
+            temperature=config.rollout.temperature,
+            micro_batch_tokens=config.optimizer.micro_batch_tokens,
+            refresh_every=section.refresh_every,
+            device=device,
+            ranks=ranks,
+        )
     return Parts(
         device=device,
         precision=precision,
@@ -108,22 +123,12 @@ def assemble(config: RunConfig, ranks: Ranks = ALONE) -> Parts:
         learner=learner,
         sampler=sampler,
         scaling=scaling,
-        reference=new_reference(config, precision, plan, model, device, ranks),
+        reference=reference,
         ranks=ranks,
         twin=twin,
         plan=plan,
         replan=planned if plan else None,
     )
-
-
-def _resolved(config: RunConfig, device: torch.device) -> ResolvedPrecision:
-    """Each role's format, and who computes in it."""
-    precision = resolve(config.precision_policy, device, reference=config.algorithm.reference is not None)
-    if config.rollout.engine != "vllm":
-        return precision
-    if config.rollout.vllm.server is None:
-        require_vllm()
-    return on_vllm(precision)
 
 
 def _check_shape(config: RunConfig, model: Decoder) -> None:
@@ -175,29 +180,6 @@ def _sampler(
         close_engine(engine)
         raise
     return sampler
-
-
-def new_reference(
-    config: RunConfig,
-    precision: ResolvedPrecision,
-    plan: ExactPlan | None,
-    model: Decoder,
-    device: torch.device,
-    ranks: Ranks,
-) -> Reference | None:
-    """The reference policy, still without weights; None where the recipe asks for none."""
-    section = config.algorithm.reference
-    if section is None:
-        return None
-    return Reference(
-        model.config,
-        reference_kernels(precision, plan),
-        temperature=config.rollout.temperature,
-        micro_batch_tokens=config.optimizer.micro_batch_tokens,
-        refresh_every=section.refresh_every,
-        device=device,
-        ranks=ranks,
-    )
 
 
 def choose_device(name: str) -> torch.device:
@@ -395,12 +377,11 @@ def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, To
     if source.path is not None:
         return open_policy(policy_folder(source.path), source.lora, seed)
     assert source.fresh is not None  # the configuration's own check
+    tokenizer = byte_tokenizer()
     if source.tokenizer == "characters":
         if task.alphabet is None:
             raise MantissaError(f"model.tokenizer=characters: task {task.name} has no alphabet of its own; use bytes")
         tokenizer = character_tokenizer(task.alphabet)
-    else:
-        tokenizer = byte_tokenizer()
     shape = source.fresh.model(tokenizer.vocab_size)
     what = f"model.fresh: {shape.parameters:,} parameters with gradients and moments"
     require_memory(_BYTES_A_WEIGHT * shape.parameters, what, "make it smaller")
@@ -415,12 +396,11 @@ def check_task(config: RunConfig, task: Task, sampler: Sampler, max_length: int)
     splits = [task.split("train")]
     if config.warm_start is not None:
         solved = task.split("warm_start")  # raises where the task has no solutions
-        unsolved = next((problem for problem in solved if problem.solution is None), None)
-        if unsolved is not None or not solved:
-            what = f"problem {unsolved.id} has none" if unsolved else "the task has no warm_start problems"
+        unsolved = [f"problem {problem.id} has none" for problem in solved if problem.solution is None]
+        if unsolved or not solved:
+            what = (*unsolved, "the task has no warm_start problems")[0]
             raise MantissaError(f"warm_start needs solutions to learn from, and {what}; set warm_start=null")
-    wants = {"evaluation": config.evaluation, "warm_start": config.warm_start}
-    for name, section in wants.items():
+    for name, section in {"evaluation": config.evaluation, "warm_start": config.warm_start}.items():
         if section is None:
             continue
         splits.append(task.split("heldout")[: section.problems])
@@ -461,31 +441,24 @@ def _longest(config: RunConfig, task: Task, room: int) -> int:
 
 def on_vllm(precision: ResolvedPrecision) -> ResolvedPrecision:
     """The same formats, where the rollout's are vLLM's own arithmetic and not this package's kernels."""
-    why = "vLLM's own kernels and sum order"
+    rollout = "vLLM's own kernels and sum order"
     if (fp8 := precision.rollout.fp8) is not None:
-        why = f"vLLM's own fp8 kernels: products of e4m3 in blocks of 128, base {fp8.base}; weights of our quantising"
-    rollout = dataclasses.replace(precision.rollout, backend="native", reason=why)
-    half = precision.logits.active.name != "fp32"
-    logits = dataclasses.replace(
-        precision.logits,
-        backend="native",
-        reason=f"asked for: rounded to {precision.logits.active} on both sides, by vLLM's head too"
-        if half
-        else "half operands, fp32 result, fp32 log-softmax; vLLM's head is told to be fp32",
-    )
-    why = "vLLM's cache, in the rollout's format"
+        rollout = (
+            f"vLLM's own fp8 kernels: products of e4m3 in blocks of 128, base {fp8.base}; weights of our quantising"
+        )
+    logits = "half operands, fp32 result, fp32 log-softmax; vLLM's head is told to be fp32"
+    if precision.logits.active.name != "fp32":
+        logits = f"asked for: rounded to {precision.logits.active} on both sides, by vLLM's head too"
+    cache = "vLLM's cache, in the rollout's format"
     if precision.kv_cache.active is E4M3:
-        why = "asked for: vLLM's e4m3 cache without scales, so beyond 448 saturated" + (
+        cache = "asked for: vLLM's e4m3 cache without scales, so beyond 448 saturated" + (
             "; digits cut off, not rounded" if precision.device == "cpu" else ""
         )
-    cache = dataclasses.replace(precision.kv_cache, backend="native", reason=why)
-    return dataclasses.replace(precision, rollout=rollout, logits=logits, kv_cache=cache)
-
-
-def shares(threads: int) -> tuple[int, int]:
-    """Of ``threads`` of a CPU, the learner's and the sampler's: a third for the sampler, and one at least for each."""
-    sampler = max(1, threads // 3)
-    return max(1, threads - sampler), sampler
+    said = {"rollout": rollout, "logits": logits, "kv_cache": cache}
+    roles: dict[str, Any] = {
+        role: dataclasses.replace(getattr(precision, role), backend="native", reason=why) for role, why in said.items()
+    }
+    return dataclasses.replace(precision, **roles)
 
 
 def vllm_start(
@@ -523,14 +496,8 @@ def build_engine(
         start = vllm_start(rollout, precision, model, device)
         if rollout.max_policy_lag > 0 and device.type == "cpu":  # it works beside the learner, on the same cores
             start = dataclasses.replace(start, threads=shares(torch.get_num_threads())[1])
-        return VllmEngine(
-            start,
-            kernels,
-            server=rollout.vllm.server,
-            timeout_s=rollout.vllm.timeout_s,
-            decode_text=tokenizer.decode,
-            ranks=ranks,
-        )
+        server, timeout_s = rollout.vllm.server, rollout.vllm.timeout_s
+        return VllmEngine(start, kernels, server=server, timeout_s=timeout_s, decode_text=tokenizer.decode, ranks=ranks)
     return NativeEngine(
         model,
         kernels,
@@ -566,12 +533,6 @@ def evidence_of(engine: VllmEngine, ranks: Ranks) -> str:
         return engine.evidence
     each = "one server for" if engine.served else "one such vLLM for each of"
     return f"{engine.evidence}; {each} {ranks.world} processes"
-
-
-def rest(engine: RolloutEngine) -> None:
-    """Nothing is sampled for a while: an engine that sleeps gives its memory back, until it is synced."""
-    if isinstance(engine, VllmEngine) and engine.start.sleeps:
-        engine.sleep()
 
 
 def close_engine(engine: RolloutEngine | None) -> None:

@@ -1,42 +1,63 @@
 """Collect: from problems to graded completions, and from a position in the data to the batch of one step.
 
-Completions are flat, one ``Sample`` each with its group's number; the loop, evaluation, warm start and the filter of
-prompts all sample and grade here.
-
 A step's batch is a function of the run's seed, the step, the weights that sample it and the data position: an integer,
 the number of prompts sampled before. Without dynamic sampling it is ``(step - 1) * rollout.prompts``; with it, it
 counts every prompt, dropped ones included. So whoever holds the weights and the position can make a batch again, or
 ahead of time.
 
-The price of length: DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4).
-
-A response that is cut off earns nothing however good its beginning was, which punishes sound reasoning without saying
-why. A penalty that grows over the last ``buffer`` tokens says it:
+**The price of length**: DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4). A response that is cut off
+earns nothing however good its beginning was, which punishes sound reasoning without saying why. A penalty that grows
+over the last ``buffer`` tokens says it:
 
     penalty = min(0, -(length - (max_tokens - buffer)) / buffer * factor)
 
 from 0 at ``max_tokens - buffer`` tokens to ``-factor`` at ``max_tokens``. It is added to the reward that advantages are
 made of; the verdict (``Reward.correct``), and with it every accuracy, knows nothing of it.
 
-Which groups carry a gradient: the judgement behind DAPO's dynamic sampling (arXiv 2503.14476, section 3.2).
-
-A group whose rewards are all equal has advantages of exactly 0: it costs its share of the batch and teaches nothing,
-and as a policy improves most groups become so. Dynamic sampling drops them and samples further prompts until the batch
-is full, so that every step learns from as many groups. What is kept is the first ``rollout.prompts`` good groups in the
-order of the prompts, not of completion: short responses are not favoured. Groups beyond them (the surplus of the last
-generation batch) are dropped as well; a later step would train on them with older weights.
+**Which groups carry a gradient**: the judgement behind DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). A group
+whose rewards are all equal has advantages of exactly 0: it costs its share of the batch and teaches nothing, and as a
+policy improves most groups become so. Dynamic sampling drops them and samples further prompts until the batch is full,
+so that every step learns from as many groups. What is kept is the first ``rollout.prompts`` good groups in the order of
+the prompts, not of completion: short responses are not favoured. Groups beyond them (the surplus of the last generation
+batch) are dropped as well; a later step would train on them with older weights.
 
 Which prompts a policy sees then depends on the policy: accuracy over what was trained on is pulled towards one half,
 and says little. ``reward/accuracy`` is over everything sampled; ``reward/accuracy_trained`` is the other.
+
+**In turn with learning, or ahead of it.** In turn, the learner waits for the sampler and the sampler for the learner.
+Ahead, step k is sampled by the weights after step ``max(0, k - 1 - behind)`` while the learner works on the steps
+before k: its completions are old, by a lag that is known and bounded. Nothing else changes: the learner's own log-probs
+are taken under its weights at the update, the rollout's are those of the weights that sampled, and the correction works
+on their ratio, which now holds the lag beside the gap.
+
+The schedule is fixed. A scheme that takes whatever weights are newest when a sample begins would depend on the clock,
+and no run could be repeated; this one gives the same numbers however the threads are timed. What it costs is waiting
+where the two are unequal: a step takes as long as the slower of sampling and learning.
+
+``behind`` counts RL steps, ``rollout.max_policy_lag`` policy versions, that is optimiser steps: a batch is learned from
+in ``optimizer.updates_per_batch`` of them, so ``behind = max_policy_lag // updates_per_batch``. A skipped step makes no
+version, so the lag is at most that, and is checked for every completion.
+
+A checkpoint after step k holds the batches of the ``behind`` steps after it, as they were sampled: the weights that
+made them are gone. To write it the loop waits for them. The one batch that the checkpoint's own weights sample is not
+in it; a resume samples it again.
+
+One Python thread samples: on a CPU with a third of torch's threads, the learner keeps the others; on a GPU on a stream
+of its own. vLLM, whose processes do the work then, gets that third. Evaluation uses the same engine, between two
+batches.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import queue
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -52,7 +73,7 @@ from mantissa.ranks import ALONE, Ranks
 from mantissa.rl.config import DynamicConfig, OverlongConfig, RolloutConfig
 from mantissa.rl.experience import Experience
 from mantissa.rl.seeds import derive_seed, stream_slice
-from mantissa.rollout import Completion, FinishReason, Request, RolloutEngine, SamplingParams
+from mantissa.rollout import Completion, Request, RolloutEngine, SamplingParams, VllmEngine
 from mantissa.runs.metrics import REWARD_PART
 from mantissa.tasks import Grader, Problem, Reward
 
@@ -90,11 +111,9 @@ class Sampler:
     def __init__(self, engine: RolloutEngine, tokenizer: Tokenizer, grader: Grader, ranks: Ranks = ALONE) -> None:
         self.engine, self.tokenizer, self.grader, self.ranks = engine, tokenizer, grader, ranks
 
-    def params(
-        self, max_tokens: int, temperature: float, stop: tuple[str, ...] = (), top_k: int = 0, top_p: float = 1.0
-    ) -> SamplingParams:
+    def params(self, max_tokens: int, temperature: float, stop: tuple[str, ...] = ()) -> SamplingParams:
         """Sampling parameters that end at the tokenizer's end tokens."""
-        return SamplingParams(max_tokens, temperature, top_k, top_p, tuple(self.tokenizer.eos_ids), stop)
+        return SamplingParams(max_tokens, temperature, stop_token_ids=tuple(self.tokenizer.eos_ids), stop=stop)
 
     def sample(
         self,
@@ -157,10 +176,7 @@ class Sampler:
         return sum(rates) / len(rates)
 
 
-_Packed = tuple[Tensor, list[int], Tensor, list[FinishReason], int, list[int | None]]
-
-
-def _packed(group: Sequence[Completion]) -> _Packed:
+def _packed(group: Sequence[Completion]) -> tuple[Any, ...]:
     """A group as few objects, to travel: tokens, lengths, log-probs, finish reasons, version, keys."""
     tokens = torch.tensor([token for completion in group for token in completion.tokens], dtype=torch.int64)
     logp = torch.cat([completion.logp_T for completion in group])
@@ -169,7 +185,7 @@ def _packed(group: Sequence[Completion]) -> _Packed:
     return tokens, lengths, logp, reasons, group[0].policy_version, keys
 
 
-def _unpacked(packed: _Packed) -> list[Completion]:
+def _unpacked(packed: tuple[Any, ...]) -> list[Completion]:
     tokens, lengths, logp, reasons, version, keys = packed
     return [
         Completion(tuple(part.tolist()), logp_T.clone(), reason, version, key)
@@ -200,7 +216,7 @@ def fate(graded: Sequence[Reward], shaped: Sequence[Reward]) -> Fate:
     in fp32, as the learner compares them. So a group of wrong answers is not kept for its lengths alone, nor one whose
     penalties happen to even its rewards out. ``all_right``, ``all_wrong``: by the verdicts; ``equal``: some of each.
     """
-    if _differ(graded) and _differ(shaped):
+    if all(len({np.float32(reward.value) for reward in rewards}) > 1 for rewards in (graded, shaped)):
         return "kept"
     right = sum(reward.correct for reward in graded)
     return "all_wrong" if right == 0 else "all_right" if right == len(graded) else "equal"
@@ -225,22 +241,15 @@ def chosen(fates: Sequence[Fate], wanted: int, config: DynamicConfig) -> list[in
 
 
 def dynamic_metrics(fates: Sequence[Fate], trained: int, generation_batches: int) -> dict[str, float]:
-    """How much was sampled for ``trained`` groups, and what became of the others."""
+    """How much was sampled for ``trained`` groups that were kept, and what became of the others."""
     count = Counter(fates)
     return {
         "dynamic/generation_batches": generation_batches,
         "dynamic/prompts": len(fates),
-        "dynamic/all_right": count["all_right"],
-        "dynamic/all_wrong": count["all_wrong"],
-        "dynamic/equal": count["equal"],
         "dynamic/kept_fraction": count["kept"] / len(fates),
-        "dynamic/surplus": max(0, count["kept"] - trained),
-        "dynamic/trained": min(count["kept"], trained),
-    }
-
-
-def _differ(rewards: Sequence[Reward]) -> bool:
-    return len({np.float32(reward.value) for reward in rewards}) > 1
+        "dynamic/surplus": count["kept"] - trained,
+        "dynamic/trained": trained,
+    } | {f"dynamic/{name}": count[name] for name in ("all_right", "all_wrong", "equal")}
 
 
 @dataclass(frozen=True)
@@ -274,27 +283,22 @@ class Batch:
         )
 
 
+@dataclass
 class Collector:
     """Samples and grades batch after batch; ``position`` is the number of prompts sampled so far."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        problems: Sequence[Problem],
-        kept: Sequence[int],
-        config: RolloutConfig,
-        params: SamplingParams,
-        seed: int,
-    ) -> None:
-        self.sampler, self.config, self.params, self.seed = sampler, config, params, seed
-        self.problems, self.kept = problems, kept
-        self.position = 0
-        self._seconds: dict[str, float] = {}
+    sampler: Sampler
+    problems: Sequence[Problem]
+    kept: Sequence[int]
+    config: RolloutConfig
+    params: SamplingParams
+    seed: int
+    position: int = 0
 
     def collect(self, step: int, version: int) -> Batch:
         """The batch of ``step``, sampled by the engine's weights, which are ``version``."""
         config, dynamic = self.config, self.config.dynamic
-        self._seconds = {"rollout": 0.0, "reward": 0.0}
+        seconds = {"rollout": 0.0, "reward": 0.0}
         samples: list[Sample] = []
         rewards: list[Reward] = []
         fates: list[Fate] = []
@@ -307,7 +311,15 @@ class Collector:
             places = stream_slice(len(self.kept), self.position, per_try, self.seed, "prompts")
             self.position += per_try
             indices += [self.kept[place] for place in places]
-            sampled, graded = self._generate(step, version, indices[len(fates) :], len(fates))
+            problems = [self.problems[index] for index in indices[len(fates) :]]
+            started = time.perf_counter()
+            sampled = self.sampler.sample(
+                problems, config.samples, self.params, version, self.seed, "rollout", step, first=len(fates)
+            )
+            generated = time.perf_counter()
+            graded = self.sampler.grade(sampled)
+            seconds["rollout"] += generated - started
+            seconds["reward"] += time.perf_counter() - generated
             final = [shaped(r, self._penalty(s.completion)) for s, r in zip(sampled, graded, strict=True)]
             fates += map(fate, by_group(sampled, graded), by_group(sampled, final))
             samples, rewards, tries = samples + sampled, rewards + final, tries + 1
@@ -319,20 +331,7 @@ class Collector:
             samples, rewards = list(itertools.compress(samples, keep)), list(itertools.compress(rewards, keep))
             metrics |= dynamic_metrics(fates, min(fates.count("kept"), wanted), tries)
             metrics["reward/accuracy_trained"] = sum(reward.correct for reward in rewards) / len(rewards)
-        return Batch(step, version, self.position, indices, samples, rewards, metrics, self._seconds)
-
-    def _generate(
-        self, step: int, version: int, indices: Sequence[int], first: int
-    ) -> tuple[list[Sample], list[Reward]]:
-        """Sample and grade these problems, the step's prompts ``first`` and on."""
-        problems, count, seed = [self.problems[index] for index in indices], self.config.samples, self.seed
-        started = time.perf_counter()
-        samples = self.sampler.sample(problems, count, self.params, version, seed, "rollout", step, first=first)
-        generated = time.perf_counter()
-        graded = self.sampler.grade(samples)
-        self._seconds["rollout"] += generated - started
-        self._seconds["reward"] += time.perf_counter() - generated
-        return samples, graded
+        return Batch(step, version, self.position, indices, samples, rewards, metrics, seconds)
 
     def _penalty(self, completion: Completion) -> float:
         return overlong_penalty(len(completion.tokens), self.config.max_tokens, self.config.overlong)
@@ -368,19 +367,19 @@ def _reward_parts(rewards: Sequence[Reward]) -> dict[str, float]:
 
 def pack(batches: Iterable[Batch]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Batches as tensors and plain values, for a checkpoint. ``seconds`` are left out: a resume spends none."""
-    tensors, plain = {}, []
+    tensors: dict[str, Tensor] = {}
+    plain = []
     for batch in batches:
-        completions = [sample.completion for sample in batch.samples]
-        tensors[f"ahead/{batch.step}/tokens"] = torch.tensor([t for c in completions for t in c.tokens])
-        tensors[f"ahead/{batch.step}/lengths"] = torch.tensor([len(c.tokens) for c in completions])
-        tensors[f"ahead/{batch.step}/logp"] = torch.cat([c.logp_T for c in completions])
+        tokens, lengths, logp, reasons, *_ = _packed([sample.completion for sample in batch.samples])
+        packed = {"tokens": tokens, "lengths": torch.tensor(lengths), "logp": logp}
+        tensors |= {f"ahead/{batch.step}/{name}": tensor for name, tensor in packed.items()}
         plain.append(
             {
                 "step": batch.step,
                 "version": batch.version,
                 "position": batch.position,
                 "indices": list(batch.indices),
-                "finish_reasons": [c.finish_reason for c in completions],
+                "finish_reasons": reasons,
                 "rewards": [[r.value, r.correct, r.error, dict(r.parts)] for r in batch.rewards],
                 "metrics": dict(batch.metrics),
             }
@@ -427,13 +426,179 @@ def _one_unpacked(
     wrong = next((name for name, good in checks.items() if not good), None)
     if wrong is not None:
         raise MantissaError(f"checkpoint's batch of step {step} has wrong {wrong}; it is damaged")
-    cut = lengths.tolist()
-    size = len(cut) // len(indices)
+    size = len(lengths) // len(indices)
     prompts = [sampler.encode(problems[index]) for index in indices]
+    completions = _unpacked((tokens, lengths.tolist(), logp, reasons, version, [None] * len(lengths)))
     samples = []
-    for number, (part, logp_T, reason) in enumerate(zip(tokens.split(cut), logp.split(cut), reasons, strict=True)):
-        group, completion = number // size, Completion(tuple(part.tolist()), logp_T.clone(), reason, version)
+    for number, completion in enumerate(completions):
+        group = number // size
         text = sampler.tokenizer.decode(completion.tokens)
         samples.append(Sample(problems[indices[group]], group, prompts[group], completion, text))
     rewards = [Reward(*reward) for reward in state["rewards"]]
     return Batch(step, version, position, indices, samples, rewards, state["metrics"], {})
+
+
+# Where a step's batch comes from
+
+Weights = Mapping[str, Tensor]
+
+
+def shares(threads: int) -> tuple[int, int]:
+    """Of ``threads`` of a CPU, the learner's and the sampler's: a third for the sampler, and one at least for each."""
+    sampler = max(1, threads // 3)
+    return max(1, threads - sampler), sampler
+
+
+def rest(engine: RolloutEngine) -> None:
+    """Nothing is sampled for a while: an engine that sleeps gives its memory back, until it is synced."""
+    if isinstance(engine, VllmEngine) and engine.start.sleeps:
+        engine.sleep()
+
+
+class SyncSource:
+    """Batches in the order of steps, each sampled when it is asked for, by the newest weights."""
+
+    def __init__(self, collector: Collector, engine: RolloutEngine) -> None:
+        self._collector, self._engine = collector, engine
+
+    def start(self, step: int, weights: Weights, version: int, ahead: Sequence[Batch]) -> None:
+        """Begin after ``step``, whose weights these are; ``ahead``: what ``pending`` said then."""
+        assert not ahead
+        self._engine.sync(weights, version)
+
+    def take(self, step: int) -> Batch:
+        """The batch of ``step``: the one after the last that was taken."""
+        batch = self._collector.collect(step, self._engine.version)
+        rest(self._engine)
+        return batch
+
+    def again(self, position: int) -> None:
+        """The next ``take`` is of the step that was taken last, whose first prompt is at ``position``."""
+        self._collector.position = position
+
+    def hand_over(self, step: int, weights: Weights, version: int) -> None:
+        """The learner's weights after ``step``."""
+        if self._engine.version != version:
+            self._engine.sync(weights, version)
+
+    def pending(self, step: int) -> list[Batch]:
+        """The batches of later steps that weights older than those after ``step`` sample: what a checkpoint keeps."""
+        return []
+
+    def engine(self, weights: Weights, version: int) -> AbstractContextManager[None]:
+        """Holds the engine, with these weights in it, for other use than batches."""
+        self.hand_over(0, weights, version)
+        return nullcontext()
+
+    def close(self) -> None:
+        """Stop sampling; what is being sampled is finished first."""
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A batch to be sampled by a snapshot of the weights; ``ready`` is when the snapshot is (on a GPU)."""
+
+    step: int
+    weights: Weights
+    version: int
+    ready: torch.cuda.Event | None
+    result: Future[Batch]
+
+
+class AsyncSource(SyncSource):
+    """Samples ``behind`` steps ahead, to ``last`` at most, in a thread; see the module for the schedule."""
+
+    def __init__(
+        self, collector: Collector, engine: RolloutEngine, behind: int, last: int, device: torch.device
+    ) -> None:
+        assert behind >= 1
+        super().__init__(collector, engine)
+        self._behind, self._last = behind, last
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._batches: dict[int, Future[Batch]] = {}
+        self._engine_lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._work, name="rollout", daemon=True)
+
+    def start(self, step: int, weights: Weights, version: int, ahead: Sequence[Batch]) -> None:
+        if self._stream is None:
+            torch.set_num_threads(shares(self._threads)[0])
+        for batch in ahead:
+            self._batches[batch.step] = Future()
+            self._batches[batch.step].set_result(batch)
+        self._thread.start()
+        first = step + len(ahead) + 1
+        # none of them: the run begins, or its guard has fallen back
+        assert not ahead or first > min(step + self._behind, self._last), "sampled ahead by weights that are gone"
+        self._order(range(first, step + self._behind + 2), weights, version)
+
+    def take(self, step: int) -> Batch:
+        return self._batches.pop(step).result()
+
+    def again(self, position: int) -> None:
+        raise AssertionError("a batch that was sampled ahead is not sampled again")
+
+    def hand_over(self, step: int, weights: Weights, version: int) -> None:
+        self._order([step + self._behind + 1], weights, version)
+
+    def pending(self, step: int) -> list[Batch]:
+        return [self._batches[later].result() for later in sorted(self._batches) if later <= step + self._behind]
+
+    @contextmanager
+    def engine(self, weights: Weights, version: int) -> Iterator[None]:
+        with self._engine_lock:
+            self._load(weights, version, self._event())
+            with self._on_stream():
+                yield
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._orders.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._stream is None:
+            torch.set_num_threads(self._threads)
+
+    def _order(self, steps: Sequence[int], weights: Weights, version: int) -> None:
+        steps = [step for step in steps if step <= self._last]
+        if not steps:
+            return
+        snapshot = {name: weight.detach().clone() for name, weight in weights.items()}  # the masters go on changing
+        event = self._event()
+        for step in steps:
+            self._batches[step] = Future()
+            self._orders.put(_Order(step, snapshot, version, event, self._batches[step]))
+
+    def _work(self) -> None:
+        """The thread: one order after another. An error goes to whoever asks for the batch, and to those after it."""
+        if self._stream is None:
+            torch.set_num_threads(shares(self._threads)[1])  # of this thread; the learner's stay as they are
+        failure: BaseException | None = None
+        while (order := self._orders.get()) is not None and not self._stopped.is_set():
+            if failure is None:
+                try:
+                    with self._engine_lock:
+                        self._load(order.weights, order.version, order.ready)
+                        with self._on_stream():
+                            batch = self._collector.collect(order.step, order.version)
+                    order.result.set_result(batch)
+                    continue
+                except BaseException as error:  # noqa: BLE001 - re-raised in the learner's thread, where it is awaited
+                    failure = error
+            order.result.set_exception(failure)
+
+    def _load(self, weights: Weights, version: int, ready: torch.cuda.Event | None) -> None:
+        if self._engine.version == version:
+            return
+        with self._on_stream():
+            if self._stream is not None and ready is not None:
+                self._stream.wait_event(ready)
+            self._engine.sync(weights, version)
+
+    def _event(self) -> torch.cuda.Event | None:
+        return None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -5,6 +5,8 @@ Unknown keys are errors, and so are keys that would do nothing. Fields say what 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -117,13 +119,17 @@ class RolloutConfig(Config):
         return self
 
 
+Refusals = Iterator[tuple[Any, str]]  # whether something is refused, and what to say then
+
+
 def check_together(config: RunConfig) -> None:
     """Raise ``MantissaError`` at the first pair of fields that do not go together."""
-    _check_precision(config)
-    _check_rollout(config)
+    checks = [_precision_refusals, _rollout_refusals, _process_refusals]
     if config.rollout.engine == "vllm":
-        _check_vllm(config)
-    _check_processes(config)
+        checks.insert(2, _vllm_refusals)
+    for refused, why in itertools.chain.from_iterable(check(config) for check in checks):
+        if refused:
+            raise MantissaError(why)
     if isinstance(config.task, CodeConfig) and config.task.time_limit_s >= config.grading.timeout_s:
         raise MantissaError(
             f"task.time_limit_s={config.task.time_limit_s:g} is not below grading.timeout_s="
@@ -131,79 +137,78 @@ def check_together(config: RunConfig) -> None:
         )
 
 
-def _check_precision(config: RunConfig) -> None:
-    policy = config.precision_policy
-    if config.loss_scaling is not None and not policy.format_of(policy.train).needs_loss_scaling:
-        raise MantissaError(
-            f"loss_scaling does nothing for a {policy.train} learner (its exponent range is that of fp32); "
-            "leave it out, or set loss_scaling=null"
-        )
-    if policy.reference is not None and config.algorithm.reference is None:
-        raise MantissaError(
-            f"precision.reference={policy.reference} does nothing without a reference policy; leave it out, "
-            "or set algorithm.reference={}"
-        )
-    if policy.kernels == "exact" and config.rollout.max_policy_lag:
-        raise MantissaError(
-            f"precision.kernels=exact with rollout.max_policy_lag={config.rollout.max_policy_lag}: completions of "
-            "other weights have other log-probs, so there is nothing that must be equal; set rollout.max_policy_lag=0"
-        )
+def _precision_refusals(config: RunConfig) -> Refusals:
+    policy, lag = config.precision_policy, config.rollout.max_policy_lag
+    yield (
+        config.loss_scaling is not None and not policy.format_of(policy.train).needs_loss_scaling,
+        f"loss_scaling does nothing for a {policy.train} learner (its exponent range is that of fp32); leave it out, "
+        "or set loss_scaling=null",
+    )
+    yield (
+        policy.reference is not None and config.algorithm.reference is None,
+        f"precision.reference={policy.reference} does nothing without a reference policy; leave it out, or set "
+        "algorithm.reference={}",
+    )
+    yield (
+        policy.kernels == "exact" and lag,
+        f"precision.kernels=exact with rollout.max_policy_lag={lag}: completions of other weights have other "
+        "log-probs, so there is nothing that must be equal; set rollout.max_policy_lag=0",
+    )
 
 
-def _check_processes(config: RunConfig) -> None:
-    if config.nproc == 1:
-        if config.parallel is not None:
-            raise MantissaError(f"parallel={config.parallel} does nothing with nproc=1; leave it out, or raise nproc")
-        return
-    if config.nproc > config.rollout.prompts:
-        raise MantissaError(
-            f"nproc={config.nproc}, but rollout.prompts={config.rollout.prompts}: processes share a step by prompts, "
-            "so some would have none; lower nproc or raise rollout.prompts"
-        )
-    if config.rollout.max_policy_lag:
-        raise MantissaError(
-            f"rollout.max_policy_lag={config.rollout.max_policy_lag} with nproc={config.nproc}: sampling beside "
-            "learning is for one process (two threads of each would talk to the others at once); set "
-            "rollout.max_policy_lag=0"
-        )
-    if config.parallel == "fsdp2" and config.optimizer.moments == "8bit":
-        raise MantissaError(
-            "parallel=fsdp2 with optimizer.moments=8bit: blocks of a slice are not those of the whole, so another "
-            "number of processes could not resume; use parallel=ddp, or optimizer.moments=fp32"
-        )
-    if config.parallel == "fsdp2" and config.model.lora is not None:
-        raise MantissaError(
-            "parallel=fsdp2 with model.lora: adapters are merged into whole matrices, and what would be divided, "
-            "gradients and moments, they hardly have; use parallel=ddp"
-        )
+def _process_refusals(config: RunConfig) -> Refusals:
+    nproc, prompts, lag = config.nproc, config.rollout.prompts, config.rollout.max_policy_lag
+    several, fsdp2 = nproc > 1, config.parallel == "fsdp2"
+    yield (
+        not several and config.parallel is not None,
+        f"parallel={config.parallel} does nothing with nproc=1; leave it out, or raise nproc",
+    )
+    yield (
+        several and nproc > prompts,
+        f"nproc={nproc}, but rollout.prompts={prompts}: processes share a step by prompts, so some would have none; "
+        "lower nproc or raise rollout.prompts",
+    )
+    yield (
+        several and lag,
+        f"rollout.max_policy_lag={lag} with nproc={nproc}: sampling beside learning is for one process (two threads "
+        "of each would talk to the others at once); set rollout.max_policy_lag=0",
+    )
+    yield (
+        fsdp2 and config.optimizer.moments == "8bit",
+        "parallel=fsdp2 with optimizer.moments=8bit: blocks of a slice are not those of the whole, so another number "
+        "of processes could not resume; use parallel=ddp, or optimizer.moments=fp32",
+    )
+    yield (
+        fsdp2 and config.model.lora is not None,
+        "parallel=fsdp2 with model.lora: adapters are merged into whole matrices, and what would be divided, gradients "
+        "and moments, they hardly have; use parallel=ddp",
+    )
 
 
-def _check_rollout(config: RunConfig) -> None:
-    rollout, updates = config.rollout, config.optimizer.updates_per_batch
-    if updates > rollout.prompts * rollout.samples:
-        raise MantissaError("optimizer.updates_per_batch: expected at most one update a completion")
-    if 0 < rollout.max_policy_lag < updates:
-        raise MantissaError(
-            f"rollout.max_policy_lag={rollout.max_policy_lag} does nothing with optimizer.updates_per_batch={updates}: "
-            f"a step makes {updates} versions, so sampling one step ahead needs {updates} or more; raise it, or set it "
-            "to 0"
-        )
-    kind = config.algorithm.advantage
-    if kind != "reinforce_pp" and rollout.samples < 2:
-        raise MantissaError(
-            f"algorithm.advantage={kind} needs rollout.samples of 2 or more: it compares the completions of a prompt, "
-            "and of one alone every advantage is 0; raise it, or use reinforce_pp, which compares the whole batch"
-        )
-    if rollout.prompts * rollout.samples < 2:
-        raise MantissaError(
-            f"algorithm.advantage={kind} compares completions, and a step has one; raise rollout.prompts"
-        )
+def _rollout_refusals(config: RunConfig) -> Refusals:
+    rollout, updates, kind = config.rollout, config.optimizer.updates_per_batch, config.algorithm.advantage
+    completions, lag = rollout.prompts * rollout.samples, rollout.max_policy_lag
+    yield updates > completions, "optimizer.updates_per_batch: expected at most one update a completion"
+    yield (
+        0 < lag < updates,
+        f"rollout.max_policy_lag={lag} does nothing with optimizer.updates_per_batch={updates}: a step makes {updates} "
+        f"versions, so sampling one step ahead needs {updates} or more; raise it, or set it to 0",
+    )
+    yield (
+        kind != "reinforce_pp" and rollout.samples < 2,
+        f"algorithm.advantage={kind} needs rollout.samples of 2 or more: it compares the completions of a prompt, and "
+        "of one alone every advantage is 0; raise it, or use reinforce_pp, which compares the whole batch",
+    )
+    yield (
+        completions < 2,
+        f"algorithm.advantage={kind} compares completions, and a step has one; raise rollout.prompts",
+    )
 
 
-def _check_vllm(config: RunConfig) -> None:
+def _vllm_refusals(config: RunConfig) -> Refusals:
     """What vLLM cannot do, or what nobody has tried with it."""
     policy, rollout = config.precision_policy, config.rollout
-    base = policy.format_of(policy.rollout).name
+    base, lag = policy.format_of(policy.rollout).name, rollout.max_policy_lag
     refusals = (
         (
             policy.kernels == "exact",
@@ -230,9 +235,9 @@ def _check_vllm(config: RunConfig) -> None:
             "rollout.vllm.server or guard out",
         ),
         (
-            rollout.vllm.sleep and rollout.max_policy_lag > 0,
-            f"rollout.vllm.sleep=true and rollout.max_policy_lag={rollout.max_policy_lag}: it samples while the "
-            "learner works, so it never sleeps; leave one of them out",
+            rollout.vllm.sleep and lag > 0,
+            f"rollout.vllm.sleep=true and rollout.max_policy_lag={lag}: it samples while the learner works, so it "
+            "never sleeps; leave one of them out",
         ),
         (
             rollout.temperature < LEAST_TEMPERATURE,
@@ -240,8 +245,7 @@ def _check_vllm(config: RunConfig) -> None:
         ),
     )
     for refused, why in refusals:
-        if refused:
-            raise MantissaError(f"rollout.engine=vllm with {why}, or set rollout.engine=native")
+        yield refused, f"rollout.engine=vllm with {why}, or set rollout.engine=native"
 
 
 class ModelSource(Config):
@@ -345,72 +349,66 @@ class AlgorithmConfig(Config):
         return implied.get(kind, {}) | values if isinstance(kind, str) else values
 
     @model_validator(mode="after")
-    def _length_is_used(self) -> Self:
-        if self.aggregation_length is not None and self.aggregation != "seq_mean_token_sum_norm":
-            raise ValueError(f"aggregation_length does nothing with aggregation={self.aggregation}; leave it out")
-        return self
-
-    @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        loss, corrected = self.loss.kind, self.correction
-        if loss == "dapo" and self.aggregation != "token_mean":
-            raise ValueError(
-                f"loss=dapo is a mean over all tokens, got aggregation={self.aggregation}; use token_mean, or "
-                "loss=ppo_clip with clip_high=0.28 for its clip alone"
-            )
-        if loss == "gspo" and corrected.reject_unit == "token":
-            raise ValueError(
-                "loss=gspo has one ratio for a whole sequence, and correction.reject_unit=token would take tokens out "
-                "of it; reject by sequence_sum, sequence_mean or sequence_max"
-            )
-        if loss == "reinforce" and corrected.bypass:
-            raise ValueError(
-                "correction.bypass does nothing with loss=reinforce, which has no ratio: its weights are already of "
-                "the current policy over the rollout's"
-            )
-        if loss == "reinforce" and corrected.normalize:
-            raise ValueError(
-                "correction.normalize needs weights that are known before the update, and loss=reinforce weighs by the "
-                "current policy, one micro-batch at a time; use ppo_clip, dapo, gspo or cispo, or normalize=false"
-            )
+        for refused, why in self._refusals():
+            if refused:
+                raise ValueError(why)
         return self
 
-    @model_validator(mode="after")
-    def _flowrl_is_whole(self) -> Self:
-        if self.loss.kind != "flowrl":
-            return self
-        if self.reference is None:
-            raise ValueError(
-                "loss=flowrl tilts a reference policy by the reward, and there is none; set algorithm.reference={}"
-            )
-        if self.advantage != "grpo":
-            raise ValueError(
-                f"loss=flowrl takes the group-normalised reward, got advantage={self.advantage}; use grpo, and beta "
-                "for its strength"
-            )
-        if self.aggregation != "seq_mean_token_mean":
-            raise ValueError(
-                f"loss=flowrl is a mean over sequences, got aggregation={self.aggregation}; use seq_mean_token_mean"
-            )
-        if self.correction.reject_unit == "token":
-            raise ValueError(
-                "loss=flowrl is about whole responses, and correction.reject_unit=token would take tokens out of them; "
-                "reject by sequence_sum, sequence_mean or sequence_max"
-            )
-        if self.kl is not None:
-            raise ValueError(
-                "algorithm.kl with loss=flowrl would hold the policy to the reference twice, and to another "
-                "distribution than flowrl's; set kl=null, and a lower beta to stay nearer"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _kl_has_a_reference(self) -> Self:
-        if self.kl is not None and self.reference is None:
-            raise ValueError(
-                "algorithm.kl is the distance from a reference policy, and there is none; set algorithm.reference={}"
-            )
-        return self
+    def _refusals(self) -> Refusals:
+        loss, corrected, aggregation = self.loss.kind, self.correction, self.aggregation
+        of_tokens, flowrl = corrected.reject_unit == "token", loss == "flowrl"
+        yield (
+            self.aggregation_length is not None and aggregation != "seq_mean_token_sum_norm",
+            f"aggregation_length does nothing with aggregation={aggregation}; leave it out",
+        )
+        yield (
+            loss == "dapo" and aggregation != "token_mean",
+            f"loss=dapo is a mean over all tokens, got aggregation={aggregation}; use token_mean, or loss=ppo_clip "
+            "with clip_high=0.28 for its clip alone",
+        )
+        yield (
+            loss == "gspo" and of_tokens,
+            "loss=gspo has one ratio for a whole sequence, and correction.reject_unit=token would take tokens out of "
+            "it; reject by sequence_sum, sequence_mean or sequence_max",
+        )
+        yield (
+            loss == "reinforce" and corrected.bypass,
+            "correction.bypass does nothing with loss=reinforce, which has no ratio: its weights are already of the "
+            "current policy over the rollout's",
+        )
+        yield (
+            loss == "reinforce" and corrected.normalize,
+            "correction.normalize needs weights that are known before the update, and loss=reinforce weighs by the "
+            "current policy, one micro-batch at a time; use ppo_clip, dapo, gspo or cispo, or normalize=false",
+        )
+        yield (
+            flowrl and self.reference is None,
+            "loss=flowrl tilts a reference policy by the reward, and there is none; set algorithm.reference={}",
+        )
+        yield (
+            flowrl and self.advantage != "grpo",
+            f"loss=flowrl takes the group-normalised reward, got advantage={self.advantage}; use grpo, and beta for "
+            "its strength",
+        )
+        yield (
+            flowrl and aggregation != "seq_mean_token_mean",
+            f"loss=flowrl is a mean over sequences, got aggregation={aggregation}; use seq_mean_token_mean",
+        )
+        yield (
+            flowrl and of_tokens,
+            "loss=flowrl is about whole responses, and correction.reject_unit=token would take tokens out of them; "
+            "reject by sequence_sum, sequence_mean or sequence_max",
+        )
+        yield (
+            flowrl and self.kl is not None,
+            "algorithm.kl with loss=flowrl would hold the policy to the reference twice, and to another distribution "
+            "than flowrl's; set kl=null, and a lower beta to stay nearer",
+        )
+        yield (
+            self.kl is not None and self.reference is None,
+            "algorithm.kl is the distance from a reference policy, and there is none; set algorithm.reference={}",
+        )
 
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]

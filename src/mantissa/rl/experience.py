@@ -53,6 +53,11 @@ class Sequences:
     def __len__(self) -> int:
         return self.tokens_BT.shape[0]
 
+    @property
+    def rows(self) -> Tensor:
+        """The indices of all rows."""
+        return torch.arange(len(self), device=self.tokens_BT.device)
+
     def select(self, rows: Tensor) -> Self:
         """These rows of every field, with padding trimmed to the longest of them."""
         widths = {"BT": int(self.length_B[rows].max()), "BR": int(self.mask_BR[rows].sum(1).max())}
@@ -83,13 +88,10 @@ class Sequences:
         here = parts[ranks.rank]
         return here + [rows[:0]] * (max(map(len, parts)) - len(here))
 
-    def part_with(self, row: int, rows: Tensor, tokens: int, ranks: Ranks) -> Tensor:
-        """The part, on whatever rank, in which ``row`` is computed."""
-        for rank in range(ranks.world):
-            for part in self.micro_batches(rows, tokens, replace(ranks, rank=rank)):
-                if bool((part == row).any()):
-                    return part
-        raise ValueError(f"row {row} is not among the rows")
+    def part_with(self, row: int, tokens: int, ranks: Ranks) -> Tensor:
+        """The part of all rows, on whatever rank, in which ``row`` is computed."""
+        shares = (self.micro_batches(self.rows, tokens, replace(ranks, rank=rank)) for rank in range(ranks.world))
+        return next(part for share in shares for part in share if bool((part == row).any()))
 
     def _split(self, rows: Tensor, tokens: int) -> list[Tensor]:
         """Similar lengths together, in an order that is a function of them alone: stable sort, longest first."""

@@ -3,6 +3,11 @@
 Steps count from 1. A checkpoint ``step-N`` holds the state after step N; ``step-0`` is the state after the warm start.
 Resuming reads the newest, forgets what was logged after it, and repeats those steps: every draw is a function of the
 seed and the position, so they come out the same, bit for bit.
+
+The warm start: supervised steps on the task's own solutions, so that RL begins with a policy that sometimes succeeds.
+It runs in the learner's precision through the same optimiser step as RL, with an optimiser and a scaler of its own that
+end with it. Everything in it is a function of the seed, so a run killed during its warm start begins it again and
+arrives at the same bits.
 """
 
 from __future__ import annotations
@@ -11,38 +16,46 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mantissa.algorithms import values
+from mantissa.algorithms import aggregation_scale, values
 from mantissa.bounds import boundary, count, number
 from mantissa.errors import MantissaError
 from mantissa.mismatch import gap_metrics
 from mantissa.model import save_model
+from mantissa.precision.numerics import masked_sum
 from mantissa.rl.adapters import FrozenBase
 from mantissa.rl.assemble import Parts
-from mantissa.rl.collect import Batch, Collector, pack, success_rates, unpack
-from mantissa.rl.config import RunConfig
-from mantissa.rl.experience import Experience
+from mantissa.rl.collect import AsyncSource, Batch, Collector, Sampler, SyncSource, pack, rest, success_rates, unpack
+from mantissa.rl.config import RunConfig, WarmStartConfig
+from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.guarded import RunGuard
-from mantissa.rl.learner import Update
-from mantissa.rl.objective import weigh
+from mantissa.rl.learner import Learner, Update, weigh
 from mantissa.rl.probes import EngineShare, Exactness, Flushed, Lag, Probe, Refresh, SampleAgain
-from mantissa.rl.sources import AsyncSource, Source, SyncSource
-from mantissa.rl.warm_start import warm_start
-from mantissa.rollout import VllmEngine
+from mantissa.rl.seeds import stream_slice
+from mantissa.rollout import SamplingParams, VllmEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
 from mantissa.runs.metrics import undeclared
 from mantissa.runs.trackers import Trackers
 from mantissa.tasks import Problem
 from mantissa.tensors import check_tensors
-from mantissa.training import Checkpoint, load_checkpoint, load_weights, save_checkpoint, saved_steps
+from mantissa.training import (
+    Checkpoint,
+    OptimizerStep,
+    learning_rate,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+    saved_steps,
+)
 
+_LR_WARMUP = 20
 _SILENT = 3  # first steps without any advantage after which it is said
 
 
@@ -62,7 +75,7 @@ class Loop:
         self.position = 0  # prompts sampled for the steps taken
         self.silent = 0  # the step up to which every advantage was 0, from the first on
         self.ahead: list[Batch] = []  # batches of later steps that a checkpoint held
-        self.source: Source
+        self.source: SyncSource
         self.exactness: Exactness | None = None
         self.guard: RunGuard | None = None
         if config.guard is not None:
@@ -112,7 +125,7 @@ class Loop:
             save_model(self.parts.model, self.parts.tokenizer, self.run.policy_path, weights=weights)
         return True
 
-    def _source(self) -> Source:
+    def _source(self) -> SyncSource:
         """Where batches come from, at the position after the last that was sampled."""
         config, engine = self.config, self.sampler.engine
         collector = Collector(self.sampler, self.train, self.kept, config.rollout, self.params, config.seed)
@@ -433,3 +446,70 @@ def _rollout_rows(batch: Batch, experience: Experience) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+# The warm start
+
+
+def warm_start(
+    parts: Parts, config: WarmStartConfig, params: SamplingParams, report: Callable[[dict[str, Any]], None]
+) -> None:
+    """Train on the task's solutions until ``config.steps``, or until sampled accuracy reaches the target.
+
+    ``report`` receives ``{"step", "warm_start/loss", "warm_start/accuracy"}`` after each evaluation.
+    Every problem of the split has a solution: ``assemble`` has seen to that.
+    """
+    learner, sampler = parts.learner, parts.sampler
+    solved, heldout = parts.task.split("warm_start"), parts.task.split("heldout")[: config.problems]
+    optimizer_step = learner.optimizer_step(learning_rate(config.lr, _LR_WARMUP), parts.new_scaler())
+    losses: list[float] = []
+    for step in range(1, config.steps + 1):
+        indices = stream_slice(len(solved), (step - 1) * config.batch, config.batch, learner.seed, "warm_start")
+        sequences = _sequences([solved[index] for index in indices], sampler, parts.device)
+        losses.append(_supervised_step(learner, optimizer_step, sequences))
+        if step % config.evaluate_every == 0 or step == config.steps:
+            sampler.engine.sync(learner.weights, learner.version)
+            accuracy = sampler.accuracy(
+                heldout, 1, params, learner.version, learner.seed, "warm_start evaluation", step
+            )
+            rest(sampler.engine)
+            report({"step": step, "warm_start/loss": sum(losses) / len(losses), "warm_start/accuracy": accuracy})
+            losses.clear()
+            if accuracy >= config.target_accuracy:
+                return
+
+
+def _sequences(problems: Sequence[Problem], sampler: Sampler, device: torch.device) -> Sequences:
+    """Each prompt with its solution and an end token."""
+    end = sampler.tokenizer.eos_ids[0]
+    responses = []
+    for problem in problems:
+        assert problem.solution is not None, f"problem {problem.id} has no solution"
+        responses.append([*sampler.tokenizer.encode(problem.solution), end])
+    return Sequences.build([sampler.encode(problem) for problem in problems], responses, device)
+
+
+def _supervised_step(learner: Learner, step: OptimizerStep, sequences: Sequences) -> float:
+    """One step on -mean_t logp; returns that loss."""
+    scale_BR, ranks = aggregation_scale(sequences.mask_BR, "token_mean"), learner.ranks
+    rows = sequences.rows
+    parts = sequences.micro_batches(rows, learner.config.micro_batch_tokens, ranks)
+    losses: list[torch.Tensor] = []
+
+    def backward(scale: float) -> torch.Tensor:
+        losses.clear()
+        for part_rows in parts:
+            part = sequences.select(part_rows if len(part_rows) else rows[:1])
+            logp_N = learner.logp(part, learner.kernels)
+            if len(part_rows):
+                weight_N = scale_BR[part_rows, : part.mask_BR.shape[1]][part.mask_BR]
+            else:
+                weight_N = torch.zeros_like(logp_N)  # only there for the exchange with other ranks
+            loss = -masked_sum(logp_N * weight_N, torch.ones_like(logp_N, dtype=torch.bool))
+            losses.append(loss.detach())
+            (loss * scale).backward()
+        ranks.sum_gradients(step.parameters.values())
+        return torch.stack(losses).sum()
+
+    step.run(backward)
+    return ranks.sum_of(float(torch.stack(losses).sum()))

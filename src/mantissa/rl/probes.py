@@ -311,7 +311,7 @@ class Exactness(Probe):
         prompt_length, length = int(experience.prompt_length_B[row]), int(experience.length_B[row])
         tokens = experience.tokens_BT[row, :length].tolist()
         prompt, response = tuple(tokens[:prompt_length]), tuple(tokens[prompt_length:])
-        rows = self.learner.scored_with(experience, row)
+        rows = experience.part_with(row, self.learner.config.micro_batch_tokens, self.learner.ranks)
         key = None if experience.key_B is None else int(experience.key_B[row])
         params = SamplingParams(len(response), self.learner.temperature)
         call, job, found = Call((Request(prompt, 0),), params, (response,)), 0, None

@@ -206,11 +206,10 @@ def score(
     device = sequences.mask_BR.device
     logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=device)
     entropy_BR = torch.zeros_like(logp_BR)
-    every = torch.arange(len(sequences), device=device)
-    for rows in sequences.micro_batches(every, micro_batch_tokens, ranks):
+    for rows in sequences.micro_batches(sequences.rows, micro_batch_tokens, ranks):
         if not len(rows):
             if exchanges:
-                each(sequences.select(every[:1]), rows)
+                each(sequences.select(sequences.rows[:1]), rows)
             continue
         part = sequences.select(rows)
         row, column = part.mask_BR.nonzero(as_tuple=True)

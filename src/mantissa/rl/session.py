@@ -32,6 +32,7 @@ from mantissa.runs.health import share_sentence
 from mantissa.runs.live import Live
 from mantissa.runs.report import build_report
 from mantissa.runs.trackers import from_names
+from mantissa.training import Reference
 from mantissa.training.distributed import join
 from mantissa.training.optimizer import described
 
@@ -41,8 +42,10 @@ MAY_CHANGE = ("nproc", "parallel", "rollout.vllm.server")  # when a run goes on
 
 def start(config: RunConfig) -> Path:
     """Run ``config`` from its beginning in a new folder; returns the path of its report."""
-    if config.guard is not None:
-        resolve(widened(config, config.guard.to).precision_policy, choose_device(config.device))  # now, not then
+    if config.guard is not None:  # what would stop the run later is refused now
+        resolve(widened(config, config.guard.to).precision_policy, choose_device(config.device))
+        if config.guard.reference is not None:
+            Reference.read(config.guard.reference)
     with joined(config, choose_device(config.device)) as ranks:
         parts = assemble(config, ranks)
         try:
@@ -139,7 +142,10 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
     try:
         with _screen(config.steps, done, rank0) as live:
             live.precision(_precision(parts))
-            live.note(f"run {run.path}   device {_devices(parts)}   parameters {_parameters(parts)}")
+            ranks, device = parts.ranks, str(parts.device)
+            if not ranks.alone:
+                device = f"{parts.device.type}, {ranks.world} processes ({ranks.kind})"
+            live.note(f"run {run.path}   device {device}   parameters {_parameters(parts)}")
             if parts.model.config.weights_note:
                 live.note(f"weights {parts.model.config.weights_note}")
             for line in parts.plan.lines() if parts.plan else ():
@@ -151,7 +157,9 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
             if rank0 and config.guard is not None and (fell := fall_back_of(run)):
                 run.record_fall_back(fell, _environment(parts))
             if way == "resume" and rank0:
-                _note_changes(live, run.record_resume(done, _environment(parts)))
+                for key, (then, now) in run.record_resume(done, _environment(parts)).items():
+                    what = f"{key} was {then}, now {now}: numbers may differ in their last bits from the first run's"
+                    live.note(f"warning: {what}")
             finished = Loop(config, parts, run, trackers, live).go()
             if rank0 and finished and (said := share_sentence(run.read_metrics(), run.environment)):
                 live.note(said)
@@ -182,11 +190,6 @@ def _resumable(run: RunDirectory) -> Iterator[None]:
         ) from None
 
 
-def _note_changes(live: Live, changed: dict[str, list[Any]]) -> None:
-    for key, (then, now) in changed.items():
-        live.note(f"warning: {key} was {then}, now {now}: numbers may differ in their last bits from the first run's")
-
-
 def _environment(parts: Parts) -> dict[str, Any]:
     """Where the run runs, and the precision table with what the probes saw."""
     rows = _precision(parts)
@@ -203,12 +206,6 @@ def _environment(parts: Parts) -> dict[str, Any]:
         share = {"engine_share": parts.twin.facts(parts.sampler.engine)}
     about = {"precision": rows, "training_device": device, "grading": guards}
     return environment() | about | weights | exact | several | share
-
-
-def _devices(parts: Parts) -> str:
-    if parts.ranks.alone:
-        return str(parts.device)
-    return f"{parts.device.type}, {parts.ranks.world} processes ({parts.ranks.kind})"
 
 
 def _precision(parts: Parts) -> list[dict[str, str]]:
