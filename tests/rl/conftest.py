@@ -1,53 +1,17 @@
-"""A run small enough for tests: 27k parameters, seconds from start to report."""
+"""The small run: its configuration, its parts, and whole runs, of which those that nobody changes are shared."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mantissa.rl import make_config
+import small_run
+from mantissa.rl import RunConfig, start
 from mantissa.rl.assemble import Parts, assemble
-from mantissa.rl.config import RunConfig
-from mantissa.rl.recipe import apply_overrides
-from mantissa.rl.session import start
 from mantissa.runs.directory import RunDirectory
-
-SMALL: dict[str, Any] = {
-    "name": "small",
-    "steps": 4,
-    "device": "cpu",
-    "precision": "fp16",
-    "model": {
-        "fresh": {
-            "hidden_size": 32,
-            "layers": 2,
-            "heads": 2,
-            "kv_heads": 1,
-            "head_dim": 16,
-            "intermediate_size": 64,
-            "max_positions": 64,
-        },
-        "tokenizer": "characters",
-    },
-    "task": {
-        "kind": "running_sum",
-        "min_digits": 1,
-        "max_digits": 3,
-        "train_size": 200,
-        "heldout_size": 32,
-        "warm_start_size": 512,
-    },
-    "warm_start": {"steps": 40, "batch": 32, "lr": 3e-3, "evaluate_every": 20, "problems": 16},
-    "rollout": {"prompts": 8, "samples": 4, "max_tokens": 6, "slots": 16},
-    "algorithm": {"correction": "token_tis"},
-    "optimizer": {"lr": 1e-3, "updates_per_batch": 2},
-    "evaluation": {"every": 2, "problems": 16, "samples": 2},
-    "checkpoint": {"every": 2},
-}
 
 
 @pytest.fixture
@@ -57,21 +21,20 @@ def with_report() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report has tests of its own, and takes longer than these runs."""
     if "with_report" not in request.fixturenames:
-        monkeypatch.setattr("mantissa.rl.session.build_report", lambda run: run.report_path)
+        monkeypatch.setattr(small_run.REPORT, small_run.no_report)
 
 
 @pytest.fixture
 def small() -> dict[str, Any]:
     """Plain values of a small run's recipe; a fresh copy."""
-    return copy.deepcopy(SMALL)
+    return small_run.recipe()
 
 
-@pytest.fixture
-def configure(small: dict[str, Any]) -> Callable[..., RunConfig]:
+@pytest.fixture(scope="session")
+def configure() -> Callable[..., RunConfig]:
     """The small recipe with ``key=value`` overrides, as a configuration."""
-    return lambda *overrides: make_config(apply_overrides(small, overrides), "test")
+    return small_run.configure
 
 
 @pytest.fixture
@@ -89,12 +52,41 @@ def parts_of() -> Iterator[Callable[[RunConfig], Parts]]:
 
 
 @pytest.fixture
-def train(configure: Callable[..., RunConfig], tmp_path: Path) -> Callable[..., RunDirectory]:
-    """Runs the small recipe with overrides, from start to report; no trackers, which cost more than the run."""
+def made(parts_of: Callable[[RunConfig], Parts]) -> Callable[..., Parts]:
+    """Parts of the small recipe whose weights have opinions, in the engine, and in the reference where there is one."""
+
+    def build(*overrides: str) -> Parts:
+        parts = parts_of(small_run.configure("model.fresh.initializer_range=0.2", *overrides))
+        parts.sampler.engine.sync(parts.learner.weights, 0)
+        if parts.reference is not None:
+            parts.reference.take(parts.learner.weights, 0)
+        return parts
+
+    return build
+
+
+def _run(folder: Path, *overrides: str) -> RunDirectory:
+    """From start to end; no trackers, which cost more than the run."""
+    start(small_run.configure("trackers=[]", f"run_dir={folder}", *overrides))
+    return RunDirectory.open(folder)
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., RunDirectory]:
+    """Runs the small recipe with overrides; the n-th run of a test is in ``tmp_path / "run-<n>"``."""
+    return lambda *overrides: _run(tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}", *overrides)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunDirectory]:
+    """A finished run of these overrides, made when it is first asked for. To be read, or copied, and never changed."""
+    runs: dict[tuple[str, ...], RunDirectory] = {}
 
     def run(*overrides: str) -> RunDirectory:
-        folder = tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}"
-        start(configure("trackers=[]", f"run_dir={folder}", *overrides))
-        return RunDirectory.open(folder)
+        if overrides not in runs:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(small_run.REPORT, small_run.no_report)
+                runs[overrides] = _run(tmp_path_factory.mktemp("finished") / "run", *overrides)
+        return runs[overrides]
 
     return run

@@ -1,79 +1,51 @@
-"""Which engine a recipe gets, what vLLM is refused, and a run's parts on a stand-in for it."""
+"""Another engine in a run, on a stand-in for vLLM: its parts, its share of the gap, and sampling ahead with it.
+
+The real one is in ``tests/rollout/real_vllm``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from experiences import experience_of
 from fake_vllm import LLM, Fault, install
 from mantissa.errors import MantissaError
-from mantissa.precision import PrecisionPolicy, resolve
-from mantissa.rl.assemble import Parts, on_vllm
+from mantissa.kernels import ExactKernels, NativeKernels
+from mantissa.mismatch import ENGINE_METRICS
+from mantissa.precision import Fp8Policy, PrecisionPolicy, resolve
+from mantissa.rl.assemble import Parts, exact_policy, on_vllm
+from mantissa.rl.collect import SyncSource
 from mantissa.rl.config import RunConfig
-from mantissa.rl.sources import SyncSource
-from mantissa.rollout import NativeEngine, VllmEngine, VllmStart
+from mantissa.rl.experience import Experience
+from mantissa.rl.probes import EngineShare
+from mantissa.rl.session import resume
+from mantissa.rollout import Completion, NativeEngine, Request, SamplingParams, VllmEngine, VllmStart
+from mantissa.rollout.vllm.worker import digest
+from mantissa.runs.directory import RunDirectory
+from mantissa.training import load_checkpoint
+from small_run import QUICK, rows_of, stopped
 
+Train = Callable[..., RunDirectory]
+Build = Callable[..., Parts]
 VLLM = "rollout.engine=vllm"
+SHARE, ENGINE, OTHER, NONFINITE = (metric.name for metric in ENGINE_METRICS)
 
 
-def test_native_is_the_default(configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts]) -> None:
-    plain, said = parts_of(configure()), parts_of(configure("rollout.engine=native"))
-    for parts in (plain, said):
-        assert isinstance(parts.sampler.engine, NativeEngine)
-        assert (parts.sampler.engine.slots, parts.sampler.engine.max_length) == (16, 64)
-    assert plain.precision.rows() == said.precision.rows()
-    assert plain.evidence == said.evidence
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["precision={preset: fp16, kernels: exact}"], r"precision\.kernels=exact: vLLM's kernels add in another"),
-        (
-            ["precision={preset: fp8-rollout, kv_cache: fp16, fp8: {base: fp16}, logits: bf16}"],
-            r"precision\.logits=bf16: vLLM holds logits in fp32 or in the rollout's fp16",
-        ),
-        (["precision={preset: fp16, kv_cache: bf16}"], r"precision\.kv_cache=bf16: vLLM's cache is kept in .* fp16"),
-        (["precision={preset: fp16, logits: bf16}"], r"precision\.logits=bf16: vLLM holds logits in fp32 or .* fp16"),
-        (["precision={preset: fp16, backend: simulated}"], r"precision\.backend=simulated: vLLM computes in fp16"),
-        (["rollout.temperature=0.005"], r"rollout\.temperature=0\.005: vLLM would sample at 0\.01"),
-    ],
-)
-def test_what_vllm_is_refused(configure: Callable[..., RunConfig], overrides: list[str], message: str) -> None:
-    configure(*overrides)  # good without vLLM
-    with pytest.raises(MantissaError, match=rf"rollout\.engine=vllm with {message}.*or set rollout\.engine=native"):
-        configure(*overrides, VLLM)
-
-
-def test_it_cannot_sleep_while_it_samples_ahead(configure: Callable[..., RunConfig]) -> None:
-    configure(VLLM, "precision=bf16", "rollout.vllm.sleep=true")
-    with pytest.raises(MantissaError, match=r"sleep=true and rollout\.max_policy_lag=4: it samples while the learner"):
-        configure(VLLM, "precision=bf16", "rollout.vllm.sleep=true", "rollout.max_policy_lag=4")
-
-
-@pytest.mark.parametrize("more", [["nproc=2"], ["nproc=2", "parallel=fsdp2"], ["rollout.max_policy_lag=4"]])
-def test_several_processes_and_sampling_ahead_are_accepted(
-    configure: Callable[..., RunConfig], more: list[str]
-) -> None:
-    assert configure("precision=bf16", VLLM, *more).rollout.engine == "vllm"
-    with pytest.raises(MantissaError, match=r"max_policy_lag=4 with nproc=2: sampling beside learning is for one"):
-        configure("precision=bf16", VLLM, "nproc=2", "rollout.max_policy_lag=4")
-
-
-@pytest.mark.parametrize(
-    "precision",
-    [
-        "fp32",
-        "{preset: fp16, kv_cache: fp16, logits: fp16}",
-        "{preset: bf16, kv_cache: fp8}",
-        "{preset: fp8-rollout, kv_cache: bf16}",
-    ],
-)
-def test_what_vllm_can_is_accepted(configure: Callable[..., RunConfig], precision: str) -> None:
-    assert configure(f"precision={precision}", VLLM).rollout.engine == "vllm"
+@pytest.fixture
+def on_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
 
 
 def test_the_precision_table_says_who_computes() -> None:
@@ -113,16 +85,6 @@ def test_the_parts_of_a_run_on_vllm(
     assert LLM.made[-1].closed
 
 
-def test_keys_of_vllm_that_would_do_nothing(configure: Callable[..., RunConfig]) -> None:
-    for override in ("rollout.vllm.server=http://x:1", "rollout.vllm.sleep=true"):
-        with pytest.raises(MantissaError, match=r"rollout: vllm does nothing with engine=native; leave it out"):
-            configure(override)
-    with pytest.raises(MantissaError, match=r"rollout\.vllm: timeout_s does nothing without a server; leave it out"):
-        configure(VLLM, "rollout.vllm.timeout_s=60")
-    whole = configure(VLLM, "rollout.vllm.server=http://x:1", "rollout.vllm.timeout_s=60").model_dump(mode="json")
-    assert RunConfig(**whole).model_dump(mode="json") == whole  # as a resume reads it
-
-
 def test_an_engine_that_sleeps_rests_between_the_batch_and_the_new_weights(
     configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,3 +116,313 @@ def test_a_recipe_that_fails_later_leaves_no_vllm_running(
     install(monkeypatch, Fault(fails="no such head size"))
     with pytest.raises(MantissaError, match=r"vLLM 0\.32\.0 did not start: no such head size"):
         parts_of(configure(VLLM, "precision=bf16"))
+
+
+# Its share of the gap: exact kernels on the weights that were sent, at the right steps, or not at all
+
+
+@pytest.fixture
+def build(made: Build, on_stand_in: None) -> Build:
+    """A run's parts on the stand-in, with the learner's weights in it as version 3."""
+
+    def with_version(*overrides: str) -> Parts:
+        parts = made(VLLM, *overrides)
+        parts.sampler.engine.sync(parts.learner.weights, 3)
+        return parts
+
+    return with_version
+
+
+def share_of(parts: Parts) -> EngineShare:
+    assert parts.twin is not None
+    assert isinstance(parts.sampler.engine, VllmEngine)
+    return EngineShare(parts.sampler.engine, parts.twin, parts.learner.temperature, 40)
+
+
+def sampled_natively(parts: Parts, temperature: float) -> Experience:
+    """What the native engine with the twin's exact kernels samples from the same masters, scored by the learner."""
+    kernels = share_of(parts).twin.kernels
+    assert isinstance(kernels, ExactKernels)
+    kv_format = parts.precision.kv_cache.active
+    engine = NativeEngine(parts.model.config, kernels, kv_format=kv_format, slots=5, max_length=64)
+    engine.sync(parts.learner.weights, 3)
+    prompts = [tuple(range(1, 2 + n)) for n in (1, 4, 2, 7)]
+    groups = engine.generate(
+        [Request(prompt, seed=n, samples=3) for n, prompt in enumerate(prompts)], SamplingParams(9, temperature), 3
+    )
+    experience = experience_of(prompts, groups, [0.0] * 12)
+    return experience.with_learner(*parts.learner.score(experience))
+
+
+@pytest.mark.parametrize(
+    ("precision", "temperature", "tied"),
+    [
+        ("fp32", 1.0, True),
+        ("bf16", 0.7, False),
+        ("{preset: fp16, logits: fp16}", 1.3, True),
+        ("{train: fp16, rollout: bf16}", 1.0, False),
+        ("{train: bf16, rollout: fp32}", 1.0, True),
+        ("{preset: fp16, kv_cache: fp8}", 1.0, False),
+    ],
+)
+def test_it_scores_what_the_native_exact_engine_delivers_bit_for_bit(
+    build: Build, precision: str, temperature: float, tied: bool
+) -> None:
+    parts = build(
+        f"precision={precision}",
+        f"rollout.temperature={temperature}",
+        f"model.fresh.tie_embeddings={tied}",
+        "model.fresh.head_dim=32",  # as an fp8 cache wants them
+        "optimizer.micro_batch_tokens=40",  # several parts
+    )
+    experience = sampled_natively(parts, temperature)
+    measured = share_of(parts).observe(1, experience)
+    assert measured[ENGINE] == 0.0, "the engine's part of a gap that no other engine had a part in"
+    assert measured[NONFINITE] == 0.0
+    assert measured.get(SHARE, 0.0) == 0.0
+    learner, rollout = parts.precision.learner.active, parts.precision.rollout.active
+    rounded_alike = learner is rollout and parts.precision.kv_cache.active is rollout
+    assert measured[OTHER] < 1e-5 if rounded_alike else 1e-4 < measured[OTHER] < 0.1
+
+
+def test_what_an_engine_adds_is_its_part(build: Build) -> None:
+    parts = build("precision=bf16")
+    native = sampled_natively(parts, 1.0)
+    mask, generator = native.mask_BR, torch.Generator().manual_seed(0)
+    noise = torch.randn(mask.shape, generator=generator) / 64
+    moved = replace(native, rollout_logp_BR=torch.where(mask, native.rollout_logp_BR + noise, 0.0))
+    measured = share_of(parts).observe(1, moved)
+    added = (moved.rollout_logp_BR.double() - native.rollout_logp_BR.double())[mask]
+    assert measured[ENGINE] == pytest.approx(float(added.abs().mean()), rel=1e-12)
+    assert measured[SHARE] == pytest.approx(1.0, abs=1e-3)  # the learner's fast kernels are within 1e-5 of exact
+
+
+def test_weights_that_did_not_sample_are_not_measured_with(build: Build) -> None:
+    parts = build("precision=bf16")
+    experience = sampled_natively(parts, 1.0)
+    parts.sampler.engine.sync(parts.learner.weights, 4)
+    with pytest.raises(RuntimeError, match="version 4 was sent last and 3 sampled"):
+        share_of(parts).observe(1, experience)
+
+
+def test_the_copies_are_made_once_and_by_the_kernels_that_measure(build: Build) -> None:
+    parts = build("precision=fp16")
+    share = share_of(parts)
+    kernels = share.twin.kernels
+    assert isinstance(kernels, ExactKernels)
+    assert share.engine.copies.kernels is kernels
+    assert (kernels.format.name, kernels.kv_format.name, kernels.logits_format.name) == ("fp16", "fp16", "fp32")
+    assert kernels.weights_on_grid
+    assert share.twin.line == "engine's share of the gap: measured every step by exact simulated kernels in fp16"
+    facts = share.twin.facts(share.engine)
+    assert facts.pop("evidence").startswith("keeps 1+u; rounds 1+u/4 to 1")
+    assert facts == {
+        "engine": "vLLM 0.32.0",
+        "format": "fp16",
+        "every": 1,
+        "measured": True,
+        "kernels": "exact simulated kernels in fp16",
+    }
+
+
+@pytest.mark.parametrize(("every", "due"), [(3, [1, 4, 7]), (0, [])])
+def test_the_steps_that_are_measured(build: Build, every: int, due: list[int]) -> None:
+    share = share_of(build("precision=bf16", f"rollout.vllm.share_every={every}"))
+    assert [step for step in range(1, 8) if share.due(step)] == due
+    if every == 0:
+        assert isinstance(share.engine.copies.kernels, NativeKernels)
+        assert share.twin.line == "engine's share of the gap: not measured, rollout.vllm.share_every=0"
+
+
+def test_where_there_are_no_exact_kernels_none_stand_in(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise MantissaError("precision.kernels=exact: no way (a; b), in bf16; choose kernels=fast, or another torch")
+
+    monkeypatch.setattr("mantissa.rl.assemble.plan_exact", refuse)
+    share = share_of(build("precision=bf16"))
+    assert share.twin.kernels is None
+    assert not share.due(1)
+    reason = "precision.kernels=exact: no way (a; b), in bf16"
+    assert share.twin.line == f"engine's share of the gap: not measured, {reason}"
+    assert share.twin.facts(share.engine) == {
+        "engine": "vLLM 0.32.0", "format": "bf16", "every": 1, "measured": False, "reason": reason,
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match="no exact kernels"):
+        share.observe(1, experience_of([(1,)], [[_completion()]], [0.0]))
+
+
+def test_of_a_rollout_in_fp8_nothing_is_measured_on_a_cpu(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact kernels hold values there, and vLLM is sent codes."""
+    monkeypatch.setattr("mantissa.rollout.vllm.worker.device_problem", lambda device: None)
+    sizes = [f"model.fresh.{name}=128" for name in ("hidden_size", "head_dim", "intermediate_size")]
+    share = share_of(build("precision={preset: fp8-rollout, fp8: {base: fp16}}", *sizes))
+    assert share.twin.kernels is None
+    facts = share.twin.facts(share.engine)
+    assert (facts["format"], facts["measured"]) == ("fp8 on fp16", False)
+    assert facts["reason"].startswith("a rollout in fp8 is sent as codes")
+
+
+def _completion() -> Completion:
+    return Completion((1,), torch.zeros(1), "stop", 3)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        PrecisionPolicy(train="fp16", rollout="bf16", reference="fp32"),
+        PrecisionPolicy(train="fp8", rollout="bf16", logits="bf16"),
+        PrecisionPolicy(train="bf16", rollout="fp16", kv_cache="fp16", backend="native", fallback="warn"),
+    ],
+)
+def test_the_exact_policy_is_the_rollouts(policy: PrecisionPolicy) -> None:
+    exact = exact_policy(policy)
+    assert (exact.train, exact.rollout, exact.kernels) == (policy.rollout, policy.rollout, "exact")
+    assert (exact.logits, exact.kv_cache) == (policy.logits, policy.kv_cache)
+    assert (exact.fp8, exact.reference, exact.backend, exact.fallback) == (None, None, "auto", "error")
+
+
+def test_the_exact_policy_of_a_rollout_in_fp8_has_the_same_layers_in_it() -> None:
+    fp8 = Fp8Policy(base="fp16", exclude=("down_proj",))
+    assert exact_policy(PrecisionPolicy(train="bf16", rollout="fp8", fp8=fp8)).fp8 == fp8
+
+
+SHORT = (*QUICK, "precision=bf16", VLLM, "evaluation=null")
+
+
+@pytest.mark.usefixtures("on_stand_in", "with_report")
+def test_a_run_measures_at_its_steps_and_says_so(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(*SHORT, "steps=4", "rollout.vllm.share_every=3")
+    rows = run.read_metrics()
+    names = {SHARE, ENGINE, OTHER, NONFINITE, "time/engine_share"}
+    assert [names <= row.keys() for row in rows] == [True, False, False, True]
+    assert not any(names & row.keys() for row in rows[1:3])
+    for row in (rows[0], rows[3]):
+        # The stand-in's log-probs are of another policy: nearly all of the gap is its own.
+        assert row[SHARE] == pytest.approx(1.0, abs=0.01)
+        assert row[ENGINE] == pytest.approx(row["gap/abs_logp_diff_mean"], rel=1e-3)
+        assert 0 < row["time/engine_share"] < row["time/step"]
+    assert run.environment["engine_share"]["kernels"] == "exact simulated kernels in bf16"
+    out = capsys.readouterr().out
+    assert "engine's share of the gap: measured every 3 steps by exact simulated kernels in bf16" in out
+    assert "of the gap is the engine's: vLLM 0.32.0 and this package's exact kernels, both in bf16, differ by" in out
+    assert "medians of 2 measured steps" in run.report_path.read_text()
+
+
+@pytest.mark.usefixtures("on_stand_in")
+def test_a_run_that_measures_nothing_says_so_and_a_native_one_knows_nothing_of_it(
+    train: Train, finished: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(*SHORT, "steps=1", "rollout.vllm.share_every=0")
+    assert not {SHARE, ENGINE, "time/engine_share"} & run.read_metrics()[0].keys()
+    said = "Which share of the gap is vLLM 0.32.0's was not measured: rollout.vllm.share_every=0."
+    assert said in capsys.readouterr().out
+    native = finished(*QUICK)
+    assert "engine_share" not in json.dumps(native.read_metrics()[0])
+    assert "engine_share" not in native.environment
+
+
+# Sampling ahead: who uses it when, with which weights, and a run that goes on
+
+LATE = (VLLM, "rollout.max_policy_lag=4", "steps=6", "precision=fp32", "task.reward=prefix")
+LATE += ("warm_start=null", "checkpoint={every: 1, keep: 9}")
+
+
+class Watched(LLM):
+    """Notes by which thread, and from which weights, it is asked; and whether two ask at once."""
+
+    seen: list[tuple[str, str, float]] = []  # noqa: RUF012 - the tests' window
+    one_user = threading.Lock()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        assert self.one_user.acquire(blocking=False), "two threads at once"
+        try:
+            yield
+        finally:
+            self.one_user.release()
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
+        with self.used():
+            return super().collective_rpc(method, kwargs)
+
+    def generate(self, prompts: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]:
+        with self.used():
+            weights = dict(self.worker.mantissa_weights())
+            self.seen.append((threading.current_thread().name, weights["lm_head.weight"], params[0].temperature))
+            return super().generate(prompts, params, use_tqdm)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, on_stand_in: None) -> None:
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", Watched)
+    monkeypatch.setattr(Watched, "seen", [])
+
+
+@pytest.mark.usefixtures("watched")
+def test_two_threads_use_it_in_turn_each_with_its_own_weights_and_so_does_what_is_resumed(
+    train: Train, tmp_path: Path
+) -> None:
+    run = train(*LATE)
+    rows = run.read_metrics()
+    made = {step: load_checkpoint(run.checkpoint_path(0).parent, step) for step in range(7)}
+    head = {step: digest(saved.policy["model.embed_tokens.weight"]) for step, saved in made.items()}
+    assert len(set(head.values())) >= 6  # it learned in nearly every step
+    sampler = [weights for name, weights, _ in Watched.seen if name == "rollout"]
+    assert sampler == [head[max(0, step - 3)] for step in range(1, 7)]  # two steps behind
+    greedy = [weights for name, weights, t in Watched.seen if name == "MainThread" and t == 0]
+    assert greedy == [head[2], head[4], head[6]]  # evaluation, every second step, by the newest
+    after = [0, *(int(row["optim/updates"]) for row in rows)]  # a step without a gradient makes no version
+    assert [row["rollout/lag_max"] for row in rows] == [
+        after[step - 1] - after[max(0, step - 3)] for step in range(1, 7)
+    ]
+    assert max(row["rollout/lag_max"] for row in rows) == 4
+    share = run.environment["engine_share"]
+    assert not share["measured"]
+    assert "newer weights than sampled a batch are held" in share["reason"]
+    assert len(LLM.made) == 1
+    assert LLM.made[0].closed
+    for stop in (0, 3):
+        before = len(Watched.seen)
+        resume(path := stopped(run.path, stop, tmp_path / f"stopped-{stop}"))
+        resumed = RunDirectory.open(path)
+        assert rows_of(path) == rows_of(run.path)
+        assert all(resumed.read_rollouts(step) == run.read_rollouts(step) for step in range(1, 7))
+        asked = [name for name, _, _ in Watched.seen[before:]].count("rollout")
+        assert asked == 6 - stop - (2 if stop else 0)  # the others lay in the checkpoint
+
+
+@pytest.mark.usefixtures("on_stand_in")
+def test_beside_the_learner_it_has_a_share_of_the_threads(
+    configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str | None] = []
+    real = LLM.__init__
+
+    def begin(llm: LLM, **options: Any) -> None:
+        given.append(os.environ.get("OMP_NUM_THREADS"))
+        real(llm, **options)
+
+    monkeypatch.setattr(LLM, "__init__", begin)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(6)
+    try:
+        parts_of(configure("rollout.engine=vllm", "precision=fp32"))
+        parts_of(configure("rollout.engine=vllm", "precision=fp32", "rollout.max_policy_lag=2"))
+        monkeypatch.setenv("OMP_NUM_THREADS", "5")
+        parts_of(configure("rollout.engine=vllm", "precision=fp32"))
+    finally:
+        torch.set_num_threads(before)
+    assert given == ["6", "2", "5"]
+
+
+@pytest.mark.usefixtures("watched")
+def test_its_failure_while_sampling_ahead_stops_the_run(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LLM.fault, "breaks", "core died")
+    threads = threading.active_count()
+    with pytest.raises(
+        MantissaError, match=r"vLLM 0\.32\.0 failed: core died; its own messages above say more .*; res"
+    ):
+        train(*LATE)
+    assert threading.active_count() == threads
+    assert LLM.made[0].closed

@@ -1,18 +1,27 @@
-"""Batches as tensors: every token, mask and log-prob where a naive loop over single sequences finds it."""
+"""Batches as tensors, and dividing them among ranks: every token where a naive loop over single sequences finds it."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from experiences import experience_of
-from mantissa.rl.experience import Sequences
+from mantissa.errors import MantissaError
+from mantissa.ranks import Ranks
+from mantissa.rl.collect import _packed, _unpacked
+from mantissa.rl.experience import Sequences, balanced
 from mantissa.rollout import Completion
+from mantissa.runs.directory import Onlooker, RunDirectory
 
 CPU = torch.device("cpu")
 TOKENS = st.lists(st.integers(1, 99), min_size=1, max_size=7)
 PAIRS = st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=6)
+Lengths = st.lists(st.integers(2, 40), min_size=1, max_size=30)
 
 
 @settings(deadline=None)
@@ -47,22 +56,6 @@ def test_selected_rows_are_what_building_them_alone_gives(
         assert torch.equal(getattr(selected, name), getattr(alone, name)), name
 
 
-@settings(deadline=None)
-@given(PAIRS, st.integers(1, 40))
-def test_micro_batches_partition_the_rows_within_the_budget(
-    pairs: list[tuple[list[int], list[int]]], budget: int
-) -> None:
-    sequences = Sequences.build([p for p, _ in pairs], [r for _, r in pairs], CPU)
-    rows = torch.arange(len(pairs)).flip(0)
-    parts = sequences.micro_batches(rows, budget)
-    assert sorted(row for part in parts for row in part.tolist()) == list(range(len(pairs)))
-    for part in parts:
-        padded = len(part) * int(sequences.length_B[part].max())
-        assert padded <= budget or len(part) == 1
-    lengths = [int(sequences.length_B[row]) for part in parts for row in part.tolist()]
-    assert lengths == sorted(lengths, reverse=True)
-
-
 def test_groups_are_flattened_in_order_with_their_own_log_probs() -> None:
     prompts = [[5, 6, 7], [8]]
     groups = [
@@ -81,3 +74,144 @@ def test_groups_are_flattened_in_order_with_their_own_log_probs() -> None:
     assert scored.old_logp_BR is not None
     assert torch.equal(scored.old_logp_BR, expected - 1)
     assert scored.group_B is experience.group_B
+
+
+# Ranks: the parts that need no second process
+
+
+def sequences(lengths: list[int]) -> Sequences:
+    return Sequences.build([[1]] * len(lengths), [[2] * (n - 1) for n in lengths], torch.device("cpu"))
+
+
+def rank_of(rank: int, world: int, kind: Any = "ddp") -> Ranks:
+    return Ranks(rank, world, kind=kind)
+
+
+@settings(deadline=None)
+@given(Lengths, st.integers(1, 5))
+def test_shares_are_a_partition_and_nearly_equal(lengths: list[int], shares: int) -> None:
+    parts = balanced(lengths, shares)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    assert all(part == sorted(part) for part in parts)
+    sums = [sum(lengths[i] for i in part) for part in parts]
+    assert max(sums) - min(sums) <= max(lengths)  # the heaviest got its last when it was the lightest
+    assert parts == balanced(lengths, shares)
+
+
+@settings(deadline=None)
+@given(Lengths, st.integers(1, 4), st.integers(10, 80))
+def test_every_row_is_computed_once_and_every_rank_has_as_many_parts(
+    lengths: list[int], world: int, tokens: int
+) -> None:
+    batch, rows = sequences(lengths), torch.arange(len(lengths))
+    parts = [batch.micro_batches(rows, tokens, rank_of(rank, world)) for rank in range(world)]
+    computed = torch.cat([part for mine in parts for part in mine])
+    assert torch.equal(computed.sort().values, rows)
+    assert len({len(mine) for mine in parts}) == 1
+    for mine in parts:
+        for part in mine:
+            assert len(part) <= 1 or len(part) * int(batch.length_B[part].max()) <= tokens
+        in_order = [lengths[row] for part in mine for row in part.tolist()]
+        assert in_order == sorted(in_order, reverse=True)
+    for row in (0, len(lengths) - 1):
+        found = batch.part_with(row, tokens, rank_of(0, world))
+        assert any(torch.equal(found, part) for mine in parts for part in mine)
+        assert row in found.tolist()
+
+
+@settings(deadline=None)
+@given(st.integers(0, 20), st.integers(2, 4))
+def test_shares_of_a_list_are_put_together_in_its_order(count: int, world: int) -> None:
+    items = list(range(count))
+    shares = [list(rank_of(rank, world).shard(items)) for rank in range(world)]
+
+    class Gathering(Ranks):
+        def gather(self, value: Any) -> list[Any]:
+            assert value == shares[self.rank]
+            return shares
+
+    for rank in range(world):
+        assert Gathering(rank, world).gather_shards(shares[rank]) == items
+
+
+def test_rows_are_joined_to_the_last_bit() -> None:
+    """Bit patterns that a sum of floats would change: -0.0, NaN's own bits, the smallest subnormal."""
+    patterns = torch.tensor([-(2**31), 0x7FC00001, 1, 0x3F800000], dtype=torch.int32)
+    mine, theirs = torch.zeros(2, 4), patterns.view(torch.float32).expand(2, 4).clone()
+    mine[0], theirs[0] = patterns.view(torch.float32), 0.0
+
+    class Adding(Ranks):
+        def sum_(self, tensor: Tensor) -> None:
+            tensor += theirs.view(torch.int32)
+
+    Adding(0, 2).join_rows(mine)
+    assert torch.equal(mine.view(torch.int32), patterns.expand(2, 4))
+
+
+def test_gradients_are_added_in_buckets_and_frozen_parameters_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mantissa.ranks._BUCKET", 10)
+    shapes = [(3, 2), (7,), (2, 2), (30,), (1,)]
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    frozen = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    for i, parameter in enumerate(parameters[:-1]):
+        parameter.grad = torch.full(parameter.shape, float(i + 1))
+    sent: list[int] = []
+
+    class Doubling(Ranks):
+        def sum_(self, tensor: Tensor) -> None:
+            sent.append(tensor.numel())
+            tensor *= 2
+
+    Doubling(0, 2).sum_gradients([*parameters, frozen])
+    assert sent == [13, 34, 1]
+    for i, parameter in enumerate(parameters[:-1]):
+        assert torch.equal(parameter.grad, torch.full(parameter.shape, 2.0 * (i + 1)))
+    assert torch.equal(parameters[-1].grad, torch.zeros(1))  # it had none, and others may
+    assert frozen.grad is None
+
+
+def test_ranks_that_went_apart_are_found() -> None:
+    tensors = {"a": torch.randn(5), "b": torch.randn(3, 3), "c": torch.zeros(2)}
+
+    differs = False
+
+    class Gathering(Ranks):
+        def gather(self, value: Any) -> list[Any]:
+            bits = tensors["b"].view(torch.int32).long().sum().item()
+            assert value[1] == bits
+            return [value, value, [value[0], value[1] + differs, value[2]]]
+
+    ranks = Gathering(0, 3)
+    ranks.check_alike(tensors)
+    differs = True
+    with pytest.raises(MantissaError, match="hold different weights: b differs on rank 2; a device"):
+        ranks.check_alike(tensors)
+
+
+def test_completions_survive_the_way() -> None:
+    group = [
+        Completion((5, 6, 7), torch.tensor([-0.5, -0.0, float("nan")]), "stop", 3),
+        Completion((9,), torch.tensor([-2.0]), "length", 3),
+    ]
+    for before, after in zip(group, _unpacked(_packed(group)), strict=True):
+        assert (after.tokens, after.finish_reason, after.policy_version) == (
+            before.tokens,
+            before.finish_reason,
+            before.policy_version,
+        )
+        assert torch.equal(after.logp_T.view(torch.int32), before.logp_T.view(torch.int32))
+
+
+def test_an_onlooker_writes_nothing(tmp_path: Any) -> None:
+    run = RunDirectory.create(tmp_path / "run", {"name": "x"}, {})
+    run.append_metrics({"step": 1})
+    onlooker = Onlooker.open(tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    onlooker.append_metrics({"step": 2})
+    onlooker.append_warm_start({"step": 2})
+    onlooker.write_rollouts(2, [])
+    onlooker.truncate_metrics(0)
+    onlooker.truncate_warm_start(-1)
+    onlooker.rewind(0)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    run.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,13 +9,12 @@ import pytest
 import yaml
 
 from mantissa.errors import MantissaError
-from mantissa.rl import make_config, resume
+from mantissa.rl import resume
 from mantissa.rl.guarded import widened
-from mantissa.rl.recipe import apply_overrides
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.metrics import deterministic
 from mantissa.training import GuardConfig, GuardLog, replay
 from mantissa.training.guard import noteworthy
+from small_run import configure, rows_of, stopped
 
 Train = Callable[..., RunDirectory]
 # Some clean updates, then a scale that overflows for as long as anyone waits: an alert, and a fall back a step later.
@@ -60,16 +58,11 @@ def test_a_run_that_overflows_goes_on_in_bf16_with_the_bits_of_any_run_from_ther
     assert GuardLog(run.path).read() == noteworthy(decisions)
     assert [decision.step for decision in decisions if decision.action == "fall back"] == [at]
     # The same weights in a run of bf16 that never heard of a guard.
-    twin = tmp_path / "twin"
-    shutil.copytree(run.path, twin)
-    for step in run.checkpoint_steps():
-        if step > at:
-            shutil.rmtree(twin / "checkpoints" / f"step-{step}")
+    twin = stopped(run.path, at, tmp_path / "twin")
     config = run.config | {"precision": {"preset": "bf16", "reference": "fp16"}, "loss_scaling": None, "guard": None}
     (twin / "config.yaml").write_text(yaml.safe_dump(config))
     resume(twin)
-    later = [deterministic(row) for row in RunDirectory.open(twin).read_metrics()[at:]]
-    assert [row | {"precision/format": "bf16"} for row in later] == [deterministic(row) for row in rows[at:]]
+    assert [row | {"precision/format": "bf16"} for row in rows_of(twin)[at:]] == rows_of(run.path)[at:]
     weights = "policy/model.safetensors"
     assert (twin / weights).read_bytes() == (run.path / weights).read_bytes()
 
@@ -97,27 +90,15 @@ def test_a_reward_that_falls_is_a_reason_and_fp32_is_as_wide_as_it_gets(
         ("{preset: bf16, reference: fp16}", "fp32", ("fp32", "fp32", "fp16")),
     ],
 )
-def test_what_becomes_as_wide_and_what_stays(
-    small: dict, precision: str, to: str, roles: tuple[str, str, str | None]
-) -> None:
+def test_what_becomes_as_wide_and_what_stays(precision: str, to: str, roles: tuple[str, str, str | None]) -> None:
     reference = ["algorithm.reference={}"] if roles[2] else []
-    config = make_config(apply_overrides(small, [f"precision={precision}", *reference, "guard={}"]), "test")
+    config = configure(f"precision={precision}", *reference, "guard={}")
     wide, was = widened(config, to).precision_policy, config.precision_policy
     assert (wide.train, wide.rollout, wide.reference) == roles
     assert (wide.kernels, wide.check_every) == (was.kernels, was.check_every)
 
 
-@pytest.mark.parametrize(
-    ("guard", "message"),
-    [
-        ("{windw: 3}", "unknown key 'guard.windw'; did you mean 'window'"),
-        ("{to: fp16}", "guard.to: input should be 'bf16' or 'fp32', got 'fp16'"),
-        ("{accuracy_warn: 0.1}", r"guard: accuracy_fall_back=0.05: expected a number from accuracy_warn=0.1"),
-        ("{reward_fall_back: 5}", "guard.reward_fall_back: input should be less than or equal to 1, got 5"),
-        ("3", "guard: input should be a valid dictionary"),
-        ("{reference: nowhere}", "nowhere: no such folder"),
-    ],
-)
-def test_mistakes_in_a_guard_are_one_clear_line(train: Train, guard: str, message: str) -> None:
-    with pytest.raises(MantissaError, match=message):
-        train("steps=1", "warm_start=null", f"guard={guard}")
+def test_a_reference_run_that_is_not_there_leaves_no_folder(train: Train, tmp_path: Path) -> None:
+    with pytest.raises(MantissaError, match="nowhere: no such folder"):
+        train("steps=1", "warm_start=null", "guard={reference: nowhere}")
+    assert not list(tmp_path.glob("run-*"))

@@ -1,9 +1,10 @@
-"""The loop from start to report: every combination measures itself, the filter keeps what it says, and RL learns."""
+"""The loop from start to end: every combination measures itself, the filter keeps what it says; the warm start."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,33 +15,26 @@ from mantissa.mismatch import ENGINE_METRICS
 from mantissa.model import load_model
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
-from mantissa.rl.loop import Loop
+from mantissa.rl.loop import Loop, warm_start
 from mantissa.rl.recipe import make_config
+from mantissa.rl.seeds import stream_slice
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
-from mantissa.runs.metrics import METRICS, TRAINER_METRICS, deterministic, undeclared
+from mantissa.runs.metrics import METRICS, TRAINER_METRICS, undeclared
 from mantissa.runs.trackers import Trackers
-from mantissa.tasks import build_task
+from mantissa.tasks import Reward, build_task
+from mantissa.training import load_checkpoint
+from small_run import QUICK, rows_of
 
 Train = Callable[..., RunDirectory]
-QUICK = ("steps=2", "warm_start.steps=4", "warm_start.evaluate_every=4", "task.reward=prefix")
-# Each value of each choice at least once, and each loss with each kind of correction.
+# Each precision, loss, aggregation, estimator; each kind of correction. Gradients: test_gradients.py.
 COMBINATIONS = [
-    ("fp32", "ppo_clip", "token_mean", "dr_grpo", "none"),
     ("fp32", "reinforce", "seq_mean_token_mean", "grpo", "sequence_is"),
-    ("bf16", "ppo_clip", "seq_mean_token_sum_norm", "rloo", "token_tis"),
-    ("bf16", "reinforce", "token_mean", "dr_grpo", "icepop"),
-    ("fp16", "ppo_clip", "seq_mean_token_mean", "grpo", "sequence_mis"),
-    ("fp16", "reinforce", "seq_mean_token_sum_norm", "rloo", "none"),
-    ("bf16-train-fp16-rollout", "ppo_clip", "token_mean", "grpo", "sequence_tis"),
-    ("bf16-train-fp16-rollout", "reinforce", "seq_mean_token_sum_norm", "rloo", "token_tis"),
-    ("fp32", "gspo", "seq_mean_token_mean", "grpo", "geometric"),
     ("bf16", "dapo", "token_mean", "grpo", "token_tis_veto"),
     ("fp16", "cispo", "token_mean", "reinforce_pp", "k3_rejection_token_tis"),
-    ("bf16-train-fp16-rollout", "gspo", "token_mean", "reinforce_pp", "token_tis_normalized"),
-    ("bf16-train-fp16-rollout", "dapo", "token_mean", "dr_grpo", "bypass"),
-    ("fp8", "dapo", "token_mean", "grpo", "icepop"),
-    ("fp8-rollout", "cispo", "token_mean", "grpo", "token_tis"),
+    ("bf16-train-fp16-rollout", "gspo", "seq_mean_token_mean", "dr_grpo", "geometric"),
+    ("fp8", "ppo_clip", "seq_mean_token_sum_norm", "rloo", "token_tis_normalized"),
+    ("fp8-rollout", "ppo_clip", "token_mean", "grpo", "bypass"),
 ]
 
 
@@ -59,16 +53,12 @@ def test_every_choice_runs_and_measures_itself(
         assert undeclared(row) == []
         assert [name for name, value in row.items() if not math.isfinite(value)] == []
     last = rows[-1]
-    expected = {m.name for m in METRICS} - {"warm_start/loss", "warm_start/accuracy", "precision/flushed_fraction"}
-    expected -= {"reward_part/NAME"}  # only where a reward has parts
-    expected -= {"optim/clipped_fraction"}  # of adaptive clipping, which is off
-    clip = {"policy/clip_fraction", "policy/phantom_clip_fraction"}
-    expected -= {"time/checkpoint"} | (clip if loss == "reinforce" else set())
-    expected -= {m.name for m in TRAINER_METRICS}
-    expected = {name for name in expected if not name.startswith(("flowrl/", "reference/", "time/reference", "exact/"))}
-    expected -= {m.name for m in METRICS if m.name.startswith("dynamic/")}  # of choices that are off
-    expected -= {m.name for m in ENGINE_METRICS} | {"time/engine_share"}  # of another engine than the native one
-    expected -= {"reward/accuracy_trained", "reward/overlong_penalty", "reward/overlong_fraction", "time/background"}
+    off = {m.name for m in (*TRAINER_METRICS, *ENGINE_METRICS)}  # of choices that are off, other engines, later steps
+    off |= {"precision/flushed_fraction", "reward_part/NAME", "optim/clipped_fraction", "time/background"}
+    off |= {"reward/accuracy_trained", "reward/overlong_penalty", "reward/overlong_fraction", "time/checkpoint"}
+    off |= {"policy/clip_fraction", "policy/phantom_clip_fraction"} if loss == "reinforce" else set()
+    kinds = ("warm_start/", "flowrl/", "reference/", "time/reference", "time/engine_share", "exact/", "dynamic/")
+    expected = {m.name for m in METRICS if m.name not in off and not m.name.startswith(kinds)}
     assert expected <= last.keys()  # nothing that was promised is missing
     assert last["optim/updates"] == 4
     rollouts = run.read_rollouts(2)
@@ -102,58 +92,48 @@ def check_row_against_rollouts(row: dict[str, Any], rollouts: list[dict[str, Any
         assert sum(r["advantage"] for r in rollouts[start : start + baseline]) == pytest.approx(0, abs=1e-5)
 
 
-@pytest.mark.parametrize("field", ["kv_cache", "logits"])
-def test_one_field_of_the_precision_shows_in_the_gap(train: Train, field: str) -> None:
+def test_one_field_of_the_precision_shows_in_the_gap(train: Train) -> None:
     """Coarser keys and values, or logits, of one run: the learner keeps none of the cache, both share the logits."""
-    plain, coarse = (
-        train(*QUICK, "steps=1", "precision=fp32", *more).read_metrics()[0]
-        for more in ((), (f"precision.{field}=bf16",))
-    )
-    assert plain["gap/abs_logp_diff_mean"] < 1e-6
-    if field == "kv_cache":
-        assert coarse["gap/abs_logp_diff_mean"] > 10 * plain["gap/abs_logp_diff_mean"]
-        assert coarse["gap/abs_logp_diff_mean"] > 1e-5
-    else:
-        assert coarse["policy/entropy"] != plain["policy/entropy"]
-        assert abs(coarse["policy/entropy"] - plain["policy/entropy"]) < 0.05
+    fields = ((), ("precision.kv_cache=bf16",), ("precision.logits=bf16",))
+    plain, cache, logits = (train(*QUICK, "steps=1", "precision=fp32", *more).read_metrics()[0] for more in fields)
+    gap = "gap/abs_logp_diff_mean"
+    assert plain[gap] < 1e-6
+    assert cache[gap] > max(1e-5, 10 * plain[gap])
+    assert 0 < abs(logits["policy/entropy"] - plain["policy/entropy"]) < 0.05
 
 
-def test_the_same_seed_gives_the_same_run_and_another_seed_another(train: Train) -> None:
-    first, again, other = (train(*QUICK, f"seed={seed}") for seed in (5, 5, 6))
-    assert [deterministic(r) for r in first.read_metrics()] == [deterministic(r) for r in again.read_metrics()]
+def test_the_same_seed_gives_the_same_run_whatever_is_saved_and_another_seed_another(
+    train: Train, finished: Train
+) -> None:
+    first, again = finished(*QUICK), train(*QUICK, "checkpoint={every: 1, keep: 1}")
+    assert rows_of(first.path) == rows_of(again.path)
     assert first.read_rollouts(2) == again.read_rollouts(2)
-    assert first.read_rollouts(2) != other.read_rollouts(2)
+    assert first.read_rollouts(1) != train(*QUICK, "seed=6", "steps=1").read_rollouts(1)
     weights = [dict(load_model(run.policy_path).named_parameters()) for run in (first, again)]
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
-
-
-def test_what_is_written_does_not_depend_on_checkpoints_or_on_the_memory_of_a_forward(train: Train) -> None:
-    plain, other = train(*QUICK, "steps=3"), train(*QUICK, "steps=3", "checkpoint={every: 1, keep: 1}")
-    assert [deterministic(r) for r in plain.read_metrics()] == [deterministic(r) for r in other.read_metrics()]
-    assert plain.checkpoint_steps() == [2, 3]
-    assert other.checkpoint_steps() == [3]
+    assert (first.checkpoint_steps(), again.checkpoint_steps()) == ([0, 2], [2])
 
 
 def test_evaluation_comes_when_asked_and_at_the_end(train: Train) -> None:
-    run = train(*QUICK, "steps=5", "evaluation.every=2", "evaluation.samples=0")
-    rows = run.read_metrics()
-    assert [row["step"] for row in rows if "eval/greedy_accuracy" in row] == [2, 4, 5]
+    rows = train(*QUICK, "steps=3", "evaluation.samples=0").read_metrics()
+    assert [row["step"] for row in rows if "eval/greedy_accuracy" in row] == [2, 3]
     assert not any("eval/avg_at_k" in row for row in rows)
-    assert not any("eval/greedy_accuracy" in row for row in train(*QUICK, "evaluation=null").read_metrics())
 
 
 def test_rewards_that_are_all_equal_move_nothing_and_that_is_said(
-    train: Train, capsys: pytest.CaptureFixture[str]
+    train: Train, finished: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = train(*QUICK, "task.reward=exact", "warm_start=null", "optimizer.weight_decay=0.5")
-    rows = run.read_metrics()
+    some = finished(*QUICK).read_metrics()
+    assert [row["advantage/silent_steps"] for row in some] == [0, 0]
+    capsys.readouterr()
+    rows = train(
+        *QUICK, "task.reward=exact", "warm_start=null", "optimizer.weight_decay=0.5", "evaluation=null"
+    ).read_metrics()
     assert [row["advantage/silent_steps"] for row in rows] == [1, 2]
     assert capsys.readouterr().out.count("warning: no advantage in the first 2 steps") == 1
-    train(*QUICK, "warm_start=null")
-    assert "no advantage" not in capsys.readouterr().out
     assert [row["advantage/abs_max"] for row in rows] == [0, 0]
     assert [(row["optim/updates"], row["rollout/version"]) for row in rows] == [(0, 0), (0, 0)]
-    assert "optim/grad_norm" not in rows[0]
+    assert not {"optim/grad_norm", "eval/greedy_accuracy"} & rows[0].keys()
 
 
 def test_overflows_are_retried_and_counted(train: Train) -> None:
@@ -183,8 +163,6 @@ class Verdicts:
         self.asked: dict[str, int] = {}
 
     def grade(self, samples: Any) -> list[Any]:
-        from mantissa.tasks import Reward
-
         rewards = []
         for problem, _ in samples:
             self.asked[problem.id] = self.asked.get(problem.id, 0) + 1
@@ -195,37 +173,27 @@ class Verdicts:
     def close(self) -> None: ...
 
 
-@pytest.fixture
-def filtered(
-    configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts], tmp_path: Any
-) -> Callable[..., list[int]]:
-    """The prompts that the perfectible filter keeps of eleven with success rates 0, 0.1, ..., 1."""
-
-    def keep(*overrides: str) -> list[int]:
+def test_the_filter_keeps_prompts_between_the_bounds_inclusive(
+    configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts], tmp_path: Path
+) -> None:
+    def filtered(*overrides: str) -> list[int]:
+        """The prompts that are kept of eleven with success rates 0, 0.1, ..., 1."""
         config = configure("task.train_size=11", "perfectible.samples=10", *overrides)
         parts = parts_of(config)
         parts.sampler.grader = Verdicts(parts)  # type: ignore[assignment]
-        with Live(1) as live, RunDirectory.create(tmp_path / "run", {}, {}) as run:
+        folder = tmp_path / str(len(overrides))
+        with Live(1) as live, RunDirectory.create(folder, {}, {}) as run:
             loop = Loop(config, parts, run, Trackers([]), live)
             parts.sampler.engine.sync(parts.learner.weights, 0)
             return loop._perfectible()
 
-    return keep
-
-
-def test_the_filter_keeps_prompts_between_the_bounds_inclusive(filtered: Callable[..., list[int]]) -> None:
     assert filtered() == [2, 3, 4, 5, 6, 7, 8]
-
-
-def test_other_bounds_and_none(filtered: Callable[..., list[int]]) -> None:
     with pytest.raises(MantissaError, match=r"no training prompt has a success rate in \[0.81, 0.89\] \(mean 0.500\)"):
         filtered("perfectible.low=0.81", "perfectible.high=0.89")
 
 
 def test_only_kept_prompts_are_trained_on(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """Success rates are set, not sampled: what a policy this small solves differs from one CPU to the next."""
-    from mantissa.training import load_checkpoint
-
     rates = [0.0, 0.5, 0.2, 1.0, 0.8, 0.1]
     monkeypatch.setattr("mantissa.rl.loop.success_rates", lambda samples, rewards: rates)
     run = train(
@@ -240,3 +208,72 @@ def test_only_kept_prompts_are_trained_on(train: Train, monkeypatch: pytest.Monk
     task = build_task(make_config(run.config, "test").task, run.config["seed"])
     wanted = {task.split("train")[index].id for index in (1, 2, 4)}
     assert {row["problem_id"] for step in (1, 2) for row in run.read_rollouts(step)} == wanted
+
+
+# The warm start
+
+Rows = list[dict[str, Any]]
+# Running sums mod 2 of up to four digits, and a policy that learns them in a second.
+LEARNABLE = (
+    "task.max_digits=4",
+    "task.modulus=2",
+    "task.warm_start_size=4096",
+    "model.fresh.hidden_size=64",
+    "model.fresh.heads=4",
+    "warm_start.lr=5e-3",
+    "warm_start.batch=64",
+    "warm_start.problems=32",
+)
+
+
+@pytest.fixture
+def warm(configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts]) -> Callable[..., Any]:
+    """Runs the small recipe's warm start; returns the parts after it and the rows it reported."""
+
+    def run(*overrides: str) -> tuple[Parts, Rows]:
+        config = configure(*overrides)
+        parts, rows = parts_of(config), []
+        assert config.warm_start is not None
+        warm_start(parts, config.warm_start, parts.sampler.params(6, 1.0), rows.append)
+        return parts, rows
+
+    return run
+
+
+def test_it_learns_evaluates_when_asked_and_stops_at_the_target(warm: Callable[..., Any]) -> None:
+    parts, rows = warm(*LEARNABLE, "warm_start.steps=50", "warm_start.evaluate_every=20")
+    assert [row["step"] for row in rows] == [20, 40, 50]
+    assert rows[0]["warm_start/loss"] > 1.2 * rows[-1]["warm_start/loss"]
+    accuracies = [row["warm_start/accuracy"] for row in rows]
+    assert parts.learner.version == 0  # the warm start's updates are not RL's, nor is its optimiser
+    assert parts.learner.step.optimizer_tensors() == {}
+    target = max(accuracies)
+    _, again = warm(
+        *LEARNABLE, "warm_start.steps=50", "warm_start.evaluate_every=20", f"warm_start.target_accuracy={target}"
+    )
+    assert again == rows[: accuracies.index(target) + 1]
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess_and_a_plain_loop(
+    warm: Callable[..., Any], configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts]
+) -> None:
+    _, rows = warm("precision=fp32", "warm_start.steps=1")
+    parts = parts_of(configure("precision=fp32"))
+    solved, letters = parts.task.split("warm_start"), parts.task.alphabet
+    assert letters is not None
+    logps: list[torch.Tensor] = []
+    for index in stream_slice(len(solved), 0, 32, 0, "warm_start"):
+        prompt = [letters.index(c) + 2 for c in str(solved[index].prompt)]
+        answer = [letters.index(c) + 2 for c in str(solved[index].solution)] + [1]
+        hidden = parts.model(torch.tensor([prompt + answer]), parts.learner.kernels)
+        distribution = parts.model.logits(hidden[0], parts.learner.kernels).double().log_softmax(-1)
+        logps += [distribution[len(prompt) + j - 1, token] for j, token in enumerate(answer)]
+    assert rows[0]["warm_start/loss"] == pytest.approx(-float(torch.stack(logps).detach().mean()), rel=1e-6)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_others(warm: Callable[..., Any]) -> None:
+    short = ("warm_start.steps=4", "warm_start.evaluate_every=4", "optimizer.micro_batch_tokens=64")
+    (first, rows), (again, same), (other, _) = warm(*short), warm(*short), warm(*short, "seed=1")
+    assert rows == same
+    assert all(torch.equal(weight, again.learner.weights[name]) for name, weight in first.learner.weights.items())
+    assert any(not torch.equal(weight, other.learner.weights[n]) for n, weight in first.learner.weights.items())

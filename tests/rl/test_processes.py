@@ -6,8 +6,6 @@ rounding: gradients, whose sum has another order, and all that follows.
 
 from __future__ import annotations
 
-import copy
-import importlib.util
 import json
 import math
 import os
@@ -24,23 +22,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import rl_rank_worker
-from experiences import sampled
-from mantissa.rl.recipe import apply_overrides
+import small_run
+from experiences import hugging_face, naive_sequences, sampled
+from mantissa.rl import make_config
+from mantissa.rl.assemble import assemble
 from mantissa.rl.replay import read_case, replay
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.metrics import deterministic
+from small_run import rows_of
 
 pytestmark = pytest.mark.slow
 KINDS = ("ddp", "fsdp2")
 OTHER = {"ddp": "fsdp2", "fsdp2": "ddp"}
 GRADIENT = ("precision=fp32", "warm_start=null", "optimizer.updates_per_batch=1", "model.fresh.initializer_range=0.2")
-UNTIED = ("model.fresh.tie_embeddings=false", "optimizer.micro_batch_tokens=30")
 FLOWRL = ("algorithm={loss: flowrl, reference: {}, correction: token_tis}", "optimizer.micro_batch_tokens=60")
 FEW = ("algorithm.correction={reject_unit: sequence_max, reject_by: k1, reject_low: 0.5, reject_high: 1.7}",)
-# What makes a gradient: of the first three, ranks have several micro-batches, unequal numbers of them, or none.
+# What makes a gradient: ranks have several micro-batches, unequal numbers of them, or none.
 GRADIENTS: dict[str, tuple[str, ...]] = {
-    "tied": (*GRADIENT, "optimizer.micro_batch_tokens=40"),
-    "untied": (*GRADIENT, *UNTIED),
+    "untied": (*GRADIENT, "model.fresh.tie_embeddings=false", "optimizer.micro_batch_tokens=30"),
     "few": (*GRADIENT, *FEW),
     "flowrl": (*GRADIENT, *FLOWRL),
     "fp16": (*GRADIENT, "precision=fp16"),
@@ -49,6 +47,7 @@ RUN = ("warm_start=null", "steps=4", "checkpoint.every=2", "optimizer.lr=2e-4", 
 RUN += ("task.reward=prefix", "optimizer.warmup=4")
 FP16 = ("precision=fp16", "loss_scaling={initial: 1024}")
 DYNAMIC = "rollout={prompts: 5, samples: 4, dynamic: {batch_prompts: 3, max_generation_batches: 40}, max_tokens: 6}"
+WARM = "warm_start={steps: 10, evaluate_every: 5, problems: 16}"
 RUNS: dict[str, tuple[str, ...]] = {
     "plain": (*RUN, "precision=fp32", "perfectible={samples: 3, low: 0.1, high: 0.9}"),
     "fp16": (*RUN, *FP16),
@@ -59,12 +58,9 @@ RUNS: dict[str, tuple[str, ...]] = {
         "precision=fp32",
     ),
     "exact": (*RUN, "precision={preset: bf16, kernels: exact}", "optimizer.micro_batch_tokens=100"),
-    "dynamic": (*RUN, "precision=fp32", DYNAMIC),
-    "lora": (*RUN, "precision=fp32", "model.lora={rank: 2, alpha: 4}", "optimizer.lr=1e-3"),
-    "warm": (*RUN, "precision=fp32", "warm_start={steps: 10, evaluate_every: 5, problems: 16}"),
+    "more": (*RUN, "precision=fp32", DYNAMIC, "model.lora={rank: 2, alpha: 4}", "optimizer.lr=1e-3", WARM),
 }
-AMONG = {("ddp", 2): set(RUNS), ("fsdp2", 2): {"plain", "fp16", "flowrl", "exact"}}
-AMONG |= {(kind, 3): {"plain"} for kind in KINDS}
+AMONG = {("ddp", 2): set(RUNS), ("fsdp2", 2): {*RUNS} - {"more"}} | {(kind, 3): {"plain"} for kind in KINDS}
 OVERFLOW = (*RUN, "optimizer.updates_per_batch=1", "precision=fp16", "loss_scaling={initial: 1024}")
 GUARDED = (*RUN, "precision=fp16", "loss_scaling={growth_interval: 4, growth_factor: 1.0e+18, retries: 0}")
 GUARDED += ("guard={window: 6, min_steps: 2, good_after: 1, accuracy_warn: 1, accuracy_fall_back: 1, reward_warn: 1, "
@@ -72,20 +68,15 @@ GUARDED += ("guard={window: 6, min_steps: 2, good_after: 1, accuracy_warn: 1, ac
 MISMATCH = (*RUN, "precision={preset: bf16, kernels: exact}", "steps=2")
 
 
-def with_overrides(small: dict[str, Any], overrides: tuple[str, ...]) -> dict[str, Any]:
-    return apply_overrides(copy.deepcopy(small), ["trackers=[]", *overrides])
-
-
 @dataclass(frozen=True)
 class Setting:
-    """Where the jobs of all tests lie, the recipe that all vary, and a policy that solves half of its task."""
+    """Where the jobs of all tests lie, and a policy that solves half of its task; what one process made of them."""
 
     folder: Path
-    small: dict[str, Any]
     done: dict[str, dict[str, Any]]
 
     def recipe(self, overrides: tuple[str, ...]) -> dict[str, Any]:
-        recipe = with_overrides(self.small, overrides)
+        recipe = small_run.recipe("trackers=[]", *overrides)
         if "task.aligned=true" in overrides:
             recipe["model"] = {"path": str(self.folder / "warm")} | {
                 key: value for key, value in recipe["model"].items() if key == "lora"
@@ -128,18 +119,13 @@ class Setting:
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
-    spec = importlib.util.spec_from_file_location("small_recipe", Path(__file__).with_name("conftest.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     folder = tmp_path_factory.mktemp("processes")
     warm = "warm_start={steps: 120, batch: 32, lr: 3e-3, evaluate_every: 100, problems: 16}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mantissa.rl.session.build_report", lambda run: run.report_path)
-        recipe = with_overrides(module.SMALL, (warm, "task.aligned=true", "precision=fp32", "steps=1"))
+        patch.setattr(small_run.REPORT, small_run.no_report)
+        recipe = small_run.recipe("trackers=[]", warm, "task.aligned=true", "precision=fp32", "steps=1")
         rl_rank_worker.alone("train", recipe, folder / "warm")
-        yield Setting(folder, module.SMALL, {})
+        yield Setting(folder, {})
 
 
 @pytest.fixture(scope="module")
@@ -167,51 +153,23 @@ def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 def in_float64(alone: dict[str, Any], recipe: dict[str, Any], folder: Path) -> dict[str, Tensor]:
     """The gradient of ppo_clip at its own policy, token_mean and token_tis: transformers in float64, by sequence."""
-    from transformers import AutoModelForCausalLM
-
-    from mantissa.model import Decoder, save_model
-    from mantissa.rl import make_config
-    from mantissa.rl.assemble import assemble
-
     parts = assemble(make_config(recipe, "test"))
     parts.sampler.engine.sync(parts.learner.weights, 0)
-    sequences = sampled(parts)
-    assert torch.equal(sequences.tokens_BT, alone["tokens"])
-    assert isinstance(parts.model, Decoder)
-    save_model(parts.model, parts.tokenizer, folder)
+    experience, model = sampled(parts), hugging_face(parts, folder)
     parts.close()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
-    tokens = int(sequences.mask_BR.sum())
-    total = torch.zeros((), dtype=torch.float64)
-    for row in range(len(sequences)):
-        prompt, length = int(sequences.prompt_length_B[row]), int(sequences.length_B[row])
-        ids = sequences.tokens_BT[row, :length]
-        distribution = model(ids[None]).logits[0].log_softmax(-1)
-        logp = torch.stack([distribution[i - 1, ids[i]] for i in range(prompt, length)])
-        rollout = alone["rollout"][row, : length - prompt].double()
-        weight = (logp.detach() - rollout).exp().clamp(max=2.0)
+    assert torch.equal(experience.tokens_BT, alone["tokens"])
+    tokens, total = int(experience.mask_BR.sum()), torch.zeros((), dtype=torch.float64)
+    for row, (_, logp, _) in enumerate(naive_sequences(model, experience)):
+        weight = (logp.detach() - alone["rollout"][row, : len(logp)].double()).exp().clamp(max=2.0)
         total = total - (weight * alone["advantage"][row].double() * logp).sum() / tokens
     total.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["tied", "untied"])
-def test_the_gradient_is_float64s_whatever_the_ranks(
-    several: tuple[int, Path], setting: Setting, tmp_path: Path, kind: str, name: str
-) -> None:
-    alone = setting.one(f"gradient-{name}", "gradients", GRADIENTS[name])
-    exact = in_float64(alone, setting.recipe(GRADIENTS[name]), tmp_path / "hf")
-    of_one = error(alone["gradients"], exact)
-    assert of_one < 2e-6
-    for mine in left(several, f"{kind}-gradient-{name}"):
-        assert error(mine["gradients"], exact) < 1.5 * of_one  # no further from the truth than one process is
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", list(GRADIENTS))
 def test_a_batch_on_several_ranks_is_that_of_one(
-    several: tuple[int, Path], setting: Setting, kind: str, name: str
+    several: tuple[int, Path], setting: Setting, tmp_path: Path, kind: str, name: str
 ) -> None:
     alone = setting.one(f"gradient-{name}", "gradients", GRADIENTS[name])
     all_ranks = left(several, f"{kind}-gradient-{name}")
@@ -235,22 +193,16 @@ def test_a_batch_on_several_ranks_is_that_of_one(
     assert (first["flushed"] is None) == (not low)
     if low:
         assert first["flushed"] == pytest.approx(alone["flushed"], abs=1e-4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", list(GRADIENTS))
-def test_the_rows_are_divided(several: tuple[int, Path], setting: Setting, kind: str, name: str) -> None:
-    rows = [mine["rows"] for mine in left(several, f"{kind}-gradient-{name}")]
-    assert sum(rows) == setting.one(f"gradient-{name}", "gradients", GRADIENTS[name])["rows"]
+    if name == "untied":  # no further from the truth than one process is
+        exact = in_float64(alone, setting.recipe(GRADIENTS[name]), tmp_path / "hf")
+        assert error(first["gradients"], exact) < 1.5 * error(alone["gradients"], exact) < 3e-6
+    # the rows are divided
+    rows = [mine["rows"] for mine in all_ranks]
+    assert sum(rows) == alone["rows"] > 0
     if name == "few":
-        assert sum(rows) > 0
         assert (min(rows) == 0) == (several[0] == 3)  # a rank with nothing to learn from, which is why it is there
     else:
         assert max(rows) - min(rows) <= 3
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [deterministic(row) for row in RunDirectory.open(path).read_metrics()]
 
 
 def columns(path: Path, *names: str) -> list[list[Any]]:

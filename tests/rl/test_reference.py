@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.kernels import NativeKernels, SimulatedKernels, reference_kernels
-from mantissa.model import load_model
 from mantissa.precision import FP16, FP32, is_on_grid, round_to_format
 from mantissa.precision.numerics import token_logprob
 from mantissa.rl.assemble import Parts
@@ -20,22 +19,15 @@ from mantissa.rl.experience import Sequences
 from mantissa.rl.score import Reference
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_checkpoint
+from small_run import QUICK
 
 Build = Callable[..., Parts]
-QUICK = ("warm_start.steps=4", "warm_start.evaluate_every=4", "task.reward=prefix")
 
 
 @pytest.fixture
-def build(configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts]) -> Build:
+def build(made: Build) -> Build:
     """Parts with a reference of the learner's initial weights, which are large enough to have opinions."""
-
-    def make(*overrides: str) -> Parts:
-        parts = parts_of(configure("algorithm.reference={}", "model.fresh.initializer_range=0.2", *overrides))
-        assert parts.reference is not None
-        parts.reference.take(parts.learner.weights, 0)
-        return parts
-
-    return make
+    return lambda *overrides: made("algorithm.reference={}", *overrides)
 
 
 def reference_of(parts: Parts) -> Reference:
@@ -56,23 +48,20 @@ def sequences(seed: int = 1, prompts: int = 5, samples: int = 3) -> Sequences:
     return Sequences.build(repeated, [tokens(1, 9) for _ in repeated], torch.device("cpu"))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-train-fp16-rollout"])
-@pytest.mark.parametrize("tokens", [40, 16384])
+@pytest.mark.parametrize(
+    ("precision", "tokens"),
+    [("fp32", 40), ("bf16", 16384), ("fp16", 40), ("{preset: bf16-train-fp16-rollout, backend: native}", 16384)],
+)
 def test_an_unchanged_policy_has_its_reference_log_probs_to_the_last_bit(
     build: Build, precision: str, tokens: int
 ) -> None:
     parts = build(f"precision={precision}", f"optimizer.micro_batch_tokens={tokens}", "rollout.temperature=0.7")
-    batch = sequences()
+    reference, batch = reference_of(parts), sequences()
     logp_BR, _ = parts.learner.score(batch)
     assert logp_BR.abs().max() > 1
-    assert torch.equal(reference_of(parts).score(batch), logp_BR)
-
-
-def test_native_half_kernels_too(build: Build) -> None:
-    parts = build("precision=bf16", "precision.backend=native")
-    reference = reference_of(parts)
-    assert {weight.dtype for weight in reference.weights.values()} == {torch.bfloat16}
-    assert torch.equal(reference.score(sequences()), parts.learner.score(sequences())[0])
+    assert torch.equal(reference.score(batch), logp_BR)
+    if "native" in precision:
+        assert {weight.dtype for weight in reference.weights.values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(("train", "reference"), [("fp16", "bf16"), ("fp32", "fp16"), ("bf16", "fp32")])
@@ -116,14 +105,9 @@ def test_it_stays_where_the_policy_moves_on_and_is_taken_anew_when_due(build: Bu
     for version, due in ((1, False), (2, False), (3, True), (5, False), (7, True)):  # 7: two updates a batch
         assert reference.follow(learner.weights, version) == due
     assert (reference.version, reference.refreshes) == (7, 2)
+    assert not reference_of(build()).follow({}, 10**6)  # without refreshing it never moves
     assert torch.equal(reference.score(batch), learner.score(batch)[0])
     assert not torch.equal(reference.score(batch), first)
-
-
-def test_without_refreshing_it_never_moves(build: Build) -> None:
-    reference = reference_of(build())
-    assert not reference.follow({}, 10**6)
-    assert (reference.version, reference.refreshes) == (0, 0)
 
 
 def test_weights_it_cannot_hold_and_weights_it_does_not_have(build: Build) -> None:
@@ -160,18 +144,9 @@ def test_without_a_reference_there_is_no_role(
         reference_kernels(parts.precision)
 
 
-def test_a_format_for_a_reference_that_is_not_there_is_refused(configure: Callable[..., RunConfig]) -> None:
-    with pytest.raises(MantissaError, match=r"precision\.reference=bf16 does nothing without a reference policy"):
-        configure("precision.reference=bf16")
-
-
-@pytest.fixture
-def trained(train: Callable[..., RunDirectory]) -> Callable[..., RunDirectory]:
-    return lambda *overrides: train(*QUICK, *overrides)
-
-
-def test_a_run_counts_refreshes_and_keeps_what_it_was_held_to(trained: Callable[..., RunDirectory]) -> None:
-    run = trained("algorithm.reference={refresh_every: 4}", "steps=5", "checkpoint={every: 1, keep: 6}")
+def test_a_run_counts_refreshes_and_keeps_what_it_was_held_to(train: Callable[..., RunDirectory]) -> None:
+    """First the policy after the warm start, then what it is at each refresh."""
+    run = train(*QUICK, "algorithm.reference={refresh_every: 4}", "steps=5", "checkpoint={every: 1, keep: 6}")
     rows: list[dict[str, Any]] = run.read_metrics()
     folder = run.checkpoint_path(0).parent
     held_to, taken_at, refreshes = 0, 0, 0  # version and step of what is the reference now
@@ -184,12 +159,3 @@ def test_a_run_counts_refreshes_and_keeps_what_it_was_held_to(trained: Callable[
         stored, policy = load_checkpoint(folder, step).more["reference"], load_checkpoint(folder, taken_at).policy
         assert all(torch.equal(stored[name], round_to_format(master, FP16)) for name, master in policy.items()), step
     assert refreshes >= 1
-
-
-def test_the_reference_is_the_policy_after_the_warm_start(trained: Callable[..., RunDirectory]) -> None:
-    run = trained("algorithm.reference={}", "steps=2")
-    first = run.read_metrics()[0]
-    assert first["reference/version"] == 0
-    stored = load_checkpoint(run.checkpoint_path(0).parent).more["reference"]
-    last = dict(load_model(run.policy_path).named_parameters())
-    assert any(not torch.equal(stored[name], round_to_format(master.detach(), FP16)) for name, master in last.items())

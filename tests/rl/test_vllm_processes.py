@@ -5,7 +5,6 @@ The real one is in ``tests/rollout/real_vllm``.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -20,6 +19,7 @@ import yaml
 from safetensors.torch import load_file
 
 import fake_vllm
+import small_run
 from fake_vllm_server import FakeServer
 from mantissa.model import Decoder
 from mantissa.precision import resolve
@@ -35,20 +35,19 @@ KINDS = ("ddp", "fsdp2")
 TWO = {kind: ("nproc=2", f"parallel={kind}") for kind in KINDS}
 
 
-def recipe_of(small: dict[str, Any]) -> dict[str, Any]:
-    task = small["task"] | {"reward": "prefix"}
-    rollout = small["rollout"] | {"engine": "vllm"}
-    return small | {"warm_start": None, "trackers": [], "precision": "fp32", "task": task, "rollout": rollout}
+RECIPE = small_run.recipe(
+    "warm_start=null", "trackers=[]", "precision=fp32", "task.reward=prefix", "rollout.engine=vllm", "steps=2"
+)
 
 
 def train(
-    small: dict[str, Any], folder: Path, *overrides: str, faults: dict[str, Any] | None = None, installed: bool = True
+    folder: Path, *overrides: str, faults: dict[str, Any] | None = None, installed: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """A run in ``folder/run``; ``folder/seen`` is what its vLLMs saw."""
     (folder / "seen").mkdir(parents=True)
     (folder / "tmp").mkdir()
     recipe = folder / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(recipe_of(small)))
+    recipe.write_text(yaml.safe_dump(RECIPE))
     found = [str(SUPPORT / "stand_in"), str(SUPPORT)] if installed else []
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -81,22 +80,15 @@ def sampled(path: Path) -> list[list[Any]]:
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the same run was made by one process."""
-    spec = importlib.util.spec_from_file_location("small_recipe", Path(__file__).with_name("conftest.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     folder = tmp_path_factory.mktemp("one") / "here"
-    done = train(module.SMALL, folder)
+    done = train(folder)
     assert done.returncode == 0, done.stderr
     return folder
 
 
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.variants), "fsdp2"])
-def test_each_process_has_a_vllm_and_they_sample_what_one_does(
-    small: dict[str, Any], tmp_path: Path, one: Path, kind: str
-) -> None:
-    done = train(small, tmp_path / "two", *TWO[kind])
+def test_each_process_has_a_vllm_and_they_sample_what_one_does(tmp_path: Path, one: Path, kind: str) -> None:
+    done = train(tmp_path / "two", *TWO[kind])
     assert done.returncode == 0, done.stderr
     run = RunDirectory.open(tmp_path / "two" / "run")
     assert sampled(run.path) == sampled(one / "run")
@@ -105,7 +97,7 @@ def test_each_process_has_a_vllm_and_they_sample_what_one_does(
     final = {name: digest(tensor) for name, tensor in load_file(run.policy_path / "model.safetensors").items()}
     final["lm_head.weight"] = final["model.embed_tokens.weight"]
     assert weights["1"][-1] == final
-    assert len({json.dumps(one) for one in weights["1"]}) >= 4  # those it was tried with, and each step's
+    assert len({json.dumps(one) for one in weights["1"]}) >= 3  # those it was tried with, and each step's
     samples, of_one = seen(tmp_path / "two", "samples"), seen(one, "samples")["0"]
     proofs = 2  # one token each, by every process
     assert sum(samples["0"][proofs:]) == sum(samples["1"][proofs:]) == sum(of_one[proofs:]) / 2
@@ -121,28 +113,12 @@ def test_each_process_has_a_vllm_and_they_sample_what_one_does(
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        pytest.param(
-            {"fails": "no such head size"},
-            "vLLM 0.32.0 did not start: no such head size; its own messages above say",
-            marks=pytest.mark.variants,
-        ),
-        pytest.param(
-            {"keeps": "lm_head"},
-            "sync: vLLM 0.32.0 computes with other values of lm_head.weight than were sent",
-            marks=pytest.mark.variants,
-        ),
-        pytest.param(
-            {"finish": "abort"},
-            "vLLM 0.32.0 ended a sample for another reason than its end or its length: abort",
-            marks=pytest.mark.variants,
-        ),
         ({"breaks": "core died"}, "vLLM 0.32.0 failed: core died; its own messages above say more"),
+        pytest.param({"keeps": "lm_head"}, "sync: vLLM 0.32.0 computes with other", marks=pytest.mark.variants),
     ],
 )
-def test_a_fault_of_one_ends_the_run_with_one_line(
-    small: dict[str, Any], tmp_path: Path, fault: dict[str, Any], message: str
-) -> None:
-    done = train(small, tmp_path / "two", *TWO["ddp"], faults={"1": fault})
+def test_a_fault_of_one_ends_the_run_with_one_line(tmp_path: Path, fault: dict[str, Any], message: str) -> None:
+    done = train(tmp_path / "two", *TWO["ddp"], faults={"1": fault})
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith(f"mantissa: error: {message}"), done.stderr
@@ -150,10 +126,10 @@ def test_a_fault_of_one_ends_the_run_with_one_line(
 
 
 @pytest.fixture
-def server(small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
     """What ``mantissa serve`` would have started for the recipe."""
     fake_vllm.install(monkeypatch)
-    config = make_config(recipe_of(small), "test")
+    config = make_config(RECIPE, "test")
     policy, _ = load_policy(config.model, build_task(config.task, config.seed), config.seed)
     assert isinstance(policy, Decoder)
     start = vllm_start(config.rollout, resolve(config.precision_policy, "cpu"), policy.config, torch.device("cpu"))
@@ -164,11 +140,9 @@ def server(small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.variants), "fsdp2"])
-def test_one_server_for_both_processes(
-    small: dict[str, Any], tmp_path: Path, one: Path, server: FakeServer, kind: str
-) -> None:
+def test_one_server_for_both_processes(tmp_path: Path, one: Path, server: FakeServer, kind: str) -> None:
     """In an environment without vLLM. What is sampled is what one process with one of its own samples."""
-    done = train(small, tmp_path / "two", *TWO[kind], f"rollout.vllm.server={server.url}", installed=False)
+    done = train(tmp_path / "two", *TWO[kind], f"rollout.vllm.server={server.url}", installed=False)
     assert done.returncode == 0, done.stderr
     run = RunDirectory.open(tmp_path / "two" / "run")
     assert sampled(run.path) == sampled(one / "run")
@@ -183,9 +157,7 @@ def test_one_server_for_both_processes(
     assert evidence.endswith("; one server for 2 processes")
 
 
-def test_a_sync_that_the_first_cannot_finish_ends_the_run_with_one_line(
-    small: dict[str, Any], tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_sync_that_the_first_cannot_finish_ends_the_run_with_one_line(tmp_path: Path, server: FakeServer) -> None:
     real, times = server.answer, list[str]()
 
     def answer(path: str, query: dict[str, list[str]], body: Any) -> Any:
@@ -195,7 +167,7 @@ def test_a_sync_that_the_first_cannot_finish_ends_the_run_with_one_line(
         return real(path, query, body)
 
     server.answer = answer  # type: ignore[method-assign]
-    done = train(small, tmp_path / "two", *TWO["ddp"], f"rollout.vllm.server={server.url}", installed=False)
+    done = train(tmp_path / "two", *TWO["ddp"], f"rollout.vllm.server={server.url}", installed=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1, done.stderr
     assert "kept keys and values of the weights before these; resume the run" in done.stderr

@@ -1,17 +1,20 @@
-"""Batches for tests of the learner: real completions with made-up rewards, and one call from scored to learned."""
+"""Batches for tests of the learner: real completions with made-up rewards; from scored to learned; and an oracle."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from mantissa.model import save_model
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect import Sample
 from mantissa.rl.experience import Experience
-from mantissa.rl.learner import Learner, Update
-from mantissa.rl.objective import weigh
+from mantissa.rl.learner import Learner, Update, weigh
 from mantissa.rollout import Completion
 from mantissa.training import StepOutcome
 
@@ -24,6 +27,20 @@ def experience_of(
     owners = [number for number, _ in flat]
     completions = [completion for _, completion in flat]
     return Experience.of([prompts[n] for n in owners], completions, owners, rewards, torch.device("cpu"))
+
+
+def made_up(alive: int = 10, seed: int = 5) -> Experience:
+    """Twelve completions of nobody's in groups of two, ``alive`` of them with an advantage. Tokens below 10."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def tokens(low: int, high: int) -> list[int]:
+        count = int(torch.randint(low, high, (), generator=draw))
+        return torch.randint(2, 10, (count,), generator=draw).tolist()
+
+    prompts = [tokens(2, 5) for _ in range(6)]
+    answers = [[tokens(1, 6) for _ in range(2)] for _ in prompts]
+    groups = [[Completion(tuple(t), torch.full((len(t),), -2.0), "length", 0) for t in each] for each in answers]
+    return experience_of(prompts, groups, [float(i % 2) if i < alive else 1.0 for i in range(12)])
 
 
 def of_samples(samples: Sequence[Sample], rewards: Sequence[float]) -> Experience:
@@ -83,3 +100,24 @@ def dry_update(learner: Learner, experience: Experience, scale: float = 1.0) -> 
 def gradients(learner: Learner, experience: Experience, scale: float = 1.0) -> dict[str, torch.Tensor]:
     """The first of ``dry_update``."""
     return dry_update(learner, experience, scale)[0]
+
+
+def hugging_face(parts: Parts, folder: Path) -> Any:
+    """The policy in transformers, in float64."""
+    from transformers import AutoModelForCausalLM
+
+    save_model(parts.model, parts.tokenizer, folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+
+
+def naive_sequences(
+    model: Any, experience: Experience, temperature: float = 1.0
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of one unpadded sequence after the other: final states, log-probs of the response's tokens, entropies there."""
+    for row in range(len(experience)):
+        prompt, length = int(experience.prompt_length_B[row]), int(experience.length_B[row])
+        tokens = experience.tokens_BT[row, :length]
+        states = model.model(tokens[None]).last_hidden_state[0]
+        distribution = (model.lm_head(states) / temperature).log_softmax(-1)
+        logp = torch.stack([distribution[i - 1, tokens[i]] for i in range(prompt, length)])
+        yield states, logp, -(distribution.exp() * distribution).sum(-1)[prompt - 1 : length - 1]

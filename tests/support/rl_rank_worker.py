@@ -10,7 +10,6 @@ import copy
 import json
 import math
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -30,13 +29,12 @@ from mantissa.model.decoder import Norm
 from mantissa.rl import make_config, resume, start
 from mantissa.rl.assemble import assemble
 from mantissa.rl.experience import Experience
-from mantissa.rl.learner import Learner
-from mantissa.rl.objective import weigh
+from mantissa.rl.learner import Learner, weigh
 from mantissa.rl.session import joined
 from mantissa.rollout import NativeEngine
-from mantissa.runs.directory import RunDirectory
 from mantissa.training import StepOutcome
 from mantissa.training.distributed import whole
+from small_run import no_report, stopped
 from strict_promotion import StrictPromotion
 
 Recipe = dict[str, Any]
@@ -99,11 +97,7 @@ def train(recipe: Recipe, folder: Path) -> dict[str, Any]:
 def go_on(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """Resume a copy of the run ``recipe["of"]`` as if it had been stopped after step 2."""
     if int(os.environ.get("RANK", "0")) == 0:
-        shutil.copytree(recipe["of"], folder)
-        shutil.rmtree(folder / "policy")
-        for step in RunDirectory.open(folder).checkpoint_steps():
-            if step > 2:
-                shutil.rmtree(folder / "checkpoints" / f"step-{step}")
+        stopped(recipe["of"], 2, folder)
     if dist.is_initialized():
         dist.barrier()
     resume(folder, [f"{key}={recipe[key]}" for key in ("nproc", "parallel") if recipe.get(key)])
@@ -207,7 +201,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    mantissa.rl.session.build_report = lambda run: run.report_path  # has tests of its own, and takes longer than a run
+    mantissa.rl.session.build_report = no_report
     dist.init_process_group("gloo")
     for job in json.loads((folder / "jobs.json").read_text()):
         recipe = job["recipe"] | {"nproc": dist.get_world_size()}

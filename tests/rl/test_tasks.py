@@ -1,19 +1,88 @@
-"""A recipe's reward functions, from the file to the metrics; and the code task in a run."""
+"""Tasks in runs: files from jsonl and parquet to the report, a recipe's own reward functions, and programs."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from mantissa.errors import MantissaError
+from mantissa.model import byte_tokenizer, save_model
 from mantissa.rl import load_recipe, make_config, start
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
 from mantissa.runs.directory import RunDirectory
+
+Train = Callable[..., RunDirectory]
+TWO_STEPS = (
+    "steps=2",
+    "warm_start=null",
+    "rollout={prompts: 3, samples: 2, max_tokens: 8, slots: 8}",
+    "evaluation={every: 2, problems: 2, samples: 1}",
+)
+BYTES = ("model.tokenizer=bytes", "model.fresh.max_positions=4096")
+
+
+@pytest.mark.usefixtures("with_report")
+def test_a_plain_file_with_math_verify(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"problem": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(30)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = f"{{kind: dataset, files: {tmp_path / 'sums.jsonl'}, verifier: math_verify, heldout_fraction: 0.2}}"
+    run = train(f"task={task}", *TWO_STEPS, *BYTES)
+    assert "sums.jsonl: 30 rows, 30 problems, 0 duplicates" in " ".join(capsys.readouterr().out.split())
+    rows = run.read_metrics()
+    assert [row["reward/accuracy"] for row in rows] == [0, 0]  # a policy of random bytes
+    assert [row["reward/verifier_errors"] for row in rows] == [0, 0]
+    assert rows[-1]["optim/updates"] == 0
+    assert rows[-1]["eval/greedy_accuracy"] == 0
+    assert "No completion was correct, on any step" in run.report_path.read_text()
+    rollout = run.read_rollouts(1)[0]
+    number = re.search(r"What is (\d+) \+", rollout["prompt"])
+    assert number is not None
+    assert rollout["answer"] == str(2 * int(number[1]))
+
+
+def test_the_dapo_schema_needs_a_chat_template_and_then_runs(
+    train: Train, configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts], tmp_path: Path
+) -> None:
+    path = tmp_path / "dapo.parquet"
+    rows = [
+        {
+            "data_source": "made_up",
+            "prompt": [{"role": "user", "content": f"What is {n} squared? End with Answer: and the number."}],
+            "reward_model": {"ground_truth": str(n * n), "style": "rule"},
+        }
+        for n in range(30)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    task = f"task={{kind: dataset, files: {path}, verifier: dapo, heldout_fraction: 0.2}}"
+    with pytest.raises(MantissaError, match=r"problem made_up-\w+: tokenizer: .* no chat template"):
+        train(task, *TWO_STEPS, *BYTES)
+    assert not list(tmp_path.glob("run-*"))
+    tokenizer = byte_tokenizer()
+    tokenizer.backend.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    model = parts_of(configure(*BYTES)).model
+    save_model(model, tokenizer, tmp_path / "model")
+    run = train(task, *TWO_STEPS, f"model={{path: {tmp_path / 'model'}}}")
+    assert run.read_rollouts(2)[0]["reward"] == -1  # DAPO's rule: 1 or -1
+    assert [row["reward/mean"] for row in run.read_metrics()] == [-1, -1]
+
+
+@pytest.mark.shared_data
+def test_two_steps_on_math500(train: Train, shared_data: Path) -> None:
+    task = f"task={{kind: dataset, files: {shared_data / 'math500.parquet'}, verifier: math_verify, limit: 12}}"
+    rows = train(task, *TWO_STEPS, *BYTES).read_metrics()
+    assert [row["reward/accuracy"] for row in rows] == [0, 0]
+    assert [row["reward/verifier_errors"] for row in rows] == [0, 0]
+
+
+# A recipe's reward functions, from the file to the metrics; and the code task
 
 FUNCTIONS = """
 from mantissa.tasks import batched
@@ -78,29 +147,7 @@ def test_a_function_that_is_not_there_leaves_no_folder(small: dict[str, Any], tm
         assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        (
-            [{"functio": "a:b"}],
-            r"unknown key 'task.reward.0.functio'; did you mean 'function'\? \(known here: function,",
-        ),
-        ([{"function": "a.b"}], "task.reward.0.function: expected package.module:function, .* got 'a.b'"),
-        ("exat", "task.reward: input should be 'exact', 'prefix' or 'result', got 'exat'"),
-        ([{"verifier": "task", "weight": "x"}], "task.reward.0.weight: expected a number, without quotes, got 'x'"),
-    ],
-)
-def test_mistakes_name_the_key(small: dict[str, Any], reward: Any, message: str) -> None:
-    with pytest.raises(MantissaError, match=message):
-        make_config(small | {"task": small["task"] | {"reward": reward}}, "test")
-
-
 CODE = {"kind": "code", "variables": 1, "train_size": 60, "heldout_size": 8, "warm_start_size": 20, "product": False}
-
-
-def test_a_program_may_not_have_longer_than_its_grader(small: dict[str, Any]) -> None:
-    with pytest.raises(MantissaError, match=r"task.time_limit_s=2 is not below grading.timeout_s=2"):
-        make_config(small | {"task": CODE, "grading": {"timeout_s": 2.0}}, "test")
 
 
 def test_the_code_task_runs_and_the_run_records_its_isolation(small: dict[str, Any], tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
-"""Dynamic sampling against a loop over single prompts: what is kept, what is counted, where the data stands."""
+"""From problems to graded completions: draws, groups, rates, dynamic sampling and the price of length, by loops."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -13,14 +15,130 @@ from hypothesis import strategies as st
 
 from mantissa.algorithms import advantage
 from mantissa.errors import MantissaError
-from mantissa.rl.collect import Collector, Sample, by_group, chosen, fate, overlong_penalty, pack, shaped, unpack
-from mantissa.rl.config import DynamicConfig, OverlongConfig, RolloutConfig, RunConfig
-from mantissa.rl.seeds import derive_seed, stream_slice
+from mantissa.model import character_tokenizer
+from mantissa.rl.assemble import Parts
+from mantissa.rl.collect import (
+    Collector,
+    Sample,
+    Sampler,
+    by_group,
+    chosen,
+    fate,
+    overlong_penalty,
+    pack,
+    shaped,
+    success_rates,
+    unpack,
+)
+from mantissa.rl.config import DynamicConfig, OverlongConfig, RolloutConfig
+from mantissa.rl.seeds import derive_seed, generator, stream_slice
 from mantissa.rollout import Completion, SamplingParams
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.metrics import deterministic
-from mantissa.tasks import Problem, Reward
+from mantissa.tasks import Grader, Message, Problem, Reward
 from mantissa.training import load_checkpoint
+from small_run import QUICK, rows_of
+
+
+@settings(deadline=None)
+@given(population=st.integers(1, 40), start=st.integers(0, 200), count=st.integers(0, 100), seed=st.integers(0, 9))
+def test_any_slice_is_the_long_streams(population: int, start: int, count: int, seed: int) -> None:
+    epochs = -(-(start + count) // population) if start + count else 0
+    long: list[int] = []
+    for epoch in range(epochs):  # an independent writing of the stream: whole epochs, one after another
+        digest = hashlib.sha256(f"{seed}/prompts/{epoch}".encode()).digest()
+        shuffled = torch.randperm(
+            population, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") // 2)
+        )
+        assert sorted(shuffled.tolist()) == list(range(population))
+        long += shuffled.tolist()
+    assert stream_slice(population, start, count, seed, "prompts") == long[start : start + count]
+
+
+def test_purposes_and_seeds_have_streams_of_their_own() -> None:
+    names = [(0, "prompts"), (1, "prompts"), (0, "update"), (0, "prompts", 0), (0, 0, "prompts")]
+    assert len({derive_seed(*name) for name in names}) == len(names)
+    assert all(0 <= derive_seed(*name) < 2**63 for name in names)
+    draws = {tuple(torch.randint(1000, (4,), generator=generator(*name)).tolist()) for name in names}
+    assert len(draws) == len(names)
+    assert derive_seed(0, "rollout", 1) == 8911054625556009685  # on every machine
+
+
+@pytest.fixture
+def parts(made: Callable[..., Parts]) -> Parts:
+    return made("precision=fp32")
+
+
+def test_a_completion_depends_on_seed_problem_index_and_sample_alone(parts: Parts) -> None:
+    sampler, problems = parts.sampler, parts.task.split("train", 6)
+    params = sampler.params(6, 1.0)
+    whole = sampler.sample(problems, 4, params, 0, 7, "test")
+    again = sampler.sample(problems[:2], 3, params, 0, 7, "test")
+    for number, same in enumerate(again):
+        sample = whole[4 * (number // 3) + number % 3]
+        assert (sample.group, sample.prompt, sample.completion.tokens) == (
+            same.group, same.prompt, same.completion.tokens,
+        )  # fmt: skip
+        # to rounding: batches of another size go through other kernels of the matrix product
+        torch.testing.assert_close(sample.completion.logp_T, same.completion.logp_T, rtol=0, atol=1e-5)
+    other = sampler.sample(problems, 4, params, 0, 8, "test")
+    assert [s.completion.tokens for s in other] != [s.completion.tokens for s in whole]
+    assert len({s.completion.tokens for s in whole[:4]}) > 1  # the samples of one prompt are draws of their own
+
+
+def test_texts_are_flat_in_group_order_without_end_tokens(parts: Parts) -> None:
+    problems = parts.task.split("train", 3)
+    sampled = parts.sampler.sample(problems, 2, parts.sampler.params(6, 1.0), 0, 7, "test")
+    letters = parts.task.alphabet
+    assert letters is not None
+    for number, sample in enumerate(sampled):
+        problem = problems[number // 2]
+        spelled = "".join(letters[t - 2] for t in sample.completion.tokens if t >= 2)  # 0 pad, 1 eos
+        assert (sample.problem, sample.group, sample.text) == (problem, number // 2, spelled)
+        assert list(sample.prompt) == [letters.index(c) + 2 for c in str(problem.prompt)]
+
+
+def test_success_rates_belong_to_their_own_problem() -> None:
+    completion, problem = Completion((1,), torch.zeros(1), "stop", 0), Problem("p", "1=", "1", "s")
+    sampled = [Sample(problem, group, (1,), completion, "") for group in (0, 0, 3, 3, 3, 3, 4)]
+    verdicts = [True, False, True, False, False, False, True]
+    rewards = [Reward(-1.0 if correct else 9.0, correct) for correct in verdicts]  # rates count verdicts, not rewards
+    assert success_rates(sampled, rewards) == [0.5, 0.25, 1.0]
+
+
+def test_accuracy_is_the_mean_over_problems_of_what_the_verifier_says(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = parts.task.split("heldout", 8)
+    params = parts.sampler.params(6, 1.0)
+    seen: list[bool] = []
+
+    def verdict(pairs: list[tuple[Problem, str]]) -> list[Reward]:
+        seen[:] = [len(text) % 2 == 0 for _, text in pairs]
+        return [Reward(0.0, correct) for correct in seen]
+
+    monkeypatch.setattr(parts.sampler.grader, "grade", verdict)
+    accuracy = parts.sampler.accuracy(problems, 3, params, 0, 1, "test")
+    assert len(seen) == 24
+    assert accuracy == pytest.approx(sum(seen) / 24)
+    assert 0 < accuracy < 1
+
+
+def test_greedy_accuracy_does_not_depend_on_the_seed(parts: Parts) -> None:
+    problems = parts.task.split("train", 4)
+    greedy = parts.sampler.params(6, 0.0)
+    first, second = (parts.sampler.sample(problems, 1, greedy, 0, seed) for seed in (1, 2))
+    assert [s.text for s in first] == [s.text for s in second]
+
+
+def test_a_prompt_that_cannot_be_written_names_its_problem(parts: Parts) -> None:
+    sampler = Sampler(parts.sampler.engine, character_tokenizer("0123"), Grader(parts.task.verifier))
+    with pytest.raises(MantissaError, match="problem p-7: tokenizer: '19=' holds '9='"):
+        sampler.encode(Problem("p-7", "19=", "1", "s"))
+    with pytest.raises(MantissaError, match=r"problem p-8: .*no chat template"):
+        sampler.encode(Problem("p-8", (Message("user", "12"),), "1", "s"))
+
+
+# Dynamic sampling against a loop over single prompts: what is kept, what is counted, where the data stands
 
 CPU = torch.device("cpu")
 PROBLEMS = [Problem(f"p-{i}", "x", "1", "s") for i in range(9)]
@@ -197,28 +315,31 @@ def test_batches_survive_a_checkpoint_to_the_last_bit() -> None:
     assert pack([]) == ({}, [])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["rollout.dynamic={}", "rollout.samples=1"], "rollout: dynamic drops groups .*use 2 or more"),
-        (["rollout.dynamic.max_generation_batches=0"], r"max_generation_batches: .*got 0"),
-        (["rollout.dynamic.when_exhausted=stop"], r"rollout\.dynamic\.when_exhausted: .*got 'stop'"),
-        (["rollout.dynamic.max_batches=3"], r"unknown key 'rollout\.dynamic\.max_batches'"),
-    ],
-)
-def test_mistakes(configure: Callable[..., RunConfig], overrides: list[str], message: str) -> None:
-    with pytest.raises(MantissaError, match=message):
-        configure(*overrides)
+@given(st.integers(2, 20480), st.data())
+def test_the_formula_in_fractions(max_tokens: int, data: st.DataObject) -> None:
+    buffer = data.draw(st.integers(1, max_tokens - 1))
+    length = data.draw(st.integers(1, max_tokens))
+    factor = data.draw(st.floats(0.01, 100))
+    expected = min(Fraction(0), Fraction(-(length - (max_tokens - buffer)), buffer) * Fraction(factor))
+    found = overlong_penalty(length, max_tokens, OverlongConfig(buffer=buffer, factor=factor))
+    assert found == pytest.approx(float(expected), rel=1e-14)
+    assert overlong_penalty(length, max_tokens, None) == 0
 
 
-QUICK = ("steps=3", "warm_start.steps=4", "warm_start.evaluate_every=4", "task.reward=prefix", "evaluation=null")
+def test_the_verdict_and_the_error_stay() -> None:
+    reward = Reward(1.0, True, "late")
+    assert shaped(reward, -0.25) == Reward(0.75, True, "late")
+    assert shaped(reward, 0.0) is reward
+
+
+RUN = (*QUICK, "steps=3", "evaluation=null")
 
 
 def test_a_run_trains_on_full_batches_that_all_carry_a_gradient(train: Callable[..., RunDirectory]) -> None:
     more = ("rollout.dynamic.batch_prompts=3", "checkpoint.every=1")
-    run, again = train(*QUICK, *more), train(*QUICK, *more)
+    run, again = train(*RUN, *more), train(*RUN, *more)
     rows = run.read_metrics()
-    assert [deterministic(row) for row in rows] == [deterministic(row) for row in again.read_metrics()]
+    assert rows_of(run.path) == rows_of(again.path)
     for row in rows:
         rollouts = run.read_rollouts(row["step"])
         assert len(rollouts) == 8 * 4
@@ -232,12 +353,35 @@ def test_a_run_trains_on_full_batches_that_all_carry_a_gradient(train: Callable[
 
 
 def test_a_run_out_of_tries_stops_or_goes_on(train: Callable[..., RunDirectory]) -> None:
-    hopeless = (*QUICK, "task.reward=exact", "warm_start=null", "rollout.dynamic.max_generation_batches=2")
+    hopeless = (*RUN, "task.reward=exact", "warm_start=null", "rollout.dynamic.max_generation_batches=2")
     with pytest.raises(MantissaError, match=r"rollout\.dynamic: 0 of 8 groups .* 2 generation batches \(16 prompts: 0"):
         train(*hopeless)
     for row in train(*hopeless, "rollout.dynamic.when_exhausted=continue").read_metrics():
         assert (row["dynamic/trained"], row["dynamic/all_wrong"], row["optim/updates"]) == (0, 16, 0)
-    few = (*QUICK, "rollout.dynamic={max_generation_batches: 1, when_exhausted: continue, batch_prompts: 2}")
+    few = (*RUN, "rollout.dynamic={max_generation_batches: 1, when_exhausted: continue, batch_prompts: 2}")
     run = train(*few, "optimizer.updates_per_batch=32")  # more updates than completions that are left: empty parts
     assert all(row["dynamic/prompts"] == 2 for row in run.read_metrics())
     assert all(0 < len(run.read_rollouts(step)) <= 8 for step in (1, 2, 3))
+
+
+def test_a_run_penalises_the_reward_and_not_the_accuracy(
+    train: Callable[..., RunDirectory], finished: Callable[..., RunDirectory]
+) -> None:
+    plain = finished(*QUICK).read_rollouts(1)
+    run = train(*QUICK, "steps=1", "evaluation=null", "rollout.overlong={buffer: 4, factor: 3}")
+    first, penalised = run.read_metrics()[0], run.read_rollouts(1)
+    penalty = {1: 0.0, 2: 0.0, 3: -0.75, 4: -1.5, 5: -2.25, 6: -3.0}
+    assert [row["tokens"] for row in penalised] == [row["tokens"] for row in plain]
+    for row, before in zip(penalised, plain, strict=True):
+        assert row["reward"] == pytest.approx(before["reward"] + penalty[row["length"]], abs=1e-12)
+        assert row["correct"] == before["correct"]
+    lengths = [row["length"] for row in penalised]
+    assert len(set(lengths)) > 2
+    assert first["reward/overlong_penalty"] == pytest.approx(sum(penalty[n] for n in lengths) / len(lengths))
+    assert first["reward/overlong_fraction"] == sum(n > 2 for n in lengths) / len(lengths)
+    assert first["reward/accuracy"] == sum(row["correct"] for row in plain) / len(plain)
+    assert first["reward/mean"] == pytest.approx(sum(row["reward"] for row in penalised) / len(penalised), rel=1e-6)
+    for start in range(0, len(penalised), 4):  # dr_grpo: the shaped reward, less the group's mean of it
+        group = penalised[start : start + 4]
+        mean = sum(row["reward"] for row in group) / 4
+        assert [row["advantage"] for row in group] == pytest.approx([row["reward"] - mean for row in group], abs=1e-6)
