@@ -60,10 +60,11 @@ $(TRITON)/.installed: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) triton==3.6.0
 	touch $@
 
-TRITON_TESTS = PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/kernels
+TRITON_TESTS = PYTHONPATH=$(TRITON) $(BIN)/python -m pytest
 test-triton: $(TRITON)/.installed
-	TRITON_INTERPRET=1 $(TRITON_TESTS) -k "triton or exact_native"
-	$(TRITON_TESTS) -k triton_compile
+	TRITON_INTERPRET=1 $(TRITON_TESTS) tests/kernels -k "triton or exact_native"
+	TRITON_INTERPRET=1 $(TRITON_TESTS) tests/bench -m variants -k gpu_exact
+	$(TRITON_TESTS) tests/kernels -k triton_compile
 
 # Everything that this machine can run: the suite, what it leaves out, and the Triton kernels.
 test-all: $(STAMP) test-triton

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 from strict_promotion import StrictPromotion
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a script that put the suite in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or the runs that tests interrupt would ignore it too
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
