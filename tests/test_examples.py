@@ -126,8 +126,8 @@ def test_the_compat_example(run: Run) -> None:
     assert scaled[0]["current_scale"] == 1024.0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.variants), "fsdp2"])
+@pytest.mark.variants
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_the_distributed_example_goes_on_where_it_was(kind: str, tmp_path: Path) -> None:
     """Two ranks, one with three times the data of the other; interrupted after two epochs of four, or not at all."""
     started("distributed", kind, str(tmp_path / "run.pt"), "2", processes=2)

@@ -172,7 +172,9 @@ def recipe(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(RUNS))
+@pytest.mark.parametrize(
+    "name", ["ahead", *(pytest.param(name, marks=pytest.mark.variants) for name in RUNS if name != "ahead")]
+)
 def test_a_run_killed_everywhere_ends_with_the_bits_of_one_left_alone(
     name: str, server: Server, recipe: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -50,19 +50,20 @@ class StrictPromotion(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Every operation of the suite comes by: what is usual, tensors among the positional arguments, is looked at
         # without a call or a set.
-        found = None
-        usual = not kwargs
+        kwargs = kwargs or {}
+        found, usual = None, True
         for value in args:
             if isinstance(value, Tensor):
                 dtype = value.dtype
                 if dtype is not found and dtype.is_floating_point and value.dim():
-                    usual &= found is None
+                    usual = usual and found is None
                     found = dtype
             elif isinstance(value, (list, tuple)):
-                usual = False
+                usual = usual and not any(isinstance(each, Tensor) for each in value)
+        for value in kwargs.values():
+            usual = usual and not isinstance(value, (Tensor, list, tuple))
         if usual:
-            return func(*args)
-        kwargs = kwargs or {}
+            return func(*args, **kwargs)
         name = func._schema.name
         if name not in _CROSSING and not name.startswith(_FUSED_ATTENTION):
             values = (*args, *kwargs.values())

@@ -50,6 +50,7 @@ class Tokenizer:
         declared = (backend.pad_token_id, self.generation.get("pad_token_id"), self.eos_ids[0])
         usable = (int(i) for i in declared if i is not None and number(i, 0, self.vocab_size - 1, whole=True))
         self.pad_id: int = next(usable)  # padding is masked: any valid id will do
+        self._repeats = _repeats(backend)
         self._prefix = _prefix(backend)
         self._alphabet = _alphabet(backend)
         self._lost = _lost_bytes(backend)
@@ -73,9 +74,12 @@ class Tokenizer:
             return self._ids(text)
 
     def _ids(self, text: str) -> list[int]:
-        # a tokenizer's regular expressions can take hours, in Rust, where neither a signal nor ``time_limit`` reaches
-        seconds = _ENCODE_S + len(text) / _SLOWEST
-        return finished(seconds, lambda: list(self.backend(text, add_special_tokens=False, verbose=False).input_ids))
+        def ids() -> list[int]:
+            return list(self.backend(text, add_special_tokens=False, verbose=False).input_ids)
+
+        # a tokenizer's regular expressions can take hours, in Rust, where neither a signal nor ``time_limit`` reaches;
+        # where none can, a thread would be most of the time
+        return finished(_ENCODE_S + len(text) / _SLOWEST, ids) if self._repeats else ids()
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; special tokens are skipped. Bytes that are not UTF-8 become U+FFFD."""
@@ -260,6 +264,13 @@ def _alphabet(backend: Any) -> frozenset[str] | None:
     if not plain or backend.unk_token is not None or any(len(letter) > 1 for letter in letters):
         return None
     return frozenset(letters)
+
+
+def _repeats(backend: Any) -> bool:
+    """Whether a regular expression of the tokenizer's file repeats something; any other takes no time to speak of."""
+    rust = getattr(backend, "backend_tokenizer", None)
+    expressions = re.findall(r'"Regex":"((?:[^"\\]|\\.)*)"', "" if rust is None else rust.to_str())
+    return any(set("*+{") & set(expression) for expression in expressions)
 
 
 def _lost_bytes(backend: Any) -> frozenset[int]:
