@@ -21,8 +21,8 @@ so that every step learns from as many groups. What is kept is the first ``rollo
 the prompts, not of completion: short responses are not favoured. Groups beyond them (the surplus of the last generation
 batch) are dropped as well; a later step would train on them with older weights.
 
-Which prompts a policy sees then depends on the policy: accuracy over what was trained on is pulled towards one half,
-and says little. ``reward/accuracy`` is over everything sampled; ``reward/accuracy_trained`` is the other.
+Accuracy over what was trained on is then pulled towards one half, and says little. ``reward/accuracy`` is over
+everything sampled; ``reward/accuracy_trained`` is the other.
 
 **In turn with learning, or ahead of it.** In turn, the learner waits for the sampler and the sampler for the learner.
 Ahead, step k is sampled by the weights after step ``max(0, k - 1 - behind)`` while the learner works on the steps
@@ -30,21 +30,18 @@ before k: its completions are old, by a lag that is known and bounded. Nothing e
 are taken under its weights at the update, the rollout's are those of the weights that sampled, and the correction works
 on their ratio, which now holds the lag beside the gap.
 
-The schedule is fixed. A scheme that takes whatever weights are newest when a sample begins would depend on the clock,
-and no run could be repeated; this one gives the same numbers however the threads are timed. What it costs is waiting
-where the two are unequal: a step takes as long as the slower of sampling and learning.
+The schedule is fixed: with whatever weights are newest when a sample begins, no run could be repeated. What it costs is
+waiting where the two are unequal: a step takes as long as the slower of sampling and learning.
 
 ``behind`` counts RL steps, ``rollout.max_policy_lag`` policy versions, that is optimiser steps: a batch is learned from
 in ``optimizer.updates_per_batch`` of them, so ``behind = max_policy_lag // updates_per_batch``. A skipped step makes no
 version, so the lag is at most that, and is checked for every completion.
 
-A checkpoint after step k holds the batches of the ``behind`` steps after it, as they were sampled: the weights that
-made them are gone. To write it the loop waits for them. The one batch that the checkpoint's own weights sample is not
-in it; a resume samples it again.
+A checkpoint after step k holds the batches of the ``behind`` steps after it, for which the loop waits: the weights that
+made them are gone. The one batch that the checkpoint's own weights sample is not in it; a resume samples it again.
 
-One Python thread samples: on a CPU with a third of torch's threads, the learner keeps the others; on a GPU on a stream
-of its own. vLLM, whose processes do the work then, gets that third. Evaluation uses the same engine, between two
-batches.
+One Python thread samples: on a CPU with a third of torch's threads (vLLM's processes then get that third), on a GPU on
+a stream of its own. Evaluation uses the same engine, between two batches.
 """
 
 from __future__ import annotations
@@ -65,8 +62,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mantissa.bounds import boundary, count
-from mantissa.bounds import number as is_number
+from mantissa.bounds import boundary, count, number
 from mantissa.errors import MantissaError
 from mantissa.model import Tokenizer
 from mantissa.ranks import ALONE, Ranks
@@ -273,7 +269,7 @@ class Batch:
 
     def experience(self, device: torch.device) -> Experience:
         """As tensors; groups numbered from 0."""
-        numbers = {group: number for number, group in enumerate(dict.fromkeys(s.group for s in self.samples))}
+        numbers = {group: index for index, group in enumerate(dict.fromkeys(s.group for s in self.samples))}
         return Experience.of(
             [sample.prompt for sample in self.samples],
             [sample.completion for sample in self.samples],
@@ -416,11 +412,11 @@ def _one_unpacked(
         "tokens": tokens.dtype == torch.int64 and bool(((tokens >= 0) & (tokens < embeddings)).all()),
         "lengths": lengths.dtype == torch.int64 and bool((lengths >= 1).all()) and int(lengths.sum()) == len(tokens),
         "logp": logp.dtype == torch.float32 and logp.shape == tokens.shape,
-        "indices": all(is_number(index, 0, len(problems) - 1, whole=True) for index in indices),
+        "indices": all(number(index, 0, len(problems) - 1, whole=True) for index in indices),
         "groups": len(indices) > 0 and len(lengths) % len(indices) == 0,
         "finish_reasons": len(reasons) == len(lengths) and set(reasons) <= {"stop", "length"},
         "rewards": len(state["rewards"]) == len(lengths)
-        and all(is_number(each[0], -math.inf, math.inf) for each in state["rewards"]),
+        and all(number(each[0], -math.inf, math.inf) for each in state["rewards"]),
         "metrics": all(isinstance(value, (int, float)) for value in state["metrics"].values()),
     }
     wrong = next((name for name, good in checks.items() if not good), None)
@@ -430,8 +426,8 @@ def _one_unpacked(
     prompts = [sampler.encode(problems[index]) for index in indices]
     completions = _unpacked((tokens, lengths.tolist(), logp, reasons, version, [None] * len(lengths)))
     samples = []
-    for number, completion in enumerate(completions):
-        group = number // size
+    for place, completion in enumerate(completions):
+        group = place // size
         text = sampler.tokenizer.decode(completion.tokens)
         samples.append(Sample(problems[indices[group]], group, prompts[group], completion, text))
     rewards = [Reward(*reward) for reward in state["rewards"]]
