@@ -223,6 +223,7 @@ def test_float64_against_exact_fractions(value: float, fmt: NumberFormat) -> Non
     x = torch.tensor([value], dtype=torch.float64)
     expected = torch.tensor([fraction_oracle(value, fmt)], dtype=torch.float64)
     assert same_bits(round_to_format(x, fmt), expected)
+    assert same_bits(round_to_format_(x.clone(), fmt), expected)
 
 
 def test_float64_keeps_what_fp32_cannot_hold_out_of_an_fp32_grid() -> None:
