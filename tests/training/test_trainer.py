@@ -57,14 +57,21 @@ def test_a_nan_loss_with_finite_gradients_costs_its_step_and_no_more(
     assert same(state(ours), state(plain))
 
 
-def test_accumulation_is_the_mean_over_micro_batches() -> None:
+@pytest.mark.parametrize("halves", [False, True], ids=["step", "forward, backward"])
+def test_accumulation_is_the_mean_over_micro_batches(halves: bool) -> None:
     ours, plain = nn.Linear(6, 3), nn.Linear(6, 3)
     plain.load_state_dict(ours.state_dict())
     trainer = trainer_of(ours, accumulate=4)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
     kinds = []
     for i, batch in enumerate(data(8)):
-        kinds.append(str(trainer.step(batch, cross_entropy)))
+        if halves:
+            loss = trainer.forward_loss(batch, cross_entropy)
+            if i % 4 == 0:
+                ours.weight.grad = torch.ones_like(ours.weight)  # of something between, which is not this loss's
+            kinds.append(str(trainer.backward_step(loss)))
+        else:
+            kinds.append(str(trainer.step(batch, cross_entropy)))
         (cross_entropy(plain, batch) / 4).backward()
         if i % 4 == 3:
             optimizer.step()

@@ -237,6 +237,16 @@ for i in range(start, 10**9):
 
 
 @pytest.mark.slow
+def test_weights_of_another_width_are_taken(tmp_path: Path) -> None:
+    saved, ours, path = nn.Linear(6, 3), nn.Linear(6, 3), tmp_path / "file.pt"
+    trainer_of(saved).save_checkpoint(path)
+    content = read_file(path)
+    content["model_state_dict"] = {n: v.to(torch.bfloat16) for n, v in content["model_state_dict"].items()}
+    write_file(path, content)
+    trainer_of(ours).load_checkpoint(path)
+    assert same(state(ours), {name: value.to(torch.bfloat16).float() for name, value in state(saved).items()})
+
+
 def test_killed_at_any_instant_there_is_a_whole_file(tmp_path: Path) -> None:
     """kill -9 at random moments while files are being written: what is there loads, and is the newest or the last."""
     path, start = tmp_path / "run.pt", 0
