@@ -78,7 +78,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 def finished(seconds: float, call: Callable[[], T]) -> T:
     """What ``call`` gives, in a thread of its own; ``TimeoutError`` after ``seconds``, inside a call into C too.
 
-    The thread is then left behind, at work; it ends with the process. For ``time_limit``'s one exception.
+    The thread is then left behind, at work; it ends with the process. The call must let other threads go on.
     """
     got: list[T] = []
     raised: list[BaseException] = []

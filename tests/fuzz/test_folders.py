@@ -140,14 +140,33 @@ def test_regex_bombs_in_a_tokenizer(pattern: str, folder: Path) -> None:
     attempt(lambda: load_tokenizer(folder).encode("x" * 50 + "z"))
 
 
-def test_a_regex_that_stays_below_its_librarys_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mantissa.model.tokenizer._ENCODE_S", 0.1)
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(x*)(x*)(x*)(x*)y"}, "behavior": "Isolated",
-                                "invert": False}  # fmt: skip
+SLOW = {"pattern": {"Regex": "(x*)(x*)(x*)(x*)y"}}  # below its library's limit, and yet: length^4
+
+
+@pytest.mark.parametrize("part", ["pre_tokenizer", "decoder"])
+def test_a_regex_that_stays_below_its_librarys_limit(part: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mantissa.model.tokenizer._MOST_S", 0.1)
+    content, text = json.loads((folder / "tokenizer.json").read_text()), "x" * 110 + "zy"
+    ids = load_tokenizer(folder).encode(text)
+    if part == "decoder":
+        slow = {"type": "Replace", "content": "q"} | SLOW
+        content[part] = {"type": "Sequence", "decoders": [content[part], {"type": "Fuse"}, slow]}
+    else:
+        content[part] = {"type": "Split", "behavior": "Isolated", "invert": False} | SLOW
     (folder / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = load_tokenizer(folder)
-    assert "took longer than 0.1" in str(attempt(tokenizer.encode, "x" * 110 + "zy"))
+    error = attempt(tokenizer.decode, ids) if part == "decoder" else attempt(tokenizer.encode, text)
+    assert "took longer than 0.1" in str(error)
+
+
+@pytest.mark.parametrize("pattern", ["(x+x+)+y", "((x*)*)*\\Z.y"])
+def test_a_decoders_regex_that_its_library_gives_up(pattern: str, folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    slow = {"type": "Replace", "pattern": {"Regex": pattern}, "content": "q"}
+    content["decoder"] = {"type": "Sequence", "decoders": [content["decoder"], {"type": "Fuse"}, slow]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(folder)
+    assert "it cannot decode these tokens" in str(attempt(tokenizer.decode, tokenizer.encode("x" * 50 + "zy")))
 
 
 json_values = st.recursive(

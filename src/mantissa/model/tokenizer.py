@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mantissa.bounds import LARGEST_SIZE, boundary, finished, number, time_limit
 from mantissa.errors import MantissaError
@@ -27,8 +27,12 @@ from mantissa.model.gguf import gguf_tokenizer
 from mantissa.model.hub import find_model, read_json
 
 _TEMPLATE_S = 2.0  # for one chat template with one prompt; a millisecond is usual
-_ENCODE_S, _SLOWEST = 5.0, 1e5  # for one text, and characters a second beyond; a millisecond and millions are usual
+_MOST_S, _SLOWEST = (
+    5.0,
+    1e5,
+)  # for one text, and characters or tokens a second beyond; a millisecond and millions are usual
 PAD, EOS = "<pad>", "<eos>"
+T = TypeVar("T")
 Message = Mapping[str, str]
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class: its name before and since 5.0
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -50,7 +54,9 @@ class Tokenizer:
         declared = (backend.pad_token_id, self.generation.get("pad_token_id"), self.eos_ids[0])
         usable = (int(i) for i in declared if i is not None and number(i, 0, self.vocab_size - 1, whole=True))
         self.pad_id: int = next(usable)  # padding is masked: any valid id will do
-        self._repeats = _repeats(backend)
+        rust = getattr(backend, "backend_tokenizer", None)
+        self._slow_to_encode = rust is not None and (_repeats(rust.normalizer) or _repeats(rust.pre_tokenizer))
+        self._slow_to_decode = rust is not None and _repeats(rust.decoder)
         self._prefix = _prefix(backend)
         self._alphabet = _alphabet(backend)
         self._lost = _lost_bytes(backend)
@@ -77,13 +83,15 @@ class Tokenizer:
         def ids() -> list[int]:
             return list(self.backend(text, add_special_tokens=False, verbose=False).input_ids)
 
-        # a tokenizer's regular expressions can take hours, in Rust, where neither a signal nor ``time_limit`` reaches;
-        # where none can, a thread would be most of the time
-        return finished(_ENCODE_S + len(text) / _SLOWEST, ids) if self._repeats else ids()
+        return _in_time(len(text), ids) if self._slow_to_encode else ids()
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; special tokens are skipped. Bytes that are not UTF-8 become U+FFFD."""
-        return self.backend.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        with boundary("tokenizer", "it cannot decode these tokens; check or fetch its files again"):
+            if self._slow_to_decode:
+                whole = self.backend.backend_tokenizer.decode_batch  # unlike ``decode`` it lets other threads go on
+                return _in_time(len(ids), lambda: str(whole([list(ids)], skip_special_tokens=True)[0]))
+            return self.backend.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids that a response continues.
@@ -266,11 +274,16 @@ def _alphabet(backend: Any) -> frozenset[str] | None:
     return frozenset(letters)
 
 
-def _repeats(backend: Any) -> bool:
-    """Whether a regular expression of the tokenizer's file repeats something; any other takes no time to speak of."""
-    rust = getattr(backend, "backend_tokenizer", None)
-    expressions = re.findall(r'"Regex":"((?:[^"\\]|\\.)*)"', "" if rust is None else rust.to_str())
+def _repeats(part: Any) -> bool:
+    """Whether a regular expression of a tokenizer's part repeats something; any other takes no time to speak of."""
+    expressions = [] if part is None else re.findall(r'"Regex":"((?:[^"\\]|\\.)*)"', part.__getstate__().decode())
     return any(set("*+{") & set(expression) for expression in expressions)
+
+
+def _in_time(length: int, call: Callable[[], T]) -> T:
+    """``call()``, which may meet a regular expression that takes hours, in Rust, where neither a signal nor
+    ``time_limit`` reaches. Not for every call: a thread takes longer than most texts do."""
+    return finished(_MOST_S + length / _SLOWEST, call)
 
 
 def _lost_bytes(backend: Any) -> frozenset[int]:
