@@ -1,0 +1,1 @@
+"""What is wrong between the policy that samples and the policy that learns, from both sides' log-probs."""

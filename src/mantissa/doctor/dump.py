@@ -1,0 +1,62 @@
+"""The same tokens scored by two policies, as any framework may have saved them: what every part of the doctor reads.
+
+Legend: S sequences, N response positions of all of them, d = log-prob by the learner - log-prob by the rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One sequence. T tokens, prompt included; R = T - ``prompt_length`` response positions.
+
+    ``tokens``: int64 [T]. ``rollout_logp``, ``learner_logp``: float64 [R], nats, as they were saved; NaN where a side
+    gave none. ``mask``: bool [R], False where a position is not to be compared (a tool's answer, padding).
+    ``rollout_version``, ``learner_version``: of each side's weights. ``group``: what shares a prompt. Each of the last
+    three is None where the file does not say.
+    """
+
+    tokens: np.ndarray
+    prompt_length: int
+    rollout_logp: np.ndarray
+    learner_logp: np.ndarray
+    mask: np.ndarray
+    rollout_version: int | None = None
+    learner_version: int | None = None
+    group: int | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the log-probs came to be, as far as the file says; None is "it does not say".
+
+    ``temperature``, ``top_k`` (0 is off), ``top_p``: of the sampling. ``logprobs_mode``: vLLM's word,
+    ``raw_logprobs`` or ``processed_logprobs``. ``rollout_format``, ``learner_format``: names of number formats.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    logprobs_mode: str | None = None
+    rollout_format: str | None = None
+    learner_format: str | None = None
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What a file or a run holds. ``framework``: who wrote it (``mantissa``, ``nemo-rl``, ..., ``plain``).
+
+    ``path``: where it was read. ``run``: the run's folder where it is one of ours.
+    """
+
+    framework: str
+    path: Path
+    sequences: Sequence[Scored]
+    settings: Settings = field(default_factory=Settings)
+    run: Path | None = None
