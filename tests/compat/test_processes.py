@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import compat_worker
-from toys import torchrun
+from launched import torchrun
 
 pytestmark = pytest.mark.slow
 TOGETHER = ("learn", "inf_on_rank_1", "options")

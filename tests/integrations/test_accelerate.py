@@ -9,8 +9,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import accelerate_worker
+from launched import torchrun
 from mantissa.training import PrecisionTrainer
-from toys import cross_entropy, data, mlp, quiet, same, state, torchrun, trainer_of
+from toys import cross_entropy, data, mlp, quiet, same, state, trainer_of
 
 accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantissa[accelerate]'")
 

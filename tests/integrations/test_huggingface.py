@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from launched import torchrun
 from mantissa.errors import MantissaError
 from mantissa.jsonl import JsonLines
 from mantissa.training import ScalerConfig
-from toys import OverflowsAbove, cross_entropy, data, fragile, mlp, quiet, same, state, torchrun, trainer_of
+from toys import OverflowsAbove, cross_entropy, data, fragile, mlp, quiet, same, state, trainer_of
 
 pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantissa[accelerate]'")
 from transformers import Trainer, TrainerCallback, TrainingArguments

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from launched import torchrun
 from mantissa.errors import MantissaError
 from mantissa.training import ScalerConfig
-from toys import Batch, OverflowsAbove, cross_entropy, data, fragile, mlp, quiet, same, state, torchrun, trainer_of
+from toys import Batch, OverflowsAbove, cross_entropy, data, fragile, mlp, quiet, same, state, trainer_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Lightning's own, at import

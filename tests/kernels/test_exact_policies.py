@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 import exact_worker
 from exact_policies import FAMILIES, FORMATS, Policies, exactly, make_model, ragged
+from launched import torchrun
 from mantissa.kernels import ExactKernels
 from mantissa.kernels.exact.plan import WAYS
 from mantissa.model import Decoder, LoraShape, attach, trained_parameters
@@ -158,8 +158,8 @@ def test_whatever_the_threads_a_token_has_one_log_prob(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_with_sharded_weights(tmp_path: Path) -> None:
     """FSDP2 on gloo: each rank's own samples, weights gathered for each layer, before and after an update."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run_worker(["fp32", "bf16"], tmp_path, {"OMP_NUM_THREADS": "1"}, torchrun)
+    done = torchrun(2, exact_worker.__file__, tmp_path, "fp32", "bf16")
+    assert done.returncode == 0, done.stderr[-3000:]
     for rank in (0, 1):
         for precision, (compared, different, moved) in torch.load(tmp_path / f"{rank}.pt").items():
             assert compared > 300
@@ -167,8 +167,8 @@ def test_two_ranks_with_sharded_weights(tmp_path: Path) -> None:
             assert moved > 0.005
 
 
-def run_worker(arguments: list[str], folder: Path, environment: dict[str, str], launcher: Sequence[str] = ()) -> None:
-    command = [sys.executable, *launcher, exact_worker.__file__, str(folder), *arguments]
+def run_worker(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, exact_worker.__file__, str(folder), *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=240, env=os.environ | environment
     )

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +21,7 @@ from torch import Tensor
 import rl_rank_worker
 import small_run
 from experiences import hugging_face, naive_sequences, sampled
+from launched import torchrun
 from mantissa.rl import make_config
 from mantissa.rl.assemble import assemble
 from mantissa.rl.replay import read_case, replay
@@ -109,10 +107,7 @@ class Setting:
         folder = self.folder / str(world)
         folder.mkdir()
         (folder / "jobs.json").write_text(json.dumps([job for kind in KINDS for job in self.jobs(kind, world)]))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        command += [rl_rank_worker.__file__, str(folder)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, env=environment)
+        done = torchrun(world, rl_rank_worker.__file__, folder)
         assert done.returncode == 0, done.stderr[-6000:]
         return folder
 

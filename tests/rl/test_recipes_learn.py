@@ -111,7 +111,7 @@ def learn(warm: Callable[[str, int], RunDirectory], recipe: str, seed: int, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["demo", "lora"])
+@pytest.mark.parametrize("recipe", ["demo", pytest.param("lora", marks=pytest.mark.variants)])
 def test_held_out_accuracy_rises_from_one_seed(
     warm: Callable[[str, int], RunDirectory], recipe: str, tmp_path: Path
 ) -> None:

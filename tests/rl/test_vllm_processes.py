@@ -114,9 +114,10 @@ def test_each_process_has_a_vllm_and_they_sample_what_one_does(tmp_path: Path, o
     ("fault", "message"),
     [
         ({"breaks": "core died"}, "vLLM 0.32.0 failed: core died; its own messages above say more"),
-        pytest.param({"keeps": "lm_head"}, "sync: vLLM 0.32.0 computes with other", marks=pytest.mark.variants),
+        ({"keeps": "lm_head"}, "sync: vLLM 0.32.0 computes with other"),
     ],
 )
+@pytest.mark.variants  # one process: tests/rl/test_engines.py; one line for two: the next test
 def test_a_fault_of_one_ends_the_run_with_one_line(tmp_path: Path, fault: dict[str, Any], message: str) -> None:
     done = train(tmp_path / "two", *TWO["ddp"], faults={"1": fault})
     assert done.returncode == 2

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +15,6 @@ Batch = tuple[Tensor, Tensor]
 
 def quiet(line: str) -> None:
     pass
-
-
-def torchrun(world: int, script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A worker in ``world`` processes on the CPU, as a user would start it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command += [script, str(folder), *arguments]
-    path = os.pathsep.join(part for part in sys.path if part)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
 
 
 def mlp(seed: int = 0, dropout: float = 0.0) -> nn.Sequential:

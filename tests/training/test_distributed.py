@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import rank_worker
+from launched import torchrun
 from mantissa.errors import MantissaError
 from mantissa.jsonl import JsonLines
 from mantissa.ranks import ALONE
 from mantissa.training import distribute
 from mantissa.training.distributed import grad_norm
-from toys import torchrun
 
 pytestmark = pytest.mark.slow
 KINDS = ("ddp", "fsdp2")
