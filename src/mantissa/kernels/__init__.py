@@ -6,6 +6,7 @@ import importlib.util
 
 from mantissa.errors import MantissaError
 from mantissa.kernels.autocast import Autocast, autocast_for, probe_autocast
+from mantissa.kernels.emulated import EmulatedKernels
 from mantissa.kernels.exact.kernels import ExactKernels
 from mantissa.kernels.exact.native import ExactNativeKernels, check_invariance
 from mantissa.kernels.exact.plan import WAYS, ExactPlan, ModelShapes, Way
@@ -48,6 +49,8 @@ def _kernels(role: ResolvedRole, precision: ResolvedPrecision, plan: ExactPlan |
             f"precision: the {role.role}'s {'exact kernels' if role.exact else 'fp8 products'} are Triton kernels, and "
             "triton is not installed; it comes with torch's CUDA build"
         )
+    if role.emulation is not None:
+        return EmulatedKernels(fmt, role.emulation, logits, copies, role.fp8)
     if role.exact and not cuda:
         if plan is None:
             raise ValueError(f"the {role.role}'s kernels are exact: pass the plan that plan_exact made")
@@ -60,7 +63,7 @@ def _kernels(role: ResolvedRole, precision: ResolvedPrecision, plan: ExactPlan |
 
 
 __all__ = [
-    "WAYS", "Autocast", "ExactKernels", "ExactPlan", "Kernels", "ModelShapes", "NativeKernels", "Pick",
-    "SimulatedKernels", "Traced", "Way", "autocast_for", "check_invariance", "first_difference", "learner_kernels",
-    "operation", "plan_exact", "probe", "probe_autocast", "reference_kernels", "rollout_kernels",
+    "WAYS", "Autocast", "EmulatedKernels", "ExactKernels", "ExactPlan", "Kernels", "ModelShapes", "NativeKernels",
+    "Pick", "SimulatedKernels", "Traced", "Way", "autocast_for", "check_invariance", "first_difference",
+    "learner_kernels", "operation", "plan_exact", "probe", "probe_autocast", "reference_kernels", "rollout_kernels",
 ]  # fmt: skip

@@ -4,7 +4,8 @@ Legend: B rows, T query positions, S key positions, H query heads, K key/value h
 E features in, F features out, V vocabulary, N any leading shape.
 
 Two families keep this contract: ``NativeKernels`` (tensors really have the format's dtype) and ``SimulatedKernels``
-(tensors are fp32, and every value in them is on the format's grid). Both round at the same places:
+(tensors are fp32, and every value in them is on the format's grid). Both round at the same places (``EmulatedKernels``
+at others, switch by switch):
 
 - a product's operands are in the format, its accumulation is fp32, its result is rounded once (bias included);
 - RMSNorm and SwiGLU compute in fp32 and round where Hugging Face's code rounds: the normalised value before the
@@ -77,6 +78,9 @@ class Kernels(Protocol):
 
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
         """x + y, rounded."""
+
+    def add_norm(self, x_NE: Tensor, y_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """``add`` of x and y, and ``rms_norm`` of what it gave."""
 
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
         """Attention of every position to itself and those before it; softmax(q k^T / sqrt(D)) v. Shape of ``q``."""

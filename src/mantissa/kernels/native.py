@@ -115,6 +115,10 @@ class NativeKernels:
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
         return x_NE + y_NE
 
+    def add_norm(self, x_NE: Tensor, y_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total_NE = self.add(x_NE, y_NE)
+        return total_NE, self.rms_norm(total_NE, weight_E, eps)
+
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
         if self._flash_attn and q_BHTD.is_cuda:
             from flash_attn import flash_attn_func

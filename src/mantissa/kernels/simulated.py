@@ -164,6 +164,10 @@ class SimulatedKernels:
         """x @ weight^T + bias of operands on their grids, fp32, not rounded; an exact family replaces it."""
         return products.product(x_NE, weight_FE, bias_F)
 
+    def product_of(self, layer: str) -> Product:
+        """The product of the projection of that name; an emulated family divides some."""
+        return self.product
+
     def linear(
         self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
     ) -> Tensor:
@@ -171,8 +175,8 @@ class SimulatedKernels:
         bias = None if bias_F is None else self.weight(bias_F)
         if self.fp8 is not None and self.fp8.quantizes(layer):
             on_grid = self.weights_on_grid
-            return ScaledLinear.apply(x_NE, weight_FE, bias, self.fp8, self.format, self.product, on_grid)
-        return Linear.apply(x_NE, self.weight(weight_FE), bias, self.format, self.format, self.product)
+            return ScaledLinear.apply(x_NE, weight_FE, bias, self.fp8, self.format, self.product_of(layer), on_grid)
+        return Linear.apply(x_NE, self.weight(weight_FE), bias, self.format, self.format, self.product_of(layer))
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
         logits = Linear.apply(x_NE, self.weight(weight_VE), None, self.format, FP32, self.product)
@@ -192,6 +196,10 @@ class SimulatedKernels:
 
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
         return _Add.apply(x_NE, y_NE, self.format)
+
+    def add_norm(self, x_NE: Tensor, y_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total_NE = self.add(x_NE, y_NE)
+        return total_NE, self.rms_norm(total_NE, weight_E, eps)
 
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
         return CausalAttention.apply(q_BHTD, k_BKTD, v_BKTD, self.format)

@@ -54,6 +54,13 @@ class Traced:
         value = getattr(self._kernels, name)  # format, dtype, weight, copied: nothing that a forward computes
         return functools.partial(self._watch, name, value) if name in _WATCHED else value
 
+    def add_norm(self, *args: Any) -> tuple[Tensor, Tensor]:
+        """Two results, noted as the sum's and the norm's whether or not one kernel gave both."""
+        total, normed = self._kernels.add_norm(*args)
+        self._note("add", "add", total)
+        self._note("rms_norm", "rms_norm", normed)
+        return total, normed
+
     def _watch(self, name: str, operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         out = operation(*args, **kwargs)
         if name == "token_logprob":

@@ -61,6 +61,10 @@ class Norm(nn.Module):
     def forward(self, x: Tensor, kernels: Kernels) -> Tensor:
         return kernels.rms_norm(x, self.weight, self.eps)
 
+    def of_sum(self, x: Tensor, y: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """The residual stream x + y, and its norm; ``y`` None: nothing has been added yet."""
+        return (x, self(x, kernels)) if y is None else kernels.add_norm(x, y, self.weight, self.eps)
+
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; Qwen3 normalises each query and key head first."""
@@ -104,7 +108,11 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    The second sum is left to the next norm, for a kernel may compute both at once: in and out go the stream and what
+    has yet to be added to it.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -113,10 +121,20 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x_BTE: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend, kernels: Kernels) -> Tensor:
-        mixed = self.self_attn(self.input_layernorm(x_BTE, kernels), cos, sin, layer, attend, kernels)
-        x_BTE = kernels.add(x_BTE, mixed)
-        return kernels.add(x_BTE, self.mlp(self.post_attention_layernorm(x_BTE, kernels), kernels))
+    def forward(
+        self,
+        x_BTE: Tensor,
+        added_BTE: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        layer: int,
+        attend: Attend,
+        kernels: Kernels,
+    ) -> tuple[Tensor, Tensor]:
+        x_BTE, normed_BTE = self.input_layernorm.of_sum(x_BTE, added_BTE, kernels)
+        mixed_BTE = self.self_attn(normed_BTE, cos, sin, layer, attend, kernels)
+        x_BTE, normed_BTE = self.post_attention_layernorm.of_sum(x_BTE, mixed_BTE, kernels)
+        return x_BTE, self.mlp(normed_BTE, kernels)
 
 
 class Backbone(nn.Module):
@@ -173,9 +191,10 @@ class Decoder(nn.Module):
         angles_BTD = torch.cat((angles_BTd, angles_BTd), dim=-1)
         cos, sin = angles_BTD.cos(), angles_BTD.sin()
         x_BTE = kernels.embedding(tokens_BT, self.model.embed_tokens.weight)
+        added_BTE: Tensor | None = None
         for index, layer in enumerate(self.model.layers):
-            x_BTE = layer(x_BTE, cos, sin, index, attend, kernels)
-        return self.model.norm(x_BTE, kernels)
+            x_BTE, added_BTE = layer(x_BTE, added_BTE, cos, sin, index, attend, kernels)
+        return self.model.norm.of_sum(x_BTE, added_BTE, kernels)[1]
 
     def forward(self, tokens_BT: Tensor, kernels: Kernels) -> Tensor:
         """Final hidden states of whole sequences, right-padded: what follows a position never reaches it."""

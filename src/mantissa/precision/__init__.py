@@ -10,6 +10,7 @@ from mantissa.precision.blocks import (
     round_cached,
     round_in_blocks,
 )
+from mantissa.precision.emulation import Emulation
 from mantissa.precision.formats import (
     BF16,
     E4M3,
@@ -28,7 +29,7 @@ from mantissa.precision.policy import PRESETS, Fp8Policy, PrecisionPolicy, Resol
 
 __all__ = [
     "ALONG_COLUMNS", "ALONG_ROWS", "BF16", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "PRESETS", "SQUARE",
-    "BlockScaled", "Fp8Policy", "NumberFormat", "PrecisionPolicy", "ResolvedPrecision", "ResolvedRole", "dequantize",
-    "format_named", "is_on_grid", "quantize", "resolve", "round_by_arithmetic", "round_cached", "round_in_blocks",
-    "round_to_format", "round_to_format_",
+    "BlockScaled", "Emulation", "Fp8Policy", "NumberFormat", "PrecisionPolicy", "ResolvedPrecision", "ResolvedRole",
+    "dequantize", "format_named", "is_on_grid", "quantize", "resolve", "round_by_arithmetic", "round_cached",
+    "round_in_blocks", "round_to_format", "round_to_format_",
 ]  # fmt: skip

@@ -24,6 +24,7 @@ import torch
 
 from mantissa.bounds import LARGEST_SIZE, number
 from mantissa.errors import MantissaError, nearest
+from mantissa.precision.emulation import Emulation
 from mantissa.precision.formats import ALIASES, BF16, E4M3, E5M2, FORMATS, FP32, NumberFormat, format_named
 
 BLOCK = 128  # values that share a scale: 1 x 128 of an activation or gradient, 128 x 128 of a weight
@@ -253,7 +254,8 @@ class ResolvedRole:
     """One line of the precision table: what was asked for a role, what is active, by which kernels, and why.
 
     ``active``: the format of what flows between operations; of a role in fp8, its base. ``fp8``: which of its products
-    have fp8 operands, None where none has. ``exact``: whether its kernels are the row-invariant ones.
+    have fp8 operands, None where none has. ``exact``: whether its kernels are the row-invariant ones. ``emulation``:
+    the habits of a serving engine that they have; None where they have none.
     """
 
     role: str
@@ -263,6 +265,7 @@ class ResolvedRole:
     reason: str
     fp8: Fp8Policy | None = None
     exact: bool = False
+    emulation: Emulation | None = None
 
     @property
     def name(self) -> str:
@@ -271,7 +274,9 @@ class ResolvedRole:
 
     @property
     def kernels(self) -> str:
-        """Which kernels: ``native``, ``simulated``, ``exact native``, ``exact simulated``."""
+        """Which kernels: ``native``, ``simulated``, ``emulated``, ``exact native``, ``exact simulated``."""
+        if self.emulation is not None:
+            return "emulated"
         return f"exact {self.backend}" if self.exact else self.backend
 
 
