@@ -1,4 +1,4 @@
-"""Each switch of the emulated kernels: by hand in float64 where it is on, ``SimulatedKernels``' bits where it is off."""
+"""Each switch of the emulated kernels: by hand in float64 where it is on, the simulated kernels' bits where it is off."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ def test_attention_goes_in_blocks_of_keys(fmt: NumberFormat, length: int) -> Non
         ])
         for b in range(2)
     ])  # fmt: skip
-    same_but_for_ties(got, wanted, fmt)
+    same_but_for_ties(got, wanted, fmt, 0.03)  # a probability at a tie moves a whole row
     plain = SimulatedKernels(fmt).causal_attention(q, k, v)
     assert torch.equal(got, plain) == (length == 1)
     lengths = torch.tensor([length, max(1, length - 5)])
     beyond = [torch.cat((x, torch.full((2, 1, 11, 8), 1e4)), 2) for x in (k, v)]
     at = torch.stack([q[row, :, int(n) - 1] for row, n in enumerate(lengths)])
     cached = kernels.cached_attention(at, *beyond, lengths)
-    same_but_for_ties(cached, torch.stack([wanted[row, :, int(n) - 1] for row, n in enumerate(lengths)]), fmt)
+    same_but_for_ties(cached, torch.stack([wanted[row, :, int(n) - 1] for row, n in enumerate(lengths)]), fmt, 0.1)
 
 
 @pytest.mark.parametrize("fmt", HALVES, ids=str)
@@ -207,7 +207,7 @@ def logits(model: Decoder, kernels: Any) -> Tensor:
         return model.logits(model(TOKENS, kernels), kernels)
 
 
-@pytest.mark.parametrize("fmt", (*HALVES, FP32), ids=str)
+@pytest.mark.parametrize("fmt", [*HALVES, FP32], ids=str)
 def test_a_decoder_computes_nearly_the_same_with_all_switches_on(fmt: NumberFormat) -> None:
     """As far from float64 as the plain kernels are, within a factor: other roundings, not fewer digits."""
     model = Decoder(CONFIG).initialize(torch.Generator().manual_seed(0))
@@ -238,7 +238,7 @@ def test_traced_kernels_and_adapters() -> None:
     assert torch.equal(logits(model, whole), logits(merged, whole))
 
 
-@pytest.mark.parametrize("fmt", (*HALVES, FP32), ids=str)
+@pytest.mark.parametrize("fmt", [*HALVES, FP32], ids=str)
 def test_the_probe_proves_the_format(fmt: NumberFormat) -> None:
     for emulation in (SERVING, Emulation(norm="fused")):
         fp8 = Fp8Policy(exclude=("0",)) if fmt is BF16 and emulation.logits else None

@@ -31,9 +31,9 @@ from mantissa.errors import MantissaError
 from mantissa.kernels import learner_kernels, rollout_kernels
 from mantissa.mismatch.estimates import gap_estimates
 from mantissa.model import Decoder, Tokenizer, policy_weights
-from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.precision import Emulation, PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
-from mantissa.rl.assemble import be_deterministic, build_engine, close_engine, exact_plan, on_vllm, prove
+from mantissa.rl.assemble import be_deterministic, build_engine, close_engine, emulated, exact_plan, on_vllm, prove
 from mantissa.rl.config import RolloutConfig
 from mantissa.rl.experience import Experience
 from mantissa.rl.score import Scorer
@@ -72,33 +72,41 @@ class GapConfig:
     engine: Literal["native", "vllm"] = "native"
     out: Path | None = None
 
-    def policies(self) -> dict[str, PrecisionPolicy]:
-        """Each pair's precision, by its name."""
+    def policies(self) -> dict[str, Pair]:
+        """Each pair's precision, and what its rollout emulates, by its name."""
         if not self.pairs or len(set(self.pairs)) < len(self.pairs):
             what = "one is named twice" if self.pairs else f"expected names such as {','.join(PAIRS)}"
             raise MantissaError(f"--pairs {','.join(self.pairs)}: {what}")
         policies = {name: parse_pair(name) for name in self.pairs}
-        exact = [name for name, policy in policies.items() if policy.kernels == "exact"]
+        exact = [name for name, (policy, _) in policies.items() if policy.kernels == "exact"]
         if exact and self.engine == "vllm":
             raise MantissaError(
                 f"--pairs {exact[0]}: vLLM's kernels add in another order than the learner's, so nothing is equal to "
                 "the last bit; leave it out, or use --engine native"
             )
+        if self.engine == "vllm" and (named := [name for name, (_, emulation) in policies.items() if emulation]):
+            raise MantissaError(
+                f"--pairs {named[0]}: vLLM computes as it does, and emulates nothing; leave the switches out, or use "
+                "--engine native"
+            )
         return policies
 
 
-def parse_pair(name: str) -> PrecisionPolicy:
+Pair = tuple[PrecisionPolicy, Emulation | None]
+
+
+def parse_pair(name: str) -> Pair:
     """``PRESET``, ``TRAIN/ROLLOUT`` (the learner of one preset and the rollout of another), either with ``+exact`` for
-    exact kernels; ``exact`` is ``bf16+exact``."""
-    formats, plus, kernels = ("bf16+exact" if name == "exact" else name).partition("+")
+    exact kernels, or with ``+serving`` or ``+SWITCH`` for an emulated rollout; ``exact`` is ``bf16+exact``."""
+    formats, *words = ("bf16+exact" if name == "exact" else name).split("+")
     train, slash, rollout = formats.partition("/")
-    if plus and kernels != "exact":
-        raise MantissaError(f"--pairs {name}: expected +exact after the formats, not +{kernels}")
+    exact = words == ["exact"]
     try:
         learner, sampler = (PrecisionPolicy.parse(side) for side in (train, rollout if slash else train))
-        return dataclasses.replace(learner, rollout=sampler.rollout, kernels="exact" if plus else "fast", fp8=None)
+        policy = dataclasses.replace(learner, rollout=sampler.rollout, kernels="exact" if exact else "fast", fp8=None)
+        return policy, Emulation.parse(words) if words and not exact else None
     except MantissaError as error:
-        said = "a pair is a preset or TRAIN/ROLLOUT of two, either with +exact"
+        said = "a pair is a preset or TRAIN/ROLLOUT of two, either with +exact, or with +serving or +SWITCH"
         raise MantissaError(f"--pairs {name}: {error} ({said})") from None
 
 
@@ -150,13 +158,16 @@ def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
     say(f"loading {config.model}")
     be_deterministic(config.device)
     model, tokenizer = open_policy(policy_folder(config.model), None, 0)
+    for _, emulation in policies.values():
+        if emulation is not None:
+            emulation.check(model.config.num_attention_heads, model.config.intermediate_size)
     model = model.to(config.device)
     bench = _Bench(config, model, tokenizer, encode(texts, tokenizer, model.config.max_position_embeddings, config))
     result = GapResult(new_folder(run / FOLDER if run else config.out, "gap", ROWS))
-    for number, (name, policy) in enumerate(policies.items(), start=1):
+    for number, (name, (policy, emulation)) in enumerate(policies.items(), start=1):
         say(f"{name} ({number} of {len(policies)})")
         try:
-            row, completions = bench.measure(name, policy)
+            row, completions = bench.measure(name, policy, emulation)
         except MantissaError as error:
             result.failed.append(f"{name}: {error}")
             continue
@@ -197,11 +208,13 @@ class _Bench:
     tokenizer: Tokenizer
     prompts: list[list[int]]
 
-    def measure(self, name: str, policy: PrecisionPolicy) -> tuple[Row, list[Row]]:
+    def measure(self, name: str, policy: PrecisionPolicy, emulation: Emulation | None) -> tuple[Row, list[Row]]:
         """One pair: its row, and a row for each completion."""
         config, vllm = self.config, self.config.engine == "vllm"
         precision = resolve(policy, config.device)
         precision = on_vllm(precision) if vllm else precision
+        if emulation is not None:
+            precision = emulated(precision, emulation)
         if policy.fp8 is not None:
             policy.fp8.check(self.model.projections)
         longest = max(map(len, self.prompts)) + config.max_tokens
@@ -251,6 +264,7 @@ class _Bench:
             "active": "/".join(role.requested if role.fp8 else role.active.name for role in roles),
             "kernels": "/".join(dict.fromkeys(role.kernels for role in roles)),
             "engine": engine,
+            "emulated": str(precision.rollout.emulation or ""),
             "model": config.model,
             "weights": getattr(self.model.config, "weights_note", ""),
             "parameters": sum(weight.numel() for weight in self.model.parameters()),

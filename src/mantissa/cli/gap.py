@@ -21,7 +21,8 @@ _TABLE_WIDTH = 120  # a narrower terminal wraps lines
 _Pairs = Annotated[
     str,
     typer.Option(
-        help="Presets or TRAIN/ROLLOUT of two, with +exact for exact kernels; exact is bf16+exact.",
+        help="Presets or TRAIN/ROLLOUT of two, with +exact for exact kernels (exact is bf16+exact), or +serving or "
+        "+SWITCH for a rollout that emulates a serving engine (docs/emulated.md).",
         show_default="fp32,fp16,bf16,fp8,bf16/fp8,exact",
     ),
 ]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mantissa.cli.common import Device, screen
+from mantissa.cli.common import Device, screen, split
 
 
 def precision(
@@ -14,19 +14,25 @@ def precision(
         str | None, typer.Argument(metavar="PRESET", help="fp32, fp16, bf16, ...; all of them where none is given.")
     ] = None,
     device: Device = "auto",
+    emulate: Annotated[
+        str | None, typer.Option(help="The rollout emulates a serving engine: serving, or switches with commas.")
+    ] = None,
 ) -> None:
     """Show what each role would use on this machine, why, and what a probe of its kernels saw."""
     from rich.padding import Padding
     from rich.text import Text
 
-    from mantissa.precision import PRESETS, PrecisionPolicy, resolve
-    from mantissa.rl.assemble import choose_device, prove
+    from mantissa.precision import PRESETS, Emulation, PrecisionPolicy, resolve
+    from mantissa.rl.assemble import choose_device, emulated, prove
     from mantissa.runs.live import precision_table
 
     chosen = choose_device(device)
     console = screen()
+    emulation = None if emulate is None else Emulation.parse(split(emulate))
     for name in [preset] if preset else PRESETS:
         resolved = resolve(PrecisionPolicy.parse(name), chosen)
+        if emulation is not None:
+            resolved = emulated(resolved, emulation)
         evidence = prove(resolved, chosen)
         console.print(precision_table(resolved.rows(), f"{name} on {chosen}"))
         for role, seen in evidence.items():

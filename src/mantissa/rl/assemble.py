@@ -27,7 +27,7 @@ from mantissa.kernels import (
     rollout_kernels,
 )
 from mantissa.model import Decoder, ModelConfig, Tokenizer, attach, byte_tokenizer, character_tokenizer
-from mantissa.precision import E4M3, PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.precision import E4M3, Emulation, PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.ranks import ALONE, Ranks, world_size
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.collect import Sampler, shares
@@ -82,6 +82,8 @@ def assemble(config: RunConfig, ranks: Ranks = ALONE) -> Parts:
         require_vllm()
     if vllm:
         precision = on_vllm(precision)
+    if config.rollout.emulate is not None:
+        precision = emulated(precision, config.rollout.emulate)
     task = build_task(config.task, config.seed)
     model, tokenizer = load_policy(config.model, task, config.seed)
     _check_shape(config, model)
@@ -138,6 +140,8 @@ def _check_shape(config: RunConfig, model: Decoder) -> None:
     require_memory(slots * row, f"rollout.slots={slots:,}", "lower it")
     if config.precision_policy.fp8 is not None:
         config.precision_policy.fp8.check(model.projections)
+    if config.rollout.emulate is not None:
+        config.rollout.emulate.check(shape.num_attention_heads, shape.intermediate_size)
 
 
 def new_learner(config: RunConfig, model: Decoder, kernels: Kernels, scaler: LossScaler, ranks: Ranks) -> Learner:
@@ -459,6 +463,21 @@ def on_vllm(precision: ResolvedPrecision) -> ResolvedPrecision:
         role: dataclasses.replace(getattr(precision, role), backend="native", reason=why) for role, why in said.items()
     }
     return dataclasses.replace(precision, **roles)
+
+
+def emulated(precision: ResolvedPrecision, emulation: Emulation) -> ResolvedPrecision:
+    """The same formats, where the rollout's kernels have a serving engine's habits; the table says which."""
+    role, active = precision.rollout, precision.rollout.active
+    why = f"a serving engine's arithmetic, emulated: {emulation}; values on their grids in fp32"
+    if idle := emulation.idle(active):
+        why += f"; in {active} {', '.join(idle)} {'does' if len(idle) == 1 else 'do'} nothing"
+    rollout = dataclasses.replace(role, backend="simulated", reason=why, emulation=emulation)
+    logits = precision.logits
+    if emulation.logits is not None and active is not logits.active:
+        logits = dataclasses.replace(logits, reason=f"{logits.reason}; but the rollout's are rounded to {active}")
+    held = "native" if precision.kv_cache.active.name == "fp32" else "simulated"  # on a GPU too: rounded in fp32
+    cache = dataclasses.replace(precision.kv_cache, backend=held)
+    return dataclasses.replace(precision, rollout=rollout, logits=logits, kv_cache=cache)
 
 
 def vllm_start(

