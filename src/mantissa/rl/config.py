@@ -95,8 +95,8 @@ class RolloutConfig(Config):
     slots: int = Field(256, ge=1, description="Rows decoded together; a finished row is refilled from the queue.")
     engine: Literal["native", "vllm", "emulated"] = Field(
         "native",
-        description="vllm: in processes of its own, its kernels' gap measured; needs vllm installed. emulated: our own, "
-        "with a serving engine's roundings.",
+        description="vllm: in processes of its own, its kernels' gap measured; needs vllm installed. emulated: our "
+        "own, with a serving engine's roundings.",
     )
     emulate: Emulation | None = Field(
         None, description="Only with engine=emulated: serving (what null stands for there), or switches by name."
@@ -272,7 +272,7 @@ def _emulated_refusals(config: RunConfig) -> Refusals:
     )
     yield (
         policy.backend == "native",
-        "rollout.engine=emulated with precision.backend=native: it computes with values that are rounded in fp32; leave "
+        "rollout.engine=emulated with precision.backend=native: its values are rounded in fp32; leave "
         "precision.backend out, or set rollout.engine=native",
     )
 
