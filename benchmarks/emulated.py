@@ -16,6 +16,8 @@ Rows go to ``results/emulated.jsonl``.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,7 +77,8 @@ def figures(d_N: Tensor) -> dict[str, float]:
     return {"abs_logp_diff_mean": d_N.abs().mean().item(), "std": d_N.std().item(), "k3_kl": k3.item()}
 
 
-def measure(arguments: argparse.Namespace, model: Any, tokenizer: Any, fmt: str, head: str) -> list[dict[str, Any]]:
+def measure(arguments: argparse.Namespace, model: Any, tokenizer: Any, fmt: str, head: str) -> Iterator[dict[str, Any]]:
+    """The engine's own row, then one a hypothesis, as soon as it is scored."""
     experience, engine = sampled(arguments, model, tokenizer, fmt, head)
     shape = model.config
 
@@ -89,13 +92,13 @@ def measure(arguments: argparse.Namespace, model: Any, tokenizer: Any, fmt: str,
         "benchmark": "emulated",
         "requested": fmt,
         "active": fmt,
-        "model": arguments.model,
+        "model": Path(arguments.model).name,
         "engine": engine,
         "head": head if arguments.vllm else "",
         "tokens": len(rollout),
         "completions": len(experience.mask_BR),
     }
-    made = [about | {"metric": "gap", "switches": engine} | figures(learner - rollout)]
+    yield about | {"metric": "gap", "switches": engine} | figures(learner - rollout)
     for name, emulation in hypotheses(shape.num_attention_heads, shape.intermediate_size).items():
         if arguments.vllm and head == "fp32" and emulation.logits is not None:
             if name == "logits":
@@ -108,8 +111,7 @@ def measure(arguments: argparse.Namespace, model: Any, tokenizer: Any, fmt: str,
             row["explained"] = 1 - (left.square().sum() / gap.square().sum()).item()
             norms = (gap.square().sum() * ours.square().sum()).clamp_min(1e-300)
             row["projected"] = ((gap * ours).sum().square() / norms).item()
-        made.append(row)
-    return made
+        yield row
 
 
 def main() -> None:
@@ -126,9 +128,8 @@ def main() -> None:
     model, tokenizer = open_policy(policy_folder(arguments.model), None, 0)
     for fmt in arguments.formats:
         for head in arguments.heads if arguments.vllm else ("",):
-            made = measure(arguments, model, tokenizer, fmt, head)
-            append("emulated.jsonl", made, "cpu")
-            for row in made:
+            for row in measure(arguments, model, tokenizer, fmt, head):
+                append("emulated.jsonl", [row], "cpu")
                 shares = "".join(f"  {name} {row[name]:.3f}" for name in ("explained", "projected") if name in row)
                 print(
                     f"{fmt} {head} {row['switches']}: mean |d| {row['abs_logp_diff_mean']:.2e}, std {row['std']:.2e}, "
