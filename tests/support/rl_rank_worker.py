@@ -126,8 +126,9 @@ def overflow(recipe: Recipe, folder: Path) -> dict[str, Any]:
                 grad[0] = math.inf
             return grad
 
-    def norm(self: Norm, x: Tensor, kernels: Any) -> Tensor:
-        return kernels.rms_norm(x, Poison.apply(self.weight) if self.weight.requires_grad else self.weight, self.eps)
+    def of_sum(self: Norm, x: Tensor, y: Tensor, kernels: Any) -> tuple[Tensor, Tensor]:
+        weight = Poison.apply(self.weight) if self.weight.requires_grad else self.weight
+        return kernels.add_norm(x, y, weight, self.eps)
 
     def loss(self: Learner, *rest: Any) -> Any:
         state["losses"] += 1
@@ -135,7 +136,7 @@ def overflow(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
     def learn(self: Learner, experience: Experience, step: int) -> Any:
         state.update(step=step, losses=0)
-        self.model.model.norm.forward = norm.__get__(self.model.model.norm)  # type: ignore[method-assign]
+        self.model.model.norm.of_sum = of_sum.__get__(self.model.model.norm)  # type: ignore[method-assign]
         result = real_learn(self, experience, step)
         outcomes.extend(f"{step} {outcome} {outcome.scale:g}" for outcome in result.outcomes)
         return result
