@@ -62,7 +62,7 @@ def test_every_way_is_equal_from_end_to_end(way: Any, precision: str) -> None:
         assert policies.different(sampled, micro=micro) == 0
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp8"])
+@pytest.mark.parametrize("precision", ["fp16", "fp8", "e5m5"])
 def test_equal_after_every_update_and_at_any_temperature(precision: str) -> None:
     """The compared log-probs are the very ones that the gradient is taken of."""
     policies = Policies(make_model(FAMILIES["qwen3"]), exactly(precision))
@@ -80,7 +80,7 @@ def test_equal_after_every_update_and_at_any_temperature(precision: str) -> None
     assert not torch.equal(policies.score(policies.sample(ragged(4), tokens=5)).detach()[:8], first[:8])
 
 
-@pytest.mark.parametrize(("precision", "cache"), [("fp32", "bf16"), ("fp16", "fp8")])
+@pytest.mark.parametrize(("precision", "cache"), [("fp32", "bf16"), ("fp16", "fp8"), ("e8m4", "e8m2")])
 def test_a_coarser_cache_is_the_learners_too(precision: str, cache: str) -> None:
     policies = Policies(make_model(FAMILIES["llama"]), exactly(precision, kv_cache=cache))
     sampled = policies.sample(ragged(8), tokens=30)

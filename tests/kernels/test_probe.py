@@ -30,6 +30,7 @@ from mantissa.kernels.autocast import Backend
 from mantissa.kernels.rounded import rounding
 from mantissa.precision import (
     BF16,
+    DIAL,
     E4M3,
     FP16,
     FP32,
@@ -59,6 +60,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # CUDA: not yet 
         lambda logits: SimulatedKernels(BF16, logits),
         lambda logits: SimulatedKernels(FP16, logits, weights_on_grid=True),
         lambda logits: SimulatedKernels(BF16, logits, weights_on_grid=True),
+        lambda logits: SimulatedKernels(DIAL["e8m2"], logits),
+        lambda logits: SimulatedKernels(DIAL["e5m10"], logits),
+        lambda logits: SimulatedKernels(DIAL["e5m2"], logits, weights_on_grid=True),
     ],
 )
 def test_every_honest_family_passes(family: object, logits_format: NumberFormat, device: str) -> None:
@@ -66,7 +70,7 @@ def test_every_honest_family_passes(family: object, logits_format: NumberFormat,
     evidence = probe(kernels, device)
     assert "\n" not in evidence
     assert f"holds logits in {logits_format}" in evidence
-    assert ("flushes a gradient of 2^-26 to 0" in evidence) == (kernels.format is FP16)
+    assert ("flushes a gradient of 2^-26 to 0" in evidence) == (kernels.format.exponent_bits == 5)
     assert ("accumulates wider than it stores" in evidence) == (kernels.format is not FP32)
 
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mantissa.errors import MantissaError
 from mantissa.precision import (
     BF16,
+    DIAL,
     E4M3,
     E5M2,
     FORMATS,
@@ -33,7 +34,8 @@ from mantissa.precision import (
     round_to_format_,
 )
 
-NARROW = [BF16, FP16, E5M2, E4M3]
+DIALLED = [DIAL[name] for name in ("e8m2", "e8m5", "e8m10", "e5m3", "e5m9")]
+NARROW = [BF16, FP16, E5M2, E4M3, *DIALLED]
 narrow = pytest.mark.parametrize("fmt", NARROW, ids=str)
 
 
@@ -52,7 +54,7 @@ def test_facts_agree_with_finfo(fmt: NumberFormat) -> None:
     assert 1 + fmt.exponent_bits + fmt.mantissa_bits == info.bits
 
 
-@narrow
+@pytest.mark.parametrize("fmt", [BF16, FP16, E5M2, E4M3], ids=str)
 def test_facts_agree_with_every_bit_pattern(fmt: NumberFormat) -> None:
     values = patterns(fmt.dtype).double()
     positive = values[values.isfinite() & (values > 0)].sort().values
@@ -94,6 +96,10 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
 @cache
 def positive_values(fmt: NumberFormat) -> np.ndarray:
     """Zero and every positive finite value in ascending order; index parity is the parity of the last mantissa bit."""
+    if not fmt.has_dtype:  # by the definition of a format: exponent field and mantissa field, one number
+        exponent, mantissa = np.divmod(np.arange((2**fmt.exponent_bits - 1) << fmt.mantissa_bits), 2**fmt.mantissa_bits)
+        significand = (exponent > 0) + mantissa / 2**fmt.mantissa_bits
+        return significand * 2.0 ** (np.maximum(exponent, 1) - fmt.bias)
     values = patterns(fmt.dtype)[: 2 ** (8 * fmt.dtype.itemsize - 1)].double()
     return values[values.isfinite()].numpy()
 
@@ -143,7 +149,7 @@ def midpoints_and_neighbours(fmt: NumberFormat) -> Tensor:
     beyond = table[-1] + (table[-1] - table[-2])
     table = np.append(table, beyond) if beyond <= FP32.largest else table
     middle = (table[1:] + table[:-1]) / 2
-    if beyond > FP32.largest:  # bf16: the midpoint is an fp32 number, the value after it is not
+    if beyond > FP32.largest:  # 8 exponent bits: the midpoint is an fp32 number, the value after it is not
         middle = np.append(middle, (table[-1] + beyond) / 2)
     exact = torch.from_numpy(middle).float()
     assert torch.equal(exact.double(), torch.from_numpy(middle))
@@ -155,6 +161,9 @@ def midpoints_and_neighbours(fmt: NumberFormat) -> Tensor:
 
 
 SPECIAL = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 3.4e38, -3.4e38, 1e-30, 464.0, 465.0])
+# NaNs whose digits a carry would turn into another number; CUDA writes the first.
+ODD_NANS = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
+SPECIAL = torch.cat((SPECIAL, ODD_NANS))
 
 
 @narrow
@@ -232,6 +241,32 @@ def test_float64_keeps_what_fp32_cannot_hold_out_of_an_fp32_grid() -> None:
     assert got[:3].tolist() == [1 + 2.0**-23, math.inf, 0.0]
     assert got[3].isnan()
     assert math.copysign(1, got[2].item()) == -1
+
+
+# ---- the dial
+
+
+def test_the_dial_has_the_bits_of_the_formats_that_hardware_has() -> None:
+    x = torch.cat((torch.randn(100_000) * torch.logspace(-44, 38, 100_000), SPECIAL))  # more than one part
+    for name, fmt in (("e8m7", BF16), ("e5m10", FP16)):
+        dialled = DIAL[name]
+        assert not dialled.has_dtype
+        assert (dialled.largest, dialled.smallest_subnormal) == (fmt.largest, fmt.smallest_subnormal)
+        assert same_bits(round_to_format(x, dialled), round_to_format(x, fmt))
+    assert DIAL["e5m2"] is E5M2
+    assert len(DIAL) == 18
+    with pytest.raises(MantissaError, match="unknown number format 'e8m4'"):
+        format_named("e8m4")  # which names what can be stored
+
+
+@pytest.mark.parametrize("name", ["e8m4", "e5m4"])
+def test_a_gradient_is_rounded_to_a_format_of_the_dial_too(name: str) -> None:
+    fmt, x, grad = DIAL[name], torch.randn(50, requires_grad=True), torch.randn(50)
+    out = round_to_format(x, fmt)
+    out.backward(grad)
+    assert x.grad is not None
+    assert same_bits(x.grad, round_by_arithmetic(grad, fmt))
+    assert same_bits(round_to_format_(x * 1, fmt), out)  # in place too where a gradient is wanted
 
 
 # ---- other dtypes, identity, properties

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mantissa.errors import MantissaError
 from mantissa.kernels.interface import Kernels
-from mantissa.precision import E4M3, FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format
+from mantissa.precision import E4M3, FP16, FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format
 
 Check = tuple[str, float, float]  # what it shows, the value it gave, the value it must give
 
@@ -195,16 +195,16 @@ def product_checks(
     """What the products of ``linear`` must show in ``fmt``, forward and, by ``grad``, in both gradients.
 
     With u = 2^-mantissa_bits (the distance from 1 to the next value): 1 + u stays; 1 + u/4 becomes 1; 2/u + 1 + 1
-    becomes 2/u + 2 (it stays 2/u where the accumulator is rounded to the format after each addition). In fp16,
-    60000 * 2 becomes inf and 2^-13 * 2^-13 becomes 0. For fp32 the first check is what TF32 would fail: 1 + 2^-23 must
-    stay. ``of_weight``: whether the weight has a gradient.
+    becomes 2/u + 2 (it stays 2/u where the accumulator is rounded to the format after each addition). With 5 exponent
+    bits 32768 * 4 becomes inf and 2^-13 * 2^-13 becomes 0. For fp32 the first check is what TF32 would fail: 1 + 2^-23
+    must stay. ``of_weight``: whether the weight has a gradient.
     """
     u = fmt.epsilon
     cases = [("keeps {}1+u", [1.0], [1.0 + u], 1.0 + u), ("rounds {}1+u/4 to 1", [1.0, u / 4], [1.0, 1.0], 1.0)]
     if fmt is not FP32:  # whose accumulator is no wider than itself
         cases.append(("accumulates {}wider than it stores", [2 / u, 1.0, 1.0], [1.0, 1.0, 1.0], 2 / u + 2))
-    if fmt.name == "fp16":
-        cases.append(("overflows {}120000 to inf", [60000.0], [2.0], math.inf))
+    if fmt.exponent_bits == FP16.exponent_bits:
+        cases.append(("overflows {}131072 to inf", [32768.0], [4.0], math.inf))
         cases.append(("flushes {}2^-26 to 0", [2.0**-13], [2.0**-13], 0.0))
 
     def gradient(a: Tensor, b: Tensor, wanted: int) -> float:

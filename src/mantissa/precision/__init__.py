@@ -13,6 +13,7 @@ from mantissa.precision.blocks import (
 from mantissa.precision.emulation import Emulation
 from mantissa.precision.formats import (
     BF16,
+    DIAL,
     E4M3,
     E5M2,
     FORMATS,
@@ -28,7 +29,7 @@ from mantissa.precision.formats import (
 from mantissa.precision.policy import PRESETS, Fp8Policy, PrecisionPolicy, ResolvedPrecision, ResolvedRole, resolve
 
 __all__ = [
-    "ALONG_COLUMNS", "ALONG_ROWS", "BF16", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "PRESETS", "SQUARE",
+    "ALONG_COLUMNS", "ALONG_ROWS", "BF16", "DIAL", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "PRESETS", "SQUARE",
     "BlockScaled", "Emulation", "Fp8Policy", "NumberFormat", "PrecisionPolicy", "ResolvedPrecision", "ResolvedRole",
     "dequantize", "format_named", "is_on_grid", "quantize", "resolve", "round_by_arithmetic", "round_cached",
     "round_in_blocks", "round_to_format", "round_to_format_",

@@ -17,6 +17,10 @@ The significand has one implicit bit more than the mantissa column says: 8 bits 
 ``e4m3fn`` variant: no infinities, so its top exponent holds values. Here finite and infinite input saturates at 448 and
 NaN stays. Torch's cast agrees from 2.13 on; before, on a CPU, it made NaN of anything above 464.
 
+The dial. ``e8m2`` to ``e8m10`` and ``e5m2`` to ``e5m10`` are formats of so many exponent and mantissa bits, IEEE 754's
+in all else. e8m7 has bf16's values, e5m10 fp16's; the others exist on no device, and are there to turn one thing at a
+time: digits without range, or range without digits.
+
 Sources: IEEE 754-2019 (binary16, binary32); OCP 8-bit floating point specification 1.0 (e4m3, e5m2).
 
 Rounding onto a grid: from any float tensor to the values a format can hold, in the tensor's own dtype.
@@ -30,14 +34,23 @@ powers of two in float64 and rounds to integer. The fast path falls back on it w
 float64 to a half or to fp8 through float32, which rounds twice (1 + 2^-11 + 2^-40 must round up to 1 + 2^-10 in fp16,
 but passes through the tie 1 + 2^-11 and ends at 1).
 
+A format of the dial has no dtype to cast to. With 8 exponent bits its values are fp32's that end in zeros: half a unit
+less one bit, and the last bit that stays, are added to fp32's bits as an integer, and what lies below is cut. The carry
+makes the next binade, at the top inf, and subnormals need nothing of their own. With 5 exponent bits adding and
+subtracting 1.5 * 2^(e + 23 - mantissa bits) rounds in fp32's own addition, e not below the smallest normal's, and what
+then exceeds the range becomes inf by a factor of 2^112. Both cost 1.5 to 3 times a cast, part by part so that each
+part stays in the cache.
+
 What a cast to e4m3 does beyond 448 depends on the torch version (NaN on a CPU before 2.13, 448 from then on), so the
 saturation is ours: a clamp before the cast.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -49,6 +62,7 @@ from mantissa.errors import MantissaError, nearest
 class NumberFormat:
     """One binary floating-point format.
 
+    ``dtype``: torch's for the format; fp32, which holds its values, for one of the dial that torch has no dtype for.
     ``smallest_normal`` is 2^(1-bias), ``smallest_subnormal`` 2^(1-bias-mantissa_bits), ``epsilon`` the distance from 1
     to the next value, 2^-mantissa_bits. ``overflow`` says what rounding does beyond ``largest``.
     """
@@ -77,6 +91,11 @@ class NumberFormat:
         return 2.0**-self.mantissa_bits
 
     @property
+    def has_dtype(self) -> bool:
+        """Whether ``dtype`` is the format itself, and a cast to it the rounding."""
+        return torch.finfo(self.dtype).bits == 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
     def needs_loss_scaling(self) -> bool:
         """True where gradients of ordinary size fall below the smallest subnormal: fewer than 8 exponent bits."""
         return self.exponent_bits < 8
@@ -92,11 +111,21 @@ E5M2 = NumberFormat("e5m2", 5, 2, 57344.0, "inf", torch.float8_e5m2)
 E4M3 = NumberFormat("e4m3", 4, 3, 448.0, "saturate", torch.float8_e4m3fn)
 
 FORMATS: dict[str, NumberFormat] = {f.name: f for f in (FP32, BF16, FP16, E5M2, E4M3)}
+# By name; e5m2 is the one that is a format of hardware too. Of e bits and m: (2 - 2^-m) * 2^(2^(e - 1) - 1) is largest.
+DIAL: dict[str, NumberFormat] = {
+    name: FORMATS.get(name, NumberFormat(name, e, m, (2 - 2.0**-m) * 2.0 ** (2 ** (e - 1) - 1), "inf", torch.float32))
+    for e in (8, 5)
+    for m in range(2, 11)
+    for name in (f"e{e}m{m}",)
+}
 ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "e4m3fn": "e4m3"}
 
 
 def format_named(name: str) -> NumberFormat:
-    """Look a format up by name (``fp16``) or by torch's name for it (``float16``); unknown names are a user's error."""
+    """Look a format up by name (``fp16``) or by torch's name for it (``float16``); unknown names are a user's error.
+
+    The dial's formats are not among them: nothing is stored in one.
+    """
     known = ALIASES.get(name, name)
     if known not in FORMATS:
         hint = nearest(name, [*FORMATS, *ALIASES])
@@ -116,6 +145,9 @@ def round_to_format(x: Tensor, fmt: NumberFormat) -> Tensor:
         return x
     if x.dtype == torch.float64:
         return round_by_arithmetic(x, fmt)
+    if not fmt.has_dtype:
+        rounded: Tensor = _Dialled.apply(x, fmt)
+        return rounded
     # x.dtype is fp32 or narrower: one exact widening or none, then one rounding in the cast.
     return _cast(x, fmt).to(x.dtype)
 
@@ -129,13 +161,64 @@ def round_to_format_(x: Tensor, fmt: NumberFormat) -> Tensor:
         return x
     if x.dtype == torch.float64:
         return x.copy_(round_by_arithmetic(x, fmt))
-    return x.copy_(_cast(x, fmt))
+    if fmt.has_dtype:
+        return x.copy_(_cast(x, fmt))
+    return _dialled_(x, fmt) if x.dtype == torch.float32 and not x.requires_grad else x.copy_(round_to_format(x, fmt))
 
 
 def _cast(x: Tensor, fmt: NumberFormat) -> Tensor:
     if fmt.overflow == "saturate":
         x = x.clamp(-fmt.largest, fmt.largest)  # keeps NaN; what lies between 448 and 464 would round to 448 anyway
     return x.to(fmt.dtype)
+
+
+class _Dialled(torch.autograd.Function):
+    """``round_to_format`` to a format of the dial, the gradient rounded as casts would round it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: NumberFormat) -> Tensor:
+        ctx.fmt = fmt
+        wide = x.clone() if x.dtype == torch.float32 else x.float()  # exact
+        return _dialled_(wide, fmt).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return round_to_format(grads[0], ctx.fmt), None
+
+
+_PART = 1 << 16  # values rounded at a time: 256 KiB and a scratch of the same size
+
+
+def _dialled_(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """Round ``x``, fp32 and without gradient, to ``fmt`` in place."""
+    part = _by_bits_ if fmt.exponent_bits == FP32.exponent_bits else _by_addition_
+    for each in x.view(-1).split(_PART) if x.numel() > _PART and x.is_contiguous() else (x,):
+        part(each, fmt)
+    return x
+
+
+def _by_bits_(x: Tensor, fmt: NumberFormat) -> None:
+    """Formats with fp32's exponent. A NaN's own digits are replaced first: the carry could make another number of it."""
+    cut = FP32.mantissa_bits - fmt.mantissa_bits
+    shift, last, below_half, kept = (_int32(n, x.device) for n in (cut, 1, (1 << cut - 1) - 1, -(1 << cut)))
+    bits = torch.nan_to_num_(x, math.nan, math.inf, -math.inf).view(torch.int32)
+    bits.add_((bits >> shift).bitwise_and_(last).add_(below_half)).bitwise_and_(kept)
+
+
+def _by_addition_(x: Tensor, fmt: NumberFormat) -> None:
+    """Formats with fewer exponent bits. The sum lies in a binade whose spacing is the grid's; it may only lose a -0."""
+    scale, above = 1.5 * 2.0 ** (FP32.mantissa_bits - fmt.mantissa_bits), 2.0 ** (FP32.bias - fmt.bias)
+    bits = x.view(torch.int32) & _int32(0x7F800000, x.device)
+    power = bits.clamp_(1 + FP32.bias - fmt.bias << 23, 2 + FP32.bias + fmt.bias << 23).view(torch.float32)
+    power.mul_(scale)
+    rounded = torch.add(x, power).sub_(power).mul_(above).mul_(1 / above)
+    torch.copysign(rounded, x, out=x)
+
+
+@functools.cache
+def _int32(value: int, device: torch.device) -> Tensor:
+    """A number as a tensor: made anew for each call, one costs as much as an operation on a few thousand values."""
+    return torch.tensor(value, dtype=torch.int32, device=device)
 
 
 def round_by_arithmetic(x: Tensor, fmt: NumberFormat) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from mantissa.bounds import LARGEST_SIZE, number
 from mantissa.errors import MantissaError, nearest
 from mantissa.precision.emulation import Emulation
-from mantissa.precision.formats import ALIASES, BF16, E4M3, E5M2, FORMATS, FP32, NumberFormat, format_named
+from mantissa.precision.formats import ALIASES, BF16, DIAL, E4M3, E5M2, FP32, NumberFormat, format_named
 
 BLOCK = 128  # values that share a scale: 1 x 128 of an activation or gradient, 128 x 128 of a weight
 
@@ -109,28 +109,38 @@ ROLE_FORMATS = (*WIDE_FORMATS, "fp8")
 _ROLES = ("train", "rollout", "reference")
 
 
+_DIALLED = "e8m2 to e8m10, e5m2 to e5m10"
+
+
 def _known_format(key: str, name: Any, allowed: tuple[str, ...]) -> str:
-    """The canonical name of a format that a field may hold."""
+    """The canonical name of a format that a field may hold; where one may be fp8, it may be one of the dial's too."""
+    of_role = "fp8" in allowed
+    listed = ", ".join((*allowed, _DIALLED) if of_role else allowed)
     if not isinstance(name, str):
-        raise MantissaError(f"{key}={name!r}: expected a format's name, one of {', '.join(allowed)}")
-    if name == "fp8" and "fp8" in allowed:
+        raise MantissaError(f"{key}={name!r}: expected a format's name, one of {listed}")
+    if of_role and (name == "fp8" or name in DIAL):
         return name
-    if name in ("fp8", "e4m3", "e4m3fn", "e5m2"):
-        hint = "say fp8, and choose gradients by precision.fp8.backward" if "fp8" in allowed else "it is never fp8"
-        raise MantissaError(f"{key}={name}: {hint}; expected one of {', '.join(allowed)}")
+    if name in ("fp8", "e4m3", "e4m3fn", *DIAL):
+        no_dial = "it is for a role or its cache, and simulated" if name in DIAL else "it is never fp8"
+        hint = "say fp8, and choose gradients by precision.fp8.backward" if of_role else no_dial
+        raise MantissaError(f"{key}={name}: {hint}; expected one of {listed}")
     try:
         return format_named(name).name
     except MantissaError:
         hint = nearest(name, [*allowed, "float32", "bfloat16", "float16", "half"])
-        raise MantissaError(
-            f"{key}: unknown number format {name!r}: expected one of {', '.join(allowed)}{hint}"
-        ) from None
+        raise MantissaError(f"{key}: unknown number format {name!r}: expected one of {listed}{hint}") from None
+
+
+def role_format(name: str) -> NumberFormat:
+    """The format of a role by its canonical name: one that can be stored, or one of the dial."""
+    return DIAL[name] if name in DIAL else format_named(name)
 
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
     """The precision asked for, by role. Formats also go by torch's names (``float16``, ``half``, ``bfloat16``,
-    ``float32``), and are printed and recorded under ours.
+    ``float32``), and are printed and recorded under ours. A role or the cache may be in a format of the dial too
+    (``e8m4``, ``formats.py``): always simulated, for no device has it.
 
     ``train``: the learner's forward and backward. ``rollout``: the sampling policy. ``reference``: the frozen policy
     that some algorithms compare with; None means as ``train``, where two equal policies have equal log-probs to the
@@ -199,7 +209,7 @@ class PrecisionPolicy:
         """The format in which values flow in a role that was asked to be ``requested``: of fp8, its base."""
         if requested == "fp8" and self.fp8 is not None:
             return format_named(self.fp8.base)
-        return format_named(requested)
+        return role_format(requested)
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> PrecisionPolicy:
@@ -210,7 +220,8 @@ class PrecisionPolicy:
             known = ", ".join(PRESETS)
             raise MantissaError(f"precision={value!r}: expected a preset's name, one of {known}, or fields")
         fields = dict(value)
-        base = PRESETS[preset_named(fields.pop("preset", "fp32"))]
+        preset = preset_named(fields.pop("preset", "fp32"))
+        base = PRESETS[preset] if preset in PRESETS else cls(train=preset, rollout=preset)
         _check_keys("precision", fields, cls, "preset")
         if isinstance(fields.get("fp8"), Mapping):
             _check_keys("precision.fp8", fields["fp8"], Fp8Policy)
@@ -241,9 +252,12 @@ PRESETS: dict[str, PrecisionPolicy] = {
 
 
 def preset_named(name: Any) -> str:
-    """The canonical name of a preset; torch's names for formats (``float16``, ``half``) stand for ours."""
+    """The canonical name of a preset; torch's names for formats (``float16``, ``half``) stand for ours.
+
+    A format of the dial is one too, for training and rollout.
+    """
     canonical = ALIASES.get(name, name) if isinstance(name, str) else name
-    if isinstance(canonical, str) and canonical in PRESETS:
+    if isinstance(canonical, str) and (canonical in PRESETS or canonical in DIAL):
         return canonical
     hint = nearest(str(name), [*PRESETS, *ALIASES])
     raise MantissaError(f"unknown precision preset {name!r}: expected one of {', '.join(PRESETS)}{hint}")
@@ -373,7 +387,7 @@ def _resolve_kv_cache(policy: PrecisionPolicy, rollout: ResolvedRole) -> Resolve
         why = "as the rollout: keys and values are already on its grid"
         return ResolvedRole("kv_cache", "as rollout", rollout.active, rollout.backend, why)
     active = rollout.active
-    fmt = E4M3 if policy.kv_cache == "fp8" else format_named(policy.kv_cache)
+    fmt = E4M3 if policy.kv_cache == "fp8" else role_format(policy.kv_cache)
     if fmt is E4M3:
         why = "asked for: each head's key and value is rounded to e4m3 with a scale of its own"
         return ResolvedRole("kv_cache", "fp8", fmt, rollout.backend, why)
@@ -414,7 +428,14 @@ def _resolve_role(role: str, requested: str, policy: PrecisionPolicy, device: to
 def _resolve_base(role: str, requested: str, policy: PrecisionPolicy, device: torch.device) -> ResolvedRole:
     if requested == "fp8":
         return _resolve_fp8(role, policy, device)
-    fmt = FORMATS[requested]
+    fmt = role_format(requested)
+    if requested in DIAL:
+        if policy.backend == "native":
+            raise MantissaError(
+                f"precision.backend=native: {role} asked for {requested}, in which no device computes; leave backend out"
+            )
+        why = f"a format of the dial: values on its grid in fp32 on {device.type}, each result and gradient rounded"
+        return ResolvedRole(role, requested, fmt, "simulated", why)
     if device.type == "cuda":
         if fmt is BF16 and torch.cuda.get_device_capability(device)[0] < 8 and policy.backend != "simulated":
             name = torch.cuda.get_device_name(device)

@@ -24,7 +24,7 @@ from mantissa.bounds import LARGEST_SEED
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError
 from mantissa.model import FreshModelConfig, LoraConfig
-from mantissa.precision import Emulation, NumberFormat, PrecisionPolicy
+from mantissa.precision import DIAL, Emulation, NumberFormat, PrecisionPolicy
 from mantissa.precision.policy import preset_named
 from mantissa.rollout import LEAST_TEMPERATURE
 from mantissa.tasks import CodeConfig, TaskConfig
@@ -164,6 +164,11 @@ def _precision_refusals(config: RunConfig) -> Refusals:
         "algorithm.reference={}",
     )
     yield (
+        config.guard is not None and not DIAL.keys().isdisjoint({policy.train, policy.rollout}),
+        f"guard with train={policy.train} and rollout={policy.rollout}: no format is wider than one of the dial in all "
+        "that it has; set guard=null",
+    )
+    yield (
         policy.kernels == "exact" and lag,
         f"precision.kernels=exact with rollout.max_policy_lag={lag}: completions of other weights have other "
         "log-probs, so there is nothing that must be equal; set rollout.max_policy_lag=0",
@@ -242,6 +247,11 @@ def _vllm_refusals(config: RunConfig) -> Refusals:
         (
             policy.backend == "simulated" and policy.rollout != "fp32",
             f"precision.backend=simulated: vLLM computes in {policy.rollout} itself; leave backend out",
+        ),
+        (
+            policy.rollout in DIAL,
+            f"precision.rollout={policy.rollout}: a format of the dial is simulated, and vLLM's kernels are its own; "
+            "choose fp32, bf16, fp16 or fp8",
         ),
         (
             config.guard is not None and rollout.vllm.server is not None,
