@@ -38,8 +38,8 @@ A format of the dial has no dtype to cast to. With 8 exponent bits its values ar
 less one bit, and the last bit that stays, are added to fp32's bits as an integer, and what lies below is cut. The carry
 makes the next binade, at the top inf, and subnormals need nothing of their own. With 5 exponent bits adding and
 subtracting 1.5 * 2^(e + 23 - mantissa bits) rounds in fp32's own addition, e not below the smallest normal's, and what
-then exceeds the range becomes inf by a factor of 2^112. Both cost 1.5 to 3 times a cast, part by part so that each
-part stays in the cache.
+then exceeds the range becomes inf by a factor of 2^112. The first costs 2 to 3 times a cast, the second 5, part by part
+so that each part stays in the cache.
 
 What a cast to e4m3 does beyond 448 depends on the torch version (NaN on a CPU before 2.13, 448 from then on), so the
 saturation is ours: a clamp before the cast.
@@ -198,7 +198,7 @@ def _dialled_(x: Tensor, fmt: NumberFormat) -> Tensor:
 
 
 def _by_bits_(x: Tensor, fmt: NumberFormat) -> None:
-    """Formats with fp32's exponent. A NaN's own digits are replaced first: the carry could make another number of it."""
+    """Formats with fp32's exponent. A NaN's digits are replaced first: the carry could make a number of it."""
     cut = FP32.mantissa_bits - fmt.mantissa_bits
     shift, last, below_half, kept = (_int32(n, x.device) for n in (cut, 1, (1 << cut - 1) - 1, -(1 << cut)))
     bits = torch.nan_to_num_(x, math.nan, math.inf, -math.inf).view(torch.int32)
@@ -210,8 +210,7 @@ def _by_addition_(x: Tensor, fmt: NumberFormat) -> None:
     scale, above = 1.5 * 2.0 ** (FP32.mantissa_bits - fmt.mantissa_bits), 2.0 ** (FP32.bias - fmt.bias)
     bits = x.view(torch.int32) & _int32(0x7F800000, x.device)
     power = bits.clamp_(1 + FP32.bias - fmt.bias << 23, 2 + FP32.bias + fmt.bias << 23).view(torch.float32)
-    power.mul_(scale)
-    rounded = torch.add(x, power).sub_(power).mul_(above).mul_(1 / above)
+    rounded = torch.add(x, power, alpha=scale).sub_(power, alpha=scale).mul_(above).mul_(1 / above)
     torch.copysign(rounded, x, out=x)
 
 

@@ -432,7 +432,7 @@ def _resolve_base(role: str, requested: str, policy: PrecisionPolicy, device: to
     if requested in DIAL:
         if policy.backend == "native":
             raise MantissaError(
-                f"precision.backend=native: {role} asked for {requested}, in which no device computes; leave backend out"
+                f"precision.backend=native: {role} asked for {requested}, which no device has; leave backend out"
             )
         why = f"a format of the dial: values on its grid in fp32 on {device.type}, each result and gradient rounded"
         return ResolvedRole(role, requested, fmt, "simulated", why)
