@@ -270,31 +270,33 @@ class RunDirectory:
             raise MantissaError(f"{self.path} is not empty and not a run (it has {strange[0]}); choose another run_dir")
 
     def _take_lock(self) -> None:
-        path = self.path / "run.lock"
-        with disk_errors(path):
-            lock = open(path, "a+")  # noqa: SIM115 - held until close()
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (EAGAIN, EWOULDBLOCK):
-                lock.seek(0)
-                holder = lock.read().strip() or "another process"
-                lock.close()
-                raise MantissaError(
-                    f"{self.path} is being written by {holder}; wait for it, stop it, or choose another run_dir"
-                ) from None
-            warnings.warn(
-                f"{path}: this file system has no locks ({error.strerror}); run one writer only", stacklevel=3
-            )
-        with disk_errors(path):
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            lock.flush()
-        self._lock = lock
+        self._lock = locked(self.path / "run.lock", "choose another run_dir")
 
     def _require_lock(self) -> None:
         if self._lock is None:
             raise RuntimeError(f"{self.path} is open for reading only; use RunDirectory.open(path, write=True)")
+
+
+def locked(path: Path, otherwise: str) -> IO[str]:
+    """The lock of the folder that ``path`` is in, held until it is closed or its process ends."""
+    with disk_errors(path):
+        lock = open(path, "a+")  # noqa: SIM115 - held until close()
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (EAGAIN, EWOULDBLOCK):
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            lock.close()
+            raise MantissaError(
+                f"{path.parent} is being written by {holder}; wait for it, stop it, or {otherwise}"
+            ) from None
+        warnings.warn(f"{path}: this file system has no locks ({error.strerror}); run one writer only", stacklevel=4)
+    with disk_errors(path):
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+    return lock
 
 
 class Onlooker(RunDirectory):

@@ -1,0 +1,73 @@
+"""``mantissa lab``: a grid of runs from one file, and the page of what came out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mantissa.cli.common import split
+from mantissa.errors import MantissaError
+
+
+def lab(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A lab file, such as lab/dose.yaml.")],
+    only: Annotated[
+        str, typer.Option(metavar="TEXT,...", help="Only cells whose name, with -seedN, holds one of these.")
+    ] = "",
+    workers: Annotated[int | None, typer.Option(min=1, max=64, help="Cells at a time; else the file's.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Measure a step of each kind of cell and print the bill.")
+    ] = False,
+    page: Annotated[
+        bool, typer.Option("--page", help="Write the page anew from the rows that there are; run nothing.")
+    ] = False,
+) -> None:
+    """Run a grid of recipes with paired seeds, one thread a cell; go on where it was stopped; write one page.
+
+    The page has the question and what was expected as they were before the first run, the answer in words with paired
+    differences to the control, curves with their range over seeds, and what was not run. A cell that fails is reported
+    and stops no other.
+
+    Rows go to results/lab/NAME.jsonl, runs and the page to runs/lab/NAME.
+
+    [bold]Examples[/]
+
+    mantissa lab lab/dose.yaml --dry-run
+
+    mantissa lab lab/dose.yaml --only e8m4,fp32 --workers 2
+    """  # fmt: skip
+    from mantissa.lab import Rows, bill, load_lab, run_lab, write_page
+    from mantissa.lab.page import answers
+
+    chosen = load_lab(file)
+    wanted = split(only)
+    cells = [cell for cell in chosen.cells if not wanted or any(part in cell.folder for part in wanted)]
+    if not cells:
+        raise MantissaError(f"--only {only}: no cell has this in its name; there are {', '.join(chosen.names)}")
+    count = workers or chosen.file.workers
+    if dry_run:
+        _print_bill(chosen.name, [cell.name for cell in cells], bill(chosen, cells, typer.echo), count)
+        return
+    rows = Rows(chosen) if page else run_lab(chosen, cells, count, typer.echo)
+    for line in answers(rows):
+        typer.echo(line)
+    typer.echo(f"page: {write_page(rows)}")
+    failed = [cell.folder for cell in cells if (row := rows.of(cell)) and row["status"] != "finished"]
+    if failed:
+        raise MantissaError(
+            f"{len(failed)} of {len(cells)} cells failed: {', '.join(failed)}; the page has their errors"
+        )
+
+
+def _print_bill(name: str, cells: list[str], seconds: dict[str, float | None], workers: int) -> None:
+    from mantissa.runs.live import duration
+
+    known = [seconds[cell] for cell in cells]
+    total = sum(value for value in known if value is not None)
+    unknown = f"; {known.count(None)} of unknown length" if None in known else ""
+    typer.echo(
+        f"bill of {name}: {len(cells)} cells, {duration(total)} of one core, {duration(total / workers)} with "
+        f"{workers} workers{unknown}; warm starts and evaluations are not in it"
+    )

@@ -1,0 +1,257 @@
+"""A lab's page: what was asked and expected, the answer in words, figures with intervals, curves, what was not run.
+
+Everything on it is computed from the lab's rows, so it can be made anew where the runs are gone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mantissa.files import disk_errors, write_atomically
+from mantissa.lab.plan import Lab, Measure
+from mantissa.lab.rows import FAILED, Difference, Row, Rows, difference, over_seeds
+from mantissa.mismatch.estimates import GAP_FIGURES, LEVEL, Estimate
+from mantissa.runs import page
+from mantissa.runs.compare import DASHES, MOST, listed
+from mantissa.runs.live import duration
+from mantissa.runs.metrics import BY_NAME, SERIES, Series
+from mantissa.runs.page import Block, block
+from mantissa.runs.plots import INK, RUNS, Line, Plot, chart, figure, styled, to_svg
+
+
+def answers(rows: Rows) -> list[str]:
+    """For each figure a sentence on which cells differ from their controls, or one on why nothing can be said."""
+    lab = rows.lab
+    if not lab.file.control:
+        return ["No control is named, so no cell is compared with another."]
+    return [f"{_title(measure)}: {_answer(rows, measure)}" for measure in lab.final]
+
+
+def _answer(rows: Rows, measure: Measure) -> str:
+    differing, alike, unknown = [], [], []
+    compared = 0
+    for name in rows.lab.names:
+        control = rows.lab.control_of(name)
+        if control is None:
+            continue
+        found = difference(rows, name, control, measure)
+        if found is None or found.apart is None:
+            unknown.append(name)
+            continue
+        compared += 1
+        if not found.apart:
+            alike.append(name)
+            continue
+        differing.append(f"{name} is {'above' if found.estimate.value > 0 else 'below'} {control} by {_of(found)}")
+    said = []
+    if differing:
+        said.append("; ".join(differing) + ".")
+    if alike:
+        said.append(f"{listed(alike)} cannot be told apart from {_controls(rows.lab, alike)}.")
+    if unknown:
+        said.append(f"Nothing can be said of {listed(unknown)}: fewer than two seeds of both, or not finite.")
+    if compared >= 10:
+        said.append(f"Of {compared} comparisons {compared * (1 - LEVEL):.1f} would seem to differ by chance alone.")
+    return " ".join(said)
+
+
+def _controls(lab: Lab, names: Sequence[str]) -> str:
+    controls = list(dict.fromkeys(control for name in names if (control := lab.control_of(name))))
+    return controls[0] if len(controls) == 1 else "their controls"
+
+
+def _of(found: Difference) -> str:
+    estimate = found.estimate
+    value, low, high = abs(estimate.value), estimate.low, estimate.high
+    assert low is not None
+    assert high is not None
+    if low == high:
+        return f"{value:.3g}, equal in all {found.seeds} seeds"
+    low, high = sorted((abs(low), abs(high)))
+    return f"{value:.3g} ({low:.3g} to {high:.3g}, {found.seeds} seeds)"
+
+
+def write_page(rows: Rows) -> Path:
+    """Write the page beside the runs; returns its path."""
+    path = rows.lab.page_path
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, page.render(f"lab {rows.lab.name}", _blocks(rows)))
+    return path
+
+
+def _blocks(rows: Rows) -> list[Block]:
+    lab, finished = rows.lab, [row for cell in rows.lab.cells if (row := rows.finished(cell))]
+    blocks = [block("h1", f"Lab: {lab.name}"), block("sub", _where(rows, finished))]
+    blocks += [block("h2", "Asked and expected"), *_registration(rows), block("h2", "What came out")]
+    if not finished:
+        return [*blocks, block("note", "No cell is finished yet."), *_missing(rows)]
+    blocks += [block("verdict", level="", headline="In words", lines=answers(rows)), block("note", _how(lab))]
+    blocks += [block("h2", "Figures"), _figures(rows)]
+    if lab.file.control:
+        blocks += [block("h2", "Differences"), _differences(rows)]
+    drawn = [_against(rows, x, y) for x, y in lab.against]
+    drawn += [plot for metric in lab.curves for plot in _curves(rows, metric)]
+    if drawn:
+        blocks += [block("h2", "Curves"), page.plots(drawn)]
+    return [*blocks, block("h2", "Cells"), _cells(rows), *_missing(rows)]
+
+
+def _registration(rows: Rows) -> list[Block]:
+    was, now = rows.registered, rows.lab.file
+    if not was:
+        return [
+            block("pre", f"Question: {now.question}\nExpected: {now.expect}"),
+            block("note", "Nothing was run yet."),
+        ]
+    said = f"Question: {was['question'].strip()}\nExpected: {was['expect'].strip()}"
+    note = f"Written before the first run, {was['time']}, commit {was['commit']}."
+    if (was["question"], was["expect"]) != (now.question, now.expect):
+        note += f" The lab file says otherwise now. Question: {now.question.strip()} Expected: {now.expect.strip()}"
+    return [block("pre", said), block("note", note)]
+
+
+def _how(lab: Lab) -> str:
+    control = (
+        f"Paired by seed with {', '.join(f'{k}={v}' for k, v in lab.file.control.items())}; "
+        if lab.file.control
+        else ""
+    )
+    return (
+        f"{control}intervals are Student's at {LEVEL:.0%} over seeds, each comparison by itself. A figure with no word "
+        "before it is the mean of the last ten steps that logged it, of an evaluation the last."
+    )
+
+
+def _where(rows: Rows, finished: Sequence[Row]) -> str:
+    total = len(rows.lab.cells)
+    said = [f"{len(finished)} of {total} cells finished, {len(rows.lab.file.seeds)} seeds"]
+    for key, what in (("device", ""), ("threads", "threads "), ("commit", "commit ")):
+        found = [str(value) for value, _ in Counter(row.get(key) for row in finished).most_common()]
+        said += [f"{what}{' and '.join(found)}"] if found else []
+    torch = sorted({str((row.get("versions") or {}).get("torch")) for row in finished} - {"None"})
+    said += [f"torch {' and '.join(torch)}"] if torch else []
+    return " · ".join([*said, f"{duration(sum(row['seconds'] for row in finished))} of steps"])
+
+
+def _figures(rows: Rows) -> Block:
+    lines = []
+    for name in rows.lab.names:
+        cells: list[Any] = [name]
+        for measure in rows.lab.final:
+            values = list(rows.figure(name, measure).values())
+            cells.append(_estimate(over_seeds(values)) if values else page.NOT_LOGGED)
+        lines.append(cells)
+    return page.table(["cell", *map(_title, rows.lab.final)], lines, ["n"] * (1 + len(rows.lab.final)))
+
+
+def _differences(rows: Rows) -> Block:
+    lines = []
+    for name in rows.lab.names:
+        control = rows.lab.control_of(name)
+        if control is not None:
+            found = [difference(rows, name, control, measure) for measure in rows.lab.final]
+            lines.append([f"{name} - {control}", *(_estimate(d.estimate) if d else page.NOT_LOGGED for d in found)])
+    return page.table(["difference", *map(_title, rows.lab.final)], lines, ["n"] * (1 + len(rows.lab.final)))
+
+
+def _estimate(estimate: Estimate) -> Any:
+    if estimate.low is None or estimate.high is None or estimate.low == estimate.high:
+        return page.noted(f"{estimate.value:.4g}", estimate.how)
+    return page.noted(f"{estimate.value:.4g}", f"{estimate.low:.3g} to {estimate.high:.3g}")
+
+
+def _cells(rows: Rows) -> Block:
+    """What sets the cells apart, in the recipe's own keys."""
+    first = {cell.name: cell for cell in reversed(rows.lab.cells)}
+    shown = [[name, ", ".join(f"{k}={v}" for k, v in first[name].settings.items())] for name in rows.lab.names]
+    return page.table(["cell", "keys that it changes"], shown, ["n", ""])
+
+
+def _missing(rows: Rows) -> list[Block]:
+    failed, unrun = [], []
+    for cell in rows.lab.cells:
+        row = rows.of(cell)
+        if row is None:
+            unrun.append(cell.folder)
+        elif row["status"] == FAILED:
+            failed.append([cell.folder, row["error"]])
+    blocks = []
+    if failed:
+        blocks += [block("h2", "Failed"), page.table(["cell", "error"], failed, ["n", ""])]
+    if unrun:
+        blocks += [block("h2", "Not run"), block("note", f"{len(unrun)} cells: {', '.join(unrun)}.")]
+
+    return blocks
+
+
+def _series(metric: str) -> Series:
+    if metric in SERIES:
+        return SERIES[metric]
+    found = BY_NAME.get(metric) or next((figure for figure in GAP_FIGURES if figure.name == metric), None)
+    return Series(metric, metric, found.unit if found else "")
+
+
+def _title(measure: Measure) -> str:
+    return measure.text.removeprefix("last ")
+
+
+def _curves(rows: Rows, metric: str) -> list[Plot]:
+    """A metric over steps, at most ``MOST`` cells in a figure, a control in each."""
+    of, names = _series(metric), rows.lab.names
+    controls = [name for name in names if rows.lab.file.control and rows.lab.control_of(name) is None]
+    kept = controls[:1] if len(names) > MOST else []
+    others = [name for name in names if name not in kept]
+    size = MOST - len(kept)
+    plots = []
+    for start in range(0, len(others), size):
+        lines = []
+        for place, name in enumerate([*kept, *others[start : start + size]]):
+            found = rows.curve(name, metric)
+            if found is not None:
+                steps, values = found
+                band = (values.min(0), values.max(0)) if len(values) > 1 else ()
+                lines.append(Line(name, RUNS[place], steps, values.mean(0), DASHES[place], *band))
+        if not lines:
+            continue
+        title = of.heading if start == 0 else f"{of.heading} ({start // size + 1})"
+        if of.axis == "log" and not any((line.y > 0).any() for line in lines):
+            plots.append(Plot(title, "Exactly 0 wherever it was measured."))
+            continue
+        plots.append(chart(title, "Line: mean over seeds; band: smallest to largest.", lines, of.unit, of.axis))
+    return plots
+
+
+def _against(rows: Rows, x: Measure, y: Measure) -> Plot:
+    """A figure of each run against another: a point a seed, the cells' names at their means."""
+    title = f"{_title(y)} against {_title(x)}"
+    points = {}
+    for name in rows.lab.names:
+        across, up = rows.figure(name, x), rows.figure(name, y)
+        both = np.array([(across[seed], up[seed]) for seed in across if seed in up], dtype=float).reshape(-1, 2)
+        both = both[np.isfinite(both).all(1)]
+        if len(both):
+            points[name] = both
+    if not points:
+        return Plot(title, "Not logged.")
+    every = np.concatenate(list(points.values()))
+    with styled():
+        drawing = figure(5.6, 3.4)
+        axes = drawing.subplots()
+        for name, both in points.items():
+            axes.plot(both[:, 0], both[:, 1], "o", color=RUNS[0], markersize=3.5, alpha=0.7)
+            axes.annotate(name, both.mean(0), color=INK, fontsize=7, xytext=(4, 3), textcoords="offset points")
+        for values, scale in ((every[:, 0], axes.set_xscale), (every[:, 1], axes.set_yscale)):
+            positive = values[values > 0]
+            if len(positive) == len(values) and positive.max() > 30 * positive.min():
+                scale("log")
+            elif len(positive) and (values >= 0).all() and positive.max() > 30 * positive.min():
+                scale("symlog", linthresh=float(positive.min()))
+        axes.set_xlabel(f"{_title(x)} ({_series(x.metric).unit})")
+        axes.set_ylabel(f"{_title(y)} ({_series(y.metric).unit})")
+    return Plot(title, "A point is one run; a name stands at its cell's mean.", to_svg(drawing, title))

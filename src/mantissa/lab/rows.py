@@ -1,0 +1,208 @@
+"""A lab's rows: one a cell, in one file that is kept, and the paired differences that are computed from them.
+
+The file begins with the registration: the question and what was expected, with the time and the commit, written before
+the first cell was run and never again. A row has the cell's name, seed and digest, its status, its figures, its curves
+thinned to points, and where it was run. A number that is not finite is a string in the file, and a float here.
+
+Differences are paired: for each seed that both cells have, the cell's figure less the control's. Student's interval of
+their mean needs two seeds or more; where it holds 0 the two cannot be told apart. Equal differences in all seeds have
+no spread to estimate, and are said as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+import numpy as np
+
+from mantissa.bench.rows import stamp
+from mantissa.bounds import boundary
+from mantissa.files import disk_errors, write_atomically
+from mantissa.lab.plan import Cell, Lab, Measure
+from mantissa.mismatch.estimates import Estimate, student_interval
+from mantissa.runs.compare import ENDS
+from mantissa.runs.directory import RunDirectory
+from mantissa.runs.metrics import binned, series
+
+Row = dict[str, Any]
+DONE, FAILED = "finished", "failed"
+_POINTS = 150  # of a curve
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class Rows:
+    """The rows of one lab, on disk after each change."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab, self.path = lab, lab.rows_path
+        self.registered: Row = {}
+        self._of: dict[str, Row] = {}
+        if self.path.exists():
+            with boundary(self.path, "restore it, or move it away to begin the lab anew"):
+                first, *rest = [_plain(json.loads(line)) for line in self.path.read_text().splitlines()]
+                self.registered = first | {"question": str(first["question"]), "expect": str(first["expect"])}
+                self._of = {f"{row['cell']}-seed{row['seed']}": row for row in rest}
+
+    def register(self) -> None:
+        """Before the first run: what is asked and expected, if that was not written before."""
+        if self.registered:
+            return
+        about = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "commit": stamp("cpu")["commit"]}
+        said = {"lab": self.lab.name, "question": self.lab.file.question, "expect": self.lab.file.expect}
+        self.registered = said | about
+        self._write()
+
+    def of(self, cell: Cell) -> Row | None:
+        """The row of this very run: one that another recipe made is none."""
+        row = self._of.get(cell.folder)
+        return row if row is not None and row.get("digest") == cell.digest else None
+
+    def finished(self, cell: Cell) -> Row | None:
+        row = self.of(cell)
+        return row if row is not None and row["status"] == DONE else None
+
+    def put(self, cell: Cell, row: Row) -> None:
+        """Add or replace a cell's row; the file is then the old one or the new one."""
+        about = {"cell": cell.name, "seed": cell.seed, "values": cell.values, "digest": cell.digest}
+        self._of[cell.folder] = about | row
+        self._write()
+
+    def figure(self, name: str, measure: Measure) -> dict[int, float]:
+        """A figure of a cell by seed, where its run is finished and logged it."""
+        rows = {cell.seed: self.finished(cell) for cell in self.lab.cells if cell.name == name}
+        found = {seed: row["final"].get(measure.text) for seed, row in rows.items() if row is not None}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def curve(self, name: str, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """Steps, and a row of values for each seed, at the points that all of them have; None without any."""
+        rows = [row for cell in self.lab.cells if cell.name == name and (row := self.finished(cell))]
+        found = [row["curves"][metric] for row in rows if metric in row.get("curves", {})]
+        points = [dict(zip(curve["step"], curve["value"], strict=True)) for curve in found]
+        steps = sorted(set.intersection(*map(set, points))) if points else []
+        if not steps:
+            return None
+        return np.array(steps, dtype=float), np.array([[of[step] for step in steps] for of in points], dtype=float)
+
+    def _write(self) -> None:
+        order = [cell.folder for cell in self.lab.cells]
+        kept = sorted(self._of, key=lambda name: (order.index(name) if name in order else len(order), name))
+        lines = [json.dumps(_words(row), allow_nan=False) for row in (self.registered, *(self._of[n] for n in kept))]
+        with disk_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, "".join(line + "\n" for line in lines))
+
+
+def row_of_run(lab: Lab, run: RunDirectory) -> Row:
+    """What a finished run says: its figures, its curves, and where it was run."""
+    rows, about = run.read_metrics(), run.environment
+    git = about.get("git") or {}
+    measures = {m.text: m for m in (*lab.final, *(m for pair in lab.against for m in pair))}
+    curves = {}
+    for metric in lab.curves:
+        steps, values = series(rows, metric)
+        if steps.size:
+            size = -(-steps.size // _POINTS)
+            curves[metric] = {"step": binned(steps, size).tolist(), "value": binned(values, size).tolist()}
+    return {
+        "status": DONE,
+        "steps": len(rows),
+        "seconds": sum(row.get("time/step", 0.0) for row in rows),
+        "final": {text: reduced(rows, measure) for text, measure in measures.items()},
+        "curves": curves,
+        "device": about.get("device")
+        if about.get("device") != "cpu"
+        else f"{about['cpu']} ({about['cpu_capability']})",
+        "threads": about.get("threads"),
+        "versions": about.get("versions"),
+        "precision": {row["role"]: f"{row['active']}, {row['kernels']}" for row in about.get("precision", ())},
+        "commit": git["commit"][:12] + ("-changed" if git["changed"] else "") if git else None,
+        "time": about.get("created"),
+    }
+
+
+def row_of_gap(lab: Lab, row: Row) -> Row:
+    """What ``mantissa gap`` found of one pair."""
+    measures = {m.text: m for m in (*lab.final, *(m for pair in lab.against for m in pair))}
+    figures = {text: row.get(measure.metric) for text, measure in measures.items()}
+    kept = ("device", "threads", "commit", "time", "tokens", "completions", "kernels", "engine", "parameters")
+    seconds = row["sample_seconds"] + row["score_seconds"]
+    return {"status": DONE, "seconds": seconds, "final": figures, "curves": {}} | {key: row[key] for key in kept}
+
+
+def reduced(rows: Sequence[Row], measure: Measure) -> float | None:
+    """A figure of a run's rows; None where the metric was never logged. What is not finite stays visible."""
+    values = [float(row[measure.metric]) for row in rows if isinstance(row.get(measure.metric), int | float)]
+    if not values:
+        return None
+    if measure.how == "last":
+        values = values[-1:] if measure.metric.startswith("eval/") else values[-ENDS:]
+    if measure.how == "first":
+        return values[0]
+    if measure.how in ("max", "min") and not any(map(math.isnan, values)):
+        return max(values) if measure.how == "max" else min(values)
+    return sum(values) / (1 if measure.how == "sum" else len(values))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A cell's figure less its control's, over the seeds that both have."""
+
+    estimate: Estimate
+    seeds: int
+
+    @property
+    def apart(self) -> bool | None:
+        """Whether they can be told apart; None where nothing can be said: one seed, or a figure that is not finite."""
+        if self.estimate.low is None or self.estimate.high is None:
+            return None
+        return self.estimate.low > 0 or self.estimate.high < 0
+
+
+def over_seeds(values: Sequence[float]) -> Estimate:
+    """The mean and Student's interval of it; no interval of one value, or where one is not finite."""
+    mean = sum(values) / len(values)
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return Estimate(mean, None, None, "one seed" if len(values) < 2 else "not finite")
+    if len(set(values)) == 1:
+        return Estimate(mean, mean, mean, "equal in all seeds")
+    return Estimate(mean, *student_interval(mean, stdev(values) / math.sqrt(len(values)), len(values) - 1))
+
+
+def difference(rows: Rows, name: str, control: str, measure: Measure) -> Difference | None:
+    """None where no seed has both."""
+    mine, theirs = rows.figure(name, measure), rows.figure(control, measure)
+    both = [mine[seed] - theirs[seed] for seed in mine if seed in theirs]
+    return Difference(over_seeds(both), len(both)) if both else None
+
+
+def _words(value: Any) -> Any:
+    """JSON has no word for what is not finite."""
+    if isinstance(value, dict):
+        return {key: _words(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_words(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: item if key in ("question", "expect") else _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def last_words(path: Path) -> str:
+    """The last thing that a failed process said: its error's line, or its last one."""
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()] if path.is_file() else []
+    said = next((line for line in reversed(lines) if line.startswith("mantissa: error: ")), None)
+    return (said or (lines[-1] if lines else "it said nothing")).removeprefix("mantissa: error: ")[:500]

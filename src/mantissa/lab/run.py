@@ -1,0 +1,246 @@
+"""Running a lab: worker processes, shared warm starts, and going on after a kill at any instant.
+
+A cell is a run folder that ``mantissa train`` writes and resumes, so nothing here has to survive but the folder: one
+that is finished gives its row, one that was begun is resumed, one that is missing is started. A finished row is kept
+when its folder is gone. One process works on a lab at a time; those that it starts die with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mantissa.bounds import boundary
+from mantissa.environ import LAUNCHER
+from mantissa.errors import MantissaError, StoppedError
+from mantissa.files import disk_errors, write_atomically
+from mantissa.lab.plan import Cell, Lab, warm_config
+from mantissa.lab.rows import FAILED, Row, Rows, last_words, row_of_gap, row_of_run
+from mantissa.rl.config import RunConfig
+from mantissa.runs.directory import RunDirectory, locked
+from mantissa.runs.gap_page import ROWS as GAP_ROWS
+
+Say = Callable[[str], None]
+_MEASURED = 3  # steps of a bill's run, of which the first is a warm-up
+
+
+def run_lab(lab: Lab, cells: Sequence[Cell], workers: int, say: Say) -> Rows:
+    """Run what is not finished of ``cells``; returns the lab's rows. ``MantissaError`` before anything is run where a
+    folder holds another run than the lab file says, or where another process is at work on this lab."""
+    with _at_work(lab):
+        rows = Rows(lab)
+        todo = [cell for cell in cells if rows.finished(cell) is None]
+        for cell in todo:
+            _check_folder(lab, cell)
+        rows.register()
+        say(f"lab {lab.name}: {len(todo)} of {len(cells)} cells to run, {workers} at a time")
+        work = _Work(lab)
+        count, lock = 0, threading.Lock()
+        with ThreadPoolExecutor(workers) as pool:
+            futures = {pool.submit(work.row, cell): cell for cell in todo}
+            try:
+                for future in as_completed(futures):
+                    cell, row = futures[future], future.result()
+                    with lock:
+                        count += 1
+                        rows.put(cell, row)
+                    say(f"[{count}/{len(todo)}] {cell.folder}: {_said(row)}")
+            except BaseException as error:
+                work.stop(futures)
+                if isinstance(error, KeyboardInterrupt):
+                    raise StoppedError("interrupted; the same command goes on with it") from None
+                raise
+    return rows
+
+
+def _said(row: Row) -> str:
+    if row["status"] == FAILED:
+        return f"failed: {row['error']}"
+    figures = (f"{name} {value:.4g}" for name, value in row["final"].items() if value is not None)
+    return f"{row['seconds']:.0f} s, {', '.join(figures)}"
+
+
+@contextmanager
+def _at_work(lab: Lab) -> Iterator[None]:
+    with boundary(lab.folder, "choose another folder to work in"), disk_errors(lab.folder):
+        lab.folder.mkdir(parents=True, exist_ok=True)
+    with locked(lab.folder / "lab.lock", "give the lab file another name"):
+        yield
+
+
+class _Work:
+    """What the workers share: the processes that run, and the warm starts that are made or being made."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._warm: dict[str, threading.Lock] = {}
+        self._guard, self._stopped = threading.Lock(), False
+
+    def row(self, cell: Cell) -> Row:
+        """Run a cell to its end, or find it there; its row."""
+        try:
+            return self._gap(cell) if cell.config is None else self._train(cell, cell.config)
+        except MantissaError as error:
+            return {"status": FAILED, "error": str(error)}
+
+    def stop(self, futures: Any) -> None:
+        """End every process, and begin no other."""
+        with self._guard:
+            self._stopped = True
+            for process in self._processes:
+                process.terminate()
+        for future in futures:
+            future.cancel()
+
+    def _train(self, cell: Cell, config: RunConfig) -> Row:
+        folder = self.lab.folder / cell.folder
+        if not _is_whole(folder, config):
+            if (folder / "config.yaml").is_file():
+                self.call(["-m", "mantissa", "train", "--resume", str(folder)], folder)
+            else:
+                self._make_warm(config)
+                recipe = _write_recipe(folder.with_name(f"{folder.name}.yaml"), begun(self.lab, config))
+                self.call(["-m", "mantissa", "train", str(recipe), f"run_dir={folder}"], folder)
+        return row_of_run(self.lab, RunDirectory.open(folder))
+
+    def _gap(self, cell: Cell) -> Row:
+        folder = self.lab.folder / cell.folder
+        if not (folder / GAP_ROWS).is_file():
+            options = {**self.lab.file.set, **cell.settings, "seed": cell.seed, "out": folder}
+            named = (f"--{'pairs' if key == 'pair' else key.replace('_', '-')}={v}" for key, v in options.items())
+            self.call(["-m", "mantissa", "gap", self.lab.file.base, *named, "--device=cpu"], folder)
+        with boundary(folder / GAP_ROWS, "delete this folder to measure again"):
+            (line,) = (folder / GAP_ROWS).read_text().splitlines()
+            return row_of_gap(self.lab, json.loads(line))
+
+    def _make_warm(self, config: RunConfig) -> None:
+        """The shared warm start of this cell, made by the first that needs it."""
+        warm = warm_config(config)
+        if warm is None:
+            return
+        folder = warm_folder(self.lab, warm)
+        with self._guard:
+            lock = self._warm.setdefault(folder.name, threading.Lock())
+        with lock:
+            if not (folder / "config.json").is_file():
+                recipe = _write_recipe(folder.with_name(f"{folder.name}.yaml"), warm)
+                self.call(["-m", "mantissa.lab.warm", str(recipe), str(folder)], folder)
+
+    def call(self, arguments: list[str], folder: Path) -> None:
+        """Run python on one thread until it ends, its output in a log beside ``folder``; ``MantissaError`` if badly."""
+        log = folder.with_name(f"{folder.name}.log")
+        with disk_errors(log), log.open("wb") as output:
+            with self._guard:
+                if self._stopped:
+                    raise MantissaError("stopped before it began")
+                process = subprocess.Popen(
+                    [sys.executable, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=_one_thread(),
+                )
+                self._processes.add(process)
+            code = process.wait()
+            with self._guard:
+                self._processes.discard(process)
+        if code:
+            raise MantissaError(f"exit code {code}: {last_words(log)} (all of it: {log})")
+
+
+def _one_thread() -> dict[str, str]:
+    others = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    kept = {name: value for name, value in os.environ.items() if name not in others}
+    return kept | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", LAUNCHER: str(os.getpid())}
+
+
+def warm_folder(lab: Lab, warm: RunConfig) -> Path:
+    """Where a warm start is: named by all that it depends on."""
+    content = json.dumps(warm.model_dump(mode="json"), sort_keys=True)
+    return lab.folder / f"warm-seed{warm.seed}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+
+
+def begun(lab: Lab, config: RunConfig) -> RunConfig:
+    """A cell's recipe as it is run: from the shared warm start where it has one."""
+    warm = warm_config(config)
+    if warm is None:
+        return config
+    model = config.model.model_copy(update={"path": str(warm_folder(lab, warm)), "fresh": None, "tokenizer": None})
+    return config.model_copy(update={"model": model, "warm_start": None})
+
+
+def _plain(config: RunConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude={"run_dir"})
+
+
+def _write_recipe(path: Path, config: RunConfig) -> Path:
+    write_atomically(path, yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True))
+    return path
+
+
+def _is_whole(folder: Path, config: RunConfig) -> bool:
+    if not (folder / "config.yaml").is_file():
+        return False
+    run = RunDirectory.open(folder)
+    return run.report_path.is_file() and run.checkpoint_steps()[-1:] == [config.steps]
+
+
+def _check_folder(lab: Lab, cell: Cell) -> None:
+    """``MantissaError`` where the cell's folder holds a run of another recipe."""
+    folder = lab.folder / cell.folder
+    if cell.config is None or not (folder / "config.yaml").is_file():
+        return
+    there, wanted = RunDirectory.open(folder).config, _plain(begun(lab, cell.config))
+    key = next((key for key in {**there, **wanted} if there.get(key) != wanted.get(key)), None)
+    if key is not None:
+        raise MantissaError(
+            f"{folder} was begun with {key}={there.get(key)!r}, and the lab file now says {wanted.get(key)!r}: move "
+            "the folder away to run it anew, or put the file back"
+        )
+
+
+def bill(lab: Lab, cells: Sequence[Cell], say: Say) -> dict[str, float | None]:
+    """Seconds that a run of each of the grid's points takes: of a finished one its own, of the others by a measured
+    step of the first seed, from random weights or the model as it is; None where that failed, which is said.
+
+    Measured one at a time. Neither warm starts nor evaluations are in it.
+    """
+    rows, found = Rows(lab), dict[str, float | None]()
+    work = _Work(lab)
+    for cell in cells:
+        if cell.name in found:
+            continue
+        finished = [row for other in cells if other.name == cell.name and (row := rows.finished(other))]
+        if finished:
+            found[cell.name] = sum(row["seconds"] for row in finished) / len(finished)
+            continue
+        if cell.config is None:
+            say(f"{cell.name}: a gap is measured once, and nothing is known of its time before")
+            found[cell.name] = None
+            continue
+        short = {"steps": _MEASURED, "warm_start": None, "evaluation": None, "trackers": ()}
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / "run"
+            recipe = _write_recipe(Path(temporary) / "recipe.yaml", cell.config.model_copy(update=short))
+            try:
+                work.call(["-m", "mantissa", "train", str(recipe), f"run_dir={folder}"], folder)
+                times = [row["time/step"] for row in RunDirectory.open(folder).read_metrics()[1:]]
+                found[cell.name] = cell.config.steps * sum(times) / len(times)
+                said = f"{found[cell.name] / cell.config.steps:.2f} s a step"  # type: ignore[operator]
+            except MantissaError as error:
+                found[cell.name], said = None, f"failed: {error}"
+        say(f"{cell.name}: {said}")
+    return found

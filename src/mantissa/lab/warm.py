@@ -1,0 +1,38 @@
+"""The warm start that the cells of a seed share, made in a process of its own: ``RECIPE FOLDER``.
+
+What ``mantissa train`` does before RL begins, in fp32; the policy is then written as a model's folder, whole or not at
+all, and each cell begins from it.
+"""
+
+from mantissa.environ import end_with_launcher
+
+end_with_launcher()  # before imports that take seconds
+
+import sys  # noqa: E402
+
+from mantissa.errors import MantissaError  # noqa: E402
+from mantissa.model import save_model  # noqa: E402
+from mantissa.rl.assemble import assemble  # noqa: E402
+from mantissa.rl.loop import warm_start  # noqa: E402
+from mantissa.rl.recipe import load_recipe  # noqa: E402
+
+
+def main(recipe: str, folder: str) -> None:
+    """Make it and write it to ``folder``; each evaluation is a line on stdout."""
+    config = load_recipe(recipe)
+    assert config.warm_start is not None
+    parts, rollout = assemble(config), config.rollout
+    try:
+        params = parts.sampler.params(rollout.max_tokens, rollout.temperature, rollout.stop)
+        warm_start(parts, config.warm_start, params, lambda row: print(row, flush=True))
+    finally:
+        parts.close()
+    save_model(parts.model, parts.tokenizer, folder)
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except MantissaError as error:
+        print(f"mantissa: error: {error}", file=sys.stderr)
+        sys.exit(2)
