@@ -47,7 +47,8 @@ def _answer(rows: Rows, measure: Measure) -> str:
         if not found.apart:
             alike.append(name)
             continue
-        differing.append(f"{name} is {'above' if found.estimate.value > 0 else 'below'} {control} by {_of(found)}")
+        above = found.estimate.value > (1 if found.ratio else 0)
+        differing.append(f"{name} is {'above' if above else 'below'} {control} by {_of(found)}")
     said = []
     if differing:
         said.append("; ".join(differing) + ".")
@@ -67,13 +68,16 @@ def _controls(lab: Lab, names: Sequence[str]) -> str:
 
 def _of(found: Difference) -> str:
     estimate = found.estimate
-    value, low, high = abs(estimate.value), estimate.low, estimate.high
-    assert low is not None
-    assert high is not None
+    assert estimate.low is not None
+    assert estimate.high is not None
+    values = [estimate.value, *sorted((estimate.low, estimate.high))]
+    if found.ratio:
+        values = [1 / value if estimate.value < 1 else value for value in values]
+    value, low, high = abs(values[0]), *sorted(map(abs, values[1:]))
+    what = "a factor of " if found.ratio else ""
     if low == high:
-        return f"{value:.3g}, equal in all {found.seeds} seeds"
-    low, high = sorted((abs(low), abs(high)))
-    return f"{value:.3g} ({low:.3g} to {high:.3g}, {found.seeds} seeds)"
+        return f"{what}{value:.3g}, equal in all {found.seeds} seeds"
+    return f"{what}{value:.3g} ({low:.3g} to {high:.3g}, {found.seeds} seeds)"
 
 
 def write_page(rows: Rows) -> Path:
@@ -123,7 +127,8 @@ def _how(lab: Lab) -> str:
         else ""
     )
     return (
-        f"{control}intervals are Student's at {LEVEL:.0%} over seeds, each comparison by itself. A figure with no word "
+        f"{control}intervals are Student's at {LEVEL:.0%} over seeds, each comparison by itself; of what spans "
+        "decades the difference is a factor (x). A figure with no word "
         "before it is the mean of the last ten steps that logged it, of an evaluation the last."
     )
 
@@ -156,14 +161,15 @@ def _differences(rows: Rows) -> Block:
         control = rows.lab.control_of(name)
         if control is not None:
             found = [difference(rows, name, control, measure) for measure in rows.lab.final]
-            lines.append([f"{name} - {control}", *(_estimate(d.estimate) if d else page.NOT_LOGGED for d in found)])
+            shown = (_estimate(d.estimate, "x " if d.ratio else "") if d else page.NOT_LOGGED for d in found)
+            lines.append([f"{name} against {control}", *shown])
     return page.table(["difference", *map(_title, rows.lab.final)], lines, ["n"] * (1 + len(rows.lab.final)))
 
 
-def _estimate(estimate: Estimate) -> Any:
+def _estimate(estimate: Estimate, before: str = "") -> Any:
     if estimate.low is None or estimate.high is None or estimate.low == estimate.high:
-        return page.noted(f"{estimate.value:.4g}", estimate.how)
-    return page.noted(f"{estimate.value:.4g}", f"{estimate.low:.3g} to {estimate.high:.3g}")
+        return page.noted(f"{before}{estimate.value:.4g}", estimate.how)
+    return page.noted(f"{before}{estimate.value:.4g}", f"{estimate.low:.3g} to {estimate.high:.3g}")
 
 
 def _cells(rows: Rows) -> Block:

@@ -43,7 +43,7 @@ from mantissa.errors import MantissaError, nearest
 from mantissa.mismatch.estimates import GAP_FIGURES
 from mantissa.rl.config import RunConfig
 from mantissa.rl.recipe import load_recipe, make_config, parse_yaml
-from mantissa.runs.metrics import BY_NAME, REWARD_PART
+from mantissa.runs.metrics import BY_NAME, REWARD_PART, SERIES
 
 MOST_CELLS = 400  # with their seeds
 _LONGEST = 20_000  # characters of a lab file
@@ -60,6 +60,12 @@ class Measure:
     text: str
     how: str
     metric: str
+
+    @property
+    def spans_decades(self) -> bool:
+        """Whether it is positive and compared by ratios: what is drawn on a log axis."""
+        positive = ("abs_logp_diff_mean", "k3_kl", "seq_log_ratio_std")
+        return self.metric in positive or (self.metric in SERIES and SERIES[self.metric].axis == "log")
 
     @classmethod
     def parse(cls, text: str, kind: str) -> Measure:
@@ -163,7 +169,7 @@ class Lab:
 
 
 def load_lab(path: Path) -> Lab:
-    """Read a lab file and make every cell of it; nothing is run. ``MantissaError`` for the first thing that is wrong."""
+    """Read a lab file and make every cell of it; nothing is run. ``MantissaError`` for the first mistake."""
     with boundary(f"lab file {path}", "expected a YAML file of UTF-8 text, such as lab/dose.yaml"):
         if not path.is_file():
             raise MantissaError(f"no lab file at {path}: expected a YAML file, such as lab/dose.yaml")

@@ -5,7 +5,8 @@ the first cell was run and never again. A row has the cell's name, seed and dige
 thinned to points, and where it was run. A number that is not finite is a string in the file, and a float here.
 
 Differences are paired: for each seed that both cells have, the cell's figure less the control's. Student's interval of
-their mean needs two seeds or more; where it holds 0 the two cannot be told apart. Equal differences in all seeds have
+their mean needs two seeds or more; figures that span decades (the gap's) are compared by their ratio, on a log scale.
+Where the interval holds 0, or the ratio 1, the two cannot be told apart. Equal differences in all seeds have
 no spread to estimate, and are said as they are.
 """
 
@@ -152,17 +153,19 @@ def reduced(rows: Sequence[Row], measure: Measure) -> float | None:
 
 @dataclass(frozen=True)
 class Difference:
-    """A cell's figure less its control's, over the seeds that both have."""
+    """A cell's figure less its control's, over the seeds that both have; of what spans decades their ratio."""
 
     estimate: Estimate
     seeds: int
+    ratio: bool = False
 
     @property
     def apart(self) -> bool | None:
         """Whether they can be told apart; None where nothing can be said: one seed, or a figure that is not finite."""
         if self.estimate.low is None or self.estimate.high is None:
             return None
-        return self.estimate.low > 0 or self.estimate.high < 0
+        none = 1.0 if self.ratio else 0.0
+        return self.estimate.low > none or self.estimate.high < none
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:
@@ -178,8 +181,18 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 def difference(rows: Rows, name: str, control: str, measure: Measure) -> Difference | None:
     """None where no seed has both."""
     mine, theirs = rows.figure(name, measure), rows.figure(control, measure)
-    both = [mine[seed] - theirs[seed] for seed in mine if seed in theirs]
-    return Difference(over_seeds(both), len(both)) if both else None
+    both = [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
+    if not both:
+        return None
+    if measure.spans_decades and all(0 < value < math.inf for pair in both for value in pair):
+        logs = over_seeds([math.log(one / other) for one, other in both])
+        low, high = (None if end is None else _exp(end) for end in (logs.low, logs.high))
+        return Difference(Estimate(_exp(logs.value), low, high, logs.how), len(both), ratio=True)
+    return Difference(over_seeds([one - other for one, other in both]), len(both))
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0))
 
 
 def _words(value: Any) -> Any:

@@ -1,0 +1,332 @@
+"""The lab: what a file means and refuses, pairing and words against hand-made rows, a real grid that is killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import small_run
+from mantissa.cli import app
+from mantissa.errors import MantissaError
+from mantissa.lab import Rows, load_lab, run, run_lab, warm, write_page
+from mantissa.lab.page import answers
+from mantissa.lab.plan import Measure, warm_config
+from mantissa.lab.rows import difference, over_seeds, reduced
+from mantissa.lab.run import begun, warm_folder
+from mantissa.mismatch.estimates import student_interval
+from mantissa.runs.directory import RunDirectory, locked
+
+FILE: dict[str, Any] = {
+    "question": "Does it matter?",
+    "expect": "No.",
+    "base": "base.yaml",
+    "seeds": [0, 1],
+    "axes": {
+        "rollout": {"fp32": {"precision": "fp32"}, "e8m2": {"precision": {"rollout": "e8m2"}}},
+        "optimizer.lr": [1e-3, 3e-4],
+    },
+    "control": {"rollout": "fp32"},
+    "measure": {"final": ["reward/accuracy", "max gap/k3_kl"], "curves": ["gap/k3_kl"]},
+}
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, with a base recipe."""
+    monkeypatch.chdir(tmp_path)
+    recipe = small_run.recipe(*small_run.QUICK, "precision=fp32", "evaluation=null", "checkpoint.every=1")
+    Path("base.yaml").write_text(yaml.safe_dump(recipe))
+    Path("lab").mkdir()
+    return tmp_path
+
+
+def written(name: str = "try", **changes: Any) -> Path:
+    path = Path("lab") / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(FILE | changes, sort_keys=False))
+    return path
+
+
+def test_cells_are_the_product_of_the_axes_seed_by_seed(there: Path) -> None:
+    lab = load_lab(written())
+    assert [cell.folder for cell in lab.cells][:5] == [
+        "fp32+lr=0.001-seed0", "fp32+lr=0.0003-seed0", "e8m2+lr=0.001-seed0", "e8m2+lr=0.0003-seed0",
+        "fp32+lr=0.001-seed1",
+    ]  # fmt: skip
+    cell = lab.cells[3]
+    assert cell.config is not None
+    assert (cell.config.seed, cell.config.optimizer.lr, cell.config.precision_policy.rollout) == (0, 3e-4, "e8m2")
+    assert lab.control_of("e8m2+lr=0.0003") == "fp32+lr=0.0003"
+    assert lab.control_of("fp32+lr=0.0003") is None
+    assert len({cell.digest for cell in lab.cells}) == 8
+
+
+def test_cells_of_a_seed_share_one_warm_start_whatever_their_precision(there: Path) -> None:
+    lab = load_lab(written())
+    folders, models = set(), set()
+    for cell in lab.cells:
+        assert cell.config is not None
+        shared = warm_config(cell.config)
+        assert shared is not None
+        assert shared.precision_policy.train == shared.precision_policy.rollout == "fp32"
+        folders.add(warm_folder(lab, shared))
+        models.add(begun(lab, cell.config).model.path)
+    assert len(folders) == 2  # one a seed
+    assert models == {str(folder) for folder in folders}
+    other = load_lab(written("other", set={"warm_start.steps": 5}, axes={"optimizer.lr": [0.1]}, control={}))
+    assert other.cells[0].config is not None
+    changed = warm_config(other.cells[0].config)
+    assert changed is not None
+    assert warm_folder(lab, changed) not in folders
+
+
+BUNDLE = {"a": {"steps": 2}, "b": {"steps": 3}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quesion": "?"}, "quesion: unknown key; did you mean 'question'?"),
+        ({"base": "gone.yaml"}, "cell fp32+lr=0.001: no recipe at gone.yaml"),
+        ({"axes": {"seed": [1]}, "control": {}}, "axes.seed: seed is the lab's to set"),
+        (
+            {"axes": {f"a{i}": {str(j): {} for j in range(10)} for i in range(6)}},
+            "2,000,000 cells with their seeds, and",
+        ),
+        ({"axes": {"one": BUNDLE, "steps": [4]}, "control": {}}, "axes.one and axes.steps both set steps"),
+        (
+            {"axes": {"p": {"x": {"precision": "bf16"}}, "precision.rollout": ["fp16"]}, "control": {}},
+            "both set precis",
+        ),
+        ({"set": {"steps": 9}, "axes": {"one": BUNDLE}, "control": {}}, "set and axes.one both set steps"),
+        ({"axes": {"one": {"../../x": {}}}, "control": {}}, "'../../x' is part of a folder's name"),
+        ({"axes": {"task.kind": ["a/b"]}, "control": {}}, "'a/b' makes no name of a folder"),
+        ({"axes": {"steps": [2, 2]}, "control": {}}, "axes.steps: a value is given twice"),
+        ({"axes": {"steps": 3}, "control": {}}, "axes.steps: expected a list of values"),
+        ({"axes": {"one": {"x": {"steps": 2}, "y": {"steps": 2}}}, "control": {}}, "x and y are the same run"),
+        ({"axes": {"stepz": [2]}, "control": {}}, "cell stepz=2: base.yaml: unknown key 'stepz'"),
+        ({"control": {"rollout": "fp23"}}, "'fp23' is no value of an axis of that name; did you mean 'fp32'?"),
+        ({"control": {"rolout": "fp32"}}, "no axis has this name; did you mean 'rollout'?"),
+        ({"measure": {"final": ["reward/acuracy"]}}, "unknown metric; did you mean 'reward/accuracy'?"),
+        ({"measure": {"final": ["best reward/accuracy"]}}, "expected a metric, or one of last, first"),
+        ({"seeds": [1, 1]}, "seeds: expected different seeds"),
+        ({"set": {"perfectible": {}}}, "perfectible chooses prompts"),
+        ({"set": {"nproc": 2}}, "nproc is the lab's to set"),
+        ({"kind": "gap"}, "cell fp32+lr=0.001: unknown key 'precision'"),
+    ],
+    ids=str,
+)
+def test_a_lab_file_that_is_wrong_is_one_clear_error(there: Path, changes: dict[str, Any], message: str) -> None:
+    path = written(**changes)
+    with pytest.raises(MantissaError) as caught:
+        load_lab(path)
+    assert str(caught.value).startswith(str(path))
+    assert message in str(caught.value)
+    assert not Path("runs").exists()
+
+
+def test_a_name_of_a_file_that_is_none_of_a_folder(there: Path) -> None:
+    for name in ("-rf", "a b"):
+        with pytest.raises(MantissaError, match="the file's name is the lab's"):
+            load_lab(written(name))
+    with pytest.raises(MantissaError, match="no lab file at"):
+        load_lab(Path("lab"))
+
+
+# ---- figures and words
+
+
+def test_figures_of_a_runs_rows() -> None:
+    rows = [{"step": i, "x": float(i)} for i in range(1, 31)]
+    rows[4]["eval/avg_at_k"] = 0.25
+    of = {how: reduced(rows, Measure("", how, "x")) for how in ("last", "first", "mean", "max", "min", "sum")}
+    assert of == {"last": 25.5, "first": 1.0, "mean": 15.5, "max": 30.0, "min": 1.0, "sum": 465.0}
+    assert reduced(rows, Measure("", "last", "eval/avg_at_k")) == 0.25
+    assert reduced(rows, Measure("", "last", "gone")) is None
+    rows[7]["x"] = float("nan")
+    assert str(reduced(rows, Measure("", "max", "x"))) == "nan"  # a run that broke does not look well
+
+
+def filled(values: dict[str, list[float]], **changes: Any) -> Rows:
+    """A lab of one axis with these figures by seed, as if it had been run."""
+    axes = {"rollout": {name: {"optimizer.lr": 1e-3 + i / 1e4} for i, name in enumerate(values)}}
+    final = {"measure": {"final": ["reward/accuracy"], "curves": ["reward/accuracy"], "against": [
+        ["max gap/k3_kl", "reward/accuracy"]]}}  # fmt: skip
+    lab = load_lab(written(axes=axes, control={"rollout": "fp32"}, seeds=[0, 1, 2], **final, **changes))
+    rows = Rows(lab)
+    rows.register()
+    for cell in lab.cells:
+        value = values[cell.name][cell.seed]
+        of = {"reward/accuracy": value, "max gap/k3_kl": 10.0**-cell.seed}
+        curve = {"reward/accuracy": {"step": [1.0, 2.0], "value": [value / 2, value]}}
+        if value >= 0:
+            rows.put(cell, {"status": "finished", "seconds": 1.0, "final": of, "curves": curve, "device": "a CPU"})
+    return rows
+
+
+def test_differences_are_paired_and_said_only_where_they_can_be_told(there: Path) -> None:
+    # Each seed differs far more from the others than a cell from its control: only pairing sees the effect.
+    rows = filled({"fp32": [0.1, 0.5, 0.9], "lower": [0.05, 0.44, 0.86], "alike": [0.2, 0.45, 0.88],
+                   "same": [0.1, 0.5, 0.9], "alone": [0.3, -1, -1]})  # fmt: skip
+    (said,) = answers(rows)
+    low, high = student_interval(0.05, 0.01 / 3**0.5, 2)
+    assert f"lower is below fp32 by 0.05 ({low:.3g} to {high:.3g}, 3 seeds)" in said
+    assert "alike and same cannot be told apart from fp32" in said
+    assert "Nothing can be said of alone" in said
+    page = write_page(rows).read_text()
+    assert page.count('role="img"') == 2
+    for text in ("Does it matter?", "Written before the first run", "2 cells: alone-seed1, alone-seed2", "a CPU"):
+        assert text in page
+    assert Rows(rows.lab).figure("lower", rows.lab.final[0]) == {0: 0.05, 1: 0.44, 2: 0.86}  # as read back
+
+
+def test_what_spans_decades_differs_by_a_factor(there: Path) -> None:
+    rows = filled({"fp32": [0.1, 0.5, 0.9], "x": [0.1, 0.5, 0.9]})
+    measure, name = Measure.parse("max gap/k3_kl", "train"), "max gap/k3_kl"
+    for cell, factor in zip(rows.lab.cells[1::2], (8.0, 10.0, 12.5), strict=True):  # cells go seed by seed
+        row = rows.finished(cell)
+        assert row is not None
+        rows.put(cell, row | {"final": row["final"] | {name: row["final"][name] * factor}})
+    found = difference(rows, "x", "fp32", measure)
+    assert found is not None
+    low, high = student_interval(0.0, math.log(1.25) / 3**0.5, 2)  # of logs: -log 1.25, 0, log 1.25
+    expected = (10.0, 10 * math.exp(low), 10 * math.exp(high))
+    assert (found.estimate.value, found.estimate.low, found.estimate.high) == pytest.approx(expected)
+    assert found.apart
+
+
+def test_a_figure_that_is_not_finite_survives_the_file_and_tells_nothing(there: Path) -> None:
+    rows = Rows(filled({"fp32": [0.1, 0.5, 0.9], "broken": [float("inf"), 0.5, 0.9]}).lab)
+    assert rows.figure("broken", rows.lab.final[0])[0] == float("inf")
+    assert answers(rows) == [
+        "reward/accuracy: Nothing can be said of broken: fewer than two seeds of both, or not finite."
+    ]
+    assert over_seeds([0.5]).low is None
+
+
+def test_what_was_expected_is_kept_as_it_was_written(there: Path) -> None:
+    rows = filled({"fp32": [0.1, 0.5, 0.9], "x": [0.1, 0.5, 0.9]})
+    later = load_lab(written(**{**rows.lab.file.model_dump(), "expect": "I knew it."}))
+    again = Rows(later)
+    again.register()
+    page = write_page(again).read_text()
+    assert "Expected: No." in page
+    assert "The lab file says otherwise now" in page
+    assert "I knew it." in page
+
+
+def test_damaged_rows_are_one_clear_error(there: Path) -> None:
+    rows = filled({"fp32": [0.1, 0.5, 0.9], "x": [0.1, 0.5, 0.9]})
+    rows.path.write_text("[]\n{")
+    with pytest.raises(MantissaError, match="restore it, or move it away"):
+        Rows(rows.lab)
+
+
+# ---- running
+
+
+SMALL = {"seeds": [0], "axes": {"rollout": FILE["axes"]["rollout"] | {"broken": {"rollout.slots": 10**9}}}}
+
+
+@pytest.fixture
+def here(there: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Cells run in this process, without reports; what was called."""
+    calls: list[list[str]] = []
+
+    def called(self: Any, arguments: list[str], folder: Path) -> None:
+        calls.append(arguments[1:])
+        if arguments[1] == "mantissa":
+            app(arguments[2:], standalone_mode=False)
+        else:
+            warm.main(*arguments[2:])
+
+    def reported(run: RunDirectory) -> Path:
+        run.report_path.touch()
+        return run.report_path
+
+    monkeypatch.setattr(small_run.REPORT, reported)
+    monkeypatch.setattr(run._Work, "call", called)
+    return calls
+
+
+def test_cells_share_a_seeds_warm_start_and_prompts_and_one_that_fails_stops_no_other(here: list[list[str]]) -> None:
+    lab = load_lab(written(**SMALL))
+    rows = run_lab(lab, lab.cells, 1, lambda line: None)
+    assert [call[0] for call in here].count("mantissa.lab.warm") == 1 + 1  # the broken cell's own, which fails too
+    done = {cell.name: rows.finished(cell) for cell in lab.cells}
+    assert done["fp32"] is not None
+    assert done["e8m2"] is not None
+    assert done["e8m2"]["final"]["max gap/k3_kl"] > 100 * done["fp32"]["final"]["max gap/k3_kl"]
+    failed = rows.of(lab.cells[2])
+    assert failed is not None
+    assert failed["error"].startswith("rollout.slots=1,000,000,000")
+    assert "rollout.slots=1,000,000,000" in write_page(rows).read_text()
+    runs = [RunDirectory.open(lab.folder / f"{name}-seed0") for name in ("fp32", "e8m2")]
+    prompts = [[row["prompt"] for row in each.read_rollouts(1)] for each in runs]
+    assert prompts[0] == prompts[1]
+    # What is finished is not run again, and another recipe in its folder is refused.
+    said: list[str] = []
+    assert run_lab(lab, lab.cells[:2], 1, said.append).finished(lab.cells[0]) == done["fp32"]
+    assert "0 of 2 cells to run" in said[0]
+    changed = load_lab(written(**SMALL, set={"optimizer.lr": 0.5}))
+    with pytest.raises(MantissaError, match=r"fp32-seed0 was begun with optimizer=.* move the folder away"):
+        run_lab(changed, changed.cells[:1], 1, said.append)
+
+
+def test_a_lab_that_is_killed_goes_on_where_it_was_and_leaves_no_process(there: Path) -> None:
+    path = written(seeds=[0], axes={"rollout": {"fp32": {"precision": "fp32"}}}, set={"steps": 3})
+    command = [sys.executable, "-m", "mantissa", "lab", str(path)]
+    lab = load_lab(path)
+    folder = lab.folder / "fp32-seed0"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as killed:
+        while not (folder / "checkpoints" / "step-1").exists():
+            assert killed.poll() is None
+            time.sleep(0.02)
+        with pytest.raises(MantissaError, match="is being written by process"):
+            run_lab(lab, lab.cells, 1, lambda line: None)
+        killed.send_signal(signal.SIGKILL)
+    wait_until_free(folder)
+    began = RunDirectory.open(folder).environment["created"]
+    row = run_lab(lab, lab.cells, 1, lambda line: None).finished(lab.cells[0])
+    assert row is not None
+    assert (row["steps"], row["threads"], row["time"]) == (3, 1, began)
+
+
+def wait_until_free(folder: Path) -> None:
+    """Until the killed lab's cell has gone too."""
+    for _ in range(500):
+        try:
+            locked(folder / "run.lock", "").close()
+            return
+        except MantissaError:
+            time.sleep(0.02)
+    raise AssertionError("the cell outlived its lab")
+
+
+def test_a_gap_is_measured_once_a_cell(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    def measured(self: Any, arguments: list[str], folder: Path) -> None:
+        calls.append(arguments)
+        folder.mkdir()
+        seconds = {"sample_seconds": 1.0, "score_seconds": 2.0}
+        about = dict.fromkeys(
+            ("device", "threads", "commit", "time", "tokens", "completions", "kernels", "engine"), "x"
+        )
+        (folder / "gap.jsonl").write_text(json.dumps({"k3_kl": 0.5, "parameters": 1} | seconds | about) + "\n")
+
+    monkeypatch.setattr(run._Work, "call", measured)
+    lab = load_lab(written(kind="gap", base="package:none", set={"samples": 2}, axes={"pair": ["fp32", "bf16"]},
+                           control={"pair": "fp32"}, measure={"final": ["k3_kl"]}))  # fmt: skip
+    rows = run_lab(lab, lab.cells, 1, lambda line: None)
+    assert rows.figure("bf16", lab.final[0]) == {0: 0.5, 1: 0.5}
+    assert calls[1][1:] == ["mantissa", "gap", "package:none", "--samples=2", "--pairs=bf16", "--seed=0",
+                            "--out=runs/lab/try/bf16-seed0", "--device=cpu"]  # fmt: skip
