@@ -31,9 +31,10 @@ from mantissa.lab.rows import FAILED, Row, Rows, last_words, row_of_gap, row_of_
 from mantissa.rl.config import RunConfig
 from mantissa.runs.directory import RunDirectory, locked
 from mantissa.runs.gap_page import ROWS as GAP_ROWS
+from mantissa.runs.live import duration
 
 Say = Callable[[str], None]
-_MEASURED = 3  # steps of a bill's run, of which the first is a warm-up
+_MEASURED, _MEASURED_TOKENS = 3, 16  # a bill's steps, of which the first is a warm-up; and tokens of its gap
 
 
 def run_lab(lab: Lab, cells: Sequence[Cell], workers: int, say: Say) -> Rows:
@@ -119,12 +120,28 @@ class _Work:
     def _gap(self, cell: Cell) -> Row:
         folder = self.lab.folder / cell.folder
         if not (folder / GAP_ROWS).is_file():
-            options = {**self.lab.file.set, **cell.settings, "seed": cell.seed, "out": folder}
-            named = (f"--{'pairs' if key == 'pair' else key.replace('_', '-')}={v}" for key, v in options.items())
-            self.call(["-m", "mantissa", "gap", self.lab.file.base, *named, "--device=cpu"], folder)
+            self._measure_gap(cell.settings | {"seed": cell.seed, "out": folder}, folder)
         with boundary(folder / GAP_ROWS, "delete this folder to measure again"):
             (line,) = (folder / GAP_ROWS).read_text().splitlines()
             return row_of_gap(self.lab, json.loads(line))
+
+    def measured(self, cell: Cell, folder: Path) -> float:
+        """About how many seconds the cell takes, by a short run of it in an empty folder."""
+        if cell.config is None:
+            tokens = cell.settings.get("max_tokens", 32)
+            short = {"max_tokens": min(_MEASURED_TOKENS, tokens), "out": folder / "gap"}
+            self._measure_gap(cell.settings | {"seed": cell.seed} | short, folder / "gap")
+            row = json.loads((folder / "gap" / GAP_ROWS).read_text())
+            return float(row["sample_seconds"] + row["score_seconds"]) * tokens / short["max_tokens"]
+        update = {"steps": _MEASURED, "warm_start": None, "evaluation": None, "trackers": ()}
+        recipe = _write_recipe(folder / "recipe.yaml", cell.config.model_copy(update=update))
+        self.call(["-m", "mantissa", "train", str(recipe), f"run_dir={folder / 'run'}"], folder / "run")
+        times = [row["time/step"] for row in RunDirectory.open(folder / "run").read_metrics()[1:]]
+        return float(cell.config.steps * sum(times) / len(times))
+
+    def _measure_gap(self, options: dict[str, Any], folder: Path) -> None:
+        named = (f"--{'pairs' if key == 'pair' else key.replace('_', '-')}={v}" for key, v in options.items())
+        self.call(["-m", "mantissa", "gap", self.lab.file.base, *named, "--device=cpu"], folder)
 
     def _make_warm(self, config: RunConfig) -> None:
         """The shared warm start of this cell, made by the first that needs it."""
@@ -213,10 +230,9 @@ def _check_folder(lab: Lab, cell: Cell) -> None:
 
 
 def bill(lab: Lab, cells: Sequence[Cell], say: Say) -> dict[str, float | None]:
-    """Seconds that a run of each of the grid's points takes: of a finished one its own, of the others by a measured
-    step of the first seed, from random weights or the model as it is; None where that failed, which is said.
-
-    Measured one at a time. Neither warm starts nor evaluations are in it.
+    """Seconds that a run of each of the grid's points takes: of a finished one its own, of the others by measured
+    steps of the first seed, from random weights or the model as it is (of a gap: by few tokens); None where that
+    failed, which is said. Measured one at a time. Neither warm starts nor evaluations are in it.
     """
     rows, found = Rows(lab), dict[str, float | None]()
     work = _Work(lab)
@@ -227,20 +243,12 @@ def bill(lab: Lab, cells: Sequence[Cell], say: Say) -> dict[str, float | None]:
         if finished:
             found[cell.name] = sum(row["seconds"] for row in finished) / len(finished)
             continue
-        if cell.config is None:
-            say(f"{cell.name}: a gap is measured once, and nothing is known of its time before")
+        try:
+            with tempfile.TemporaryDirectory() as temporary:
+                found[cell.name] = work.measured(cell, Path(temporary))
+        except MantissaError as error:
             found[cell.name] = None
-            continue
-        short = {"steps": _MEASURED, "warm_start": None, "evaluation": None, "trackers": ()}
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary) / "run"
-            recipe = _write_recipe(Path(temporary) / "recipe.yaml", cell.config.model_copy(update=short))
-            try:
-                work.call(["-m", "mantissa", "train", str(recipe), f"run_dir={folder}"], folder)
-                times = [row["time/step"] for row in RunDirectory.open(folder).read_metrics()[1:]]
-                found[cell.name] = cell.config.steps * sum(times) / len(times)
-                said = f"{found[cell.name] / cell.config.steps:.2f} s a step"  # type: ignore[operator]
-            except MantissaError as error:
-                found[cell.name], said = None, f"failed: {error}"
-        say(f"{cell.name}: {said}")
+            say(f"{cell.name} failed: {error}")
+        else:
+            say(f"{cell.name}: {duration(found[cell.name] or 0)} a cell")
     return found
