@@ -295,7 +295,7 @@ def _config(base: str, settings: Mapping[str, Any], name: str, seed: int) -> Run
     def text(value: Any) -> str:
         return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**9).removesuffix("...\n")
 
-    overrides = [f"{key}={text(value)}" for key, value in (settings | {"seed": seed, "name": name}).items()]
+    overrides = [f"{key}={text(value)}" for key, value in ({**settings, "seed": seed, "name": name}).items()]
     try:
         config = load_recipe(base, overrides)
     except MantissaError as error:
