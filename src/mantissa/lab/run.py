@@ -7,7 +7,6 @@ when its folder is gone. One process works on a lab at a time; those that it sta
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -26,9 +25,10 @@ from mantissa.bounds import boundary
 from mantissa.environ import LAUNCHER
 from mantissa.errors import MantissaError, StoppedError
 from mantissa.files import disk_errors, write_atomically
-from mantissa.lab.plan import Cell, Lab, warm_config
+from mantissa.lab.plan import Cell, Lab, digest_of, warm_config
 from mantissa.lab.rows import FAILED, Row, Rows, last_words, row_of_gap, row_of_run
 from mantissa.rl.config import RunConfig
+from mantissa.rl.recipe import make_config
 from mantissa.runs.directory import RunDirectory, locked
 from mantissa.runs.gap_page import ROWS as GAP_ROWS
 from mantissa.runs.live import duration
@@ -186,8 +186,7 @@ def _one_thread() -> dict[str, str]:
 
 def warm_folder(lab: Lab, warm: RunConfig) -> Path:
     """Where a warm start is: named by all that it depends on."""
-    content = json.dumps(warm.model_dump(mode="json"), sort_keys=True)
-    return lab.folder / f"warm-seed{warm.seed}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+    return lab.folder / f"warm-seed{warm.seed}-{digest_of(warm.model_dump(mode='json', exclude_defaults=True))}"
 
 
 def begun(lab: Lab, config: RunConfig) -> RunConfig:
@@ -220,7 +219,8 @@ def _check_folder(lab: Lab, cell: Cell) -> None:
     folder = lab.folder / cell.folder
     if cell.config is None or not (folder / "config.yaml").is_file():
         return
-    there, wanted = RunDirectory.open(folder).config, _plain(begun(lab, cell.config))
+    there = _plain(make_config(RunDirectory.open(folder).config, f"{folder}/config.yaml"))
+    wanted = _plain(begun(lab, cell.config))
     key = next((key for key in {**there, **wanted} if there.get(key) != wanted.get(key)), None)
     if key is not None:
         raise MantissaError(
