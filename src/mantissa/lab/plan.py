@@ -275,12 +275,12 @@ def _cell(file: LabFile, values: dict[str, str], settings: dict[str, Any], seed:
         config, content = None, {"model": file.base, "seed": seed} | _gap_options(settings, name)
     else:
         config = _config(file.base, settings, name, seed)
-        content = config.model_dump(mode="json", exclude={"name", "run_dir"}, exclude_defaults=True)
+        content = config.model_dump(mode="json", exclude={"name", "run_dir"}, exclude_unset=True)
     return Cell(name, seed, values, settings, digest_of(content), config)
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
-    """Of a recipe less what is as by default, so that a key which is new to this package changes none."""
+    """Of a recipe as it was given, so that a key which is new to this package, with a default, changes none."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

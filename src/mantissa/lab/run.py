@@ -28,7 +28,6 @@ from mantissa.files import disk_errors, write_atomically
 from mantissa.lab.plan import Cell, Lab, digest_of, warm_config
 from mantissa.lab.rows import FAILED, Row, Rows, last_words, row_of_gap, row_of_run
 from mantissa.rl.config import RunConfig
-from mantissa.rl.recipe import make_config
 from mantissa.runs.directory import RunDirectory, locked
 from mantissa.runs.gap_page import ROWS as GAP_ROWS
 from mantissa.runs.live import duration
@@ -203,7 +202,8 @@ def _plain(config: RunConfig) -> dict[str, Any]:
 
 
 def _write_recipe(path: Path, config: RunConfig) -> Path:
-    write_atomically(path, yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True))
+    given = config.model_dump(mode="json", exclude={"run_dir"}, exclude_unset=True)  # a default may be refused as a key
+    write_atomically(path, yaml.safe_dump(given, sort_keys=False, allow_unicode=True))
     return path
 
 
@@ -214,14 +214,20 @@ def _is_whole(folder: Path, config: RunConfig) -> bool:
     return run.report_path.is_file() and run.checkpoint_steps()[-1:] == [config.steps]
 
 
+def _same(there: Any, wanted: Any) -> bool:
+    """Whether a run's value is the one wanted; keys that came later, with a default, count for nothing."""
+    if isinstance(there, dict) and isinstance(wanted, dict):
+        return all(_same(value, wanted.get(key)) for key, value in there.items())
+    return bool(there == wanted)
+
+
 def _check_folder(lab: Lab, cell: Cell) -> None:
     """``MantissaError`` where the cell's folder holds a run of another recipe."""
     folder = lab.folder / cell.folder
     if cell.config is None or not (folder / "config.yaml").is_file():
         return
-    there = _plain(make_config(RunDirectory.open(folder).config, f"{folder}/config.yaml"))
-    wanted = _plain(begun(lab, cell.config))
-    key = next((key for key in {**there, **wanted} if there.get(key) != wanted.get(key)), None)
+    there, wanted = RunDirectory.open(folder).config, _plain(begun(lab, cell.config))
+    key = next((key for key in there if not _same(there[key], wanted.get(key))), None)
     if key is not None:
         raise MantissaError(
             f"{folder} was begun with {key}={there.get(key)!r}, and the lab file now says {wanted.get(key)!r}: move "
