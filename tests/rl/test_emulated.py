@@ -29,7 +29,7 @@ def test_the_rollout_alone_has_the_switches(made: Callable[..., Parts]) -> None:
     assert engine.emulation.on == {"norm": "fused", "tensor_parallel": 2}
     assert (engine.format.name, engine.weights_on_grid, engine.logits_format.name) == ("fp16", True, "fp32")
     assert type(learner) is SimulatedKernels
-    assert "overflows 120000 to inf" in parts.evidence["rollout"]
+    assert "overflows 131072 to inf" in parts.evidence["rollout"]
     in_fp8 = rollout_kernels(emulated(resolve(PrecisionPolicy.parse("fp8-rollout"), "cpu"), Emulation.serving()))
     assert isinstance(in_fp8, EmulatedKernels)
     assert (in_fp8.fp8 is not None, in_fp8.logits_format.name) == (True, "bf16")
