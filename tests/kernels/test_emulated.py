@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mantissa.errors import MantissaError
-from mantissa.kernels import EmulatedKernels, SimulatedKernels, Traced, probe
+from mantissa.kernels import EmulatedKernels, SimulatedKernels, Traced, probe, products
 from mantissa.kernels.emulated import BLOCK, SPLITS
 from mantissa.model import Decoder, LoraConfig, ModelConfig, attach, policy_weights
 from mantissa.precision import BF16, FP16, FP32, Emulation, Fp8Policy, NumberFormat, is_on_grid, round_by_arithmetic
@@ -261,3 +261,17 @@ def test_emulation_is_read_strictly() -> None:
     Emulation(tensor_parallel=3).check(9, 1536)
     with pytest.raises(MantissaError, match="9 attention heads"):
         Emulation(tensor_parallel=2).check(9, 1536)
+
+
+def test_a_part_of_a_weight_never_goes_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes its reference loop for it, a thousand times slower: a step of a real model takes minutes."""
+
+    def refused(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        assert weight.is_contiguous()
+        return torch.nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(products, "onednn", refused)
+    x, weight = torch.randn(64, 256), torch.randn(512, 256)  # parts beyond the size from which oneDNN is the faster
+    for emulation in (Emulation(products="split"), Emulation(tensor_parallel=2)):
+        kernels = EmulatedKernels(BF16, emulation)
+        assert kernels.linear(x, weight, None, DOWN).isfinite().all()

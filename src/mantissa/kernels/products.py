@@ -27,8 +27,9 @@ _SMALL_WEIGHT = 1 << 16
 def product(x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
     """x @ weight^T + bias, fp32; ``weight_FE`` may be packed. Not differentiable: for use inside an operation."""
     packed = weight_FE.is_mkldnn
-    if not packed and (not _ONEDNN or x_NE.is_cuda or x_NE.numel() * len(weight_FE) < _SMALL_PRODUCT):
-        return F.linear(x_NE, weight_FE, bias_F)
+    small = x_NE.numel() * len(weight_FE) < _SMALL_PRODUCT
+    if not packed and (small or not _ONEDNN or x_NE.is_cuda or not weight_FE.is_contiguous()):
+        return F.linear(x_NE, weight_FE, bias_F)  # oneDNN reads parts of weights by a loop a thousand times slower
     if not x_NE.numel():
         return x_NE.new_zeros(*x_NE.shape[:-1], weight_FE.shape[0])
     return onednn(x_NE, weight_FE, bias_F)
