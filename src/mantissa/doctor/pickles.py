@@ -26,7 +26,9 @@ from mantissa.errors import MantissaError
 
 LARGEST = 2 << 30  # bytes of a file, and of all tensors in one
 _MOST_OPERATIONS = 50_000_000
-_ADVICE = "expected a pickle of tensors, numbers, texts, lists and dictionaries; write it again, as plain jsonl if need be"
+_ADVICE = (
+    "expected a pickle of tensors, numbers, texts, lists and dictionaries; write it again, as plain jsonl if need be"
+)
 _STORAGES = {
     "DoubleStorage": "<f8", "FloatStorage": "<f4", "HalfStorage": "<f2", "LongStorage": "<i8", "IntStorage": "<i4",
     "ShortStorage": "<i2", "CharStorage": "<i1", "ByteStorage": "<u1", "BoolStorage": "<u1", "BFloat16Storage": "<u2",

@@ -164,7 +164,9 @@ def _json_rows(path: Path) -> Iterator[Any]:
         while text := file.readline(_LONGEST_LINE + 1):
             line += 1
             if len(text) > _LONGEST_LINE:
-                raise MantissaError(f"{path}, line {line}: longer than {_LONGEST_LINE >> 20} MiB; expected one sequence")
+                raise MantissaError(
+                    f"{path}, line {line}: longer than {_LONGEST_LINE >> 20} MiB; expected one sequence"
+                )
             if line > _MOST_ROWS:
                 raise MantissaError(f"{path}: more than {_MOST_ROWS:,} lines; give some of them")
             if text.strip():
@@ -211,7 +213,9 @@ def _array(where: str, name: str, values: Any) -> np.ndarray:
     values = getattr(values, "array", values)
     if isinstance(values, np.ndarray):
         if values.ndim != 1 or values.dtype.kind not in "fiub":
-            raise MantissaError(f"{where}: {name} has the shape {values.shape} of {values.dtype}, expected a row of numbers")
+            raise MantissaError(
+                f"{where}: {name} has the shape {values.shape} of {values.dtype}, expected a row of numbers"
+            )
         return values.astype(np.float64)
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise MantissaError(f"{where}: {name} is {_shown(values)}, expected a list of numbers")
@@ -230,7 +234,9 @@ _NON_FINITE = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
 
 
 def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {str(value)[:40]!r}" if isinstance(value, str | int | float) else type(value).__name__
+    return (
+        f"{type(value).__name__} {str(value)[:40]!r}" if isinstance(value, str | int | float) else type(value).__name__
+    )
 
 
 def _ids(where: str, name: str, values: Any) -> np.ndarray:
@@ -291,7 +297,9 @@ def _plain(where: str, row: Row) -> Scored:
     both = tuple(_logp(where, name, row[name], length) for name in ("rollout_logp", "learner_logp"))
     mask = _mask(where, "mask", row.get("mask"), length)
     version = _count(where, row, "rollout_version", _count(where, row, "policy_version"))
-    group = _count(where, row, "group") if "group" in row else row["prompt"] if isinstance(row.get("prompt"), int) else None
+    group = (
+        _count(where, row, "group") if "group" in row else row["prompt"] if isinstance(row.get("prompt"), int) else None
+    )
     sides = [row.get(name) for name in _EXPERTS]
     flipped = None
     if all(side is not None for side in sides):
@@ -317,7 +325,9 @@ def _whole_sequence(where: str, tokens: np.ndarray, logps: tuple[Any, Any], name
 
 def _nemo(where: str, row: Row) -> Scored:
     if "token_ids" not in row:
-        raise MantissaError(f"{where}: no token_ids; NeMo-RL writes them since 0.5: with an older one, add them to log_data")
+        raise MantissaError(
+            f"{where}: no token_ids; NeMo-RL writes them since 0.5: with an older one, add them to log_data"
+        )
     length = _count(where, row, "input_lengths")
     ids, cut = _ids(where, "token_ids", row["token_ids"]), slice(0, length)
     names = ("generation_logprobs", "prev_logprobs")
@@ -338,7 +348,9 @@ def _prime(where: str, row: Row) -> Scored:
 def _rollout_row(where: str, row: Row) -> Scored:
     """A row of a run's parquet: its tokens are the response's."""
     if row.get("learner_logp") is None:
-        raise MantissaError(f"{where}: learner_logp is empty: an exact run's step that was not checked; give another step")
+        raise MantissaError(
+            f"{where}: learner_logp is empty: an exact run's step that was not checked; give another step"
+        )
     return _plain(where, {**row, "prompt_length": 0, "prompt": None})
 
 
@@ -357,7 +369,9 @@ def _read_pickle(path: Path, framework: str | None) -> tuple[str, list[Scored], 
             return "skyrl", _skyrl(path, data), Settings()
         if ({"samples"} <= data.keys() or "rollout_data" in data) and framework in (None, "slime"):
             return "slime", _slime(path, data), Settings()
-    raise MantissaError(f"{path}: fields {', '.join(sorted(map(str, data))[:12])}; expected slime's samples or SkyRL's sequences")
+    raise MantissaError(
+        f"{path}: fields {', '.join(sorted(map(str, data))[:12])}; expected slime's samples or SkyRL's sequences"
+    )
 
 
 def _slime(path: Path, data: Row) -> list[Scored]:
@@ -461,4 +475,3 @@ def _checked(path: Path, settings: Settings) -> Settings:
         if not good:
             raise MantissaError(f"{path}: {name} is {_shown(getattr(settings, name))}, which no sampling has")
     return settings
-

@@ -47,9 +47,7 @@ def read_run(path: Path, most: int = _ENOUGH) -> Dump:
             group = step * 1_000_000 + groups[row["problem_id"]]  # other weights at another step
             mask = np.ones(len(both[0]), dtype=bool)
             both = [np.where(np.isfinite(side), side, np.nan) for side in both]
-            sequences.append(
-                Scored(whole, len(prompt), both[0], both[1], mask, row["policy_version"], learner, group)
-            )
+            sequences.append(Scored(whole, len(prompt), both[0], both[1], mask, row["policy_version"], learner, group))
             tokens += len(mask)
         if tokens >= min(most, _ENOUGH):
             break
@@ -65,7 +63,9 @@ def _settings(run: RunDirectory, rollout: Any) -> Settings:
     for row in run.environment.get("precision", ()):
         if isinstance(row, dict) and row.get("role") in ("learner", "rollout"):
             formats[f"{row['role']}_format"] = str(row.get("active"))
-    return Settings(temperature=rollout.get("temperature"), top_k=0, top_p=1.0, logprobs_mode="processed_logprobs", **formats)
+    return Settings(
+        temperature=rollout.get("temperature"), top_k=0, top_p=1.0, logprobs_mode="processed_logprobs", **formats
+    )
 
 
 def _encoder(run: RunDirectory, config: Any) -> Any:
