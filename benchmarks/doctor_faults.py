@@ -20,8 +20,9 @@ from torch import Tensor
 from mantissa.doctor.dump import Scored
 from mantissa.kernels.simulated import SimulatedKernels
 from mantissa.model import Decoder
-from mantissa.precision.formats import BF16, FP16, FP32, NumberFormat, round_to_format
-from mantissa.rl.experience import Experience, Sequences
+from mantissa.precision.formats import BF16, E4M3, FP16, FP32, NumberFormat, round_to_format
+from mantissa.precision.numerics import token_logprob
+from mantissa.rl.experience import Sequences
 from mantissa.rl.score import forward, score
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 
@@ -30,7 +31,7 @@ Weights = Mapping[str, Tensor]
 
 
 class FaultyKernels(SimulatedKernels):
-    """The learner's kernels with a mistake: keys and values or the rotary table on a coarser grid, or dropout left on."""
+    """The learner's kernels with a mistake: keys, values or the rotary table on a coarser grid, or dropout left on."""
 
     kv_format: NumberFormat = FP32
     rope_format: NumberFormat = FP32
@@ -122,3 +123,246 @@ class Bench:
                 rolled.prompts, rolled.responses, rolled.rollout, learner, rolled.groups, strict=True
             )
         ]
+
+
+# what can go wrong, by kind
+
+Dumped = list[Scored]
+Draw = np.random.Generator
+
+
+class Pool:
+    """The healthy rollouts of a bench and what several faults share, each made once."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self._rolled, self._scored = bench, {}, {}
+        self.weights = {name: weight.detach().clone() for name, weight in bench.model.named_parameters()}
+
+    def rolled(self, **how: Any) -> Rolled:
+        """Samples of the policy itself, by the engine's settings; without any, the healthy ones."""
+        key = repr(sorted(how.items()))
+        if key not in self._rolled:
+            self._rolled[key] = self.bench.roll(**{"seed": len(self._rolled)} | how)
+        return self._rolled[key]
+
+    def healthy(self, **how: Any) -> Dumped:
+        key = repr(sorted(how.items()))
+        if key not in self._scored:
+            self._scored[key] = self.bench.score(self.rolled(**how), temperature=how.get("temperature", 1.0))
+        return self.bench.dump(self.rolled(**how), self._scored[key])
+
+    def other_weights(self, strength: float) -> dict[str, Tensor]:
+        """Every matrix moved by ``strength`` of its own standard deviation."""
+        draw = torch.Generator().manual_seed(7)
+        return {
+            name: w + strength * w.std() * torch.randn(w.shape, generator=draw) if w.dim() == 2 else w
+            for name, w in self.weights.items()
+        }
+
+
+def _both(pool: Pool, change: Callable[[Scored], tuple[np.ndarray, np.ndarray]]) -> Dumped:
+    """The healthy dump with another pair of (rollout, learner) in each sequence."""
+    made = [(each, *change(each)) for each in pool.healthy()]
+    return [replace(each, rollout_logp=x, learner_logp=y) for each, x, y in made]
+
+
+def _scored(pool: Pool, **how: Any) -> Dumped:
+    rolled = pool.rolled()
+    return pool.bench.dump(rolled, pool.bench.score(rolled, **how))
+
+
+def _swapped(dumped: Dumped) -> Dumped:
+    """The sides exchanged: the learner's mistake becomes the rollout's."""
+    return [replace(each, rollout_logp=each.learner_logp, learner_logp=each.rollout_logp) for each in dumped]
+
+
+def _finite(dumped: Dumped) -> Dumped:
+    """Tokens that a cut law would never have drawn are not compared."""
+    return [replace(each, mask=np.isfinite(each.learner_logp)) for each in dumped]
+
+
+def _cut(top_k: int = 0, top_p: float = 1.0) -> Callable[[Tensor, Tensor], Tensor]:
+    def of(logits: Tensor, tokens: Tensor) -> Tensor:
+        ordered, index = logits.sort(descending=True)
+        p = ordered.softmax(-1)
+        keep = (p.cumsum(-1) - p) < top_p
+        if top_k:
+            keep[:, top_k:] = False
+        kept = torch.full_like(logits, -torch.inf).scatter(1, index, torch.where(keep, ordered, -torch.inf))
+        return torch.log_softmax(kept, -1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+    return of
+
+
+def _rounded_logits(fmt: NumberFormat) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda logits, tokens: token_logprob(round_to_format(logits, fmt), tokens, 1.0)
+
+
+def _temperature_left_out(pool: Pool, t: float, draw: Draw) -> Dumped:
+    rolled = pool.rolled(temperature=t)
+    return pool.bench.dump(rolled, pool.bench.score(rolled))
+
+
+def _raw(pool: Pool, t: float, draw: Draw) -> Dumped:
+    raw = _temperature_left_out(pool, t, draw)
+    return [
+        replace(each, rollout_logp=each.rollout_logp + one.learner_logp - each.learner_logp)
+        for each, one in zip(pool.healthy(temperature=t), raw, strict=True)
+    ]
+
+
+def _temperature_twice(pool: Pool, t: float, draw: Draw) -> Dumped:
+    rolled = pool.rolled(temperature=t)
+    return pool.bench.dump(rolled, pool.bench.score(rolled, temperature=t * t))
+
+
+def _cut_rollout(pool: Pool, draw: Draw, **how: Any) -> Dumped:
+    rolled = pool.rolled(**how)
+    return pool.bench.dump(rolled, pool.bench.score(rolled))
+
+
+def _shift(pool: Pool, by: float, draw: Draw) -> Dumped:
+    """The learner's log-prob of token t + ``by``; at the ends what a neighbour would give."""
+    return _both(pool, lambda each: (each.rollout_logp, np.roll(each.learner_logp, -int(by))))
+
+
+def _rows(pool: Pool, share: float, draw: Draw) -> Dumped:
+    dumped = pool.healthy()
+    for length in {len(each.mask) for each in dumped}:
+        same = [n for n, each in enumerate(dumped) if len(each.mask) == length and draw.random() < share]
+        moved = [dumped[n].learner_logp for n in same]
+        for n, learner in zip(same, moved[1:] + moved[:1], strict=True):
+            dumped[n] = replace(dumped[n], learner_logp=learner)
+    return dumped
+
+
+def _at(place: int, change: Callable[[float], float]) -> Callable[[Scored], tuple[np.ndarray, np.ndarray]]:
+    def both(each: Scored) -> tuple[np.ndarray, np.ndarray]:
+        learner = each.learner_logp.copy()
+        learner[place] = change(learner[place])
+        return each.rollout_logp, learner
+
+    return both
+
+
+def _spans(value: float) -> Callable[[Pool, float, Draw], Dumped]:
+    """A stretch of some responses, as of a tool's answer, that the learner does not score."""
+
+    def make(pool: Pool, share: float, draw: Draw) -> Dumped:
+        def both(each: Scored) -> tuple[np.ndarray, np.ndarray]:
+            learner, count = each.learner_logp.copy(), max(1, len(each.mask) // 3)
+            if draw.random() < share:
+                start = int(draw.integers(0, len(learner) - count + 1))
+                learner[start : start + count] = value
+            return each.rollout_logp, learner
+
+        return _both(pool, both)
+
+    return make
+
+
+def _of_both(function: Callable[[np.ndarray], np.ndarray], rollout: bool = False) -> Callable[..., Dumped]:
+    """``function`` of one side's log-probs."""
+
+    def make(pool: Pool, _: float, draw: Draw) -> Dumped:
+        return _both(pool, lambda e: (function(e.rollout_logp), e.learner_logp) if rollout
+                     else (e.rollout_logp, function(e.learner_logp)))  # fmt: skip
+
+    return make
+
+
+def _bf16(values: np.ndarray) -> np.ndarray:
+    return torch.tensor(values).bfloat16().double().numpy()
+
+
+def _prompts(change: Callable[[list[int]], list[int]]) -> Callable[[Pool, float, Draw], Dumped]:
+    return lambda pool, _, draw: _scored(pool, prompts=[change(prompt) for prompt in pool.rolled().prompts])
+
+
+def _other_weights(pool: Pool, strength: float, draw: Draw) -> Dumped:
+    """The rollout samples with other weights than the learner's."""
+    rolled = pool.bench.roll(pool.other_weights(strength), seed=77)
+    return pool.bench.dump(rolled, pool.bench.score(rolled))
+
+
+def _stale(pool: Pool, strength: float, draw: Draw) -> Dumped:
+    """Every other prompt was sampled by weights that are two updates older."""
+    old, new = _other_weights(pool, strength, draw), pool.healthy()
+    return [
+        replace(each, rollout_version=4 if each.group % 2 else 6, learner_version=6)
+        for each in (*(e for e in old if e.group % 2), *(e for e in new if not e.group % 2))
+    ]
+
+
+def _one_engine(pool: Pool, share: float, draw: Draw) -> Dumped:
+    """One engine of several has other weights."""
+    other, new = _other_weights(pool, 0.4, draw), pool.healthy()
+    bad = draw.random(len(new)) < share
+    return [o if b else n for o, n, b in zip(other, new, bad, strict=True)]
+
+
+def _flips(pool: Pool, share: float, draw: Draw) -> Dumped:
+    """At few tokens another network scored: the log-odds moved by a normal of 1.5 nats."""
+
+    def both(each: Scored) -> tuple[np.ndarray, np.ndarray]:
+        y = each.learner_logp
+        odds = y - np.log(np.maximum(-np.expm1(np.minimum(y, -1e-9)), 1e-9)) + draw.normal(0, 1.5, len(y))
+        return each.rollout_logp, np.where(draw.random(len(y)) < share, -np.logaddexp(0, -odds), y)
+
+    return _both(pool, both)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of mistake: ``names``, any of which is right for it, and how it is made at a strength.
+
+    ``rolls``: it needs samples of its own, which a large model takes minutes for.
+    """
+
+    names: tuple[str, ...]
+    strengths: tuple[float, ...]
+    make: Callable[[Pool, float, Draw], Dumped]
+    rolls: bool = False
+
+
+_LARGE = ("too_large", "context", "nondeterministic")
+FAULTS: dict[str, Fault] = {
+    "temperature left out by the learner": Fault(("temperature",), (0.7, 0.9), _temperature_left_out, True),
+    "raw log-probs from the engine": Fault(("temperature",), (0.7, 0.9), _raw, True),
+    "temperature applied twice": Fault(("temperature",), (0.7, 0.9), _temperature_twice, True),
+    "temperature a little other": Fault(("temperature",), (0.9, 0.95, 1.1), lambda p, t, d: _scored(p, temperature=t)),
+    "top-k of the rollout alone": Fault(("support",), (5, 20), lambda p, k, d: _cut_rollout(p, d, top_k=int(k)), True),
+    "top-p of the rollout alone": Fault(("support",), (0.9, 0.95), lambda p, q, d: _cut_rollout(p, d, top_p=q), True),
+    "top-k of the learner alone": Fault(("support",), (5, 20), lambda p, k, d: _finite(_scored(p, of=_cut(int(k))))),
+    "top-p of the learner alone": Fault(("support",), (0.9, 0.95), lambda p, q, d: _finite(_scored(p, of=_cut(0, q)))),
+    "shift to the left": Fault(("shift",), (1, 2), _shift),
+    "shift to the right": Fault(("shift",), (-1, -2), _shift),
+    "rows in another order": Fault(("rows",), (0.5, 1.0), _rows),
+    "end token masked by the learner": Fault(("end_token",), (0.0,), lambda p, s, d: _both(p, _at(-1, lambda y: 0.0))),
+    "end token another one": Fault(("end_token",), (1.0, 4.0), lambda p, s, d: _both(p, _at(-1, lambda y: y - s))),
+    "first token after another boundary": Fault(("first_token",), (1.0, 4.0),
+                                                lambda p, s, d: _both(p, _at(0, lambda y: y - s))),
+    "zeros where a tool answered": Fault(("unscored",), (0.1, 0.5), _spans(0.0)),
+    "no numbers where a tool answered": Fault(("unscored",), (0.1, 0.5), _spans(np.nan)),
+    "logarithm of base 2": Fault(("units",), (0.0,), _of_both(lambda y: y / np.log(2))),
+    "logarithm of base 10": Fault(("units",), (0.0,), _of_both(lambda y: y / np.log(10), True)),
+    "probabilities saved": Fault(("not_logprobs",), (0.0,), _of_both(np.exp)),
+    "losses saved": Fault(("not_logprobs",), (0.0,), _of_both(lambda y: -y, True)),
+    "log-probs exported in bf16": Fault(("coarse_logprobs",), (0.0,), _of_both(_bf16, True)),
+    "log-probs printed with 3 decimals": Fault(("coarse_logprobs",), (0.0,), _of_both(lambda y: np.round(y, 3))),
+    "the learner's logits in bf16": Fault(("half_logits",), (0.0,), lambda p, s, d: _scored(p, of=_rounded_logits(BF16))),
+    "the rollout's logits in bf16": Fault(("half_logits",), (0.0,),
+                                          lambda p, s, d: _cut_rollout(p, d, logits_format=BF16), True),
+    "the learner's logits in fp16": Fault(("half_logits",), (0.0,), lambda p, s, d: _scored(p, of=_rounded_logits(FP16))),
+    "BOS or first token missing": Fault(_LARGE, (0.0,), _prompts(lambda prompt: prompt[1:])),
+    "prompt cut in half": Fault(("context",), (0.0,), _prompts(lambda prompt: prompt[len(prompt) // 2 :])),
+    "template applied twice": Fault(_LARGE, (0.0,), _prompts(lambda prompt: [*prompt[:2], *prompt])),
+    "stale weights, versions known": Fault(("stale",), (0.2, 0.4), _stale, True),
+    "one engine of several": Fault(("some_sequences",), (0.125, 0.25), _one_engine, True),
+    "other weights": Fault(_LARGE, (0.05, 0.2, 0.4), _other_weights, True),
+    "cache in fp8": Fault(_LARGE, (0.0,), lambda p, s, d: _cut_rollout(p, d, kv_format=E4M3), True),
+    "rotary table in fp8": Fault(_LARGE, (0.0,), lambda p, s, d: _scored(p, kernels=faulty(p.bench.fmt, rope_format=E4M3))),
+    "dropout left on": Fault(("nondeterministic",), (0.1, 0.3),
+                             lambda p, s, d: _scored(p, kernels=faulty(p.bench.fmt, dropout=s))),
+    "routers that disagree": Fault(("experts",), (0.003, 0.01), _flips),
+}  # fmt: skip

@@ -33,6 +33,7 @@ _SHIFTS = (-2, -1, 1, 2)
 _UNITS = {"base 2": 1 / np.log(2), "base 10": 1 / np.log(10)}
 _CAP = 5.0  # of |u| where only agreement counts
 _PAIRS = 20_000
+_OF_ALL = ("not_logprobs", "unscored", "coarse_logprobs")
 _SIDES = ("rollout", "learner")
 
 
@@ -74,7 +75,12 @@ Test = Callable[[Evidence, int], Finding]
 def findings(dump: Dump, usual: float) -> list[Finding]:
     """Every signature's finding, in the order of ``SIGNATURES``; found where Holm's step-down at ``LEVEL`` rejects."""
     evidence = Evidence.of(dump, usual)
-    results = [test(evidence, len(SIGNATURES)) for test in SIGNATURES.values()]
+    results = [
+        test(evidence, len(SIGNATURES))
+        if len(evidence.clean.x) or name in _OF_ALL
+        else _untested(name, "no token was scored by both sides")
+        for name, test in SIGNATURES.items()
+    ]
     order = sorted((n for n, each in enumerate(results) if each.tested), key=lambda n: results[n].p)
     for rank, number in enumerate(order):
         if results[number].p > LEVEL / (len(order) - rank):
@@ -235,9 +241,8 @@ def _units(e: Evidence, tests: int) -> Finding:
     c = float(sums[:, 0].sum() / max(sums[:, 1].sum(), 1e-12))
     name, near = min(((n, abs(np.log(max(c, 1e-9) / v))) for n, k in _UNITS.items() for v in (k, 1 / k)),
                      key=lambda pair: pair[1])  # fmt: skip
-    side = "learner" if abs(c) > 1 else "rollout"
     said = f"learner = {c:.4f} x rollout, residual {1 - left.value:.1%}; {name} on one side would be so"
-    return _found("units", left, "times", said, effect=c, detectable=0.05, holds=near < 0.02 and side != "")
+    return _found("units", left, "times", said, effect=abs(c - 1), detectable=0.05, holds=near < 0.02)
 
 
 def _temperature(e: Evidence, tests: int) -> Finding:
@@ -249,7 +254,7 @@ def _temperature(e: Evidence, tests: int) -> Finding:
     for v, of_rollout in ((t.x, True), (t.y, False)):
         sums, slope, explained = _line(t, v)
         b = float(slope(sums.sum(0)))
-        steep = tested(sums, lambda s, f=slope, sign=np.sign(b): sign * f(s), 0.02, tests)
+        steep = tested(sums * np.array([1, 1, 1, 1, 1, np.sign(b) or 1.0]), slope, 0.02, tests)
         share = tested(sums, explained, 0.5, tests)
         ratio = 1 + b if of_rollout else 1 / (1 - b) if b < 1 else np.inf
         if best is None or share.value > best[1].value:
@@ -284,7 +289,9 @@ def _support(e: Evidence, tests: int) -> Finding:
     side = "rollout" if down else "learner"
     quiet = other.size <= e.usual and float(np.abs(other.u).max(initial=0.0)) <= 6 * max(e.usual, 1e-6)
     said = f"{share.value:.0%} of the squared difference has one sign: the {side}'s probabilities are the larger"
-    return _found("support", share, "of sum u^2", said, holds=quiet and lean > 0.5 and t.size > 1e-4)
+    size = t.where(negative if down else ~negative).size
+    return _found("support", share, "nats", said, effect=size, detectable=3 * other.size,
+                  holds=quiet and lean > 0.5 and t.size > 1e-4)  # fmt: skip
 
 
 # which tokens, which sequences
@@ -310,7 +317,7 @@ def _experts(e: Evidence, tests: int) -> Finding:
     if told is not None:
         said += f"; other experts were chosen at {told[0]:.2%} of tokens, which hold {told[1]:.0%} of sum d^2"
     size = float(np.sqrt(square[tail].mean())) if tail.any() else 0.0
-    return _found("experts", share, "of sum u^2", said,
+    return _found("experts", share, "nats", said, effect=size, detectable=3 * e.usual,
                   holds=rest.size <= e.usual and size > 3 * e.usual and spread > 0.4)  # fmt: skip
 
 
