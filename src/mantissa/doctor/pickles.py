@@ -45,7 +45,7 @@ def load(path: Path) -> Any:
         if size > LARGEST:
             raise MantissaError(f"{path} has {size:,} bytes; expected at most {LARGEST:,}: one step's dump at a time")
         data = path.read_bytes()
-        return _zip(data) if zipfile.is_zipfile(io.BytesIO(data)) else _unpickle(data, {})
+        return _zip(data) if data.startswith(b"PK\x03\x04") else _unpickle(data, {})
 
 
 def _zip(data: bytes) -> Any:

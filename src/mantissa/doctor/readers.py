@@ -73,7 +73,8 @@ def read_dump(path: Path, framework: str | None = None) -> Dump:
             dump = read_run(path, MOST_TOKENS)
         else:
             dump = _read_files(path, framework)
-    if not dump.sequences or not any(each.mask.any() for each in dump.sequences):
+    both = (np.isfinite(each.rollout_logp) & np.isfinite(each.learner_logp) & each.mask for each in dump.sequences)
+    if not any(each.any() for each in both):
         raise MantissaError(f"{path}: no response token has log-probs of both sides; nothing to compare")
     return dump
 

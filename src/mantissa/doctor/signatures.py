@@ -8,6 +8,7 @@ gap in the formats at hand is part of the bound (``facts.py``).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ import numpy as np
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.sample import (
+    CERTAIN,
     FEWEST,
     LEVEL,
     Array,
@@ -33,7 +35,6 @@ _SHIFTS = (-2, -1, 1, 2)
 _UNITS = {"base 2": 1 / np.log(2), "base 10": 1 / np.log(10)}
 _CAP = 5.0  # of |u| where only agreement counts
 _PAIRS = 20_000
-_OF_ALL = ("not_logprobs", "unscored", "coarse_logprobs")
 _SIDES = ("rollout", "learner")
 
 
@@ -75,9 +76,10 @@ Test = Callable[[Evidence, int], Finding]
 def findings(dump: Dump, usual: float) -> list[Finding]:
     """Every signature's finding, in the order of ``SIGNATURES``; found where Holm's step-down at ``LEVEL`` rejects."""
     evidence = Evidence.of(dump, usual)
+    scored = ("not_logprobs", "unscored", "coarse_logprobs") if len(evidence.all.x) else ()
     results = [
         test(evidence, len(SIGNATURES))
-        if len(evidence.clean.x) or name in _OF_ALL
+        if len(evidence.clean.x) or name in scored
         else _untested(name, "no token was scored by both sides")
         for name, test in SIGNATURES.items()
     ]
@@ -166,7 +168,7 @@ def _rows(e: Evidence, tests: int) -> Finding:
     better, unit = [], []
     first = np.concatenate([[0], np.flatnonzero(np.diff(t.sequence)) + 1])
     starts = dict(zip(t.sequence[first].tolist(), first.tolist(), strict=True))
-    for length in np.unique(lengths[lengths >= 3]):
+    for length in np.unique(lengths[lengths >= 6]):  # shorter ones fit one another by chance
         rows = np.flatnonzero(lengths == length)[:200]
         if len(rows) < 2:
             continue
@@ -287,7 +289,9 @@ def _support(e: Evidence, tests: int) -> Finding:
     other = t.where(~negative if down else negative)
     lean = abs(float(t.d.sum())) / max(float(np.abs(t.d).sum()), 1e-30)
     side = "rollout" if down else "learner"
-    quiet = other.size <= e.usual and float(np.abs(other.u).max(initial=0.0)) <= 6 * max(e.usual, 1e-6)
+    square = np.sort(t.u**2)[::-1]
+    few = float(square[: max(1, len(square) // 50)].sum()) > 0.7 * float(square.sum())  # then it is of single tokens
+    quiet = not few and other.size <= e.usual and float(np.abs(other.u).max(initial=0.0)) <= 6 * max(e.usual, 1e-6)
     said = f"{share.value:.0%} of the squared difference has one sign: the {side}'s probabilities are the larger"
     size = t.where(negative if down else ~negative).size
     return _found("support", share, "nats", said, effect=size, detectable=3 * other.size,
@@ -298,27 +302,28 @@ def _support(e: Evidence, tests: int) -> Finding:
 
 
 def _experts(e: Evidence, tests: int) -> Finding:
-    """Few tokens hold most of sum u^2 and the rest is quiet; or the dump says where other experts were chosen."""
+    """Tokens far beyond what is usual, here and there, and the rest quiet; the dump may say where experts differed.
+
+    Far: |u| beyond four times the bound, which in a healthy gap is twelve of its root mean squares. H0: at most one
+    token in 10,000 is so, independently.
+    """
+    from scipy.special import pdtrc
+
     t = e.clean.telling
-    if len(t.u) < 500 or t.units < FEWEST:
-        return _untested("experts", f"{len(t.u):,} uncertain tokens are too few for a tail of 1%; 500 at least")
-    square = t.u**2
-    cut = np.quantile(square, 0.98)
-    tail = square > cut
-    rest = t.where(~tail)
-    share = tested(
-        sums_by(t.unit, square * tail, square), lambda s: s[..., 0] / np.maximum(s[..., 1], 1e-30), 0.7, tests
-    )
-    spread = len(np.unique(t.sequence[tail])) / max(1, min(tail.sum(), len(np.unique(t.sequence))))
-    said = (
-        f"2% of the uncertain tokens hold {share.value:.0%} of sum u^2, in {len(np.unique(t.sequence[tail]))} sequences"
-    )
+    if t.units < FEWEST:
+        return _few("experts", t.units)
+    far = np.abs(t.u) > 4 * e.usual
+    count, expected = int(far.sum()), 1e-4 * len(t.u)
+    least = next(k for k in range(1, len(t.u) + 2) if pdtrc(k - 1, expected) < LEVEL / tests)
+    spread = len(np.unique(t.sequence[far])) / max(1, count)
+    rest = t.where(~far)
+    said = f"{count} of {len(t.u):,} uncertain tokens are far beyond the others, whose size of u is {rest.size:.2g}"
     told = _flipped(e.dump)
     if told is not None:
         said += f"; other experts were chosen at {told[0]:.2%} of tokens, which hold {told[1]:.0%} of sum d^2"
-    size = float(np.sqrt(square[tail].mean())) if tail.any() else 0.0
-    return _found("experts", share, "nats", said, effect=size, detectable=3 * e.usual,
-                  holds=rest.size <= e.usual and size > 3 * e.usual and spread > 0.4)  # fmt: skip
+    holds = rest.size <= e.usual and count <= 0.03 * len(t.u) and spread > 0.6
+    p = float(pdtrc(count - 1, expected)) if count and holds else 1.0
+    return Finding("experts", True, p, count / len(t.u), "of tokens", (least + 3) / len(t.u), said)
 
 
 def _flipped(dump: Dump) -> tuple[float, float] | None:
@@ -466,7 +471,7 @@ def _half_logits(e: Evidence, tests: int) -> Finding:
                 token = int(each.tokens[each.prompt_length + at])
                 seen[token] = float(each.rollout_logp[at]), float(each.learner_logp[at])
         values = list(seen.values())
-        differences += [(one[0] - other[0], one[1] - other[1]) for one, other in zip(values, values[1:], strict=False)]
+        differences += [(one[0] - other[0], one[1] - other[1]) for one, other in itertools.pairwise(values)]
     pairs = np.array(differences).reshape(-1, 2) * heat
     pairs = pairs[np.isfinite(pairs).all(1)]
     if len(pairs) < 10:
@@ -496,7 +501,7 @@ def _half_logits(e: Evidence, tests: int) -> Finding:
 
 def _nondeterministic(e: Evidence, tests: int) -> Finding:
     """The same token in the same context has another d each time: correlation of u over such pairs below 0.5."""
-    u, unit = [], []
+    pairs, unit = [], []
     for members, at in _same_contexts(e.dump):
         if at == 0:
             continue  # a shared prompt may have been computed once
@@ -511,18 +516,17 @@ def _nondeterministic(e: Evidence, tests: int) -> Finding:
                 each = e.dump.sequences[number]
                 x, y = float(each.rollout_logp[at]), float(each.learner_logp[at])
                 q = -np.expm1(min(x, y, 0.0))
-                if np.isfinite(x + y) and q > 0.01:
+                if np.isfinite(x + y) and q > CERTAIN:
                     values.append((y - x) / q)
-            u += list(zip(values, values[1:], strict=False))
-            unit += [e.dump.sequences[same[0]].group] * max(0, len(values) - 1)
+            if len(values) > 1:  # over all pairs: u_i u_j, and (u_i^2 + u_j^2) / 2
+                total, squares = sum(values), sum(v * v for v in values)
+                pairs.append(((total**2 - squares) / 2, (len(values) - 1) * squares / 2))
+                unit.append(e.dump.sequences[same[0]].group)
     if len(set(unit)) < FEWEST:
-        return _untested(
-            "nondeterministic", f"{len(u)} pairs of one token in one context; 8 prompts with such at least"
-        )
-    a, b = np.array(u).T
-    sums = sums_by(np.array(unit), a * b, (a**2 + b**2) / 2)
+        return _untested("nondeterministic", "fewer than 8 prompts have a token twice in one context")
+    sums = sums_by(np.array(unit), *np.array(pairs).T)
     apart = tested(sums, lambda s: 1 - s[..., 0] / np.maximum(s[..., 1], 1e-30), 0.5, tests)
-    said = f"d of one token in one context correlates by {1 - apart.value:.2f} between samples ({len(u)} pairs)"
+    said = f"d of one token in one context correlates by {1 - apart.value:.2f} between samples"
     return _found("nondeterministic", apart, "1 - correlation", said, also=e.too_large(e.clean, tests).p)
 
 
@@ -572,8 +576,8 @@ SIGNATURES: dict[str, Test] = {
     "some_sequences": _some_sequences,
     "coarse_logprobs": _coarse,
     "half_logits": _half_logits,
-    "context": _context,
     "nondeterministic": _nondeterministic,
+    "context": _context,
     "position": _position,
     "too_large": _size,
 }
