@@ -160,6 +160,16 @@ class Pool:
         }
 
 
+class Kept(Pool):
+    """What a finished run kept, as the healthy dump; for faults of arrays."""
+
+    def __init__(self, dumped: Dumped) -> None:
+        self._dumped = dumped
+
+    def healthy(self, **how: Any) -> Dumped:
+        return list(self._dumped)
+
+
 def _both(pool: Pool, change: Callable[[Scored], tuple[np.ndarray, np.ndarray]]) -> Dumped:
     """The healthy dump with another pair of (rollout, learner) in each sequence."""
     made = [(each, *change(each)) for each in pool.healthy()]
@@ -324,6 +334,12 @@ class Fault:
     make: Callable[[Pool, float, Draw], Dumped]
     rolls: bool = False
 
+    @property
+    def arrays(self) -> bool:
+        """Whether it is made of a healthy dump alone, without the model."""
+        return not set(self.names) & {"temperature", "support", "half_logits", "nondeterministic", "too_large", "stale",
+                                      "some_sequences"}  # fmt: skip
+
 
 _LARGE = ("too_large", "context", "nondeterministic")
 FAULTS: dict[str, Fault] = {
@@ -355,7 +371,7 @@ FAULTS: dict[str, Fault] = {
                                           lambda p, s, d: _cut_rollout(p, d, logits_format=BF16), True),
     "the learner's logits in fp16": Fault(("half_logits",), (0.0,), lambda p, s, d: _scored(p, of=_rounded_logits(FP16))),
     "BOS or first token missing": Fault(_LARGE, (0.0,), _prompts(lambda prompt: prompt[1:])),
-    "prompt cut in half": Fault(("context",), (0.0,), _prompts(lambda prompt: prompt[len(prompt) // 2 :])),
+    "prompt cut in half": Fault(_LARGE, (0.0,), _prompts(lambda prompt: prompt[len(prompt) // 2 :])),
     "template applied twice": Fault(_LARGE, (0.0,), _prompts(lambda prompt: [*prompt[:2], *prompt])),
     "stale weights, versions known": Fault(("stale",), (0.2, 0.4), _stale, True),
     "one engine of several": Fault(("some_sequences",), (0.125, 0.25), _one_engine, True),

@@ -81,7 +81,7 @@ MISTAKES: dict[str, Callable[[], list[Scored]]] = {
     "coarse_logprobs": lambda: changed(lambda s: (np.round(s.rollout_logp, 3), s.learner_logp)),
     "experts": lambda: changed(flipped),
     "nondeterministic": lambda: changed(noisy(0.6)),
-    "context": lambda: changed(lambda s: (s.rollout_logp, DRAW.permutation(s.learner_logp))),
+    "context": lambda: changed(lambda s: (s.rollout_logp, s.learner_logp[::-1].copy())),
     "stale": lambda: [
         dataclasses.replace(s, rollout_version=4 - s.group % 2, learner_version=4)  # type: ignore[operator]
         for n, s in enumerate([*HEALTHY, *dumps.healthy(size=0.6, seed=8)])
