@@ -92,7 +92,7 @@ def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens) -> list[Block]:
     ]  # fmt: skip
     blocks += [
         block("h2", "What was tested"),
-        block("note", "Units are whole sequences, or whole prompts where there are eight; Holm's correction keeps a false "
+        block("note", "Units are whole sequences, or whole prompts where there are sixteen; Holm's correction keeps a false "
               "alarm in a healthy dump at 5% over all tests together. Detectable: the effect that this sample shows with "
               "probability 0.95."),
         table(("signature", "result", "what it says", "p", "detectable"), rows, ("", "n", "", "n", "n")),

@@ -320,8 +320,8 @@ def _experts(e: Evidence, tests: int) -> Finding:
     told = _flipped(e.dump)
     if told is not None:
         said += f"; other experts were chosen at {told[0]:.2%} of tokens, which hold {told[1]:.0%} of sum d^2"
-    apart = t.where(far).size > 10 * rest.size  # else it is the tail of something that is everywhere
-    holds = apart and rest.size <= e.usual / 2 and count <= 0.03 * len(t.u) and spread > 0.6
+    apart = t.where(far).size > 8 * rest.size  # else it is the tail of something that is everywhere
+    holds = apart and rest.size <= 0.65 * e.usual and count <= 0.03 * len(t.u) and spread > 0.6
     p = float(pdtrc(count - 1, expected)) if count and holds else 1.0
     return Finding("experts", True, p, count / len(t.u), "of tokens", (least + 3) / len(t.u), said)
 
