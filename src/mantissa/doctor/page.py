@@ -92,8 +92,8 @@ def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens) -> list[Block]:
     ]  # fmt: skip
     blocks += [
         block("h2", "What was tested"),
-        block("note", "Units are whole sequences, or whole prompts where there are sixteen; Holm's correction keeps a false "
-              "alarm in a healthy dump at 5% over all tests together. Detectable: the effect that this sample shows with "
+        block("note", "Units are whole sequences, or whole prompts where there are eight. A false alarm in a healthy dump is "
+              "held at 5% over all tests together (Bonferroni); what is found is named by what is below 5% by itself. Detectable: the effect that this sample shows with "
               "probability 0.95."),
         table(("signature", "result", "what it says", "p", "detectable"), rows, ("", "n", "", "n", "n")),
     ]  # fmt: skip

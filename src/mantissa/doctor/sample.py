@@ -7,7 +7,7 @@ its root mean square is 0.05 over four decades of 1 - p, while that of d goes fr
 u, over the tokens with 1 - p > 0.01: those near certainty say nothing but their own last bits.
 
 **The test.** A signature is an effect, a figure of sums over tokens, and a bound below which it does not matter. Tokens
-of one sequence share a context, so whole sequences are the units (whole prompts, where there are 16): the
+of one sequence share a context, so whole sequences are the units (whole prompts, where there are eight): the
 jackknife leaves one out at a time (Tukey 1958) and Student's t does the rest. H0: the effect is at most its bound. What
 is detectable is what would be found with probability 0.95: bound + (t_(1-a) + t_0.95) standard errors.
 
@@ -81,7 +81,7 @@ def tokens_of(dump: Dump) -> tuple[Tokens, Array, Array]:
     """All compared positions of a dump, non-finite ones too; and which of them are finite on each side (rollout,
     learner)."""
     groups = [each.group for each in dump.sequences]
-    whole = None not in groups and len(set(groups)) >= 2 * FEWEST
+    whole = None not in groups and len(set(groups)) >= FEWEST
     numbers = np.unique(np.array(groups if whole else range(len(groups))), return_inverse=True)[1]
     parts = []
     for place, (each, unit) in enumerate(zip(dump.sequences, numbers, strict=True)):

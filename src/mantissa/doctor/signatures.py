@@ -74,7 +74,11 @@ Test = Callable[[Evidence, int], Finding]
 
 
 def findings(dump: Dump, usual: float) -> list[Finding]:
-    """Every signature's finding, in the order of ``SIGNATURES``; found where Holm's step-down at ``LEVEL`` rejects."""
+    """Every signature's finding, in the order of ``SIGNATURES``.
+
+    That anything is wrong is found at ``LEVEL`` over all tests together (Bonferroni: the smallest p, times their
+    number). Only then is it named: whatever is below ``LEVEL`` by itself is found, and the first of these is the name.
+    """
     evidence = Evidence.of(dump, usual)
     scored = ("not_logprobs", "unscored", "coarse_logprobs") if len(evidence.all.x) else ()
     results = [
@@ -83,13 +87,10 @@ def findings(dump: Dump, usual: float) -> list[Finding]:
         else _untested(name, "no token was scored by both sides")
         for name, test in SIGNATURES.items()
     ]
-    order = sorted((n for n, each in enumerate(results) if each.tested), key=lambda n: results[n].p)
-    for rank, number in enumerate(order):
-        if results[number].p > LEVEL / (len(order) - rank):
-            for later in order[rank:]:
-                results[later] = replace(results[later], found=False)
-            break
-    return results
+    ps = sorted(each.p for each in results if each.tested)
+    if not ps or ps[0] > LEVEL / len(ps):
+        return [replace(each, found=False) for each in results]
+    return [replace(each, found=each.tested and each.p < LEVEL) for each in results]
 
 
 def _untested(name: str, said: str) -> Finding:
@@ -294,7 +295,7 @@ def _support(e: Evidence, tests: int) -> Finding:
     said = f"{share.value:.0%} of the squared difference has one sign: the {side}'s probabilities are the larger"
     size = t.where(negative if down else ~negative).size
     return _found("support", share, "nats", said, effect=size, detectable=3 * other.size,
-                  holds=quiet and lean > 0.5 and t.size > 1e-4)  # fmt: skip
+                  holds=quiet and lean > 0.5 and t.size > e.usual / 2)  # fmt: skip
 
 
 # which tokens, which sequences
