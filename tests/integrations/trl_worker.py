@@ -43,7 +43,7 @@ config = GRPOConfig(output_dir=sys.argv[1] + "/trl", per_device_train_batch_size
                     max_completion_length=5, temperature=0.8, report_to=[], use_cpu=True, save_strategy="no",
                     logging_strategy="no", disable_tqdm=True, bf16=False)  # fmt: skip
 trainer = GRPOTrainer(model, lambda completions, **_: [float(len(each)) for each in completions], config,
-                      Dataset.from_dict({"prompt": [f"w{n} w{n + 1} w3" for n in range(8)]}), processing_class=tokenizer,
-                      rollout_func=given)  # fmt: skip
+                      Dataset.from_dict({"prompt": [f"w{n} w{n + 1} w3" for n in range(8)]}),
+                      processing_class=tokenizer, rollout_func=given)  # fmt: skip
 record_logps(trainer, Path(sys.argv[1]) / "logps")
 trainer.train()

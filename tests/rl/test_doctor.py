@@ -23,10 +23,13 @@ def test_a_run_diagnoses_itself_and_changes_nothing(tmp_path: Path) -> None:
     for recipe in recipes:
         start(small_run.configure(*recipe))
     plain, looked = (small_run.contents(tmp_path / str(n)) for n in range(2))
-    assert {k: v for k, v in plain.items() if "config" not in k} == {k: v for k, v in looked.items() if "config" not in k}
+    assert {k: v for k, v in plain.items() if "config" not in k} == {
+        k: v for k, v in looked.items() if "config" not in k
+    }
     run = RunDirectory.open(tmp_path / "1")
     rows = run.read_doctor()
-    assert [row["step"] for row in rows] == [1, 3] and not RunDirectory.open(tmp_path / "0").read_doctor()
+    assert [row["step"] for row in rows] == [1, 3]
+    assert not RunDirectory.open(tmp_path / "0").read_doctor()
     assert all(row["fault"] == "" and row["tokens"] > 50 for row in rows)
     gaps = {row["step"]: row["gap/abs_logp_diff_mean"] for row in run.read_metrics()}
     assert [row["abs_d_mean"] for row in rows] == pytest.approx([gaps[1], gaps[3]], rel=1e-4, abs=1e-12)

@@ -81,7 +81,7 @@ def _show(diagnosis: Diagnosis) -> None:
         )
     for cause in diagnosis.causes:
         console.print(
-            f"  {cause.share:6.1%}  ({cause.low:.1%} to {cause.high:.1%})  {cause.name}{cause.note and ': '}{cause.note}"
+            f"  {cause.share:6.1%}  ({cause.low:.1%} to {cause.high:.1%})  {': '.join(filter(None, (cause.name, cause.note)))}"
         )
     settings = remedies_for(diagnosis)
     if settings:

@@ -86,14 +86,16 @@ def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens) -> list[Block]:
         blocks += [block("h2", "What to set"), table(("what", f"in {dump.framework}'s keys"), rows, ("", ""))]
     blocks += [block("h2", "Pictures"), plots(_pictures(dump, tokens))]
     rows = [
-        (noted(table_of.faults[each.name].title, each.name), _mark(each), each.said, f"{each.p:.1g}" if each.tested else "",
+        (noted(table_of.faults[each.name].title, each.name), _mark(each), each.said,
+         f"{each.p:.1g}" if each.tested else "",
          "" if each.detectable is None else f"{each.detectable:.3g} {each.unit}")
         for each in diagnosis.findings
     ]  # fmt: skip
     blocks += [
         block("h2", "What was tested"),
-        block("note", "Units are whole sequences, or whole prompts where there are eight. A false alarm in a healthy dump is "
-              "held at 5% over all tests together (Bonferroni); what is found is named by what is below 5% by itself. Detectable: the effect that this sample shows with "
+        block("note", "Units are whole sequences, or whole prompts where there are eight. A false alarm in a healthy dump "
+              "is held at 5% over all tests together (Bonferroni); what is found is named by what is below 5% by "
+              "itself. Detectable: the effect that this sample shows with "
               "probability 0.95."),
         table(("signature", "result", "what it says", "p", "detectable"), rows, ("", "n", "", "n", "n")),
     ]  # fmt: skip

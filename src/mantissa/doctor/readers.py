@@ -5,12 +5,13 @@
 | Mantissa | a run's folder, or its rollouts/step-N.parquet | for each response token |
 | NeMo-RL | train_data_step{n}.jsonl | at each token of the padded sequence; the first is 0 |
 | prime-rl | token_exports/step_N/rank_R.jsonl | at each token of one sequence, prompt included |
-| slime | train_data/{id}.pt (and rollout_data/{id}.pt for versions) | for each response token |
+| slime | train_data/{id}.pt, versions from rollout_data/{id}.pt | for each response token |
 | SkyRL | dumped_data/{name}.pkl | for each response token, padded right; prompts are padded left |
 | plain | jsonl or parquet | for each response token |
 
-The file is looked at to find out whose it is. What cannot be read is named with its line or row; nothing is guessed: two
-sides of different lengths are an error, and so are ids that are no tokens. A log-prob that is not finite is kept as NaN.
+The file is looked at to find out whose it is. What cannot be read is named with its line or row; nothing is guessed:
+two sides of different lengths are an error, and so are ids that are no tokens. A log-prob that is not finite is kept as
+NaN.
 verl's rollout dumps and TRL's completion logs hold texts and rewards but no log-probs: they are known by their fields,
 and the error says how to have them written.
 """
@@ -183,8 +184,8 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
     _require_size(path)
     with boundary(f"{path}: not a whole parquet file", "write it again"), pyarrow.parquet.ParquetFile(path) as file:
         known = {"tokens", "prompt_length", "rollout_logp", "learner_logp", "mask", "group", "rollout_version",
-                 "learner_version", "policy_version", "finish_reason", "advantage", "completion", "step", "prompt", "framework",
-                 *_SETTINGS, *_EXPERTS}  # fmt: skip
+                 "learner_version", "policy_version", "finish_reason", "advantage", "completion", "step", "prompt",
+                 "framework", *_SETTINGS, *_EXPERTS}  # fmt: skip
         columns = [name for name in file.schema_arrow.names if name in known]
         values = sum(
             file.metadata.row_group(g).column(c).num_values

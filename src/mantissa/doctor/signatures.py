@@ -122,7 +122,7 @@ def _not_logprobs(e: Evidence, tests: int) -> Finding:
 
 
 def _unscored(e: Evidence, tests: int, name: str = "unscored") -> Finding:
-    """Exactly 0 (or no number) on one side where the other is no certainty; at last tokens alone it is ``end_token``."""
+    """Exactly 0 (or no number) on one side where the other is no certainty; at last tokens: ``end_token``."""
     share = float(e.one_sided.mean())
     last = float((e.all.left[e.one_sided] == 0).mean()) if share else 0.0
     ends = last >= 0.8
@@ -139,7 +139,7 @@ def _shift(e: Evidence, tests: int) -> Finding:
     t = e.clean
     if t.units < FEWEST:
         return _few("shift", t.units)
-    best, at = None, 0
+    best, at, floor = None, 0, e.usual / 4  # a healthy gap's own size, or its few large tokens would be the error
     for k in _SHIFTS:
         one, other = (slice(None, -k), slice(k, None)) if k > 0 else (slice(-k, None), slice(None, k))
         same = (t.sequence[one] == t.sequence[other]) & (t.position[other] - t.position[one] == k)
@@ -149,8 +149,8 @@ def _shift(e: Evidence, tests: int) -> Finding:
         own = Tokens(*(getattr(t, n)[one] for n in ("x", "y", "sequence", "unit", "position", "left"))).where(same)
         if moved.units < FEWEST:
             continue
-        columns = [np.minimum(np.abs(each.u), _CAP) for each in (own, moved)]
-        found = tested(sums_by(moved.unit, *columns), lambda s: np.log(s[..., 0] / np.maximum(s[..., 1], 1e-9)),
+        columns = [np.minimum(np.abs(each.u), _CAP) for each in (own, moved)] + [np.ones_like(own.u)]
+        found = tested(sums_by(moved.unit, *columns), lambda s: np.log(s[..., 0] / (s[..., 1] + floor * s[..., 2])),
                        float(np.log(2)), tests * len(_SHIFTS))  # fmt: skip
         if best is None or found.value > best.value:
             best, at = found, k
@@ -183,7 +183,7 @@ def _rows(e: Evidence, tests: int) -> Finding:
     if len(set(unit)) < FEWEST:
         return _untested("rows", "fewer than 8 prompts have sequences of one length, which alone could be confused")
     found = tested(sums_by(np.array(unit), np.array(better, dtype=float), np.ones(len(unit))),
-                   lambda s: s[..., 0] / np.maximum(s[..., 1], 1), 0.2, tests)  # fmt: skip
+                   lambda s: s[..., 0] / np.maximum(s[..., 1], 1), 0.1, tests)  # fmt: skip
     return _found("rows", found, "of sequences", f"{found.value:.0%} of sequences fit another sequence's row better")
 
 
@@ -270,7 +270,10 @@ def _temperature(e: Evidence, tests: int) -> Finding:
     off = np.log(max(ratio, 1e-3))
     if known not in (None, 0.0, 1.0) and min(abs(off - np.log(known)), abs(off + np.log(known))) < 0.15:
         hint = f"; the temperature {known:g} left out on one side would be so"
-    said = f"the learner's log-probs are about {ratio:.3g} times the rollout's: a line that explains {share.value:.0%}{hint}"
+    said = (
+        f"the learner's log-probs are about {ratio:.3g} times the rollout's: a line that "
+        f"explains {share.value:.0%}{hint}"
+    )
     noise = min(t.size, e.usual) / max(float(m.std()), 1e-9)
     return _found("temperature", share, "relative slope", said, effect=ratio - 1, detectable=max(0.02, 2 * noise),
                   holds=abs(b) > 0.02)  # fmt: skip
@@ -567,11 +570,11 @@ SIGNATURES: dict[str, Test] = {
     "unscored": _unscored,
     "units": _units,
     "shift": _shift,
-    "rows": _rows,
     "support": _support,
     "temperature": _temperature,
     "end_token": _end_token,
     "first_token": _edge("first_token", "first"),
+    "rows": _rows,
     "experts": _experts,
     "stale": _stale,
     "some_sequences": _some_sequences,

@@ -32,7 +32,9 @@ def record_logps(trainer: Any, folder: Path | str) -> None:
             learner = _scored(trainer, output)
         args = trainer.args
         settings = {"framework": "trl", "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k or 0}
-        prompts = [row[real.bool()].tolist() for row, real in zip(output["prompt_ids"], output["prompt_mask"], strict=True)]
+        prompts = [
+            row[real.bool()].tolist() for row, real in zip(output["prompt_ids"], output["prompt_mask"], strict=True)
+        ]
         mask = output["completion_mask"] * output.get("tool_mask", 1)
         batches[0] += 1
         name = f"step-{trainer.state.global_step}-{batches[0]}-rank-{trainer.accelerator.process_index}.jsonl"

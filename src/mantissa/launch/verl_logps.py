@@ -1,10 +1,11 @@
 """Log-probs of both sides out of verl's trainer, for ``mantissa doctor``: verl's own rollout dump holds none.
 
-    VERL_USE_EXTERNAL_MODULES=mantissa.launch.verl_logps MANTISSA_LOGPS=/shared/logps python -m verl.trainer.main_ppo ...
+    VERL_USE_EXTERNAL_MODULES=mantissa.launch.verl_logps MANTISSA_LOGPS=/shared/logps python -m verl.trainer.main_ppo
 
 verl imports the module in each of its processes; in the one that trains, what verl hands to its own comparison of both
 sides (``calculate_debug_metrics``, called where ``actor_rollout_ref.rollout.calculate_log_probs`` is on, and not in
-bypass mode) is also written to the folder, in the plain schema. Nothing else is changed. Then ``mantissa doctor FOLDER``.
+bypass mode) is also written to the folder, in the plain schema. Nothing else is changed; ``mantissa doctor FOLDER``
+reads it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FOLDER = "MANTISSA_LOGPS"
 
 
 def record(folder: Path | str) -> None:
-    """From here on in this process, write each batch that verl compares into ``folder``; before its trainer is imported.
+    """From here on in this process, write each batch that verl compares into ``folder``.
 
     Where a trainer's module has taken verl's function by name already, it is replaced there too.
     """

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from mantissa.doctor.dump import Dump, Scored, Settings
-from mantissa.doctor.examine import examine
+from mantissa.doctor.examine import examine as diagnose
 from mantissa.errors import MantissaError
 from mantissa.kernels import WAYS, ExactKernels, Way
 from mantissa.mismatch import engine_share
@@ -122,7 +122,8 @@ class Diagnose(Probe):
 
     def __init__(self, config: RunConfig, learner: Learner, run: RunDirectory, note: Callable[[str], None]) -> None:
         assert config.doctor is not None
-        self.every, self.steps, self.learner, self.run, self.note = config.doctor.every, config.steps, learner, run, note
+        self.every, self.steps = config.doctor.every, config.steps
+        self.learner, self.run, self.note = learner, run, note
         precision = config.precision_policy
         formats = {"rollout_format": precision.rollout, "learner_format": precision.train}
         self.settings = Settings(temperature=config.rollout.temperature, **formats)
@@ -133,7 +134,7 @@ class Diagnose(Probe):
 
     def observe(self, step: int, experience: Experience) -> Metrics:
         if self.learner.ranks.rank0:
-            found = examine(Dump("mantissa", self.run.path, self._sequences(experience), self.settings))
+            found = diagnose(Dump("mantissa", self.run.path, self._sequences(experience), self.settings))
             fault = "" if found.fault is None else found.fault.name
             row = {"step": step, "verdict": found.verdict.value, "fault": fault, "headline": found.headline}
             self.run.append_doctor(row | found.figures)

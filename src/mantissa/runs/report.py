@@ -173,15 +173,20 @@ def _excursions(excursions: Sequence[Excursion]) -> list[Block]:
 
 
 def _doctor(run: RunDirectory) -> list[Block]:
-    """The doctor's last answer, and how many of its others were no "healthy"; nothing where the recipe asked for none."""
+    """The doctor's last answer, and which of its others were a fault; nothing where the recipe asked for none."""
     rows = run.read_doctor()
     if not rows:
         return []
     last, ill = rows[-1], [str(row["step"]) for row in rows if row.get("fault")]
-    said = f"a fault or too much at step{'s' if len(ill) > 1 else ''} {', '.join(ill)}" if ill else "none of them a fault"
+    said = (
+        f"a fault or too much at step{'s' if len(ill) > 1 else ''} {', '.join(ill)}" if ill else "none of them a fault"
+    )
     level = "unhealthy" if last.get("fault") else "healthy"
     lines = [f"{len(rows)} steps were diagnosed, {said}."]
-    return [block("h2", "Doctor"), block("verdict", level=level, headline=f"Step {last['step']}: {last['headline']}", lines=lines)]
+    return [
+        block("h2", "Doctor"),
+        block("verdict", level=level, headline=f"Step {last['step']}: {last['headline']}", lines=lines),
+    ]
 
 
 def _precision(environment: dict[str, Any]) -> list[Block]:

@@ -30,12 +30,17 @@ assert abs(found["training/rollout_probs_diff_max"] - 0.01) < 0.01, found
 
 def test_what_verl_compares_is_recorded(tmp_path: Path) -> None:
     pytest.importorskip("verl")
-    environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "mantissa.launch.verl_logps", "MANTISSA_LOGPS": str(tmp_path)}
+    environment = os.environ | {
+        "VERL_USE_EXTERNAL_MODULES": "mantissa.launch.verl_logps",
+        "MANTISSA_LOGPS": str(tmp_path),
+    }
     done = subprocess.run([sys.executable, "-c", WORKER], env=environment, capture_output=True, text=True, timeout=300,
                           check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     dump = read_dump(tmp_path)
-    assert dump.framework == "verl" and [int(each.mask.sum()) for each in dump.sequences] == [6, 4, 5, 1]
+    assert dump.framework == "verl"
+    assert [int(each.mask.sum()) for each in dump.sequences] == [6, 4, 5, 1]
     for number, each in enumerate(dump.sequences):
-        assert each.tokens[:2].tolist() == [3 * number + 1, 3 * number + 2] and each.prompt_length == 2
+        assert each.tokens[:2].tolist() == [3 * number + 1, 3 * number + 2]
+        assert each.prompt_length == 2
         np.testing.assert_allclose(each.learner_logp - each.rollout_logp, 0.01, atol=1e-6)
