@@ -56,11 +56,12 @@ def as_row(diagnosis: Diagnosis) -> dict[str, Any]:
     row = asdict(diagnosis)
     row["fault"] = None if diagnosis.fault is None else diagnosis.fault.name
     row["verdict"] = diagnosis.verdict.value
-    return plain(row)  # type: ignore[no-any-return]
+    return plain(row)
 
 
 def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens) -> list[Block]:
     f, table_of = diagnosis.figures, facts()
+    rows: list[tuple[Any, ...]]
     lines = [] if diagnosis.fault is None else [table_of.faults[diagnosis.fault.name].means]
     blocks = [
         block("h1", f"Doctor: {dump.path.name}"),
@@ -93,8 +94,8 @@ def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens) -> list[Block]:
     ]  # fmt: skip
     blocks += [
         block("h2", "What was tested"),
-        block("note", "Units are whole sequences, or whole prompts where there are eight. A false alarm in a healthy dump "
-              "is held at 5% over all tests together (Bonferroni); what is found is named by what is below 5% by "
+        block("note", "Units are whole sequences, or whole prompts where there are eight. A false alarm in a healthy "
+              "dump is held at 5% over all tests together (Bonferroni); what is found is named by what is below 5% by "
               "itself. Detectable: the effect that this sample shows with "
               "probability 0.95."),
         table(("signature", "result", "what it says", "p", "detectable"), rows, ("", "n", "", "n", "n")),
@@ -173,7 +174,7 @@ def _histogram(t: Tokens) -> Plot:
     with styled():
         drawing = figure()
         axes = drawing.subplots()
-        axes.hist(np.log10(u), bins=edges, density=True, color=MUTED, alpha=0.4)
+        axes.hist(np.log10(u), bins=edges.tolist(), density=True, color=MUTED, alpha=0.4)
         grid = np.linspace(edges[0], edges[-1], 300)
         for name, colour in _FORMATS.items():
             z = 10**grid / facts().usual[name].size

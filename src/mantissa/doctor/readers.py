@@ -414,7 +414,7 @@ def _slime_versions(path: Path) -> dict[int | None, int]:
     if not beside.is_file():
         return {}
     samples = pickles.load(beside).get("samples", ())
-    found = {}
+    found: dict[int | None, int] = {}
     for place, sample in enumerate(samples):
         last = list(sample.get("weight_versions") or ())[-1:]
         if last and str(last[0]).isascii() and str(last[0]).isdigit():

@@ -41,7 +41,7 @@ def record(folder: Path | str) -> None:
             raise MantissaError(f"record: verl's batch has no {missing[0]}; expected a verl from 0.8 to 0.9")
         responses = batch["responses"]
         mask = batch["response_mask"] if "response_mask" in batch else batch["attention_mask"][:, -responses.size(1) :]
-        prompts = [[] for _ in responses]
+        prompts: list[list[int]] = [[] for _ in responses]
         if "prompts" in batch and "attention_mask" in batch:
             width = batch["prompts"].size(1)
             real = batch["attention_mask"][:, :width].bool()

@@ -125,8 +125,9 @@ class Diagnose(Probe):
         self.every, self.steps = config.doctor.every, config.steps
         self.learner, self.run, self.note = learner, run, note
         precision = config.precision_policy
-        formats = {"rollout_format": precision.rollout, "learner_format": precision.train}
-        self.settings = Settings(temperature=config.rollout.temperature, **formats)
+        self.settings = Settings(
+            config.rollout.temperature, rollout_format=precision.rollout, learner_format=precision.train
+        )
 
     def due(self, step: int) -> bool:
         """The first step, every ``every``-th after it, and the last."""
