@@ -380,6 +380,42 @@ def measured_gap() -> str:
     return table(("learner/rollout", *TITLES.values(), "tokens"), lines)
 
 
+# emulated.md
+
+
+def _newest_of(kind: str) -> dict[tuple[str, str], dict[str, Row]]:
+    """By format and switches, the newest row of each ``kind`` of measurement: by our engine, or on vLLM."""
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in _rows("emulated"):
+        on = "vllm" if "explained" in row or row["engine"].startswith("vLLM") else "own"
+        if on == kind:
+            found.setdefault((row["requested"], row["head"]), {})[row["switches"]] = row
+    return found
+
+
+def switch_sizes() -> str:
+    """How far each switch alone takes a log-prob from the learner's."""
+    lines = []
+    for (fmt, _), rows in _newest_of("own").items():
+        for name, row in rows.items():
+            said = "sampled with all on" if name == "emulated" else f"`{name}`"
+            sizes = (f"{row[key]:.1e}" for key in ("abs_logp_diff_mean", "std", "k3_kl"))
+            lines.append([fmt, said, *sizes, f"{row['tokens']:,}"])
+    return table(("format", "switch", "mean abs log-prob difference", "std", "k3", "tokens"), lines)
+
+
+def switches_on_vllm() -> str:
+    """What of vLLM's difference each explains."""
+    lines = []
+    for (fmt, head), rows in _newest_of("vllm").items():
+        for name, row in rows.items():
+            said = f"{row['engine']} itself" if row["metric"] == "gap" else f"`{name}`"
+            shares = (f"{row[key]:.1%}" if key in row else "" for key in ("explained", "projected"))
+            lines.append([fmt, head, said, f"{row['abs_logp_diff_mean']:.1e}", *shares, f"{row['tokens']:,}"])
+    header = ("format", "vLLM's head", "switch", "mean abs difference from the learner", "explained", "projected")
+    return table((*header, "tokens"), lines)
+
+
 # cluster.md
 
 
@@ -545,6 +581,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "doctor_usual": doctor_usual,
         "doctor_confusion": doctor_confusion,
     },
+    "emulated.md": {"switch_sizes": switch_sizes, "switches_on_vllm": switches_on_vllm},
     "cluster.md": {
         "engines": engines_by_precision,
         "traps": verl_traps,
