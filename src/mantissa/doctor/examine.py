@@ -39,6 +39,9 @@ def examine(dump: Dump) -> Diagnosis:
     else:
         verdict, headline = Verdict.HEALTHY, _healthy(figures, dump, expected)
     remedies = () if fault is None else table[fault.name].remedies
+    formats = {dump.settings.learner_format, dump.settings.rollout_format} - {None}
+    if len(formats) == 2 and verdict in (Verdict.HEALTHY, Verdict.LARGE) and figures["d_rms"] > _NOTHING:
+        remedies = ("one_format", *remedies)  # healthy for two formats, and many times what one format would have
     return Diagnosis(
         verdict, headline, dump.framework, fault, tuple(every), figures,
         remedies=remedies, unknown=_unknown(dump, every, size), notes=dump.notes,
