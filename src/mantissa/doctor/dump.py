@@ -18,8 +18,8 @@ class Scored:
 
     ``tokens``: int64 [T]. ``rollout_logp``, ``learner_logp``: float64 [R], nats, as they were saved; NaN where a side
     gave none. ``mask``: bool [R], False where a position is not to be compared (a tool's answer, padding).
-    ``rollout_version``, ``learner_version``: of each side's weights. ``group``: what shares a prompt. Each of the last
-    three is None where the file does not say.
+    ``rollout_version``, ``learner_version``: of each side's weights. ``group``: what shares a prompt. ``flipped``: bool
+    [R], where the two sides chose other experts. Each of the last four is None where the file does not say.
     """
 
     tokens: np.ndarray
@@ -30,6 +30,7 @@ class Scored:
     rollout_version: int | None = None
     learner_version: int | None = None
     group: int | None = None
+    flipped: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Settings:
 class Dump:
     """What a file or a run holds. ``framework``: who wrote it (``mantissa``, ``nemo-rl``, ..., ``plain``).
 
-    ``path``: where it was read. ``run``: the run's folder where it is one of ours.
+    ``path``: where it was read. ``run``: the run's folder where it is one of ours. ``notes``: what was left out.
     """
 
     framework: str
@@ -60,3 +61,4 @@ class Dump:
     sequences: Sequence[Scored]
     settings: Settings = field(default_factory=Settings)
     run: Path | None = None
+    notes: tuple[str, ...] = ()

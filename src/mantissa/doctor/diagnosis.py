@@ -1,0 +1,79 @@
+"""What the doctor answers: a verdict, causes by share, what to set, and what it could not know.
+
+``Finding``: one signature's test, of the numbers alone. ``Cause``: what a hypothesis explains of the squared gap, from
+substitution with a model. ``Diagnosis`` holds both; whoever prints it adds the keys of the framework that wrote the
+dump, by the names in ``remedies`` (``remedies.yaml``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Verdict(StrEnum):
+    """``UNKNOWN``: too few tokens, or log-probs of one side only, and nothing found in them."""
+
+    HEALTHY = "healthy noise"
+    LARGE = "too large for these formats"
+    FAULT = "a fault"
+    UNKNOWN = "not known"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """``share`` of the sum of d^2 that ``name`` explains, ``low`` to ``high`` its interval; 1 is all of it.
+
+    ``name``: in plain words ("logits in bf16 in the rollout"), ``unexplained`` for the rest. ``remedies``: what helps,
+    as names in ``remedies.yaml`` (``fp32_logits``, ``processed_logprobs``, ...), the most fitting first. ``note``: a
+    sentence more, where there is one. ``fault``: whether it is a mistake in a setting rather than rounding.
+    """
+
+    name: str
+    share: float
+    low: float
+    high: float
+    remedies: tuple[str, ...] = ()
+    note: str = ""
+    fault: bool = False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One test of one signature. ``name``: the fault's key in ``signatures.yaml``, e.g. ``temperature``.
+
+    ``found``: the null hypothesis is rejected at the family's level, and the effect is large enough to matter.
+    ``p``: the test's p-value (before the correction for their number). ``effect``: its size in ``unit``;
+    ``detectable``: the smallest effect that this sample shows with probability 0.95, None where that is not known.
+    ``tested``: False where the dump does not hold what the test needs; ``said`` is then why.
+    """
+
+    name: str
+    found: bool
+    p: float
+    effect: float
+    unit: str
+    detectable: float | None
+    said: str
+    tested: bool = True
+    remedies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """``fault``: the finding that explains the others, None unless the verdict is ``FAULT``. ``headline``: first line.
+
+    ``figures``: of the gap, by name (``runs.metrics``' words). ``unknown``: sentences on what could not be tested.
+    """
+
+    verdict: Verdict
+    headline: str
+    framework: str
+    fault: Finding | None
+    findings: tuple[Finding, ...]
+    figures: dict[str, Any]
+    causes: tuple[Cause, ...] = ()
+    remedies: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default_factory=tuple)

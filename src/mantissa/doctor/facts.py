@@ -1,0 +1,67 @@
+"""The table ``facts.yaml``: how large a healthy gap is, what each fault means, and what to set in whose keys."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict
+
+from mantissa.doctor.dump import Settings
+
+_ORDER = ("fp32", "fp16", "bf16", "fp8")  # from fine to coarse
+_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float": "fp32"}
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Usual(_Row):
+    """Root mean square of u of a healthy gap, and the bound that is called too large."""
+
+    size: float
+    bound: float
+    source: str
+
+
+class Fault(_Row):
+    """A signature's words. ``remedies``: the most fitting first."""
+
+    title: str
+    means: str
+    remedies: tuple[str, ...]
+
+
+class Remedy(_Row):
+    """What to do, and the keys for it by framework."""
+
+    do: str
+    keys: dict[str, tuple[str, ...]] = {}
+
+
+class Facts(_Row):
+    """All of the table."""
+
+    usual: dict[str, Usual]
+    faults: dict[str, Fault]
+    remedies: dict[str, Remedy]
+
+
+@functools.cache
+def facts() -> Facts:
+    """The table, read once."""
+    return Facts(**yaml.safe_load(Path(__file__).with_name("facts.yaml").read_text(encoding="utf-8")))
+
+
+def coarser(settings: Settings) -> str | None:
+    """The coarser of a dump's two formats, as the table names it; None where it names none."""
+    named = [_NAMES.get(name, name) for name in (settings.rollout_format, settings.learner_format) if name]
+    known = ["fp8" if name.startswith(("fp8", "e4m3", "e5m2")) else name for name in named]
+    return max((name for name in known if name in _ORDER), key=_ORDER.index, default=None)
+
+
+def usual(settings: Settings) -> Usual:
+    """What is usual in a dump's formats; bf16's where it names none, for most train and serve in it."""
+    return facts().usual[coarser(settings) or "bf16"]

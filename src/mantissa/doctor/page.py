@@ -1,0 +1,203 @@
+"""The doctor's page: the answer, the tests, four pictures; and the same as one row of JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mantissa.doctor.diagnosis import Diagnosis, Verdict
+from mantissa.doctor.dump import Dump
+from mantissa.doctor.examine import remedies_for
+from mantissa.doctor.facts import facts, usual
+from mantissa.doctor.sample import Tokens
+from mantissa.doctor.signatures import Evidence
+from mantissa.files import atomic_file, disk_errors, write_atomically
+from mantissa.runs.directory import default_path
+from mantissa.runs.page import Block, block, code, noted, pill, plots, render, table
+from mantissa.runs.plots import BLUE, GREEN, GREY, MUTED, ORANGE, PINK, Plot, agreement, figure, styled, to_svg
+
+PAGE, ROW = "doctor.html", "doctor.json"
+_LEVELS = {
+    Verdict.HEALTHY: "healthy",
+    Verdict.LARGE: "watch",
+    Verdict.FAULT: "unhealthy",
+    Verdict.UNKNOWN: "watch",
+}
+_FORMATS = dict(zip(("fp32", "fp16", "bf16", "fp8"), (GREY, GREEN, BLUE, PINK), strict=True))
+
+
+def write_page(dump: Dump, diagnosis: Diagnosis, folder: Path | None = None) -> Path:
+    """Write ``doctor.html`` and ``doctor.json`` into ``folder`` (a fresh one under runs/ unless given)."""
+    folder = folder or default_path("doctor")
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    tokens = Evidence.of(dump, usual(dump.settings).bound).clean
+    write_atomically(folder / ROW, json.dumps(as_row(diagnosis), indent=1) + "\n")
+    with atomic_file(folder / PAGE) as temporary:
+        temporary.write_text(render(f"Doctor: {dump.path.name}", _blocks(dump, diagnosis, tokens)), encoding="utf-8")
+    return folder / PAGE
+
+
+def as_row(diagnosis: Diagnosis) -> dict[str, Any]:
+    """A diagnosis as plain JSON: numbers that are not finite as None."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    row = asdict(diagnosis)
+    row["fault"] = None if diagnosis.fault is None else diagnosis.fault.name
+    row["verdict"] = diagnosis.verdict.value
+    return plain(row)  # type: ignore[no-any-return]
+
+
+def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens) -> list[Block]:
+    f, table_of = diagnosis.figures, facts()
+    lines = [] if diagnosis.fault is None else [table_of.faults[diagnosis.fault.name].means]
+    blocks = [
+        block("h1", f"Doctor: {dump.path.name}"),
+        block("sub", f"{f['tokens']:,} tokens of {f['sequences']:,} sequences, written by {dump.framework}. d = "
+              "log-prob of the learner - log-prob of the rollout; u = d / (1 - p), of the size of the logits' error."),
+        block("verdict", level=_LEVELS[diagnosis.verdict], headline=diagnosis.headline, lines=lines),
+        block("cards", cards=[
+            ("root mean square of d", f"{f['d_rms']:.2g}", "nats"),
+            ("size of u", f"{f['u_rms']:.2g}", f"up to {usual(dump.settings).bound:g} is usual in these formats"),
+            ("equal to the last bit", f"{f['equal']:.1%}", "of tokens"),
+            ("k3", f"{f['k3']:.2g}", "nats a token"),
+        ]),
+    ]  # fmt: skip
+    if diagnosis.causes:
+        rows = [(c.name, f"{c.share:.1%}", f"{c.low:.1%} to {c.high:.1%}", c.note) for c in diagnosis.causes]
+        blocks += [
+            block("h2", "Causes, by share of the squared gap"),
+            table(("cause", "share", "interval", "note"), rows),
+        ]
+    settings = remedies_for(diagnosis)
+    if settings:
+        rows = [(do, code("\n".join(keys)) if keys else "") for do, keys in settings]
+        blocks += [block("h2", "What to set"), table(("what", f"in {dump.framework}'s keys"), rows, ("", ""))]
+    blocks += [block("h2", "Pictures"), plots(_pictures(dump, tokens))]
+    rows = [
+        (noted(table_of.faults[each.name].title, each.name), _mark(each), each.said, f"{each.p:.1g}" if each.tested else "",
+         "" if each.detectable is None else f"{each.detectable:.3g} {each.unit}")
+        for each in diagnosis.findings
+    ]  # fmt: skip
+    blocks += [
+        block("h2", "What was tested"),
+        block("note", "Units are whole sequences, or whole prompts where there are eight; Holm's correction keeps a false "
+              "alarm in a healthy dump at 5% over all tests together. Detectable: the effect that this sample shows with "
+              "probability 0.95."),
+        table(("signature", "result", "what it says", "p", "detectable"), rows, ("", "n", "", "n", "n")),
+    ]  # fmt: skip
+    if diagnosis.unknown:
+        blocks += [block("h2", "What this cannot know"), table(("",), [(said,) for said in diagnosis.unknown], ("",))]
+    return blocks
+
+
+def _mark(finding: Any) -> Any:
+    if not finding.tested:
+        return pill("watch", "not tested")
+    return pill("bad", "found") if finding.found else pill("good", "not found")
+
+
+def _pictures(dump: Dump, tokens: Tokens) -> list[Plot]:
+    if not len(tokens.d):
+        return [Plot("Log-probs", "No token was scored by both sides.")]
+    return [
+        _agreement(tokens),
+        _by_position(tokens),
+        _histogram(tokens),
+        _by_sequence(tokens, usual(dump.settings).bound),
+    ]
+
+
+def _agreement(t: Tokens) -> Plot:
+    title = "Token probabilities: learner against rollout"
+    low = float(max(min(t.x.min(), t.y.min(), np.log(0.1)), -60.0)) / np.log(10)
+    keep = (t.x > -60) & (t.y > -60) & (t.x <= 0) & (t.y <= 0)
+    with styled():
+        drawing = figure(5.6, 2.9)
+        axes = drawing.subplots()
+        if keep.any():
+            agreement(axes, t.x[keep], t.y[keep], low, BLUE, (6, 6))
+        axes.set(xlabel="p under the rollout", ylabel="p under the learner")
+    return Plot(title, f"{len(t.d):,} tokens; on the diagonal both agree.", to_svg(drawing, title))
+
+
+def _by_position(t: Tokens) -> Plot:
+    title = "Size of the gap by position"
+    told = t.telling
+    if not len(told.u):
+        return Plot(title, "Every token is nearly certain on both sides.")
+    bins = np.unique(np.linspace(0, told.position.max() + 1, min(33, int(told.position.max()) + 2)).astype(int))
+    place = np.digitize(told.position, bins) - 1
+    middles, sizes = [], []
+    for number in range(len(bins) - 1):
+        u = told.u[place == number]
+        if len(u) >= 3:
+            middles.append((bins[number] + bins[number + 1] - 1) / 2)
+            sizes.append(float(np.sqrt(np.square(u).mean())))
+    with styled():
+        drawing = figure()
+        axes = drawing.subplots()
+        keep = np.linspace(0, len(told.u) - 1, min(len(told.u), 3000)).astype(int)
+        axes.plot(
+            told.position[keep], np.maximum(np.abs(told.u[keep]), 1e-9), ".", color=BLUE, alpha=0.25, markersize=2
+        )
+        axes.plot(middles, np.maximum(sizes, 1e-9), color=ORANGE, marker="o", markersize=3)
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=max(min([s for s in sizes if s > 0], default=1e-6) / 100, 1e-9))
+        axes.set(xlabel="position in the response", ylabel="|u|, nats")
+    legend = (("token", BLUE), ("root mean square", ORANGE))
+    return Plot(title, f"{len(told.u):,} tokens with 1 - p above 0.01.", to_svg(drawing, title), legend)
+
+
+def _histogram(t: Tokens) -> Plot:
+    """log10 |u| of the tokens, with the healthy sizes of the formats as normal curves."""
+    title = "How large the differences are, beside the formats"
+    u = np.abs(t.telling.u)
+    u = u[u > 0]
+    if not len(u):
+        return Plot(title, "No uncertain token's log-probs differ.")
+    edges = np.linspace(min(np.log10(u.min()), -4), max(np.log10(u.max()), 0.5), 60)
+    with styled():
+        drawing = figure()
+        axes = drawing.subplots()
+        axes.hist(np.log10(u), bins=edges, density=True, color=MUTED, alpha=0.4)
+        grid = np.linspace(edges[0], edges[-1], 300)
+        for name, colour in _FORMATS.items():
+            z = 10**grid / facts().usual[name].size
+            axes.plot(grid, np.log(10) * z * np.sqrt(2 / np.pi) * np.exp(-(z**2) / 2), color=colour)
+        axes.set(xlabel="log10 |u|", ylabel="density")
+    legend = (
+        ("this dump", MUTED),
+        *((f"a normal of {name}'s usual size", colour) for name, colour in _FORMATS.items()),
+    )
+    return Plot(title, f"{len(u):,} tokens that differ, 1 - p above 0.01.", to_svg(drawing, title), tuple(legend))
+
+
+def _by_sequence(t: Tokens, bound: float) -> Plot:
+    title = "Size of the gap by sequence"
+    told = t.telling
+    count = np.bincount(told.sequence)
+    sizes = np.sqrt(np.bincount(told.sequence, weights=told.u**2) / np.maximum(count, 1))[count > 0]
+    if not sizes.any():
+        return Plot(title, "No uncertain token's log-probs differ.")
+    with styled():
+        drawing = figure()
+        axes = drawing.subplots()
+        axes.plot(np.sort(np.maximum(sizes, 1e-9)), color=BLUE)
+        axes.axhline(bound, color=MUTED, linewidth=0.8, linestyle="--")
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=max(float(np.min(sizes[sizes > 0])) / 2, 1e-9))
+        axes.set(xlabel="sequences, in order", ylabel="root mean square of u")
+    note = f"{len(sizes):,} sequences; dashed: the largest that is usual in these formats."
+    return Plot(title, note, to_svg(drawing, title))

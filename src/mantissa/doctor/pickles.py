@@ -1,0 +1,212 @@
+"""Tensors out of others' pickles (``.pt`` of torch.save, ``.pkl``), without running anything that is in them.
+
+A pickle is a program: whoever loads a hostile one with ``pickle.load`` runs it. Here a name is looked up in one table
+of harmless stand-ins and nowhere else; what is not in it ends the reading. Storages are taken out of the zip file as
+bytes and become numpy arrays, their bounds checked; torch itself is not asked. Before a pickle is read its operations
+are counted, since some (a memo at index 2^32) would fill the memory before anything is looked up.
+
+Read: torch.save's zip format (torch 1.6 and later), and pickles whose tensors lie in such bytes, as SkyRL writes them.
+The stand-in for anything else that may stand beside the tensors (a device, a dtype) is a text.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import pickletools
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mantissa.bounds import boundary
+from mantissa.errors import MantissaError
+
+LARGEST = 2 << 30  # bytes of a file, and of all tensors in one
+_MOST_OPERATIONS = 50_000_000
+_ADVICE = (
+    "expected a pickle of tensors, numbers, texts, lists and dictionaries; write it again, as plain jsonl if need be"
+)
+_STORAGES = {
+    "DoubleStorage": "<f8", "FloatStorage": "<f4", "HalfStorage": "<f2", "LongStorage": "<i8", "IntStorage": "<i4",
+    "ShortStorage": "<i2", "CharStorage": "<i1", "ByteStorage": "<u1", "BoolStorage": "<u1", "BFloat16Storage": "<u2",
+}  # fmt: skip
+
+
+def load(path: Path) -> Any:
+    """What ``path`` holds: numpy arrays where it has tensors (bf16 widened to fp32), else plain values.
+
+    ``MantissaError`` for anything damaged, too large, or that names what is not on the list.
+    """
+    with boundary(path, _ADVICE):
+        size = path.stat().st_size
+        if size > LARGEST:
+            raise MantissaError(f"{path} has {size:,} bytes; expected at most {LARGEST:,}: one step's dump at a time")
+        data = path.read_bytes()
+        return _zip(data) if data.startswith(b"PK\x03\x04") else _unpickle(data, {})
+
+
+def _zip(data: bytes) -> Any:
+    """torch.save's format: ``NAME/data.pkl``, and its storages ``NAME/data/KEY``, stored and not compressed."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ValueError("compressed entries, which torch.save never writes")
+        if sum(entry.file_size for entry in entries) > len(data):
+            raise ValueError("entries that claim more bytes than the file has")
+        main = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+        if len(main) != 1:
+            raise ValueError(f"{len(main)} entries named data.pkl, expected one")
+        prefix = main[0].filename.removesuffix("data.pkl")
+        order = [entry for entry in entries if entry.filename == f"{prefix}byteorder"]
+        if order and archive.read(order[0]) != b"little":
+            raise ValueError("tensors of a big-endian machine")
+        storages = {
+            entry.filename.removeprefix(f"{prefix}data/"): archive.read(entry)
+            for entry in entries
+            if entry.filename.startswith(f"{prefix}data/")
+        }
+        return _unpickle(archive.read(main[0]), storages)
+
+
+def _unpickle(data: bytes, storages: dict[str, bytes]) -> Any:
+    for number, (operation, argument, _) in enumerate(pickletools.genops(data)):
+        if number > _MOST_OPERATIONS:
+            raise ValueError(f"more than {_MOST_OPERATIONS:,} operations")
+        if "PUT" in operation.name and isinstance(argument, int) and argument > number:
+            raise ValueError("a memo entry beyond the number of operations")
+        if operation.name.startswith("EXT"):
+            raise ValueError("a code of the extension registry")
+    return _Reader(io.BytesIO(data), storages).load()
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, storages: dict[str, bytes]) -> None:
+        super().__init__(file)
+        self.storages, self.bytes_left = storages, LARGEST
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _Storage(name)
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor"):
+            return self.tensor
+        if module == "torch.storage" and name == "_load_from_bytes":
+            return _skipped
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if (module, name) == ("_codecs", "encode"):  # how pickles of protocol 2 write bytes
+            return _latin
+        if module == "torch" and name in ("Size", "device", "dtype"):
+            return _said
+        if module in ("numpy", "numpy.core.multiarray", "numpy._core.multiarray") and name in _ARRAYS:
+            return _ARRAYS[name]
+        if module.split(".")[0].startswith("skyrl") and name.endswith("Batch"):
+            return _Batch
+        if module == "builtins" and name in ("set", "frozenset", "list", "dict", "tuple"):
+            return {"set": set, "frozenset": frozenset, "list": list, "dict": dict, "tuple": tuple}[name]
+        raise ValueError(f"it asks for {module}.{name}, which no dump of log-probs needs; nothing of it was run")
+
+    def persistent_load(self, key: Any) -> Any:
+        kind, storage, name, _, count = key
+        if kind != "storage" or not isinstance(storage, _Storage):
+            raise ValueError("a reference that is no tensor's storage")
+        values = np.frombuffer(self.storages[name], dtype=_STORAGES[storage.name])
+        if len(values) < count:
+            raise ValueError(f"a storage of {len(values)} numbers where {count} are claimed")
+        return _Values(values, storage.name)
+
+    def tensor(self, values: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Any:
+        """A tensor as an array, copied out of its storage."""
+        if not isinstance(values, _Values):
+            return None  # of bytes that were skipped
+        shape, steps, first = tuple(map(int, size)), tuple(map(int, stride)), int(offset)
+        if len(shape) != len(steps) or min((*shape, *steps, first), default=0) < 0:
+            raise ValueError(f"a tensor of size {shape} and strides {steps}")
+        last = first + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+        if math.prod(shape) and last >= len(values.values):
+            raise ValueError("a tensor that reaches beyond its storage")
+        self.bytes_left -= 8 * math.prod(shape)  # strides of 0 make much of little
+        if self.bytes_left < 0:
+            raise ValueError(f"tensors of more than {LARGEST:,} bytes")
+        itemsize = values.values.itemsize
+        view = np.lib.stride_tricks.as_strided(values.values[first:], shape, tuple(step * itemsize for step in steps))
+        if values.kind == "BFloat16Storage":  # bf16 is the upper half of fp32
+            return (view.astype(np.uint32) << 16).view(np.float32) if shape else np.float32(_bf16(int(view)))
+        return view.astype(bool) if values.kind == "BoolStorage" else view.copy()
+
+
+class _Storage:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _Values:
+    def __init__(self, values: Any, kind: str) -> None:
+        self.values, self.kind = values, kind
+
+
+class _Batch(dict[str, Any]):
+    """SkyRL's batch: each field's bytes are a file of torch.save's in its own right."""
+
+    def __setstate__(self, state: Any) -> None:
+        fields = {str(name): _zip(data) for name, data in state["batch_dict"].items()}
+        self.clear()
+        self.update(fields)
+        self["metadata"] = state.get("metadata")
+
+
+class _Array:
+    """numpy's array, from its bytes; object arrays are refused."""
+
+    def __init__(self, *_: Any) -> None:
+        self.array: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, data = state
+        if not isinstance(data, bytes):
+            raise ValueError("an array of objects")
+        self.array = np.frombuffer(data, dtype=dtype.dtype).reshape(shape, order="F" if fortran else "C")
+
+
+class _Type:
+    """numpy's dtype: a plain number's."""
+
+    def __init__(self, name: str, *_: Any) -> None:
+        if name not in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"):
+            raise ValueError(f"an array of {name}")
+        self.dtype = np.dtype(name)
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] in ("<", ">"):
+            self.dtype = self.dtype.newbyteorder(state[1])
+
+
+def _scalar(dtype: _Type, data: bytes) -> Any:
+    return np.frombuffer(data, dtype=dtype.dtype)[0]
+
+
+def _reconstruct(*_: Any) -> _Array:
+    return _Array()
+
+
+_ARRAYS: dict[str, Any] = {"_reconstruct": _reconstruct, "ndarray": _Array, "dtype": _Type, "scalar": _scalar}
+
+
+def _skipped(*_: Any) -> None:
+    """A storage in bytes of its own: SkyRL's batch has every tensor twice, and this is the copy that is not read."""
+
+
+def _latin(text: str, coding: str) -> bytes:
+    if coding != "latin1":
+        raise ValueError(f"bytes in {coding}")
+    return text.encode("latin1")
+
+
+def _said(*parts: Any) -> str:
+    return " ".join(map(str, parts))
+
+
+def _bf16(bits: int) -> float:
+    return float(np.array([bits << 16], dtype=np.uint32).view(np.float32)[0])

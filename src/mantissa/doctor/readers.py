@@ -1,0 +1,478 @@
+"""Log-probs of both sides as the frameworks write them, each by its own field names.
+
+| framework | file | one log-prob stands |
+|---|---|---|
+| Mantissa | a run's folder, or its rollouts/step-N.parquet | for each response token |
+| NeMo-RL | train_data_step{n}.jsonl | at each token of the padded sequence; the first is 0 |
+| prime-rl | token_exports/step_N/rank_R.jsonl | at each token of one sequence, prompt included |
+| slime | train_data/{id}.pt (and rollout_data/{id}.pt for versions) | for each response token |
+| SkyRL | dumped_data/{name}.pkl | for each response token, padded right; prompts are padded left |
+| plain | jsonl or parquet | for each response token |
+
+The file is looked at to find out whose it is. What cannot be read is named with its line or row; nothing is guessed: two
+sides of different lengths are an error, and so are ids that are no tokens. A log-prob that is not finite is kept as NaN.
+verl's rollout dumps and TRL's completion logs hold texts and rewards but no log-probs: they are known by their fields,
+and the error says how to have them written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mantissa.bounds import boundary, number, regular_file
+from mantissa.doctor import pickles
+from mantissa.doctor.dump import Dump, Scored, Settings
+from mantissa.doctor.runs import read_run
+from mantissa.errors import MantissaError
+
+FRAMEWORKS = ("mantissa", "nemo-rl", "prime-rl", "slime", "skyrl", "plain", "verl", "trl")
+MOST_TOKENS = 4_000_000  # response positions; more would only narrow intervals that are narrow already
+_LARGEST_FILE = 4 << 30
+_LONGEST_LINE = 64 << 20
+_MOST_ROWS = 1_000_000
+_LARGEST_TOKEN = 2**31 - 1
+_SETTINGS = tuple(each.name for each in fields(Settings))
+Row = Mapping[str, Any]
+
+# Fields that only this framework's rows have together; the first that fits is it.
+_KNOWN: dict[str, frozenset[str]] = {
+    "nemo-rl": frozenset({"generation_logprobs", "prev_logprobs"}),
+    "prime-rl": frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}),
+    "mantissa": frozenset({"tokens", "rollout_logp", "learner_logp", "policy_version", "finish_reason", "advantage"}),
+    "plain": frozenset({"tokens", "rollout_logp", "learner_logp"}),
+    "verl": frozenset({"input", "output", "score"}),
+    "trl": frozenset({"prompt", "completion", "advantage"}),
+}
+_NO_LOGPS = {
+    "verl": "verl's rollout dump holds texts and scores and no log-probs. Have them written: set "
+    "trainer.v1.trainer_mode or your own main to call mantissa.launch.verl_logps.record(trainer, FOLDER) before "
+    "trainer.fit(), and give this command the FOLDER (docs/doctor.md)",
+    "trl": "TRL's completion log holds texts, rewards and advantages and no log-probs. Have them written: "
+    "mantissa.integrations.trl.record_logps(trainer, FOLDER) before trainer.train(), and give this command the FOLDER "
+    "(docs/doctor.md)",
+}
+
+
+def read_dump(path: Path, framework: str | None = None) -> Dump:
+    """Read a run, a file or a folder of files. ``framework``: whose it must be; None is found by looking.
+
+    Raises ``MantissaError`` for what is damaged, holds one side only, or is nobody's that is known.
+    """
+    if framework is not None and framework not in FRAMEWORKS:
+        raise MantissaError(f"--from {framework}: expected one of {', '.join(FRAMEWORKS)}")
+    with boundary(path, "expected a run's folder, or a file of log-probs"):
+        if not path.exists():
+            raise MantissaError(f"{path}: no such file or folder; expected a run, or a dump of log-probs")
+        if (path / "config.yaml").is_file() and (path / "rollouts").is_dir() and framework in (None, "mantissa"):
+            dump = read_run(path, MOST_TOKENS)
+        else:
+            dump = _read_files(path, framework)
+    both = (np.isfinite(each.rollout_logp) & np.isfinite(each.learner_logp) & each.mask for each in dump.sequences)
+    if not any(each.any() for each in both):
+        raise MantissaError(f"{path}: no response token has log-probs of both sides; nothing to compare")
+    return dump
+
+
+def _read_files(path: Path, framework: str | None) -> Dump:
+    files, sequences, found, settings, tokens = _files(path), [], None, Settings(), 0
+    notes: list[str] = []
+    for number_, file in enumerate(files):
+        whose, part, how = _read_file(file, framework)
+        if found is not None and whose != found:
+            raise MantissaError(f"{path} holds files of {found} and of {whose}; give one of them")
+        settings = how if found is None else _agreed(settings, how)
+        found = whose
+        sequences += part
+        tokens += sum(len(each.rollout_logp) for each in part)
+        if tokens > MOST_TOKENS and number_ + 1 < len(files):
+            notes.append(f"the newest {number_ + 1} of {len(files)} files were read: {tokens:,} tokens")
+            break
+    assert found is not None
+    return Dump(found, path, sequences, settings, notes=tuple(notes))
+
+
+def _files(path: Path) -> list[Path]:
+    """The files to read, newest first by the numbers in their names."""
+    if regular_file(path):
+        return [path]
+    found = [each for each in path.rglob("*") if each.suffix in (".jsonl", ".parquet", ".pt", ".pkl")]
+    found = [each for each in found if each.is_file() and each.parent.name != "rollout_data"]
+    if not found:
+        raise MantissaError(
+            f"{path}: no .jsonl, .parquet, .pt or .pkl with log-probs of both sides in it; expected a run's folder or "
+            "a dump"
+        )
+    return sorted(found, key=lambda each: [int(n) for n in _numbers(str(each.relative_to(path)))], reverse=True)
+
+
+def _numbers(name: str) -> list[str]:
+    return "".join(letter if letter.isascii() and letter.isdigit() else " " for letter in name).split()
+
+
+def _read_file(path: Path, framework: str | None) -> tuple[str, list[Scored], Settings]:
+    if path.suffix in (".pt", ".pkl"):
+        return _read_pickle(path, framework)
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise MantissaError(f"{path}: unknown ending {path.suffix!r}; expected .jsonl, .parquet, .pt or .pkl")
+    rows = _json_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
+    whose, settings, sequences, tokens = framework, None, [], 0
+    for line, row in enumerate(rows, start=1):
+        where = f"{path}, {'line' if path.suffix == '.jsonl' else 'row'} {line}"
+        with boundary(where, "leave the line out, or write the file again"):
+            if not isinstance(row, Mapping):
+                raise MantissaError(f"{where}: expected an object of fields, got {type(row).__name__}")
+            whose = whose or _whose(where, row)
+            if whose in _NO_LOGPS:
+                raise MantissaError(f"{path}: {_NO_LOGPS[whose]}")
+            missing = _KNOWN[whose] - row.keys() if whose in ("nemo-rl", "prime-rl", "plain") else set()
+            if missing:
+                raise MantissaError(f"{where}: no field {', '.join(sorted(missing))}, as {whose} writes; {_HINT}")
+            found = _READERS[whose](where, row)
+            how = Settings(**{name: row[name] for name in _SETTINGS if row.get(name) is not None and whose == "plain"})
+            settings = how if settings is None else _agreed(settings, how)
+            sequences.append(found)
+            tokens += len(found.rollout_logp)
+        if tokens > MOST_TOKENS:
+            break
+    if whose is None:
+        raise MantissaError(f"{path} is empty; expected a row a sequence")
+    return whose, sequences, _checked(path, settings or Settings())
+
+
+_HINT = "--from says whose it is where that was not found by itself"
+
+
+def _whose(where: str, row: Row) -> str:
+    for whose, needed in _KNOWN.items():
+        if needed <= row.keys():
+            return whose
+    raise MantissaError(
+        f"{where}: nobody's fields that are known ({', '.join(sorted(map(str, row))[:12])}); expected those of "
+        f"{', '.join(FRAMEWORKS[1:6])}, or of plain: tokens, prompt_length, rollout_logp, learner_logp"
+    )
+
+
+def _json_rows(path: Path) -> Iterator[Any]:
+    _require_size(path)
+    with path.open("rb") as file:
+        line = 0
+        while text := file.readline(_LONGEST_LINE + 1):
+            line += 1
+            if len(text) > _LONGEST_LINE:
+                raise MantissaError(
+                    f"{path}, line {line}: longer than {_LONGEST_LINE >> 20} MiB; expected one sequence"
+                )
+            if line > _MOST_ROWS:
+                raise MantissaError(f"{path}: more than {_MOST_ROWS:,} lines; give some of them")
+            if text.strip():
+                with boundary(f"{path}, line {line}: not JSON", "delete the line, or write the file again"):
+                    row = json.loads(text)
+                yield row
+
+
+def _parquet_rows(path: Path) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    _require_size(path)
+    with boundary(f"{path}: not a whole parquet file", "write it again"):
+        with pyarrow.parquet.ParquetFile(path) as file:
+            known = {"tokens", "prompt_length", "rollout_logp", "learner_logp", "mask", "group", "rollout_version",
+                     "learner_version", "policy_version", "finish_reason", "advantage", "completion", "step", "prompt",
+                     *_SETTINGS, *_EXPERTS}  # fmt: skip
+            columns = [name for name in file.schema_arrow.names if name in known]
+            values = sum(
+                file.metadata.row_group(g).column(c).num_values
+                for g in range(file.metadata.num_row_groups)
+                for c in range(file.metadata.num_columns)
+            )
+            if file.metadata.num_rows > _MOST_ROWS or values > 40 * MOST_TOKENS:
+                raise MantissaError(
+                    f"{path}: {file.metadata.num_rows:,} rows of {values:,} values; expected at most {_MOST_ROWS:,} and "
+                    f"{40 * MOST_TOKENS:,}; give some of them"
+                )
+            for batch in file.iter_batches(batch_size=256, columns=columns):
+                yield from batch.to_pylist()
+
+
+def _require_size(path: Path) -> None:
+    size = path.stat().st_size
+    if size > _LARGEST_FILE:
+        raise MantissaError(f"{path} has {size:,} bytes; expected at most {_LARGEST_FILE:,}; give a part of it")
+
+
+# values
+
+
+def _array(where: str, name: str, values: Any) -> np.ndarray:
+    """Numbers, whatever holds them, as float64 (ids keep their value up to 2^53); None becomes NaN."""
+    values = getattr(values, "array", values)
+    if isinstance(values, np.ndarray):
+        if values.ndim != 1 or values.dtype.kind not in "fiub":
+            raise MantissaError(
+                f"{where}: {name} has the shape {values.shape} of {values.dtype}, expected a row of numbers"
+            )
+        return values.astype(np.float64)
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise MantissaError(f"{where}: {name} is {_shown(values)}, expected a list of numbers")
+    if len(values) == 1 and isinstance(values[0], Sequence) and not isinstance(values[0], str):
+        values = values[0]  # a batch of one
+    odd = next((each for each in values if each is not None and not isinstance(each, bool | int | float)), None)
+    if odd is not None:
+        if all(each in _NON_FINITE for each in values if isinstance(each, str)) and isinstance(odd, str):
+            values = [_NON_FINITE.get(each, each) if isinstance(each, str) else each for each in values]
+            return _array(where, name, values)
+        raise MantissaError(f"{where}: {name} holds {_shown(odd)}, expected numbers")
+    return np.array([np.nan if each is None else float(each) for each in values], dtype=np.float64)
+
+
+_NON_FINITE = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
+
+
+def _shown(value: Any) -> str:
+    return (
+        f"{type(value).__name__} {str(value)[:40]!r}" if isinstance(value, str | int | float) else type(value).__name__
+    )
+
+
+def _ids(where: str, name: str, values: Any) -> np.ndarray:
+    ids = _array(where, name, values)
+    if len(ids) and not (np.all(ids == np.floor(ids)) and ids.min() >= 0 and ids.max() <= _LARGEST_TOKEN):
+        raise MantissaError(f"{where}: {name} holds what is no token's id; expected whole numbers from 0 on")
+    return ids.astype(np.int64)
+
+
+def _logp(where: str, name: str, values: Any, length: int) -> np.ndarray:
+    logp = _array(where, name, values)
+    if len(logp) != length:
+        raise MantissaError(f"{where}: {name} has {len(logp)} values for {length} tokens; the two must fit")
+    return np.where(np.isfinite(logp), logp, np.nan)
+
+
+def _mask(where: str, name: str, values: Any, length: int) -> np.ndarray:
+    if values is None:
+        return np.ones(length, dtype=bool)
+    mask = _array(where, name, values)
+    if len(mask) != length:
+        raise MantissaError(f"{where}: {name} has {len(mask)} values for {length} tokens; the two must fit")
+    return np.nan_to_num(mask) != 0
+
+
+def _count(where: str, row: Row, name: str, default: int | None = None) -> int | None:
+    value = getattr(row.get(name), "array", row.get(name))
+    if isinstance(value, list | np.ndarray) and np.size(value) == 1:
+        value = np.asarray(value).reshape(-1)[0].item()
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 16:
+        value = int(value)
+    if value is None:
+        return default
+    if not number(value, 0, 2**53, whole=True):
+        raise MantissaError(f"{where}: {name} is {_shown(value)}, expected a whole number from 0 on")
+    return int(value)
+
+
+def _scored(
+    tokens: np.ndarray, prompt: int, both: tuple[np.ndarray, np.ndarray], mask: np.ndarray, **more: Any
+) -> Scored:
+    rollout, learner = both
+    return Scored(tokens, prompt, rollout, learner, mask, **more)
+
+
+# one row of each
+
+
+def _plain(where: str, row: Row) -> Scored:
+    tokens = _ids(where, "tokens", row["tokens"])
+    given = _count(where, row, "prompt_length")
+    prompt = len(tokens) - len(_array(where, "rollout_logp", row["rollout_logp"])) if given is None else given
+    if not 0 <= prompt <= len(tokens):
+        raise MantissaError(f"{where}: prompt_length {prompt} of {len(tokens)} tokens")
+    length = len(tokens) - prompt
+    both = tuple(_logp(where, name, row[name], length) for name in ("rollout_logp", "learner_logp"))
+    mask = _mask(where, "mask", row.get("mask"), length)
+    version = _count(where, row, "rollout_version", _count(where, row, "policy_version"))
+    group = (
+        _count(where, row, "group") if "group" in row else row["prompt"] if isinstance(row.get("prompt"), int) else None
+    )
+    sides = [row.get(name) for name in _EXPERTS]
+    flipped = None
+    if all(side is not None for side in sides):
+        with boundary(where, "expected rollout_experts and learner_experts as lists, one a response token"):
+            ours, theirs = (np.array(side, dtype=np.int64).reshape(length, -1) for side in sides)
+            flipped = (np.sort(ours, 1) != np.sort(theirs, 1)).any(1)
+    return _scored(
+        tokens, prompt, (both[0], both[1]), mask, rollout_version=version,
+        learner_version=_count(where, row, "learner_version"), group=group, flipped=flipped,
+    )  # fmt: skip
+
+
+_EXPERTS = ("rollout_experts", "learner_experts")
+
+
+def _whole_sequence(where: str, tokens: np.ndarray, logps: tuple[Any, Any], names: tuple[str, str], mask: np.ndarray,
+                    **more: Any) -> Scored:  # fmt: skip
+    """Log-probs at every token of a sequence: the prompt ends where the mask begins."""
+    both = [_logp(where, name, values, len(tokens)) for name, values in zip(names, logps, strict=True)]
+    prompt = int(mask.argmax()) if mask.any() else len(tokens)
+    return _scored(tokens, prompt, (both[0][prompt:], both[1][prompt:]), mask[prompt:], **more)
+
+
+def _nemo(where: str, row: Row) -> Scored:
+    if "token_ids" not in row:
+        raise MantissaError(
+            f"{where}: no token_ids; NeMo-RL writes them since 0.5: with an older one, add them to log_data"
+        )
+    length = _count(where, row, "input_lengths")
+    ids, cut = _ids(where, "token_ids", row["token_ids"]), slice(0, length)
+    names = ("generation_logprobs", "prev_logprobs")
+    logps = [_logp(where, name, row[name], len(ids))[cut] for name in names]
+    mask = _mask(where, "token_loss_mask", row.get("token_loss_mask"), len(ids))[cut]
+    sample = row.get("sample_loss_mask", 1)
+    mask = mask & bool(np.all(_array(where, "sample_loss_mask", sample if isinstance(sample, list) else [sample])))
+    return _whole_sequence(where, ids[cut], (logps[0], logps[1]), names, mask)
+
+
+def _prime(where: str, row: Row) -> Scored:
+    ids = _ids(where, "token_ids", row["token_ids"])
+    mask = _mask(where, "loss_mask", row["loss_mask"], len(ids))
+    names = ("inference_logprobs", "trainer_logprobs")
+    return _whole_sequence(where, ids, (row[names[0]], row[names[1]]), names, mask)
+
+
+def _rollout_row(where: str, row: Row) -> Scored:
+    """A row of a run's parquet: its tokens are the response's."""
+    if row.get("learner_logp") is None:
+        raise MantissaError(
+            f"{where}: learner_logp is empty: an exact run's step that was not checked; give another step"
+        )
+    return _plain(where, {**row, "prompt_length": 0, "prompt": None})
+
+
+_READERS = {"plain": _plain, "nemo-rl": _nemo, "prime-rl": _prime, "mantissa": _rollout_row}
+
+
+# pickles
+
+
+def _read_pickle(path: Path, framework: str | None) -> tuple[str, list[Scored], Settings]:
+    data = pickles.load(path)
+    with boundary(path, "expected slime's train_data or SkyRL's dumped_data"):
+        if not isinstance(data, dict):
+            raise MantissaError(f"{path} holds a {type(data).__name__}; expected slime's or SkyRL's dictionary")
+        if {"sequences", "response_mask"} <= data.keys() and framework in (None, "skyrl"):
+            return "skyrl", _skyrl(path, data), Settings()
+        if ({"samples"} <= data.keys() or "rollout_data" in data) and framework in (None, "slime"):
+            return "slime", _slime(path, data), Settings()
+    raise MantissaError(
+        f"{path}: fields {', '.join(sorted(map(str, data))[:12])}; expected slime's samples or SkyRL's sequences"
+    )
+
+
+def _slime(path: Path, data: Row) -> list[Scored]:
+    """``samples`` (format 2), or the columns of ``rollout_data`` before it; versions from the rollout's own dump."""
+    samples = data.get("samples")
+    if samples is None:
+        columns = data["rollout_data"]
+        count = len(columns["tokens"])
+        lists = {name: each for name, each in columns.items() if isinstance(each, list) and len(each) == count}
+        samples = [{name: each[number_] for name, each in lists.items()} for number_ in range(count)]
+    if samples and not any("log_probs" in each for each in samples):
+        raise MantissaError(
+            f"{path} holds the rollout's log-probs only; the learner's are in slime's train_data/{path.stem}.pt "
+            "(--save-debug-train-data, or --dump-details for both)"
+        )
+    versions = _slime_versions(path)
+    found = []
+    for place, sample in enumerate(samples):
+        where = f"{path}, sample {place}"
+        tokens = _ids(where, "tokens", sample["tokens"])
+        length = _count(where, sample, "response_lengths", _count(where, sample, "response_length"))
+        if length is None or length > len(tokens):
+            raise MantissaError(f"{where}: response_length {length} of {len(tokens)} tokens")
+        names = ("rollout_log_probs", "log_probs")
+        missing = [name for name in names if sample.get(name) is None]
+        if missing:
+            raise MantissaError(f"{where}: no {missing[0]}; slime writes it with --use-rollout-logprobs or --use-tis")
+        both = [_logp(where, name, sample[name], length) for name in names]
+        mask = _mask(where, "loss_mask", sample.get("loss_masks", sample.get("loss_mask")), length)
+        version = versions.get(_count(where, sample, "rollout_position", _count(where, sample, "sample_index", place)))
+        found.append(_scored(tokens, len(tokens) - length, (both[0], both[1]), mask, rollout_version=version))
+    return found
+
+
+def _slime_versions(path: Path) -> dict[int | None, int]:
+    """Each sample's last ``weight_versions``, from rollout_data/{id}.pt beside train_data/{id}.pt where it is there."""
+    beside = path.parent.parent / "rollout_data" / path.name
+    if not beside.is_file():
+        return {}
+    samples = pickles.load(beside).get("samples", ())
+    found = {}
+    for place, sample in enumerate(samples):
+        last = list(sample.get("weight_versions") or ())[-1:]
+        if last and str(last[0]).isascii() and str(last[0]).isdigit():
+            found[place] = int(last[0])
+    return found
+
+
+def _skyrl(path: Path, data: Row) -> list[Scored]:
+    names = ("rollout_logprobs", "action_log_probs")
+    missing = [name for name in names if data.get(name) is None]
+    if missing:
+        raise MantissaError(
+            f"{path}: no {missing[0]}; SkyRL writes it with generator.sampling_params.logprobs=0 (the engine's) and "
+            "after its forward pass (the policy's)"
+        )
+    sequences, response = data["sequences"], data["response_mask"]
+    if any(getattr(each, "ndim", 0) != 2 for each in (sequences, response, *(data[name] for name in names))):
+        raise MantissaError(f"{path}: expected tables, a row a sequence")
+    rows, width = response.shape
+    if any(data[name].shape != (rows, width) for name in names) or len(sequences) != rows or sequences.shape[1] < width:
+        shapes = ", ".join(f"{name} {data[name].shape}" for name in ("sequences", "response_mask", *names))
+        raise MantissaError(f"{path}: shapes that do not fit: {shapes}")
+    attention, loss = data.get("attention_mask"), data.get("loss_mask")
+    attention = np.ones_like(sequences) if attention is None else attention
+    uids = (data.get("metadata") or {}).get("uids") if isinstance(data.get("metadata"), dict) else None
+    groups = {uid: place for place, uid in enumerate(dict.fromkeys(uids))} if isinstance(uids, list) else {}
+    found = []
+    for place in range(rows):
+        where = f"{path}, row {place}"
+        real = _mask(where, "attention_mask", attention[place], sequences.shape[1])
+        length = int(_mask(where, "response_mask", response[place], width).nonzero()[0].max(initial=-1)) + 1
+        before = sequences.shape[1] - width
+        prompt = _ids(where, "sequences", sequences[place, :before][real[:before]])
+        answer = _ids(where, "sequences", sequences[place, before : before + length])
+        both = [_logp(where, name, data[name][place, :length], length) for name in names]
+        mask = _mask(where, "loss_mask", (response if loss is None else loss)[place, :length], length)
+        group = groups.get(uids[place]) if isinstance(uids, list) and len(uids) == rows else None
+        found.append(_scored(np.concatenate([prompt, answer]), len(prompt), (both[0], both[1]), mask, group=group))
+    return found
+
+
+# settings
+
+
+def _agreed(one: Settings, other: Settings) -> Settings:
+    """What two rows or files say alike; None where they do not."""
+    kept = {name: getattr(one, name) for name in _SETTINGS if getattr(one, name) == getattr(other, name)}
+    return Settings(**kept)
+
+
+def _checked(path: Path, settings: Settings) -> Settings:
+    checks = {
+        "temperature": number(settings.temperature or 0.0, 0.0),
+        "top_p": number(settings.top_p or 0.0, 0.0, 1.0),
+        "top_k": number(settings.top_k or 0, -1, 2**31, whole=True),
+        **{name: getattr(settings, name) is None or isinstance(getattr(settings, name), str)
+           for name in ("logprobs_mode", "rollout_format", "learner_format")},
+    }  # fmt: skip
+    for name, good in checks.items():
+        if not good:
+            raise MantissaError(f"{path}: {name} is {_shown(getattr(settings, name))}, which no sampling has")
+    return settings

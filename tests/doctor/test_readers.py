@@ -1,0 +1,267 @@
+"""Each framework's own dump is read to the last bit; what is damaged or hostile is one clear error, and runs nothing."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+import dumps
+from hostile import attempt
+from mantissa.doctor import pickles, readers
+from mantissa.doctor.readers import read_dump
+from mantissa.errors import MantissaError
+
+SEQUENCES = dumps.healthy(prompts=3, samples=2, length=5)
+
+
+def written(framework: str, folder: Path) -> Path:
+    """The same six sequences as this framework writes them."""
+    return {
+        "plain": lambda: dumps.write_plain(folder / "x.jsonl", SEQUENCES, temperature=0.7, rollout_format="bf16"),
+        "nemo-rl": lambda: dumps.write_nemo(folder / "train_data_step3.jsonl", SEQUENCES),
+        "prime-rl": lambda: dumps.write_prime(folder, SEQUENCES),
+        "slime": lambda: dumps.write_slime(folder, SEQUENCES),
+        "skyrl": lambda: dumps.write_skyrl(folder / "global_step_3.pkl", SEQUENCES),
+    }[framework]()
+
+
+@pytest.mark.parametrize("framework", ["plain", "nemo-rl", "prime-rl", "slime", "skyrl"])
+def test_reads_what_each_framework_writes(framework: str, tmp_path: Path) -> None:
+    dump = read_dump(written(framework, tmp_path))
+    assert dump.framework == framework and len(dump.sequences) == len(SEQUENCES)
+    for found, expected in zip(dump.sequences, SEQUENCES, strict=True):
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        assert found.prompt_length == 3 and found.mask.all()
+        narrow = np.float32 if framework in ("slime", "skyrl") else np.float64
+        np.testing.assert_array_equal(found.rollout_logp, expected.rollout_logp.astype(narrow).astype(float))
+        np.testing.assert_array_equal(found.learner_logp, expected.learner_logp.astype(narrow).astype(float))
+    assert read_dump(written_again(framework, tmp_path), framework).framework == framework
+    if framework == "plain":
+        assert (dump.settings.temperature, dump.settings.rollout_format, dump.settings.top_p) == (0.7, "bf16", None)
+    if framework == "slime":
+        assert {each.rollout_version for each in dump.sequences} == {5}
+    if framework in ("plain", "skyrl"):
+        assert [each.group for each in dump.sequences] == [0, 0, 1, 1, 2, 2]
+
+
+def written_again(framework: str, folder: Path) -> Path:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    return written(framework, folder)
+
+
+def test_parquet_is_read_as_jsonl_is(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in dumps.write_plain(tmp_path / "x.jsonl", SEQUENCES).read_text().splitlines()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
+    one, other = read_dump(tmp_path / "x.jsonl"), read_dump(tmp_path / "x.parquet")
+    for a, b in zip(one.sequences, other.sequences, strict=True):
+        np.testing.assert_array_equal(a.learner_logp, b.learner_logp)
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+
+
+def test_masked_and_padded_positions_are_not_compared(tmp_path: Path) -> None:
+    row = {"token_ids": [5, 6, 7, 8, 0, 0], "input_lengths": [4], "token_loss_mask": [0, 1, 0, 1, 1, 1],
+           "sample_loss_mask": [1], "generation_logprobs": [0, -1, -2, -3, -9, -9], "prev_logprobs": [0, -1, -2, -3, 0, 0]}  # fmt: skip
+    left_out = row | {"sample_loss_mask": [0]}
+    (tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(left_out) + "\n")
+    kept, dropped = read_dump(tmp_path / "x.jsonl").sequences
+    assert kept.prompt_length == 1 and kept.mask.tolist() == [True, False, True]
+    assert kept.rollout_logp.tolist() == [-1, -2, -3] and not dropped.mask.any()
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"input": "2+2=", "output": "4", "gts": "4", "score": 1.0, "step": 1}, "verl's rollout dump"),
+        ({"step": 1, "prompt": "2+2=", "completion": "4", "accuracy_reward": 1.0, "advantage": 0.5}, "TRL's completion log"),
+    ],
+)  # fmt: skip
+def test_dumps_without_logprobs_are_named_with_what_to_add(row: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "1.jsonl").write_text(json.dumps(row) + "\n")
+    error = attempt(read_dump, tmp_path / "1.jsonl")
+    assert error is not None and said in str(error) and "record" in str(error)
+
+
+PLAIN = {"tokens": [1, 2, 3], "prompt_length": 1, "rollout_logp": [-1.0, -2.0], "learner_logp": [-1.0, -2.0]}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "", "{", "[]", "7", '"text"', "null", "[" * 100_000, '{"a":' * 50_000, "{}", "\x00\x01", '{"tokens": 1}',
+        *(json.dumps(PLAIN | more) for more in (
+            {"tokens": "abc"}, {"tokens": [-1, 2, 3]}, {"tokens": [1.5, 2, 3]}, {"tokens": [10**400, 2, 3]},
+            {"tokens": [[1], [2]]}, {"tokens": {"a": 1}}, {"prompt_length": 9}, {"prompt_length": -1},
+            {"prompt_length": "x"}, {"rollout_logp": [-1.0]}, {"learner_logp": [-1.0] * 5}, {"learner_logp": None},
+            {"rollout_logp": ["a", "b"]}, {"rollout_logp": [None, None]}, {"mask": [True]}, {"mask": [False, False]},
+            {"temperature": -1}, {"temperature": "hot"}, {"top_p": 7}, {"policy_version": -3}, {"policy_version": 2.5},
+            {"rollout_experts": [[1]], "learner_experts": [[1]]}, {"tokens": [], "rollout_logp": [], "learner_logp": []},
+            {"tokens": [2**63, 1, 2]}, {"prompt_length": True}, {"rollout_logp": [float("inf")] * 2},
+        )),
+        json.dumps({"token_ids": [1, 2], "input_lengths": [-1], "generation_logprobs": [0, 0], "prev_logprobs": [0, 0]}),
+        json.dumps({"token_ids": [1, 2], "loss_mask": [1], "inference_logprobs": [0, 0], "trainer_logprobs": [0, 0]}),
+    ],
+)  # fmt: skip
+def test_a_damaged_line_is_one_error(line: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(line + "\n")
+    assert attempt(read_dump, tmp_path / "x.jsonl") is not None
+
+
+def test_files_that_are_none_are_one_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "x.csv").write_text("a,b\n")
+    (tmp_path / "x.parquet").write_bytes(b"PAR1" + b"\xff" * 100 + b"PAR1")
+    for name in ("pipe.jsonl", "empty", "x.csv", "x.parquet", "nothing", "a\0b"):
+        assert attempt(read_dump, tmp_path / name) is not None
+    assert attempt(read_dump, tmp_path, "vllm") is not None
+
+
+def test_claims_of_a_billion_rows_are_refused_before_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = pyarrow.array([[1] * 1000] * 500)  # run-length encoded: a few bytes claim half a million values
+    pyarrow.parquet.write_table(pyarrow.table({name: values for name in PLAIN}), tmp_path / "x.parquet")
+    assert (tmp_path / "x.parquet").stat().st_size < 100_000
+    monkeypatch.setattr(readers, "MOST_TOKENS", 10_000)
+    error = attempt(read_dump, tmp_path / "x.parquet")
+    assert error is not None and "2,000,000" in str(error)
+    monkeypatch.setattr(readers, "_LONGEST_LINE", 1000)
+    (tmp_path / "x.jsonl").write_text(json.dumps(PLAIN | {"text": "a" * 5000}) + "\n")
+    assert "longer than" in str(attempt(read_dump, tmp_path / "x.jsonl"))
+
+
+# pickles
+
+
+def test_tensors_of_every_kind_come_out_as_they_went_in(tmp_path: Path) -> None:
+    saved = {
+        "a": torch.randn(3, 4), "t": torch.arange(6).view(2, 3).t(), "h": torch.randn(4).bfloat16(), "n": [1, None, "x"],
+        "f": torch.randn(2).half(), "b": torch.tensor([True, False]), "s": torch.tensor(2.5), "e": torch.zeros(0, 3),
+        "np": np.arange(4.0), "i": np.int64(7),
+    }  # fmt: skip
+    torch.save(saved, tmp_path / "x.pt")
+    found = pickles.load(tmp_path / "x.pt")
+    for name in ("a", "t", "f", "b", "s", "e"):
+        np.testing.assert_array_equal(found[name], saved[name].numpy())  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(found["h"], saved["h"].float().numpy())  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(found["np"].array, saved["np"])
+    assert found["n"] == [1, None, "x"] and found["i"] == 7
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        dumps.Call(os.system, ("touch {}",)), dumps.Call(subprocess.call, (["touch", "{}"],)),
+        dumps.Call(builtins.eval, ("open('{}', 'w')",)), dumps.Call(builtins.exec, ("open('{}', 'w')",)),
+        dumps.Call(getattr, ("", "upper")), dumps.Call(builtins.__import__, ("os",)),
+        dumps.Call(torch.load, ("{}",)), dumps.Call(shutil.rmtree, ("{}",)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("where", ["pkl", "pt", "inside", "state"])
+def test_a_hostile_pickle_runs_nothing(call: dumps.Call, where: str, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+
+    def aimed(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(aimed(each) for each in value)
+        return value.replace("{}", str(mark)) if isinstance(value, str) else value
+
+    armed: Any = dumps.Call(call.function, aimed(call.arguments))
+    path = tmp_path / ("x.pkl" if where in ("pkl", "state") else "x.pt")
+    if where == "pkl":
+        path.write_bytes(pickle.dumps({"sequences": armed, "response_mask": 1}))
+    elif where == "state":
+        path.write_bytes(dumps.write_skyrl(path, SEQUENCES, armed).read_bytes())
+    else:
+        torch.save({"samples": [{"tokens": [1], "more": [armed] if where == "inside" else armed}]}, path)
+    error = attempt(read_dump, path)
+    assert error is not None and "nothing of it was run" in str(error)
+    assert not mark.exists()
+
+
+def archive(entries: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", compression) as file:
+        for name, data in entries.items():
+            file.writestr(name, data)
+    return buffer.getvalue()
+
+
+class Stored:
+    """A tensor of claims: a storage of so few numbers, and of what size it says it is."""
+
+    def __init__(self, size: tuple[int, ...], stride: tuple[int, ...], claimed: int, offset: int = 0) -> None:
+        self.parts = (size, stride, claimed, offset)
+
+    def bytes(self) -> bytes:
+        size, stride, claimed, offset = self.parts
+        buffer = io.BytesIO()
+
+        class Pickler(pickle.Pickler):
+            def persistent_id(self, value: Any) -> Any:
+                return ("storage", torch.FloatStorage, "0", "cpu", claimed) if value == "here" else None
+
+        from torch._utils import _rebuild_tensor_v2
+
+        Pickler(buffer, 2).dump(dumps.Call(_rebuild_tensor_v2, ("here", offset, size, stride, False, {})))
+        return archive({"x/data.pkl": buffer.getvalue(), "x/data/0": b"\0" * 16})
+
+
+def truncated(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "empty": lambda: b"",
+    "text": lambda: b"hello",
+    "truncated zip": lambda: truncated(Stored((4,), (1,), 4).bytes()),
+    "truncated pickle": lambda: truncated(pickle.dumps({"samples": list(range(1000))})),
+    "zip bomb": lambda: archive({"x/data.pkl": pickle.dumps(b"\0" * 50_000_000)}, zipfile.ZIP_DEFLATED),
+    "no data.pkl": lambda: archive({"x/other": b"1"}),
+    "missing storage": lambda: archive({"x/data.pkl": b"\x80\x02(X\x07\x00\x00\x00storageq\x00tQ."}),
+    "claims more than is there": lambda: Stored((10**9,), (1,), 10**9).bytes(),
+    "reaches beyond": lambda: Stored((4,), (1,), 4, offset=2).bytes(),
+    "negative strides": lambda: Stored((4,), (-1,), 4, offset=3).bytes(),
+    "a billion of one number": lambda: Stored((10**5, 10**5), (0, 0), 4).bytes(),
+    "memo at 2^31": lambda: b"\x80\x02]r\xff\xff\xff\x7f.",
+    "nested": lambda: b"\x80\x02" + b"]" * 30_000 + b"a" * 29_999 + b".",
+    "itself": lambda: b"\x80\x02}q\x00(X\x07\x00\x00\x00samplesh\x00u.",
+    "extension": lambda: b"\x80\x02\x82\x01.",
+    "object array": lambda: pickle.dumps({"samples": np.array([{}], dtype=object)}),
+    "not a dictionary": lambda: pickle.dumps([1, 2, 3]),
+    "samples of nothing": lambda: pickle.dumps(
+        {"samples": [{"tokens": [1, 2], "log_probs": [0.1], "response_length": 9}]}
+    ),
+    "lengths that do not fit": lambda: pickle.dumps(
+        {"samples": [{"tokens": [1, 2], "log_probs": [0.1], "rollout_log_probs": [0.1, 0.2], "response_length": 1}]}
+    ),
+    "shapes that do not fit": lambda: pickle.dumps(
+        {name: [[1]] for name in ("sequences", "response_mask", "rollout_logprobs", "action_log_probs")}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_damaged_pickle_is_one_error(name: str, tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(HOSTILE[name]())
+    assert attempt(read_dump, tmp_path / "x.pt") is not None
+
+
+def test_the_rollouts_half_of_slimes_dump_says_where_the_other_is(tmp_path: Path) -> None:
+    dumps.write_slime(tmp_path, SEQUENCES)
+    with pytest.raises(MantissaError, match=r"train_data/7\.pt"):
+        read_dump(tmp_path / "rollout_data" / "7.pt")

@@ -1,0 +1,202 @@
+"""Each mistake is called by its name, a healthy gap by none, and a small sample is said to be small."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import dumps
+import mantissa.doctor
+from mantissa.doctor.diagnosis import Verdict
+from mantissa.doctor.dump import Scored
+from mantissa.doctor.examine import examine, remedies_for
+from mantissa.doctor import facts, sample
+from mantissa.doctor.signatures import SIGNATURES
+
+HEALTHY = dumps.healthy()
+DRAW = np.random.default_rng(3)
+
+
+def changed(both: Callable[[Scored], tuple[np.ndarray, np.ndarray]], sequences: list[Scored] = HEALTHY) -> list[Scored]:
+    return [dataclasses.replace(s, rollout_logp=x, learner_logp=y) for s in sequences for x, y in [both(s)]]
+
+
+def name_of(sequences: list[Scored], **settings: object) -> str:
+    diagnosis = examine(dumps.dump_of(sequences, **settings))
+    return diagnosis.fault.name if diagnosis.fault else diagnosis.verdict.name
+
+
+def at(place: int, by: float) -> Callable[[Scored], tuple[np.ndarray, np.ndarray]]:
+    def both(s: Scored) -> tuple[np.ndarray, np.ndarray]:
+        learner = s.learner_logp.copy()
+        learner[place] += by
+        return s.rollout_logp, learner
+
+    return both
+
+
+def tempered(s: Scored) -> tuple[np.ndarray, np.ndarray]:
+    """A law of three words at another temperature: log-odds of the token against the rest, doubled."""
+    x, y = s.rollout_logp, s.learner_logp
+    return x, -np.logaddexp(0, -1.4 * (y - np.log(-np.expm1(y))))
+
+
+def moved(logp: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """The log-prob with its log-odds moved."""
+    return -np.logaddexp(0, -(logp - np.log(-np.expm1(logp)) - by))
+
+
+def noisy(size: float) -> Callable[[Scored], tuple[np.ndarray, np.ndarray]]:
+    draw = np.random.default_rng(5)
+    return lambda s: (s.rollout_logp, moved(s.learner_logp, draw.normal(0, size, len(s.mask))))
+
+
+def flipped(s: Scored) -> tuple[np.ndarray, np.ndarray]:
+    hit = DRAW.random(len(s.mask)) < 0.006
+    return s.rollout_logp, moved(s.learner_logp, np.where(hit, DRAW.normal(0, 3, len(s.mask)), 0.0))
+
+
+def shuffled() -> list[Scored]:
+    rows = [s.learner_logp for s in HEALTHY]
+    stream = iter(rows[7:] + rows[:7])
+    return changed(lambda s: (s.rollout_logp, next(stream)))
+
+
+MISTAKES: dict[str, Callable[[], list[Scored]]] = {
+    "shift": lambda: changed(lambda s: (s.rollout_logp, np.roll(s.learner_logp, -1))),
+    "rows": shuffled,
+    "temperature": lambda: changed(tempered),
+    "support": lambda: changed(lambda s: (s.rollout_logp, s.learner_logp - DRAW.uniform(0, 0.5, len(s.mask)))),
+    "end_token": lambda: changed(at(-1, -4.0)),
+    "first_token": lambda: changed(at(0, -4.0)),
+    "unscored": lambda: changed(lambda s: (s.rollout_logp, np.where(np.arange(len(s.mask)) % 5 == 2, 0.0, s.learner_logp))),
+    "units": lambda: changed(lambda s: (s.rollout_logp / np.log(2), s.learner_logp)),
+    "not_logprobs": lambda: changed(lambda s: (np.exp(s.rollout_logp), s.learner_logp)),
+    "coarse_logprobs": lambda: changed(lambda s: (np.round(s.rollout_logp, 3), s.learner_logp)),
+    "experts": lambda: changed(flipped),
+    "nondeterministic": lambda: changed(noisy(0.6)),
+    "context": lambda: changed(lambda s: (s.rollout_logp, DRAW.permutation(s.learner_logp))),
+    "stale": lambda: [
+        dataclasses.replace(s, rollout_version=4 - s.group % 2, learner_version=4)  # type: ignore[operator]
+        for n, s in enumerate([*HEALTHY, *dumps.healthy(size=0.6, seed=8)])
+        if s.group % 2 == n // len(HEALTHY)  # type: ignore[operator]
+    ],
+    "some_sequences": lambda: [w if n % 8 == 0 else s for n, (s, w) in enumerate(zip(HEALTHY, changed(noisy(1.5)), strict=True))],
+    "position": lambda: changed(
+        lambda s: (s.rollout_logp, moved(s.learner_logp, 0.02 * np.arange(len(s.mask)) * np.sin(97 * s.rollout_logp))), dumps.healthy(length=32)
+    ),
+    "too_large": lambda: dumps.healthy(size=0.45),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_called_by_its_name(name: str) -> None:
+    diagnosis = examine(dumps.dump_of(MISTAKES[name](), rollout_format="bf16"))
+    assert diagnosis.fault is not None and diagnosis.fault.name == name, diagnosis.headline
+    assert diagnosis.verdict is (Verdict.LARGE if name == "too_large" else Verdict.FAULT)
+    assert remedies_for(diagnosis)
+
+
+def test_logits_in_a_half_are_seen_by_their_grid() -> None:
+    """z on the bf16 grid on one side; the other computes the same in fp32."""
+    import torch
+
+    draw = np.random.default_rng(0)
+    made = []
+    for group in range(12):
+        z = draw.normal(0, 4, 40) + 6
+        half = torch.tensor(z).bfloat16().double().numpy()
+        x, y = (np.float32(each - np.logaddexp.reduce(each)).astype(float) for each in (half, z))
+        for _ in range(6):
+            token = int(draw.choice(40, p=np.exp(y) / np.exp(y).sum()))
+            made.append(Scored(np.array([1, token]), 1, x[[token]], y[[token]], np.ones(1, bool), group=group))
+    assert name_of(made, rollout_format="bf16") == "half_logits"
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-6, 0.003, 0.05, 0.1])
+def test_a_healthy_gap_is_called_healthy(size: float) -> None:
+    for seed in range(3):
+        assert name_of(dumps.healthy(size=size, seed=seed), rollout_format="bf16") == "HEALTHY"
+
+
+def test_the_bound_is_that_of_the_formats() -> None:
+    gap = dumps.healthy(size=0.07)
+    assert name_of(gap, rollout_format="bf16", learner_format="fp16") == "HEALTHY"
+    assert name_of(gap, rollout_format="float16") == "too_large"
+    assert name_of(gap) == "HEALTHY" and any(
+        "names no number format" in said for said in examine(dumps.dump_of(gap)).unknown
+    )
+    assert name_of(dumps.healthy(size=0.45), rollout_format="fp8_e4m3", learner_format="bf16") == "HEALTHY"
+
+
+def test_a_small_sample_is_said_to_be_small() -> None:
+    diagnosis = examine(dumps.dump_of(HEALTHY[:10], rollout_format="bf16"))
+    assert diagnosis.verdict is Verdict.UNKNOWN and "too few to tell" in diagnosis.headline
+    assert (
+        examine(dumps.dump_of([dataclasses.replace(s, mask=np.zeros(16, bool)) for s in HEALTHY])).verdict
+        is Verdict.UNKNOWN
+    )
+
+
+def test_the_stated_power_holds() -> None:
+    """At a size of the stated detectable one, 95% of samples show it; at the bound, at most the level."""
+    detectable = next(f for f in examine(dumps.dump_of(HEALTHY)).findings if f.name == "too_large").detectable
+    assert detectable is not None and 0.16 < detectable < 0.9
+    draws = [dumps.healthy(prompts=24, samples=2, length=8, size=detectable, seed=seed) for seed in range(10)]
+    assert sum(name_of(each, rollout_format="bf16") != "HEALTHY" for each in draws) >= 9
+
+
+def test_the_jackknife_of_a_mean_is_students_t() -> None:
+    values, unit = np.random.default_rng(1).normal(0.3, 1, 40), np.arange(40)
+    found = sample.tested(sample.sums_by(unit, values, np.ones(40)), lambda s: s[..., 0] / s[..., 1], 0.1, 1)
+    expected = stats.ttest_1samp(values, 0.1, alternative="greater")
+    assert found.p == pytest.approx(expected.pvalue) and found.value == pytest.approx(values.mean())
+    reach = (stats.t.ppf(0.95, 39) * 2) * stats.sem(values)
+    assert found.detectable == pytest.approx(0.1 + reach)
+
+
+def test_false_alarms_stay_within_the_level() -> None:
+    """Units of correlated tokens at exactly the bound: the test of the mean rejects 5%, tokens as units far more."""
+    draw, clustered = np.random.default_rng(2), 0
+    for _ in range(400):
+        values = np.repeat(draw.normal(0, 1, 20), 10) + draw.normal(0, 0.1, 200)
+        unit = np.repeat(np.arange(20), 10)
+        clustered += (
+            sample.tested(sample.sums_by(unit, values, np.ones(200)), lambda s: s[..., 0] / s[..., 1], 0.0, 1).p < 0.05
+        )
+    assert clustered < 0.08 * 400
+
+
+def test_whole_prompts_are_the_units_where_there_are_enough() -> None:
+    assert sample.tokens_of(dumps.dump_of(HEALTHY))[0].units == 24
+    assert sample.tokens_of(dumps.dump_of(HEALTHY[:12]))[0].units == 12  # three prompts: sequences
+
+
+def test_the_size_of_u_is_that_of_the_logits_error() -> None:
+    found = {
+        size: sample.Tokens.telling.func(sample.tokens_of(dumps.dump_of(dumps.healthy(size=size)))[0]).u
+        for size in (0.01, 0.1)
+    }  # type: ignore[attr-defined]
+    for size, u in found.items():
+        assert 0.5 * size < np.sqrt(np.square(u).mean()) < 1.6 * size
+
+
+def test_every_signature_has_its_words_and_every_remedy_is_known() -> None:
+    table = facts.facts()
+    assert set(table.faults) == set(SIGNATURES)
+    used = {name for fault in table.faults.values() for name in fault.remedies}
+    assert used == set(table.remedies)
+
+
+def test_the_doctor_does_not_know_the_faults_it_is_tried_on() -> None:
+    for path in Path(mantissa.doctor.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            assert not any("faults" in name or "confusion" in name for name in names), path
