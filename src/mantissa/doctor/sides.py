@@ -23,10 +23,11 @@ from torch import Tensor
 
 from mantissa.doctor.dump import Scored
 from mantissa.errors import MantissaError
-from mantissa.kernels import Kernels, learner_kernels
+from mantissa.kernels import EmulatedKernels, Kernels, learner_kernels
 from mantissa.model import Decoder
 from mantissa.precision import (
     E4M3,
+    Emulation,
     Fp8Policy,
     PrecisionPolicy,
     format_named,
@@ -39,7 +40,7 @@ from mantissa.rollout.sampling import filter_logits
 
 Array = NDArray[np.float64]
 Weights = Mapping[str, Tensor]  # fp32 masters by name; may read each as it is asked for
-MICRO_BATCH = 1024  # padded tokens of one forward
+MICRO_BATCH = 4096  # padded tokens of one forward: each rounds all weights once more
 _HEAD_ROWS = 128  # logits at a time: 25 MB at 49,152 words
 
 
@@ -50,7 +51,7 @@ class Side:
     ``format``: fp32, bf16, fp16, or fp8 with ``base`` between its products. ``exclude``: projections that stay in the
     base, as in ``precision.fp8``. ``logits``: their format. ``cache``: what keys and values are rounded to, ``""`` (no
     further), a format's name, ``fp8`` (a scale for each vector), ``fp8 of scale 1``, or ``fp8 of scale 1, cut off``
-    (towards zero in place of the nearest). ``habits``: of a serving engine. ``temperature``, ``top_k``, ``top_p``: of
+    (towards zero in place of the nearest). ``habits``: of a serving engine, switches of ``Emulation`` with their values. ``temperature``, ``top_k``, ``top_p``: of
     the distribution that the log-probs are of. ``weights``: which version, ``""`` the declared one. ``layer``: the one
     layer whose weights are of that version; None: all.
     """
@@ -60,7 +61,7 @@ class Side:
     exclude: tuple[str, ...] = ()
     logits: str = "fp32"
     cache: str = ""
-    habits: frozenset[str] = frozenset()
+    habits: frozenset[tuple[str, str | int]] = frozenset()
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -78,7 +79,11 @@ class Side:
         policy = PrecisionPolicy(
             train=self.format, rollout=self.format, logits=self.logits, fp8=fp8 if self.format == "fp8" else None
         )
-        return learner_kernels(resolve(policy, device))
+        resolved = resolve(policy, device)
+        if not self.habits:
+            return learner_kernels(resolved)
+        role, logits = resolved.learner, resolved.logits.active
+        return EmulatedKernels(role.active, Emulation(**dict(self.habits)), logits, fp8=role.fp8)
 
 
 def cached(x: Tensor, kind: str) -> Tensor:

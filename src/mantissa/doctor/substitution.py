@@ -43,8 +43,8 @@ from mantissa.doctor.diagnosis import Cause
 from mantissa.doctor.dump import Settings
 from mantissa.doctor.sides import Array, Scores, Side, Weights
 from mantissa.errors import MantissaError
-from mantissa.mismatch.estimates import Estimate, student_interval
-from mantissa.model import Decoder, base_parameters, policy_weights
+from mantissa.mismatch.estimates import Estimate, jackknife_interval
+from mantissa.model import Decoder, ModelConfig, base_parameters, policy_weights
 from mantissa.model.lora import AdaptedProjection, merge
 from mantissa.precision import E4M3, format_named, round_to_format
 
@@ -145,7 +145,7 @@ def hypotheses(scores: Scores, learner: Side, rollout: Side, settings: Settings)
             Hypothesis(f"weights of {name} in the {which}", which, {"weights": name}, ("sync_weights",), True)
             for name in scores.versions
         ]
-    return found + _engine(rollout)
+    return found + _engine(rollout, scores.model.config)
 
 
 def _formats(which: Any, side: Side) -> list[Hypothesis]:
@@ -197,14 +197,33 @@ def _support(which: Any, side: Side, settings: Settings, d: Array) -> list[Hypot
     return found
 
 
-def _engine(rollout: Side) -> list[Hypothesis]:
-    """What a serving engine may do otherwise: its cache and its kernels' habits."""
+_HABITS: dict[str, dict[str, str | int]] = {
+    "fused residual norms": {"norm": "fused"},
+    "a rotary table in the model's format": {"rope": "half"},
+    "split products": {"products": "split"},
+    "attention in blocks": {"attention": "blocks"},
+    "activation in fp32": {"activation": "fp32"},
+}
+_SERVING = {name: value for habit in _HABITS.values() for name, value in habit.items()}
+_SHARDS = (2, 4, 8)
+
+
+def _engine(rollout: Side, model: ModelConfig) -> list[Hypothesis]:
+    """What a serving engine may do otherwise: its cache and its kernels' habits, each and all."""
     caches = ["fp8", "fp8 of scale 1", "fp8 of scale 1, cut off"]
     caches += ["bf16"] if rollout.format in ("fp32", "fp16") else []
-    return [
+    found = [
         Hypothesis(f"the rollout's cache in {cache}", "rollout", {"cache": cache}, ("half_cache",))
         for cache in caches
         if cache != rollout.cache
+    ]
+    habits = {**_HABITS, "a serving engine's kernels (norm, rope, products, attention, activation)": _SERVING}
+    for shards in _SHARDS:
+        if not (model.num_attention_heads % shards or model.intermediate_size % shards):
+            habits[f"tensor parallelism over {shards}"] = {"tensor_parallel": shards}
+    return found + [
+        Hypothesis(f"{name} in the rollout", "rollout", {"habits": frozenset(habit.items())}, ("same_kernels",))
+        for name, habit in habits.items()
     ]
 
 
@@ -411,7 +430,8 @@ class _Search:
     def _possible(self, hypothesis: Hypothesis) -> bool:
         """Whether it changes anything, and nothing that is settled."""
         present = self.sides[hypothesis.which]
-        if hypothesis.applied(present) == present:
+        then = hypothesis.applied(present)
+        if then == present or len(dict(then.habits)) < len(then.habits):  # the same, or a switch with two values
             return False
         settled = {key for each in self.taken if each.which == hypothesis.which for key in each.change}
         return not settled & {key for key in hypothesis.change if key != "habits"}
@@ -467,11 +487,9 @@ class _Search:
         whole = whole_U.sum()
         if not whole > 0:
             return Estimate(0.0, 0.0, 0.0)
-        value, count = float(part_U.sum() / whole), len(part_U)
-        rest = np.maximum(whole - whole_U, np.finfo(float).tiny)
-        without = (part_U.sum() - part_U) / rest
-        error = math.sqrt((count - 1) / count * float(np.square(without - without.mean()).sum()))
-        return Estimate(value, *student_interval(value, error, count - 1))
+        without_U = (part_U.sum() - part_U) / np.maximum(whole - whole_U, np.finfo(float).tiny)
+        value = float(part_U.sum() / whole)
+        return Estimate(value, *jackknife_interval(value, without_U))
 
     def result(self, trials: tuple[Trial, ...]) -> Substitution:
         weights, left = self._weights(self.columns), self._left(self.columns)

@@ -63,10 +63,10 @@ class EmulatedKernels(SimulatedKernels):
         if self.emulation.products is None:
             return super().product(x_NE, weight_FE, bias_F)
         parts = list(zip(x_NE.tensor_split(SPLITS, -1), weight_FE.tensor_split(SPLITS, -1), strict=True))
-        out_NF = super().product(*parts[0], None)
+        out_NF = super().product(parts[0][0], parts[0][1].contiguous(), None)  # of a slice oneDNN's product is far slower
         for x, weight in parts[1:]:
             if x.shape[-1]:  # fewer inputs than parts
-                out_NF += super().product(x, weight, None)
+                out_NF += super().product(x, weight.contiguous(), None)
         return out_NF if bias_F is None else out_NF.add_(bias_F)
 
     def product_of(self, layer: str) -> Product:
@@ -76,7 +76,7 @@ class EmulatedKernels(SimulatedKernels):
     def _all_reduced(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
         shards = self.emulation.tensor_parallel
         assert shards is not None
-        x_shards, weights = x_NE.chunk(shards, -1), weight_FE.chunk(shards, -1)
+        x_shards, weights = x_NE.chunk(shards, -1), [shard.contiguous() for shard in weight_FE.chunk(shards, -1)]
         total = round_to_format_(self.product(x_shards[0], weights[0], bias_F), self.format)
         for x, weight in zip(x_shards[1:], weights[1:], strict=True):
             total = round_to_format_(total + round_to_format_(self.product(x, weight, None), self.format), self.format)
