@@ -25,6 +25,7 @@ from mantissa.doctor.dump import Scored
 from mantissa.errors import MantissaError
 from mantissa.kernels import EmulatedKernels, Kernels, learner_kernels
 from mantissa.model import Decoder
+from mantissa.model.decoder import Attend
 from mantissa.precision import (
     E4M3,
     Emulation,
@@ -101,6 +102,33 @@ def cached(x: Tensor, kind: str) -> Tensor:
     return torch.where(bounded.abs() < E4M3.smallest_normal, below, cut).to(x.dtype)
 
 
+def attention(kernels: Kernels, side: Side) -> Attend:
+    """How a side's positions see others: whole sequences at once, keys and values as its cache gives them back."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernels.causal_attention(q, cached(k, side.cache), cached(v, side.cache))
+
+    return attend
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of one forward. ``row_N``, ``column_N``: where each compared token stands; ``places``: its number."""
+
+    tokens_BT: Tensor
+    row_N: Tensor
+    column_N: Tensor
+    places: NDArray[np.int64]
+
+    @property
+    def token_N(self) -> Tensor:
+        return self.tokens_BT[self.row_N, self.column_N]
+
+    def before(self, x_BTE: Tensor) -> Tensor:
+        """What stands at the position that predicts each compared token; N,E."""
+        return x_BTE[self.row_N, self.column_N - 1]
+
+
 class Scores:
     """Log-probs of a dump's compared tokens under any side.
 
@@ -124,6 +152,9 @@ class Scores:
         self._counts = [counts for _, counts in counted if counts.any()]
         self._check()
         self.of_sequence = np.repeat(np.arange(len(self.sequences)), [int(c.sum()) for c in self._counts])
+        self.positions = np.concatenate(
+            [s.prompt_length + c.nonzero()[0] for s, c in zip(self.sequences, self._counts, strict=True)]
+        )
         self.rollout, self.learner = (
             np.concatenate([getattr(s, f"{side}_logp")[c] for s, c in zip(self.sequences, self._counts, strict=True)])
             for side in ("rollout", "learner")
@@ -162,7 +193,7 @@ class Scores:
                 todo.setdefault(side.forward, []).append(side)
         for number, (forward, heads) in enumerate(todo.items(), start=1):
             self.tick(f"scoring {number} of {len(todo)}")
-            with torch.no_grad(), self._weights(forward):
+            with torch.no_grad(), self.weights_of(forward):
                 self._known.update(self._scored(forward, heads))
         return [self._known[side] for side in sides]
 
@@ -170,18 +201,37 @@ class Scores:
         kernels = forward.kernels(self.device)
         of_head = {head: head.kernels(self.device) for head in heads}
         found = {head: np.zeros(len(self.of_sequence)) for head in heads}
-        starts = np.concatenate([[0], np.cumsum([int(c.sum()) for c in self._counts])])
-        for rows in self._micro_batches():
-            hidden_NE, token_N = self._hidden(rows, kernels, forward.cache)
-            places = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
+        for batch in self.batches():
+            width = batch.tokens_BT.shape[1]
+            positions_1T = torch.arange(width, device=self.device).unsqueeze(0)
+            attend = attention(kernels, forward)
+            hidden_NE = batch.before(self.model.hidden(batch.tokens_BT, kernels, positions_1T, attend))
             for head, own in of_head.items():
-                parts = zip(hidden_NE.split(_HEAD_ROWS), token_N.split(_HEAD_ROWS), strict=True)
-                logp_N = torch.cat([self._logp(own, head, *part) for part in parts])
-                found[head][places] = logp_N.double().cpu().numpy()
+                found[head][batch.places] = self.logp(own, head, hidden_NE, batch.token_N)
         return found
 
-    def _hidden(self, rows: Sequence[int], kernels: Kernels, cache: str) -> tuple[Tensor, Tensor]:
-        """Final hidden states before each compared token of these sequences, and the tokens."""
+    def logp(self, kernels: Kernels, head: Side, hidden_NE: Tensor, token_N: Tensor) -> Array:
+        """Log-prob of each token after its final hidden state."""
+        params = SamplingParams(1, head.temperature, head.top_k, head.top_p)
+        found = []
+        for hidden, token in zip(hidden_NE.split(_HEAD_ROWS), token_N.split(_HEAD_ROWS), strict=True):
+            logits = filter_logits(self.model.logits(hidden, kernels), params)
+            found.append(kernels.token_logprob(logits, token, head.temperature).double().cpu())
+        return torch.cat(found).numpy()
+
+    def batches(self) -> Iterator[Batch]:
+        """Sequences of like length together, ``MICRO_BATCH`` padded tokens at most or one sequence."""
+        starts = np.concatenate([[0], np.cumsum([int(c.sum()) for c in self._counts])])
+        order = sorted(range(len(self.sequences)), key=lambda row: -len(self.sequences[row].tokens))
+        start = 0
+        while start < len(order):
+            count = max(1, MICRO_BATCH // len(self.sequences[order[start]].tokens))
+            rows = order[start : start + count]
+            places = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
+            yield self._batch(rows, places)
+            start += count
+
+    def _batch(self, rows: Sequence[int], places: NDArray[np.int64]) -> Batch:
         width = max(len(self.sequences[row].tokens) for row in rows)
         tokens_BT = torch.zeros(len(rows), width, dtype=torch.int64)
         row_N, column_N = [], []
@@ -191,49 +241,23 @@ class Scores:
             columns = each.prompt_length + torch.from_numpy(self._counts[row].nonzero()[0])
             row_N.append(torch.full_like(columns, place))
             column_N.append(columns)
-        at_row, at_column = torch.cat(row_N), torch.cat(column_N)
-        tokens_BT = tokens_BT.to(self.device)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return kernels.causal_attention(q, cached(k, cache), cached(v, cache))
-
-        positions_1T = torch.arange(width, device=self.device).unsqueeze(0)
-        hidden_BTE = self.model.hidden(tokens_BT, kernels, positions_1T, attend)
-        return hidden_BTE[at_row, at_column - 1], tokens_BT[at_row, at_column]
-
-    def _logp(self, kernels: Kernels, head: Side, hidden_NE: Tensor, token_N: Tensor) -> Tensor:
-        logits_NV = self.model.logits(hidden_NE, kernels)
-        params = SamplingParams(1, head.temperature, head.top_k, head.top_p)
-        return kernels.token_logprob(filter_logits(logits_NV, params), token_N, head.temperature)
-
-    def _micro_batches(self) -> Iterator[list[int]]:
-        """Sequences of like length together, ``MICRO_BATCH`` padded tokens at most or one sequence."""
-        order = sorted(range(len(self.sequences)), key=lambda row: -len(self.sequences[row].tokens))
-        start = 0
-        while start < len(order):
-            count = max(1, MICRO_BATCH // len(self.sequences[order[start]].tokens))
-            yield order[start : start + count]
-            start += count
+        return Batch(tokens_BT.to(self.device), torch.cat(row_N), torch.cat(column_N), places)
 
     @contextmanager
-    def _weights(self, side: Side) -> Iterator[None]:
-        """The model with the weights of ``side`` in place."""
+    def weights_of(self, side: Side, prefix: str = "") -> Iterator[None]:
+        """The model with the weights of ``side`` in place, as far as their names begin with ``prefix``."""
         kept: dict[str, Tensor] = {}
         parameters = dict(self.model.named_parameters())
-        if side.weights:
-            layer = "" if side.layer is None else f"model.layers.{side.layer}."
-            source = self.versions[side.weights]
-            try:
-                for name, parameter in parameters.items():
-                    if name.startswith(layer):
-                        value = source[name].to(parameter.device, torch.float32)
-                        kept[name], parameter.data = parameter.data, value
-                yield
-            finally:
-                for name, value in kept.items():
-                    parameters[name].data = value
-        else:
+        layer = "" if side.layer is None else f"model.layers.{side.layer}."
+        try:
+            for name, parameter in parameters.items() if side.weights else ():
+                if name.startswith(layer) and name.startswith(prefix):
+                    value = self.versions[side.weights][name].to(parameter.device, torch.float32)
+                    kept[name], parameter.data = parameter.data, value
             yield
+        finally:
+            for name, value in kept.items():
+                parameters[name].data = value
 
 
 def _counts(number: int, each: Scored) -> NDArray[np.bool_]:

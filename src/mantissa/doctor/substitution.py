@@ -153,7 +153,7 @@ def _formats(which: Any, side: Side) -> list[Hypothesis]:
     for name in ("fp32", "bf16", "fp16", "fp8"):
         base = side.format if side.format in ("bf16", "fp16") else "bf16"
         if name != side.format:
-            found.append(Hypothesis(f"the {which} in {name}", which, {"format": name, "base": base}, ("same_format",)))
+            found.append(Hypothesis(f"the {which} in {name}", which, {"format": name, "base": base}, ("one_format",)))
     for name in ("fp32", "bf16", "fp16"):
         # A half that is not the side's own would be a conversion that nobody makes.
         possible = name == "fp32" or side.format in ("fp32", name) or side.format == "fp8"
@@ -213,7 +213,7 @@ def _engine(rollout: Side, model: ModelConfig) -> list[Hypothesis]:
     caches = ["fp8", "fp8 of scale 1", "fp8 of scale 1, cut off"]
     caches += ["bf16"] if rollout.format in ("fp32", "fp16") else []
     found = [
-        Hypothesis(f"the rollout's cache in {cache}", "rollout", {"cache": cache}, ("half_cache",))
+        Hypothesis(f"the rollout's cache in {cache}", "rollout", {"cache": cache}, ("cache_format",))
         for cache in caches
         if cache != rollout.cache
     ]
