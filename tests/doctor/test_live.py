@@ -116,7 +116,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_what_is_no_answer_is_one_error(kind: str) -> None:
-    with served(HOSTILE[kind]) as url, pytest.raises(MantissaError, match="127.0.0.1"):
+    with served(HOSTILE[kind]) as url, pytest.raises(MantissaError, match="127"):
         ask(url, made.texts(1))
 
 

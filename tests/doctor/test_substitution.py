@@ -140,7 +140,8 @@ def test_adapters_that_were_left_out_are_found() -> None:
         dump = made.injected(whole, BF16, replace(BF16, weights=name), versions)
         result = found(dump, model=whole, versions=versions)
         assert named(result) == pytest.approx({f"weights of {name} in the rollout": 1, "unexplained": 0}, abs=1e-6)
-    assert plain_policy(POLICY) is POLICY and adapter_versions(POLICY) == {}
+    assert plain_policy(POLICY) is POLICY
+    assert adapter_versions(POLICY) == {}
 
 
 # scores
@@ -186,7 +187,8 @@ def test_caches_round_as_they_say() -> None:
     bounded = x.clamp(-448, 448)
     assert torch.equal(nearest, bounded.to(torch.float8_e4m3fn).float())
     assert torch.equal(cut, cut.to(torch.float8_e4m3fn).float())
-    assert bool((cut.abs() <= bounded.abs()).all()) and bool((cut * bounded >= 0).all())
+    assert bool((cut.abs() <= bounded.abs()).all())
+    assert bool((cut * bounded >= 0).all())
     step = torch.where(bounded.abs() < 2.0**-6, 2.0**-9, 2.0 ** (bounded.abs().log2().floor() - 3))
     assert bool((bounded.abs() - cut.abs() < step).all())
     assert cached(x, "") is x

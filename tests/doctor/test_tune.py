@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import injected as made
 from mantissa.doctor.live import sampled
 from mantissa.doctor.sides import Scores, Side
-from mantissa.doctor.tune import KINDS, Tuned, check, exclude_patterns, groups, tune
+from mantissa.doctor.substitution import SERVING
+from mantissa.doctor.tune import KINDS, check, exclude_patterns, groups, tune
 from mantissa.errors import MantissaError
 from mantissa.precision import Fp8Policy, PrecisionPolicy, resolve
 from mantissa.rollout.vllm.worker import check_layers, quantization_config
@@ -38,7 +36,7 @@ def seq_std(scores: Scores, taken: set[str], rows: slice) -> float:
 
 @pytest.mark.parametrize("budget", [0.01, 0.03])
 def test_the_set_keeps_the_budget_and_one_more_group_would_not(scores: Scores, budget: float) -> None:
-    found = tune(scores, budget=budget, blocks=2)
+    found = tune(scores, budget=budget, base="bf16", blocks=2)
     best, *others = found.rows
     taken = {name for group in best.taken for name in group.projections}
     assert best.chosen <= budget
@@ -46,20 +44,28 @@ def test_the_set_keeps_the_budget_and_one_more_group_would_not(scores: Scores, b
     assert best.measured.value == pytest.approx(seq_std(scores, taken, slice(1, None, 2)), rel=1e-6)
     assert best.measured.low < best.measured.value < best.measured.high
     assert best.within == (best.measured.value <= budget)
-    order = sorted(found.sensitivity, key=lambda group: found.sensitivity[group] / group.parameters)
+    alone = {group: max(mean - found.floor, 0.0) / group.parameters for group, mean in found.sensitivity.items()}
+    order = sorted(alone, key=lambda group: (alone[group], found.sensitivity[group]))
     assert list(best.taken) == order[: len(best.taken)]
     more = {name for group in order[: len(best.taken) + 1] for name in group.projections}
     assert seq_std(scores, more, slice(0, None, 2)) > budget
     assert best.share >= max(row.share for row in others[:2])
     everything, nothing = others[2:]
     assert (everything.share, nothing.share) == (1.0, 0.0)
-    assert nothing.measured.value == 0.0 < budget < everything.chosen
+    engine = scores(Side("bf16")) - scores(Side("bf16", habits=frozenset(SERVING.items())))
+    even = np.isin(scores.of_sequence, range(0, 24, 2))
+    assert found.floor == pytest.approx(np.square(engine[even]).mean())
+    assert budget < everything.chosen
+    assert nothing.measured.value == pytest.approx(
+        np.std([engine[scores.of_sequence == b].mean() for b in range(1, 24, 2)])
+    )
     check(found, POLICY.projections)
 
 
 def test_a_budget_for_everything_and_one_for_nothing(scores: Scores) -> None:
-    everything, nothing = (tune(scores, budget=budget, blocks=1, figure="k3") for budget in (5.0, 1e-9))
-    assert everything.rows[0].share == 1.0 and everything.exclude == ()
+    everything, nothing = (tune(scores, budget=budget, base="bf16", blocks=1, figure="k3") for budget in (5.0, 1e-9))
+    assert everything.rows[0].share == 1.0
+    assert everything.exclude == ()
     assert everything.recipe() == {"precision": {"train": "bf16", "rollout": "fp8", "fp8": {"base": "bf16"}}}
     assert everything.vllm()["ignored_layers"] == ["lm_head"]
     assert nothing.rows[0].taken == ()
@@ -92,7 +98,7 @@ def test_every_set_of_groups_is_said_exactly_by_its_patterns() -> None:
 
 
 def test_what_is_said_to_vllm_is_what_our_own_sync_says(scores: Scores) -> None:
-    found = tune(scores, budget=0.02, blocks=2)
+    found = tune(scores, budget=0.02, base="bf16", blocks=2)
     policy = Fp8Policy(exclude=found.exclude)
     ours = quantization_config(POLICY.config, policy)
     theirs = found.vllm()
@@ -102,7 +108,8 @@ def test_what_is_said_to_vllm_is_what_our_own_sync_says(scores: Scores) -> None:
         check_layers(POLICY.config, policy)
     assert resolve(PrecisionPolicy.parse(found.recipe()["precision"]), "cpu").rollout.fp8 == policy
     said = found.verl()[-1]
-    assert "ignored_layers:[" in said and all(name in said for name in found.kept())
+    assert "ignored_layers:[" in said
+    assert all(name in said for name in found.kept())
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def tune(
         str,
         typer.Option(help="seq_std: std over sequences of their mean log-ratio; k3: of KL(rollout || learner)."),
     ] = "seq_std",
-    base: Annotated[str, typer.Option(help="bf16 or fp16: the learner, and what is not fp8 in the rollout.")] = "bf16",
+    base: Annotated[str, typer.Option(help="bf16 or fp16: the learner, and what is not fp8 in the rollout.")] = "fp16",
     blocks: Annotated[int, typer.Option(help="Layers are tried in so many blocks of neighbours.")] = 6,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="One prompt a line.", show_default="32 of our own")
@@ -121,7 +121,9 @@ def _rows(found: Tuned, model: str, device: str, seed: int, max_tokens: int) -> 
     ]  # fmt: skip
     for group, squares in found.sensitivity.items():
         taken = group in found.rows[0].taken
-        rows.append({"group": str(group), "mean_square": squares, "parameters": group.parameters, "fp8": taken} | common)
+        rows.append(
+            {"group": str(group), "mean_square": squares, "parameters": group.parameters, "fp8": taken} | common
+        )
     return rows
 
 

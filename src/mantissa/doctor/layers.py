@@ -1,7 +1,7 @@
 """By layer: where two sides' hidden states part, how each layer passes a difference on, and what of it reaches d.
 
 Both sides run through the decoder layer by layer on the same tokens, the learner's function of a layer being F and the
-rollout's G (other kernels, formats or weights). With x the learner's residual stream before a layer and y the rollout's,
+rollout's G (other kernels, formats or weights). With x the learner's residual stream before a layer, y the rollout's,
 
     G(y) - F(x)  =  [F(y) - F(x)]  +  [G(y) - F(y)]
     difference      passed on          new
@@ -98,7 +98,9 @@ class _Follower:
             self._follow(batch, squares, relative_NL, logp)
         d = logp[0] - logp[1]
         sizes, differences, passed, new = np.sqrt(squares)
-        relative = np.divide(np.stack([differences, passed, new]), sizes, where=sizes > 0, out=np.zeros((3, len(sizes))))
+        relative = np.divide(
+            np.stack([differences, passed, new]), sizes, where=sizes > 0, out=np.zeros((3, len(sizes)))
+        )
         shares = self._shares()
         rows = []
         for n, name in enumerate(self.names[:-1]):
@@ -159,7 +161,7 @@ class _Follower:
         x, added = stream
         with self.scores.weights_of(how, "model.norm."), self.scores.weights_of(how, self._head_name):
             hidden = self.model.model.norm.of_sum(x, added, kernels)[1]
-            return self.scores.logp(kernels, how, batch.before(hidden), batch.token_N)
+            return self.scores.logp(kernels, how, batch.before(hidden), batch.tokens)
 
     @property
     def _head_name(self) -> str:

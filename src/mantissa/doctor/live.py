@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from mantissa.bounds import boundary
-from mantissa.doctor.dump import Scored
-from mantissa.doctor.sides import Array
+from mantissa.doctor.dump import Dump, Scored
+from mantissa.doctor.sides import Array, chosen
 from mantissa.errors import MantissaError
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, policy_weights
@@ -86,6 +86,21 @@ def ask(
         tick(f"asking {url}: sequence {number} of {len(sequences)}")
         found.append(replace(each, rollout_logp=server.scored(name, each), rollout_version=None))
     return found
+
+
+def asked(dump: Dump, url: str, most: int, tick: Callable[[str], None]) -> Dump:
+    """``dump``, some of its sequences, with a server's log-probs for the rollout's: raw ones, of temperature 1.
+
+    The learner's stay the dump's where it scored at temperature 1; else they would be of another distribution.
+    """
+    if dump.settings.temperature not in (None, 1.0):
+        raise MantissaError(
+            f"--engine {url}: the dump's learner scored at temperature {dump.settings.temperature:g}, and a server's "
+            "prompt_logprobs are of temperature 1; give a dump of temperature 1"
+        )
+    sequences = ask(url, chosen(dump.sequences, most), tick=tick)
+    settings = replace(dump.settings, logprobs_mode="raw_logprobs", top_k=None, top_p=None)
+    return replace(dump, sequences=sequences, settings=settings)
 
 
 class _Server:

@@ -52,9 +52,9 @@ class Side:
     ``format``: fp32, bf16, fp16, or fp8 with ``base`` between its products. ``exclude``: projections that stay in the
     base, as in ``precision.fp8``. ``logits``: their format. ``cache``: what keys and values are rounded to, ``""`` (no
     further), a format's name, ``fp8`` (a scale for each vector), ``fp8 of scale 1``, or ``fp8 of scale 1, cut off``
-    (towards zero in place of the nearest). ``habits``: of a serving engine, switches of ``Emulation`` with their values. ``temperature``, ``top_k``, ``top_p``: of
-    the distribution that the log-probs are of. ``weights``: which version, ``""`` the declared one. ``layer``: the one
-    layer whose weights are of that version; None: all.
+    (towards zero in place of the nearest). ``habits``: of a serving engine, switches of ``Emulation`` with their
+    values. ``temperature``, ``top_k``, ``top_p``: of the distribution that the log-probs are of. ``weights``: which
+    version, ``""`` the declared one. ``layer``: the one layer whose weights are of that version; None: all.
     """
 
     format: str = "fp32"
@@ -121,7 +121,8 @@ class Batch:
     places: NDArray[np.int64]
 
     @property
-    def token_N(self) -> Tensor:
+    def tokens(self) -> Tensor:
+        """The compared tokens, N."""
         return self.tokens_BT[self.row_N, self.column_N]
 
     def before(self, x_BTE: Tensor) -> Tensor:
@@ -207,7 +208,7 @@ class Scores:
             attend = attention(kernels, forward)
             hidden_NE = batch.before(self.model.hidden(batch.tokens_BT, kernels, positions_1T, attend))
             for head, own in of_head.items():
-                found[head][batch.places] = self.logp(own, head, hidden_NE, batch.token_N)
+                found[head][batch.places] = self.logp(own, head, hidden_NE, batch.tokens)
         return found
 
     def logp(self, kernels: Kernels, head: Side, hidden_NE: Tensor, token_N: Tensor) -> Array:
@@ -270,3 +271,10 @@ def _counts(number: int, each: Scored) -> NDArray[np.bool_]:
         )
     finite = np.isfinite(each.rollout_logp) & np.isfinite(each.learner_logp)
     return np.asarray(each.mask, dtype=bool) & finite
+
+
+def chosen(sequences: Sequence[Scored], most: int) -> list[Scored]:
+    """At most so many sequences, evenly spaced over the dump, of those with a token to compare."""
+    useful = [each for number, each in enumerate(sequences) if _counts(number, each).any()]
+    places = np.unique(np.linspace(0, len(useful) - 1, most).round().astype(int)) if useful else []
+    return [useful[place] for place in places]

@@ -82,7 +82,8 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one hypothesis explains on its own, of the held-out half, beyond the declared formats' rounding."""
+    """What one hypothesis explains on its own, of the held-out half, beyond the declared formats' rounding; none that
+    says that a side rounds less."""
 
     name: str
     share: Estimate
@@ -140,7 +141,9 @@ def hypotheses(scores: Scores, learner: Side, rollout: Side, settings: Settings)
     """Everything that is tried beside the base ``learner`` and ``rollout``; the versions of weights are those known."""
     found = []
     for which, side in (("rollout", rollout), ("learner", learner)):
-        found += _formats(which, side) + _distribution(which, side, settings) + _support(which, side, settings, scores.d)
+        found += (
+            _formats(which, side) + _distribution(which, side, settings) + _support(which, side, settings, scores.d)
+        )
         found += [
             Hypothesis(f"weights of {name} in the {which}", which, {"weights": name}, ("sync_weights",), True)
             for name in scores.versions
@@ -204,7 +207,7 @@ _HABITS: dict[str, dict[str, str | int]] = {
     "attention in blocks": {"attention": "blocks"},
     "activation in fp32": {"activation": "fp32"},
 }
-_SERVING = {name: value for habit in _HABITS.values() for name, value in habit.items()}
+SERVING = {name: value for habit in _HABITS.values() for name, value in habit.items()}
 _SHARDS = (2, 4, 8)
 
 
@@ -217,7 +220,7 @@ def _engine(rollout: Side, model: ModelConfig) -> list[Hypothesis]:
         for cache in caches
         if cache != rollout.cache
     ]
-    habits = {**_HABITS, "a serving engine's kernels (norm, rope, products, attention, activation)": _SERVING}
+    habits = {**_HABITS, "a serving engine's kernels (norm, rope, products, attention, activation)": SERVING}
     for shards in _SHARDS:
         if not (model.num_attention_heads % shards or model.intermediate_size % shards):
             habits[f"tensor parallelism over {shards}"] = {"tensor_parallel": shards}
@@ -297,7 +300,8 @@ def substitute(
     """
     search = _Search(scores, base)
     scores.all([each.applied(search.sides[each.which]) for each in tried])
-    trials = tuple(Trial(each.name, search.gain(each, held_out=True)) for each in tried if search.column(each).any())
+    alone = [each for each in tried if not search.finer(each) and search.column(each).any()]
+    trials = tuple(Trial(each.name, search.gain(each, held_out=True)) for each in alone)
     search.run(tried, say)
     much, names = search.left_over(), list(scores.versions)
     if much and not any("weights" in each.change for each in search.taken):
@@ -311,7 +315,9 @@ def substitute(
 
 def _layer(name: str, layer: int) -> Hypothesis:
     change = {"weights": name, "layer": layer}
-    return Hypothesis(f"layer {layer} with weights of {name} in the rollout", "rollout", change, ("sync_weights",), True)
+    return Hypothesis(
+        f"layer {layer} with weights of {name} in the rollout", "rollout", change, ("sync_weights",), True
+    )
 
 
 @dataclass(frozen=True)
@@ -335,8 +341,8 @@ class _Search:
         units = int(self.unit_N.max()) + 1
         if units // 2 < _FEWEST:
             raise MantissaError(
-                f"{units} sequences (or prompts) with log-probs of both sides: expected {2 * _FEWEST} or more, for half "
-                "of them choose among the hypotheses and the others measure"
+                f"{units} sequences (or prompts) with log-probs of both sides: expected {2 * _FEWEST} or more, for "
+                "half of them choose among the hypotheses and the others measure"
             )
         self.columns = self._rounding()
 
@@ -466,7 +472,9 @@ class _Search:
         if not free:
             return weights
         x = x[:, sizes > 0]
-        given = sum((columns[k].values * weights[k] for k in range(len(columns)) if k not in free), np.zeros_like(self.d))
+        given = sum(
+            (columns[k].values * weights[k] for k in range(len(columns)) if k not in free), np.zeros_like(self.d)
+        )
         bounds = ([columns[k].low for k in free], [columns[k].high for k in free])
         # Equations of K unknowns in place of N: the same minimum.
         orthogonal, triangle = np.linalg.qr(x)
@@ -525,7 +533,7 @@ class _Search:
 
 
 def _units(scores: Scores) -> Any:
-    """For each token the number of its prompt, where there are enough of them and all are known; else its sequence's."""
+    """For each token its prompt's number, where there are enough of them and all are known; else its sequence's."""
     groups = [each.group for each in scores.sequences]
     if all(group is not None for group in groups) and len(set(groups)) >= 2 * _FEWEST:
         return np.unique(np.array(groups), return_inverse=True)[1][scores.of_sequence]

@@ -9,8 +9,11 @@ The budget bounds one of
     k3        the mean over tokens of exp(d) - 1 - d, which estimates KL(rollout || learner)
 
 Projections that engines multiply as one (q, k, v; gate, up) go together, and layers in blocks of neighbours, so that a
-*group* is what one forward measures. A group's sensitivity is the sum of d^2 when it alone is fp8; divided by its
-parameters it is the price of a byte. What fp8 saves of a group is one byte a parameter wherever weights are read, which
+*group* is what one forward measures. A group's sensitivity is the mean of d^2 when it alone is fp8, less the *floor*:
+what d^2 is where nothing is fp8 and the rollout's kernels round as a serving engine's do (emulated). For every engine
+has that gap, whatever stays in the half; and whatever is changed, in a half nearly every later rounding falls out
+another way, so that each group alone would bring the floor with it, which is paid once. Sensitivity divided by
+parameters is the price of a byte. What fp8 saves of a group is one byte a parameter wherever weights are read, which
 is what a decode step's time goes by, and half of the time of its products: both grow with parameters, so those count.
 
 Groups are taken in the order of price, as many as the budget allows. That sensitivities add up decides nothing but the
@@ -33,6 +36,7 @@ import numpy as np
 
 from mantissa.bounds import outside
 from mantissa.doctor.sides import Array, Scores, Side
+from mantissa.doctor.substitution import SERVING
 from mantissa.errors import MantissaError
 from mantissa.mismatch.estimates import Estimate, jackknife_interval
 from mantissa.model import Decoder
@@ -76,8 +80,8 @@ class Row:
     """One set of projections in fp8, measured. ``taken``: its groups, empty for none.
 
     ``chosen``, ``measured``: the figure on the half that chose, and on the other with its interval. ``within``: whether
-    the measured one is inside the budget. ``share``: of the decoder layers' parameters. ``saved``: bytes of weights that
-    a decode step reads less, of all that it reads with every weight in the half (embedding table left out, head not).
+    the measured one is inside the budget. ``share``: of the decoder layers' parameters. ``saved``: bytes of weights
+    that a decode step reads less, of all that it reads with every weight in the half (the head, not the embedding).
     """
 
     name: str
@@ -91,13 +95,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Tuned:
-    """``rows``: the tuned set first, then what it is compared with. ``sensitivity``: of each group, sum d^2 / N.
+    """``rows``: the tuned set first, then what it is compared with. ``sensitivity``: of each group, mean d^2 when it
+    alone is fp8, the floor included; ``floor``: mean d^2 of the half alone on an engine's kernels.
 
     ``exclude``: for ``precision.fp8``, of the tuned set; None where nothing or everything is in fp8.
     """
 
     rows: tuple[Row, ...]
     sensitivity: dict[Group, float]
+    floor: float
     base: str
     budget: float
     figure: Figure
@@ -179,7 +185,7 @@ def tune(
     scores: Scores,
     *,
     budget: float,
-    base: str = "bf16",
+    base: str = "fp16",
     figure: Figure = "seq_std",
     blocks: int = 6,
     say: Callable[[str], None] = lambda line: None,
@@ -198,8 +204,17 @@ class _Tuner:
     def __init__(
         self, scores: Scores, budget: float, base: str, figure: Figure, every: list[Group], say: Callable[[str], None]
     ) -> None:
-        self.scores, self.budget, self.base, self.figure, self.every, self.say = scores, budget, base, figure, every, say
-        self.learner = scores(Side(base, base=base))
+        self.scores, self.budget, self.base, self.figure, self.every, self.say = (
+            scores,
+            budget,
+            base,
+            figure,
+            every,
+            say,
+        )
+        half = Side(base, base=base)
+        self.learner = scores(half)
+        self.engine = self.learner - scores(replace(half, habits=frozenset(SERVING.items())))
         self.held_B = np.arange(len(scores.sequences)) % 2 == 1
         sizes = {name: weight.numel() for name, weight in scores.model.named_parameters()}
         self.layers = sum(group.parameters for group in every)
@@ -213,8 +228,11 @@ class _Tuner:
         for number, group in enumerate(self.every, start=1):
             self.say(f"group {number} of {len(self.every)}: {group}")
             sensitivity[group] = float(np.square(self.d((group,))[self._of(~self.held_B)]).mean())
+        floor = float(np.square(self.engine[self._of(~self.held_B)]).mean())
         orders = {
-            "tuned: sensitivity of the gap": sorted(self.every, key=lambda g: sensitivity[g] / g.parameters),
+            "tuned: sensitivity of the gap": sorted(
+                self.every, key=lambda group: (max(sensitivity[group] - floor, 0.0) / group.parameters, sensitivity[group])
+            ),
             "first and last layers kept": self._outwards(),
             "by the weights' rounding error": sorted(self.every, key=self._weight_error),
         }
@@ -223,10 +241,10 @@ class _Tuner:
             self.say(f"{name}: how many groups the budget allows")
             rows.append(self._row(name, order[: self._most(order)]))
         rows.append(self._row("everything in fp8", self.every))
-        rows.append(self._row(f"everything in {self.base}", ()))
+        rows.append(self._row(f"everything in {self.base}, an engine's kernels (emulated)", (), self.engine))
         exclude = exclude_patterns(rows[0].taken, self.every) if rows[0].taken else ()
         counts = (len(self.learner), len(self.scores.sequences))
-        return Tuned(tuple(rows), sensitivity, self.base, self.budget, self.figure, exclude, *counts)
+        return Tuned(tuple(rows), sensitivity, floor, self.base, self.budget, self.figure, exclude, *counts)
 
     def d(self, taken: Sequence[Group]) -> Array:
         """Of every token, with these groups in fp8."""
@@ -243,13 +261,12 @@ class _Tuner:
         low, high = 0, len(order) + 1  # ``low`` is allowed, ``high`` is not
         while high - low > 1:
             middle = (low + high) // 2
-            inside = self.measured(order[:middle], ~self.held_B).value <= self.budget
+            inside = self.measured(self.d(order[:middle]), ~self.held_B).value <= self.budget
             low, high = (middle, high) if inside else (low, middle)
         return low
 
-    def measured(self, taken: Sequence[Group], rows_B: Any) -> Estimate:
+    def measured(self, d: Array, rows_B: Any) -> Estimate:
         """The figure on some of the sequences, with the jackknife's interval over them."""
-        d = self.d(taken)
         count = len(self.scores.sequences)
         tokens_B = np.bincount(self.scores.of_sequence, minlength=count)[rows_B]
         terms = d if self.figure == "seq_std" else np.expm1(d) - d
@@ -263,13 +280,14 @@ class _Tuner:
         low, high = jackknife_interval(float(np.log(value)), np.log(without_B))
         return Estimate(value, float(np.exp(low)), float(np.exp(high)))
 
-    def _row(self, name: str, taken: Sequence[Group]) -> Row:
-        measured = self.measured(taken, self.held_B)
+    def _row(self, name: str, taken: Sequence[Group], d: Array | None = None) -> Row:
+        d = self.d(taken) if d is None else d
+        measured = self.measured(d, self.held_B)
         parameters = sum(group.parameters for group in taken)
         return Row(
             name,
             tuple(taken),
-            self.measured(taken, ~self.held_B).value,
+            self.measured(d, ~self.held_B).value,
             measured,
             measured.value <= self.budget,
             parameters / self.layers,
