@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from mantissa.doctor.diagnosis import Diagnosis, Verdict
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.layers import ByLayer, by_layer, layers_plot
@@ -15,15 +17,17 @@ from mantissa.model import Decoder
 from mantissa.runs.page import Block, block, plots, table
 
 SEQUENCES = 48  # of a dump are scored: shares are known well enough, and each costs some fifty forwards
+_NOTHING = 1e-5  # nats, root mean square of d
 _FAULT = 0.5  # of sum d^2: a mistake in a setting that makes so much of a gap is its headline
 
 
 @dataclass(frozen=True)
 class Consultation:
-    """``diagnosis`` with causes; what they were found by; ``layers`` where it was asked for and the sides differ."""
+    """``diagnosis`` with causes; what they were found by, None where there is no gap; ``layers`` where it was asked for
+    and the sides differ."""
 
     diagnosis: Diagnosis
-    substitution: Substitution
+    substitution: Substitution | None
     layers: ByLayer | None
 
 
@@ -39,11 +43,14 @@ def consult(
 ) -> Consultation:
     """Score the dump under every hypothesis, and where asked follow both sides through the layers."""
     scores = Scores(model, chosen(dump.sequences, sequences), versions, say)
+    size = float(np.sqrt(np.square(scores.d).mean()))
+    if size < _NOTHING:
+        said = f"causes were not looked for: d is {size:.1e} nats, below {_NOTHING:g}"
+        return Consultation(replace(diagnosis, unknown=(*_without_model(diagnosis), said)), None, None)
     base = declared(scores, dump.settings)
     found = substitute(scores, base, hypotheses(scores, *base, dump.settings), say)
-    causes = tuple(each for each in found.causes)
-    diagnosis = replace(diagnosis, causes=causes, unknown=_still_unknown(diagnosis, found))
-    fault = next((each for each in causes if each.fault and each.share >= _FAULT), None)
+    diagnosis = replace(diagnosis, causes=found.causes, unknown=_still_unknown(diagnosis, found))
+    fault = next((each for each in found.causes if each.fault and each.share >= _FAULT), None)
     if fault is not None and diagnosis.verdict is not Verdict.FAULT:
         headline = f"{Verdict.FAULT}: {fault.name} makes {fault.share:.0%} of the squared gap"
         diagnosis = replace(diagnosis, verdict=Verdict.FAULT, headline=headline)
@@ -61,7 +68,7 @@ def _plain_head(side: Side) -> Side:
 
 
 def _still_unknown(diagnosis: Diagnosis, found: Substitution) -> tuple[str, ...]:
-    kept = [said for said in diagnosis.unknown if "--model" not in said]
+    kept = _without_model(diagnosis)
     base = "; ".join(
         f"{name} {describe(side)}" for name, side in (("learner", found.learner), ("rollout", found.rollout))
     )
@@ -69,6 +76,10 @@ def _still_unknown(diagnosis: Diagnosis, found: Substitution) -> tuple[str, ...]
         *kept,
         f"shares are of {found.tokens:,} tokens of {found.units} sequences or prompts; taken as declared: {base}",
     )
+
+
+def _without_model(diagnosis: Diagnosis) -> list[str]:
+    return [said for said in diagnosis.unknown if "--model" not in said]
 
 
 def describe(side: Side) -> str:
@@ -107,6 +118,8 @@ def worst_lines(found: ByLayer, text: Callable[[int], str]) -> list[tuple[str, .
 
 def blocks(found: Consultation, text: Callable[[int], str]) -> list[Block]:
     """What the doctor's page shows of it beside the causes."""
+    if found.substitution is None:
+        return []
     trials = sorted(found.substitution.trials, key=lambda trial: -trial.share.value)
     lines: list[tuple[Any, ...]] = [(trial.name, f"{trial.share.value:.1%}", trial.share.interval) for trial in trials]
     made = [

@@ -495,8 +495,9 @@ class _Search:
         whole = whole_U.sum()
         if not whole > 0:
             return Estimate(0.0, 0.0, 0.0)
-        without_U = (part_U.sum() - part_U) / np.maximum(whole - whole_U, np.finfo(float).tiny)
-        value = float(part_U.sum() / whole)
+        value, rest_U = float(part_U.sum() / whole), whole - whole_U
+        known_U = rest_U > 1e-9 * whole  # where one unit holds all of it, nothing is known without that one
+        without_U = np.divide(part_U.sum() - part_U, rest_U, where=known_U, out=np.zeros_like(rest_U))
         return Estimate(value, *jackknife_interval(value, without_U))
 
     def result(self, trials: tuple[Trial, ...]) -> Substitution:
