@@ -44,6 +44,7 @@ def test_logits_of_another_format_enter_at_the_end(scores: Scores) -> None:
     d = scores(BF16) - scores(rollout)
     assert last.difference == last.new == pytest.approx(float(np.sqrt(np.square(d).mean())), rel=1e-6)
     assert (last.passed, last.share) == (0.0, pytest.approx(1.0))
+    assert {each.layer for each in by_layer(scores, BF16, rollout).worst} == {"log-probs"}
 
 
 @pytest.mark.parametrize("change", [{"format": "fp32"}, {"weights": "step 3"}, {"cache": "fp8"}])

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from mantissa.doctor.diagnosis import Diagnosis
     from mantissa.doctor.layers import ByLayer
+    from mantissa.model import Tokenizer
 
 
 def doctor(
@@ -73,7 +74,12 @@ def doctor(
     from mantissa.doctor.page import write_page
     from mantissa.doctor.readers import read_dump
 
-    dump, found, text = read_dump(source, framework), None, str
+    dump, found = read_dump(source, framework), None
+
+    def text(token: int) -> str:
+        return str(token) if tokenizer is None else repr(tokenizer.decode([token]))
+
+    tokenizer: Tokenizer | None = None
     for name, given in (("--engine", engine), ("--other", other), ("--by-layer", by_layer)):
         if given and model is None:
             raise MantissaError(f"{name} needs the model that the tokens are of: give --model too")
@@ -96,9 +102,7 @@ def doctor(
             sequences=sequences, layers=by_layer, say=progress,
         )  # fmt: skip
         progress("")
-
-        def text(token: int) -> str:
-            return repr(patient.tokenizer.decode([token]))
+        tokenizer = patient.tokenizer
 
     diagnosis = examine(dump) if found is None else found.diagnosis
     _show(diagnosis)
@@ -131,9 +135,8 @@ def _show(diagnosis: Diagnosis) -> None:
             Text("also seen, as it would be with the above: " + "; ".join(each.said for each in others), style="dim")
         )
     for cause in diagnosis.causes:
-        console.print(
-            f"  {cause.share:6.1%}  ({cause.low:.1%} to {cause.high:.1%})  {cause.name}{cause.note and ': '}{cause.note}"
-        )
+        share = f"{cause.share:6.1%}  ({cause.low:.1%} to {cause.high:.1%})"
+        console.print(f"  {share}  {cause.name}{cause.note and ': '}{cause.note}")
     settings = remedies_for(diagnosis)
     if settings:
         console.print("What to set:")

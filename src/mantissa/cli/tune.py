@@ -34,7 +34,8 @@ def tune(
     seed: Annotated[int, typer.Option(min=0, help="Of the completions.")] = 0,
     device: Device = "auto",
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep tune.yaml, a recipe's part, and tune.jsonl, the rows.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Keep the result in a recipe's, vLLM's and verl's keys, and the rows."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON, one a line.")] = False,
 ) -> None:
@@ -95,8 +96,12 @@ def tune(
     if as_json:
         for row in rows:
             typer.echo(json.dumps(row))
+        return
+    _show(found, model)
+    if out is None:
+        typer.echo("the same for vLLM and verl, whose lists are long: --out FOLDER")
     else:
-        _show(found, model)
+        typer.echo(f"for a recipe: {out / 'tune.yaml'}; for vLLM and verl: vllm.json, verl.txt beside it")
 
 
 def _rows(found: Tuned, model: str, device: str, seed: int, max_tokens: int) -> list[dict[str, object]]:
@@ -137,6 +142,9 @@ def _keep(out: Path, found: Tuned, rows: list[dict[str, object]]) -> None:
         out.mkdir(parents=True, exist_ok=True)
     write_jsonl(out / "tune.jsonl", rows)
     write_atomically(out / "tune.yaml", yaml.safe_dump(found.recipe(), sort_keys=False))
+    if found.rows[0].taken:
+        write_atomically(out / "vllm.json", json.dumps({"quantization_config": found.vllm()}) + "\n")
+    write_atomically(out / "verl.txt", "".join(f"{line}\n" for line in found.verl()))
 
 
 def _show(found: Tuned, model: str) -> None:
@@ -158,9 +166,3 @@ def _show(found: Tuned, model: str) -> None:
     console.print(table)
     console.print(Text("\nfor a recipe", style="bold"))
     console.print(Text(yaml.safe_dump(found.recipe(), sort_keys=False, width=100).rstrip()))
-    if found.rows[0].taken:
-        console.print(Text("\nfor vLLM: quantization_config (an fp8 checkpoint's config.json)", style="bold"))
-        console.print(Text(json.dumps(found.vllm())))
-    console.print(Text("\nfor verl 0.9", style="bold"))
-    for line in found.verl():
-        console.print(Text(line))

@@ -35,6 +35,7 @@ from mantissa.runs.plots import BLUE, GREEN, GREY, ORANGE, Line, Plot, chart
 
 SEQUENCES = 8  # whose layers are exchanged one by one
 _WORST = 8
+_LEAST = 1e-9  # a relative difference that is none
 _Stream = tuple[Tensor, Tensor | None]  # the residual stream, and what has yet to be added to it
 
 
@@ -106,9 +107,10 @@ class _Follower:
         for n, name in enumerate(self.names[:-1]):
             came = relative[0, n - 1] if n else 0.0
             amplification = float(relative[1, n] / came) if came > 0 else None
-            rows.append(LayerRow(name, *(float(x) for x in relative[:, n]), amplification, shares[n]))
-        parts = (_rms(d), _rms(logp[0] - logp[2]), _rms(logp[2] - logp[1]))
-        rows.append(LayerRow(self.names[-1], *parts, None, shares[-1]))
+            difference, passed_on, added = relative[:, n].tolist()
+            rows.append(LayerRow(name, difference, passed_on, added, amplification, shares[n]))
+        at_end = (_rms(d), _rms(logp[0] - logp[2]), _rms(logp[2] - logp[1]))
+        rows.append(LayerRow(self.names[-1], *at_end, None, shares[-1]))
         return ByLayer(tuple(rows), self._worst(d, logp, relative_NL), count)
 
     # layer by layer
@@ -116,9 +118,9 @@ class _Follower:
     def _follow(self, batch: Batch, squares: Array, relative_NL: Array, logp: Array) -> None:
         steps = zip(self._steps(batch, 0), self._steps(batch, 1), strict=True)
         streams: list[_Stream | None] = [None, None]
-        for n, (mine, theirs) in enumerate(steps):
-            x, y = mine(streams[0]), theirs(streams[1])
-            between = x if streams[1] is None else mine(streams[1])  # F(y)
+        for n, (f, g) in enumerate(steps):
+            x, y = f(streams[0]), g(streams[1])
+            between = x if streams[1] is None else f(streams[1])
             streams = [x, y]
             own, other, passed = (batch.before(_whole(each)).double() for each in (x, y, between))
             parts = (own, other - own, passed - own, other - passed)
@@ -208,8 +210,9 @@ class _Follower:
                 break
             sequence = int(self.scores.of_sequence[place])
             position = int(self.scores.positions[place])
-            path = np.maximum(relative_NL[place], 1e-9)
-            grown = np.diff(np.log(path), prepend=np.log(1e-9))
+            path = np.maximum(relative_NL[place], _LEAST)
+            grown = np.diff(np.log(path), prepend=np.log(_LEAST), append=0.0)
+            grown[-1] = 1e-6  # the head, where no layer has a difference
             token = int(self.scores.sequences[sequence].tokens[position])
             both = float(logp[0, place]), float(logp[1, place])
             found.append(WorstToken(sequence, position, token, *both, self.names[int(grown.argmax())]))
@@ -235,7 +238,9 @@ def _rms(x: Any) -> float:
 
 def layers_plot(found: ByLayer) -> Plot:
     """The relative difference after each layer, what is passed on and what is new; and the shares of d."""
-    rows = found.rows[:-1]
+    rows, title = found.rows[:-1], "Where the difference enters, by layer"
+    if not any(row.difference for row in rows):
+        return Plot(title, "No layer's hidden states differ: the difference is the head's.")
     at = np.arange(len(rows), dtype=float)
     lines = [
         Line("difference", BLUE, at, np.array([row.difference for row in rows])),
@@ -244,4 +249,4 @@ def layers_plot(found: ByLayer) -> Plot:
         Line("share of d", GREEN, at, np.abs([row.share for row in rows]), (1, 2)),
     ]
     note = f"{found.tokens:,} tokens; 0 is the embedding. Relative to the residual stream's own size; a share's size."
-    return chart("Where the difference enters, by layer", note, lines, "relative RMS", "log", across="layer")
+    return chart(title, note, lines, "relative RMS", "log", across="layer")

@@ -276,5 +276,6 @@ def _counts(number: int, each: Scored) -> NDArray[np.bool_]:
 def chosen(sequences: Sequence[Scored], most: int) -> list[Scored]:
     """At most so many sequences, evenly spaced over the dump, of those with a token to compare."""
     useful = [each for number, each in enumerate(sequences) if _counts(number, each).any()]
-    places = np.unique(np.linspace(0, len(useful) - 1, most).round().astype(int)) if useful else []
-    return [useful[place] for place in places]
+    if len(useful) <= most:
+        return useful
+    return [useful[place] for place in np.unique(np.linspace(0, len(useful) - 1, most).round().astype(int))]

@@ -140,7 +140,8 @@ def _role(name: str) -> str:
 def hypotheses(scores: Scores, learner: Side, rollout: Side, settings: Settings) -> list[Hypothesis]:
     """Everything that is tried beside the base ``learner`` and ``rollout``; the versions of weights are those known."""
     found = []
-    for which, side in (("rollout", rollout), ("learner", learner)):
+    both: tuple[tuple[Which, Side], ...] = (("rollout", rollout), ("learner", learner))
+    for which, side in both:
         found += (
             _formats(which, side) + _distribution(which, side, settings) + _support(which, side, settings, scores.d)
         )
@@ -175,7 +176,8 @@ def _distribution(which: Any, side: Side, settings: Settings) -> list[Hypothesis
     for name, value in wanted.items():
         if value != side.temperature and value > 0:
             change = {"temperature": value}
-            found.append(Hypothesis(f"{name} in the {which}", which, change, ("processed_logprobs",), True))
+            remedy = "processed_logprobs" if which == "rollout" else "learner_temperature"
+            found.append(Hypothesis(f"{name} in the {which}", which, change, (remedy,), True))
     return found
 
 

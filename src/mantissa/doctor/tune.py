@@ -231,7 +231,8 @@ class _Tuner:
         floor = float(np.square(self.engine[self._of(~self.held_B)]).mean())
         orders = {
             "tuned: sensitivity of the gap": sorted(
-                self.every, key=lambda group: (max(sensitivity[group] - floor, 0.0) / group.parameters, sensitivity[group])
+                self.every,
+                key=lambda group: (max(sensitivity[group] - floor, 0.0) / group.parameters, sensitivity[group]),
             ),
             "first and last layers kept": self._outwards(),
             "by the weights' rounding error": sorted(self.every, key=self._weight_error),
