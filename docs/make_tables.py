@@ -407,7 +407,7 @@ def tuned() -> str:
         share = [f"{r[key]:.0%}" for key in ("fp8_share", "bytes_saved")]
         within = "yes" if r["within"] else "no"
         lines.append([f"{base}, {budget:g}", name, *share, f"{r['chosen_on']:.4f}", measured, within])
-    header = ("half, budget", "set", "parameters in fp8", "bytes less", "on the half that chose", "on the other", "within")
+    header = ("half, budget", "set", "in fp8", "bytes less", "on the half that chose", "on the other half", "within")
     return table(header, lines)
 
 

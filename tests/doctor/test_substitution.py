@@ -61,7 +61,14 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+QUICK = ("the rollout in fp32", "logits in bf16 in the rollout", "the rollout's cache in fp8 of scale 1, cut off",
+         "fused residual norms in the rollout", "temperature applied twice in the learner",
+         "layer 1 with weights of step 3 in the rollout")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.variants) for name in FAULTS]
+)
 def test_one_fault_is_found_by_name_with_all_of_the_gap(name: str) -> None:
     which, change = FAULTS[name]
     base = replace(BF16, temperature=0.7)
@@ -114,9 +121,9 @@ def test_half_of_a_gap_of_two_roundings_is_the_learners() -> None:
     assert result.causes[0].low < 0.5 < result.causes[0].high
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_noise_of_no_source_is_unexplained(seed: int) -> None:
-    sequences = made.texts(24, seed=seed)
+    sequences = made.texts(seed=seed)
     learner = Scores(POLICY, sequences)(BF16)
     heavy = np.random.default_rng(seed).standard_t(2.5, len(learner)) * 0.02
     result = found(made.with_logps(sequences, learner, learner + heavy))

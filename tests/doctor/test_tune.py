@@ -34,7 +34,7 @@ def seq_std(scores: Scores, taken: set[str], rows: slice) -> float:
     return float(np.std(means))
 
 
-@pytest.mark.parametrize("budget", [0.01, 0.03])
+@pytest.mark.parametrize("budget", [0.01, pytest.param(0.03, marks=pytest.mark.variants)])
 def test_the_set_keeps_the_budget_and_one_more_group_would_not(scores: Scores, budget: float) -> None:
     found = tune(scores, budget=budget, base="bf16", blocks=2)
     best, *others = found.rows

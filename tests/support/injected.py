@@ -26,7 +26,7 @@ def moved(decoder: Decoder, by: float = 0.003) -> dict[str, Tensor]:
     return {name: p + by * torch.randn(p.shape, generator=draw) for name, p in decoder.named_parameters()}
 
 
-def texts(count: int = 24, words: int = CONFIG.vocab_size, seed: int = 0) -> list[Scored]:
+def texts(count: int = 16, words: int = CONFIG.vocab_size, seed: int = 0) -> list[Scored]:
     """Sequences of 14 to 30 tokens after prompts of 3, without log-probs."""
     draw = np.random.default_rng(seed)
     made = []
@@ -52,7 +52,7 @@ def longer(each: Scored, by: int, prompt: int = 3) -> Scored:
 
 def injected(
     decoder: Decoder, learner: Side, rollout: Side, versions: Mapping[str, Mapping[str, Tensor]] | None = None,
-    count: int = 24,
+    count: int = 16,
 ) -> list[Scored]:  # fmt: skip
     """A dump of which the two sides truly compute so."""
     sequences = texts(count)

@@ -415,7 +415,7 @@ class _Search:
     # the search
 
     def run(self, tried: Sequence[Hypothesis], say: Callable[[str], None]) -> None:
-        while len(self.taken) < _MOST:
+        while len(self.taken) < _MOST and not self._all_explained():
             left = [each for each in tried if self._possible(each)]
             if not left:
                 return
@@ -434,6 +434,12 @@ class _Search:
                     return
             say(f"found: {found.name}")
             self._take(found)
+
+    def _all_explained(self) -> bool:
+        """Whether less is left in the choosing half than a cause must explain. Of a base whose rounding is itself the
+        mistake (a finer format than declared), the columns leave nothing: that is looked at first."""
+        left = float(np.square(self._left(self.columns))[~self.held_N].sum())
+        return bool(self.taken) and left < LEAST * float(np.square(self.d)[~self.held_N].sum())
 
     def _possible(self, hypothesis: Hypothesis) -> bool:
         """Whether it changes anything, and nothing that is settled."""
