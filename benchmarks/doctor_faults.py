@@ -160,6 +160,16 @@ class Pool:
         }
 
 
+class Kept(Pool):
+    """What a finished run kept, as the healthy dump; for faults of arrays."""
+
+    def __init__(self, dumped: Dumped) -> None:
+        self._dumped = dumped
+
+    def healthy(self, **how: Any) -> Dumped:
+        return list(self._dumped)
+
+
 def _both(pool: Pool, change: Callable[[Scored], tuple[np.ndarray, np.ndarray]]) -> Dumped:
     """The healthy dump with another pair of (rollout, learner) in each sequence."""
     made = [(each, *change(each)) for each in pool.healthy()]
@@ -196,6 +206,14 @@ def _cut(top_k: int = 0, top_p: float = 1.0) -> Callable[[Tensor, Tensor], Tenso
 
 def _rounded_logits(fmt: NumberFormat) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda logits, tokens: token_logprob(round_to_format(logits, fmt), tokens, 1.0)
+
+
+def _logits_in(fmt: NumberFormat) -> Callable[[Pool, float, Draw], Dumped]:
+    return lambda pool, _, draw: _scored(pool, of=_rounded_logits(fmt))
+
+
+def _rotary_in_fp8(pool: Pool, _: float, draw: Draw) -> Dumped:
+    return _scored(pool, kernels=faulty(pool.bench.fmt, rope_format=E4M3))
 
 
 def _temperature_left_out(pool: Pool, t: float, draw: Draw) -> Dumped:
@@ -324,6 +342,12 @@ class Fault:
     make: Callable[[Pool, float, Draw], Dumped]
     rolls: bool = False
 
+    @property
+    def arrays(self) -> bool:
+        """Whether it is made of a healthy dump alone, without the model."""
+        return not set(self.names) & {"temperature", "support", "half_logits", "nondeterministic", "too_large", "stale",
+                                      "some_sequences"}  # fmt: skip
+
 
 _LARGE = ("too_large", "context", "nondeterministic")
 FAULTS: dict[str, Fault] = {
@@ -350,18 +374,18 @@ FAULTS: dict[str, Fault] = {
     "losses saved": Fault(("not_logprobs",), (0.0,), _of_both(lambda y: -y, True)),
     "log-probs exported in bf16": Fault(("coarse_logprobs",), (0.0,), _of_both(_bf16, True)),
     "log-probs printed with 3 decimals": Fault(("coarse_logprobs",), (0.0,), _of_both(lambda y: np.round(y, 3))),
-    "the learner's logits in bf16": Fault(("half_logits",), (0.0,), lambda p, s, d: _scored(p, of=_rounded_logits(BF16))),
+    "the learner's logits in bf16": Fault(("half_logits",), (0.0,), _logits_in(BF16)),
     "the rollout's logits in bf16": Fault(("half_logits",), (0.0,),
                                           lambda p, s, d: _cut_rollout(p, d, logits_format=BF16), True),
-    "the learner's logits in fp16": Fault(("half_logits",), (0.0,), lambda p, s, d: _scored(p, of=_rounded_logits(FP16))),
+    "the learner's logits in fp16": Fault(("half_logits",), (0.0,), _logits_in(FP16)),
     "BOS or first token missing": Fault(_LARGE, (0.0,), _prompts(lambda prompt: prompt[1:])),
-    "prompt cut in half": Fault(("context",), (0.0,), _prompts(lambda prompt: prompt[len(prompt) // 2 :])),
+    "prompt cut in half": Fault(_LARGE, (0.0,), _prompts(lambda prompt: prompt[len(prompt) // 2 :])),
     "template applied twice": Fault(_LARGE, (0.0,), _prompts(lambda prompt: [*prompt[:2], *prompt])),
     "stale weights, versions known": Fault(("stale",), (0.2, 0.4), _stale, True),
     "one engine of several": Fault(("some_sequences",), (0.125, 0.25), _one_engine, True),
     "other weights": Fault(_LARGE, (0.05, 0.2, 0.4), _other_weights, True),
     "cache in fp8": Fault(_LARGE, (0.0,), lambda p, s, d: _cut_rollout(p, d, kv_format=E4M3), True),
-    "rotary table in fp8": Fault(_LARGE, (0.0,), lambda p, s, d: _scored(p, kernels=faulty(p.bench.fmt, rope_format=E4M3))),
+    "rotary table in fp8": Fault(_LARGE, (0.0,), _rotary_in_fp8),
     "dropout left on": Fault(("nondeterministic",), (0.1, 0.3),
                              lambda p, s, d: _scored(p, kernels=faulty(p.bench.fmt, dropout=s))),
     "routers that disagree": Fault(("experts",), (0.003, 0.01), _flips),

@@ -500,6 +500,57 @@ def launch_options() -> str:
     return table(("option", "default", "what it says"), lines)
 
 
+# doctor.md
+
+
+def doctor_signatures() -> str:
+    """The signatures' names and meanings, in their order."""
+    from mantissa.doctor.facts import facts
+    from mantissa.doctor.signatures import SIGNATURES
+
+    faults = facts().faults
+    return table(
+        ["signature", "the answer", "what it means"],
+        [[f"`{name}`", faults[name].title, faults[name].means] for name in SIGNATURES],
+    )
+
+
+def doctor_usual() -> str:
+    """The healthy size of each format."""
+    from mantissa.doctor.facts import facts
+
+    rows = [[name, f"{u.size:g}", f"{u.bound:g}", u.source] for name, u in facts().usual.items()]
+    return table(["format", "size of u", "too large beyond", "source"], rows)
+
+
+def doctor_confusion() -> str:
+    """The confusion matrix: what each kind of fault was called, newest rows of each policy and format."""
+    newest: dict[tuple[Any, ...], Row] = {}
+    for row in _rows("doctor_confusion"):
+        newest[row["source"], row["format"], row["kind"], row["strength"]] = row
+    kinds: dict[tuple[bool, str], list[Row]] = {}
+    for row in newest.values():
+        kinds.setdefault((not row["kind"].startswith("healthy"), row["kind"]), []).append(row)
+    lines, totals = [], {True: [0, 0], False: [0, 0]}
+    for (fault, kind), rows in sorted(kinds.items(), key=lambda item: item[0]):
+        named: dict[str, int] = {}
+        for row in rows:
+            for name, count in row["given"].items():
+                named[name] = named.get(name, 0) + count
+        within = [row for row in rows if row["within"]]
+        right, tried = (sum(row[name] for row in within) for name in ("right", "trials"))
+        totals[fault][0] += right
+        totals[fault][1] += tried
+        share = f"{right} of {tried}" if tried else "none"
+        right_names = " or ".join(f"`{name}`" for name in rows[0]["names"])
+        called = ", ".join(f"{name} {count}" for name, count in sorted(named.items(), key=lambda item: -item[1]))
+        lines.append([kind, right_names, share, called])
+    for fault, what in ((False, "all healthy"), (True, "all faults")):
+        right, tried = totals[fault]
+        lines.append([f"**{what}**", "", f"**{right} of {tried}, {right / max(tried, 1):.1%}**", ""])
+    return table(["put in", "right name", "right, within power", "called, in all trials"], lines)
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "guide.md": {
         "formats": formats,
@@ -520,6 +571,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "exactness.md": {"exact_cost": exact_cost},
     "bench.md": {"bench_options": lambda: command_options("bench")},
     "gap.md": {"gap_options": lambda: command_options("gap"), "figures": gap_figures, "measured": measured_gap},
+    "doctor.md": {
+        "doctor_signatures": doctor_signatures,
+        "doctor_usual": doctor_usual,
+        "doctor_confusion": doctor_confusion,
+    },
     "substitution.md": {"causes": lambda: causes("cause"), "alone": lambda: causes("alone")},
     "tune.md": {"tuned": tuned},
     "cluster.md": {

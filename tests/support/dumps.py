@@ -72,7 +72,8 @@ def write_nemo(path: Path, sequences: Sequence[Scored]) -> Path:
         for number, s in enumerate(sequences):
             pad = [0.0] * (width - len(s.tokens))
             full = {name: [0.0] * s.prompt_length + side.tolist() + pad
-                    for name, side in (("generation_logprobs", s.rollout_logp), ("prev_logprobs", s.learner_logp))}  # fmt: skip
+                    for name, side in (("generation_logprobs", s.rollout_logp),
+                                       ("prev_logprobs", s.learner_logp))}  # fmt: skip
             row = {"idx": number, "token_ids": [s.tokens.tolist() + [0] * len(pad)], "input_lengths": [len(s.tokens)],
                    "token_loss_mask": [[0.0] * s.prompt_length + [1.0] * len(s.mask) + pad], "sample_loss_mask": [1.0],
                    "advantages": [[0.0] * width], **{name: [values] for name, values in full.items()}}  # fmt: skip
@@ -101,7 +102,8 @@ def write_slime(folder: Path, sequences: Sequence[Scored]) -> Path:
     for name in ("train_data", "rollout_data"):
         (folder / name).mkdir(parents=True)
     samples = [
-        {"data_parallel_rank": 0, "rollout_position": n, "tokens": torch.tensor(s.tokens), "response_lengths": len(s.mask),
+        {"data_parallel_rank": 0, "rollout_position": n, "tokens": torch.tensor(s.tokens),
+         "response_lengths": len(s.mask),
          "loss_masks": torch.tensor(s.mask.astype(np.int64)), "rollout_log_probs": torch.tensor(s.rollout_logp).float(),
          "log_probs": torch.tensor(s.learner_logp).float()}
         for n, s in enumerate(sequences)
@@ -116,7 +118,8 @@ def write_slime(folder: Path, sequences: Sequence[Scored]) -> Path:
 def write_skyrl(path: Path, sequences: Sequence[Scored], more: Any = None) -> Path:
     """dumped_data/NAME.pkl: a TrainingInputBatch, whose state is a file of torch.save's for each field.
 
-    ``more``: something beside the uids. The class stands in SkyRL's module for the moment of pickling, with the state that SkyRL's own writes.
+    ``more``: something beside the uids. The class stands in SkyRL's module for the moment of pickling, with the state
+    that SkyRL's own writes.
     """
     module, parent = types.ModuleType("skyrl_train.training_batch"), types.ModuleType("skyrl_train")
 
@@ -144,8 +147,11 @@ def write_skyrl(path: Path, sequences: Sequence[Scored], more: Any = None) -> Pa
     answers = [s.tokens[s.prompt_length :].tolist() for s in sequences]
     batch = TrainingInputBatch(
         sequences=torch.cat([_padded(prompts, left=True, fill=9), _padded(answers, fill=9)], 1),
-        attention_mask=torch.cat([_padded([[1] * len(p) for p in prompts], left=True), _padded([[1] * len(a) for a in answers])], 1),
-        response_mask=_padded([[1] * len(a) for a in answers]), loss_mask=_padded([s.mask.astype(float) for s in sequences]),
+        attention_mask=torch.cat(
+            [_padded([[1] * len(p) for p in prompts], left=True), _padded([[1] * len(a) for a in answers])], 1
+        ),
+        response_mask=_padded([[1] * len(a) for a in answers]),
+        loss_mask=_padded([s.mask.astype(float) for s in sequences]),
         rollout_logprobs=_padded([s.rollout_logp for s in sequences]).float(),
         action_log_probs=_padded([s.learner_logp for s in sequences]).float(),
     )  # fmt: skip

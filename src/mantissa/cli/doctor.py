@@ -135,8 +135,8 @@ def _show(diagnosis: Diagnosis) -> None:
             Text("also seen, as it would be with the above: " + "; ".join(each.said for each in others), style="dim")
         )
     for cause in diagnosis.causes:
-        share = f"{cause.share:6.1%}  ({cause.low:.1%} to {cause.high:.1%})"
-        console.print(f"  {share}  {cause.name}{cause.note and ': '}{cause.note}")
+        said = ": ".join(filter(None, (cause.name, cause.note)))
+        console.print(f"  {cause.share:6.1%}  ({cause.low:.1%} to {cause.high:.1%})  {said}")
     settings = remedies_for(diagnosis)
     if settings:
         console.print("What to set:")

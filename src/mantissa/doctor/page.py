@@ -62,11 +62,12 @@ def as_row(diagnosis: Diagnosis) -> dict[str, Any]:
     row = asdict(diagnosis)
     row["fault"] = None if diagnosis.fault is None else diagnosis.fault.name
     row["verdict"] = diagnosis.verdict.value
-    return plain(row)  # type: ignore[no-any-return]
+    return plain(row)
 
 
 def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequence[Block]) -> list[Block]:
     f, table_of = diagnosis.figures, facts()
+    rows: list[tuple[Any, ...]]
     lines = [] if diagnosis.fault is None else [table_of.faults[diagnosis.fault.name].means]
     blocks = [
         block("h1", f"Doctor: {dump.path.name}"),
@@ -92,14 +93,16 @@ def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequen
         blocks += [block("h2", "What to set"), table(("what", f"in {dump.framework}'s keys"), rows, ("", ""))]
     blocks += [block("h2", "Pictures"), plots(_pictures(dump, tokens)), *with_model]
     rows = [
-        (noted(table_of.faults[each.name].title, each.name), _mark(each), each.said, f"{each.p:.1g}" if each.tested else "",
+        (noted(table_of.faults[each.name].title, each.name), _mark(each), each.said,
+         f"{each.p:.1g}" if each.tested else "",
          "" if each.detectable is None else f"{each.detectable:.3g} {each.unit}")
         for each in diagnosis.findings
     ]  # fmt: skip
     blocks += [
         block("h2", "What was tested"),
-        block("note", "Units are whole sequences, or whole prompts where there are eight; Holm's correction keeps a false "
-              "alarm in a healthy dump at 5% over all tests together. Detectable: the effect that this sample shows with "
+        block("note", "Units are whole sequences, or whole prompts where there are eight. A false alarm in a healthy "
+              "dump is held at 5% over all tests together (Bonferroni); what is found is named by what is below 5% by "
+              "itself. Detectable: the effect that this sample shows with "
               "probability 0.95."),
         table(("signature", "result", "what it says", "p", "detectable"), rows, ("", "n", "", "n", "n")),
     ]  # fmt: skip
@@ -177,7 +180,7 @@ def _histogram(t: Tokens) -> Plot:
     with styled():
         drawing = figure()
         axes = drawing.subplots()
-        axes.hist(np.log10(u), bins=edges, density=True, color=MUTED, alpha=0.4)
+        axes.hist(np.log10(u), bins=edges.tolist(), density=True, color=MUTED, alpha=0.4)
         grid = np.linspace(edges[0], edges[-1], 300)
         for name, colour in _FORMATS.items():
             z = 10**grid / facts().usual[name].size

@@ -5,12 +5,13 @@
 | Mantissa | a run's folder, or its rollouts/step-N.parquet | for each response token |
 | NeMo-RL | train_data_step{n}.jsonl | at each token of the padded sequence; the first is 0 |
 | prime-rl | token_exports/step_N/rank_R.jsonl | at each token of one sequence, prompt included |
-| slime | train_data/{id}.pt (and rollout_data/{id}.pt for versions) | for each response token |
+| slime | train_data/{id}.pt, versions from rollout_data/{id}.pt | for each response token |
 | SkyRL | dumped_data/{name}.pkl | for each response token, padded right; prompts are padded left |
 | plain | jsonl or parquet | for each response token |
 
-The file is looked at to find out whose it is. What cannot be read is named with its line or row; nothing is guessed: two
-sides of different lengths are an error, and so are ids that are no tokens. A log-prob that is not finite is kept as NaN.
+The file is looked at to find out whose it is. What cannot be read is named with its line or row; nothing is guessed:
+two sides of different lengths are an error, and so are ids that are no tokens. A log-prob that is not finite is kept as
+NaN.
 verl's rollout dumps and TRL's completion logs hold texts and rewards but no log-probs: they are known by their fields,
 and the error says how to have them written.
 """
@@ -50,9 +51,9 @@ _KNOWN: dict[str, frozenset[str]] = {
     "trl": frozenset({"prompt", "completion", "advantage"}),
 }
 _NO_LOGPS = {
-    "verl": "verl's rollout dump holds texts and scores and no log-probs. Have them written: set "
-    "trainer.v1.trainer_mode or your own main to call mantissa.launch.verl_logps.record(trainer, FOLDER) before "
-    "trainer.fit(), and give this command the FOLDER (docs/doctor.md)",
+    "verl": "verl's rollout dump holds texts and scores and no log-probs. Have them recorded: start verl with "
+    "VERL_USE_EXTERNAL_MODULES=mantissa.launch.verl_logps MANTISSA_LOGPS=FOLDER in its environment, and give this "
+    "command the FOLDER (docs/doctor.md)",
     "trl": "TRL's completion log holds texts, rewards and advantages and no log-probs. Have them written: "
     "mantissa.integrations.trl.record_logps(trainer, FOLDER) before trainer.train(), and give this command the FOLDER "
     "(docs/doctor.md)",
@@ -121,7 +122,7 @@ def _read_file(path: Path, framework: str | None) -> tuple[str, list[Scored], Se
     if path.suffix not in (".jsonl", ".parquet"):
         raise MantissaError(f"{path}: unknown ending {path.suffix!r}; expected .jsonl, .parquet, .pt or .pkl")
     rows = _json_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
-    whose, settings, sequences, tokens = framework, None, [], 0
+    whose, settings, sequences, tokens, writer = framework, None, [], 0, None
     for line, row in enumerate(rows, start=1):
         where = f"{path}, {'line' if path.suffix == '.jsonl' else 'row'} {line}"
         with boundary(where, "leave the line out, or write the file again"):
@@ -136,13 +137,14 @@ def _read_file(path: Path, framework: str | None) -> tuple[str, list[Scored], Se
             found = _READERS[whose](where, row)
             how = Settings(**{name: row[name] for name in _SETTINGS if row.get(name) is not None and whose == "plain"})
             settings = how if settings is None else _agreed(settings, how)
+            writer = row.get("framework", whose) if whose == "plain" else whose
             sequences.append(found)
             tokens += len(found.rollout_logp)
         if tokens > MOST_TOKENS:
             break
     if whose is None:
         raise MantissaError(f"{path} is empty; expected a row a sequence")
-    return whose, sequences, _checked(path, settings or Settings())
+    return writer if writer in FRAMEWORKS else whose, sequences, _checked(path, settings or Settings())
 
 
 _HINT = "--from says whose it is where that was not found by itself"
@@ -180,24 +182,23 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
     import pyarrow.parquet
 
     _require_size(path)
-    with boundary(f"{path}: not a whole parquet file", "write it again"):
-        with pyarrow.parquet.ParquetFile(path) as file:
-            known = {"tokens", "prompt_length", "rollout_logp", "learner_logp", "mask", "group", "rollout_version",
-                     "learner_version", "policy_version", "finish_reason", "advantage", "completion", "step", "prompt",
-                     *_SETTINGS, *_EXPERTS}  # fmt: skip
-            columns = [name for name in file.schema_arrow.names if name in known]
-            values = sum(
-                file.metadata.row_group(g).column(c).num_values
-                for g in range(file.metadata.num_row_groups)
-                for c in range(file.metadata.num_columns)
+    with boundary(f"{path}: not a whole parquet file", "write it again"), pyarrow.parquet.ParquetFile(path) as file:
+        known = {"tokens", "prompt_length", "rollout_logp", "learner_logp", "mask", "group", "rollout_version",
+                 "learner_version", "policy_version", "finish_reason", "advantage", "completion", "step", "prompt",
+                 "framework", *_SETTINGS, *_EXPERTS}  # fmt: skip
+        columns = [name for name in file.schema_arrow.names if name in known]
+        values = sum(
+            file.metadata.row_group(g).column(c).num_values
+            for g in range(file.metadata.num_row_groups)
+            for c in range(file.metadata.num_columns)
+        )
+        if file.metadata.num_rows > _MOST_ROWS or values > 40 * MOST_TOKENS:
+            raise MantissaError(
+                f"{path}: {file.metadata.num_rows:,} rows of {values:,} values; expected at most {_MOST_ROWS:,} and "
+                f"{40 * MOST_TOKENS:,}; give some of them"
             )
-            if file.metadata.num_rows > _MOST_ROWS or values > 40 * MOST_TOKENS:
-                raise MantissaError(
-                    f"{path}: {file.metadata.num_rows:,} rows of {values:,} values; expected at most {_MOST_ROWS:,} and "
-                    f"{40 * MOST_TOKENS:,}; give some of them"
-                )
-            for batch in file.iter_batches(batch_size=256, columns=columns):
-                yield from batch.to_pylist()
+        for batch in file.iter_batches(batch_size=256, columns=columns):
+            yield from batch.to_pylist()
 
 
 def _require_size(path: Path) -> None:
@@ -413,7 +414,7 @@ def _slime_versions(path: Path) -> dict[int | None, int]:
     if not beside.is_file():
         return {}
     samples = pickles.load(beside).get("samples", ())
-    found = {}
+    found: dict[int | None, int] = {}
     for place, sample in enumerate(samples):
         last = list(sample.get("weight_versions") or ())[-1:]
         if last and str(last[0]).isascii() and str(last[0]).isdigit():

@@ -1,13 +1,13 @@
 """A dump as flat arrays, and the one test that signatures are made of.
 
 **The noise of a log-prob.** A format's rounding perturbs logits. With p = softmax(z), d log p_v = (1 - p_v) dz_v -
-sum_{w != v} p_w dz_w: where p_v is near 1 the log-prob hardly moves, whatever the format. So u = d / (1 - p), with p the
-smaller of the two sides' probabilities, is of the size of the logits' own error at every p; measured on SmolLM2 in bf16
-its root mean square is 0.05 over four decades of 1 - p, while that of d goes from 2e-5 to 0.05. All sizes here are of
-u, over the tokens with 1 - p > 0.01: those near certainty say nothing but their own last bits.
+sum_{w != v} p_w dz_w: where p_v is near 1 the log-prob hardly moves, whatever the format. So u = d / (1 - p), with p
+the smaller of the two sides' probabilities, is of the size of the logits' own error at every p; measured on SmolLM2 in
+bf16 its root mean square is 0.05 over four decades of 1 - p, while that of d goes from 2e-5 to 0.05. All sizes here are
+of u, over the tokens with 1 - p > 0.01: those near certainty say nothing but their own last bits.
 
 **The test.** A signature is an effect, a figure of sums over tokens, and a bound below which it does not matter. Tokens
-of one sequence share a context, so whole sequences are the units (whole prompts, where there are enough): the
+of one sequence share a context, so whole sequences are the units (whole prompts, where there are eight): the
 jackknife leaves one out at a time (Tukey 1958) and Student's t does the rest. H0: the effect is at most its bound. What
 is detectable is what would be found with probability 0.95: bound + (t_(1-a) + t_0.95) standard errors.
 

@@ -74,7 +74,11 @@ Test = Callable[[Evidence, int], Finding]
 
 
 def findings(dump: Dump, usual: float) -> list[Finding]:
-    """Every signature's finding, in the order of ``SIGNATURES``; found where Holm's step-down at ``LEVEL`` rejects."""
+    """Every signature's finding, in the order of ``SIGNATURES``.
+
+    That anything is wrong is found at ``LEVEL`` over all tests together (Bonferroni: the smallest p, times their
+    number). Only then is it named: whatever is below ``LEVEL`` by itself is found, and the first of these is the name.
+    """
     evidence = Evidence.of(dump, usual)
     scored = ("not_logprobs", "unscored", "coarse_logprobs") if len(evidence.all.x) else ()
     results = [
@@ -83,13 +87,10 @@ def findings(dump: Dump, usual: float) -> list[Finding]:
         else _untested(name, "no token was scored by both sides")
         for name, test in SIGNATURES.items()
     ]
-    order = sorted((n for n, each in enumerate(results) if each.tested), key=lambda n: results[n].p)
-    for rank, number in enumerate(order):
-        if results[number].p > LEVEL / (len(order) - rank):
-            for later in order[rank:]:
-                results[later] = replace(results[later], found=False)
-            break
-    return results
+    ps = sorted(each.p for each in results if each.tested)
+    if not ps or ps[0] > LEVEL / len(ps):
+        return [replace(each, found=False) for each in results]
+    return [replace(each, found=each.tested and each.p < LEVEL) for each in results]
 
 
 def _untested(name: str, said: str) -> Finding:
@@ -121,7 +122,7 @@ def _not_logprobs(e: Evidence, tests: int) -> Finding:
 
 
 def _unscored(e: Evidence, tests: int, name: str = "unscored") -> Finding:
-    """Exactly 0 (or no number) on one side where the other is no certainty; at last tokens alone it is ``end_token``."""
+    """Exactly 0 (or no number) on one side where the other is no certainty; at last tokens: ``end_token``."""
     share = float(e.one_sided.mean())
     last = float((e.all.left[e.one_sided] == 0).mean()) if share else 0.0
     ends = last >= 0.8
@@ -138,7 +139,7 @@ def _shift(e: Evidence, tests: int) -> Finding:
     t = e.clean
     if t.units < FEWEST:
         return _few("shift", t.units)
-    best, at = None, 0
+    best, at, floor = None, 0, e.usual / 4  # a healthy gap's own size, or its few large tokens would be the error
     for k in _SHIFTS:
         one, other = (slice(None, -k), slice(k, None)) if k > 0 else (slice(-k, None), slice(None, k))
         same = (t.sequence[one] == t.sequence[other]) & (t.position[other] - t.position[one] == k)
@@ -148,8 +149,8 @@ def _shift(e: Evidence, tests: int) -> Finding:
         own = Tokens(*(getattr(t, n)[one] for n in ("x", "y", "sequence", "unit", "position", "left"))).where(same)
         if moved.units < FEWEST:
             continue
-        columns = [np.minimum(np.abs(each.u), _CAP) for each in (own, moved)]
-        found = tested(sums_by(moved.unit, *columns), lambda s: np.log(s[..., 0] / np.maximum(s[..., 1], 1e-9)),
+        columns = [np.minimum(np.abs(each.u), _CAP) for each in (own, moved)] + [np.ones_like(own.u)]
+        found = tested(sums_by(moved.unit, *columns), lambda s: np.log(s[..., 0] / (s[..., 1] + floor * s[..., 2])),
                        float(np.log(2)), tests * len(_SHIFTS))  # fmt: skip
         if best is None or found.value > best.value:
             best, at = found, k
@@ -182,7 +183,7 @@ def _rows(e: Evidence, tests: int) -> Finding:
     if len(set(unit)) < FEWEST:
         return _untested("rows", "fewer than 8 prompts have sequences of one length, which alone could be confused")
     found = tested(sums_by(np.array(unit), np.array(better, dtype=float), np.ones(len(unit))),
-                   lambda s: s[..., 0] / np.maximum(s[..., 1], 1), 0.2, tests)  # fmt: skip
+                   lambda s: s[..., 0] / np.maximum(s[..., 1], 1), 0.1, tests)  # fmt: skip
     return _found("rows", found, "of sequences", f"{found.value:.0%} of sequences fit another sequence's row better")
 
 
@@ -213,9 +214,11 @@ def _end_token(e: Evidence, tests: int) -> Finding:
 # another law
 
 
-def _line(t: Tokens, against: Array) -> tuple[Array, Callable[[Array], Array], Callable[[Array], Array]]:
-    """Sums for d = a + b v; figures |b| and R^2 of them."""
-    sums = sums_by(t.unit, np.ones_like(t.d), against, against**2, t.d, t.d**2, t.d * against)
+def _line(
+    unit: Array, value: Array, against: Array
+) -> tuple[Array, Callable[[Array], Array], Callable[[Array], Array]]:
+    """Sums for value = a + b against; figures b and R^2 of them."""
+    sums = sums_by(unit, np.ones_like(value), against, against**2, value, value**2, value * against)
 
     def parts(s: Array) -> tuple[Array, Array, Array]:
         n = np.maximum(s[..., 0], 1.0)
@@ -248,32 +251,32 @@ def _units(e: Evidence, tests: int) -> Finding:
 
 
 def _temperature(e: Evidence, tests: int) -> Finding:
-    """d on a line in the log-prob: slope beyond 0.02, and more than half of d's variance on it."""
+    """d grows with the log-prob m, the mean of the two sides': d log p / d log T is -(log p + entropy).
+
+    More than 0.4 of the variance of u is on its line in m, and the slope of d is beyond 0.02; first and last tokens
+    aside.
+    """
     t = e.clean.telling
+    t = t.where((t.left > 0) & (t.position > 0))
     if t.units < FEWEST:
         return _few("temperature", t.units)
-    best = None
-    for v, of_rollout in ((t.x, True), (t.y, False)):
-        sums, slope, explained = _line(t, v)
-        b = float(slope(sums.sum(0)))
-        steep = tested(sums * np.array([1, 1, 1, 1, 1, np.sign(b) or 1.0]), slope, 0.02, tests)
-        share = tested(sums, explained, 0.5, tests)
-        ratio = 1 + b if of_rollout else 1 / (1 - b) if b < 1 else np.inf
-        if best is None or share.value > best[1].value:
-            best = steep, share, ratio, float(v.std())
-    assert best is not None
-    steep, share, ratio, spread = best
-    known = e.dump.settings.temperature
-    hint = ""
-    if (
-        known not in (None, 1.0)
-        and min(abs(np.log(max(ratio, 1e-3) / known)), abs(np.log(max(ratio, 1e-3) * known))) < 0.15
-    ):
+    m = (t.x + t.y) / 2
+    sums, slope, _ = _line(t.unit, t.d, m)
+    b = float(slope(sums.sum(0)))
+    ratio = (1 + b / 2) / max(1 - b / 2, 1e-3)  # d = b m with m = (x + y) / 2
+    sums, _, explained = _line(t.unit, t.u, m)
+    share = tested(sums, explained, 0.4, tests)
+    known, hint = e.dump.settings.temperature, ""
+    off = np.log(max(ratio, 1e-3))
+    if known not in (None, 0.0, 1.0) and min(abs(off - np.log(known)), abs(off + np.log(known))) < 0.15:
         hint = f"; the temperature {known:g} left out on one side would be so"
-    said = f"the learner's log-probs are {ratio:.3g} times the rollout's, a line that explains {share.value:.0%} of d{hint}"
-    noise = e.usual / max(spread, 1e-9) if t.size > e.usual else t.size / max(spread, 1e-9)
-    return _found("temperature", steep, "relative slope", said, effect=ratio - 1, also=share.p,
-                  detectable=max(steep.detectable - abs(steep.value) if steep.p < 0.05 else steep.detectable, noise))  # fmt: skip
+    said = (
+        f"the learner's log-probs are about {ratio:.3g} times the rollout's: a line that "
+        f"explains {share.value:.0%}{hint}"
+    )
+    noise = min(t.size, e.usual) / max(float(m.std()), 1e-9)
+    return _found("temperature", share, "relative slope", said, effect=ratio - 1, detectable=max(0.02, 2 * noise),
+                  holds=abs(b) > 0.02)  # fmt: skip
 
 
 def _support(e: Evidence, tests: int) -> Finding:
@@ -295,7 +298,7 @@ def _support(e: Evidence, tests: int) -> Finding:
     said = f"{share.value:.0%} of the squared difference has one sign: the {side}'s probabilities are the larger"
     size = t.where(negative if down else ~negative).size
     return _found("support", share, "nats", said, effect=size, detectable=3 * other.size,
-                  holds=quiet and lean > 0.5 and t.size > 1e-4)  # fmt: skip
+                  holds=quiet and lean > 0.5 and t.size > e.usual / 2)  # fmt: skip
 
 
 # which tokens, which sequences
@@ -312,7 +315,7 @@ def _experts(e: Evidence, tests: int) -> Finding:
     t = e.clean.telling
     if t.units < FEWEST:
         return _few("experts", t.units)
-    far = np.abs(t.u) > 4 * e.usual
+    far = (np.abs(t.u) > 4 * e.usual) & (np.abs(t.d) > 2 * e.usual)
     count, expected = int(far.sum()), 1e-4 * len(t.u)
     least = next(k for k in range(1, len(t.u) + 2) if pdtrc(k - 1, expected) < LEVEL / tests)
     spread = len(np.unique(t.sequence[far])) / max(1, count)
@@ -321,7 +324,8 @@ def _experts(e: Evidence, tests: int) -> Finding:
     told = _flipped(e.dump)
     if told is not None:
         said += f"; other experts were chosen at {told[0]:.2%} of tokens, which hold {told[1]:.0%} of sum d^2"
-    holds = rest.size <= e.usual and count <= 0.03 * len(t.u) and spread > 0.6
+    apart = t.where(far).size > 8 * rest.size  # else it is the tail of something that is everywhere
+    holds = apart and rest.size <= 0.65 * e.usual and count <= 0.03 * len(t.u) and spread > 0.6
     p = float(pdtrc(count - 1, expected)) if count and holds else 1.0
     return Finding("experts", True, p, count / len(t.u), "of tokens", (least + 3) / len(t.u), said)
 
@@ -399,7 +403,7 @@ def _position(e: Evidence, tests: int) -> Finding:
         return _untested("position", "fewer than 8 sequences reach the last third of the longest")
     square = t.u**2
     found = tested(
-        sums_by(t.unit, square * late, late, square * early, early), rms_ratio(0, 2), float(np.log(1.5)), tests
+        sums_by(t.unit, square * late, late, square * early, early), rms_ratio(0, 2), float(np.log(2)), tests
     )
     size = e.too_large(t.where(late), tests)
     said = f"|d| in the last third of {longest} positions is {np.exp(found.value):.3g} times that of the first"
@@ -500,7 +504,7 @@ def _half_logits(e: Evidence, tests: int) -> Finding:
 
 
 def _nondeterministic(e: Evidence, tests: int) -> Finding:
-    """The same token in the same context has another d each time: correlation of u over such pairs below 0.5."""
+    """The same token in the same context has another d each time: correlation of u over such pairs below 0.7."""
     pairs, unit = [], []
     for members, at in _same_contexts(e.dump):
         if at == 0:
@@ -525,7 +529,7 @@ def _nondeterministic(e: Evidence, tests: int) -> Finding:
     if len(set(unit)) < FEWEST:
         return _untested("nondeterministic", "fewer than 8 prompts have a token twice in one context")
     sums = sums_by(np.array(unit), *np.array(pairs).T)
-    apart = tested(sums, lambda s: 1 - s[..., 0] / np.maximum(s[..., 1], 1e-30), 0.5, tests)
+    apart = tested(sums, lambda s: 1 - s[..., 0] / np.maximum(s[..., 1], 1e-30), 0.3, tests)
     said = f"d of one token in one context correlates by {1 - apart.value:.2f} between samples"
     return _found("nondeterministic", apart, "1 - correlation", said, also=e.too_large(e.clean, tests).p)
 
@@ -566,11 +570,11 @@ SIGNATURES: dict[str, Test] = {
     "unscored": _unscored,
     "units": _units,
     "shift": _shift,
-    "rows": _rows,
-    "temperature": _temperature,
     "support": _support,
+    "temperature": _temperature,
     "end_token": _end_token,
     "first_token": _edge("first_token", "first"),
+    "rows": _rows,
     "experts": _experts,
     "stale": _stale,
     "some_sequences": _some_sequences,

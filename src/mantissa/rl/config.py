@@ -502,6 +502,12 @@ class CheckpointConfig(Config):
     keep: int = Field(2, ge=1, description="Newest checkpoints kept.")
 
 
+class DoctorConfig(Config):
+    """The doctor in a run: a diagnosis of the step's log-probs in the run's folder and report (docs/doctor.md)."""
+
+    every: int = Field(10, ge=1, description="Steps between diagnoses; the first and the last step always have one.")
+
+
 class GradingConfig(Config):
     """Limits on verifiers."""
 
@@ -548,6 +554,7 @@ class RunConfig(Config):
         description="{} or settings of docs/rollback.md, such as {to: fp32}: thresholds at which the run goes back to "
         "its last good checkpoint and on in a wider format. null: no guard.",
     )
+    doctor: DoctorConfig | None = Field(None, description="{every: n}: diagnose one step of n. null: none.")
     grading: GradingConfig = GradingConfig()
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(("tensorboard",), description="tensorboard, wandb.")
 

@@ -36,7 +36,7 @@ from mantissa.rl.config import RunConfig, WarmStartConfig
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.guarded import RunGuard
 from mantissa.rl.learner import Learner, Update, weigh
-from mantissa.rl.probes import EngineShare, Exactness, Flushed, Lag, Probe, Refresh, SampleAgain
+from mantissa.rl.probes import Diagnose, EngineShare, Exactness, Flushed, Lag, Probe, Refresh, SampleAgain
 from mantissa.rl.seeds import stream_slice
 from mantissa.rollout import SamplingParams, VllmEngine
 from mantissa.runs.directory import RunDirectory
@@ -98,6 +98,8 @@ class Loop:
             probes.append(EngineShare(parts.sampler.engine, parts.twin, *how))
         if self.reference is not None:
             probes.append(Refresh(self.reference, learner))
+        if config.doctor is not None:
+            probes.append(Diagnose(config, learner, self.run, self.live.note))
         return [*probes, Flushed(learner)]
 
     def go(self) -> bool:

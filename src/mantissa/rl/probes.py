@@ -32,9 +32,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mantissa.doctor.dump import Dump, Scored, Settings
+from mantissa.doctor.examine import examine as diagnose
 from mantissa.errors import MantissaError
 from mantissa.kernels import WAYS, ExactKernels, Way
 from mantissa.mismatch import engine_share
@@ -112,6 +115,44 @@ class Flushed(Probe):
     def observe(self, step: int, experience: Experience) -> Metrics:
         fraction = self.learner.flushed(experience, step)
         return {} if fraction is None else {"precision/flushed_fraction": fraction}
+
+
+class Diagnose(Probe):
+    """Now and then, the doctor's answer on the step's log-probs, a row of the run's ``doctor.jsonl``."""
+
+    def __init__(self, config: RunConfig, learner: Learner, run: RunDirectory, note: Callable[[str], None]) -> None:
+        assert config.doctor is not None
+        self.every, self.steps = config.doctor.every, config.steps
+        self.learner, self.run, self.note = learner, run, note
+        precision = config.precision_policy
+        self.settings = Settings(
+            config.rollout.temperature, rollout_format=precision.rollout, learner_format=precision.train
+        )
+
+    def due(self, step: int) -> bool:
+        """The first step, every ``every``-th after it, and the last."""
+        return (step - 1) % self.every == 0 or step == self.steps
+
+    def observe(self, step: int, experience: Experience) -> Metrics:
+        if self.learner.ranks.rank0:
+            found = diagnose(Dump("mantissa", self.run.path, self._sequences(experience), self.settings))
+            fault = "" if found.fault is None else found.fault.name
+            row = {"step": step, "verdict": found.verdict.value, "fault": fault, "headline": found.headline}
+            self.run.append_doctor(row | found.figures)
+            if fault:
+                self.note(f"warning: step {step}: the doctor says: {found.headline}")
+        return {}
+
+    def _sequences(self, experience: Experience) -> list[Scored]:
+        fields = (experience.tokens_BT, experience.prompt_length_B, experience.length_B, experience.rollout_logp_BR,
+                  experience.old_logp, experience.version_B, experience.group_B)  # fmt: skip
+        rows = zip(*(each.detach().cpu().numpy() for each in fields), strict=True)
+        return [
+            Scored(tokens[:length], int(prompt), rollout[: length - prompt].astype(np.float64),
+                   learner[: length - prompt].astype(np.float64), np.ones(length - prompt, dtype=bool), int(version),
+                   self.learner.version, int(group))
+            for tokens, prompt, length, rollout, learner, version, group in rows
+        ]  # fmt: skip
 
 
 class Refresh(Probe):

@@ -3,6 +3,7 @@
     config.yaml                the resolved recipe; its presence is what makes a folder a run
     environment.json           versions, device, precision table
     metrics.jsonl              one row a step            warm_start.jsonl   one row an evaluation of the warm start
+    doctor.jsonl               one row a step that the doctor looked at, where the recipe asks for it
     rollouts/step-N.parquet    every completion that step N trained on, its reward and log-probs
     checkpoints/step-N/        all that resume needs     policy/            the trained model, Hugging Face layout
     base/  adapter/            with LoRA: what was frozen (a fresh policy's), and the adapters in peft's format
@@ -64,6 +65,7 @@ class RunDirectory:
         self.tensorboard_path, self.report_path = self.path / "tensorboard", self.path / "report.html"
         self._metrics = JsonLines(self.path / "metrics.jsonl")
         self._warm_start = JsonLines(self.path / "warm_start.jsonl")
+        self._doctor = JsonLines(self.path / "doctor.jsonl")
         self._lock: IO[str] | None = None
 
     @classmethod
@@ -195,6 +197,15 @@ class RunDirectory:
         self._require_lock()
         self._warm_start.truncate(step)
 
+    def append_doctor(self, row: Mapping[str, Any]) -> None:
+        """Add the doctor's row of one step."""
+        self._require_lock()
+        self._doctor.append(row)
+
+    def read_doctor(self) -> list[Row]:
+        """The doctor's rows; empty where the recipe asked for none."""
+        return self._doctor.read()
+
     def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Write the completions of one step as parquet, atomically; ``rows`` have exactly the columns of the schema."""
         import pyarrow
@@ -231,6 +242,8 @@ class RunDirectory:
     def rewind(self, step: int) -> None:
         """Forget the metrics and rollouts after ``step``: what a resume from checkpoint ``step`` begins with."""
         self.truncate_metrics(step)
+        if self._doctor.path.is_file():
+            self._doctor.truncate(step)
         for late in self.rollout_steps():
             if late > step:
                 self.rollouts_path(late).unlink()
@@ -303,7 +316,7 @@ class Onlooker(RunDirectory):
     def _dropped(self, *_: Any) -> None:
         pass
 
-    append_metrics = truncate_metrics = append_warm_start = truncate_warm_start = rewind = _dropped  # type: ignore[assignment]
+    append_metrics = truncate_metrics = append_warm_start = truncate_warm_start = rewind = append_doctor = _dropped  # type: ignore[assignment]
 
     def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
         return self.rollouts_path(step)

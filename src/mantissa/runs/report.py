@@ -50,6 +50,7 @@ def build_report(run: RunDirectory) -> Path:
         *head,
         block("cards", cards=[_accuracy_card(rows), _gap_card(rows), _overflow_card(rows), _time_card(rows)]),
         *_excursions(excursions),
+        *_doctor(run),
         *_precision(environment),
         block("h2", "Curves"),
         page.plots(drawn if head else [learning, *drawn]),
@@ -169,6 +170,23 @@ def _excursions(excursions: Sequence[Excursion]) -> list[Block]:
     ]
     header = ("metric", "worst", "last", "healthy", "steps out", "formula")
     return [block("h2", "Out of range"), page.table(header, lines)]
+
+
+def _doctor(run: RunDirectory) -> list[Block]:
+    """The doctor's last answer, and which of its others were a fault; nothing where the recipe asked for none."""
+    rows = run.read_doctor()
+    if not rows:
+        return []
+    last, ill = rows[-1], [str(row["step"]) for row in rows if row.get("fault")]
+    said = (
+        f"a fault or too much at step{'s' if len(ill) > 1 else ''} {', '.join(ill)}" if ill else "none of them a fault"
+    )
+    level = "unhealthy" if last.get("fault") else "healthy"
+    lines = [f"{len(rows)} steps were diagnosed, {said}."]
+    return [
+        block("h2", "Doctor"),
+        block("verdict", level=level, headline=f"Step {last['step']}: {last['headline']}", lines=lines),
+    ]
 
 
 def _precision(environment: dict[str, Any]) -> list[Block]:

@@ -1,0 +1,39 @@
+"""Other frameworks' batches in the plain schema, one file a batch: for hooks in trainers that save no log-probs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mantissa.files import disk_errors, write_atomically
+
+Table = Any  # a tensor of rows: torch's
+
+
+def write_batch(
+    path: Path, prompts: Sequence[Sequence[int]], responses: Table, mask: Table, rollout: Table, learner: Table,
+    settings: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """One jsonl file, a row a sequence, whole or not at all.
+
+    ``responses``, ``mask``, ``rollout``, ``learner``: B,R tensors, padded on the right; ``mask``: 1 at tokens that the
+    policy sampled. ``settings``: fields of every row.
+    """
+    lines = []
+    columns = [each.detach().cpu() for each in (responses, mask.bool(), rollout.float(), learner.float())]
+    for prompt, tokens, real, x, y in zip(prompts, *columns, strict=True):
+        length = int(real.nonzero().max()) + 1 if bool(real.any()) else 0
+        if length:
+            row = {"tokens": [*prompt, *tokens[:length].tolist()], "prompt_length": len(prompt),
+                   "rollout_logp": _finite(x[:length]), "learner_logp": _finite(y[:length]),
+                   "mask": real[:length].tolist()}  # fmt: skip
+            lines.append(json.dumps(row | dict(settings), allow_nan=False) + "\n")
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(lines))
+
+
+def _finite(values: Table) -> list[float | None]:
+    return [value if value - value == 0 else None for value in values.tolist()]
