@@ -45,7 +45,8 @@ def write_page(
     tokens = Evidence.of(dump, usual(dump.settings).bound).clean
     write_atomically(folder / ROW, json.dumps(as_row(diagnosis), indent=1) + "\n")
     with atomic_file(folder / PAGE) as temporary:
-        temporary.write_text(render(f"Doctor: {dump.path.name}", _blocks(dump, diagnosis, tokens, with_model)), encoding="utf-8")
+        text = render(f"Doctor: {dump.path.name}", _blocks(dump, diagnosis, tokens, with_model))
+        temporary.write_text(text, encoding="utf-8")
     return folder / PAGE
 
 
