@@ -32,9 +32,7 @@ _LEVELS = {
 _FORMATS = dict(zip(("fp32", "fp16", "bf16", "fp8"), (GREY, GREEN, BLUE, PINK), strict=True))
 
 
-def write_page(
-    dump: Dump, diagnosis: Diagnosis, folder: Path | None = None, with_model: Sequence[Block] = ()
-) -> Path:
+def write_page(dump: Dump, diagnosis: Diagnosis, folder: Path | None = None, with_model: Sequence[Block] = ()) -> Path:
     """Write ``doctor.html`` and ``doctor.json`` into ``folder`` (a fresh one under runs/ unless given).
 
     ``with_model``: what scoring with the model has to show, after the pictures.
