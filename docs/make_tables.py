@@ -416,6 +416,37 @@ def switches_on_vllm() -> str:
     return table((*header, "tokens"), lines)
 
 
+# substitution.md, tune.md
+
+
+def _share(value: float, low: float, high: float) -> str:
+    return f"{value:.0%}<br>{low:.0%}..{high:.0%}"
+
+
+def causes(metric: str) -> str:
+    """The newest row of each cause, or of each hypothesis on its own, largest share first."""
+    newest = {r["name"]: r for r in _rows("substitution") if r["metric"] == metric}
+    rows = sorted(newest.values(), key=lambda r: (r["name"] == "unexplained", -r["share"]))
+    if metric == "cause":
+        lines = [[r["name"], _share(r["share"], r["low"], r["high"]), r["note"]] for r in rows]
+        return table(("cause", "share of the squared gap", "note"), lines)
+    lines = [[r["name"], f"{r['share']:.1%}<br>{r['share_low']:.1%}..{r['share_high']:.1%}"] for r in rows]
+    return table(("hypothesis", "share"), lines)
+
+
+def tuned() -> str:
+    """The newest row of each set, by base and budget."""
+    newest = {(r["base"], r["budget"], r["set"]): r for r in _rows("tune") if "set" in r and "note" not in r}
+    lines = []
+    for (base, budget, name), r in newest.items():
+        measured = f"{r['measured']:.4f}<br>{r['measured_low']:.4f}..{r['measured_high']:.4f}" if r["measured"] else "0"
+        share = [f"{r[key]:.0%}" for key in ("fp8_share", "bytes_saved")]
+        within = "yes" if r["within"] else "no"
+        lines.append([f"{base}, {budget:g}", name, *share, f"{r['chosen_on']:.4f}", measured, within])
+    header = ("half, budget", "set", "in fp8", "bytes less", "on the half that chose", "on the other half", "within")
+    return table(header, lines)
+
+
 # cluster.md
 
 
@@ -582,6 +613,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "doctor_confusion": doctor_confusion,
     },
     "emulated.md": {"switch_sizes": switch_sizes, "switches_on_vllm": switches_on_vllm},
+    "substitution.md": {"causes": lambda: causes("cause"), "alone": lambda: causes("alone")},
+    "tune.md": {"tuned": tuned},
     "cluster.md": {
         "engines": engines_by_precision,
         "traps": verl_traps,

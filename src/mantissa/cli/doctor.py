@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mantissa.cli.common import screen
+from mantissa.cli.common import Device, progress, screen
+from mantissa.errors import MantissaError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mantissa.doctor.diagnosis import Diagnosis
+    from mantissa.doctor.layers import ByLayer
+    from mantissa.model import Tokenizer
 
 
 def doctor(
@@ -30,6 +35,21 @@ def doctor(
         Path | None,
         typer.Option(metavar="FOLDER", help="Where the page and its numbers go.", show_default="doctor-TIME"),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Of the tokens: find causes by scoring them again. A run's own folder: its checkpoints."),
+    ] = None,
+    other: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Weights that one side may have had in place of these.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(metavar="URL", help="Ask a live server for the rollout's log-probs, with --model.")
+    ] = None,
+    by_layer: Annotated[
+        bool, typer.Option("--by-layer", help="Follow both sides, as found, through the layers.")
+    ] = False,
+    sequences: Annotated[int, typer.Option(min=8, help="How many are scored with the model.")] = 48,
+    device: Device = "auto",
 ) -> None:
     """Diagnose the log-probs of rollout and learner: noise or a fault, its name, and what to set.
 
@@ -44,16 +64,51 @@ def doctor(
     mantissa doctor logs/exp_001/train_data_step3.jsonl
 
     mantissa doctor dump.jsonl --from plain
+
+    mantissa doctor runs/demo --model runs/demo --by-layer
+
+    mantissa doctor dump.jsonl --model FOLDER --engine http://127.0.0.1:8000
     """  # fmt: skip
     from mantissa.doctor.diagnosis import Verdict
     from mantissa.doctor.examine import examine
     from mantissa.doctor.page import write_page
     from mantissa.doctor.readers import read_dump
 
-    dump = read_dump(source, framework)
-    diagnosis = examine(dump)
+    dump, found = read_dump(source, framework), None
+
+    def text(token: int) -> str:
+        return str(token) if tokenizer is None else repr(tokenizer.decode([token]))
+
+    tokenizer: Tokenizer | None = None
+    for name, given in (("--engine", engine), ("--other", other), ("--by-layer", by_layer)):
+        if given and model is None:
+            raise MantissaError(f"{name} needs the model that the tokens are of: give --model too")
+    if model is not None:
+        from mantissa.doctor.consult import blocks, consult
+        from mantissa.rl.assemble import be_deterministic, choose_device
+        from mantissa.rl.patient import at
+
+        chosen = choose_device(device)
+        be_deterministic(chosen)
+        progress(f"loading {model}")
+        patient = at(model, dump, other, chosen)
+        dump = patient.dump
+        if engine is not None:
+            from mantissa.doctor.live import asked
+
+            dump = asked(dump, engine, sequences, progress)
+        found = consult(
+            dump, examine(dump), patient.model, patient.versions,
+            sequences=sequences, layers=by_layer, say=progress,
+        )  # fmt: skip
+        progress("")
+        tokenizer = patient.tokenizer
+
+    diagnosis = examine(dump) if found is None else found.diagnosis
     _show(diagnosis)
-    typer.echo(f"page: {write_page(dump, diagnosis, out)}")
+    if found is not None and by_layer:
+        _show_layers(found.layers, text)
+    typer.echo(f"page: {write_page(dump, diagnosis, out, [] if found is None else blocks(found, text))}")
     raise typer.Exit(0 if diagnosis.verdict in (Verdict.HEALTHY, Verdict.UNKNOWN) else 1)
 
 
@@ -90,3 +145,22 @@ def _show(diagnosis: Diagnosis) -> None:
     console.print(Text("What this cannot know:", style="dim"))
     for said in diagnosis.unknown:
         console.print(Text(f"  - {said}", style="dim"))
+
+
+def _show_layers(found: ByLayer | None, text: Callable[[int], str]) -> None:
+    from rich.table import Table
+
+    from mantissa.doctor.consult import LAYER_COLUMNS, WORST_COLUMNS, layer_lines, worst_lines
+
+    console = screen(100)
+    if found is None:
+        console.print("By layer: nothing to follow, for the two sides compute alike as far as causes were found.")
+        return
+    for columns, lines in (
+        (LAYER_COLUMNS, layer_lines(found)),
+        (WORST_COLUMNS, worst_lines(found, text)),
+    ):
+        table = Table(*columns, box=None, padding=(0, 2, 0, 0))
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,19 @@ _LEVELS = {
 _FORMATS = dict(zip(("fp32", "fp16", "bf16", "fp8"), (GREY, GREEN, BLUE, PINK), strict=True))
 
 
-def write_page(dump: Dump, diagnosis: Diagnosis, folder: Path | None = None) -> Path:
-    """Write ``doctor.html`` and ``doctor.json`` into ``folder`` (a fresh one under runs/ unless given)."""
+def write_page(dump: Dump, diagnosis: Diagnosis, folder: Path | None = None, with_model: Sequence[Block] = ()) -> Path:
+    """Write ``doctor.html`` and ``doctor.json`` into ``folder`` (a fresh one under runs/ unless given).
+
+    ``with_model``: what scoring with the model has to show, after the pictures.
+    """
     folder = folder or default_path("doctor")
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     tokens = Evidence.of(dump, usual(dump.settings).bound).clean
     write_atomically(folder / ROW, json.dumps(as_row(diagnosis), indent=1) + "\n")
     with atomic_file(folder / PAGE) as temporary:
-        temporary.write_text(render(f"Doctor: {dump.path.name}", _blocks(dump, diagnosis, tokens)), encoding="utf-8")
+        text = render(f"Doctor: {dump.path.name}", _blocks(dump, diagnosis, tokens, with_model))
+        temporary.write_text(text, encoding="utf-8")
     return folder / PAGE
 
 
@@ -59,7 +64,7 @@ def as_row(diagnosis: Diagnosis) -> dict[str, Any]:
     return plain(row)
 
 
-def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens) -> list[Block]:
+def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequence[Block]) -> list[Block]:
     f, table_of = diagnosis.figures, facts()
     rows: list[tuple[Any, ...]]
     lines = [] if diagnosis.fault is None else [table_of.faults[diagnosis.fault.name].means]
@@ -85,7 +90,7 @@ def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens) -> list[Block]:
     if settings:
         rows = [(do, code("\n".join(keys)) if keys else "") for do, keys in settings]
         blocks += [block("h2", "What to set"), table(("what", f"in {dump.framework}'s keys"), rows, ("", ""))]
-    blocks += [block("h2", "Pictures"), plots(_pictures(dump, tokens))]
+    blocks += [block("h2", "Pictures"), plots(_pictures(dump, tokens)), *with_model]
     rows = [
         (noted(table_of.faults[each.name].title, each.name), _mark(each), each.said,
          f"{each.p:.1g}" if each.tested else "",

