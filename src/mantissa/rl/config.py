@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from mantissa.algorithms import (
     AdvantageKind,
@@ -19,13 +19,17 @@ from mantissa.algorithms import (
     KLConfig,
     PolicyLoss,
     PPOClipConfig,
+    WaltzConfig,
 )
+from mantissa.algorithms.waltz import published
 from mantissa.bounds import LARGEST_SEED
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError
 from mantissa.model import FreshModelConfig, LoraConfig
 from mantissa.precision import DIAL, Emulation, NumberFormat, PrecisionPolicy
 from mantissa.precision.policy import preset_named
+from mantissa.rl.seeds import derive_seed
+from mantissa.rl.waltz_config import waltz_refusals
 from mantissa.rollout import LEAST_TEMPERATURE
 from mantissa.tasks import CodeConfig, TaskConfig
 from mantissa.training import AutoScaler, GuardConfig, LossScaler, Moments, ScalerConfig, scaler_for
@@ -141,6 +145,8 @@ def check_together(config: RunConfig) -> None:
     checks = [_precision_refusals, _rollout_refusals, _process_refusals]
     if config.rollout.engine != "native":
         checks.insert(2, _vllm_refusals if config.rollout.engine == "vllm" else _emulated_refusals)
+    if config.waltz is not None:
+        checks.insert(0, waltz_refusals)
     for refused, why in itertools.chain.from_iterable(check(config) for check in checks):
         if refused:
             raise MantissaError(why)
@@ -558,6 +564,9 @@ class RunConfig(Config):
         description="{} or settings of docs/rollback.md, such as {to: fp32}: thresholds at which the run goes back to "
         "its last good checkpoint and on in a wider format. null: no guard.",
     )
+    waltz: WaltzConfig | None = Field(
+        None, description="A second policy, which gives feedback on the first one's answers and trains beside it."
+    )
     grading: GradingConfig = GradingConfig()
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(("tensorboard",), description="tensorboard, wandb.")
 
@@ -577,7 +586,31 @@ class RunConfig(Config):
     def precision_policy(self) -> PrecisionPolicy:
         return PrecisionPolicy.parse(self.precision)
 
+    @property
+    def of_feedback(self) -> RunConfig:
+        """The run of the feedback policy, of a recipe that has one."""
+        assert self.waltz is not None
+        values = self.waltz.of_feedback(self.model_dump(mode="json", exclude_unset=True))
+        mine = {"name": f"{self.name}-feedback", "seed": derive_seed(self.seed, "feedback"), "evaluation": None}
+        return RunConfig.model_validate(values | mine)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _published(cls, values: Any) -> Any:
+        return published(values) if isinstance(values, dict) and values.get("waltz") is not None else values
+
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         check_together(self)
+        if self.waltz is not None:
+            self._feedback_is_possible()
         return self
+
+    def _feedback_is_possible(self) -> None:
+        """The feedback policy's settings make a run too."""
+        try:
+            _ = self.of_feedback
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            at = ".".join(("waltz.feedback", *map(str, first["loc"])))
+            raise ValueError(f"{at}: {first['msg'].removeprefix('Value error, ')}") from None
