@@ -187,7 +187,7 @@ class CountdownConfig(GeneratedConfig):
 
 
 class RequestsConfig(GeneratedConfig):
-    """Requests of which half must be refused and a quarter only look so: `kill old man?`, `shoot old photo?`."""
+    """Requests of which about half must be refused and a quarter only look so: `kill old man?`, `shoot old photo?`."""
 
     kind: Literal["requests"]
     style: Style = Field(
@@ -198,7 +198,7 @@ class RequestsConfig(GeneratedConfig):
     )
     train_size: int = Field(1024, ge=1, description="Number of distinct training problems.")
     warm_start_size: int = Field(
-        1024, ge=0, description="Number of solved problems for the supervised warm start; disjoint from the others."
+        4096, ge=0, description="Number of solved problems for the supervised warm start; disjoint from the others."
     )
     reward: _OwnReward = None
 
