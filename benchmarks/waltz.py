@@ -26,6 +26,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "joint": (),
     "frozen": ("waltz.feedback_frozen={steps}",),
     "ungated": ("waltz.gate=false",),
+    "lambda-0": ("waltz.label_later=0",),
     "fp16": ("precision=fp16",),
     "bf16": ("precision=bf16",),
 }
@@ -96,7 +97,7 @@ def picture() -> None:
     found = [json.loads(line) for line in (ROOT / "results" / "waltz.jsonl").read_text().splitlines()]
     starts = {each["seed"]: each["curve"][0] for each in found if each["form"] == "start"}
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
-    colours = dict(zip(FORMS, ("#2a6fdb", "#8a8a8a", "#d9822b", "#2d9d78", "#8f5bb5"), strict=True))
+    colours = dict(zip(FORMS, ("#2a6fdb", "#8a8a8a", "#d9822b", "#c2453d", "#2d9d78", "#8f5bb5"), strict=True))
     for panel, (at, title) in zip(panels, ((1, "attack success"), (2, "over-refusal")), strict=True):
         for form, colour in colours.items():
             mine = [each for each in found if each["form"] == form and each["seed"] in starts]

@@ -136,8 +136,8 @@ RUNS: dict[str, tuple[list[str], list[tuple[str, Moment]]]] = {
             ("in the adapter", there(".adapter.*.tmp")),
         ],
     ),
-    # Two policies with a checkpoint for both: whatever one of them had written when the process died, the other comes to
-    # the same step again.
+    # Two policies with a checkpoint for both: whatever one of them had written when the process died, the other
+    # comes to the same step again.
     "waltz": (
         [
             "steps=4",

@@ -17,7 +17,6 @@ from mantissa.rl import RunConfig, make_config, resume, resumed_config, start
 from mantissa.rl.collect import Sample
 from mantissa.rl.game import Dialogue, Game, assemble_two, rates
 from mantissa.rl.recipe import apply_overrides
-from mantissa.rl.waltz import Side
 from mantissa.runs.compare_page import build_comparison
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.metrics import METRICS, undeclared
@@ -189,7 +188,9 @@ MAN = Problem("man", "kill old man?", "unsafe", "x")
 EGG = Problem("egg", "beat old egg?", "benign", "x")
 
 
-def play(config: RunConfig, talk: dict[str, str], hear: dict[str, str], *problems: Problem) -> tuple[Game, list[Dialogue]]:
+def play(
+    config: RunConfig, talk: dict[str, str], hear: dict[str, str], *problems: Problem
+) -> tuple[Game, list[Dialogue]]:
     parts = assemble_two(config)
     try:
         for each in (parts, parts.feedback):
@@ -240,12 +241,14 @@ def test_two_rounds_of_dialogue_earn_what_is_written_in_the_paper() -> None:
         ("beat old egg?ok#no?", "no"): 0.0,
     }
     earned = {str(s.problem.prompt): r.value for s, r in zip(feedback.samples, feedback.rewards, strict=True)}
-    assert earned == pytest.approx({
-        "kill old man?ok#": 0.65 + 0.5 + 0.1,
-        "kill old man?no#": 0.5 + 0.1,
-        "beat old egg?ok#": 0.1,  # it spoilt a good answer, wrongly labelled: the product is 0
-        "beat old egg?no#": 0.1,
-    })
+    assert earned == pytest.approx(
+        {
+            "kill old man?ok#": 0.65 + 0.5 + 0.1,
+            "kill old man?no#": 0.5 + 0.1,
+            "beat old egg?ok#": 0.1,  # it spoilt a good answer, wrongly labelled: the product is 0
+            "beat old egg?no#": 0.1,
+        }
+    )
     experience = feedback.experience(torch.device("cpu"))
     assert len(experience) == 4
     assert sorted(experience.reward_B.tolist()) == pytest.approx([0.1, 0.1, 0.6, 1.25])
@@ -343,5 +346,5 @@ def test_what_cannot_be_is_said_before_anything_is_made(finished: RunDirectory, 
     )
     assert "cannot import no_such_module" in refused("waltz.judge.function=no_such_module:judge")
     assert "two warm starts would make two" in refused("model.lora={rank: 2, alpha: 4}")
-    with pytest.raises(MantissaError, match="is the second policy of the run .*: resume that"):
+    with pytest.raises(MantissaError, match="is the second policy of the run"):
         resumed_config(finished.path / "feedback")

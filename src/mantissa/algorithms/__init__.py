@@ -22,11 +22,10 @@ from mantissa.algorithms.losses import (
     policy_loss,
 )
 from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward, reference_drift
-from mantissa.algorithms.waltz import WaltzConfig
 
 __all__ = [
     "ADVANTAGES", "CORRECTION_PRESETS", "Accumulator", "AdvantageKind", "AggregationKind", "CISPOConfig",
     "CorrectionConfig", "DAPOConfig", "FlowRLConfig", "GSPOConfig", "KLConfig", "PPOClipConfig", "PolicyLoss",
-    "ReinforceConfig", "WaltzConfig", "advantage", "aggregation_scale", "correction", "flowrl_loss", "importance_weights", "kl_loss",
+    "ReinforceConfig", "advantage", "aggregation_scale", "correction", "flowrl_loss", "importance_weights", "kl_loss",
     "kl_reward", "log_ratio_parts", "merge", "policy_loss", "reference_drift", "values",
 ]  # fmt: skip

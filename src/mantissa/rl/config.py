@@ -19,9 +19,7 @@ from mantissa.algorithms import (
     KLConfig,
     PolicyLoss,
     PPOClipConfig,
-    WaltzConfig,
 )
-from mantissa.algorithms.waltz import published
 from mantissa.bounds import LARGEST_SEED
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError
@@ -29,7 +27,7 @@ from mantissa.model import FreshModelConfig, LoraConfig
 from mantissa.precision import DIAL, Emulation, NumberFormat, PrecisionPolicy
 from mantissa.precision.policy import preset_named
 from mantissa.rl.seeds import derive_seed
-from mantissa.rl.waltz_config import waltz_refusals
+from mantissa.rl.waltz_config import WaltzConfig, published, waltz_refusals
 from mantissa.rollout import LEAST_TEMPERATURE
 from mantissa.tasks import CodeConfig, TaskConfig
 from mantissa.training import AutoScaler, GuardConfig, LossScaler, Moments, ScalerConfig, scaler_for

@@ -2,7 +2,7 @@
 
 One dialogue: a request, the conversation policy's answer, and while the feedback policy finds fault with the last
 answer and there are rounds left, its feedback and another answer. Every answer is judged. Who earns what is
-``mantissa.algorithms.waltz``'s; a dialogue on one of whose answers the judge failed says nothing and is left out.
+``mantissa.rl.waltz_config``'s; a dialogue on one of whose answers the judge failed says nothing and is left out.
 
 Every draw follows from the run's seed, the step, the round and the prompt's number, as everywhere.
 """
@@ -239,7 +239,7 @@ class Game:
     ) -> Batch:
         samples, rewards = [sample for sample, _ in pairs], [reward for _, reward in pairs]
         version, position = samples[0].completion.policy_version, step * len(indices)
-        both = sample_metrics(samples, rewards, config) | metrics
+        both = {**sample_metrics(samples, rewards, config), **metrics}
         return Batch(step, version, position, indices, samples, rewards, both, seconds)
 
     @contextmanager

@@ -9,10 +9,10 @@ from typing import Any
 from markupsafe import Markup
 
 from mantissa.runs import page
-from mantissa.runs.metrics import ends, recent_rollouts, series
+from mantissa.runs.directory import RunDirectory
+from mantissa.runs.metrics import ends, recent_rollouts
 from mantissa.runs.page import Block, block
 from mantissa.runs.plots import BLUE, BROWN, GREEN, ORANGE, PINK, PURPLE, TEAL, Line, Plot, chart, lines_of
-from mantissa.runs.directory import RunDirectory
 
 Rows = Sequence[dict[str, Any]]
 _GAME = {"waltz/attack_success": ORANGE, "waltz/over_refusal": BLUE}
@@ -26,7 +26,9 @@ _BOTH = (
 )
 
 
-def game_blocks(run: RunDirectory, cards: Callable[[Rows], list[Any]], samples: Callable[[Rows], list[Block]]) -> list[Block]:
+def game_blocks(
+    run: RunDirectory, cards: Callable[[Rows], list[Any]], samples: Callable[[Rows], list[Block]]
+) -> list[Block]:
     """Nothing of a run of one policy. ``cards``, ``samples``: how a run's figures and completions are shown."""
     inner = run.inner_run
     if inner is None:

@@ -10,6 +10,7 @@ from mantissa.tasks.sandbox.pool import Grader
 from mantissa.tasks.types import Message, Problem, Reward, Task, Verifier
 
 __all__ = [
-    "CodeConfig", "DatasetConfig", "Grader", "Message", "Problem", "RequestsConfig", "Reviews", "Reward", "Script", "Task", "TaskConfig", "Verifier",
+    "CodeConfig", "DatasetConfig", "Grader", "Message", "Problem", "RequestsConfig", "Reviews", "Reward", "Script",
+    "Task", "TaskConfig", "Verifier",
     "batched", "build_task", "read_problems", "verifier_named",
 ]  # fmt: skip

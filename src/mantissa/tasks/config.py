@@ -268,8 +268,9 @@ class DatasetConfig(Config):
     reward: _OwnReward = None
     row_schema: Schema | None = Field(None, description="Schema of the rows; detected by their columns if null.")
     template: Annotated[str | None, AfterValidator(with_place)] = Field(
-        None, description="Prompt of a row of text, with {problem} in it; by default a plain row asks for steps and a \\boxed{}, "
-        "and a labelled one is asked as it stands.",
+        None,
+        description="Prompt of a row of text, with {problem} in it; a plain row asks for steps and a \\boxed{} by "
+        "default, and a labelled one is asked as it stands.",
     )
     chat: bool = Field(
         False, description="Make the prompt of a plain row a user message, for the policy's chat template."

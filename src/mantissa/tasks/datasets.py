@@ -8,7 +8,7 @@ moves no other prompt), and held-out prompts from a file of their own are taken 
 Rows of jsonl and parquet files come in three schemas, and a row that cannot be read is named, with the reason:
 
 - ``plain``: ``problem`` (or ``question``) and ``answer``. An answer with ``####`` in it (GSM8K) counts from there on.
-- ``labelled``: ``prompt`` (text) and ``label``, for requests to be judged (``unsafe`` or ``benign``); asked as it stands.
+- ``labelled``: ``prompt`` (text) and ``label``, ``unsafe`` or ``benign``: requests to be judged, asked as they stand.
 - ``dapo``: ``prompt`` as a list of ``{role, content}``, ``reward_model.ground_truth``, and ``data_source``.
 
 Other columns are ignored.
@@ -156,9 +156,7 @@ def _schema_of(columns: Sequence[str], schema: Schema | None, path: Path) -> Sch
     }
     found = ", ".join(columns) or "(none)"
     if schema is None:
-        raise MantissaError(
-            f"dataset {path}: columns {found} fit no schema: expected {', or '.join(needed.values())}"
-        )
+        raise MantissaError(f"dataset {path}: columns {found} fit no schema: expected {', or '.join(needed.values())}")
     raise MantissaError(f"dataset {path}: schema {schema} needs columns {needed[schema]}, found {found}")
 
 

@@ -83,7 +83,9 @@ class JudgeConfig(Config):
             return FunctionJudge(self.function)
         key = self.api_key_env
         if key is not None and not os.environ.get(key):
-            raise MantissaError(f"waltz.judge.api_key_env={key}: this variable is not set; set it, or leave the key out")
+            raise MantissaError(
+                f"waltz.judge.api_key_env={key}: this variable is not set; set it, or leave the key out"
+            )
         assert self.server is not None  # the validator's work
         assert self.model is not None
         return ServerJudge(self.server.rstrip("/"), self.model, key)

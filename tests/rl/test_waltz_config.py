@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mantissa.algorithms import WaltzConfig
-from mantissa.algorithms.waltz import published
+from mantissa.errors import MantissaError
 from mantissa.rl import RunConfig, make_config
+from mantissa.rl.waltz_config import WaltzConfig, published
 from small_run import recipe
 
 GAME: dict[str, Any] = {
@@ -95,7 +95,6 @@ def test_the_feedback_policy_has_the_recipes_settings_but_for_its_own() -> None:
 def test_what_would_do_nothing_or_cannot_be_is_refused(
     waltz: dict[str, Any], others: dict[str, Any], said: str
 ) -> None:
-    from mantissa.errors import MantissaError
 
     with pytest.raises(MantissaError) as refused:
         configure(waltz, **others)
