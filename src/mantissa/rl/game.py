@@ -44,8 +44,6 @@ def assemble_two(config: RunConfig, ranks: Ranks = ALONE) -> Parts:
     script = Script.of(task, waltz.review, waltz.revise)
     parts = assemble(config, ranks, task)
     try:
-        if parts.ranks is not ALONE:
-            raise MantissaError("waltz: both policies learn in one process; set nproc=1")
         parts = replace(parts, feedback=assemble(other, ranks, Reviews(task, script)))
         _check_dialogues(config, parts, script)
     except BaseException:
@@ -167,7 +165,7 @@ class Game:
                 played = self.play(heldout, count, temperature, seed, name, step)
                 kept = [dialogue for dialogue in played if dialogue.error is None]
                 row |= {f"waltz/eval_{rate}": value for rate, value in rates(kept).items()}
-                row[f"eval/{name}"] = _mean(dialogue.verdicts[-1].value for dialogue in kept)
+                row |= {f"eval/{name}": _mean(dialogue.verdicts[-1].value for dialogue in kept)} if kept else {}
         return row
 
     def play(
@@ -269,4 +267,4 @@ _OVER = ("overrefuse", "over_refusal")
 
 def _mean(values: Iterable[float]) -> float:
     counted = list(values)
-    return sum(counted) / len(counted) if counted else 0.0
+    return sum(counted) / len(counted)
