@@ -79,7 +79,8 @@ def measure(seed: int, forms: list[str], keep: Path) -> None:
     if not (warm / "feedback" / "policy").is_dir():
         still = ("precision=fp32", "steps=1", "waltz.conversation_frozen=1", "waltz.feedback_frozen=1")
         append("waltz.jsonl", [row("start", seed, run(warm, seed, *still))], "cpu")
-    given = (f"model={{path: {warm}}}", f"waltz.feedback.model={{path: {warm}/feedback}}", "warm_start=null", "waltz.feedback.warm_start=null")
+    given = [f"model={{path: {warm}}}", f"waltz.feedback.model={{path: {warm}/feedback}}"]
+    given += ["warm_start=null", "waltz.feedback.warm_start=null"]
     for form in forms:
         with tempfile.TemporaryDirectory() as folder:
             how = [each.format(steps=steps) for each in FORMS[form]]

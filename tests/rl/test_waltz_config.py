@@ -68,7 +68,7 @@ def test_the_feedback_policy_has_the_recipes_settings_but_for_its_own() -> None:
         ({"feedback": {"rollout": {"prompts": 3}}}, {}, "waltz: feedback.rollout.prompts is the game's own"),
         ({"feedback": {"optimizer": {"lr": -1}}}, {}, "waltz.feedback.optimizer.lr: Input should be greater than 0"),
         ({"feedback": {"precision": "bf16"}}, {"loss_scaling": {}}, "waltz.feedback: loss_scaling does nothing for"),
-        ({"label": 1}, {}, "waltz: label is lambda of the first stage, and conversation_frozen=0"),
+        ({"label": 1}, {}, "waltz: label is lambda of the first stage, which"),
         ({"label_later": 1, "conversation_frozen": 4}, {}, "waltz with waltz.label_later: all steps"),
         ({"review": "{problem}"}, {}, "waltz: review lacks {answer}"),
         ({"judge": {}}, {}, "waltz.judge: expected exactly one of function and server"),
