@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import small_run
 from mantissa.errors import MantissaError
 from mantissa.rl import RunConfig, make_config, resume, resumed_config, start
 from mantissa.rl.collect import Sample
@@ -69,6 +70,7 @@ def parity(script: Script, text: str) -> Feedback | None:
 def _parity() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Script, "read", parity)
+        patch.setattr(small_run.REPORT, small_run.no_report)
         yield
 
 
@@ -333,8 +335,8 @@ def test_adapters_of_both_policies_have_one_base(finished: RunDirectory, tmp_pat
     assert (run.path / "policy" / "model.safetensors").is_file()
 
 
-@pytest.mark.usefixtures("with_report")
-def test_a_report_shows_both(finished: RunDirectory) -> None:
+def test_a_report_shows_both(finished: RunDirectory, calm: RunDirectory) -> None:
+    assert "Exactly 0 in every step of both" in build_report(calm).read_text()  # one step of equal weights
     page = build_report(finished).read_text()
     for words in ("The game", "Attack success and over-refusal", "Gap of both policies", "The feedback policy"):
         assert words in page

@@ -66,6 +66,8 @@ def _drawn(title: str, lines: Sequence[Line], unit: str, axis: Any) -> Plot:
     """With what each line was in the run's first tenth and in its last."""
     if not lines:
         return Plot(title, "Not logged.")
+    if axis == "log" and not any((line.y > 0).any() for line in lines):
+        return Plot(title, "Exactly 0 in every step of both.")
     said = [(line.label, both) for line in lines if (both := ends(line.y)) is not None]
     note = "; ".join(f"{label} {first:.3g} → {last:.3g}" for label, (first, last) in said)
     return chart(title, f"First and last tenth of the run: {note}.", lines, unit, axis)
