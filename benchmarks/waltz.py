@@ -29,6 +29,8 @@ FORMS: dict[str, tuple[str, ...]] = {
     "lambda-0": ("waltz.label_later=0",),
     "fp16": ("precision=fp16",),
     "bf16": ("precision=bf16",),
+    "fp16-decay": ("precision=fp16", "optimizer.decay=linear"),
+    "bf16-decay": ("precision=bf16", "optimizer.decay=linear"),
 }
 RATES = (
     "attack_success", "over_refusal", "first_attack_success", "first_over_refusal", "triggered", "label_accuracy",
