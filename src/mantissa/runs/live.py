@@ -76,9 +76,6 @@ COLUMNS = (
     Column("accuracy", "reward/accuracy", 8, _rounded(3)),
     Column("eval", "eval/greedy_accuracy", 6, _rounded(3), drop=3),
     Column("reward", "reward/mean", 7, _rounded(3), drop=5),
-    Column("attack", "waltz/attack_success", 6, _rounded(3)),
-    Column("refusal", "waltz/over_refusal", 7, _rounded(3)),
-    Column("labels", "waltz/label_accuracy", 6, _rounded(3)),
     Column("gap k3", "gap/k3_kl", 8, small),
     Column("|dlogp|", "gap/abs_logp_diff_mean", 8, small, drop=2),
     Column("scale", "precision/loss_scale", 6, power_of_two, drop=1),
@@ -88,6 +85,12 @@ COLUMNS = (
     Column("length", "length/mean", 7, _rounded(1), drop=6),
     Column("tok/s", "rate/rollout_tokens_per_s", 7, count, drop=4),
     Column("s/step", "time/step", 7, _rounded(2)),
+)
+
+GAME = (  # of two policies, beside those
+    Column("attack", "waltz/attack_success", 6, _rounded(3)),
+    Column("refusal", "waltz/over_refusal", 7, _rounded(3)),
+    Column("labels", "waltz/label_accuracy", 6, _rounded(3)),
 )
 
 
@@ -160,8 +163,8 @@ class Live:
         if not self.terminal:
             self._plain(self._line(step, row))
             return
-        one = "waltz/attack_success" not in row and "waltz/over_refusal" not in row  # policy, and no game
-        columns = fitting([c for c in COLUMNS if not (one and c.metric.startswith("waltz/"))], self.console.width)
+        game = GAME if any(name.startswith("waltz/") for name in row) else ()
+        columns = fitting((*COLUMNS, *game), self.console.width)
         if self._rows % _HEADER_EVERY == 0:
             titles = "".join(f"  {column.title:>{column.width}}" for column in columns)
             self.console.print(Text(f"{'step':>{_STEP_WIDTH}}{titles}", style="bold"))
@@ -191,7 +194,7 @@ class Live:
     def _line(self, step: int, row: Mapping[str, Any]) -> str:
         figures = [
             f"{column.title} {column.show(float(row[column.metric]))}"
-            for column in COLUMNS
+            for column in (*COLUMNS, *GAME)
             if isinstance(row.get(column.metric), int | float)
         ]
         return f"step {step}/{self.total_steps}  {'  '.join(figures)}  {self.time_left(step)}"
