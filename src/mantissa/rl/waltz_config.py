@@ -130,7 +130,7 @@ def waltz_refusals(config: Any) -> Iterator[tuple[bool, str]]:
     adapters, fresh = config.model.lora is not None, config.model.fresh is not None
     refusals = (
         (config.nproc > 1, f"nproc={config.nproc}: both policies learn in one process; set nproc=1"),
-        (rollout.engine == "vllm", "rollout.engine=vllm: nobody has tried two of them; use native"),
+        (rollout.engine != "native", f"rollout.engine={rollout.engine}: nobody has tried two of them; use native"),
         (rollout.max_policy_lag > 0, "rollout.max_policy_lag: a dialogue is of both policies' newest weights; set 0"),
         (rollout.dynamic is not None, "rollout.dynamic: there are no groups here; leave it out"),
         (rollout.overlong is not None, "rollout.overlong: an answer's reward is the judge's word; leave it out"),
