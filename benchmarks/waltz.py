@@ -22,15 +22,14 @@ from mantissa.rl import load_recipe, start
 from mantissa.runs.directory import RunDirectory
 
 RECIPE = ROOT / "recipes" / "waltz.yaml"
+CONSTANT = ("precision=fp32", "optimizer.decay=none")  # the learning rate does not fall
 FORMS: dict[str, tuple[str, ...]] = {
-    "joint": (),
-    "frozen": ("waltz.feedback_frozen={steps}",),
-    "ungated": ("waltz.gate=false",),
-    "lambda-0": ("waltz.label_later=0",),
-    "fp16": ("precision=fp16",),
-    "bf16": ("precision=bf16",),
-    "fp16-decay": ("precision=fp16", "optimizer.decay=linear"),
-    "bf16-decay": ("precision=bf16", "optimizer.decay=linear"),
+    "fp16-decay": ("precision=fp16",),  # the recipe
+    "joint": CONSTANT,
+    "frozen": (*CONSTANT, "waltz.feedback_frozen={steps}"),
+    "ungated": (*CONSTANT, "waltz.gate=false"),
+    "fp16": ("precision=fp16", "optimizer.decay=none"),
+    "bf16": ("precision=bf16", "optimizer.decay=none"),
 }
 RATES = (
     "attack_success", "over_refusal", "first_attack_success", "first_over_refusal", "triggered", "label_accuracy",
@@ -86,7 +85,7 @@ def measure(seed: int, forms: list[str], keep: Path) -> None:
     for form in forms:
         with tempfile.TemporaryDirectory() as folder:
             how = [each.format(steps=steps) for each in FORMS[form]]
-            done = run(Path(folder) / "run", seed, "precision=fp32", *given, *how)
+            done = run(Path(folder) / "run", seed, *given, *how)
             append("waltz.jsonl", [row(form, seed, done)], "cpu")
 
 
@@ -95,12 +94,13 @@ def picture() -> None:
     import matplotlib
 
     matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "mantissa"
     import matplotlib.pyplot as plt
 
     found = [json.loads(line) for line in (ROOT / "results" / "waltz.jsonl").read_text().splitlines()]
     starts = {each["seed"]: each["curve"][0] for each in found if each["form"] == "start"}
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
-    colours = dict(zip(FORMS, ("#2a6fdb", "#8a8a8a", "#d9822b", "#c2453d", "#2d9d78", "#8f5bb5"), strict=True))
+    colours = dict(zip(FORMS, ("#c2453d", "#2a6fdb", "#8a8a8a", "#d9822b", "#2d9d78", "#8f5bb5"), strict=True))
     for panel, (at, title) in zip(panels, ((1, "attack success"), (2, "over-refusal")), strict=True):
         for form, colour in colours.items():
             mine = [each for each in found if each["form"] == form and each["seed"] in starts]
@@ -116,7 +116,7 @@ def picture() -> None:
         panel.set_ylim(0, None)
     panels[0].set_ylabel("fraction of dialogues")
     panels[1].legend(frameon=False, fontsize=8)
-    figure.savefig(ROOT / "docs" / "images" / "waltz.svg")
+    figure.savefig(ROOT / "docs" / "images" / "waltz.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
