@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mantissa.algorithms import (
     AdvantageKind,
@@ -26,8 +26,7 @@ from mantissa.errors import MantissaError
 from mantissa.model import FreshModelConfig, LoraConfig
 from mantissa.precision import DIAL, Emulation, NumberFormat, PrecisionPolicy
 from mantissa.precision.policy import preset_named
-from mantissa.rl.seeds import derive_seed
-from mantissa.rl.waltz_config import WaltzConfig, published, waltz_refusals
+from mantissa.rl.waltz_config import WaltzConfig, check_feedback, feedback_config, published, waltz_refusals
 from mantissa.rollout import LEAST_TEMPERATURE
 from mantissa.tasks import CodeConfig, TaskConfig
 from mantissa.training import AutoScaler, GuardConfig, LossScaler, Moments, ScalerConfig, scaler_for
@@ -562,9 +561,7 @@ class RunConfig(Config):
         description="{} or settings of docs/rollback.md, such as {to: fp32}: thresholds at which the run goes back to "
         "its last good checkpoint and on in a wider format. null: no guard.",
     )
-    waltz: WaltzConfig | None = Field(
-        None, description="A second policy, which gives feedback on the first one's answers and trains beside it."
-    )
+    waltz: WaltzConfig | None = Field(None, description="A second policy, which gives feedback and trains beside it.")
     grading: GradingConfig = GradingConfig()
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(("tensorboard",), description="tensorboard, wandb.")
 
@@ -587,10 +584,7 @@ class RunConfig(Config):
     @property
     def of_feedback(self) -> RunConfig:
         """The run of the feedback policy, of a recipe that has one."""
-        assert self.waltz is not None
-        values = self.waltz.of_feedback(self.model_dump(mode="json", exclude_unset=True))
-        mine = {"name": f"{self.name}-feedback", "seed": derive_seed(self.seed, "feedback"), "evaluation": None}
-        return RunConfig.model_validate(values | mine)
+        return feedback_config(self)
 
     @model_validator(mode="before")
     @classmethod
@@ -601,14 +595,5 @@ class RunConfig(Config):
     def _fields_agree(self) -> Self:
         check_together(self)
         if self.waltz is not None:
-            self._feedback_is_possible()
+            check_feedback(self)
         return self
-
-    def _feedback_is_possible(self) -> None:
-        """The feedback policy's settings make a run too."""
-        try:
-            _ = self.of_feedback
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            at = ".".join(("waltz.feedback", *map(str, first["loc"])))
-            raise ValueError(f"{at}: {first['msg'].removeprefix('Value error, ')}") from None

@@ -24,9 +24,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from mantissa.config_base import Config
+from mantissa.rl.seeds import derive_seed
 from mantissa.tasks import DatasetConfig, RequestsConfig
 from mantissa.tasks.judges import JudgeConfig
 
@@ -121,6 +122,23 @@ def _under(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         mappings = isinstance(value, dict) and isinstance(both.get(name), dict)
         both[name] = _under(both[name], value) if mappings else value
     return both
+
+
+def feedback_config(config: Any) -> Any:
+    """The ``RunConfig`` of the feedback policy, of one that has a section ``waltz``."""
+    values = config.waltz.of_feedback(config.model_dump(mode="json", exclude_unset=True))
+    mine = {"name": f"{config.name}-feedback", "seed": derive_seed(config.seed, "feedback"), "evaluation": None}
+    return type(config).model_validate(values | mine)
+
+
+def check_feedback(config: Any) -> None:
+    """The feedback policy's settings make a run too; ``ValueError`` where they do not."""
+    try:
+        feedback_config(config)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        at = ".".join(("waltz.feedback", *map(str, first["loc"])))
+        raise ValueError(f"{at}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 def waltz_refusals(config: Any) -> Iterator[tuple[bool, str]]:
