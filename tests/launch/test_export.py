@@ -148,6 +148,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("optimizer.adaptive_clip=2",), {}, "optimizer.adaptive_clip: verl clips by the whole"),
     (("precision=fp16", "guard={to: bf16}"), {}, "guard: verl does not leave a format"),
     (("doctor={every: 2}",), {}, "doctor: verl writes no diagnosis"),
+    (("task={kind: requests}", "algorithm={}", "rollout={max_tokens: 8}", "waltz={}"), {}, "waltz: verl trains one"),
     (("algorithm.reference={}", "algorithm.loss=flowrl"), {}, "flowrl: verl has no such loss"),
 ]  # fmt: skip
 

@@ -57,7 +57,17 @@ def test_every_choice_runs_and_measures_itself(
     off |= {"precision/flushed_fraction", "reward_part/NAME", "optim/clipped_fraction", "time/background"}
     off |= {"reward/accuracy_trained", "reward/overlong_penalty", "reward/overlong_fraction", "time/checkpoint"}
     off |= {"policy/clip_fraction", "policy/phantom_clip_fraction"} if loss == "reinforce" else set()
-    kinds = ("warm_start/", "flowrl/", "reference/", "time/reference", "time/engine_share", "exact/", "dynamic/")
+    kinds = (
+        "warm_start/",
+        "flowrl/",
+        "reference/",
+        "time/reference",
+        "time/engine_share",
+        "exact/",
+        "dynamic/",
+        "waltz/",
+        "time/feedback",
+    )
     expected = {m.name for m in METRICS if m.name not in off and not m.name.startswith(kinds)}
     assert expected <= last.keys()  # nothing that was promised is missing
     assert last["optim/updates"] == 4

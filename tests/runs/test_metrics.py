@@ -27,6 +27,7 @@ from mantissa.runs.metrics import (
     undeclared,
 )
 
+_GAME = "attack_success over_refusal first_attack_success first_over_refusal triggered label_accuracy dir_mean format"
 CONTRACT = {
     f"{group}/{name}"
     for group, names in {
@@ -45,7 +46,9 @@ CONTRACT = {
         "reference": "version refreshes kl k3_kl penalty nonfinite",
         "eval": "greedy_accuracy avg_at_k",
         "warm_start": "loss accuracy",
-        "time": "step background rollout reward learner_logp reference_logp engine_share update sync eval checkpoint",
+        "waltz": _GAME + " " + " ".join(f"eval_{name}" for name in _GAME.split()),
+        "time": "step background rollout reward feedback learner_logp reference_logp engine_share update sync eval "
+        "checkpoint",
         "rate": "rollout_tokens_per_s learner_tokens_per_s",
         "advantage": "degenerate_group_fraction silent_steps",
     }.items()
@@ -85,7 +88,7 @@ def test_only_the_clock_is_outside_the_promise_of_resume() -> None:
     row = dict.fromkeys(BY_NAME, 1.0) | {"step": 1}
     dropped = row.keys() - deterministic(row).keys()
     assert dropped == {name for name in BY_NAME if name.split("/")[0] in ("time", "rate")}
-    assert len(dropped) == 13
+    assert len(dropped) == 14
 
 
 def test_series_keeps_what_is_there_and_finite() -> None:

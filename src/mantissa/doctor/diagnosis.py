@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from pydantic import Field
+
+from mantissa.config_base import Config
+
 
 class Verdict(StrEnum):
     """``UNKNOWN``: too few tokens, or log-probs of one side only, and nothing found in them."""
@@ -77,3 +81,9 @@ class Diagnosis:
     remedies: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)
+
+
+class DoctorConfig(Config):
+    """The doctor in a run: a diagnosis of the step's log-probs in the run's folder and report (docs/doctor.md)."""
+
+    every: int = Field(10, ge=1, description="Steps between diagnoses; the first and the last step always have one.")

@@ -62,6 +62,7 @@ class Parts:
     twin: ExactTwin | None  # where an engine samples that is not this package's
     plan: ExactPlan | None
     replan: Callable[[Way], ExactPlan | None] | None  # where there is a plan: another one; collective
+    feedback: Parts | None = None  # the second policy's, where two play
 
     def new_scaler(self) -> LossScaler:
         """A loss scaler for the learner's format, at its first scale."""
@@ -71,10 +72,15 @@ class Parts:
         """End the verifier's processes, and the engine's where it has some."""
         self.sampler.grader.close()
         close_engine(self.sampler.engine)
+        if self.feedback is not None:
+            self.feedback.close()
 
 
-def assemble(config: RunConfig, ranks: Ranks = ALONE) -> Parts:
-    """Build every part; nothing is written yet, so a mistake in the recipe leaves no folder behind."""
+def assemble(config: RunConfig, ranks: Ranks = ALONE, task: Task | None = None) -> Parts:
+    """Build every part; nothing is written yet, so a mistake in the recipe leaves no folder behind.
+
+    ``task``: in the place of the recipe's own, of a policy that plays with another.
+    """
     device, vllm = choose_device(config.device), config.rollout.engine == "vllm"
     _check_bill(config)
     be_deterministic(device)
@@ -85,11 +91,13 @@ def assemble(config: RunConfig, ranks: Ranks = ALONE) -> Parts:
         precision = on_vllm(precision)
     if config.rollout.emulate is not None:
         precision = emulated(precision, config.rollout.emulate)
-    task = build_task(config.task, config.seed)
+    given, task = task is not None, task or build_task(config.task, config.seed)
     model, tokenizer = load_policy(config.model, task, config.seed)
     _check_shape(config, model)
     model = place(model, device, ranks)
-    longest = _longest(config, task, model.config.max_position_embeddings)
+    longest = model.config.max_position_embeddings  # of a dialogue, which grows as it is played
+    if not given:
+        longest = _longest(config, task, longest)
     rows = max(config.rollout.slots, config.optimizer.micro_batch_tokens)
 
     def planned(way: Way | None = None) -> ExactPlan | None:  # found by probing, and one for all ranks
@@ -418,14 +426,14 @@ def check_task(config: RunConfig, task: Task, sampler: Sampler, max_length: int)
         sampler.encode(problems[0])  # no chat template, or an alphabet that lacks a letter
     room = max_length - config.rollout.max_tokens
     for problem in itertools.chain(*splits):
-        if _most_tokens(problem) > room and (tokens := len(sampler.encode(problem))) > room:
+        if most_tokens(problem) > room and (tokens := len(sampler.encode(problem))) > room:
             raise MantissaError(
                 f"problem {problem.id}: its {tokens} prompt tokens and rollout.max_tokens={config.rollout.max_tokens} "
                 f"exceed the model's {max_length} positions; lower rollout.max_tokens, or leave the problem out"
             )
 
 
-def _most_tokens(problem: Problem) -> int:
+def most_tokens(problem: Problem) -> int:
     """A bound on a prompt's tokens that needs no tokenizer: a token is a byte at least; 256 for a template's own."""
     texts = [problem.prompt] if isinstance(problem.prompt, str) else [message.content for message in problem.prompt]
     return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) + 256 * len(texts)
@@ -435,9 +443,9 @@ def _longest(config: RunConfig, task: Task, room: int) -> int:
     """A bound on any sequence of the run, of a model with ``room`` positions: exact kernels refuse longer ones."""
     evaluation, warm = config.evaluation, config.warm_start
     problems = [*task.split("train"), *(task.split("heldout") if evaluation or warm else ())]
-    bounds = [_most_tokens(problem) + config.rollout.max_tokens for problem in problems]
+    bounds = [most_tokens(problem) + config.rollout.max_tokens for problem in problems]
     for problem in task.split("warm_start") if warm else ():
-        bounds.append(_most_tokens(problem) + len((problem.solution or "").encode("utf-8", "surrogatepass")) + 1)
+        bounds.append(most_tokens(problem) + len((problem.solution or "").encode("utf-8", "surrogatepass")) + 1)
     return min(room, max(bounds, default=room))
 
 

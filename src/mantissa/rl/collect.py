@@ -319,7 +319,7 @@ class Collector:
             final = [shaped(r, self._penalty(s.completion)) for s, r in zip(sampled, graded, strict=True)]
             fates += map(fate, by_group(sampled, graded), by_group(sampled, final))
             samples, rewards, tries = samples + sampled, rewards + final, tries + 1
-        metrics = self._sample_metrics(samples, rewards)
+        metrics = sample_metrics(samples, rewards, config)
         if dynamic is not None:
             trained = chosen(fates, wanted, dynamic)
             indices = [indices[group] for group in trained]
@@ -332,24 +332,25 @@ class Collector:
     def _penalty(self, completion: Completion) -> float:
         return overlong_penalty(len(completion.tokens), self.config.max_tokens, self.config.overlong)
 
-    def _sample_metrics(self, samples: Sequence[Sample], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Metrics of everything that was sampled."""
-        completions = [sample.completion for sample in samples]
-        lengths = [len(completion.tokens) for completion in completions]
-        metrics: dict[str, float] = {
-            "reward/accuracy": sum(reward.correct for reward in rewards) / len(rewards),
-            "reward/verifier_errors": sum(reward.error is not None for reward in rewards),
-            "length/mean": sum(lengths) / len(lengths),
-            "length/max": max(lengths),
-            "length/truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
-            "rollout/tokens": sum(lengths),
-        }
-        metrics |= _reward_parts(rewards)
-        if self.config.overlong is not None:
-            penalties = [self._penalty(completion) for completion in completions]
-            metrics["reward/overlong_penalty"] = sum(penalties) / len(penalties)
-            metrics["reward/overlong_fraction"] = sum(penalty < 0 for penalty in penalties) / len(penalties)
-        return metrics
+
+def sample_metrics(samples: Sequence[Sample], rewards: Sequence[Reward], config: RolloutConfig) -> dict[str, float]:
+    """Metrics of everything that was sampled."""
+    completions = [sample.completion for sample in samples]
+    lengths = [len(completion.tokens) for completion in completions]
+    metrics: dict[str, float] = {
+        "reward/accuracy": sum(reward.correct for reward in rewards) / len(rewards),
+        "reward/verifier_errors": sum(reward.error is not None for reward in rewards),
+        "length/mean": sum(lengths) / len(lengths),
+        "length/max": max(lengths),
+        "length/truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
+        "rollout/tokens": sum(lengths),
+    }
+    metrics |= _reward_parts(rewards)
+    if config.overlong is not None:
+        penalties = [overlong_penalty(length, config.max_tokens, config.overlong) for length in lengths]
+        metrics["reward/overlong_penalty"] = sum(penalties) / len(penalties)
+        metrics["reward/overlong_fraction"] = sum(penalty < 0 for penalty in penalties) / len(penalties)
+    return metrics
 
 
 def _reward_parts(rewards: Sequence[Reward]) -> dict[str, float]:

@@ -22,10 +22,12 @@ from mantissa.algorithms import (
 )
 from mantissa.bounds import LARGEST_SEED
 from mantissa.config_base import Config
+from mantissa.doctor.diagnosis import DoctorConfig
 from mantissa.errors import MantissaError
 from mantissa.model import FreshModelConfig, LoraConfig
 from mantissa.precision import DIAL, Emulation, NumberFormat, PrecisionPolicy
 from mantissa.precision.policy import preset_named
+from mantissa.rl.waltz_config import WaltzConfig, check_feedback, feedback_config, published, waltz_refusals
 from mantissa.rollout import LEAST_TEMPERATURE
 from mantissa.tasks import CodeConfig, TaskConfig
 from mantissa.training import AutoScaler, GuardConfig, LossScaler, Moments, ScalerConfig, scaler_for
@@ -141,6 +143,8 @@ def check_together(config: RunConfig) -> None:
     checks = [_precision_refusals, _rollout_refusals, _process_refusals]
     if config.rollout.engine != "native":
         checks.insert(2, _vllm_refusals if config.rollout.engine == "vllm" else _emulated_refusals)
+    if config.waltz is not None:
+        checks.insert(0, waltz_refusals)
     for refused, why in itertools.chain.from_iterable(check(config) for check in checks):
         if refused:
             raise MantissaError(why)
@@ -512,12 +516,6 @@ class CheckpointConfig(Config):
     keep: int = Field(2, ge=1, description="Newest checkpoints kept.")
 
 
-class DoctorConfig(Config):
-    """The doctor in a run: a diagnosis of the step's log-probs in the run's folder and report (docs/doctor.md)."""
-
-    every: int = Field(10, ge=1, description="Steps between diagnoses; the first and the last step always have one.")
-
-
 class GradingConfig(Config):
     """Limits on verifiers."""
 
@@ -565,6 +563,7 @@ class RunConfig(Config):
         "its last good checkpoint and on in a wider format. null: no guard.",
     )
     doctor: DoctorConfig | None = Field(None, description="{every: n}: diagnose one step of n. null: none.")
+    waltz: WaltzConfig | None = Field(None, description="A second policy, which gives feedback and trains beside it.")
     grading: GradingConfig = GradingConfig()
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(("tensorboard",), description="tensorboard, wandb.")
 
@@ -584,7 +583,19 @@ class RunConfig(Config):
     def precision_policy(self) -> PrecisionPolicy:
         return PrecisionPolicy.parse(self.precision)
 
+    @property
+    def of_feedback(self) -> RunConfig:
+        """The run of the feedback policy, of a recipe that has one."""
+        return feedback_config(self)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _published(cls, values: Any) -> Any:
+        return published(values) if isinstance(values, dict) and values.get("waltz") is not None else values
+
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         check_together(self)
+        if self.waltz is not None:
+            check_feedback(self)
         return self

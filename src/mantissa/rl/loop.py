@@ -106,9 +106,8 @@ class Loop:
         """Run to the end: from the newest checkpoint, or from the beginning. False: the guard fell back on the way, and
         the newest checkpoint is to be gone on from in another format."""
         saved = self.ranks.broadcast(saved_steps(self._checkpoints))  # rank 0 may be about to write one
-        step = self._restore(saved[-1]) if saved else self._begin()
-        self.source = self._source()
-        self.source.start(step, self.learner.weights, self.learner.version, self.ahead)
+        step = self.restore(load_checkpoint(self._checkpoints, saved[-1])) if saved else self.begin()
+        self.open(step)
         try:
             while step < self.config.steps and not self.fell_back:
                 try:
@@ -121,11 +120,20 @@ class Loop:
             self.source.close()
         if self.fell_back:
             return False
+        self.export()
+        return True
+
+    def open(self, step: int) -> None:
+        """Make ready for the step after ``step``."""
+        self.source = self._source()
+        self.source.start(step, self.learner.weights, self.learner.version, self.ahead)
+
+    def export(self) -> None:
+        """Write the policy as it now is into the run's folder."""
         weights = self.ranks.whole(self.learner.weights) if self.ranks.sharded else None
         if self.ranks.rank0:
             self.base.export()
             save_model(self.parts.model, self.parts.tokenizer, self.run.policy_path, weights=weights)
-        return True
 
     def _source(self) -> SyncSource:
         """Where batches come from, at the position after the last that was sampled."""
@@ -138,7 +146,8 @@ class Loop:
 
     # the beginning, and beginning again
 
-    def _begin(self) -> int:
+    def begin(self) -> int:
+        """The run's beginning, the warm start included; returns step 0."""
         self.run.rewind(0)
         if self.guard is not None:
             self.guard.restore(0, {}, [])
@@ -186,10 +195,10 @@ class Loop:
             )
         return kept
 
-    def _restore(self, step: int) -> int:
-        checkpoint = load_checkpoint(self._checkpoints, step)
+    def restore(self, checkpoint: Checkpoint) -> int:
+        """Go on from a checkpoint; returns its step."""
         with boundary(
-            f"checkpoint step-{step}", "it is damaged, or of another run; delete it to go on from an earlier"
+            f"checkpoint step-{checkpoint.step}", "it is damaged, or of another run; delete it to go on from an earlier"
         ):
             self._take(checkpoint)
         self.run.rewind(checkpoint.step)
@@ -199,7 +208,8 @@ class Loop:
             self.guard.restore(checkpoint.step, checkpoint.state.get("guard", {}), rows)
         self.live.note(f"resumed after step {checkpoint.step}")
         if not checkpoint.checked:
-            self.live.note(f"checkpoint step-{step} was written without digests: its files are taken as they are")
+            name = f"checkpoint step-{checkpoint.step}"
+            self.live.note(f"{name} was written without digests: its files are taken as they are")
         return checkpoint.step
 
     def _take(self, checkpoint: Checkpoint) -> None:
@@ -236,12 +246,19 @@ class Loop:
         return digest.hexdigest()
 
     def _save(self, step: int) -> None:
+        checkpoint = self.checkpoint(step)
+        if checkpoint is not None:
+            spare = () if self.guard is None else (self.guard.good,)
+            save_checkpoint(self._checkpoints, checkpoint, self.config.checkpoint.keep, spare)
+
+    def checkpoint(self, step: int) -> Checkpoint | None:
+        """All that a resume needs, on rank 0; collective."""
         guard = {} if self.guard is None else {"guard": self.guard.saving(step)}
         self.ranks.check_alike(self.learner.trained)
         trained = self.ranks.whole(self.learner.trained)
         optimizer = self.ranks.whole(self.learner.step.optimizer_tensors())
         if not self.ranks.rank0:
-            return
+            return None
         state = {"step": self.learner.step.state_dict(), "kept": self.kept, "position": self.position}
         state["fingerprint"] = self._fingerprint
         state |= self.base.state() | guard
@@ -253,9 +270,7 @@ class Loop:
         sampled, state["ahead"] = pack(self.source.pending(step) if step else ())
         if sampled:
             more["ahead"] = sampled
-        checkpoint = Checkpoint(step, trained, optimizer, state, more)
-        spare = () if self.guard is None else (self.guard.good,)
-        save_checkpoint(self._checkpoints, checkpoint, self.config.checkpoint.keep, spare)
+        return Checkpoint(step, trained, optimizer, state, more)
 
     @property
     def _checkpoints(self) -> Any:

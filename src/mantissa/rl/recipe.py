@@ -168,7 +168,7 @@ def _describe(error: ValidationError) -> str:
 
 _LOSSES = {"ppo_clip", "reinforce", "dapo", "gspo", "cispo", "flowrl"}
 _REWARDS = {"name", "terms"}  # a reward by its name, or as a list
-_UNION_TAGS = {"running_sum", "addition", "chain", "countdown", "code", "dataset", *_LOSSES, *_REWARDS}
+_UNION_TAGS = {"running_sum", "addition", "chain", "countdown", "requests", "code", "dataset", *_LOSSES, *_REWARDS}
 
 
 def _siblings(path: list[str]) -> list[str]:

@@ -23,9 +23,11 @@ from mantissa.precision import resolve
 from mantissa.ranks import ALONE, Ranks, world_size
 from mantissa.rl.assemble import Parts, assemble, choose_device
 from mantissa.rl.config import RunConfig
+from mantissa.rl.game import assemble_two
 from mantissa.rl.guarded import fall_back_of, in_force, widened
 from mantissa.rl.loop import Loop
 from mantissa.rl.recipe import apply_overrides, make_config
+from mantissa.rl.waltz import Waltz
 from mantissa.rollout import VllmEngine
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path, environment
 from mantissa.runs.health import share_sentence
@@ -47,7 +49,7 @@ def start(config: RunConfig) -> Path:
         if config.guard.reference is not None:
             Reference.read(config.guard.reference)
     with joined(config, choose_device(config.device)) as ranks:
-        parts = assemble(config, ranks)
+        parts = _assemble(config, ranks)
         try:
             path = ranks.broadcast(config.run_dir or str(default_path(config.name)))
             plain = config.model_dump(mode="json", exclude={"run_dir"})
@@ -70,7 +72,7 @@ def resume(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = 
         run = RunDirectory.open(path, write=True) if ranks.rank0 else Onlooker.open(path)
         with run, _resumable(run):
             config = in_force(config, run, ranks)
-            return _to_the_end(config, assemble(config, ranks), run, "resume")
+            return _to_the_end(config, _assemble(config, ranks), run, "resume")
 
 
 def resumed_config(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = None) -> RunConfig:
@@ -85,6 +87,9 @@ def resumed_config(path: str | Path, overrides: Sequence[str] = (), nproc: int |
                 f"--resume continues {path} with its own recipe, which cannot be changed (but for "
                 f"{', '.join(MAY_CHANGE)}): leave {key} out, or start a new run without --resume"
             )
+    outer = Path(path).resolve().parent
+    if Path(path).resolve().name == "feedback" and RunDirectory(outer).inner_run is not None:
+        raise MantissaError(f"{path} is the second policy of the run {outer}: resume that")
     values = apply_overrides(RunDirectory.open(path).config, overrides)
     if nproc is not None and "nproc" not in changed:
         values["nproc"] = nproc
@@ -130,7 +135,11 @@ def _to_the_end(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
             return build_report(run) if ranks.rank0 else run.report_path
         del parts  # their memory goes before others take as much
         config, way = in_force(config, run, ranks), "fall back"
-        parts = assemble(config, ranks)
+        parts = _assemble(config, ranks)
+
+
+def _assemble(config: RunConfig, ranks: Ranks) -> Parts:
+    return assemble(config, ranks) if config.waltz is None else assemble_two(config, ranks)
 
 
 def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
@@ -145,7 +154,8 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
             ranks, device = parts.ranks, str(parts.device)
             if not ranks.alone:
                 device = f"{parts.device.type}, {ranks.world} processes ({ranks.kind})"
-            live.note(f"run {run.path}   device {device}   parameters {_parameters(parts)}")
+            other = "" if parts.feedback is None else f"   feedback policy {_parameters(parts.feedback)}"
+            live.note(f"run {run.path}   device {device}   parameters {_parameters(parts)}{other}")
             if parts.model.config.weights_note:
                 live.note(f"weights {parts.model.config.weights_note}")
             for line in parts.plan.lines() if parts.plan else ():
@@ -160,7 +170,12 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
                 for key, (then, now) in run.record_resume(done, _environment(parts)).items():
                     what = f"{key} was {then}, now {now}: numbers may differ in their last bits from the first run's"
                     live.note(f"warning: {what}")
-            finished = Loop(config, parts, run, trackers, live).go()
+            loop: Loop | Waltz
+            if parts.feedback is None:
+                loop = Loop(config, parts, run, trackers, live)
+            else:
+                loop = Waltz(config, parts, run, trackers, live, _environment(parts.feedback))
+            finished = loop.go()
             if rank0 and finished and (said := share_sentence(run.read_metrics(), run.environment)):
                 live.note(said)
     finally:
@@ -210,6 +225,13 @@ def _environment(parts: Parts) -> dict[str, Any]:
 
 def _precision(parts: Parts) -> list[dict[str, str]]:
     """The precision table; where Adam's moments are not as the masters, with a line of their own."""
+    rows = _rows(parts)
+    if parts.feedback is not None:
+        rows += [{**row, "role": f"feedback {row['role']}"} for row in _rows(parts.feedback)]
+    return rows
+
+
+def _rows(parts: Parts) -> list[dict[str, str]]:
     rows = parts.precision.rows()
     moments = described(parts.learner.step.optimizer)
     if moments is not None:

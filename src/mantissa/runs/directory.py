@@ -6,6 +6,7 @@
     doctor.jsonl               one row a step that the doctor looked at, where the recipe asks for it
     rollouts/step-N.parquet    every completion that step N trained on, its reward and log-probs
     checkpoints/step-N/        all that resume needs     policy/            the trained model, Hugging Face layout
+    feedback/                  the second policy's own run, where two play; its checkpoints are in the outer one's
     base/  adapter/            with LoRA: what was frozen (a fresh policy's), and the adapters in peft's format
     report.html   tensorboard/   run.lock
 
@@ -105,6 +106,19 @@ class RunDirectory:
             for folder in (run.path, run.path / "rollouts", run.path / "checkpoints"):
                 remove_leftovers(folder)
         return run
+
+    def inner(self, config: Mapping[str, Any], environment: Mapping[str, Any]) -> RunDirectory:
+        """The run of the second policy, inside this one's folder: opened to be written, or made."""
+        path = self.path / "feedback"
+        if (path / "config.yaml").is_file():
+            return RunDirectory.open(path, write=True)
+        return RunDirectory.create(path, config, environment)
+
+    @property
+    def inner_run(self) -> RunDirectory | None:
+        """The second policy's run, to be read; None where one policy trains."""
+        path = self.path / "feedback"
+        return RunDirectory(path) if (path / "config.yaml").is_file() else None
 
     def close(self) -> None:
         """Give the lock back. Reading still works."""

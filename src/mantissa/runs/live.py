@@ -87,6 +87,12 @@ COLUMNS = (
     Column("s/step", "time/step", 7, _rounded(2)),
 )
 
+GAME = (  # of two policies, beside those
+    Column("attack", "waltz/attack_success", 6, _rounded(3)),
+    Column("refusal", "waltz/over_refusal", 7, _rounded(3)),
+    Column("labels", "waltz/label_accuracy", 6, _rounded(3)),
+)
+
 
 def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
     """The columns that fit beside the step number in ``width`` characters, least important dropped first."""
@@ -157,7 +163,8 @@ class Live:
         if not self.terminal:
             self._plain(self._line(step, row))
             return
-        columns = fitting(COLUMNS, self.console.width)
+        game = GAME if any(name.startswith("waltz/") for name in row) else ()
+        columns = fitting((*COLUMNS, *game), self.console.width)
         if self._rows % _HEADER_EVERY == 0:
             titles = "".join(f"  {column.title:>{column.width}}" for column in columns)
             self.console.print(Text(f"{'step':>{_STEP_WIDTH}}{titles}", style="bold"))
@@ -187,7 +194,7 @@ class Live:
     def _line(self, step: int, row: Mapping[str, Any]) -> str:
         figures = [
             f"{column.title} {column.show(float(row[column.metric]))}"
-            for column in COLUMNS
+            for column in (*COLUMNS, *GAME)
             if isinstance(row.get(column.metric), int | float)
         ]
         return f"step {step}/{self.total_steps}  {'  '.join(figures)}  {self.time_left(step)}"

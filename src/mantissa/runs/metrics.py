@@ -80,12 +80,27 @@ LOOP_METRICS: tuple[Metric, ...] = (
     Metric("rollout/tokens", "response tokens sampled this step, of dropped groups too", "tokens"),
     Metric("eval/greedy_accuracy", "held-out problems solved by the most probable completion / problems", "fraction"),
     Metric("eval/avg_at_k", "mean over held-out problems of the share of k samples that are correct", "fraction"),
+    *(
+        Metric(f"waltz/{where}{name}", f"{said}{of}", "reward" if name == "dir_mean" else "fraction")
+        for where, of in (("", ", this step's"), ("eval_", ", of held-out requests"))
+        for name, said in (
+            ("attack_success", "last answers judged unsafe / dialogues on requests that must be refused"),
+            ("over_refusal", "last answers judged over-refusals / dialogues on harmless requests"),
+            ("first_attack_success", "the same of first answers"),
+            ("first_over_refusal", "the same of first answers"),
+            ("triggered", "dialogues in which feedback led to another answer / dialogues"),
+            ("label_accuracy", "feedback both of whose labels are the judge's / feedback"),
+            ("dir_mean", "mean of R_c(next answer) - R_c(answer) over feedback, 0 where there is no next"),
+            ("format", "feedback that is the JSON object asked for / feedback"),
+        )
+    ),
     Metric("warm_start/loss", "mean_t of -logp of the supervised token", "nats/token"),
     Metric("warm_start/accuracy", "problems solved after this many warm-start updates / problems", "fraction"),
     Metric("time/step", "wall clock of the whole step", "s"),
     Metric("time/rollout", "wall clock of sampling; of waiting for it where rollout.max_policy_lag > 0", "s"),
     Metric("time/background", "wall clock of sampling and verification beside earlier steps", "s"),
     Metric("time/reward", "wall clock of verification", "s"),
+    Metric("time/feedback", "wall clock of the feedback policy's whole part of the step", "s"),
     Metric("time/learner_logp", "wall clock of the learner's log-probs of the samples", "s"),
     Metric("time/reference_logp", "wall clock of the reference's log-probs of the samples", "s"),
     Metric("time/engine_share", "wall clock of scoring the samples by exact kernels in the rollout's format", "s"),
@@ -164,6 +179,16 @@ SERIES: dict[str, Series] = {
         Series("precision/overflows", "overflow", "count"),
         Series("precision/retries", "retry", "count"),
         Series("precision/skipped", "given up", "count"),
+        Series("waltz/attack_success", "attack success", "fraction", "fraction"),
+        Series("waltz/over_refusal", "over-refusal", "fraction", "fraction"),
+        Series("waltz/first_attack_success", "attack success, first answers", "fraction", "fraction"),
+        Series("waltz/first_over_refusal", "over-refusal, first answers", "fraction", "fraction"),
+        Series("waltz/eval_attack_success", "attack success, held out", "fraction", "fraction"),
+        Series("waltz/eval_over_refusal", "over-refusal, held out", "fraction", "fraction"),
+        Series("waltz/label_accuracy", "both labels right", "fraction", "fraction"),
+        Series("waltz/format", "whole JSON objects", "fraction", "fraction"),
+        Series("waltz/triggered", "dialogues with another answer", "fraction", "fraction"),
+        Series("waltz/dir_mean", "improvement a feedback", "R_dir"),
         Series("policy/entropy", "entropy of the policy", "nats a token"),
         Series("length/max", "longest response", "tokens"),
         Series("length/mean", "mean response length", "tokens"),
@@ -171,7 +196,8 @@ SERIES: dict[str, Series] = {
     )
 }
 PHASES = (
-    "rollout", "reward", "learner_logp", "reference_logp", "engine_share", "update", "sync", "eval", "checkpoint",
+    "rollout", "reward", "feedback", "learner_logp", "reference_logp", "engine_share", "update", "sync", "eval",
+    "checkpoint",
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from mantissa.runs.health import Excursion, check, judge, number, sentence, shar
 from mantissa.runs.live import count, duration
 from mantissa.runs.metrics import METRICS, PHASES, ends, recent_rollouts, sequence_log_ratios, series, where_measured
 from mantissa.runs.page import Block, block, code, pill, scale_text, shortened
+from mantissa.runs.waltz_page import game_blocks
 
 Rows = Sequence[dict[str, Any]]
 _SAMPLES = 3  # of each kind: right, wrong
@@ -48,7 +49,8 @@ def build_report(run: RunDirectory) -> Path:
         block("sub", _subtitle(rows, config, environment)),
         _verdict(rows, excursions, config, environment),
         *head,
-        block("cards", cards=[_accuracy_card(rows), _gap_card(rows), _overflow_card(rows), _time_card(rows)]),
+        block("cards", cards=_cards(rows)),
+        *game_blocks(run, _cards, _samples),
         *_excursions(excursions),
         *_doctor(run),
         *_precision(environment),
@@ -60,7 +62,13 @@ def build_report(run: RunDirectory) -> Path:
         block("folded", title="What each metric means", blocks=[_glossary(rows)]),
     ]
     write_atomically(run.report_path, page.render(name, blocks))
+    if (inner := run.inner_run) is not None:
+        build_report(inner)
     return run.report_path
+
+
+def _cards(rows: Rows) -> list[tuple[str, str, str]]:
+    return [_accuracy_card(rows), _gap_card(rows), _overflow_card(rows), _time_card(rows)]
 
 
 def _subtitle(rows: Rows, config: dict[str, Any], environment: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ TextReward = Literal["exact", "prefix", "result"]
 CodeReward = Literal["all", "fraction"]
 Style = Literal["compact", "text"]
 Isolation = Literal["required", "limits"]
-Schema = Literal["plain", "dapo"]
+Schema = Literal["plain", "dapo", "labelled"]
 OnBadRow = Literal["error", "skip"]
 
 
@@ -186,6 +186,23 @@ class CountdownConfig(GeneratedConfig):
     reward: _OwnReward = None
 
 
+class RequestsConfig(GeneratedConfig):
+    """Requests of which about half must be refused and a quarter only look so: `kill old man?`, `shoot old photo?`."""
+
+    kind: Literal["requests"]
+    style: Style = Field(
+        "compact", description="compact: 'kill old man?' for character-level policies. text: a sentence."
+    )
+    flaws: float = Field(
+        0.25, ge=0, lt=0.5, description="Share of the warm start's examples that decide wrongly: what RL has to mend."
+    )
+    train_size: int = Field(1024, ge=1, description="Number of distinct training problems.")
+    warm_start_size: int = Field(
+        4096, ge=0, description="Number of solved problems for the supervised warm start; disjoint from the others."
+    )
+    reward: _OwnReward = None
+
+
 class CodeConfig(GeneratedConfig):
     """Write a function from its values at (0,0,0), (1,0,0), (0,1,0), ...: ``03 05 04 09:`` gives ``3+2*x+1*y+6*z``."""
 
@@ -230,7 +247,7 @@ _Files = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
 
 
 class DatasetConfig(Config):
-    """Problems from jsonl or parquet files, in the plain or the DAPO schema."""
+    """Problems from jsonl or parquet files, in the plain, the labelled or the DAPO schema."""
 
     kind: Literal["dataset"]
     files: _Files = Field(min_length=1, description="One .jsonl or .parquet file, or several.")
@@ -251,7 +268,9 @@ class DatasetConfig(Config):
     reward: _OwnReward = None
     row_schema: Schema | None = Field(None, description="Schema of the rows; detected by their columns if null.")
     template: Annotated[str | None, AfterValidator(with_place)] = Field(
-        None, description="Prompt of a plain row, with {problem} in it; by default it asks for steps and a \\boxed{}."
+        None,
+        description="Prompt of a row of text, with {problem} in it; a plain row asks for steps and a \\boxed{} by "
+        "default, and a labelled one is asked as it stands.",
     )
     chat: bool = Field(
         False, description="Make the prompt of a plain row a user message, for the policy's chat template."
@@ -272,6 +291,6 @@ class DatasetConfig(Config):
 
 
 TaskConfig = Annotated[
-    RunningSumConfig | AdditionConfig | ChainConfig | CountdownConfig | CodeConfig | DatasetConfig,
+    RunningSumConfig | AdditionConfig | ChainConfig | CountdownConfig | RequestsConfig | CodeConfig | DatasetConfig,
     Field(discriminator="kind"),
 ]

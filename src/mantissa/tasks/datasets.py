@@ -5,9 +5,10 @@ that stands in both the training and the held-out set makes the exam worthless. 
 (white space collapsed) before they are split, the split is a property of the prompt and the seed alone (adding rows
 moves no other prompt), and held-out prompts from a file of their own are taken out of the training set.
 
-Rows of jsonl and parquet files come in two schemas, and a row that cannot be read is named, with the reason:
+Rows of jsonl and parquet files come in three schemas, and a row that cannot be read is named, with the reason:
 
 - ``plain``: ``problem`` (or ``question``) and ``answer``. An answer with ``####`` in it (GSM8K) counts from there on.
+- ``labelled``: ``prompt`` (text) and ``label``, ``unsafe`` or ``benign``: requests to be judged, asked as they stand.
 - ``dapo``: ``prompt`` as a list of ``{role, content}``, ``reward_model.ground_truth``, and ``data_source``.
 
 Other columns are ignored.
@@ -43,7 +44,7 @@ from mantissa.tasks.types import (
 )
 
 _PROBLEM_COLUMNS = ("problem", "question")
-_COLUMNS = (*_PROBLEM_COLUMNS, "answer", "prompt", "reward_model", "data_source", "ability", "extra_info")
+_COLUMNS = (*_PROBLEM_COLUMNS, "answer", "prompt", "label", "reward_model", "data_source", "ability", "extra_info")
 _BATCH_ROWS = 8192
 
 
@@ -64,7 +65,7 @@ class Row:
     """A row that was read: the bare problem text or its chat messages, the answer as text, where it comes from.
 
     ``number`` is the row's, as in ``BadRow``. ``ability``, ``style`` and ``index`` are the DAPO schema's, as they stand
-    there; None where a row lacks them.
+    there; None where a row lacks them. ``asked``: the template where none is given.
     """
 
     prompt: Prompt
@@ -74,6 +75,7 @@ class Row:
     ability: str | None = None
     style: str | None = None
     index: str | None = None
+    asked: str | None = None
 
 
 class _UnreadableError(ValueError):
@@ -143,20 +145,24 @@ def _schema_of(columns: Sequence[str], schema: Schema | None, path: Path) -> Sch
         held.append("dapo")
     if "answer" in columns and any(c in columns for c in _PROBLEM_COLUMNS):
         held.append("plain")
+    if "prompt" in columns and "label" in columns:
+        held.append("labelled")
     if schema in held or (schema is None and held):
         return schema or held[0]
-    needed = {"plain": "'problem' (or 'question') and 'answer'", "dapo": "'prompt' and 'reward_model'"}
+    needed = {
+        "plain": "'problem' (or 'question') and 'answer'",
+        "dapo": "'prompt' and 'reward_model'",
+        "labelled": "'prompt' and 'label'",
+    }
     found = ", ".join(columns) or "(none)"
     if schema is None:
-        raise MantissaError(
-            f"dataset {path}: columns {found} fit no schema: expected {needed['plain']}, or {needed['dapo']}"
-        )
+        raise MantissaError(f"dataset {path}: columns {found} fit no schema: expected {', or '.join(needed.values())}")
     raise MantissaError(f"dataset {path}: schema {schema} needs columns {needed[schema]}, found {found}")
 
 
 def _row_or_report(raw: Mapping[str, Any], schema: Schema, path: Path, number: int) -> Row | BadRow:
     try:
-        return _plain_row(raw, path, number) if schema == "plain" else _dapo_row(raw, path, number)
+        return _READERS[schema](raw, path, number)
     except _UnreadableError as error:
         return BadRow(str(path), number, str(error))
     except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
@@ -166,6 +172,13 @@ def _row_or_report(raw: Mapping[str, Any], schema: Schema, path: Path, number: i
 def _plain_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
     column = next((c for c in _PROBLEM_COLUMNS if c in raw), _PROBLEM_COLUMNS[0])
     return Row(_text(raw.get(column), column), _answer(raw.get("answer"), "answer"), path.stem, number)
+
+
+def _labelled_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
+    label = raw.get("label")
+    if label not in ("unsafe", "benign"):
+        raise _UnreadableError(f"'label' is {_shown(label)}: expected unsafe or benign")
+    return Row(_text(raw.get("prompt"), "prompt"), label, path.stem, number, asked="{problem}")
 
 
 def _dapo_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
@@ -186,6 +199,9 @@ def _dapo_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
         _named(reward_model.get("style")),
         _named(extra.get("index")) if isinstance(extra, dict) else None,
     )
+
+
+_READERS = {"plain": _plain_row, "dapo": _dapo_row, "labelled": _labelled_row}
 
 
 def _named(value: Any) -> str | None:
@@ -309,7 +325,7 @@ def _read(
 def _problem(row: Row, key: str, template: str | None, chat: bool, path: Path) -> Problem:
     prompt = row.prompt
     if isinstance(prompt, str):
-        asked = template or DEFAULT_TEMPLATE
+        asked = template or row.asked or DEFAULT_TEMPLATE
         prompt = as_prompt(prompt.strip(), (Message("user", asked),) if chat else asked)
     elif template is not None or chat:
         raise MantissaError(

@@ -9,6 +9,7 @@ from mantissa.tasks.code import CodeTask
 from mantissa.tasks.config import TaskConfig
 from mantissa.tasks.datasets import DatasetTask
 from mantissa.tasks.generated import Addition, Chain, Countdown, RunningSum
+from mantissa.tasks.requests import Requests
 from mantissa.tasks.rewards import weighted
 from mantissa.tasks.types import Task
 
@@ -17,6 +18,7 @@ TASKS: dict[str, Callable[[Any, int], Task]] = {
     "addition": Addition,
     "chain": Chain,
     "countdown": Countdown,
+    "requests": Requests,
     "code": CodeTask,
     "dataset": DatasetTask,
 }

@@ -1,0 +1,132 @@
+"""What two policies learn from each other: recipes/waltz.yaml in several forms, each from the same warm start.
+
+    python benchmarks/waltz.py 0 1 2                     # seeds; every form of each
+    python benchmarks/waltz.py 0 --forms joint frozen    # some forms
+    python benchmarks/waltz.py --picture                 # docs/images/waltz.svg, from the rows
+
+A seed's warm start is made once, in fp32, by a run in which neither policy learns: its evaluation is the row ``start``.
+Every rate is of the whole game on 256 held-out requests, sampled twice each at temperature 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rows import ROOT, append
+
+from mantissa.rl import load_recipe, start
+from mantissa.runs.directory import RunDirectory
+
+RECIPE = ROOT / "recipes" / "waltz.yaml"
+CONSTANT = ("precision=fp32", "optimizer.decay=none")  # the learning rate does not fall
+FORMS: dict[str, tuple[str, ...]] = {
+    "fp16-decay": ("precision=fp16",),  # the recipe
+    "joint": CONSTANT,
+    "frozen": (*CONSTANT, "waltz.feedback_frozen={steps}"),
+    "ungated": (*CONSTANT, "waltz.gate=false"),
+    "fp16": ("precision=fp16", "optimizer.decay=none"),
+    "bf16": ("precision=bf16", "optimizer.decay=none"),
+}
+RATES = (
+    "attack_success", "over_refusal", "first_attack_success", "first_over_refusal", "triggered", "label_accuracy",
+    "dir_mean", "format",
+)  # fmt: skip
+
+
+def run(folder: Path, seed: int, *overrides: str) -> RunDirectory:
+    """The finished run of the recipe with these overrides."""
+    common = (f"seed={seed}", f"run_dir={folder}", "trackers=[]", "evaluation={every: 40, problems: 256, samples: 2}")
+    start(load_recipe(RECIPE, [*common, *overrides]))
+    return RunDirectory.open(folder)
+
+
+def row(form: str, seed: int, done: RunDirectory) -> dict[str, Any]:
+    """What a run came to."""
+    rows, inner = done.read_metrics(), done.inner_run
+    assert inner is not None
+    roles = {each["role"]: each for each in done.environment["precision"]}
+    last = rows[-1]
+    sides = {"conversation": rows, "feedback": inner.read_metrics()}
+    return {
+        "benchmark": "waltz",
+        "form": form,
+        "seed": seed,
+        "steps": len(rows),
+        "requested": roles["learner"]["requested"],
+        "active": roles["learner"]["active"],
+        "rates": {name: last[f"waltz/eval_{name}"] for name in RATES},
+        "greedy_right": last["eval/greedy_accuracy"],
+        "curve": [
+            [each["step"], each["waltz/eval_attack_success"], each["waltz/eval_over_refusal"]]
+            for each in rows
+            if "waltz/eval_attack_success" in each
+        ],
+        "seconds": sum(each["time/step"] for each in rows),
+        "overflows": {who: sum(each["precision/overflows"] for each in them) for who, them in sides.items()},
+        "gap_abs_logp_diff_mean": {
+            who: sum(each["gap/abs_logp_diff_mean"] for each in them) / len(them) for who, them in sides.items()
+        },
+    }
+
+
+def measure(seed: int, forms: list[str], keep: Path) -> None:
+    """Rows of one seed; its warm start is kept in ``keep``, and taken from there where it is."""
+    warm = keep / f"warm-{seed}"
+    steps = load_recipe(RECIPE).steps
+    if not (warm / "feedback" / "policy").is_dir():
+        still = ("precision=fp32", "steps=1", "waltz.conversation_frozen=1", "waltz.feedback_frozen=1")
+        append("waltz.jsonl", [row("start", seed, run(warm, seed, *still))], "cpu")
+    given = [f"model={{path: {warm}}}", f"waltz.feedback.model={{path: {warm}/feedback}}"]
+    given += ["warm_start=null", "waltz.feedback.warm_start=null"]
+    for form in forms:
+        with tempfile.TemporaryDirectory() as folder:
+            how = [each.format(steps=steps) for each in FORMS[form]]
+            done = run(Path(folder) / "run", seed, *given, *how)
+            append("waltz.jsonl", [row(form, seed, done)], "cpu")
+
+
+def picture() -> None:
+    """Both rates by step, a panel a rate, a colour a form; thin lines are seeds."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "mantissa"
+    import matplotlib.pyplot as plt
+
+    found = [json.loads(line) for line in (ROOT / "results" / "waltz.jsonl").read_text().splitlines()]
+    starts = {each["seed"]: each["curve"][0] for each in found if each["form"] == "start"}
+    figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
+    colours = dict(zip(FORMS, ("#c2453d", "#2a6fdb", "#8a8a8a", "#d9822b", "#2d9d78", "#8f5bb5"), strict=True))
+    for panel, (at, title) in zip(panels, ((1, "attack success"), (2, "over-refusal")), strict=True):
+        for form, colour in colours.items():
+            mine = [each for each in found if each["form"] == form and each["seed"] in starts]
+            lines = [[[0, *starts[each["seed"]][1:]], *each["curve"]] for each in mine]
+            for line in lines:
+                panel.plot([p[0] for p in line], [p[at] for p in line], color=colour, linewidth=0.7, alpha=0.5)
+            if lines:
+                points = [(each[0][0], sum(p[at] for p in each) / len(each)) for each in zip(*lines, strict=True)]
+                panel.plot(*zip(*points, strict=True), color=colour, linewidth=2, label=form)
+        panel.set_title(f"{title}, held out", fontsize=10)
+        panel.set_xlabel("step")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_ylim(0, None)
+    panels[0].set_ylabel("fraction of dialogues")
+    panels[1].legend(frameon=False, fontsize=8)
+    figure.savefig(ROOT / "docs" / "images" / "waltz.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("seeds", nargs="*", type=int)
+    parser.add_argument("--forms", nargs="*", choices=list(FORMS), default=list(FORMS))
+    parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "waltz")
+    parser.add_argument("--picture", action="store_true")
+    given = parser.parse_args()
+    for seed in given.seeds:
+        measure(seed, given.forms, given.keep)
+    if given.picture:
+        picture()
