@@ -8,7 +8,7 @@ from typing import cast
 
 import typer
 
-from mantissa.cli import data
+from mantissa.cli import data, worldmodel
 from mantissa.cli.machine import spin_briefly
 from mantissa.errors import MantissaError, printable
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 for name in COMMANDS:
     app.command()(getattr(importlib.import_module(f"mantissa.cli.{name}"), name))
 app.add_typer(data.app, name="data")
+app.add_typer(worldmodel.app, name="worldmodel")
 
 # Typer has used click and, since 0.26, a copy of its own: this is the base of usage errors in either.
 _UsageError = cast(type[Exception], typer.BadParameter.__base__)
