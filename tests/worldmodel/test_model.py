@@ -60,8 +60,8 @@ def test_the_loss_is_its_formula() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_it_learns_a_rule_and_predicts_unseen_tasks(precision: str) -> None:
-    model = small(precision=precision, lr=3e-3)
-    rows = planted(320)
+    model = small(precision=precision, lr=6e-3)
+    rows = planted(240)
     learnt, unseen = [t for t in rows if t.task != "task-0"], [t for t in rows if t.task == "task-0"]
     history = model.train(4, 16, learnt)
     scores = model.evaluate(unseen)
@@ -81,18 +81,19 @@ def test_it_learns_a_rule_and_predicts_unseen_tasks(precision: str) -> None:
 
 
 def test_permuted_outcomes_cannot_be_predicted() -> None:
-    """A state that told the outcome would be learnt all the same: 400 predictions of noise are 0.5 +- 0.03."""
-    rows = planted(400)
+    """A state that told the outcome would be learnt all the same: 300 predictions of noise are 0.5 +- 0.03."""
+    rows = planted(300)
     order = np.random.default_rng(1).permutation(len(rows))
     ends = [(rows[i].final_outcome, rows[i].final_reward) for i in order]
     mixed = [t.model_copy(update={"final_outcome": o, "final_reward": r}) for t, (o, r) in zip(rows, ends, strict=True)]
-    make = lambda: small(members=1, lr=3e-3)  # noqa: E731
-    found = cross_validate(mixed, make, folds=4, epochs=2, batch_size=32)
-    assert found.model.auroc == pytest.approx(0.5, abs=0.09)
-    real = cross_validate(rows, make, folds=4, epochs=2, batch_size=32)
+    make = lambda: small(members=1, lr=1e-2)  # noqa: E731
+    found = cross_validate(mixed, make, folds=2, epochs=3, batch_size=16)
+    assert found.model.auroc == pytest.approx(0.5, abs=0.1)
+    real = cross_validate(rows, make, folds=2, epochs=3, batch_size=16)
     assert real.model.auroc is not None
     assert real.model.auroc > 0.8
-    assert real.model.trajectories == 400
+    assert real.gain.low is not None  # the second action tells all, and counting every action sees that too
+    assert real.model.trajectories == 300
 
 
 def test_tasks_kept_apart_set_the_temperature() -> None:

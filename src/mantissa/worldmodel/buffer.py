@@ -173,15 +173,28 @@ class Database:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Transactions are begun and ended here, by hand; 30 s is how long a writer waits for another one.
             self._connection = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
-            (kind,) = self._connection.execute("PRAGMA application_id").fetchone()
-            (tables,) = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            if kind != self.KIND and tables:
+            try:
+                self._prepare(schema)
+            except BaseException:
                 self._connection.close()
-                raise MantissaError(f"{path} is another program's database; name another file")
-            self._connection.execute("PRAGMA journal_mode=WAL")
-            self._connection.execute("PRAGMA synchronous=FULL")  # a commit survives a power cut, not a kill alone
-            self._connection.execute(f"PRAGMA application_id={self.KIND}")
-            for statement in filter(str.strip, schema.split(";")):
+                raise
+
+    def _prepare(self, schema: str) -> None:
+        ask = self._connection.execute
+        (kind,), (tables,) = (
+            ask(q).fetchone() for q in ("PRAGMA application_id", "SELECT count(*) FROM sqlite_master")
+        )
+        if kind != self.KIND and tables:
+            raise MantissaError(f"{self.path} is another program's database; name another file")
+        ask("PRAGMA journal_mode=WAL")
+        ask("PRAGMA synchronous=FULL")  # a commit survives a power cut, not a kill alone
+        ask(f"PRAGMA application_id={self.KIND}")
+        self.create(schema)
+
+    def create(self, schema: str) -> None:
+        """Make the tables that are not there yet."""
+        for statement in filter(str.strip, schema.split(";")):
+            with self._errors():
                 self._connection.execute(statement)
 
     @contextmanager
