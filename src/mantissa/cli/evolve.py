@@ -28,9 +28,7 @@ def evolve(
     compare: Annotated[
         int, typer.Option(metavar="SEEDS", min=0, help="Both ways from as many seeds, at equal executions.")
     ] = 0,
-    list_tasks: Annotated[
-        bool, typer.Option("--list", help="Print tasks, profiles and settings, and do nothing.")
-    ] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Print tasks, profiles and settings, and do nothing.")] = False,
 ) -> None:
     """Improve programs against unit tests that run in the sandbox, until they pass or the executions are spent.
 
@@ -56,7 +54,7 @@ def evolve(
     values = _values(overrides or [])
     if no_world_model:
         values["rank"] = "random"
-    if list_tasks:
+    if listed:
         _list()
         return
     folder = out or Path(f"runs/evolve-{time.strftime('%Y%m%d-%H%M%S')}")

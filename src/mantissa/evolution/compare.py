@@ -43,10 +43,11 @@ class Comparison:
 
     @property
     def lines(self) -> list[str]:
+        ours, theirs = self.solved["world"], self.solved["random"]
         return [
             f"executions saved a task: {self.saved.value:.1f} ({self.saved.interval}, 95% over seeds)",
             f"mean best score over executions: {self.area.value:+.3f} ({self.area.interval})",
-            f"solved tasks a seed: {self.solved['world']:.1f} by the world model, {self.solved['random']:.1f} by chance",
+            f"solved tasks a seed: {ours:.1f} by the world model, {theirs:.1f} by chance",
         ]
 
 

@@ -87,8 +87,8 @@ def _ranking(by_task: dict[str, list[Candidate]]) -> list[Plot]:
     said, came = (np.array([values[part].mean() for part in parts]) for values in (p, success))
     brier = float(np.mean((p - success) ** 2))
     note = (
-        f"{len(pairs):,} executions in tenths by predicted probability: how many scored above their parent. Brier score "
-        f"{brier:.3f}, AUROC {'none' if area is None else format(area, '.3f')}, among those that it chose itself."
+        f"{len(pairs):,} executions in tenths by predicted probability: how many scored above their parent. "
+        f"Brier score {brier:.3f}, AUROC {area or 0:.3f}, among those that it chose itself."
     )
     with styled():
         drawing = figure()

@@ -38,8 +38,8 @@ def configured(profile: str, overrides: Mapping[str, Any]) -> EvolutionConfig:
 def precision_row(
     profile: str, overrides: Mapping[str, Any], folder: Path, progress: Callable[[str], None] = lambda line: None
 ) -> list[str]:
-    """Run a profile, then train a fresh world model on its trajectories in fp32 and in fp16, from the same weights and in
-    the same order: a line under ``HEADER``."""
+    """A line under ``HEADER``: run a profile, then train a fresh world model on its trajectories in fp32 and in fp16,
+    from the same weights and in the same order."""
     config = configured(profile, overrides)
     with Evolution(config, folder / profile, progress=progress) as evolution:
         results = evolution.run()
@@ -56,6 +56,6 @@ def precision_row(
     solved = sum(each.solved_at is not None for each in results)
     held_out = sum(each.held_out for each in results) / len(results)
     return [
-        profile, f"{solved} of {len(results)}", f"{held_out:.2f}", str(len(rows)), f"{losses[0]:.4f}", f"{losses[1]:.4f}",
-        f"{losses[1] / losses[0]:.3f}", f"{overflow:.1%}", f"{seconds[1] / seconds[0]:.2f}",
+        profile, f"{solved} of {len(results)}", f"{held_out:.2f}", str(len(rows)), f"{losses[0]:.4f}",
+        f"{losses[1]:.4f}",        f"{losses[1] / losses[0]:.3f}", f"{overflow:.1%}", f"{seconds[1] / seconds[0]:.2f}",
     ]  # fmt: skip

@@ -79,7 +79,10 @@ def trajectory(body: str | Mapping[str, Any], where: str = "trajectory") -> Traj
     """A trajectory from JSON; ``MantissaError`` that ``where`` begins for what is none."""
     with boundary(where, "expected an object with initial_state, actions, final_outcome and final_reward"):
         values = json.loads(body) if isinstance(body, str) else dict(body)
-        return Trajectory(**values)
+        try:
+            return Trajectory(**values)
+        except MantissaError as error:
+            raise MantissaError(f"{where}: {error}") from None
 
 
 def overall_score(state: Mapping[str, Any]) -> float:
