@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,7 @@ _Epochs = Annotated[int, typer.Option(min=1, help="Passes over the trajectories.
 _Batch = Annotated[int, typer.Option(min=1, help="Trajectories to an optimiser step.")]
 _Hidden = Annotated[int, typer.Option(help="Width of the hidden layers.")]
 _Members = Annotated[int, typer.Option(help="Networks of the ensemble.")]
+_Rate = Annotated[float, typer.Option(help="Adam's learning rate.")]
 _Seed = Annotated[int, typer.Option(min=0)]
 
 
@@ -48,6 +50,7 @@ def train(
     ] = "",
     hidden_dim: _Hidden = 256,
     members: _Members = 3,
+    lr: _Rate = 1e-3,
     seed: _Seed = 0,
     device: Device = "auto",
 ) -> None:
@@ -73,7 +76,7 @@ def train(
     else:
         _check_there(buffer)
     made = WorldModel(
-        hidden_dim=hidden_dim, members=members, precision=precision or None, seed=seed, model_path=model,
+        hidden_dim=hidden_dim, members=members, lr=lr, precision=precision or None, seed=seed, model_path=model,
         device=choose_device(device), say=typer.echo,
     )  # fmt: skip
     rows = made.train(epochs, batch_size, source, progress=_told)
@@ -125,6 +128,7 @@ def evaluate(
     batch_size: _Batch = 32,
     hidden_dim: _Hidden = 256,
     members: _Members = 3,
+    lr: _Rate = 1e-3,
 ) -> None:
     """Measure how well the ends of trajectories are predicted, on tasks that were not trained on.
 
@@ -158,7 +162,7 @@ def evaluate(
             progress(f"seed {seed}, {precision}")
             found = cross_validate(
                 trajectories,
-                lambda p=precision, s=seed: WorldModel(hidden_dim=hidden_dim, members=members, precision=p, seed=s),
+                partial(WorldModel, hidden_dim=hidden_dim, members=members, lr=lr, precision=precision, seed=seed),
                 folds=folds, epochs=epochs, batch_size=batch_size, seed=seed,
             )  # fmt: skip
             ours = found.model

@@ -9,9 +9,12 @@ Programs are text from anywhere, so parsing is bounded: what is too long, too la
 from __future__ import annotations
 
 import ast
+import builtins
 import copy
 import functools
+import keyword
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +29,7 @@ _METHODS = (
     ("append", "extend", "insert"), ("upper", "lower"), ("split", "strip"), ("isdigit", "isalpha", "isalnum"),
 )  # fmt: skip
 _WRAPS = ("abs", "sorted", "set", "len", "str", "list")
+_NAME = re.compile(r"\b[A-Za-z_]\w*")
 Path = tuple[tuple[str, int], ...]  # fields from the root; -1: not a list
 
 
@@ -43,9 +47,12 @@ class Change:
     def place(self) -> str:
         return "_".join(f"{field}{index}" if index >= 0 else field for field, index in self.path)
 
-    def __str__(self) -> str:
+    def described(self) -> tuple[str, str]:
+        """In words, and as a pattern that programs share: its kind, the fields it is in, the texts without names."""
         before, after = ("" if self.insert else _text(self.old)), ("" if self.node is None else _text(self.node))
-        return f"{self.kind} at {self.place} from {before[:80]} to {after[:80]}"
+        fields, what = [field for field, _ in self.path[-2:]], f"{before[:80]} -> {after[:80]}"
+        where = f"{self.kind}_{fields[-1]} {self.kind}_{'_'.join(fields)} depth{len(self.path)}"
+        return f"{self.kind} at {self.place}: {what}", f"{self.kind} {where} {_NAME.sub(_nameless, what)}"
 
 
 def parse(source: str) -> ast.Module | None:
@@ -103,11 +110,9 @@ def apply(source: str, change: Change) -> str | None:
         return None
 
 
-def draw(source: str, rng: random.Random, lender: str | None = None) -> tuple[str, str] | None:
-    """One change, drawn by its kind first so that kinds with many places do not crowd out the others.
-
-    Returns what it does, in words, and the program after it.
-    """
+def draw(source: str, rng: random.Random, lender: str | None = None) -> tuple[Change, str] | None:
+    """One change, drawn by its kind first so that kinds with many places do not crowd out the others; and the program
+    after it."""
     by_kind: dict[str, list[Change]] = {}
     for change in changes(source, lender):
         by_kind.setdefault(change.kind, []).append(change)
@@ -115,7 +120,11 @@ def draw(source: str, rng: random.Random, lender: str | None = None) -> tuple[st
         return None
     change = rng.choice(by_kind[rng.choice(sorted(by_kind))])
     made = apply(source, change)
-    return None if made in (None, source) else (str(change), made)
+    return None if made is None or made == source else (change, made)
+
+
+def _nameless(found: re.Match[str]) -> str:
+    return found[0] if keyword.iskeyword(found[0]) or hasattr(builtins, found[0]) else "v"
 
 
 # what there is to change

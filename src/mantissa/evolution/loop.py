@@ -3,7 +3,7 @@
 A generation of a task: parents are drawn from the archive (``parent_weights``), each with an operator; the proposer
 makes a pool of programs that were not executed yet; ``rank`` chooses which of them the sandbox runs; the outcomes go
 into the archive and, as trajectories, into the replay buffer, which the world model learns from every ``retrain_every``
-generations. A trajectory's state is the parent (its scores, its failures, its text), its actions are the changes, and a
+generations. A trajectory's state is the parent (its scores, its failures, its size), its actions are the changes, and a
 success is a child that scores higher than its parent: what one would rather run.
 
 Every draw follows from (seed, task, generation), so what a killed run has not committed it draws again.
@@ -53,7 +53,7 @@ class EvolutionConfig(Section):
     threshold: float = Field(0.0, ge=0, le=1, description="least probability of success of those that are executed")
     explore: float = Field(0.2, ge=0, le=1, description="share of executions for the least certain proposals")
     retrain_every: int = Field(6, ge=1, description="generations between trainings of the world model")
-    epochs: int = Field(2, ge=1, description="passes of a training")
+    epochs: int = Field(1, ge=1, description="passes of a training")
     recent: int = Field(512, ge=1, description="trajectories of a training, the newest")
     batch_size: int = Field(32, ge=1, description="trajectories of an optimiser step")
     hidden_dim: int = Field(64, ge=16, description="width of the world model")
@@ -125,7 +125,7 @@ class Evolution:
         if config.rank == "world":
             run_dir = self.folder / "world" if guard is not None else None
             self.world = WorldModel(
-                128, 256, config.hidden_dim, precision=config.precision, seed=config.seed, lr=2e-3, calibration=0.0,
+                128, 256, config.hidden_dim, precision=config.precision, seed=config.seed, lr=3e-3, calibration=0.0,
                 run_dir=run_dir, guard=guard, say=lambda line: None,
             )  # fmt: skip
             if self._retrained:
@@ -168,7 +168,7 @@ class Evolution:
             source = normal(task.start)
             if source is None:
                 raise MantissaError(f"task {task.name}: its start is no Python program")
-            start = Proposal(Request(task, "revise", _NOBODY, None, 1, 0), source, ())
+            start = Proposal(Request(task, "revise", _NOBODY, None, 1, 0), source, (), ())
             self._commit(task, 0, 1, self._execute(task, 0, [(start, float("nan"))], "start"), [])
             return True
         best = best_of(known).score
@@ -213,7 +213,7 @@ class Evolution:
         order = rng.sample(range(len(pool)), len(pool))
         if self.world is None or not self.world.history:
             return [(pool[index], float("nan")) for index in order[:count]]
-        found = self.world.predict_many([(state_of(p.request), p.actions) for p in pool])
+        found = self.world.predict_many([(state_of(p.request), p.patterns) for p in pool])
         order.sort(key=lambda index: -found[index].success_probability)  # stable: equals stay as they were drawn
         unsure = round(count * self.config.explore)
         likely = [i for i in order if found[i].success_probability >= self.config.threshold][: count - unsure]
@@ -299,7 +299,6 @@ def state_of(request: Request) -> dict[str, Any]:
         "errors": list(parent.errors),
         "words": nodes,
         "depth": parent.generation,
-        "program": parent.source,
     }
 
 
@@ -308,7 +307,7 @@ def _trajectory(proposal: Proposal, child: Candidate, seed: int) -> Trajectory:
     gained = child.score - proposal.request.parent.score
     outcome: Any = "success" if gained > 0 else "failure" if gained < 0 or not child.kept else "partial"
     return Trajectory(
-        initial_state=state_of(proposal.request), actions=proposal.actions, final_outcome=outcome,
+        initial_state=state_of(proposal.request), actions=proposal.patterns, final_outcome=outcome,
         final_reward=child.score, task=child.task, agent=proposal.request.operator,
         id=f"{seed}-{child.task[:20]}-{child.digest}",
     )  # fmt: skip

@@ -43,11 +43,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A program, and what was done to the parent to get it."""
+    """A program, and what was done to the parent to get it, in words; ``patterns``: as a world model reads it."""
 
     request: Request
     source: str
     actions: tuple[str, ...]
+    patterns: tuple[str, ...]
 
 
 class Proposer(Protocol):
@@ -72,15 +73,17 @@ class Edits:
         return found
 
     def _one(self, request: Request, rng: random.Random) -> Proposal | None:
-        source, actions = request.parent.source, list[str]()
+        source, actions, patterns = request.parent.source, list[str](), list[str]()
         lender = None if request.partner is None else request.partner.source
         for _ in range(1 + (rng.random() < _TWICE)):
             drawn = edits.draw(source, rng, lender)
             if drawn is not None:
-                action, source = drawn
-                actions.append(f"{action} in {request.task.name}")
+                change, source = drawn
+                action, pattern = change.described()
+                actions.append(action)
+                patterns.append(f"{pattern} {request.task.name}_{change.place}")
             lender = None  # the second change is the child's own
-        return Proposal(request, source, tuple(actions)) if actions else None
+        return Proposal(request, source, tuple(actions), tuple(patterns)) if actions else None
 
     def close(self) -> None:
         pass
@@ -113,7 +116,8 @@ def from_answer(request: Request, answer: str) -> Proposal | None:
         return None
     lines = difflib.unified_diff(request.parent.source.splitlines(), source.splitlines(), n=0, lineterm="")
     changed = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
-    return Proposal(request, source, (f"{request.operator} {' '.join(changed)}"[:2000],))
+    action = f"{request.operator} {' '.join(changed)}"[:2000]
+    return Proposal(request, source, (action,), (action,))
 
 
 class Policy:
