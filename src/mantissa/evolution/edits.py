@@ -206,8 +206,8 @@ def _variants(
         if field == "test" or (field == "value" and isinstance(parent, ast.Return)):
             yield "negate", ast.UnaryOp(ast.Not(), node)
         if field in ("args", "slice", "value", "elts", "right") and not isinstance(node, (ast.Constant, ast.Slice)):
-            for op in (ast.Add(), ast.Sub()):
-                yield "step", ast.BinOp(node, op, ast.Constant(1))
+            for sign in (ast.Add(), ast.Sub()):
+                yield "step", ast.BinOp(node, sign, ast.Constant(1))
         if field in ("args", "iter", "value") and isinstance(node, (ast.Name, ast.Call, ast.Subscript)):
             yield from (("wrap", ast.Call(ast.Name(f, ast.Load()), [node], [])) for f in _WRAPS)
 
@@ -230,8 +230,8 @@ def _calls(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
             for name in group if node.func.id in group else ():
                 yield "call", ast.Call(ast.Name(name, ast.Load()), node.args, node.keywords)
     if isinstance(node.func, ast.Attribute):
-        for group in _METHODS:
-            for name in group if node.func.attr in group else ():
+        for methods in _METHODS:
+            for name in methods if node.func.attr in methods else ():
                 new = ast.Attribute(node.func.value, name, ast.Load())
                 yield "method", ast.Call(new, node.args, node.keywords)
     for index, argument in enumerate(node.args):

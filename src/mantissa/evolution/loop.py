@@ -32,7 +32,6 @@ from mantissa.training import GuardConfig
 from mantissa.worldmodel import Trajectory, WorldModel
 
 DATABASE, _MODEL = "archive.db", "world-{}.pt"
-_FEWEST = 48  # trajectories before the world model's word counts
 
 
 class EvolutionConfig(Section):
@@ -243,7 +242,7 @@ class Evolution:
         read again: its file's number is beyond the count of the trainings in the archive."""
         total = len(self.archive.generations()) + 1
         retrain = self.world is not None and total % self.config.retrain_every == 0
-        retrain = retrain and len(self.archive.buffer) + len(learnt) >= _FEWEST
+        retrain = retrain and len(self.archive.buffer) + len(learnt) >= self.config.batch_size
         if retrain:
             assert self.world is not None
             recent = [*self.archive.buffer.newest(self.config.recent)[::-1], *learnt][-self.config.recent :]

@@ -193,7 +193,8 @@ class WorldModel:
         self.history: list[HistoryRow] = []
         self.seen_tasks: set[str] = set()
         self.temperature = 1.0
-        self._training, self._served = threading.Lock(), copy.deepcopy(network).eval()
+        self._training = threading.Lock()
+        self._served: nn.Module = copy.deepcopy(network).eval()
         if self.model_path is not None and self.model_path.exists():
             self.load(self.model_path)
 
