@@ -106,6 +106,9 @@ class Evolution:
         known = shipped() if config.tasks_file is None else read_tasks(Path(config.tasks_file))
         self.tasks = chosen(config.tasks, known)
         guard = None if config.guard is None else GuardConfig(**config.guard)
+        self._proposer = proposer or make_proposer(config)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise MantissaError(f"{self.folder} is a file: name a folder")
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         self.archive = Archive(self.folder / DATABASE, config.capacity)
@@ -118,7 +121,6 @@ class Evolution:
                 "another folder"
             )
         self._judge = Judge(config.timeout_s, isolation=config.isolation, workers=config.workers)
-        self._proposer = proposer or make_proposer(config)
         self._retrained = sum(row["retrained"] for row in self.archive.generations())
         self.world: WorldModel | None = None
         if config.rank == "world":
