@@ -143,11 +143,11 @@ def tree(task: str, known: Sequence[Candidate]) -> Plot:
 def write_comparison(folder: Path, config: EvolutionConfig, found: Comparison) -> Path:
     """The page of ``compare``: both ways of choosing, with their intervals over seeds."""
     lines = []
-    for name, colour in (("world", BLUE), ("random", ORANGE)):
+    for name, label, colour in (("world", "the world model", BLUE), ("random", "chance", ORANGE)):
         curves = found.curves[name]
         middle, error = curves.mean(0), curves.std(0, ddof=1) / math.sqrt(len(curves)) if len(curves) > 1 else 0
         at = np.arange(1.0, len(middle) + 1)
-        lines.append(Line(f"ranked by {name}", colour, at, middle, low=middle - error, high=middle + error))
+        lines.append(Line(f"ranked by {label}", colour, at, middle, low=middle - error, high=middle + error))
     tasks = len(config.tasks) or "all"
     note = f"Mean over {tasks} tasks and {found.seeds} seeds; the band is one standard error over seeds."
     title = "Ranking by the world model against chance"
@@ -155,7 +155,7 @@ def write_comparison(folder: Path, config: EvolutionConfig, found: Comparison) -
         block("h1", title),
         block("verdict", level="healthy" if found.better else "watch", headline=found.verdict, lines=found.lines),
         page.plots([chart("Best score", note, lines, "score", across="executions of a task", bottom=0, marker="")]),
-        page.table(("seed", *found.header), found.rows, ["n"] * (1 + len(found.header))),
+        page.table(("seed", *found.header), found.rows, ["n"] * (1 + len(found.header)), "gap"),
         block("note", "Executions to solve: of a task that was not solved, all that it had."),
         block("pre", " ".join(f"{name}={value}" for name, value in config.model_dump(exclude_defaults=True).items())),
     ]
