@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mantissa.bounds import boundary
-from mantissa.cli.common import Device, progress, screen, split
+from mantissa.cli.common import Device, progress, split
 from mantissa.errors import MantissaError
 
 if TYPE_CHECKING:
@@ -152,31 +152,21 @@ def evaluate(
             raise MantissaError(f"{model} has seen every task of {buffer} that has a known outcome: leave out --model")
         typer.echo(json.dumps(dataclasses.asdict(scores)))
         return
-    from rich.table import Table
-
-    header = ("precision", "seed", "AUROC", "by counting", "gain (95%)", "Brier", "ECE", "overflow", "seconds")
-    table = Table(*header, box=None, padding=(0, 2, 0, 0))
-    found = None
+    known = [each for each in trajectories if each.final_outcome != "unknown"]
+    typer.echo(f"{len(known):,} trajectories of {len({each.task for each in known})} tasks")
+    typer.echo(f"{'precision':9}  seed  AUROC  by counting  {'gain (95%)':25}  Brier    ECE  overflow  seconds")
     for seed in range(seeds):
         for precision in split(precisions):
+            made = partial(WorldModel, hidden_dim=hidden_dim, members=members, lr=lr, precision=precision, seed=seed)
             progress(f"seed {seed}, {precision}")
-            found = cross_validate(
-                trajectories,
-                partial(WorldModel, hidden_dim=hidden_dim, members=members, lr=lr, precision=precision, seed=seed),
-                folds=folds, epochs=epochs, batch_size=batch_size, seed=seed,
-            )  # fmt: skip
-            ours = found.model
-            table.add_row(
-                precision, str(seed), _figure(ours.auroc), _figure(found.baseline.auroc),
-                f"{found.gain.value:+.3f} ({found.gain.interval})", f"{ours.brier:.3f}", f"{ours.ece:.3f}",
-                f"{found.overflow_rate:.1%}", f"{found.seconds:.0f}",
-            )  # fmt: skip
-    progress("")
-    if found is None:
-        raise MantissaError("--precisions names none: expected some of fp32,bf16,fp16")
-    scores = found.model
-    typer.echo(f"{scores.trajectories:,} trajectories of {scores.tasks} tasks, {scores.base_rate:.1%} successes")
-    screen(120).print(table)
+            found = cross_validate(trajectories, made, folds=folds, epochs=epochs, batch_size=batch_size, seed=seed)
+            progress("")
+            gain = f"{found.gain.value:+.3f} ({found.gain.interval})"
+            ours, theirs = _figure(found.model.auroc), _figure(found.baseline.auroc)
+            typer.echo(
+                f"{precision:9}  {seed:4}  {ours:>5}  {theirs:>11}  {gain:25}  {found.model.brier:.3f}  "
+                f"{found.model.ece:.3f}  {found.overflow_rate:8.1%}  {found.seconds:7.0f}"
+            )
 
 
 def _stored(path: Path) -> WorldModel:
