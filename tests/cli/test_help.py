@@ -16,7 +16,7 @@ from mantissa.runs.metrics import METRICS
 COMMANDS = tuple(get_command(cli.app).commands)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS, "data dapo"])
+@pytest.mark.parametrize("command", ["", *COMMANDS, "data dapo", "worldmodel train", "worldmodel eval"])
 def test_help_fits_and_names_the_command(command: str, mantissa: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)

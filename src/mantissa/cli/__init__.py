@@ -8,12 +8,12 @@ from typing import cast
 
 import typer
 
-from mantissa.cli import data
+from mantissa.cli import data, worldmodel
 from mantissa.cli.machine import spin_briefly
 from mantissa.errors import MantissaError, printable
 
 COMMANDS = ("train", "sample", "serve", "report", "replay", "compare", "guard", "bench", "gap", "precision", "metrics",
-            "launch", "check_verl", "doctor", "tune", "lab")  # fmt: skip
+            "launch", "check_verl", "doctor", "tune", "lab", "evolve")  # fmt: skip
 app = typer.Typer(
     name="mantissa",
     help="Reinforcement learning of language models in the precision you choose for each role, with the gap measured.",
@@ -24,6 +24,7 @@ app = typer.Typer(
 for name in COMMANDS:
     app.command()(getattr(importlib.import_module(f"mantissa.cli.{name}"), name))
 app.add_typer(data.app, name="data")
+app.add_typer(worldmodel.app, name="worldmodel")
 
 # Typer has used click and, since 0.26, a copy of its own: this is the base of usage errors in either.
 _UsageError = cast(type[Exception], typer.BadParameter.__base__)

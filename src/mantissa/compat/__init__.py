@@ -19,21 +19,23 @@ What differs, each time because the old behaviour loses something:
   affair.
 - ``use_ddp`` works on a CPU too. Ranks are those of the process group, and only rank 0 writes files.
 
+The world model that came with it is ``mantissa.worldmodel``'s, with its names and arguments: ``docs/worldmodel.md``.
+
 For retry on the same batch, weights of batches, ``scale="auto"`` and the rest, use ``mantissa.training``'s
 ``PrecisionTrainer``.
 """
 
 from mantissa.compat.trainer import (
-    ENVIRONMENT,
     ExtendedFP16Config,
     ExtendedFP16Trainer,
     FP16Trainer,
-    FP16TrainingConfig,
     PrecisionMode,
     ScalerView,
     cleanup_distributed,
     init_distributed,
 )
+from mantissa.training.environment import ENVIRONMENT, FP16TrainingConfig
+from mantissa.worldmodel import Prediction, ReplayBuffer, Trajectory, WorldModel
 
 __all__ = [
     "ENVIRONMENT",
@@ -42,7 +44,11 @@ __all__ = [
     "FP16Trainer",
     "FP16TrainingConfig",
     "PrecisionMode",
+    "Prediction",
+    "ReplayBuffer",
     "ScalerView",
+    "Trajectory",
+    "WorldModel",
     "cleanup_distributed",
     "init_distributed",
 ]

@@ -1,0 +1,110 @@
+"""``mantissa evolve``: programs improved against their tests."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from mantissa.bounds import boundary
+from mantissa.cli.common import progress, screen, split
+from mantissa.errors import MantissaError
+
+
+def evolve(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings, such as tasks=clamp,rotate executions=200 seed=1."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where to; a run that is there goes on.", show_default="runs/evolve-TIME"),
+    ] = None,
+    profile: Annotated[str, typer.Option(help="A role's preset; all: the table of fp16 against fp32 over all.")] = "",
+    no_world_model: Annotated[bool, typer.Option("--no-world-model", help="Choose what to execute by chance.")] = False,
+    compare: Annotated[
+        int, typer.Option(metavar="SEEDS", min=0, help="Both ways from as many seeds, at equal executions.")
+    ] = 0,
+    listed: Annotated[bool, typer.Option("--list", help="Print tasks, profiles and settings, and do nothing.")] = False,
+) -> None:
+    """Improve programs against unit tests that run in the sandbox, until they pass or the executions are spent.
+
+    Proposals come from edits of the syntax tree (proposer=edits), a model (proposer=policy model=...), or an
+    OpenAI-compatible server (proposer=openai url=... model=...). A world model chooses which of them are executed.
+    Killed at any instant, the same command goes on where it was.
+
+    Writes evolution.html and archive.db.
+
+    [bold]Examples[/]
+
+    mantissa evolve tasks=fibonacci,rotate executions=200 --out runs/evolve
+
+    mantissa evolve --profile qa
+
+    mantissa evolve --compare 5 executions=60
+    """
+    from mantissa.evolution.compare import compare as compared
+    from mantissa.evolution.loop import Evolution
+    from mantissa.evolution.page import write_comparison, write_page
+    from mantissa.evolution.profiles import HEADER, configured, precision_row, profiles
+
+    values = _values(overrides or [])
+    if no_world_model:
+        values["rank"] = "random"
+    if listed:
+        _list()
+        return
+    folder = out or Path(f"runs/evolve-{time.strftime('%Y%m%d-%H%M%S')}")
+    if profile == "all":
+        from rich.table import Table
+
+        table = Table(*HEADER, box=None, padding=(0, 2, 0, 0))
+        for name in profiles():
+            table.add_row(*precision_row(name, values, folder, progress))
+        progress("")
+        screen(120).print(table)
+        return
+    config = configured(profile, values)
+    if compare:
+        found = compared(config, folder, compare, progress)
+        progress("")
+        typer.echo(found.verdict)
+        for line in found.lines:
+            typer.echo(line)
+        typer.echo(f"page: {write_comparison(folder, config, found)}")
+        return
+    with Evolution(config, folder, say=_said, progress=progress) as evolution:
+        results = evolution.run()
+        solved = sum(each.solved_at is not None for each in results)
+        spent = sum(each.executions for each in results)
+        typer.echo(f"{solved} of {len(results)} tasks solved with {spent:,} executions")
+        typer.echo(f"page: {write_page(folder, config, results, evolution.archive)}")
+
+
+def _said(line: str) -> None:
+    progress("")
+    typer.echo(line)
+
+
+def _values(overrides: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for each in overrides:
+        name, equals, text = each.partition("=")
+        if not equals:
+            raise MantissaError(f"{each!r}: expected KEY=VALUE, such as executions=200")
+        with boundary(each, "expected a value in YAML"):
+            value = yaml.safe_load(text)
+        values[name] = split(value) if name == "tasks" and isinstance(value, str) else value
+    return values
+
+
+def _list() -> None:
+    from mantissa.evolution import EvolutionConfig, shipped
+    from mantissa.evolution.profiles import profiles
+
+    typer.echo(f"tasks: {', '.join(shipped())}\nprofiles: {', '.join(profiles())}\nsettings:")
+    for name, field in EvolutionConfig.model_fields.items():
+        typer.echo(f"  {name}={field.default!r}: {field.description or 'of every draw'}")

@@ -1,0 +1,61 @@
+"""Profiles: presets of a run by role, and what each gains or loses by fp16."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mantissa.errors import MantissaError, nearest
+from mantissa.evolution.loop import Evolution, EvolutionConfig
+from mantissa.worldmodel import WorldModel
+
+SHIPPED = Path(__file__).with_name("profiles.yaml")
+HEADER = ("profile", "solved", "held-out", "trajectories", "fp32 loss", "fp16 loss", "fp16/fp32 loss", "overflow",
+          "fp16/fp32 time")  # fmt: skip
+
+
+@functools.cache
+def profiles() -> dict[str, dict[str, Any]]:
+    """The shipped profiles, by name: keys of ``EvolutionConfig``."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load(SHIPPED.read_text("utf-8"))
+    return found
+
+
+def configured(profile: str, overrides: Mapping[str, Any]) -> EvolutionConfig:
+    """A profile's configuration (``""``: the defaults), with some keys given."""
+    if profile and profile not in profiles():
+        raise MantissaError(
+            f"profile {profile!r}: expected one of {', '.join(profiles())}{nearest(profile, profiles())}"
+        )
+    return EvolutionConfig(**(profiles().get(profile, {}) | dict(overrides)))
+
+
+def precision_row(
+    profile: str, overrides: Mapping[str, Any], folder: Path, progress: Callable[[str], None] = lambda line: None
+) -> list[str]:
+    """A line under ``HEADER``: run a profile, then train a fresh world model on its trajectories in fp32 and in fp16,
+    from the same weights and in the same order."""
+    config = configured(profile, overrides)
+    with Evolution(config, folder / profile, progress=progress) as evolution:
+        results = evolution.run()
+        rows = evolution.archive.buffer.newest()[::-1]
+    losses, seconds, overflow = list[float](), list[float](), 0.0
+    for precision in ("fp32", "fp16"):
+        model = WorldModel(128, 256, config.hidden_dim, precision=precision, seed=config.seed, calibration=0.0)
+        model.train(1, config.batch_size, rows[: config.batch_size])  # what is done once is not timed
+        began = time.process_time()
+        history = model.train(config.epochs, config.batch_size, rows)
+        seconds.append(time.process_time() - began)
+        losses.append(history[-1].loss)
+        overflow = sum(row.overflows for row in history) / sum(row.batches for row in history)
+    solved = sum(each.solved_at is not None for each in results)
+    held_out = sum(each.held_out for each in results) / len(results)
+    return [
+        profile, f"{solved} of {len(results)}", f"{held_out:.2f}", str(len(rows)), f"{losses[0]:.4f}",
+        f"{losses[1]:.4f}",        f"{losses[1] / losses[0]:.3f}", f"{overflow:.1%}", f"{seconds[1] / seconds[0]:.2f}",
+    ]  # fmt: skip

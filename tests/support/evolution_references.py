@@ -1,0 +1,33 @@
+"""A right solution of each shipped evolution task, which no proposer sees: the tasks' values were computed by these."""
+# ruff: noqa: E501 - a program a line
+
+REFERENCES = {
+    "clamp": "def clamp(x, low, high):\n    return max(low, min(x, high))",
+    "largest": "def largest(items):\n    return max(items)",
+    "count_even": "def count_even(items):\n    return sum(x % 2 == 0 for x in items)",
+    "sum_squares": "def sum_squares(n):\n    return sum(i * i for i in range(1, n + 1))",
+    "factorial": "def factorial(n):\n    r = 1\n    for i in range(2, n + 1):\n        r *= i\n    return r",
+    "fibonacci": "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a",
+    "reverse_words": "def reverse_words(text):\n    return ' '.join(text.split()[::-1])",
+    "palindrome": "def palindrome(text):\n    s = [c for c in text.lower() if c.isalnum()]\n    return s == s[::-1]",
+    "gcd": "def gcd(a, b):\n    while b:\n        a, b = b, a % b\n    return a",
+    "leap_year": "def leap_year(y):\n    return y % 4 == 0 and (y % 100 != 0 or y % 400 == 0)",
+    "first_above": "def first_above(items, bound):\n    return next((i for i, x in enumerate(items) if x > bound), -1)",
+    "count_vowels": "def count_vowels(text):\n    return sum(c in 'aeiou' for c in text.lower())",
+    "digit_sum": "def digit_sum(n):\n    return sum(map(int, str(abs(n))))",
+    "second_largest": "def second_largest(items):\n    return sorted(set(items))[-2]",
+    "longest_run": "def longest_run(items):\n    import itertools\n    return max((len(list(g)) for _, g in itertools.groupby(items)), default=0)",
+    "dot": "def dot(a, b):\n    return sum(x * y for x, y in zip(a, b))",
+    "transpose": "def transpose(m):\n    return [list(c) for c in zip(*m)]",
+    "running_max": "def running_max(items):\n    return [max(items[: i + 1]) for i in range(len(items))]",
+    "rotate": "def rotate(items, k):\n    k %= len(items)\n    return items[k:] + items[:k]",
+    "triangle": "def triangle(a, b, c):\n    n = len({a, b, c})\n    return ['equilateral', 'isosceles', 'scalene'][n - 1]",
+    "flatten": "def flatten(rows):\n    return [x for row in rows for x in row]",
+    "unique": "def unique(items):\n    return list(dict.fromkeys(items))",
+    "shift_letters": "def shift_letters(text, k):\n    return ''.join(chr((ord(c) - 97 + k) % 26 + 97) for c in text)",
+    "balanced": "def balanced(text):\n    d = 0\n    for c in text:\n        d += (c == '(') - (c == ')')\n        if d < 0:\n            return False\n    return d == 0",
+    "grade": "def grade(points):\n    return 'A' if points >= 90 else 'B' if points >= 75 else 'C' if points >= 50 else 'F'",
+    "median": "def median(items):\n    s = sorted(items)\n    n = len(s)\n    return s[n // 2] if n % 2 else (s[n // 2 - 1] + s[n // 2]) / 2",
+    "prime": "def prime(n):\n    return n > 1 and all(n % d for d in range(2, n))",
+    "histogram": "def histogram(text):\n    return {c: text.count(c) for c in text}",
+}
