@@ -231,6 +231,12 @@ def test_what_vllm_can_is_accepted(configure: Configure, overrides: str) -> None
     assert RunConfig(**config.model_dump(mode="json")) == config  # as a resume reads it
 
 
+def test_a_run_by_the_auto_rule_can_be_resumed(configure: Configure) -> None:
+    """Its own file names the growth keys too, with their defaults."""
+    config = configure("precision=fp16", "loss_scaling.rule=auto")
+    assert make_config(config.model_dump(mode="json", exclude={"run_dir"}), "again") == config
+
+
 def test_files_that_are_no_recipes(tmp_path: Path) -> None:
     with pytest.raises(MantissaError, match="no recipe at"):
         load_recipe(tmp_path / "absent.yaml")

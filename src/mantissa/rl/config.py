@@ -43,9 +43,7 @@ class DynamicConfig(Config):
     batch_prompts: int | None = Field(
         None, ge=1, description="Prompts sampled at a time; rollout.prompts where not given."
     )
-    max_generation_batches: int = Field(
-        10, ge=1, description="Times that a step samples batch_prompts prompts at most."
-    )
+    max_generation_batches: int = Field(10, ge=1, description="Times that a step samples batch_prompts at most.")
     when_exhausted: Literal["error", "continue"] = Field(
         "error", description="After that many: stop with an error, or go on with the groups there are."
     )
@@ -491,9 +489,9 @@ class LossScalingConfig(ScalerConfig):
 
     @model_validator(mode="after")
     def _nothing_without_effect(self) -> Self:
-        unused = self.model_fields_set & {"growth_factor", "backoff_factor", "growth_interval"}
-        if self.rule == "auto" and unused:
-            raise MantissaError(f"loss_scaling.{min(unused)} does nothing with loss_scaling.rule=auto; leave it out")
+        for key in ("backoff_factor", "growth_factor", "growth_interval"):  # a run writes defaults too
+            if self.rule == "auto" and getattr(self, key) != type(self).model_fields[key].default:
+                raise MantissaError(f"loss_scaling.{key} does nothing with loss_scaling.rule=auto; leave it out")
         return self
 
     def scaler(self, fmt: NumberFormat) -> LossScaler:
