@@ -139,7 +139,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_one_line_and_it_goes_on(
     done = mantissa("train", "--resume", str(run), "nproc=1")  # by three in tests/rl/test_processes.py
     assert done.returncode == 0, done.stderr
     assert f"report: {run}/report.html" in done.stdout
-    assert "warning: processes was 2, now none" in done.stdout
+    assert "warning: processes was 2, now None" in done.stdout
     assert not left(scratch)
     assert [row["step"] for row in RunDirectory.open(run).read_metrics()] == list(range(1, reached + 3))
 

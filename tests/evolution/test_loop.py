@@ -110,6 +110,7 @@ def test_the_page_says_what_the_archive_holds(finished: tuple[Path, list[Any]]) 
     assert "def clamp" in text
 
 
+@pytest.mark.variants
 def test_killed_at_any_instant_it_goes_on_with_the_same_programs(
     finished: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:

@@ -167,7 +167,7 @@ def test_damage_is_refused(name: str, run: Path, parts: Parts) -> None:
     weights = {key: tensor.clone() for key, tensor in parts.learner.trained.items()}
     with RunDirectory.open(run, write=True) as folder, Live(2) as live:
         loop = Loop(config_of(run), parts, folder, Trackers([]), live)
-        error = attempt(loop._restore, 1)
+        error = attempt(lambda: loop.restore(load_checkpoint(run / "checkpoints", 1)))
     assert error is not None
     with pytest.raises(MantissaError, match=message):
         raise error

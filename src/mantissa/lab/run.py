@@ -163,7 +163,7 @@ class _Work:
                 if self._stopped:
                     raise MantissaError("stopped before it began")
                 process = subprocess.Popen(
-                    [sys.executable, *arguments],
+                    [sys.executable, "-P", *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

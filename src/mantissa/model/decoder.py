@@ -134,7 +134,8 @@ class Layer(nn.Module):
         x_BTE, normed_BTE = self.input_layernorm.of_sum(x_BTE, added_BTE, kernels)
         mixed_BTE = self.self_attn(normed_BTE, cos, sin, layer, attend, kernels)
         x_BTE, normed_BTE = self.post_attention_layernorm.of_sum(x_BTE, mixed_BTE, kernels)
-        return x_BTE, self.mlp(normed_BTE, kernels)
+        added_BTE = self.mlp(normed_BTE, kernels)
+        return x_BTE, added_BTE.clone() if added_BTE._is_view() else added_BTE  # FSDP2 warns of a module's view
 
 
 class Backbone(nn.Module):
