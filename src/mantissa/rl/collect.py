@@ -2,8 +2,7 @@
 
 A step's batch is a function of the run's seed, the step, the weights that sample it and the data position: an integer,
 the number of prompts sampled before. Without dynamic sampling it is ``(step - 1) * rollout.prompts``; with it, it
-counts every prompt, dropped ones included. So whoever holds the weights and the position can make a batch again, or
-ahead of time.
+counts every prompt, dropped ones included. So whoever holds weights and position can make a batch again, or ahead.
 
 **The price of length**: DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4). A response that is cut off
 earns nothing however good its beginning was, which punishes sound reasoning without saying why. A penalty that grows
