@@ -193,6 +193,13 @@ def test_the_size_of_u_is_that_of_the_logits_error() -> None:
         assert 0.5 * size < np.sqrt(np.square(u).mean()) < 1.6 * size
 
 
+@pytest.mark.parametrize(("learner", "advised"), [("fp32", True), ("bf16", False), (None, False)])
+def test_two_formats_are_advised_against(learner: str | None, advised: bool) -> None:
+    found = examine(dumps.dump_of(HEALTHY, rollout_format="bf16", learner_format=learner))
+    assert found.verdict is Verdict.HEALTHY
+    assert ("one_format" in found.remedies) == advised
+
+
 def test_every_signature_has_its_words_and_every_remedy_is_known() -> None:
     table = facts.facts()
     assert set(table.faults) == set(SIGNATURES)

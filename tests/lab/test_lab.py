@@ -186,6 +186,9 @@ def test_differences_are_paired_and_said_only_where_they_can_be_told(there: Path
     for text in ("Does it matter?", "Written before the first run", "2 cells: alone-seed1, alone-seed2", "a CPU"):
         assert text in page
     assert Rows(rows.lab).figure("lower", rows.lab.final[0]) == {0: 0.05, 1: 0.44, 2: 0.86}  # as read back
+    first = rows.lab.cells[0]  # a run that somebody moved here, and that is older than what was expected
+    rows.put(first, (rows.of(first) or {}) | {"time": "2020-01-01T00:00:00+0000"})
+    assert "Written after 1 of these runs were begun elsewhere" in write_page(rows).read_text()
 
 
 def test_what_spans_decades_differs_by_a_factor(there: Path) -> None:

@@ -52,6 +52,8 @@ class Proposal:
 
 
 class Proposer(Protocol):
+    """Where new programs come from: edits, a policy of ours, or a server."""
+
     def propose(self, requests: Sequence[Request]) -> list[Proposal]:
         """Proposals for all requests, in order; fewer where what came is no program."""
         ...

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,10 @@ def _registration(rows: Rows) -> list[Block]:
             block("note", "Nothing was run yet."),
         ]
     said = f"Question: {was['question'].strip()}\nExpected: {was['expect'].strip()}"
-    note = f"Written before the first run, {was['time']}, commit {was['commit']}."
+    finished = [row for cell in rows.lab.cells if (row := rows.finished(cell)) and row.get("time")]
+    earlier = sum(datetime.fromisoformat(row["time"]) < datetime.fromisoformat(was["time"]) for row in finished)
+    when = f"after {earlier} of these runs were begun elsewhere" if earlier else "before the first run"
+    note = f"Written {when}, {was['time']}, commit {was['commit']}."
     if (was["question"], was["expect"]) != (now.question, now.expect):
         note += f" The lab file says otherwise now. Question: {now.question.strip()} Expected: {now.expect.strip()}"
     return [block("pre", said), block("note", note)]
