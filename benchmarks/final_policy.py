@@ -1,10 +1,10 @@
 """What runs of different formats have learned, all sampled in one format: fp32.
 
-    python benchmarks/final_policy.py runs/lab/dose/*-seed?            # finished runs; rows in results/final_policy.jsonl
+    python benchmarks/final_policy.py runs/lab/dose/*-seed?         # finished runs; rows in results/final_policy.jsonl
 
-A run's own accuracy is that of its rollout, in the rollout's format: a coarse one scores lower with the same weights. Here
-each run's last weights, and those that it began from, answer the held-out problems in fp32: the mean over problems of the
-share of right answers, at the run's temperature. Problems and uniforms are the same for all runs of a seed.
+A run's own accuracy is that of its rollout, in the rollout's format: a coarse one scores lower with the same weights.
+Here each run's last weights, and those that it began from, answer the held-out problems in fp32: the mean over problems
+of the share of right answers, at the run's temperature. Problems and uniforms are the same for all runs of a seed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def main() -> None:
             "accuracy_fp32_at_start": first[start][0] if start else None,
         }
         append("final_policy.jsonl", [row], "cpu")
-        print(f"{path.name}: {sampled:.4f} (greedy {greedy:.3f}; at the start {row['accuracy_fp32_at_start']})", flush=True)
+        print(
+            f"{path.name}: {sampled:.4f} (greedy {greedy:.3f}; at the start {row['accuracy_fp32_at_start']})",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 NEEDS = {"gpu_exact": "triton", "moments_step": "torchao", "rollout_vs_generate": "transformers"}
 ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts share
-    "demo_runs", "gpu", "gpu_sizes", "rl_step", "rl_step_vs_trl", "run_all", "tables", "trl_step",
+    "demo_runs", "final_policy", "gpu", "gpu_sizes", "rl_step", "rl_step_vs_trl", "run_all", "tables", "trl_step",
     "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap", "emulated",
 }  # fmt: skip
 
@@ -121,6 +121,11 @@ def test_the_summary_of_runs(tmp_path: Path) -> None:
     subprocess.run(script, env={**os.environ, "OUT": str(tmp_path)}, check=True)
     (row,) = (tmp_path / "demo_runs.jsonl").read_text().splitlines()
     assert '"steps": 2' in row
+    script = [sys.executable, str(BENCHMARKS / "final_policy.py"), str(tmp_path / "run"), "--problems", "2"]
+    subprocess.run(script, env={**os.environ, "OUT": str(tmp_path)}, check=True)
+    row = json.loads((tmp_path / "final_policy.jsonl").read_text())
+    assert row["steps"] == 2
+    assert 0 <= row["accuracy_fp32"] <= 1
 
 
 def test_the_rows_of_a_gap(tmp_path: Path) -> None:
