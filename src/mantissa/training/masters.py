@@ -9,7 +9,7 @@ the optimiser would add in fp32, u = fp32(w + update) - w; its moments and the g
   remainder d below a spacing s.
 - ``bf16_kahan``:  y = u + c;  w' = bf16(w + y);  c' = bf16(y - (w' - w)). What rounding took is kept in c, also bf16,
   and added to the next update. That is not fp32's precision: c itself is rounded to nearest, so that updates below
-  2^-18 |w| are lost once c is as large as it gets, |w| / 512.
+  2^-18 |w| are lost once c is as large as it gets, half a spacing of w.
 
 The random bits are a hash of the seed, the parameter's name, the count of updates and the element's number in the
 whole tensor: no generator has a state that could be lost, ranks agree, and a shard draws what the whole would.
