@@ -354,9 +354,7 @@ def test_a_file_from_before_there_was_a_choice_is_of_fp32(tmp_path: Path) -> Non
 def test_what_the_learner_would_not_see_is_refused_before_anything_is_rounded() -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with pytest.raises(
-        MantissaError, match=r"masters=bf16_kahan with a fp16 learner: .*; set precision\.train=bf16"
-    ):
+    with pytest.raises(MantissaError, match=r"masters=bf16_kahan with a fp16 learner: .*; set precision\.train=bf16"):
         PrecisionTrainer(model, optimizer, "fp16", masters="bf16_kahan", say=lambda line: None)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), layers().parameters(), strict=True))
     going = trainer("bf16_stochastic")
