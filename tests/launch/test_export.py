@@ -145,6 +145,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("task.row_schema=plain", "task.chat=true"), {}, "task.chat: belongs to plain rows"),
     (("task.verifier=null", "task.reward=[{verifier: exact}]"), {}, "task.reward: a sum of terms is not exported"),
     (("optimizer.moments=8bit",), {}, "optimizer.moments: 8bit"),
+    (("precision=bf16", "optimizer.masters=bf16_kahan"), {}, "optimizer.masters: bf16_kahan: verl's bf16 weights"),
     (("optimizer.adaptive_clip=2",), {}, "optimizer.adaptive_clip: verl clips by the whole"),
     (("precision=fp16", "guard={to: bf16}"), {}, "guard: verl does not leave a format"),
     (("doctor={every: 2}",), {}, "doctor: verl writes no diagnosis"),

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from mantissa.training import GuardConfig, PrecisionTrainer, ScalerConfig, adaptive_clip_, distribute
+from mantissa.precision import BF16
+from mantissa.training import (
+    GuardConfig,
+    PrecisionTrainer,
+    ScalerConfig,
+    adaptive_clip_,
+    distribute,
+    master_weights,
+)
 from mantissa.training.distributed import unwrapped, whole
 from strict_promotion import StrictPromotion
 
@@ -277,6 +285,34 @@ def clipping(kind: str | None, folder: Path) -> dict[str, Any]:
     return gradients | {"fractions": fractions, "error": _refused(lambda: adaptive_clip_([columns], 0.01))}
 
 
+def masters(kind: str | None, folder: Path) -> dict[str, Any]:
+    """Updates of bf16 weights, whole and sharded by rows (one row, and none, on a rank among them) or replicated."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shapes = {(5, 3): Shard(0), (1, 6): Shard(0), (7,): Shard(0), (4, 2): Replicate()}
+    found: dict[str, Any] = {}
+    for rule in ("bf16_stochastic", "bf16_kahan"):
+        generator = torch.Generator().manual_seed(3)
+        whole_ones, split = {}, {}
+        for i, (shape, placement) in enumerate(shapes.items()):
+            weight = torch.randn(shape, generator=generator)
+            whole_ones[str(i)] = nn.Parameter(weight.clone())
+            split[str(i)] = nn.Parameter(distribute_tensor(weight, mesh, [placement]))
+        kept = [master_weights(rule, named, BF16, 5) for named in (whole_ones, split)]
+        for update in range(3):
+            for name, parameter in whole_ones.items():
+                parameter.grad = torch.randn(parameter.shape, generator=generator) * 1e-3
+                grad = distribute_tensor(parameter.grad, mesh, split[name].placements)  # type: ignore[attr-defined]
+                split[name].grad = grad
+            for named, each in zip((whole_ones, split), kept, strict=True):
+                each.step(torch.optim.SGD(named.values(), lr=1.0), update)
+        sides = [whole({"w": {k: p.detach() for k, p in named.items()}, "c": each.compensation})
+                 for named, each in zip((whole_ones, split), kept, strict=True)]  # fmt: skip
+        again = whole(kept[1].checked(sides[0]["c"]))  # what a checkpoint gives back
+        found[rule] = {"whole": sides[0], "split": sides[1], "again": again}
+    columns = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
+    return found | {"error": _refused(lambda: master_weights("bf16_stochastic", {"w": columns}, BF16))}
+
+
 def _refused(work: Callable[[], object]) -> str:
     try:
         work()
@@ -288,7 +324,7 @@ def _refused(work: Callable[[], object]) -> str:
 SCENARIOS = {
     f.__name__: f
     for f in (equal, inf_on_one_rank, accumulate, uneven, broken_window, guarded, save, crash, resume, resume_crashed)
-} | {f.__name__: f for f in (unwrapped_is_refused, full_disk, clipping)}
+} | {f.__name__: f for f in (unwrapped_is_refused, full_disk, clipping, masters)}
 
 
 def main() -> None:

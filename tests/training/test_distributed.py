@@ -21,7 +21,7 @@ from mantissa.training.distributed import grad_norm
 pytestmark = pytest.mark.slow
 KINDS = ("ddp", "fsdp2")
 TOGETHER = ("equal", "inf_on_one_rank", "accumulate", "uneven", "broken_window", "guarded", "save")
-REFUSED = ("unwrapped_is_refused", "full_disk", "clipping")
+REFUSED = ("unwrapped_is_refused", "full_disk", "clipping", "masters")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -153,6 +153,18 @@ def test_shards_are_clipped_as_the_whole_is(two: tuple[str, Path]) -> None:
         for one, other in zip(found["whole"], found["split"], strict=True):
             torch.testing.assert_close(other, one, rtol=1e-6, atol=0.0)
         assert "shard on dimension 0, or clip by the global norm" in found["error"]
+
+
+def test_shards_of_bf16_weights_are_rounded_as_the_whole_is(two: tuple[str, Path]) -> None:
+    for rank in (0, 1):
+        found = left(two, "masters", rank)
+        for rule in ("bf16_stochastic", "bf16_kahan"):
+            whole, split, again = (found[rule][key] for key in ("whole", "split", "again"))
+            assert_equal(split["w"], whole["w"])
+            assert_equal(split["c"], whole["c"])
+            assert_equal(again, whole["c"])
+            assert bool(whole["c"]) == (rule == "bf16_kahan")
+        assert "w is placed (Shard(dim=1),); expected shards of dimension 0" in found["error"]
 
 
 def test_what_would_silently_go_apart_is_refused(two: tuple[str, Path]) -> None:

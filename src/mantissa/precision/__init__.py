@@ -23,6 +23,7 @@ from mantissa.precision.formats import (
     format_named,
     is_on_grid,
     round_by_arithmetic,
+    round_stochastically,
     round_to_format,
     round_to_format_,
 )
@@ -32,5 +33,5 @@ __all__ = [
     "ALONG_COLUMNS", "ALONG_ROWS", "BF16", "DIAL", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "PRESETS", "SQUARE",
     "BlockScaled", "Emulation", "Fp8Policy", "NumberFormat", "PrecisionPolicy", "ResolvedPrecision", "ResolvedRole",
     "dequantize", "format_named", "is_on_grid", "quantize", "resolve", "round_by_arithmetic", "round_cached",
-    "round_in_blocks", "round_to_format", "round_to_format_",
+    "round_in_blocks", "round_stochastically", "round_to_format", "round_to_format_",
 ]  # fmt: skip

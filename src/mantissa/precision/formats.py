@@ -238,6 +238,17 @@ def round_by_arithmetic(x: Tensor, fmt: NumberFormat) -> Tensor:
     return rounded.to(x.dtype)  # exact: x's dtype holds the grid's values, or inf beyond its own largest
 
 
+def round_stochastically(x: Tensor, random: Tensor) -> Tensor:
+    """Round fp32 to one of the two neighbours in bf16 so that the mean is ``x``: up where ``random`` carries.
+
+    The 16 low bits of |x| are its remainder in 2^-16 of a spacing. ``random``, int32 and uniform in 0 to 65535, is
+    added to them before they are cut: P(away from zero) = remainder / 65536, so E = x exactly. A value of bf16 is never
+    changed, nor inf or NaN. Beyond bf16's largest value the upper neighbour is inf. Shape and dtype of ``x``.
+    """
+    rounded = (x.view(torch.int32) + random).bitwise_and_(-(1 << 16)).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x)  # a NaN's digits could carry into the sign
+
+
 def is_on_grid(x: Tensor, fmt: NumberFormat) -> Tensor:
     """True where a value is one that ``fmt`` can represent (NaN counts as representable). Shape of ``x``, bool."""
     return (round_to_format(x, fmt) == x) | x.isnan()

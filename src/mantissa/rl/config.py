@@ -31,6 +31,7 @@ from mantissa.rl.waltz_config import WaltzConfig, check_feedback, feedback_confi
 from mantissa.rollout import LEAST_TEMPERATURE
 from mantissa.tasks import CodeConfig, TaskConfig
 from mantissa.training import AutoScaler, GuardConfig, LossScaler, Moments, ScalerConfig, scaler_for
+from mantissa.training.masters import Masters, check_masters
 
 
 class DynamicConfig(Config):
@@ -143,6 +144,8 @@ def check_together(config: RunConfig) -> None:
         checks.insert(2, _vllm_refusals if config.rollout.engine == "vllm" else _emulated_refusals)
     if config.waltz is not None:
         checks.insert(0, waltz_refusals)
+    policy, lora = config.precision_policy, config.model.lora is not None
+    check_masters(config.optimizer.masters, policy.format_of(policy.train), lora)
     for refused, why in itertools.chain.from_iterable(check(config) for check in checks):
         if refused:
             raise MantissaError(why)
@@ -220,10 +223,7 @@ def _rollout_refusals(config: RunConfig) -> Refusals:
         f"algorithm.advantage={kind} needs rollout.samples of 2 or more: it compares the completions of a prompt, and "
         "of one alone every advantage is 0; raise it, or use reinforce_pp, which compares the whole batch",
     )
-    yield (
-        completions < 2,
-        f"algorithm.advantage={kind} compares completions, and a step has one; raise rollout.prompts",
-    )
+    yield completions < 2, f"algorithm.advantage={kind} compares completions, and a step has one; raise rollout.prompts"
 
 
 def _vllm_refusals(config: RunConfig) -> Refusals:
@@ -456,13 +456,14 @@ _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Config):
-    """AdamW on fp32 masters."""
+    """AdamW."""
 
     lr: float = Field(gt=0, description="Learning rate after the warm-up.")
     warmup: int = Field(0, ge=0, description="Updates over which the rate rises linearly.")
     decay: Literal["none", "linear"] = Field("none", description="linear: the rate falls to zero at the last step.")
     betas: tuple[_Decay, _Decay] = Field((0.9, 0.999), description="Adam's decay rates, 0 or more and below 1.")
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon, in fp32 (1e-8 is 0 in fp16).")
+    masters: Masters = Field("fp32", description="bf16_stochastic, bf16_kahan: bf16 weights (docs/precision.md).")
     moments: Moments = Field("fp32", description="8bit: in blocks of 256, by torchao; small tensors stay fp32.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled decay of matrices; norms and biases have none.")
     max_grad_norm: float = Field(

@@ -81,6 +81,7 @@ from mantissa.training import (
     gradients_of,
     learning_rate,
     load_weights,
+    master_weights,
 )
 
 
@@ -134,9 +135,12 @@ class Learner:
         self.step = self.optimizer_step(learning_rate(config.lr, config.warmup, decay_until), scaler, self.flow)
 
     def optimizer_step(
-        self, lr_at: Callable[[int], float], scaler: LossScaler, flow: Flow | None = None
+        self, lr_at: Callable[[int], float], scaler: LossScaler, flow: Flow | None = None, purpose: str = "update"
     ) -> OptimizerStep:
-        """A fresh optimiser over the masters (and FlowRL's head, if it is given), behind the one optimiser step."""
+        """A fresh optimiser over the masters (and FlowRL's head, if it is given), behind the one optimiser step.
+
+        ``purpose``: of other updates than these, whose roundings are other draws.
+        """
         optimizer = adamw(
             self.model,
             betas=self.config.betas,
@@ -146,6 +150,8 @@ class Learner:
         )
 
         parameters = dict(self.model.named_parameters())
+        seed = derive_seed(self.seed, "masters", purpose)
+        masters = master_weights(self.config.masters, parameters, self.kernels.format, seed)
         watched: nn.Module = self.model
         if flow is not None:
             parameters |= flow.join(optimizer, self.config.lr)
@@ -168,6 +174,7 @@ class Learner:
             diagnose,
             clip=None if factor is None else partial(adaptive_clip_, clipped, factor),
             ranks=self.ranks,
+            masters=masters,
         )
 
     @property

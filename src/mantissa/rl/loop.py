@@ -478,7 +478,9 @@ def warm_start(
     """
     learner, sampler = parts.learner, parts.sampler
     solved, heldout = parts.task.split("warm_start"), parts.task.split("heldout")[: config.problems]
-    optimizer_step = learner.optimizer_step(learning_rate(config.lr, _LR_WARMUP), parts.new_scaler())
+    optimizer_step = learner.optimizer_step(
+        learning_rate(config.lr, _LR_WARMUP), parts.new_scaler(), purpose="warm start"
+    )
     losses: list[float] = []
     for step in range(1, config.steps + 1):
         indices = stream_slice(len(solved), (step - 1) * config.batch, config.batch, learner.seed, "warm_start")

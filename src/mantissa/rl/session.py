@@ -239,6 +239,9 @@ def _rows(parts: Parts) -> list[dict[str, str]]:
         rows[at]["reason"] = "weights and what updates them; Adam moments are the next line"
         line = {"role": "moments", "requested": "8bit", "active": "8bit", "kernels": "torchao", "reason": moments}
         rows.insert(at + 1, line)
+    if (masters := parts.learner.step.masters).kind != "fp32":
+        here = next(row for row in rows if row["role"] == "master")
+        here |= {"requested": masters.kind, "active": "bf16", "kernels": "simulated", "reason": masters.reason}
     return rows
 
 

@@ -12,6 +12,7 @@ from mantissa.training.checkpoint import (
 from mantissa.training.distributed import distribute
 from mantissa.training.guard import Decision, Guard, GuardLog, GuardSettings, Judge, open_guard, replay
 from mantissa.training.guard_config import GuardConfig, Reference
+from mantissa.training.masters import Masters, MasterWeights, check_masters, master_weights
 from mantissa.training.optimizer import Moments, adamw, learning_rate
 from mantissa.training.scaler import AutoRule, AutoScaler, FixedScaler, LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome, adaptive_clip_
@@ -31,6 +32,8 @@ __all__ = [
     "GuardSettings",
     "Judge",
     "LossScaler",
+    "MasterWeights",
+    "Masters",
     "Moments",
     "OptimizerStep",
     "PrecisionTrainer",
@@ -40,6 +43,7 @@ __all__ = [
     "StepOutcome",
     "adamw",
     "adaptive_clip_",
+    "check_masters",
     "distribute",
     "first_nonfinite",
     "flushed_fraction",
@@ -47,6 +51,7 @@ __all__ = [
     "learning_rate",
     "load_checkpoint",
     "load_weights",
+    "master_weights",
     "open_guard",
     "replay",
     "save_checkpoint",

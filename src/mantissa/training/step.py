@@ -13,7 +13,8 @@ Overflows and changes of the scale are told to Python's logging (``mantissa.trai
 On several processes every rank takes the same branch: what was found is reduced (MAX) before anyone decides, for an
 inf in one rank's shard, or a NaN in one rank's loss, is one for all.
 
-Master weights and gradients are fp32, and so are Adam's moments unless the optimiser is one that keeps them in 8 bits.
+Tensors of weights and gradients are fp32, and so are Adam's moments unless the optimiser is one that keeps them in 8
+bits; what an update leaves in the weights, all of fp32 or bf16's values, is ``masters.py``'s.
 
 Adaptive gradient clipping: bound each unit's gradient by its weights, not the whole gradient by a number.
 
@@ -46,6 +47,7 @@ from mantissa.errors import MantissaError
 from mantissa.precision import NumberFormat
 from mantissa.ranks import ALONE, Ranks, is_dtensor
 from mantissa.training.distributed import grad_norm, local
+from mantissa.training.masters import COMPENSATION, MasterWeights
 from mantissa.training.optimizer import flattened, restored
 from mantissa.training.scaler import LossScaler
 
@@ -204,7 +206,7 @@ class OptimizerStep:
     clipping, applied to the unscaled gradients before the bound; returns the fraction of units it changed.
     ``diagnose``: given the backward, returns the name of what first became non-finite; called only before stopping.
     ``on_nonfinite``: what to do about a non-finite gradient that no lower scale can cure: ``stop`` raises, ``skip``
-    gives the batch up. ``ranks``: the processes that must decide alike.
+    gives the batch up. ``ranks``: the processes that must decide alike. ``masters``: what is kept of an update.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -218,6 +220,7 @@ class OptimizerStep:
     clip: Callable[[], Tensor] | None = None
     on_nonfinite: Literal["stop", "skip"] = "stop"
     ranks: Ranks = ALONE
+    masters: MasterWeights = field(default_factory=MasterWeights)
     given_up_level: int = logging.INFO  # of the line about a batch that is lost; whoever shows no counts raises it
     updates: int = field(default=0, init=False)
     skipped: int = field(default=0, init=False)
@@ -302,7 +305,7 @@ class OptimizerStep:
                 else:
                     group["lr"] = rate
         lr = float(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.step()
+        self.masters.step(self.optimizer, self.updates)
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.stepped(fraction)
         self.updates += 1
@@ -324,16 +327,22 @@ class OptimizerStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and the scaler: plain numbers. The optimiser's tensors are ``optimizer_tensors``."""
-        return {"updates": self.updates, "skipped": self.skipped, "scaler": self.scaler.state_dict()}
+        counts = {"updates": self.updates, "skipped": self.skipped, "scaler": self.scaler.state_dict()}
+        return counts | ({} if self.masters.kind == "fp32" else {"masters": self.masters.kind})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.masters.check_kind(state.get("masters", "fp32"))
         updates, skipped = (count(state[name], f"checkpoint's {name}") for name in ("updates", "skipped"))
         self.scaler.load_state_dict(state["scaler"])
         self.updates, self.skipped = updates, skipped
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """The optimiser's state as ``<parameter>/<field>`` tensors, for safetensors; ``flattened`` names the fields."""
-        return {
+        """The optimiser's state as ``<parameter>/<field>`` tensors, for safetensors; ``flattened`` names the fields.
+
+        With it goes what bf16 masters keep beside the weights.
+        """
+        kept = {f"{name}/{COMPENSATION}": value for name, value in self.masters.compensation.items()}
+        return kept | {
             f"{name}/{part}": value
             for name, parameter in self.parameters.items()
             for part, value in flattened(self.optimizer.state.get(parameter, {})).items()
@@ -351,10 +360,14 @@ class OptimizerStep:
             if name not in self.parameters:
                 raise MantissaError(f"checkpoint's optimiser state names {name!r}, which this model does not have")
             fields.setdefault(name, {})[part] = value
+        kept = {name: plain.pop(COMPENSATION) for name, plain in fields.items() if COMPENSATION in plain}
+        kept = self.masters.checked(kept)
         states: dict[Tensor, dict[str, Tensor]] = {
             self.parameters[name]: restored(self.optimizer, name, self.parameters[name], plain)
             for name, plain in fields.items()
+            if plain  # before the first update there is compensation alone
         }
+        self.masters.compensation = kept
         self.optimizer.state.clear()
         self.optimizer.state.update(states)
 

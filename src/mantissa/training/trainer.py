@@ -44,6 +44,7 @@ from mantissa.ranks import Ranks, is_fsdp
 from mantissa.training import checkpoint
 from mantissa.training.distributed import forget_unsent, shard_like, synchronising, unwrapped, whole
 from mantissa.training.guard_config import GuardConfig
+from mantissa.training.masters import COMPENSATION, Masters, check_masters
 from mantissa.training.scaler import LossScaler, ScalerConfig
 from mantissa.training.step import OptimizerStep, StepOutcome, adaptive_clip_
 from mantissa.training.watch import Watch
@@ -62,6 +63,8 @@ class PrecisionTrainer:
     - ``retries``: backward passes repeated on one batch after an overflow; 4, or the ``ScalerConfig``'s.
     - ``accumulate``: micro-batches to an optimiser step.
     - ``max_grad_norm``: bound on the unscaled Euclidean norm. ``adaptive_clip``: factor of adaptive gradient clipping.
+    - ``masters``: ``fp32``, or weights of bf16's values, ``bf16_stochastic`` or ``bf16_kahan`` (``masters.py``): the
+      model's are rounded at once. Not with fp16.
     - ``scheduler``: stepped after each update that was applied, and only then.
     - ``on_nonfinite``: ``stop`` raises on a non-finite gradient that no lower scale cures, naming the module where it
       began; ``skip`` gives the batch up. Without it: ``skip`` under a guard, whose decision it then is, else ``stop``.
@@ -90,6 +93,7 @@ class PrecisionTrainer:
         accumulate: int = 1,
         max_grad_norm: float = float("inf"),
         adaptive_clip: float | None = None,
+        masters: Masters = "fp32",
         scheduler: Any = None,
         on_nonfinite: Literal["stop", "skip"] | None = None,
         detect_anomaly: bool = False,
@@ -118,8 +122,10 @@ class PrecisionTrainer:
         settled = self._settled(precision=precision)
         self._window = RetryWindow(
             model, optimizer, settled, detect_anomaly=detect_anomaly, max_grad_norm=max_grad_norm,
-            on_nonfinite=on_nonfinite,
+            on_nonfinite=on_nonfinite, masters=masters,
         )  # fmt: skip
+        if masters != "fp32":
+            self.say(f"masters: {masters}: {self.optimizer_step.masters.reason}")
         self._take(settled)
         if adaptive_clip is not None:
             parameters = self.optimizer_step.parameters.values()
@@ -135,7 +141,9 @@ class PrecisionTrainer:
 
     def use(self, precision: str) -> None:
         """Compute in ``precision`` from the next step on, with a fresh scaler; checked by the probe and told."""
-        self._take(self._settled(precision=precision))
+        settled = self._settled(precision=precision)
+        check_masters(self.optimizer_step.masters.kind, settled.role.active)
+        self._take(settled)
 
     def _take(self, settled: MixedPrecision) -> None:
         self.precision, self.autocast, self.evidence = settled.role, settled.autocast, settled.evidence
@@ -426,10 +434,11 @@ class PrecisionTrainer:
         generators = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             generators["cuda"] = torch.cuda.get_rng_state(self.device)
-        active = self.precision.active.name
+        active, masters = self.precision.active.name, self.optimizer_step.masters
         return {
             "model_state_dict": dict(whole(unwrapped(self.model).state_dict())),
             "optimizer_state_dict": whole(self.optimizer.state_dict()),
+            "masters": {"kind": masters.kind, COMPENSATION: whole(masters.compensation)},
             "scheduler_state_dict": None if self.scheduler is None else whole(self.scheduler.state_dict()),
             "training_steps": self.steps,
             "overflow_steps": self.skipped,
@@ -469,11 +478,14 @@ class PrecisionTrainer:
 
         Attempts, the scaler and the generators go on: what a fall back needs. Collective.
         """
-        model = unwrapped(self.model)
+        model, masters = unwrapped(self.model), self.optimizer_step.masters
         present, saved, schedule = model.state_dict(), state["model_state_dict"], state["scheduler_state_dict"]
         with boundary("checkpoint", "it is damaged, or of another model or optimiser; load another one"):
             checkpoint.check_model(present, saved, dict(model.named_parameters()))
             checkpoint.check_optimizer(self.optimizer, state["optimizer_state_dict"])
+            kept = state.get("masters", {"kind": "fp32", COMPENSATION: {}})  # older files have none
+            masters.check_kind(kept["kind"])
+            compensation = masters.checked(kept[COMPENSATION])
             if self.scheduler is not None and schedule is not None:
                 checkpoint.check_like(self.scheduler.state_dict(), schedule, "scheduler")
             updates = count(state["counters"]["updates"], "checkpoint: updates")
@@ -485,7 +497,7 @@ class PrecisionTrainer:
         self.optimizer.load_state_dict(checkpoint.sharded(state["optimizer_state_dict"], self.optimizer))
         if self.scheduler is not None and schedule is not None:
             self.scheduler.load_state_dict(schedule)
-        self.optimizer_step.updates = updates
+        self.optimizer_step.updates, masters.compensation = updates, compensation
 
     def _restore_generators(self, saved: list[dict[str, Tensor]]) -> None:
         """Those of this rank, where it was there when they were saved."""

@@ -23,6 +23,7 @@ from mantissa.kernels import Autocast, autocast_for, probe_autocast
 from mantissa.precision import FP32, PrecisionPolicy, ResolvedRole, resolve
 from mantissa.ranks import ALONE, Ranks, is_fsdp
 from mantissa.training.distributed import local, synchronising, unwrapped
+from mantissa.training.masters import Masters, master_weights
 from mantissa.training.scaler import LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome
 
@@ -163,6 +164,7 @@ class RetryWindow:
 
     ``micros``: those of the open window. ``outcome``: of the last step. ``total_loss``: a window's loss from its
     micro-batches'. ``detect_anomaly``: the diagnosis of a non-finite gradient names the forward's line too.
+    ``masters``: their kind.
     ``options`` are ``OptimizerStep``'s.
     """
 
@@ -173,6 +175,7 @@ class RetryWindow:
         precision: MixedPrecision,
         total_loss: Callable[[Sequence[Micro]], Tensor | None] = mean_loss,
         detect_anomaly: bool = False,
+        masters: Masters = "fp32",
         **options: Any,
     ) -> None:
         self._model = model
@@ -185,7 +188,7 @@ class RetryWindow:
         named = named_parameters(model, optimizer)
         self.step = OptimizerStep(
             named, optimizer, precision.scaler, precision.role.active, None, diagnose=self._diagnose,
-            ranks=Ranks.of(model), **options,
+            ranks=Ranks.of(model), masters=master_weights(masters, named, precision.role.active), **options,
         )  # fmt: skip
 
     @property
