@@ -463,8 +463,7 @@ class Flow:
 
     def log_z(self, prompt_BE: Tensor, key_B: Tensor) -> Tensor:
         """log Z of each row's prompt, fp32, B, differentiable; ``prompt_BE``: the prompts' mean hidden states."""
-        one_B1 = torch.ones(len(prompt_BE), 1, dtype=torch.bool, device=prompt_BE.device)
-        log_z_B: Tensor = self.head(prompt_BE.unsqueeze(1), one_B1, key_B, detach=self.config.detach_partition)
+        log_z_B: Tensor = self.head(prompt_BE, key_B, detach=self.config.detach_partition)
         return log_z_B
 
     def join(self, optimizer: torch.optim.Optimizer, lr: float) -> dict[str, nn.Parameter]:
