@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from mantissa.errors import MantissaError
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect import AsyncSource, Batch, SyncSource, shares
 from mantissa.rl.config import RunConfig
-from mantissa.rl.probes import lag_metrics
+from mantissa.rl.probes import Lag
 from mantissa.rl.recipe import make_config
 from mantissa.rl.seeds import stream_slice
 from mantissa.rl.session import resume
@@ -176,13 +177,18 @@ def test_the_threads_are_shared_out_and_given_back(ahead: Callable[..., Any]) ->
 
 
 def test_a_lag_beyond_the_bound_is_an_error() -> None:
-    assert lag_metrics([5, 5, 2], 6, 4) == {"rollout/lag_mean": 2.0, "rollout/lag_max": 4}
-    with pytest.raises(MantissaError, match=r"version 5 reached .* version 10: a lag of 5, .*max_policy_lag=4"):
-        lag_metrics([6, 5], 10, 4)
-    with pytest.raises(MantissaError, match=r"version 11 reached .* version 10: a lag of -1"):
-        lag_metrics([10, 11], 10, 4)
-    with pytest.raises(MantissaError, match=r"a lag of 1, expected 0 to rollout\.max_policy_lag=0"):
-        lag_metrics([9], 10, 0)
+    def lag(versions: list[int], version: int, bound: int) -> Any:
+        learner, batch = SimpleNamespace(version=version), SimpleNamespace(version_B=torch.tensor(versions))
+        return Lag(learner, bound).observe(1, batch)  # type: ignore[arg-type]
+
+    assert lag([5, 5, 2], 6, 4) == {"rollout/lag_mean": 2.0, "rollout/lag_max": 4}
+    for versions, version, bound, said in (
+        ([6, 5], 10, 4, r"version 5 reached .* version 10: a lag of 5, .*max_policy_lag=4"),
+        ([10, 11], 10, 4, r"version 11 reached .* version 10: a lag of -1"),
+        ([9], 10, 0, r"a lag of 1, expected 0 to rollout\.max_policy_lag=0"),
+    ):
+        with pytest.raises(MantissaError, match=said):
+            lag(versions, version, bound)
 
 
 def test_a_bound_in_versions_is_a_number_of_steps(configure: Callable[..., RunConfig]) -> None:
