@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import small_run
+from mantissa.kernels import ExactPlan, ModelShapes, Way, plan_exact
+from mantissa.precision import ResolvedRole
 from mantissa.rl import RunConfig, start
+from mantissa.rl import assemble as building
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.runs.directory import RunDirectory
 
@@ -23,6 +27,22 @@ def with_report() -> None:
 def _no_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "with_report" not in request.fixturenames:
         monkeypatch.setattr(small_run.REPORT, small_run.no_report)
+
+
+@pytest.fixture(autouse=True)
+def _one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact kernels are planned once for each shape: a plan has tests of its own, and takes longer than these runs."""
+    monkeypatch.setattr(building, "plan_exact", _planned)
+
+
+def _planned(shapes: ModelShapes, role: ResolvedRole, device: torch.device, only: Way | None = None) -> ExactPlan:
+    key = (shapes, role.fp8 is None, torch.get_num_threads(), only)
+    if key not in _PLANS:
+        _PLANS[key] = plan_exact(shapes, role, device, only)
+    return _PLANS[key]
+
+
+_PLANS: dict[Any, ExactPlan] = {}
 
 
 @pytest.fixture

@@ -89,8 +89,6 @@ def many(precision: str, prompts: int) -> tuple[int, int]:
     for config in every if prompts > 8 else [every[FORMATS.index(precision)]]:  # few prompts: a family for each format
         policies = Policies(make_model(config), exactly(precision), slots=2 * prompts)
         sampled = policies.sample(ragged(prompts, samples=8), tokens=220)
-        assert policies.engine.stats.prefills > 1
-        assert policies.engine.stats.occupancy < 1
         for micro in (None, 64, 16):
             different += policies.different(sampled, micro=micro)
             compared += len(sampled.logp_N)
