@@ -123,13 +123,6 @@ def test_accuracy_is_the_mean_over_problems_of_what_the_verifier_says(
     assert 0 < accuracy < 1
 
 
-def test_greedy_accuracy_does_not_depend_on_the_seed(parts: Parts) -> None:
-    problems = parts.task.split("train", 4)
-    greedy = parts.sampler.params(6, 0.0)
-    first, second = (parts.sampler.sample(problems, 1, greedy, 0, seed) for seed in (1, 2))
-    assert [s.text for s in first] == [s.text for s in second]
-
-
 def test_a_prompt_that_cannot_be_written_names_its_problem(parts: Parts) -> None:
     sampler = Sampler(parts.sampler.engine, character_tokenizer("0123"), Grader(parts.task.verifier))
     with pytest.raises(MantissaError, match="problem p-7: tokenizer: '19=' holds '9='"):
