@@ -257,8 +257,8 @@ def exact_plan(
     precision: ResolvedPrecision,
     model: Decoder,
     device: torch.device,
-    length: int = 256,
-    rows: int = 4096,
+    length: int,
+    rows: int,
     only: Way | None = None,
 ) -> ExactPlan | None:
     """How exact kernels will compute this model here, found by probing; None where no role is exact.

@@ -310,7 +310,9 @@ class Collector:
             graded = self.sampler.grade(sampled)
             seconds["rollout"] += generated - started
             seconds["reward"] += time.perf_counter() - generated
-            final = [shaped(r, self._penalty(s.completion)) for s, r in zip(sampled, graded, strict=True)]
+            lengths = [len(sample.completion.tokens) for sample in sampled]
+            penalties = [overlong_penalty(length, config.max_tokens, config.overlong) for length in lengths]
+            final = [shaped(reward, penalty) for reward, penalty in zip(graded, penalties, strict=True)]
             fates += map(fate, by_group(sampled, graded), by_group(sampled, final))
             samples, rewards, tries = samples + sampled, rewards + final, tries + 1
         metrics = sample_metrics(samples, rewards, config)
@@ -322,9 +324,6 @@ class Collector:
             metrics |= dynamic_metrics(fates, min(fates.count("kept"), wanted), tries)
             metrics["reward/accuracy_trained"] = sum(reward.correct for reward in rewards) / len(rewards)
         return Batch(step, version, self.position, indices, samples, rewards, metrics, seconds)
-
-    def _penalty(self, completion: Completion) -> float:
-        return overlong_penalty(len(completion.tokens), self.config.max_tokens, self.config.overlong)
 
 
 def sample_metrics(samples: Sequence[Sample], rewards: Sequence[Reward], config: RolloutConfig) -> dict[str, float]:
