@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,7 @@ import pytest
 import torch
 
 import small_run
-from mantissa.kernels import ExactPlan, ModelShapes, Way, plan_exact
-from mantissa.precision import ResolvedRole
+from mantissa.kernels import ExactPlan, plan_exact
 from mantissa.rl import RunConfig, start
 from mantissa.rl import assemble as building
 from mantissa.rl.assemble import Parts, assemble
@@ -32,17 +32,12 @@ def _no_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture(autouse=True)
 def _one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact kernels are planned once for each shape: a plan has tests of its own, and takes longer than these runs."""
-    monkeypatch.setattr(building, "plan_exact", _planned)
+    monkeypatch.setattr(building, "plan_exact", lambda *given: _planned(torch.get_num_threads(), *given))
 
 
-def _planned(shapes: ModelShapes, role: ResolvedRole, device: torch.device, only: Way | None = None) -> ExactPlan:
-    key = (shapes, role.fp8 is None, torch.get_num_threads(), only)
-    if key not in _PLANS:
-        _PLANS[key] = plan_exact(shapes, role, device, only)
-    return _PLANS[key]
-
-
-_PLANS: dict[Any, ExactPlan] = {}
+@functools.cache
+def _planned(threads: int, *given: Any) -> ExactPlan:
+    return plan_exact(*given)
 
 
 @pytest.fixture
