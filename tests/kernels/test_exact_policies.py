@@ -27,7 +27,7 @@ from mantissa.model import Decoder, LoraShape, attach, trained_parameters
 from mantissa.rollout import Request
 
 
-@pytest.mark.parametrize(("prompts", "least"), [(8, 14_000), pytest.param(80, 1_000_000, marks=pytest.mark.variants)])
+@pytest.mark.parametrize(("prompts", "least"), [(8, 9_000), pytest.param(80, 1_000_000, marks=pytest.mark.variants)])
 def test_a_million_log_probs_are_equal(prompts: int, least: int, tmp_path: Path) -> None:
     run_worker(["many", str(prompts), *FORMATS], tmp_path, {"OMP_NUM_THREADS": "1"})
     compared, different = zip(*torch.load(tmp_path / "0.pt").values(), strict=True)
