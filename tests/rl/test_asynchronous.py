@@ -105,15 +105,6 @@ def test_step_k_is_sampled_by_the_weights_of_a_fixed_step(
         assert (batch.step, batch.version, batch.metrics["value"]) == (step, 2 * made_after, 2.0 * made_after)
 
 
-def test_in_turn_step_k_is_sampled_by_the_weights_of_the_step_before() -> None:
-    engine = FakeEngine()
-    source = SyncSource(FakeCollector(engine), engine)  # type: ignore[arg-type]
-    weights = {"w": torch.tensor(0.0)}
-    source.start(0, weights, 0, [])
-    assert [batch.version for batch in learn(source, 0, 9, weights)] == [2 * step for step in range(9)]
-    assert source.pending(9) == []
-
-
 @pytest.mark.parametrize(("behind", "stop"), [(1, 1), (1, 8), (1, 9), (3, 2), (3, 5), (3, 8)])
 def test_a_checkpoint_holds_what_its_own_weights_cannot_make_again(
     ahead: Callable[..., Any], behind: int, stop: int

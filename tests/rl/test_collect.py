@@ -281,15 +281,6 @@ def test_where_every_group_is_kept_nothing_changes() -> None:
         assert plain.metrics.items() <= ours.metrics.items()
 
 
-def test_accuracy_is_over_everything_sampled_and_over_what_is_trained_on_apart() -> None:
-    dynamic = DynamicConfig(batch_prompts=40, when_exhausted="continue")
-    config = RolloutConfig(prompts=8, samples=2, max_tokens=8, dynamic=dynamic)
-    made = collector(FakeSampler(0.9), config, range(9)).collect(1, 0)
-    assert made.metrics["reward/accuracy_trained"] == 0.5  # one of two, by construction
-    assert 0.8 < made.metrics["reward/accuracy"] < 0.98
-    assert made.metrics["rollout/tokens"] > sum(len(sample.completion.tokens) for sample in made.samples)
-
-
 def test_batches_survive_a_checkpoint_to_the_last_bit() -> None:
     sampler = FakeSampler(0.5)
     config = RolloutConfig(prompts=4, samples=3, max_tokens=8, dynamic=DynamicConfig())

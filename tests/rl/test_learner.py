@@ -187,15 +187,6 @@ def test_an_overflow_is_retried_to_the_same_bits_as_a_lower_scale(learn: Build, 
     assert all(torch.equal(weight, other[name]) for name, weight in one.items())
 
 
-def test_a_batch_that_is_given_up_leaves_the_policy_and_its_version(learn: Build) -> None:
-    parts = learn("precision=fp16", "loss_scaling.initial=1e30", "loss_scaling.retries=2")
-    before = {name: weight.clone() for name, weight in parts.learner.weights.items()}
-    outcome = learned(parts.learner, sampled(parts)).outcomes[0]
-    assert (outcome.kind, outcome.overflows, parts.learner.version, outcome.lr) == ("skipped", 3, 0, 0.0)
-    assert parts.learner.step.optimizer_tensors() == {}
-    assert all(torch.equal(before[name], weight) for name, weight in parts.learner.weights.items())
-
-
 @pytest.mark.parametrize("head", ["tied", "own"])
 def test_adaptive_clipping_bounds_each_row_but_an_output_heads_own(learn: Build, head: str) -> None:
     options = ["optimizer.max_grad_norm=.inf", f"model.fresh.tie_embeddings={str(head == 'tied').lower()}"]
