@@ -69,8 +69,8 @@ def native(model: Decoder, rows: int, samples: int, precision: str) -> tuple[Sam
     asked = [Request(prompt, i, samples) for i, prompt in enumerate(prompts(rows, samples, model.config.vocab_size))]
 
     def run(new: int) -> int:
-        engine.generate(asked, SamplingParams(max_tokens=new), 0)
-        return engine.stats.generated_tokens
+        groups = engine.generate(asked, SamplingParams(max_tokens=new), 0)
+        return sum(len(completion.tokens) for group in groups for completion in group)
 
     return run, {"active": resolved.rollout.active.name, "kernels": str(resolved.rollout.backend)}
 

@@ -133,8 +133,8 @@ def native(weights: dict[str, torch.Tensor], case: Case, precision: str, device:
     params = SamplingParams(max_tokens=case.new_tokens, stop_token_ids=(1,) if case.stop else ())
 
     def run() -> int:
-        engine.generate(requests, params, 0)
-        return engine.stats.generated_tokens
+        groups = engine.generate(requests, params, 0)
+        return sum(len(completion.tokens) for group in groups for completion in group)
 
     return run, f"{resolved.rollout.active} {resolved.rollout.backend}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable
 
 import pytest
@@ -185,13 +184,6 @@ def test_the_backward_pass_has_the_arithmetic_and_no_autocast(fmt: NumberFormat,
         with autocast.backward():
             loss.backward()
     assert seen == [(fmt.dtype, backend == "simulated" and fmt is not FP32, False)]
-
-
-def test_a_copy_is_as_good() -> None:
-    for fmt in (FP32, BF16):
-        copied = pickle.loads(pickle.dumps(simulated(fmt)))
-        with copied.forward():
-            assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == fmt.dtype
 
 
 class Checkpointed(nn.Module):

@@ -27,7 +27,7 @@ from mantissa.model import Decoder, LoraShape, attach, trained_parameters
 from mantissa.rollout import Request
 
 
-@pytest.mark.parametrize(("prompts", "least"), [(8, 14_000), pytest.param(80, 1_000_000, marks=pytest.mark.variants)])
+@pytest.mark.parametrize(("prompts", "least"), [(8, 9_000), pytest.param(80, 1_000_000, marks=pytest.mark.variants)])
 def test_a_million_log_probs_are_equal(prompts: int, least: int, tmp_path: Path) -> None:
     run_worker(["many", str(prompts), *FORMATS], tmp_path, {"OMP_NUM_THREADS": "1"})
     compared, different = zip(*torch.load(tmp_path / "0.pt").values(), strict=True)
@@ -55,7 +55,7 @@ def test_whatever_the_batch_a_token_has_one_log_prob(family: str, precision: str
 def test_every_way_is_equal_from_end_to_end(way: Any, precision: str) -> None:
     policies = Policies(make_model(FAMILIES["llama"]), exactly(precision), only=way)
     assert policies.plan is not None
-    assert policies.plan.attention.way == way
+    assert {policies.plan.attention.way, *(choice.way for choice in policies.plan.products.values())} == {way}
     sampled = policies.sample(ragged(9), tokens=30)
     assert len(sampled.logp_N) > 200
     for micro in (None, 2):

@@ -13,7 +13,7 @@ from mantissa.errors import MantissaError
 from mantissa.kernels import ModelShapes, plan_exact, products
 from mantissa.kernels.exact import probe as probe_module
 from mantissa.kernels.exact.kernels import ExactKernels
-from mantissa.kernels.exact.plan import WAYS, ExactPlan
+from mantissa.kernels.exact.plan import ExactPlan
 from mantissa.kernels.exact.probe import threads
 from mantissa.model import Decoder, LoraShape, attach
 from mantissa.precision import FP32, PrecisionPolicy, resolve
@@ -47,14 +47,6 @@ def test_some_way_holds_on_this_machine_and_the_lines_say_which() -> None:
         "1 and 2 threads",
     ):
         assert what in lines[-1]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_way_can_be_asked_for(way: str) -> None:
-    plan = plan_exact(SHAPES, ROLE, "cpu", way)  # type: ignore[arg-type]
-    assert ways(plan) == {way}
-    assert plan.attention.way == way
-    assert way in plan.lines()[0]
 
 
 def cut(*counts: int) -> Callable[[int, int], int]:

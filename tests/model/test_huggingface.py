@@ -75,22 +75,11 @@ def test_fp32_comes_back_to_the_bit(decoder: Decoder, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fmt", [BF16, FP16], ids=str)
-def test_half_rounds_each_master_once_and_widens_exactly(
-    fmt: NumberFormat, decoder: Decoder, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    with torch.no_grad():  # ties, subnormals and neighbours, where a second rounding or a truncation would show
-        decoder.model.norm.weight[:4] = torch.tensor([1 + fmt.epsilon / 2, 1 + 1.5 * fmt.epsilon, 1e-7, 1 - 1e-7])
-    save_model(decoder, tokenizer, tmp_path / "half", dtype=fmt.name)
-    stored = load_file(tmp_path / "half" / "model.safetensors")
-    assert {t.dtype for t in stored.values()} == {fmt.dtype}
-    again = load_model(tmp_path / "half")
-    changed = 0
+def test_half_is_widened_exactly(fmt: NumberFormat, decoder: Decoder, folder: Path) -> None:
+    edit(folder, lambda tensors: tensors.update({name: tensor.to(fmt.dtype) for name, tensor in tensors.items()}))
+    again = load_model(folder)
     for name, parameter in decoder.named_parameters():
         assert torch.equal(again.get_parameter(name), round_by_arithmetic(parameter.detach(), fmt)), name
-        changed += int((again.get_parameter(name) != parameter).sum())
-    assert changed > 1000
-    said = json.loads((tmp_path / "half" / "config.json").read_text())
-    assert said["dtype"] == said["torch_dtype"] == str(fmt.dtype).removeprefix("torch.")
 
 
 def test_sharded_both_ways(
@@ -202,11 +191,11 @@ def test_folders_that_are_not_whole(folder: Path, decoder: Decoder, tokenizer: T
 
 def test_what_the_original_said_beside_the_numbers_is_kept(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     edit_config(folder, bos_token_id=7, use_cache=False, note={"by": "someone"}, eos_token_id=99, _name_or_path="x")
-    save_model(load_model(folder), load_tokenizer(folder), tmp_path / "again", dtype="bf16")
+    save_model(load_model(folder), load_tokenizer(folder), tmp_path / "again")
     said = json.loads((tmp_path / "again" / "config.json").read_text())
     assert (said["bos_token_id"], said["use_cache"], said["note"]) == (7, False, {"by": "someone"})
     assert said["eos_token_id"] == tokenizer.eos_ids[0]  # the tokenizer's, which is what ends a response
-    assert said["dtype"] == "bfloat16"
+    assert said["dtype"] == said["torch_dtype"] == "float32"
     assert "_name_or_path" not in said
 
 
@@ -220,32 +209,15 @@ def test_several_eos_ids_reach_both_files(decoder: Decoder, tmp_path: Path) -> N
 
 def test_weights_that_cannot_be_stored(decoder: Decoder, tokenizer: Tokenizer, tmp_path: Path) -> None:
     with torch.no_grad():
-        decoder.model.layers[1].mlp.up_proj.weight[0, 0] = 70000.0
-    with pytest.raises(
-        MantissaError, match=r"model\.layers\.1\.mlp\.up_proj\.weight reaches 70000, beyond the largest fp16"
-    ):
-        save_model(decoder, tokenizer, tmp_path / "model", dtype="fp16")
-    with torch.no_grad():
         decoder.model.norm.weight[2] = float("nan")
     with pytest.raises(MantissaError, match=r"tensor model\.norm\.weight has 1 values that are not finite"):
         save_model(decoder, tokenizer, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []  # nothing half-written stays
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "e4m3"}, "cannot store a model in e4m3: expected one of fp32, bf16, fp16"),
-        ({"dtype": "int8"}, "unknown number format 'int8'"),
-        ({"shard_bytes": 0}, "shard_bytes=0"),
-        ({"tokenizer": byte_tokenizer()}, "wrong tokenizer: it has ids up to 257 but the model embeds only 14"),
-    ],
-)
-def test_requests_that_cannot_be_met(
-    options: dict[str, Any], message: str, decoder: Decoder, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    with pytest.raises(MantissaError, match=message):
-        save_model(decoder, **{"tokenizer": tokenizer, "path": tmp_path / "model", **options})
+def test_a_tokenizer_of_another_size_is_refused(decoder: Decoder, tmp_path: Path) -> None:
+    with pytest.raises(MantissaError, match="wrong tokenizer: it has ids up to 257 but the model embeds only 14"):
+        save_model(decoder, byte_tokenizer(), tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import small_run
+from mantissa.kernels import ExactPlan, plan_exact
 from mantissa.rl import RunConfig, start
+from mantissa.rl import assemble as building
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.runs.directory import RunDirectory
 
@@ -23,6 +27,17 @@ def with_report() -> None:
 def _no_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "with_report" not in request.fixturenames:
         monkeypatch.setattr(small_run.REPORT, small_run.no_report)
+
+
+@pytest.fixture(autouse=True)
+def _one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact kernels are planned once for each shape: a plan has tests of its own, and takes longer than these runs."""
+    monkeypatch.setattr(building, "plan_exact", lambda *given: _planned(torch.get_num_threads(), *given))
+
+
+@functools.cache
+def _planned(threads: int, *given: Any) -> ExactPlan:
+    return plan_exact(*given)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from mantissa.errors import MantissaError
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect import AsyncSource, Batch, SyncSource, shares
 from mantissa.rl.config import RunConfig
-from mantissa.rl.probes import lag_metrics
+from mantissa.rl.probes import Lag
 from mantissa.rl.recipe import make_config
 from mantissa.rl.seeds import stream_slice
 from mantissa.rl.session import resume
@@ -104,15 +105,6 @@ def test_step_k_is_sampled_by_the_weights_of_a_fixed_step(
         assert (batch.step, batch.version, batch.metrics["value"]) == (step, 2 * made_after, 2.0 * made_after)
 
 
-def test_in_turn_step_k_is_sampled_by_the_weights_of_the_step_before() -> None:
-    engine = FakeEngine()
-    source = SyncSource(FakeCollector(engine), engine)  # type: ignore[arg-type]
-    weights = {"w": torch.tensor(0.0)}
-    source.start(0, weights, 0, [])
-    assert [batch.version for batch in learn(source, 0, 9, weights)] == [2 * step for step in range(9)]
-    assert source.pending(9) == []
-
-
 @pytest.mark.parametrize(("behind", "stop"), [(1, 1), (1, 8), (1, 9), (3, 2), (3, 5), (3, 8)])
 def test_a_checkpoint_holds_what_its_own_weights_cannot_make_again(
     ahead: Callable[..., Any], behind: int, stop: int
@@ -176,13 +168,18 @@ def test_the_threads_are_shared_out_and_given_back(ahead: Callable[..., Any]) ->
 
 
 def test_a_lag_beyond_the_bound_is_an_error() -> None:
-    assert lag_metrics([5, 5, 2], 6, 4) == {"rollout/lag_mean": 2.0, "rollout/lag_max": 4}
-    with pytest.raises(MantissaError, match=r"version 5 reached .* version 10: a lag of 5, .*max_policy_lag=4"):
-        lag_metrics([6, 5], 10, 4)
-    with pytest.raises(MantissaError, match=r"version 11 reached .* version 10: a lag of -1"):
-        lag_metrics([10, 11], 10, 4)
-    with pytest.raises(MantissaError, match=r"a lag of 1, expected 0 to rollout\.max_policy_lag=0"):
-        lag_metrics([9], 10, 0)
+    def lag(versions: list[int], version: int, bound: int) -> Any:
+        learner, batch = SimpleNamespace(version=version), SimpleNamespace(version_B=torch.tensor(versions))
+        return Lag(learner, bound).observe(1, batch)  # type: ignore[arg-type]
+
+    assert lag([5, 5, 2], 6, 4) == {"rollout/lag_mean": 2.0, "rollout/lag_max": 4}
+    for versions, version, bound, said in (
+        ([6, 5], 10, 4, r"version 5 reached .* version 10: a lag of 5, .*max_policy_lag=4"),
+        ([10, 11], 10, 4, r"version 11 reached .* version 10: a lag of -1"),
+        ([9], 10, 0, r"a lag of 1, expected 0 to rollout\.max_policy_lag=0"),
+    ):
+        with pytest.raises(MantissaError, match=said):
+            lag(versions, version, bound)
 
 
 def test_a_bound_in_versions_is_a_number_of_steps(configure: Callable[..., RunConfig]) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from experiences import experience_of
 from mantissa.errors import MantissaError
 from mantissa.ranks import Ranks
-from mantissa.rl.collect import _packed, _unpacked
 from mantissa.rl.experience import Sequences, balanced
 from mantissa.rollout import Completion
 from mantissa.runs.directory import Onlooker, RunDirectory
@@ -186,20 +185,6 @@ def test_ranks_that_went_apart_are_found() -> None:
     differs = True
     with pytest.raises(MantissaError, match="hold different weights: b differs on rank 2; a device"):
         ranks.check_alike(tensors)
-
-
-def test_completions_survive_the_way() -> None:
-    group = [
-        Completion((5, 6, 7), torch.tensor([-0.5, -0.0, float("nan")]), "stop", 3),
-        Completion((9,), torch.tensor([-2.0]), "length", 3),
-    ]
-    for before, after in zip(group, _unpacked(_packed(group)), strict=True):
-        assert (after.tokens, after.finish_reason, after.policy_version) == (
-            before.tokens,
-            before.finish_reason,
-            before.policy_version,
-        )
-        assert torch.equal(after.logp_T.view(torch.int32), before.logp_T.view(torch.int32))
 
 
 def test_an_onlooker_writes_nothing(tmp_path: Any) -> None:

@@ -22,7 +22,7 @@ from mantissa.rl import score as module
 from mantissa.rl.assemble import Parts
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.learner import Learner, Update
-from mantissa.rl.score import Packed, forward, scatter
+from mantissa.rl.score import Packed, forward
 
 CONFIG = ModelConfig("qwen3", 13, 32, 48, 2, 4, 2, 8, qk_norm=True, initializer_range=0.3)
 Pair = tuple[list[int], list[int]]
@@ -161,16 +161,6 @@ def test_asking_for_prompts_changes_no_log_prob_and_costs_no_forward(model: Deco
     assert plain.prompt_BE is None
     assert torch.equal(plain.logp_N, more.logp_N)
     assert len(calls) == 2
-
-
-def test_scatter_puts_each_response_token_where_the_mask_says() -> None:
-    mask_BR = torch.tensor([[True, True, False], [True, False, False], [True, True, True]])
-    values_N = torch.arange(1.0, 7.0, requires_grad=True)
-    got = scatter(values_N, mask_BR)
-    assert got.tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
-    got[0, 1].backward()
-    assert values_N.grad is not None
-    assert values_N.grad.tolist() == [0, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("kernels", [NativeKernels(FP32), SimulatedKernels(BF16)], ids=["fp32", "bf16"])

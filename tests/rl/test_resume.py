@@ -127,12 +127,9 @@ RUNS: dict[str, tuple[list[str], list[tuple[str, Moment]]]] = {
         ],
         [
             ("in the base", there(".base.*.tmp")),
-            ("before the first checkpoint", there("base")),
             ("in the first checkpoint", there("checkpoints/.step-0.*.tmp")),
-            ("after a step", rows("metrics.jsonl", 1)),
             ("in what was sampled ahead", there("checkpoints/.step-2.*.tmp/ahead.safetensors")),
             ("past the next", rows("metrics.jsonl", 5)),
-            ("in a checkpoint that holds one batch", there("checkpoints/.step-6.*.tmp")),
             ("in the adapter", there(".adapter.*.tmp")),
         ],
     ),

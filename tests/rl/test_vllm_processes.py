@@ -117,7 +117,7 @@ def test_each_process_has_a_vllm_and_they_sample_what_one_does(tmp_path: Path, o
         ({"keeps": "lm_head"}, "sync: vLLM 0.32.0 computes with other"),
     ],
 )
-@pytest.mark.variants  # one process: tests/rl/test_engines.py; one line for two: the next test
+@pytest.mark.variants  # one process: tests/rl/test_engines.py; two threads: tests/rollout/test_vllm_link.py
 def test_a_fault_of_one_ends_the_run_with_one_line(tmp_path: Path, fault: dict[str, Any], message: str) -> None:
     done = train(tmp_path / "two", *TWO["ddp"], faults={"1": fault})
     assert done.returncode == 2
@@ -156,20 +156,3 @@ def test_one_server_for_both_processes(tmp_path: Path, one: Path, server: FakeSe
     evidence = {row["role"]: row for row in run.environment["precision"]}["rollout"]["evidence"]
     assert evidence.startswith(f"vLLM 0.32.0 at {server.url} runs in float32, head float32; ")
     assert evidence.endswith("; one server for 2 processes")
-
-
-def test_a_sync_that_the_first_cannot_finish_ends_the_run_with_one_line(tmp_path: Path, server: FakeServer) -> None:
-    real, times = server.answer, list[str]()
-
-    def answer(path: str, query: dict[str, list[str]], body: Any) -> Any:
-        times.append(path)
-        if times.count("/reset_prefix_cache") == 3:  # when it is tried, at the start, and after the first step
-            server.llm.fault.keeps_cache = True
-        return real(path, query, body)
-
-    server.answer = answer  # type: ignore[method-assign]
-    done = train(tmp_path / "two", *TWO["ddp"], f"rollout.vllm.server={server.url}", installed=False)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert "kept keys and values of the weights before these; resume the run" in done.stderr
-    assert [row["step"] for row in RunDirectory.open(tmp_path / "two" / "run").read_metrics()] == []

@@ -16,8 +16,8 @@ import small_run
 from mantissa.errors import MantissaError
 from mantissa.rl import RunConfig, make_config, resume, resumed_config, start
 from mantissa.rl.collect import Sample
-from mantissa.rl.game import Dialogue, Game, assemble_two, rates
 from mantissa.rl.recipe import apply_overrides
+from mantissa.rl.waltz import Dialogue, Game, assemble_two, rates
 from mantissa.runs.compare_page import build_comparison
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.metrics import METRICS, undeclared

@@ -12,6 +12,7 @@ from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rollout import NativeEngine, Request
+from mantissa.rollout.generation import Generation
 from naive_engine import master_model
 
 FAMILIES = {
@@ -64,3 +65,22 @@ def requests() -> list[Request]:
         Request(tuple(torch.randint(0, 40, (n,), generator=generator).tolist()), seed=100 + n, samples=g)
         for n, g in zip(lengths, samples, strict=True)
     ]
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """What engines compute from here on: the prompt tokens of each ``prefill``, the rows of each ``decode`` step."""
+    done: dict[str, list[int]] = {"prefill": [], "decode": []}
+    prefill, decode = Generation._prefill_forward, Generation._decode_step
+
+    def prefilled(self: Generation, tokens: torch.Tensor, lengths: torch.Tensor) -> object:
+        done["prefill"].append(int(lengths.sum()))
+        return prefill(self, tokens, lengths)
+
+    def decoded(self: Generation) -> object:
+        done["decode"].append(self._active)
+        return decode(self)
+
+    monkeypatch.setattr(Generation, "_prefill_forward", prefilled)
+    monkeypatch.setattr(Generation, "_decode_step", decoded)
+    return done

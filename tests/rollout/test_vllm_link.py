@@ -432,17 +432,6 @@ def test_a_sync_that_fails_on_the_first_stops_all_with_its_words(server: FakeSer
     assert "answered /reset_prefix_cache with 500" in said[0]
 
 
-def test_a_server_that_one_process_cannot_reach_stops_all(server: FakeServer) -> None:
-    def work(me: Ranks) -> VllmEngine:
-        url = server.url if me.rank0 else "http://127.0.0.1:1"
-        return VllmEngine(START, KERNELS, server=url, ranks=me)
-
-    said = words(Crew(2).each(work))
-    assert said[0] == said[1]
-    assert "cannot reach the vLLM server at http://127.0.0.1:1" in said[0]
-    served(ALONE, server).close()  # and the one that had it let go
-
-
 def test_it_sleeps_and_wakes_once_for_all(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tells it to; the others know that it sleeps, and that it is awake."""
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

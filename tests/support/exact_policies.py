@@ -21,6 +21,7 @@ from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import forward
 from mantissa.rollout import NativeEngine, Request, SamplingParams
+from naive_engine import master_model
 
 VOCABULARY = 96
 FAMILIES = {  # head sizes of 16, 32 and 64; a key head for two queries, for four and for one; biases, head norms
@@ -34,14 +35,7 @@ FORMATS = ("fp32", "bf16", "fp16")
 
 
 def make_model(config: ModelConfig) -> Decoder:
-    """fp32 masters with biases and norms that matter."""
-    model = Decoder(config).initialize(torch.Generator().manual_seed(11))
-    generator = torch.Generator().manual_seed(12)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "norm.weight")):
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return master_model(config, 11)
 
 
 def shapes_of(model: Decoder, length: int = 256) -> ModelShapes:

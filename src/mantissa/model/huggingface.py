@@ -1,8 +1,7 @@
 """Weights from a Hugging Face folder (or GGUF) into fp32 masters, and back into a folder that others load.
 
 Reading widens: every value of bf16 and fp16 is a value of fp32, so the masters equal the stored weights exactly and
-nothing is lost before the first step. Writing in fp32 is exact too; writing in bf16 or fp16 rounds each master once,
-to nearest, and refuses a weight that the format cannot hold.
+nothing is lost before the first step. Writing is in fp32, so it is exact too.
 
 Reading is strict. A name that does not match, a shape that differs or one NaN means that the model is not the one the
 config describes, and training it would still "work"; so each is an error that names the tensor. Two things that are
@@ -27,10 +26,9 @@ from mantissa.model.config import ModelConfig, config_fields, read_config
 from mantissa.model.decoder import Decoder
 from mantissa.model.gguf import load_gguf
 from mantissa.model.hub import find_model, read_json
-from mantissa.model.lora import STORED, base_parameters, copy_stored, policy_weights
+from mantissa.model.lora import base_parameters, copy_stored, policy_weights
 from mantissa.model.tokenizer import Tokenizer
-from mantissa.precision import FORMATS, NumberFormat, format_named
-from mantissa.tensors import plain_name, require_finite, write_tensors
+from mantissa.tensors import require_finite, write_tensors
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ROTARY_BUFFER = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -43,7 +41,7 @@ _OURS = re.compile(
 )
 
 
-def load_model(name_or_path: str | Path, device: torch.device | str = "cpu") -> Decoder:
+def load_model(name_or_path: str | Path) -> Decoder:
     """A decoder with fp32 masters from a Hugging Face folder, a GGUF file, or by a name that ``find_model`` knows.
 
     Safetensors, in one file or sharded, stored as fp32, bf16 or fp16; GGUF is dequantised. One tensor at a time is held
@@ -58,19 +56,19 @@ def load_model(name_or_path: str | Path, device: torch.device | str = "cpu") -> 
         tensors = _stored_tensors(found)
     else:
         config, tensors = load_gguf(found)
-    decoder = empty_decoder(config, device)
+    decoder = empty_decoder(config)
     copy_weights(decoder, tensors, str(found))
     return decoder
 
 
-def empty_decoder(config: ModelConfig, device: torch.device | str = "cpu") -> Decoder:
+def empty_decoder(config: ModelConfig) -> Decoder:
     """A decoder with uninitialised fp32 parameters; draws nothing from any random generator."""
     require_memory(
         4 * config.parameters, f"a model of {config.parameters:,} parameters in fp32", "choose a smaller one"
     )
     with torch.device("meta"):
         decoder = Decoder(config)
-    return decoder.to_empty(device=device)
+    return decoder.to_empty(device="cpu")
 
 
 def copy_weights(decoder: Decoder, tensors: Iterator[tuple[str, Tensor]], where: str) -> None:
@@ -107,38 +105,26 @@ def save_model(
     decoder: Decoder,
     tokenizer: Tokenizer,
     path: Path | str,
-    dtype: str = "fp32",
     shard_bytes: int = 5_000_000_000,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a Hugging Face folder: config, weights in ``dtype`` (fp32, bf16, fp16), tokenizer, generation config.
+    """Write a Hugging Face folder: config, weights in fp32, tokenizer, generation config.
 
     Adapters are merged in. ``weights`` replaces the decoder's own weights, for a sharded model whose tensors were
-    gathered first. More than ``shard_bytes`` bytes of weights go to several files with an
-    index. Written beside and then renamed, so ``path`` is the old folder or the new one, never a mixture. Raises
-    ``MantissaError``: a weight that is non-finite or beyond ``dtype``'s range, a tokenizer with more ids than
-    embeddings, a ``path`` that holds anything but a model's files.
+    gathered first. More than ``shard_bytes`` bytes of weights go to several files with an index. Written beside and
+    then renamed, so ``path`` is the old folder or the new one, never a mixture. Raises ``MantissaError``: a weight that
+    is not finite, a tokenizer with more ids than embeddings, a ``path`` that holds anything but a model's files.
     """
-    path, fmt = Path(path), _storage_format(dtype)
-    if shard_bytes < 1:
-        raise MantissaError(f"shard_bytes={shard_bytes}: expected at least 1")
+    path = Path(path)
     tokenizer.require_fit(decoder.config.vocab_size)
     _require_replaceable(path)
-    fields = config_fields(decoder.config, plain_name(fmt.dtype))
+    fields = config_fields(decoder.config, "float32")
     eos = tokenizer.eos_ids
     fields["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
     with atomic_folder(path) as temporary:
         tokenizer.save(temporary)
         (temporary / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-        write_digests(temporary, _write_weights(decoder, weights, temporary, fmt, shard_bytes))
-
-
-def _storage_format(dtype: str) -> NumberFormat:
-    fmt = format_named(dtype)
-    if fmt.dtype not in STORED:
-        names = ", ".join(f.name for f in FORMATS.values() if f.dtype in STORED)
-        raise MantissaError(f"cannot store a model in {fmt}: expected one of {names}")
-    return fmt
+        write_digests(temporary, _write_weights(decoder, weights, temporary, shard_bytes))
 
 
 def _require_tied(head: Tensor, embedding: Tensor, where: str) -> None:
@@ -194,7 +180,7 @@ def _require_replaceable(path: Path) -> None:
 
 
 def _write_weights(
-    decoder: Decoder, weights: Mapping[str, Tensor] | None, folder: Path, fmt: NumberFormat, shard_bytes: int
+    decoder: Decoder, weights: Mapping[str, Tensor] | None, folder: Path, shard_bytes: int
 ) -> dict[str, str]:
     """Returns the SHA-256 of each file of tensors."""
     wanted = {name: parameter.shape for name, parameter in base_parameters(decoder).items()}
@@ -202,17 +188,17 @@ def _write_weights(
     if {name: tensor.shape for name, tensor in source.items()} != wanted:
         differing = sorted(set(source) ^ set(wanted)) or sorted(n for n in wanted if source[n].shape != wanted[n])
         raise ValueError(f"weights do not match the decoder's parameters, first at {differing[0]}")
-    shards = _shards({name: shape.numel() * fmt.dtype.itemsize for name, shape in wanted.items()}, shard_bytes)
+    shards = _shards({name: 4 * shape.numel() for name, shape in wanted.items()}, shard_bytes)
     index: dict[str, str] = {}
     digests: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: _rounded(name, source[name], fmt) for name in names}
+        tensors = {name: _stored(name, source[name]) for name in names}
         digests[file] = write_tensors(folder / file, tensors, {"format": "pt"})
         index.update(dict.fromkeys(names, file))
     if len(shards) > 1:
-        total = sum(shape.numel() for shape in wanted.values()) * fmt.dtype.itemsize
-        content = {"metadata": {"total_size": total}, "weight_map": index}
+        total = sum(shape.numel() for shape in wanted.values())
+        content = {"metadata": {"total_size": 4 * total}, "weight_map": index}
         (folder / _INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     return digests
 
@@ -230,13 +216,6 @@ def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return shards
 
 
-def _rounded(name: str, master: Tensor, fmt: NumberFormat) -> Tensor:
-    """The stored copy of a master: one rounding, to nearest."""
+def _stored(name: str, master: Tensor) -> Tensor:
     require_finite(f"model: tensor {name}", master)
-    stored = master.detach().to(device="cpu", dtype=fmt.dtype).contiguous()
-    if not torch.isfinite(stored).all():
-        reached = master.abs().max().item()
-        raise MantissaError(
-            f"model: tensor {name} reaches {reached:.6g}, beyond the largest {fmt}, {fmt.largest:.6g}; save as fp32"
-        )
-    return stored
+    return master.detach().cpu().contiguous()

@@ -12,7 +12,7 @@ a resumed run that of the first one, and no split into micro-batches may change 
 hash (``splitmix.py``) of the row's ``key``, the layer and the unit. Whoever calls makes keys from the run's seed, the
 step and the prompt, and the rest follows. Without keys nothing is dropped.
 
-Legend: B prompts, T positions, E hidden size.
+Legend: B prompts, E hidden size.
 """
 
 from __future__ import annotations
@@ -51,20 +51,14 @@ class LogPartition(nn.Module):
                     parameter.uniform_(-bound, bound, generator=generator)
         return self
 
-    def forward(
-        self, hidden_BTE: Tensor, prompt_mask_BT: Tensor, key_B: Tensor | None = None, *, detach: bool = False
-    ) -> Tensor:
-        """log Z of each row's prompt, fp32, B.
+    def forward(self, state_BE: Tensor, key_B: Tensor | None = None, *, detach: bool = False) -> Tensor:
+        """log Z of each prompt, fp32, B.
 
-        ``hidden_BTE``: final hidden states, any float dtype. ``prompt_mask_BT``: bool, at least one True a row; the
-        rest may hold anything. ``key_B``: int64, a number for each row that names its dropout, different for different
-        prompts and steps; None drops nothing. ``detach``: send no gradient into the hidden states.
+        ``state_BE``: the mean of the final hidden states over the prompt, fp32. ``key_B``: int64, a number for each row
+        that names its dropout, different for different prompts and steps; None drops nothing. ``detach``: send no
+        gradient into the state.
         """
-        if detach:
-            hidden_BTE = hidden_BTE.detach()
-        kept_BTE = torch.where(prompt_mask_BT.unsqueeze(-1), hidden_BTE, torch.zeros_like(hidden_BTE))
-        wide_BTE = kept_BTE.float()  # exact: the mean of half-precision states is not one
-        x_BE = wide_BTE.sum(1) / prompt_mask_BT.sum(1, keepdim=True).float()
+        x_BE = state_BE.detach() if detach else state_BE
         for layer, block in enumerate(self.blocks):
             x_BE = block(x_BE)
             if key_B is not None and self.dropout > 0:

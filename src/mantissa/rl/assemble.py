@@ -84,13 +84,7 @@ def assemble(config: RunConfig, ranks: Ranks = ALONE, task: Task | None = None) 
     device, vllm = choose_device(config.device), config.rollout.engine == "vllm"
     _check_bill(config)
     be_deterministic(device)
-    precision = resolve(config.precision_policy, device, reference=config.algorithm.reference is not None)
-    if vllm and config.rollout.vllm.server is None:
-        require_vllm()
-    if vllm:
-        precision = on_vllm(precision)
-    if config.rollout.emulate is not None:
-        precision = emulated(precision, config.rollout.emulate)
+    precision = _precision(config, device)
     given, task = task is not None, task or build_task(config.task, config.seed)
     model, tokenizer = load_policy(config.model, task, config.seed)
     _check_shape(config, model)
@@ -140,6 +134,17 @@ def assemble(config: RunConfig, ranks: Ranks = ALONE, task: Task | None = None) 
         plan=plan,
         replan=planned if plan else None,
     )
+
+
+def _precision(config: RunConfig, device: torch.device) -> ResolvedPrecision:
+    """What each role uses here, the rollout's as the engine has it that samples."""
+    rollout = config.rollout
+    precision = resolve(config.precision_policy, device, reference=config.algorithm.reference is not None)
+    if rollout.engine == "vllm":
+        if rollout.vllm.server is None:
+            require_vllm()
+        return on_vllm(precision)
+    return precision if rollout.emulate is None else emulated(precision, rollout.emulate)
 
 
 def _check_shape(config: RunConfig, model: Decoder) -> None:
@@ -252,8 +257,8 @@ def exact_plan(
     precision: ResolvedPrecision,
     model: Decoder,
     device: torch.device,
-    length: int = 256,
-    rows: int = 4096,
+    length: int,
+    rows: int,
     only: Way | None = None,
 ) -> ExactPlan | None:
     """How exact kernels will compute this model here, found by probing; None where no role is exact.

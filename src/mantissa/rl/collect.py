@@ -4,21 +4,16 @@ A step's batch is a function of the run's seed, the step, the weights that sampl
 the number of prompts sampled before. Without dynamic sampling it is ``(step - 1) * rollout.prompts``; with it, it
 counts every prompt, dropped ones included. So whoever holds weights and position can make a batch again, or ahead.
 
-**The price of length**: DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4). A response that is cut off
-earns nothing however good its beginning was, which punishes sound reasoning without saying why. A penalty that grows
-over the last ``buffer`` tokens says it:
+**The price of length** (``OverlongConfig``): a response that is cut off earns nothing however good its beginning was,
+which punishes sound reasoning without saying why. A penalty that grows over the last tokens says it. It is added to the
+reward that advantages are made of; the verdict (``Reward.correct``), and with it every accuracy, knows nothing of it.
 
-    penalty = min(0, -(length - (max_tokens - buffer)) / buffer * factor)
-
-from 0 at ``max_tokens - buffer`` tokens to ``-factor`` at ``max_tokens``. It is added to the reward that advantages are
-made of; the verdict (``Reward.correct``), and with it every accuracy, knows nothing of it.
-
-**Which groups carry a gradient**: the judgement behind DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). A group
-whose rewards are all equal has advantages of exactly 0: it costs its share of the batch and teaches nothing, and as a
-policy improves most groups become so. Dynamic sampling drops them and samples further prompts until the batch is full,
-so that every step learns from as many groups. What is kept is the first ``rollout.prompts`` good groups in the order of
-the prompts, not of completion: short responses are not favoured. Groups beyond them (the surplus of the last generation
-batch) are dropped as well; a later step would train on them with older weights.
+**Which groups carry a gradient** (``DynamicConfig``): a group whose rewards are all equal has advantages of exactly 0.
+It costs its share of the batch and teaches nothing, and as a policy improves most groups become so. Dynamic sampling
+drops them and samples further prompts until the batch is full, so that every step learns from as many groups. What is
+kept is the first ``rollout.prompts`` good groups in the order of the prompts, not of completion: short responses are
+not favoured. Groups beyond them (the surplus of the last generation batch) are dropped as well; a later step would
+train on them with older weights.
 
 Accuracy over what was trained on is then pulled towards one half, and says little. ``reward/accuracy`` is over
 everything sampled; ``reward/accuracy_trained`` is the other.
@@ -315,7 +310,9 @@ class Collector:
             graded = self.sampler.grade(sampled)
             seconds["rollout"] += generated - started
             seconds["reward"] += time.perf_counter() - generated
-            final = [shaped(r, self._penalty(s.completion)) for s, r in zip(sampled, graded, strict=True)]
+            lengths = [len(sample.completion.tokens) for sample in sampled]
+            penalties = [overlong_penalty(length, config.max_tokens, config.overlong) for length in lengths]
+            final = [shaped(reward, penalty) for reward, penalty in zip(graded, penalties, strict=True)]
             fates += map(fate, by_group(sampled, graded), by_group(sampled, final))
             samples, rewards, tries = samples + sampled, rewards + final, tries + 1
         metrics = sample_metrics(samples, rewards, config)
@@ -327,9 +324,6 @@ class Collector:
             metrics |= dynamic_metrics(fates, min(fates.count("kept"), wanted), tries)
             metrics["reward/accuracy_trained"] = sum(reward.correct for reward in rewards) / len(rewards)
         return Batch(step, version, self.position, indices, samples, rewards, metrics, seconds)
-
-    def _penalty(self, completion: Completion) -> float:
-        return overlong_penalty(len(completion.tokens), self.config.max_tokens, self.config.overlong)
 
 
 def sample_metrics(samples: Sequence[Sample], rewards: Sequence[Reward], config: RolloutConfig) -> dict[str, float]:

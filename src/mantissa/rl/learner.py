@@ -20,13 +20,12 @@ A batch meets the reference in up to three places: in the reward (``algorithm.kl
 loss``), or inside FlowRL's own loss. Wherever it does, and where it is only there to be measured, ``reference/kl`` and
 its like are of the weights before the update, over every response token.
 
-FlowRL's log-partition head is fp32, whatever the learner's kernels are. It reads the mean hidden state of each prompt
-from the forward that computes the log-probs anyway, and its gradient flows back into the policy through that state
-(unless ``detach_partition``). It is trained by the learner's own optimiser step, so it overflows, is retried, clipped
-and skipped together with the policy; its learning rate follows the same schedule, from a value of its own if one is
-given. It has no weight decay: log Z is a number to be found, and nothing says that it is near 0. All samples of a
-prompt see the same log Z: dropout is a function of the run's seed, the step and the prompt's group, so a repeated
-backward, another split into micro-batches and a resumed run drop the same units.
+FlowRL's log-partition head (``model/partition.py``) reads the mean hidden state of each prompt from the forward that
+computes the log-probs anyway, and its gradient flows back into the policy through that state (unless
+``detach_partition``). It is trained by the learner's own optimiser step, so it overflows, is retried, clipped and
+skipped together with the policy; its learning rate follows the same schedule, from a value of its own if one is given.
+It has no weight decay: log Z is a number to be found, and nothing says that it is near 0. All samples of a prompt see
+the same log Z, for its dropout is named by the run's seed, the step and the prompt's group.
 
 With ``bypass`` the loss's ratio is to the rollout's log-probs, not to ``old``. Scoring goes on as before: the gap is
 measured and rejection decided under the weights before the update, as in every other run.
@@ -470,8 +469,7 @@ class Flow:
 
     def log_z(self, prompt_BE: Tensor, key_B: Tensor) -> Tensor:
         """log Z of each row's prompt, fp32, B, differentiable; ``prompt_BE``: the prompts' mean hidden states."""
-        one_B1 = torch.ones(len(prompt_BE), 1, dtype=torch.bool, device=prompt_BE.device)
-        log_z_B: Tensor = self.head(prompt_BE.unsqueeze(1), one_B1, key_B, detach=self.config.detach_partition)
+        log_z_B: Tensor = self.head(prompt_BE, key_B, detach=self.config.detach_partition)
         return log_z_B
 
     def join(self, optimizer: torch.optim.Optimizer, lr: float) -> dict[str, nn.Parameter]:

@@ -28,7 +28,7 @@ measured, and that is said; the fast ones, whose own order of sums would be in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,20 +85,16 @@ class Lag(Probe):
         self.learner, self.bound = learner, bound
 
     def observe(self, step: int, experience: Experience) -> Metrics:
-        return lag_metrics(experience.version_B.tolist(), self.learner.version, self.bound)
-
-
-def lag_metrics(versions: Sequence[int], version: int, bound: int) -> dict[str, float]:
-    """Versions between each completion's weights and the learner's ``version``; beyond ``bound`` is an error."""
-    lags = [version - sampled for sampled in versions]
-    if min(lags) < 0 or max(lags) > bound:
-        wrong = next(lag for lag in lags if not 0 <= lag <= bound)
-        raise MantissaError(
-            f"a completion of policy version {version - wrong} reached the learner at version {version}: a lag of "
-            f"{wrong}, expected 0 to rollout.max_policy_lag={bound}; the engine samples with other weights than it was "
-            "told to"
-        )
-    return {"rollout/lag_mean": sum(lags) / len(lags), "rollout/lag_max": max(lags)}
+        version = self.learner.version
+        lags = [version - sampled for sampled in experience.version_B.tolist()]
+        wrong = next((lag for lag in lags if not 0 <= lag <= self.bound), None)
+        if wrong is not None:
+            raise MantissaError(
+                f"a completion of policy version {version - wrong} reached the learner at version {version}: a lag of "
+                f"{wrong}, expected 0 to rollout.max_policy_lag={self.bound}; the engine samples with other weights "
+                "than it was told to"
+            )
+        return {"rollout/lag_mean": sum(lags) / len(lags), "rollout/lag_max": max(lags)}
 
 
 class Flushed(Probe):

@@ -23,11 +23,10 @@ from mantissa.precision import resolve
 from mantissa.ranks import ALONE, Ranks, world_size
 from mantissa.rl.assemble import Parts, assemble, choose_device
 from mantissa.rl.config import RunConfig
-from mantissa.rl.game import assemble_two
 from mantissa.rl.guarded import fall_back_of, in_force, widened
 from mantissa.rl.loop import Loop
 from mantissa.rl.recipe import apply_overrides, make_config
-from mantissa.rl.waltz import Waltz
+from mantissa.rl.waltz import Waltz, assemble_two
 from mantissa.rollout import VllmEngine
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path, environment
 from mantissa.runs.health import share_sentence

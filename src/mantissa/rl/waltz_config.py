@@ -29,7 +29,7 @@ from pydantic import Field, ValidationError, model_validator
 from mantissa.config_base import Config
 from mantissa.rl.seeds import derive_seed
 from mantissa.tasks import DatasetConfig, RequestsConfig
-from mantissa.tasks.judges import JudgeConfig
+from mantissa.tasks.requests import JudgeConfig
 
 OF_A_POLICY = ("model", "precision", "loss_scaling", "warm_start", "rollout", "algorithm", "optimizer")
 _OF_A_ROLLOUT = ("max_tokens", "temperature", "slots", "stop")

@@ -18,7 +18,7 @@ from mantissa.kernels import Kernels, Traced
 from mantissa.model import CopiedPolicy, ModelConfig
 from mantissa.precision import NumberFormat
 from mantissa.rollout.cache import KVCache
-from mantissa.rollout.generation import EngineStats, Generation
+from mantissa.rollout.generation import Generation
 from mantissa.rollout.sampling import request_keys
 from mantissa.rollout.types import Completion, Request, SamplingParams, check_requests, check_version
 
@@ -45,7 +45,7 @@ class NativeEngine:
 
     ``kv_format``: the grid that keys and values are rounded to before anything attends to them, in prefill and decode
     alike. ``slots``: rows decoded at a time. ``max_length``: prompt and response tokens of one sample together.
-    ``decode_text``: token ids to text, needed for stop strings only. ``stats`` describes the last ``generate``;
+    ``decode_text``: token ids to text, needed for stop strings only.
     ``calls`` are those since the last ``sync``, where ``keeps_calls`` is set, so that each can be replayed.
     """
 
@@ -69,7 +69,6 @@ class NativeEngine:
         self.config, self.kernels, self.kv_format = config, kernels, kv_format
         self.slots, self.max_length = slots, max_length
         self.device = torch.device(device)
-        self.stats = EngineStats()
         self.keeps_calls = False
         self.calls: list[Call] = []
         self._decode_text = decode_text
@@ -142,5 +141,3 @@ class NativeEngine:
         except BaseException:
             self._cache.clear()  # non-finite keys and values must not outlive the call that made them
             raise
-        finally:
-            self.stats = generation.stats()

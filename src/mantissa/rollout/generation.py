@@ -68,22 +68,6 @@ _PREFILL_TOKENS = 16384  # of one prefill, padding included: bounds its activati
 _TOKEN, _POSITION, _COUNT, _KEY = range(4)  # rows of the device's state
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """What the last ``generate`` did.
-
-    ``generated_tokens``: sampled, over all completions. ``prefill_tokens``: prompt tokens computed, each distinct
-    prompt once. ``prefills``, ``decode_steps``: forward passes. ``occupancy``: mean over decode steps of slots in use
-    / slots.
-    """
-
-    generated_tokens: int = 0
-    prefill_tokens: int = 0
-    prefills: int = 0
-    decode_steps: int = 0
-    occupancy: float = 0.0
-
-
 @dataclass
 class _Prefilled:
     """A batch of computed prompts: keys and values (2,L,P,K,T,D), last logits (P,V) and lengths (P).
@@ -120,7 +104,6 @@ class Generation:
 
     def __post_init__(self) -> None:
         self.slots, self.device = self.cache.slots, self.cache.device
-        self._prefill_tokens = self._prefills = self._decode_steps = self._busy = 0
         self._jobs = jobs = [(i, j) for i, request in enumerate(self.requests) for j in range(request.samples)]
         keys_J = request_keys(self.requests)
         self._key_of, self._keys_J = keys_J.tolist(), keys_J.to(self.device)
@@ -160,13 +143,6 @@ class Generation:
             self._admit(self._decode_step())
         return [[completion for completion in row if completion is not None] for row in self._completions]
 
-    def stats(self) -> EngineStats:
-        """What was done so far."""
-        steps = self._decode_steps
-        tokens = sum(len(c.tokens) for row in self._completions for c in row if c is not None)
-        occupancy = self._busy / (steps * self.slots) if steps else 0.0
-        return EngineStats(tokens, self._prefill_tokens, self._prefills, steps, occupancy)
-
     # Decode
 
     def _decode_step(self) -> np.ndarray:
@@ -186,8 +162,6 @@ class Generation:
         tokens_B1, positions_B1 = state_4B[_TOKEN].unsqueeze(1), state_4B[_POSITION].unsqueeze(1)
         hidden_B1E = self.model.hidden(tokens_B1, self.kernels, positions_B1, attend)
         logits_BV = self.model.logits(hidden_B1E.squeeze(1), self.kernels)
-        self._decode_steps += 1
-        self._busy += rows
         self._length_S[:rows] += 1
         u_B, forced_B = (
             uniforms(state_4B[_KEY], state_4B[_COUNT]),
@@ -257,8 +231,6 @@ class Generation:
         lengths_P = torch.tensor(lengths, device=self.device)
         self._watch([waiting for _, waiting in batch], lambda row: _prompt_in(row, lengths[row]))
         kv, logits_PV = self._prefill_forward(tokens_PT.to(self.device), lengths_P)
-        self._prefills += 1
-        self._prefill_tokens += sum(lengths)
         jobs = np.array([job for _, waiting in batch for job in waiting])
         rows = np.repeat(np.arange(len(batch)), [len(waiting) for _, waiting in batch])
         return _Prefilled(kv, logits_PV, lengths_P, jobs, rows)

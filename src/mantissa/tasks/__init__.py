@@ -1,16 +1,45 @@
 """Prompts, verifiers and rewards: generated arithmetic, countdown and code, math datasets, grading with a guard."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mantissa.tasks.code import CodeTask
 from mantissa.tasks.config import CodeConfig, DatasetConfig, RequestsConfig, TaskConfig
-from mantissa.tasks.datasets import read_problems
+from mantissa.tasks.datasets import DatasetTask, read_problems
 from mantissa.tasks.functions import batched
-from mantissa.tasks.registry import build_task
-from mantissa.tasks.requests import Reviews, Script
-from mantissa.tasks.rewards import verifier_named
+from mantissa.tasks.generated import Addition, Chain, Countdown, RunningSum
+from mantissa.tasks.requests import Requests, Reviews, Script
+from mantissa.tasks.rewards import verifier_named, weighted
 from mantissa.tasks.sandbox.pool import Grader
 from mantissa.tasks.types import Message, Problem, Reward, Task, Verifier
 
+TASKS: dict[str, Callable[[Any, int], Task]] = {
+    "running_sum": RunningSum,
+    "addition": Addition,
+    "chain": Chain,
+    "countdown": Countdown,
+    "requests": Requests,
+    "code": CodeTask,
+    "dataset": DatasetTask,
+}
+
+
+def build_task(config: TaskConfig, seed: int) -> Task:
+    """The task that ``config`` describes; ``seed`` fixes its problems and splits. Datasets are read here.
+
+    A ``reward`` that is a list replaces the task's verifier by its sum.
+    Raises ``MantissaError`` for files that cannot be read.
+    """
+    task = TASKS[config.kind](config, seed)
+    if isinstance(config.reward, tuple):
+        task.verifier = weighted(config.reward, task.verifier)
+    return task
+
+
 __all__ = [
-    "CodeConfig", "DatasetConfig", "Grader", "Message", "Problem", "RequestsConfig", "Reviews", "Reward", "Script",
-    "Task", "TaskConfig", "Verifier",
+    "TASKS", "CodeConfig", "DatasetConfig", "Grader", "Message", "Problem", "RequestsConfig", "Reviews", "Reward",
+    "Script", "Task", "TaskConfig", "Verifier",
     "batched", "build_task", "read_problems", "verifier_named",
 ]  # fmt: skip

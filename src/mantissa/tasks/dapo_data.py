@@ -19,7 +19,6 @@ from typing import Any
 
 from mantissa.errors import MantissaError
 from mantissa.files import atomic_file
-from mantissa.tasks.config import Schema
 from mantissa.tasks.datasets import BadRow, Row, read_rows
 from mantissa.tasks.rewards import normalize_answer, verifier_named
 from mantissa.tasks.sandbox.pool import Grader
@@ -85,7 +84,6 @@ class _Kept:
 def prepare_dapo(
     files: Sequence[str | Path],
     output: str | Path,
-    schema: Schema | None = None,
     template: str | None = None,
     verifier: str = "dapo",
 ) -> Preparation:
@@ -100,7 +98,7 @@ def prepare_dapo(
     template = with_place(template) or (DAPO_TEMPLATE if verifier == "dapo" else BOXED_TEMPLATE)
     account = Preparation()
     with atomic_file(output) as file:
-        rows = list(_reachable(list(_consistent(paths, schema, account)), verifier, account))
+        rows = list(_reachable(list(_consistent(paths, account)), verifier, account))
         account.kept = len(rows)
         if not rows:
             raise MantissaError(f"no problem is left to write: {'; '.join(account.describe().splitlines())}")
@@ -119,11 +117,11 @@ def _check(paths: Sequence[Path], output: Path, verifier: str) -> None:
         raise MantissaError(f"output {output} is one of the files to read; choose another name")
 
 
-def _consistent(paths: Sequence[Path], schema: Schema | None, account: Preparation) -> Iterator[_Kept]:
+def _consistent(paths: Sequence[Path], account: Preparation) -> Iterator[_Kept]:
     """The first row of each prompt whose rows agree on the answer."""
     kept: dict[str, _Kept] = {}  # by its prompt
     for path in paths:
-        for row in read_rows(path, schema):
+        for row in read_rows(path):
             account.rows += 1
             if isinstance(row, BadRow):
                 account.drop(UNREADABLE, str(row))

@@ -339,8 +339,8 @@ class DatasetTask(Task):
     """A math dataset with a verifier. ``summary`` and ``heldout_summary`` tell what reading the files came to.
 
     Held out are the problems of ``heldout_files``, or else the share ``heldout_fraction`` of prompts that a seeded hash
-    chooses; ``overlap`` counts training problems dropped because they are held out. There is no warm start: these files
-    have answers, not solutions.
+    chooses; a problem that is held out is no training problem. There is no warm start: these files have answers, not
+    solutions.
     """
 
     name = "dataset"
@@ -356,7 +356,6 @@ class DatasetTask(Task):
             fraction = DEFAULT_HELDOUT_FRACTION if config.heldout_fraction is None else config.heldout_fraction
             heldout = {key: problem for key, problem in problems.items() if _share(seed, key) < fraction}
         train = [problem for key, problem in problems.items() if key not in heldout]
-        self.overlap = len(problems) - len(train) if config.heldout_files else 0
         read = [self.summary, *([self.heldout_summary] if self.heldout_summary else [])]
         self.notes = tuple(f"dataset {summary.describe()}" for summary in read)
         if not train:

@@ -227,11 +227,6 @@ class VllmStart:
 
     def __post_init__(self) -> None:
         config = self.config
-        if self.logits.name not in ("fp32", self.format.name):
-            raise MantissaError(
-                f"precision.logits={self.logits}: vLLM holds logits in fp32 or in the rollout's {self.format}; choose "
-                "one"
-            )
         if config.family == "qwen2" and config.head_dim * config.num_attention_heads != config.hidden_size:
             raise MantissaError(
                 f"head_dim={config.head_dim}: vLLM takes a qwen2's heads to be hidden_size / heads wide, here "
@@ -244,11 +239,6 @@ class VllmStart:
             )
         if self.fp8 is not None:
             check_layers(config, self.fp8)
-        if self.cache not in (None, self.format, E4M3):
-            raise MantissaError(
-                f"precision.kv_cache={self.cache}: vLLM's cache is in the rollout's own {self.format} or in fp8; "
-                "choose one"
-            )
         if self.cache is E4M3 and self.device.type == "cpu" and config.head_dim % _FP8_HEAD:
             raise MantissaError(
                 f"precision.kv_cache=fp8: on a CPU vLLM's fp8 cache wants heads of a multiple of {_FP8_HEAD} wide, "
