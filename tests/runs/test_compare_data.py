@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mantissa.errors import MantissaError
-from mantissa.runs.compare import Differences, Group, flat_differences, group_runs, read_runs, recipe_differences
+from mantissa.runs.compare import Differences, Group, Run, differences, group_runs, read_runs
 
 
 def rows(value: float = 0.0) -> list[dict]:
@@ -19,8 +19,12 @@ def grouped(*paths: Path) -> list[Group]:
     return group_runs(read_runs(paths))
 
 
+def recipe(run: Run) -> dict | None:
+    return run.config
+
+
 def of_environments(groups: list[Group]) -> Differences:
-    return flat_differences(groups, lambda run: run.facts)
+    return differences(groups, lambda run: run.facts)
 
 
 def test_a_run_that_cannot_be_read_is_said(write_run) -> None:
@@ -56,7 +60,7 @@ def test_runs_that_differ_only_in_seed_and_name_are_one_group(write_run) -> None
     assert [[run.seed for run in group.runs] for group in groups] == [[0, 1, 5], [0]]
     assert [group.title for group in groups] == ["lr=0.0005 (3 seeds)", "lr=0.0001"]
     assert [group.index for group in groups] == [0, 1]
-    assert recipe_differences(groups) == {
+    assert differences(groups, recipe) == {
         "name": ("n0, n1, n5", "sums"),
         "seed": ("0, 1, 5", "0"),
         "optimizer.lr": ("0.0005", "0.0001"),
@@ -101,17 +105,17 @@ def test_folders_of_the_drop_in_trainer_stand_alone(write_run) -> None:
     c = write_run("rl", rows())
     groups = grouped(a, b, c)
     assert [group.title for group in groups] == ["t1", "t2", "rl"]
-    assert recipe_differences(groups) == {}
+    assert differences(groups, recipe) == {}
     assert of_environments(groups) == {}, "what was not recorded is not a difference"
     d = write_run("rl2", rows(1), {"steps": 80})
-    assert recipe_differences(grouped(a, c, d)) == {"steps": (None, "40", "80")}
+    assert differences(grouped(a, c, d), recipe) == {"steps": (None, "40", "80")}
 
 
 def test_sections_lists_and_missing_keys_are_compared(write_run) -> None:
     section = {"initial": 65536.0, "growth_interval": 400}
     a = write_run("a", rows(1), {"loss_scaling": section, "extra": True})
     b = write_run("b", rows(2), {"optimizer": {"lr": 5e-4, "betas": [0.9, 0.95]}})
-    assert recipe_differences(grouped(a, b)) == {
+    assert differences(grouped(a, b), recipe) == {
         "optimizer.betas": ("[0.9, 0.99]", "[0.9, 0.95]"),
         "loss_scaling": ("{initial: 65536.0, growth_interval: 400}", "null"),
         "extra": ("true", "(none)"),
@@ -129,7 +133,7 @@ def test_precision_tables_and_versions_where_they_differ(write_run) -> None:
     b = write_run("b", rows(2), {"precision": {"preset": "bf16-train-fp16-rollout"}}, environment)
     groups = grouped(a, b)
     assert [group.label for group in groups] == ["fp16", "bf16/fp32"]
-    found = flat_differences(groups, lambda run: run.precision)
+    found = differences(groups, lambda run: run.precision)
     assert found["learner"] == ("fp16, simulated", "bf16, simulated")
     assert found["rollout"] == ("fp16, simulated", "fp32, native, asked for fp16")
     assert "kv_cache" not in found, "as asked, in other words"

@@ -351,7 +351,7 @@ def test_intervals_are_drawn_to_scale() -> None:
 def test_phases_are_stacked_and_a_trainer_has_its_whole_step() -> None:
     rows = [{"step": 1, "time/step": 4.0, "time/rollout": 3.0, "time/update": 1.0}]
     plot = comparison.phases([group(0, rows), group(1, [{"step": 1, "time/step": 2.0}])])
-    assert [label for label, _ in plot.legend] == ["rollout", "update", "other", "whole step, phases not logged"]
+    assert [label for label, _ in plot.legend] == ["rollout", "update", "whole step, phases not logged"]
     root = parse(plot)
     widths = {}
     for node in root.iter(f"{SVG}path"):

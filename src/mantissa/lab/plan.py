@@ -155,6 +155,11 @@ class Lab:
         return self.folder / "lab.html"
 
     @property
+    def measures(self) -> list[Measure]:
+        """All figures that are taken of a cell."""
+        return list(dict.fromkeys((*self.final, *(measure for pair in self.against for measure in pair))))
+
+    @property
     def names(self) -> list[str]:
         """The grid's points, in order."""
         return list(dict.fromkeys(cell.name for cell in self.cells))

@@ -31,16 +31,15 @@ from mantissa.runs.compare import (
     Group,
     Run,
     curve_of,
+    differences,
     distinguish,
     ends_of,
     final_accuracy,
-    flat_differences,
     group_runs,
     listed,
     logged,
     rate,
     read_runs,
-    recipe_differences,
     seconds_by_phase,
     total,
     training_accuracy,
@@ -96,9 +95,9 @@ class Comparison:
 def compare(runs: Sequence[Run]) -> Comparison:
     """Group the runs and compute what is said of them."""
     groups = tuple(group_runs(runs))
-    recipes = recipe_differences(groups)
+    recipes = differences(groups, lambda run: run.config)
     finals = tuple(_final(groups, recipes, metric) for metric in ACCURACIES)
-    where, formats = (flat_differences(groups, read) for read in (lambda run: run.facts, lambda run: run.precision))
+    where, formats = (differences(groups, read) for read in (lambda run: run.facts, lambda run: run.precision))
     return Comparison(groups, finals, recipes, where, formats)
 
 
@@ -213,16 +212,14 @@ def _reward_is_accuracy(group: Group) -> bool:
 
 def _panel(of: Series, groups: Sequence[Group], found: Sequence[tuple[Group, Curve]]) -> Plot:
     note = _note(of.metric, groups, found)
-    values = np.concatenate([curve.mean for _, curve in found])
-    if of.axis == "power of two" and (values == 1).all():
+    if of.axis == "power of two" and all((curve.mean == 1).all() for _, curve in found):
         return Plot(of.heading, f"No loss is scaled: 1 on every step. {note}".strip())
-    if of.axis == "log" and not (values > 0).any():
-        return Plot(of.heading, f"Exactly 0 wherever it was measured, in all of them. {note}".strip())
     lines = []
     for group, curve in found:
         band = (curve.low, curve.high) if curve.runs > 1 else ()
         lines.append(Line(group.title, group.colour, curve.steps, curve.mean, group.dash, *band))
-    return chart(of.heading, note, lines, of.unit, of.axis, height=2.8)
+    zero = f"Exactly 0 wherever it was measured, in all of them. {note}".strip()
+    return chart(of.heading, note, lines, of.unit, of.axis, height=2.8, zero=zero)
 
 
 def _note(metric: str, groups: Sequence[Group], found: Sequence[tuple[Group, Curve]]) -> str:
