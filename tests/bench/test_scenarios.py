@@ -15,7 +15,6 @@ from mantissa.bench.rows import COLUMNS, write_csv, write_jsonl
 from mantissa.bench.runner import SCENARIOS, Request, Runner, run_scenario, run_size, training_peak
 from mantissa.bench.workload import BEST_LOSS, Source
 from mantissa.errors import MantissaError
-from mantissa.precision import FP32
 
 SMALL = Source(parameters=5_000)
 
@@ -111,17 +110,6 @@ def test_a_sizes_rows(setting: Callable, unmeasured: None) -> None:
         assert row["final_loss"] is None
         assert row["speed_up_low"] <= row["speed_up"] <= row["speed_up_high"]
         assert row["parameters"] == Runner(Request(SMALL, "fp32", "cpu"), 0).workload.parameters
-
-
-def test_a_row_that_did_not_engage_is_not_written(
-    setting: Callable, unmeasured: None, lying: Callable[..., None]
-) -> None:
-    lying("fp16", active=FP32, reason="a silent substitution")
-    shared, refused = setting(repeats=1)
-    rows = run_size(SMALL, 16, shared) + run_scenario(SCENARIOS["warmup"], SMALL, 64, shared)
-    assert [row["precision"] for row in rows] == ["fp32", "bf16"] * 2
-    assert len(refused) == 2
-    assert all("row refused (fp16" in line for line in refused)
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.variants), "bf16"])

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mantissa.bench.rows import Crossover, crossover, crossover_sentence
 from mantissa.bench.runner import quartiles, speed_up, step_seconds
@@ -70,21 +67,6 @@ def test_a_short_step_is_timed_in_blocks_and_reported_for_one() -> None:
 )
 def test_the_crossover(speeds: dict[int, Estimate], expected: Crossover) -> None:
     assert crossover(speeds) == expected
-
-
-@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=8))
-def test_from_the_crossover_on_every_size_is_faster_and_the_one_before_is_not(lows: list[float]) -> None:
-    speeds = {1000 * (i + 1): Estimate(low * 1.1, low, low * 1.2) for i, low in enumerate(lows)}
-    found = crossover(speeds)
-    if found.first is not None:
-        assert all(s.low > 1 for n, s in speeds.items() if n >= found.first)
-    else:
-        assert speeds[max(speeds)].low <= 1
-    if found.before is not None:
-        assert speeds[found.before].low <= 1
-        assert (found.before, found.first) in pairwise(sorted(speeds))
-    slower_before = [n for n in speeds if found.first is None or n < found.first]
-    assert set(found.isolated) == {n for n in slower_before if speeds[n].low > 1}
 
 
 @pytest.mark.parametrize(

@@ -265,37 +265,6 @@ def test_the_clipping_bound_is_an_argument(bound: float | None) -> None:
         assert same(state(trainer.model), state(plain))
 
 
-def test_two_trainers_do_not_meet() -> None:
-    """On one model with two optimisers (as GANs are trained): each sees its own loss's gradients only."""
-    ours, plain = mlp().eval(), mlp().eval()
-    off = FP16TrainingConfig(enabled=False)
-    trainers = [FP16Trainer(ours, torch.optim.SGD(ours[i].parameters(), lr=0.1), off) for i in (0, 4)]
-    optimizers = [torch.optim.SGD(plain[i].parameters(), lr=0.1) for i in (0, 4)]
-    for i, batch in enumerate(data(6)):
-        learn(trainers[i % 2], batch)
-        plain.zero_grad()
-        cross_entropy(plain, batch).backward()
-        torch.nn.utils.clip_grad_norm_(plain[(0, 4)[i % 2]].parameters(), 1.0)
-        optimizers[i % 2].step()
-    assert same(state(ours), state(plain))
-
-
-def test_gradients_from_elsewhere_are_not_mixed_in_and_the_caller_may_add_to_the_loss() -> None:
-    """A penalty from outside gets the same scale, and is unscaled with the rest."""
-    ours, control = mlp().eval(), mlp().eval()
-    trainer, calm = basic(ours), basic(control)
-    for batch in data(3):
-        penalty = 0.1 * ours[0].weight.square().sum()
-        loss = trainer.training_step(batch, cross_entropy) + penalty
-        cross_entropy(ours, data(1)[0]).backward()  # someone looks at gradients in between
-        trainer.backward_and_step(loss)
-        calm.backward_and_step(
-            calm.training_step(batch, lambda m, b: cross_entropy(m, b) + 0.1 * m[0].weight.square().sum())
-        )
-    for mine, theirs in zip(ours.parameters(), control.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
-
-
 MODES = [
     ("fp32", torch.float32, None),
     ("fp16", torch.float16, 65536.0),
