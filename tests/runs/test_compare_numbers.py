@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mantissa.mismatch.estimates import Estimate
@@ -17,12 +18,11 @@ from mantissa.runs.compare import (
     ends_of,
     final_accuracy,
     of_seeds,
+    over_runs,
     problems_of,
-    rate,
     seconds_by_phase,
     total,
     training_accuracy,
-    wall_clock,
     wilson,
 )
 
@@ -123,12 +123,12 @@ def test_times_count_each_phase_where_it_was_logged() -> None:
     ]
     seconds = seconds_by_phase(group(run(rows)))
     assert seconds == {"rollout": 1.0, "update": 1.0, "eval": 0.5, "other": 0.5, "step": 3.0}
-    assert wall_clock(group(run(rows), run(rows[:1]))) == 4.0
+    assert over_runs(group(run(rows), run(rows[:1])), "time/step", np.sum) == 4.0
     assert seconds_by_phase(group(run([{"step": 1, "time/step": 3.0}]))) == {"step": 3.0}
     nothing = group(run([{"step": 1}]))
-    assert (seconds_by_phase(nothing), wall_clock(nothing), rate(nothing, "rate/x")) == (None, None, None)
+    assert (seconds_by_phase(nothing), over_runs(nothing, "rate/x", np.median)) == (None, None)
     a, b = run(rows_of("n", [1, 100, 3])), run(rows_of("n", [5, 5]))
-    assert (rate(group(a, b), "n"), total(a, "n"), total(a, "m")) == (4.0, 104, None), "medians, sums"
+    assert (over_runs(group(a, b), "n", np.median), total(a, "n"), total(a, "m")) == (4.0, 104, None), "medians, sums"
 
 
 @pytest.mark.parametrize("n", [1, 2, 128])

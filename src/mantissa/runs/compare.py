@@ -26,7 +26,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from itertools import combinations, takewhile
+from itertools import combinations
+from os.path import commonprefix
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import Any, NamedTuple
@@ -303,8 +304,7 @@ def _stem(names: Sequence[str]) -> str:
     """One folder's name, or what the names of several begin with."""
     if len(names) == 1:
         return names[0]
-    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
-    common = "".join(letters[0] for letters in same).rstrip("-_. ")
+    common = commonprefix(names).rstrip("-_. ")  # noqa: RUF071 - letter by letter
     return common if len(common) > 1 else names[0]
 
 
@@ -476,24 +476,14 @@ def seconds_by_phase(group: Group) -> dict[str, float] | None:
     return {name: fmean(run[name] for run in per_run if name in run) for name in names}
 
 
-def wall_clock(group: Group) -> float | None:
-    """Mean over runs of the seconds that all steps took; without the warm start, which is not timed."""
-    return _over_runs(group, "time/step", np.sum)
-
-
-def rate(group: Group, name: str) -> float | None:
-    """Mean over runs of a rate's median over steps."""
-    return _over_runs(group, name, np.median)
-
-
 def total(run: Run, name: str) -> int | None:
     """The sum of a count over a run's steps; None where it was not logged."""
     values = series(run.rows, name)[1]
     return int(values.sum()) if values.size else None
 
 
-def _over_runs(group: Group, name: str, of: Callable[[Array], Any]) -> float | None:
-    """The mean over the runs that logged a metric of one figure ``of`` its values."""
+def over_runs(group: Group, name: str, of: Callable[[Array], Any]) -> float | None:
+    """The mean over the runs that logged a metric of one figure ``of`` its values; None where none did."""
     found = [float(of(values)) for run in group.runs if (values := series(run.rows, name)[1]).size]
     return fmean(found) if found else None
 

@@ -38,12 +38,11 @@ from mantissa.runs.compare import (
     group_runs,
     listed,
     logged,
-    rate,
+    over_runs,
     read_runs,
     seconds_by_phase,
     total,
     training_accuracy,
-    wall_clock,
 )
 from mantissa.runs.health import sentence, small
 from mantissa.runs.live import count, duration, seconds_text
@@ -441,12 +440,14 @@ def _marked(metric: Metric, value: float) -> str:
 def _times(groups: Sequence[Group]) -> list[Block]:
     phases = [seconds_by_phase(group) or {} for group in groups]
     names = list(dict.fromkeys(name for seconds in phases for name in seconds if name != "step"))
-    rows: dict[str, list[str | None]] = {"all steps": [_duration(wall_clock(group)) for group in groups]}
+    rows: dict[str, list[str | None]] = {
+        "all steps": [_duration(over_runs(group, "time/step", np.sum)) for group in groups]
+    }
     for name in ("step", *names):
         title = "one step" if name == "step" else f"of it {name.replace('_', ' ')}"
         rows[title] = [seconds_text(seconds[name]) if name in seconds else None for seconds in phases]
     for title, name in (("sampled, tokens/s", "rollout"), ("trained on, tokens/s", "learner")):
-        rates = [rate(group, f"rate/{name}_tokens_per_s") for group in groups]
+        rates = [over_runs(group, f"rate/{name}_tokens_per_s", np.median) for group in groups]
         rows[title] = [None if value is None else count(value) for value in rates]
     for name in ("device", "cpu", "threads"):
         found = [dict.fromkeys(run.facts[name] for run in group.runs if name in run.facts) for group in groups]
@@ -534,7 +535,7 @@ def _gap_and_time(group: Group) -> list[str | Text]:
         style = "" if ends is None or _GAP[name].is_healthy(ends.last) else "bold red"
         row.append(_MISSING if ends is None else Text(f"{ends.last:.2g}", style=style))
     seconds = (seconds_by_phase(group) or {}).get("step")
-    tokens = rate(group, "rate/rollout_tokens_per_s")
+    tokens = over_runs(group, "rate/rollout_tokens_per_s", np.median)
     return [*row, _MISSING if seconds is None else f"{seconds:.3g}", _MISSING if tokens is None else count(tokens)]
 
 
