@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from mantissa.cli.machine import crowded
 from mantissa.cli.processes import blame, launch, threads_each
 from mantissa.errors import MantissaError, StoppedError
 from mantissa.runs.directory import RunDirectory
+from processes import alive, children, until
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -54,31 +54,8 @@ def torchrun(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, check=False)
 
 
-def processes() -> dict[int, int]:
-    """Every process that lives: its parent."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            found |= {} if state == "Z" else {int(stat.parent.name): int(parent)}
-    return found
-
-
-def children(pid: int) -> list[int]:
-    """The processes that ``pid`` started, oldest first."""
-    return sorted(child for child, parent in processes().items() if parent == pid)
-
-
-def until(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None, seconds: float = 300) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came to pass"
-        assert process is None or process.poll() is None, process.communicate()
-        time.sleep(0.02)
-
-
 def gone(pids: list[int], seconds: float = 10) -> None:
-    until(lambda: not processes().keys() & set(pids), seconds=seconds)
+    until(lambda: not any(map(alive, pids)), seconds=seconds)
 
 
 def heard(pid: int) -> set[str]:

@@ -66,19 +66,6 @@ def test_equal_reward_is_drawn_once_and_different_reward_beside() -> None:
     assert len(curves(other, plots.ORANGE)) >= 1
 
 
-def test_warm_start_and_evaluations_are_marked() -> None:
-    rows = rows_of("reward/accuracy", [0.3] * 20)
-    rows[9]["eval/greedy_accuracy"] = 0.5
-    rows[19]["eval/greedy_accuracy"] = 0.6
-    warm = [{"step": s, "warm_start/accuracy": accuracy} for s, accuracy in ((40, None), (80, 0.1), (120, 0.28))]
-    plot = plots.learning(rows, warm)
-    assert "The warm start ended at update 120 with 0.28." in plot.note
-    assert {"warm start", "reinforcement learning", "update", "step"} <= set(texts(plot))
-    assert "held-out accuracy, greedy" in [label for label, _ in plot.legend]
-    assert any(len(curve) == 2 for curve in curves(plot, plots.GREEN))
-    assert "warm start" not in texts(plots.learning(rows, []))
-
-
 def test_gap_is_logarithmic_and_zeros_lie_on_the_floor() -> None:
     values = [1e-6, 0.0, 1e-4, 1e-5, 1e-7]
     plot = plots.gap(rows_of("gap/k3_kl", values))

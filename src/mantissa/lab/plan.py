@@ -183,8 +183,8 @@ def load_lab(path: Path) -> Lab:
     try:
         return _lab(path, values)
     except ValidationError as error:
-        key, text, _ = first_mistake(error, [*LabFile.model_fields, *MeasureConfig.model_fields])
-        raise MantissaError(f"{path}: {key}: {text}") from None
+        key, mistake, _ = first_mistake(error, [*LabFile.model_fields, *MeasureConfig.model_fields])
+        raise MantissaError(f"{path}: {key}: {mistake}") from None
     except MantissaError as error:
         said = str(error)
         raise MantissaError(said if said.startswith(str(path)) else f"{path}: {said}") from None
