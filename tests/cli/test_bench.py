@@ -37,7 +37,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is measured in processes, of seconds each: tests/bench/test_scenarios.py, and here of a user's model."""
+    """Memory is measured in processes, of seconds each: tests/bench/test_runner.py, and here of a user's model."""
     monkeypatch.setattr(runner, "training_peak", lambda *_: 1)
 
 
