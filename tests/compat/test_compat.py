@@ -29,13 +29,11 @@ from mantissa.compat import (
     FP16Trainer,
     FP16TrainingConfig,
     PrecisionMode,
-    WorldModel,
 )
 from mantissa.errors import MantissaError
 from mantissa.kernels import autocast_for
 from mantissa.precision import PRESETS, resolve
 from mantissa.training.environment import current_environment, switched_off
-from mantissa.worldmodel import WorldModel as Same
 from old_trainers import basic, extended, learn, sgd
 from toys import Batch, cross_entropy, data, fragile, mlp, same, state, trainer_of
 
@@ -530,10 +528,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def test_the_world_model_is_offered_with_the_trainers() -> None:
-    assert WorldModel is Same
 
 
 def test_a_file_is_read_and_the_process_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
