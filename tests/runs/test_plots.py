@@ -195,20 +195,6 @@ def test_without_data_there_is_a_sentence_and_a_single_step_is_visible(make_run)
         assert {"0", "1", "2"} <= set(texts(plot)), f"{plot.title}: whole steps on the axis"
 
 
-def test_svg_takes_its_colours_and_font_from_the_page_and_shares_no_ids(make_run) -> None:
-    """Ids, references and the page's variables: html_page.py holds the whole report to them."""
-    run = make_run()
-    for plot in every_plot(run.read_metrics(), run.read_warm_start(), run.read_rollouts(60)):
-        root = parse(plot)
-        assert root.get("aria-label") == plot.title
-        own = {node.get("id") for node in root.iter() if node.get("id")}
-        wanted = re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', plot.svg)
-        assert {a or b for a, b in wanted} <= own, "every reference stays inside its figure"
-        assert "DejaVu" not in plot.svg
-        fixed = set(re.findall(r"#[0-9a-fA-F]{6}", plot.svg)) - {"#000000", "#ffffff"}
-        assert not fixed, f"{plot.title} has colours that do not follow the page: {fixed}"
-
-
 # Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.
 EYES = {
     "usual": np.eye(3),
