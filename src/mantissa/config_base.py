@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from types import NoneType
 from typing import Any, ClassVar, LiteralString, get_args
 
@@ -50,16 +51,24 @@ class Section(Config):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            mistakes = error.errors(include_url=False)
-            first = next((each for each in mistakes if each["type"] == "extra_forbidden"), mistakes[0])
-            name = ".".join(map(str, first["loc"]))
-            text = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+            name, text, first = first_mistake(error, type(self).model_fields)
             said = f"{name}={first['input']!r}: {text}" if name else text
             if first["type"] == "extra_forbidden":
                 said = f"unknown setting {name!r}{nearest(name, type(self).model_fields)}"
             raise MantissaError(f"{self.called}: {said}") from None
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # else an outer section would call it
+
+
+def first_mistake(error: ValidationError, known: Iterable[str]) -> tuple[str, str, Any]:
+    """Key, text and pydantic's own record of one mistake: an unknown key if there is one, for the others often follow
+    from it. ``known``: the keys that it may have been meant for."""
+    mistakes = error.errors(include_url=False)
+    first = next((each for each in mistakes if each["type"] == "extra_forbidden"), mistakes[0])
+    text = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    if first["type"] == "extra_forbidden":
+        text = f"unknown key{nearest(str(first['loc'][-1]), known)}"
+    return ".".join(map(str, first["loc"])), text, first
 
 
 def _kinds(annotation: Any) -> set[type]:

@@ -93,19 +93,10 @@ class JsonLines:
 
 def encode(row: Mapping[str, Any]) -> str:
     """One row as one line of strict JSON. Raises TypeError for values that are not numbers, strings, bools or None."""
-    plain: Row = {}
     for key, value in row.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            plain[key] = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-        elif (
-            value is None
-            or isinstance(value, bool | int | float)
-            or (isinstance(value, str) and value not in _NON_FINITE)
-        ):
-            plain[key] = value
-        else:
+        if not isinstance(value, bool | int | float | str | None) or (isinstance(value, str) and value in _NON_FINITE):
             raise TypeError(f"{key}: expected a plain number or string, got {type(value).__name__}")
-    return json.dumps(plain, allow_nan=False)
+    return json.dumps(in_words(row), allow_nan=False)
 
 
 def decode(line: bytes) -> Row:
@@ -113,4 +104,24 @@ def decode(line: bytes) -> Row:
     row = json.loads(line)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise ValueError("not a row with a step")
-    return {k: _NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in row.items()}
+    return from_words(row)
+
+
+def in_words(value: Any) -> Any:
+    """``value`` with the words for numbers that are not finite, in dicts and lists too."""
+    if isinstance(value, Mapping):
+        return {key: in_words(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [in_words(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def from_words(value: Any) -> Any:
+    """What ``in_words`` was given."""
+    if isinstance(value, dict):
+        return {key: from_words(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [from_words(item) for item in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value

@@ -52,7 +52,7 @@ def test_parts_add_up_to_the_step_and_each_is_found(precision: str, tmp_path: Pa
     assert parts["backward"].kept_bytes <= 4 * runner.workload.parameters
 
 
-def test_operations_are_sorted_by_their_own_time_and_do_not_count_twice(tmp_path: Path) -> None:
+def test_operations_are_sorted_by_their_own_time_and_the_trace_holds_the_parts(tmp_path: Path) -> None:
     runner = Runner(Request(Source(parameters=300_000), "fp32", "cpu"), seed=0)
     found = profile_runner(runner, 64, tmp_path)
     own = [line.milliseconds for line in found.operations]
@@ -63,16 +63,10 @@ def test_operations_are_sorted_by_their_own_time_and_do_not_count_twice(tmp_path
     assert not any(name.startswith("mantissa/") for name in names)
     products = next(line for line in found.operations if line.name == "aten::addmm")
     assert products.calls % 6 == 0  # first, four blocks, last (strict promotion dispatches each again)
-
-
-def test_the_trace_opens_and_holds_the_parts(tmp_path: Path) -> None:
-    runner = Runner(Request(Source(parameters=5_000), "bf16", "cpu"), seed=0)
-    found = profile_runner(runner, 8, tmp_path)
-    events = json.loads((tmp_path / "trace-bf16.json").read_text())["traceEvents"]
-    names = [event.get("name") for event in events]
-    assert names.count("mantissa/step") == 5
-    assert all(names.count(f"mantissa/{part}") == 5 for part in PARTS)
-    text = (tmp_path / "profile-bf16.txt").read_text()
+    events = json.loads((tmp_path / "trace-fp32.json").read_text())["traceEvents"]
+    traced = [event.get("name") for event in events]
+    assert [traced.count(f"mantissa/{part}") for part in ("step", *PARTS)] == [5] * 4
+    text = (tmp_path / "profile-fp32.txt").read_text()
     assert text == found.text()
     assert "rest: unscale" in text
-    assert "bf16 on cpu" in text
+    assert "fp32 on cpu" in text

@@ -5,7 +5,6 @@ The wording is in ``errors.txt``, one table for every command.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -20,7 +19,6 @@ import torch
 import yaml
 
 from mantissa.jsonl import JsonLines
-from mantissa.model import byte_tokenizer
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.metrics import deterministic
 from mantissa.training import GuardConfig, open_guard
@@ -34,11 +32,9 @@ TEXTS = {  # files of which mistakes are made
     "file": "x",
     "full/thesis.txt": "x",
     "page.html/thesis.txt": "x",
-    "empty.jsonl": "",
     "bad.jsonl": '{"problem": "1+1?", "answer": "2"}\n{"problem": "2+2?"}\n',
     "torn.jsonl": '{"problem": "1+1?", "answer": "2"}\n' * 3 + '{"problem": "2+',
     "foreign.jsonl": '{"image": "cat.png", "caption": "a cat"}\n',
-    "binary.parquet": "PAR1 but not really",
     "prompts.txt": "12=\n\n345=\n9876543=\n1=\n22=\n",
     "empty.txt": "\n  \n",
     "many.txt": "1=\n" * 20_000,
@@ -52,34 +48,6 @@ TEXTS = {  # files of which mistakes are made
     "backwards/metrics.jsonl": '{"step": 2, "train/loss": 1}\n{"step": 1, "train/loss": 1}\n',
     "settings_cut/guard.json": "{",
 }
-
-
-def damage(model: Path, how: str) -> None:
-    """Break a model's folder in one way."""
-    weights, config = model / "model.safetensors", model / "config.json"
-    fields = json.loads(config.read_text())
-    match how:
-        case "no_weights":
-            weights.unlink()
-        case "truncated_weights":
-            weights.write_bytes(weights.read_bytes()[:-100])
-        case "no_config":
-            config.unlink()
-        case "broken_config":
-            config.write_text(config.read_text()[:-20])
-        case "another_architecture":
-            config.write_text(json.dumps(fields | {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
-        case "another_shape":
-            config.write_text(json.dumps(fields | {"hidden_size": 64}))
-        case "no_tokenizer":
-            for path in model.glob("tokenizer*"):
-                path.unlink()
-        case "wrong_tokenizer":
-            byte_tokenizer().save(model)
-
-
-BROKEN = ("no_weights", "truncated_weights", "no_config", "broken_config", "another_architecture", "another_shape",
-          "no_tokenizer", "wrong_tokenizer")  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -98,10 +66,8 @@ def mistakes(finished: Path, small_recipe: dict[str, Any], tmp_path_factory: pyt
     dataset = {"task": {"kind": "dataset", "files": ["bad.jsonl"]}, "warm_start": None, "model": fresh}
     for name, sections in (("recipe.yaml", {}), ("dataset.yaml", dataset)):
         (folder / name).write_text(yaml.safe_dump(small_recipe | sections))
-    for name in BROKEN:
-        shutil.copytree(finished / "policy", folder / name)
-        (folder / name / "digests.json").unlink()
-        damage(folder / name, name)
+    (folder / "no_weights").mkdir()
+    shutil.copy(finished / "policy" / "config.json", folder / "no_weights")
     (folder / "run").symlink_to(finished)
     (folder / "recipes").symlink_to(ROOT / "recipes")
     for name in ("guarded", "settings_cut", "settings_gone"):

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from mantissa.cli.machine import crowded
 from mantissa.cli.processes import blame, launch, threads_each
 from mantissa.errors import MantissaError, StoppedError
 from mantissa.runs.directory import RunDirectory
+from processes import alive, children, until
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -47,36 +47,15 @@ def left(scratch: Path) -> list[str]:
     return [path.name for path in scratch.iterdir() if not path.name.startswith("torchinductor_")]
 
 
-def mantissa(*argv: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *launcher, "mantissa", *argv]
+def torchrun(*argv: str) -> subprocess.CompletedProcess[str]:
+    """``mantissa train`` under torchrun, two processes."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "mantissa", "train")
+    command = [sys.executable, *launcher, *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, check=False)
 
 
-def processes() -> dict[int, int]:
-    """Every process that lives: its parent."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            found |= {} if state == "Z" else {int(stat.parent.name): int(parent)}
-    return found
-
-
-def children(pid: int) -> list[int]:
-    """The processes that ``pid`` started, oldest first."""
-    return sorted(child for child, parent in processes().items() if parent == pid)
-
-
-def until(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None, seconds: float = 300) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came to pass"
-        assert process is None or process.poll() is None, process.communicate()
-        time.sleep(0.02)
-
-
 def gone(pids: list[int], seconds: float = 10) -> None:
-    until(lambda: not processes().keys() & set(pids), seconds=seconds)
+    until(lambda: not any(map(alive, pids)), seconds=seconds)
 
 
 def heard(pid: int) -> set[str]:
@@ -116,7 +95,7 @@ def begun(several: str, run: Path, *overrides: str) -> Iterator[subprocess.Popen
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.variants)])
 def test_a_rank_that_is_killed_ends_the_run_with_one_line_and_it_goes_on(
-    several: str, tmp_path: Path, scratch: Path, kind: str
+    several: str, tmp_path: Path, scratch: Path, kind: str, mantissa: Callable[..., Any]
 ) -> None:
     run = tmp_path / "run"
     with begun(several, run, f"parallel={kind}") as process:
@@ -136,11 +115,10 @@ def test_a_rank_that_is_killed_ends_the_run_with_one_line_and_it_goes_on(
     config = yaml.safe_load((run / "config.yaml").read_text())
     reached = RunDirectory.open(run).checkpoint_steps()[-1]
     (run / "config.yaml").write_text(yaml.safe_dump(config | {"steps": reached + 2}))
-    done = mantissa("train", "--resume", str(run), "nproc=1")  # by three in tests/rl/test_processes.py
-    assert done.returncode == 0, done.stderr
-    assert f"report: {run}/report.html" in done.stdout
-    assert "warning: processes was 2, now None" in done.stdout
-    assert not left(scratch)
+    done = mantissa("train", "--resume", run, "nproc=1")  # by three in tests/rl/test_processes.py
+    assert done.code == 0, done.err
+    assert f"report: {run}/report.html" in done.out
+    assert "warning: processes was 2, now None" in done.out
     assert [row["step"] for row in RunDirectory.open(run).read_metrics()] == list(range(1, reached + 3))
 
 
@@ -173,27 +151,26 @@ def test_ranks_whose_launcher_is_killed_while_they_import_end(several: str, tmp_
 
 
 @pytest.mark.slow
-def test_torchrun_and_a_folder_that_is_taken(several: str, tmp_path: Path) -> None:
+def test_torchrun_and_a_folder_that_is_taken(
+    several: str, tmp_path: Path, mantissa: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under torchrun the number of processes is torchrun's; what rank 0 alone finds out ends them all."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run = tmp_path / "run"
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
-    done = mantissa("train", several, f"run_dir={run}", "parallel=fsdp2", launcher=torchrun)
+    done = torchrun(several, f"run_dir={run}", "parallel=fsdp2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("report: ") == 1
     assert (run / "report.html").stat().st_size > 0
     assert RunDirectory.open(run).config["nproc"] == 2
     assert [row["step"] for row in RunDirectory.open(run).read_metrics()] == [1, 2, 3]
     again = mantissa("train", several, f"run_dir={run}", "nproc=2")
-    assert (again.returncode, again.stdout) == (2, "")
-    assert again.stderr == (
-        f"mantissa: error: {run} already holds a run: continue it with --resume {run}, or choose another run_dir\n"
-    )
+    assert again.error() == f"{run} already holds a run: continue it with --resume {run}, or choose another run_dir"
+    assert again.out == ""
 
 
 @pytest.mark.variants
 def test_torchrun_and_another_number_of_processes(several: str, tmp_path: Path) -> None:
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
-    refused = mantissa("train", several, f"run_dir={tmp_path / 'run'}", "nproc=3", launcher=torchrun)
+    refused = torchrun(several, f"run_dir={tmp_path / 'run'}", "nproc=3")
     assert refused.returncode != 0
     # the first to say so has torchrun stop the other
     assert re.search(r"^mantissa: error: rank [01]: nproc=3, but this is one of 2 processes", refused.stderr, re.M)
@@ -243,6 +220,7 @@ def test_the_folder_of_the_ranks_messages_goes_with_the_run(
 
     def start_processes(name: str, program: str, args: Any, envs: dict[int, dict[str, str]], logs: Any) -> Any:
         (folder,) = tmp_path.iterdir()
+        assert all(command[0] == "-P" for command in args.values()), "nothing from the current folder"
         assert folder.stat().st_mode & 0o777 == 0o700
         assert Path(envs[0]["MANTISSA_STORE"]).parent == folder
         error_file = Path(logs.reify(envs).error_files[0])

@@ -39,7 +39,8 @@ def trapped(recipe: Callable[..., Path], tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    ["train recipe.yaml nproc=2 run_dir=run",
+    ["train recipe.yaml run_dir=run",
+     pytest.param("train recipe.yaml nproc=2 run_dir=run", marks=pytest.mark.variants),
      pytest.param("bench --device cpu --sizes 2k --precision fp32 --scenarios warmup --repeats 1",
                   marks=pytest.mark.variants)],
 )  # fmt: skip

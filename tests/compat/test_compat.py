@@ -1,6 +1,7 @@
 """The interface that code written for the old utility relies on, and the defects which that utility had.
 
-Its ranks are in ``test_processes``; old checkpoints are in ``training/test_trainer_file``.
+Its ranks are in ``test_processes``; old checkpoints are in ``training/test_trainer_file``. At the end a ``.env`` file
+in the working directory: read for the documented variables, below the process's own.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from mantissa.compat import (
 from mantissa.errors import MantissaError
 from mantissa.kernels import autocast_for
 from mantissa.precision import PRESETS, resolve
+from mantissa.training.environment import current_environment, switched_off
 from old_trainers import basic, extended, learn, sgd
 from toys import Batch, cross_entropy, data, fragile, mlp, same, state, trainer_of
 
@@ -263,37 +267,6 @@ def test_the_clipping_bound_is_an_argument(bound: float | None) -> None:
             assert norm > 1.5  # every bound above has something to do
             optimizer.step()
         assert same(state(trainer.model), state(plain))
-
-
-def test_two_trainers_do_not_meet() -> None:
-    """On one model with two optimisers (as GANs are trained): each sees its own loss's gradients only."""
-    ours, plain = mlp().eval(), mlp().eval()
-    off = FP16TrainingConfig(enabled=False)
-    trainers = [FP16Trainer(ours, torch.optim.SGD(ours[i].parameters(), lr=0.1), off) for i in (0, 4)]
-    optimizers = [torch.optim.SGD(plain[i].parameters(), lr=0.1) for i in (0, 4)]
-    for i, batch in enumerate(data(6)):
-        learn(trainers[i % 2], batch)
-        plain.zero_grad()
-        cross_entropy(plain, batch).backward()
-        torch.nn.utils.clip_grad_norm_(plain[(0, 4)[i % 2]].parameters(), 1.0)
-        optimizers[i % 2].step()
-    assert same(state(ours), state(plain))
-
-
-def test_gradients_from_elsewhere_are_not_mixed_in_and_the_caller_may_add_to_the_loss() -> None:
-    """A penalty from outside gets the same scale, and is unscaled with the rest."""
-    ours, control = mlp().eval(), mlp().eval()
-    trainer, calm = basic(ours), basic(control)
-    for batch in data(3):
-        penalty = 0.1 * ours[0].weight.square().sum()
-        loss = trainer.training_step(batch, cross_entropy) + penalty
-        cross_entropy(ours, data(1)[0]).backward()  # someone looks at gradients in between
-        trainer.backward_and_step(loss)
-        calm.backward_and_step(
-            calm.training_step(batch, lambda m, b: cross_entropy(m, b) + 0.1 * m[0].weight.square().sum())
-        )
-    for mine, theirs in zip(ours.parameters(), control.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
 
 
 MODES = [
@@ -547,3 +520,52 @@ def test_a_bad_value_is_one_clear_error(
         with pytest.raises(MantissaError, match=message) as caught:
             config.from_environment()
         assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_file_is_read_and_the_process_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("dotenv", reason="needs the python-dotenv package")
+    lines = ["# ours", "ENABLE_FP16_TRAINING=false", 'export FP16_LOSS_SCALE="1024" # small', "OTHER=$HOME", ""]
+    (folder / ".env").write_text("\n".join(lines))
+    assert current_environment() == {"ENABLE_FP16_TRAINING": "false", "FP16_LOSS_SCALE": "1024"}
+    config = FP16TrainingConfig.from_environment()
+    assert (config.enabled, config.loss_scale, switched_off()) == (False, 1024.0, True)
+    monkeypatch.setenv("ENABLE_FP16_TRAINING", "true")
+    config = FP16TrainingConfig.from_environment()
+    assert (config.enabled, config.loss_scale, switched_off()) == (True, 1024.0, False)
+    (folder / ".env").write_text("FP16_LOSS_SCALE=large")
+    with pytest.raises(MantissaError, match="FP16_LOSS_SCALE='large': expected a number"):
+        FP16TrainingConfig.from_environment()
+
+
+def test_without_the_package_a_file_of_ours_is_an_error_and_another_is_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "dotenv", None)
+    (folder / ".env").write_text("DATABASE_URL=x")
+    assert current_environment() == {}
+    (folder / ".env").write_text("FP16_LOSS_SCALE=8")
+    with pytest.raises(MantissaError, match=r"mantissa\[dotenv\]"):
+        current_environment()
+    monkeypatch.setenv("FP16_LOSS_SCALE", "4")  # then the file has nothing to add
+    assert current_environment() == {"FP16_LOSS_SCALE": "4"}
+
+
+def test_what_is_no_such_file(folder: Path) -> None:
+    (folder / ".env").write_bytes(b"FP16_LOSS_SCALE=\xff")
+    with pytest.raises(MantissaError, match=r"\.env: UnicodeDecodeError"):
+        current_environment()
+    (folder / ".env").unlink()
+    os.mkfifo(folder / ".env")
+    with pytest.raises(MantissaError, match="found a pipe"):
+        current_environment()
+    (folder / ".env").unlink()
+    (folder / ".env").mkdir()
+    assert current_environment() == {}

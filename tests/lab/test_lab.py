@@ -284,8 +284,10 @@ def test_cells_share_a_seeds_warm_start_and_prompts_and_one_that_fails_stops_no_
         run_lab(changed, changed.cells[:1], 1, said.append)
 
 
-def test_a_lab_that_is_killed_goes_on_where_it_was_and_leaves_no_process(there: Path) -> None:
-    path = written(seeds=[0], axes={"rollout": {"fp32": {"precision": "fp32"}}}, set={"steps": 3})
+def test_a_lab_that_is_killed_goes_on_where_it_was_and_leaves_no_process(here: list[list[str]]) -> None:
+    """Its process starts another one; what goes on with it does so in this one."""
+    set_ = {"steps": 3, "warm_start": None}
+    path = written(seeds=[0], axes={"rollout": {"fp32": {"precision": "fp32"}}}, set=set_)
     command = [sys.executable, "-m", "mantissa", "lab", str(path)]
     lab = load_lab(path)
     folder = lab.folder / "fp32-seed0"
@@ -299,8 +301,17 @@ def test_a_lab_that_is_killed_goes_on_where_it_was_and_leaves_no_process(there: 
     wait_until_free(folder)
     began = RunDirectory.open(folder).environment["created"]
     row = run_lab(lab, lab.cells, 1, lambda line: None).finished(lab.cells[0])
+    assert here == [["mantissa", "train", "--resume", str(folder)]]
     assert row is not None
     assert (row["steps"], row["threads"], row["time"]) == (3, 1, began)
+
+
+def test_a_process_that_ends_badly_is_the_cells_error(there: Path) -> None:
+    work = run._Work(load_lab(written()))
+    work.call(["-c", "print('said')"], there / "well")
+    assert (there / "well.log").read_text() == "said\n"
+    with pytest.raises(MantissaError, match=r"^exit code 1: too few \(all of it: .*badly\.log\)$"):
+        work.call(["-c", "raise SystemExit('mantissa: error: too few')"], there / "badly")
 
 
 def wait_until_free(folder: Path) -> None:

@@ -263,8 +263,8 @@ def test_options_of_the_file_give_way_to_those_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("engin: fsdp", "unknown launch option 'engin'; did you mean 'engine'"), ("- a", "expected keys and values, got"),
-     ("engine: zero", "engine: input should be 'fsdp', 'fsdp2' or 'megatron'"),
+    [("engin: fsdp", "engin: unknown key; did you mean 'engine'"), ("- a", "expected keys and values, got"),
+     ("engine: zero", "engine: expected 'fsdp', 'fsdp2' or 'megatron'"),
      ("engine: fsdp\ntensor_parallel: 2", "tensor_parallel does nothing with engine=fsdp"),
      ("hardware: h10", "unknown hardware 'h10': .*did you mean 'h100'"),
      ("cuda: '12'", "expected a version such as 12.9"),

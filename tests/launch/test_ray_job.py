@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,12 +19,7 @@ import pytest
 from mantissa.errors import MantissaError, StoppedError
 from mantissa.launch import ray_job
 from mantissa.launch.ray_job import JobLostError, connect, follow, submit
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+from processes import free_port
 
 
 class Head:

@@ -21,8 +21,7 @@ from mantissa.rl.waltz import Dialogue, Game, assemble_two, rates
 from mantissa.runs.compare_page import build_comparison
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.metrics import METRICS, undeclared
-from mantissa.runs.report import build_report
-from mantissa.runs.waltz_page import _of_both
+from mantissa.runs.report import _of_both, build_report
 from mantissa.tasks import Problem, Reward
 from mantissa.tasks.requests import Feedback, RulesJudge, Script
 from mantissa.training import load_checkpoint

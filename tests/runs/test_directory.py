@@ -1,21 +1,26 @@
+"""A run's folder: what it holds, one writer, what a kill leaves; and where a run takes place."""
+
 from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
 import pytest
+import torch
 import yaml
 
 from mantissa.errors import MantissaError
 from mantissa.files import temporary_beside
-from mantissa.runs.directory import RunDirectory, default_path, rollout_schema
+from mantissa.runs.directory import RunDirectory, default_path, environment, git_state, rollout_schema
 
 CONFIG = {"name": "demo", "steps": 3, "optim": {"lr": 1e-4, "betas": [0.9, 0.95]}, "note": "gr\u00fc\u00dfe"}
 
@@ -170,3 +175,34 @@ def test_default_paths_do_not_collide(tmp_path: Path) -> None:
     path.mkdir()
     assert default_path("sums / fp16!", tmp_path, noon).name == "sums-fp16-20260301-120005-2"
     assert default_path("..", tmp_path, noon).name == "run-20260301-120005"
+
+
+def test_it_records_what_numbers_depend_on_and_nothing_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "s3cret-value")
+    record = environment()
+    assert {name: record["versions"][name] for name in ("torch", "transformers")} == {
+        name: version(name) for name in ("torch", "transformers")
+    }
+    assert (record["threads"], record["cores"]) == (torch.get_num_threads(), os.cpu_count())
+    assert record["cpu"]
+    home = os.path.expanduser("~")
+    assert not [private for private in ("s3cret-value", home) if private != "/" and private in json.dumps(record)]
+
+
+def test_git_state_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert git_state(tmp_path) is None
+    git("init", "-q")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-qm", "first")
+    commit = git("rev-parse", "HEAD")
+    (tmp_path / "untracked").touch()
+    assert git_state(tmp_path) == {"commit": commit, "changed": False}
+    (tmp_path / "file").write_text("2")
+    assert git_state(tmp_path) == {"commit": commit, "changed": True}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_state(tmp_path) is None, "no git"

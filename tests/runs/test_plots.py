@@ -66,19 +66,6 @@ def test_equal_reward_is_drawn_once_and_different_reward_beside() -> None:
     assert len(curves(other, plots.ORANGE)) >= 1
 
 
-def test_warm_start_and_evaluations_are_marked() -> None:
-    rows = rows_of("reward/accuracy", [0.3] * 20)
-    rows[9]["eval/greedy_accuracy"] = 0.5
-    rows[19]["eval/greedy_accuracy"] = 0.6
-    warm = [{"step": s, "warm_start/accuracy": accuracy} for s, accuracy in ((40, None), (80, 0.1), (120, 0.28))]
-    plot = plots.learning(rows, warm)
-    assert "The warm start ended at update 120 with 0.28." in plot.note
-    assert {"warm start", "reinforcement learning", "update", "step"} <= set(texts(plot))
-    assert "held-out accuracy, greedy" in [label for label, _ in plot.legend]
-    assert any(len(curve) == 2 for curve in curves(plot, plots.GREEN))
-    assert "warm start" not in texts(plots.learning(rows, []))
-
-
 def test_gap_is_logarithmic_and_zeros_lie_on_the_floor() -> None:
     values = [1e-6, 0.0, 1e-4, 1e-5, 1e-7]
     plot = plots.gap(rows_of("gap/k3_kl", values))
@@ -206,20 +193,6 @@ def test_without_data_there_is_a_sentence_and_a_single_step_is_visible(make_run)
         plot = draw(rows)
         assert len(list(parse(plot).iter(f"{SVG}use"))) >= 1, plot.title
         assert {"0", "1", "2"} <= set(texts(plot)), f"{plot.title}: whole steps on the axis"
-
-
-def test_svg_takes_its_colours_and_font_from_the_page_and_shares_no_ids(make_run) -> None:
-    """Ids, references and the page's variables: html_page.py holds the whole report to them."""
-    run = make_run()
-    for plot in every_plot(run.read_metrics(), run.read_warm_start(), run.read_rollouts(60)):
-        root = parse(plot)
-        assert root.get("aria-label") == plot.title
-        own = {node.get("id") for node in root.iter() if node.get("id")}
-        wanted = re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', plot.svg)
-        assert {a or b for a, b in wanted} <= own, "every reference stays inside its figure"
-        assert "DejaVu" not in plot.svg
-        fixed = set(re.findall(r"#[0-9a-fA-F]{6}", plot.svg)) - {"#000000", "#ffffff"}
-        assert not fixed, f"{plot.title} has colours that do not follow the page: {fixed}"
 
 
 # Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.
@@ -351,7 +324,7 @@ def test_intervals_are_drawn_to_scale() -> None:
 def test_phases_are_stacked_and_a_trainer_has_its_whole_step() -> None:
     rows = [{"step": 1, "time/step": 4.0, "time/rollout": 3.0, "time/update": 1.0}]
     plot = comparison.phases([group(0, rows), group(1, [{"step": 1, "time/step": 2.0}])])
-    assert [label for label, _ in plot.legend] == ["rollout", "update", "other", "whole step, phases not logged"]
+    assert [label for label, _ in plot.legend] == ["rollout", "update", "whole step, phases not logged"]
     root = parse(plot)
     widths = {}
     for node in root.iter(f"{SVG}path"):

@@ -42,10 +42,7 @@ def test_tensorboard_reads_what_was_logged_each_row_before_the_next_and_a_resume
     assert read_back(run.tensorboard_path, "policy/loss") == expected[:4] + [(step, 2.0) for step in range(5, 9)]
 
 
-def test_unknown_names_and_absent_packages_are_refused(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MantissaError, match=r"'tensorbored' is unknown; expected any of .*did you mean 'tensorboard'"):
-        from_names(["tensorboard", "tensorbored"], run)
-    assert not run.tensorboard_path.exists(), "before anything is opened"
+def test_an_absent_package_is_refused(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MantissaError, match=r"wandb is not installed; pip install 'mantissa\[wandb\]'"):
         from_names(["wandb"], run)

@@ -84,6 +84,12 @@ class Page(HTMLParser):
         schemes = [set(re.findall(r"(--[a-z0-9-]+):", s)) for s in re.findall(r":root \{(.*?)\}", document, re.DOTALL)]
         assert schemes[0] == schemes[1], "light and dark"
         assert set(re.findall(r"var\((--[a-z0-9-]+)\)", document)) <= schemes[0]
+        for figure in re.findall(r'<svg [^>]*role="img".*?</svg>', document, re.DOTALL):
+            assert re.match(r'<svg [^>]*aria-label="[^"]+"', figure)
+            inside = set(re.findall(r'\bid="([^"]+)"', figure))
+            assert {a or b for a, b in re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', figure)} <= inside
+            assert "DejaVu" not in figure, "its font is the page's"
+            assert set(re.findall(r"#[0-9a-fA-F]{6}", figure)) <= {"#000000", "#ffffff"}, "so are its colours"
         assert len(document.encode()) < 2_000_000
 
 

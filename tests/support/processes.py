@@ -18,13 +18,17 @@ def alive(pid: int) -> bool:
         return False
 
 
+def children(pid: int) -> list[int]:
+    """The living processes that ``pid`` started, oldest first."""
+    of_threads = Path(f"/proc/{pid}/task").glob("*/children")
+    return sorted(child for each in of_threads for child in map(int, each.read_text().split()) if alive(child))
+
+
 def descendants(pid: int) -> dict[int, str]:
     """The living processes that ``pid`` started, and those that they started; by their names."""
     found: dict[int, str] = {}
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            if alive(child):
-                found |= {child: Path(f"/proc/{child}/comm").read_text().strip()} | descendants(child)
+    for child in children(pid):
+        found |= {child: Path(f"/proc/{child}/comm").read_text().strip()} | descendants(child)
     return found
 
 
@@ -33,7 +37,7 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[Any] | None =
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came to pass"
-        assert process is None or process.poll() is None, process
+        assert process is None or process.poll() is None, process.communicate()
         time.sleep(0.02)
 
 

@@ -50,10 +50,6 @@ class BenchConfig:
             raise MantissaError(f"--precision: expected at least one of {', '.join(PRECISIONS)}")
         if self.backend not in ("auto", "native", "simulated"):
             raise MantissaError(f"--backend {self.backend}: expected auto, native or simulated")
-        if self.repeats < 1:
-            raise MantissaError(f"--repeats {self.repeats}: expected 1 or more")
-        if self.batch is not None and self.batch < 1:
-            raise MantissaError(f"--batch {self.batch}: expected 1 or more samples")
         if self.model is not None and self.sizes:
             raise MantissaError(
                 "--sizes belongs to the built-in models; a --model has the size that its factory gives it"

@@ -145,9 +145,6 @@ class GapResult:
 def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
     """Measure every pair and write the rows as they are made, then the page; in a run's folder also its report anew."""
     policies, texts = config.policies(), read_prompts(config.prompts)
-    for name, value in (("--samples", config.samples), ("--max-tokens", config.max_tokens)):
-        if value < 1:
-            raise MantissaError(f"{name} {value}: expected 1 or more")
     least = LEAST_TEMPERATURE if config.engine == "vllm" else 0.0
     if not (config.temperature > 0 and least <= config.temperature < math.inf):
         more = f"{least} or more for vLLM" if least else "more than 0, for a greedy choice has no log-prob"

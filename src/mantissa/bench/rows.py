@@ -15,6 +15,7 @@ import torch
 
 from mantissa.bench.workload import short
 from mantissa.files import write_atomically
+from mantissa.jsonl import in_words
 from mantissa.mismatch.estimates import Estimate
 from mantissa.runs.directory import environment
 from mantissa.runs.live import seconds_text
@@ -65,15 +66,22 @@ COLUMNS: dict[str, str] = {
 def stamp(device: str) -> Row:
     """What every row of one call has in common."""
     about = environment()
-    git = about["git"]
     cuda = torch.device(device).type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if cuda else f"{about['cpu']} ({about['cpu_capability']})",
-        "threads": about["threads"],
+    about["device"] = torch.cuda.get_device_name(device) if cuda else "cpu"
+    return place(about) | {
         "torch": torch.__version__,
         "mantissa": about["versions"].get("mantissa"),
-        "commit": git["commit"][:12] + ("-changed" if git["changed"] else "") if git else None,
         "memory_measure": "torch's allocator" if cuda else "resident memory of a fresh process",
+    }
+
+
+def place(about: Mapping[str, Any]) -> Row:
+    """Device, threads and commit of an environment, as a row has them."""
+    device, git = about.get("device"), about.get("git")
+    return {
+        "device": f"{about['cpu']} ({about['cpu_capability']})" if device == "cpu" else device,
+        "threads": about.get("threads"),
+        "commit": git["commit"][:12] + ("-changed" if git["changed"] else "") if git else None,
     }
 
 
@@ -88,14 +96,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One JSON object a line. A number that is not finite (a loss that diverged) is written as a string."""
-    lines = [json.dumps({key: _plain(value) for key, value in row.items()}, allow_nan=False) for row in rows]
-    write_atomically(path, "".join(line + "\n" for line in lines))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not abs(value) < float("inf"):
-        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
-    return value
+    write_atomically(path, "".join(json.dumps(in_words(row), allow_nan=False) + "\n" for row in rows))
 
 
 SIMULATION = (

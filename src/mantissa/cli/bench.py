@@ -33,7 +33,7 @@ _Scenarios = Annotated[
     str, typer.Option(help="Of warmup (1 epoch, 128 samples), standard (3, 256), stress (5, 512); '' for none.")
 ]
 _Batch = Annotated[
-    int | None, typer.Option(help="Samples a step.", show_default="32; over sizes 256 on a CPU, 4096 on CUDA")
+    int | None, typer.Option(min=1, help="Samples a step.", show_default="32; over sizes 256 on a CPU, 4096 on CUDA")
 ]
 
 
@@ -46,8 +46,8 @@ def bench(
     scenarios: _Scenarios = "warmup,standard,stress",
     batch: _Batch = None,
     out: Annotated[Path | None, typer.Option(help="Folder.", show_default="runs/bench-TIME")] = None,
-    repeats: Annotated[int, typer.Option(help="Interleaved repeats behind each median.")] = 7,
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="torch's own")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats behind each median.")] = 7,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's own")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Also trace where time and memory go.")] = False,
 ) -> None:
     """Time and measure training in each precision, in turn, on this device; name the size from which one is faster.
@@ -83,8 +83,6 @@ def _measure(config: BenchConfig, threads: int | None) -> None:
     from mantissa.bench import run_bench
 
     if threads is not None:
-        if threads < 1:
-            raise MantissaError(f"--threads {threads}: expected 1 or more")
         torch.set_num_threads(threads)
     echo_warning(crowded(torch.get_num_threads()))
     result = run_bench(config, progress)

@@ -196,7 +196,6 @@ def _missing(rows: Rows) -> list[Block]:
         blocks += [block("h2", "Failed"), page.table(["cell", "error"], failed, ["n", ""])]
     if unrun:
         blocks += [block("h2", "Not run"), block("note", f"{len(unrun)} cells: {', '.join(unrun)}.")]
-
     return blocks
 
 
@@ -227,13 +226,9 @@ def _curves(rows: Rows, metric: str) -> list[Plot]:
                 steps, values = found
                 band = (values.min(0), values.max(0)) if len(values) > 1 else ()
                 lines.append(Line(name, RUNS[place], steps, values.mean(0), DASHES[place], *band))
-        if not lines:
-            continue
-        title = of.heading if start == 0 else f"{of.heading} ({start // size + 1})"
-        if of.axis == "log" and not any((line.y > 0).any() for line in lines):
-            plots.append(Plot(title, "Exactly 0 wherever it was measured."))
-            continue
-        plots.append(chart(title, "Line: mean over seeds; band: smallest to largest.", lines, of.unit, of.axis))
+        if lines:
+            title = of.heading if start == 0 else f"{of.heading} ({start // size + 1})"
+            plots.append(chart(title, "Line: mean over seeds; band: smallest to largest.", lines, of.unit, of.axis))
     return plots
 
 

@@ -38,7 +38,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator
 
 from mantissa.bounds import LARGEST_SEED, boundary
-from mantissa.config_base import Config
+from mantissa.config_base import Config, first_mistake
 from mantissa.errors import MantissaError, nearest
 from mantissa.mismatch.estimates import GAP_FIGURES
 from mantissa.rl.config import RunConfig
@@ -155,6 +155,11 @@ class Lab:
         return self.folder / "lab.html"
 
     @property
+    def measures(self) -> list[Measure]:
+        """All figures that are taken of a cell."""
+        return list(dict.fromkeys((*self.final, *(measure for pair in self.against for measure in pair))))
+
+    @property
     def names(self) -> list[str]:
         """The grid's points, in order."""
         return list(dict.fromkeys(cell.name for cell in self.cells))
@@ -178,11 +183,8 @@ def load_lab(path: Path) -> Lab:
     try:
         return _lab(path, values)
     except ValidationError as error:
-        first = next((e for e in error.errors() if e["type"] == "extra_forbidden"), error.errors()[0])
-        key, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            message = f"unknown key{nearest(first['loc'][-1], [*LabFile.model_fields, *MeasureConfig.model_fields])}"
-        raise MantissaError(f"{path}: {key}: {message}") from None
+        key, mistake, _ = first_mistake(error, [*LabFile.model_fields, *MeasureConfig.model_fields])
+        raise MantissaError(f"{path}: {key}: {mistake}") from None
     except MantissaError as error:
         said = str(error)
         raise MantissaError(said if said.startswith(str(path)) else f"{path}: {said}") from None

@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.bench.rows import stamp
+from mantissa.bench.rows import place, stamp
 from mantissa.bounds import boundary
 from mantissa.files import disk_errors, write_atomically
+from mantissa.jsonl import from_words, in_words
 from mantissa.lab.plan import Cell, Lab, Measure
 from mantissa.mismatch.estimates import Estimate, student_interval
 from mantissa.runs.compare import ENDS
@@ -35,7 +36,6 @@ from mantissa.runs.metrics import binned, series
 Row = dict[str, Any]
 DONE, FAILED = "finished", "failed"
 _POINTS = 150  # of a curve
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class Rows:
@@ -47,9 +47,9 @@ class Rows:
         self._of: dict[str, Row] = {}
         if self.path.exists():
             with boundary(self.path, "restore it, or move it away to begin the lab anew"):
-                first, *rest = [_plain(json.loads(line)) for line in self.path.read_text().splitlines()]
+                first, *rest = map(json.loads, self.path.read_text().splitlines())
                 self.registered = first | {"question": str(first["question"]), "expect": str(first["expect"])}
-                self._of = {f"{row['cell']}-seed{row['seed']}": row for row in rest}
+                self._of = {f"{row['cell']}-seed{row['seed']}": from_words(row) for row in rest}
 
     def register(self) -> None:
         """Before the first run: what is asked and expected, if that was not written before."""
@@ -94,7 +94,7 @@ class Rows:
     def _write(self) -> None:
         order = [cell.folder for cell in self.lab.cells]
         kept = sorted(self._of, key=lambda name: (order.index(name) if name in order else len(order), name))
-        lines = [json.dumps(_words(row), allow_nan=False) for row in (self.registered, *(self._of[n] for n in kept))]
+        lines = [json.dumps(in_words(row), allow_nan=False) for row in (self.registered, *(self._of[n] for n in kept))]
         with disk_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path, "".join(line + "\n" for line in lines))
@@ -103,8 +103,6 @@ class Rows:
 def row_of_run(lab: Lab, run: RunDirectory) -> Row:
     """What a finished run says: its figures, its curves, and where it was run."""
     rows, about = run.read_metrics(), run.environment
-    git = about.get("git") or {}
-    measures = {m.text: m for m in (*lab.final, *(m for pair in lab.against for m in pair))}
     curves = {}
     for metric in lab.curves:
         steps, values = series(rows, metric)
@@ -115,23 +113,17 @@ def row_of_run(lab: Lab, run: RunDirectory) -> Row:
         "status": DONE,
         "steps": len(rows),
         "seconds": sum(row.get("time/step", 0.0) for row in rows),
-        "final": {text: reduced(rows, measure) for text, measure in measures.items()},
+        "final": {measure.text: reduced(rows, measure) for measure in lab.measures},
         "curves": curves,
-        "device": about.get("device")
-        if about.get("device") != "cpu"
-        else f"{about['cpu']} ({about['cpu_capability']})",
-        "threads": about.get("threads"),
         "versions": about.get("versions"),
         "precision": {row["role"]: f"{row['active']}, {row['kernels']}" for row in about.get("precision", ())},
-        "commit": git["commit"][:12] + ("-changed" if git["changed"] else "") if git else None,
         "time": about.get("created"),
-    }
+    } | place(about)
 
 
 def row_of_gap(lab: Lab, row: Row) -> Row:
     """What ``mantissa gap`` found of one pair."""
-    measures = {m.text: m for m in (*lab.final, *(m for pair in lab.against for m in pair))}
-    figures = {text: row.get(measure.metric) for text, measure in measures.items()}
+    figures = {measure.text: row.get(measure.metric) for measure in lab.measures}
     kept = ("device", "threads", "commit", "time", "tokens", "completions", "kernels", "engine", "parameters")
     seconds = row["sample_seconds"] + row["score_seconds"]
     return {"status": DONE, "seconds": seconds, "final": figures, "curves": {}} | {key: row[key] for key in kept}
@@ -193,25 +185,6 @@ def difference(rows: Rows, name: str, control: str, measure: Measure) -> Differe
 
 def _exp(value: float) -> float:
     return math.exp(min(value, 700.0))
-
-
-def _words(value: Any) -> Any:
-    """JSON has no word for what is not finite."""
-    if isinstance(value, dict):
-        return {key: _words(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_words(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: item if key in ("question", "expect") else _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def last_words(path: Path) -> str:

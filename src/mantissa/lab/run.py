@@ -197,10 +197,6 @@ def begun(lab: Lab, config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model, "warm_start": None})
 
 
-def _plain(config: RunConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude={"run_dir"})
-
-
 def _write_recipe(path: Path, config: RunConfig) -> Path:
     given = config.model_dump(mode="json", exclude={"run_dir"}, exclude_unset=True)  # a default may be refused as a key
     write_atomically(path, yaml.safe_dump(given, sort_keys=False, allow_unicode=True))
@@ -226,7 +222,8 @@ def _check_folder(lab: Lab, cell: Cell) -> None:
     folder = lab.folder / cell.folder
     if cell.config is None or not (folder / "config.yaml").is_file():
         return
-    there, wanted = RunDirectory.open(folder).config, _plain(begun(lab, cell.config))
+    there = RunDirectory.open(folder).config
+    wanted = begun(lab, cell.config).model_dump(mode="json", exclude={"run_dir"})
     key = next((key for key in there if not _same(there[key], wanted.get(key))), None)
     if key is not None:
         raise MantissaError(

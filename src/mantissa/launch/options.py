@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from mantissa.bounds import boundary
-from mantissa.config_base import Config
+from mantissa.config_base import Config, first_mistake
 from mantissa.errors import MantissaError, nearest
 from mantissa.launch.facts import Engine, Version
 from mantissa.rl.recipe import parse_yaml
@@ -129,15 +129,9 @@ def load_options(path: Path | None, given: dict[str, Any]) -> LaunchOptions:
             values = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
         if not isinstance(values, dict):
             raise MantissaError(f"{path}: expected keys and values, got {type(values).__name__}")
-    known = LaunchOptions.model_fields
-    for key in values:
-        if key not in known:
-            raise MantissaError(f"{path}: unknown launch option {key!r}{nearest(str(key), known)}")
     try:
-        return LaunchOptions(**(values | given))
+        return LaunchOptions.model_validate(values | given)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"])
+        key, text, _ = first_mistake(error, LaunchOptions.model_fields)
         where = f"{path}: " if path is not None and key.partition(".")[0] not in given else ""
-        message = first["msg"].removeprefix("Value error, ")
-        raise MantissaError(f"{where}{key + ': ' if key else ''}{message[0].lower() + message[1:]}") from None
+        raise MantissaError(f"{where}{key + ': ' if key else ''}{text}") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,11 +72,11 @@ def follow(client: Any, job: str, show: Callable[[str], None]) -> JobEnd:
     A connection that breaks is made again, and what was shown is not shown twice. Raises ``JobLostError`` where the
     head stays away for ``RECONNECT_S``, ``StoppedError`` on Ctrl-C: the job itself goes on.
     """
-    shown = _Log(show)
+    shown = 0
     try:
         gone = 0.0
         while True:
-            asyncio.run(_tail(client, job, shown))
+            shown = asyncio.run(_tail(client, job, show, shown))
             try:
                 end = _ended(client, job)
                 gone = 0.0
@@ -97,33 +98,20 @@ def follow(client: Any, job: str, show: Callable[[str], None]) -> JobEnd:
         ) from None
 
 
-class _Log:
-    """Shows a log that is sent from its beginning on every connection, each part once."""
-
-    def __init__(self, show: Callable[[str], None]) -> None:
-        self._show, self._shown, self._seen = show, 0, 0
-
-    def begin(self) -> None:
-        self._seen = 0
-
-    def add(self, text: str) -> None:
-        new = text[max(self._shown - self._seen, 0) :]
-        self._seen += len(text)
-        if new:
-            self._show(new)
-            self._shown += len(new)
-
-
-async def _tail(client: Any, job: str, shown: _Log) -> None:
-    """One connection to the job's log, until it closes for whatever reason."""
+async def _tail(client: Any, job: str, show: Callable[[str], None], shown: int) -> int:
+    """One connection to the job's log, until it closes for whatever reason: it is sent from its beginning, and shown
+    from character ``shown`` on. Returns how much was shown by then."""
     import aiohttp  # Ray's client has it
 
-    shown.begin()
-    try:
+    seen = 0
+    # Whether the job has ended is asked next, and whether the head is there.
+    with suppress(aiohttp.ClientError, OSError, RuntimeError):
         async for text in client.tail_job_logs(job):
-            shown.add(text)
-    except (aiohttp.ClientError, OSError, RuntimeError):
-        return  # whether the job has ended is asked next, and whether the head is there
+            if new := text[max(shown - seen, 0) :]:
+                show(new)
+                shown += len(new)
+            seen += len(text)
+    return shown
 
 
 def _ended(client: Any, job: str) -> JobEnd | None:

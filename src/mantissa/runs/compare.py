@@ -26,7 +26,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from itertools import combinations, takewhile
+from itertools import combinations
+from os.path import commonprefix
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ from mantissa.errors import MantissaError
 from mantissa.mismatch.estimates import LEVEL, Estimate, student_interval
 from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.health import Excursion, Judgement, check, judge
-from mantissa.runs.metrics import PHASES, Array, binned, series
+from mantissa.runs.metrics import PHASES, Array, binned, phase_times, series
 from mantissa.runs.page import shortened
 from mantissa.runs.plots import RUNS, Dash
 
@@ -164,26 +165,17 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return [replace(group, label=label) for group, label in zip(groups, _labels(groups), strict=True)]
 
 
-def recipe_differences(groups: Sequence[Group]) -> Differences:
-    """The keys of the recipes, by dotted names, that are not the same in all runs. Runs without a recipe have None."""
-    with_recipe = [run for group in groups for run in group.runs if run.config is not None]
+def differences(groups: Sequence[Group], read: Callable[[Run], Mapping[str, Any] | None]) -> Differences:
+    """What differs, by dotted names, in the runs' ``config``, ``facts`` or ``precision``, which ``read`` reads.
+
+    A run that recorded nothing is no different; a group of such runs has None.
+    """
+    recorded = {id(run): values for group in groups for run in group.runs if (values := read(run))}
     found: dict[str, list[str]] = {}
-    _walk("", [run.config for run in with_recipe], found)
-    of_run = {id(run): {name: values[i] for name, values in found.items()} for i, run in enumerate(with_recipe)}
-    runs = [[of_run.get(id(run), {}) for run in group.runs] for group in groups]
-    return {name: tuple(_joined(run.get(name) for run in group) for group in runs) for name in found}
-
-
-def flat_differences(groups: Sequence[Group], read: Callable[[Run], Mapping[str, str]]) -> Differences:
-    """What differs in ``facts`` or in ``precision``. A run that recorded nothing is no different; a group of such runs
-    has None."""
-    of_groups = [[facts for run in group.runs if (facts := read(run))] for group in groups]
-    found = {}
-    for name in dict.fromkeys(name for group in of_groups for facts in group for name in facts):
-        values = [[facts.get(name, _NOT_THERE) for facts in group] for group in of_groups]
-        if len({value for group in values for value in group}) > 1:
-            found[name] = tuple(_joined(group) for group in values)
-    return found
+    _walk("", list(recorded.values()), found)
+    places = {run: place for place, run in enumerate(recorded)}
+    of_groups = [[places[id(run)] for run in group.runs if id(run) in places] for group in groups]
+    return {name: tuple(_joined(texts[i] for i in group) for group in of_groups) for name, texts in found.items()}
 
 
 def _read(path: Path) -> Run:
@@ -268,9 +260,9 @@ def _written(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _joined(values: Iterable[str | None]) -> str | None:
+def _joined(values: Iterable[str]) -> str | None:
     """The different values of one group's runs; None where there is none."""
-    return ", ".join(dict.fromkeys(value for value in values if value is not None)) or None
+    return ", ".join(dict.fromkeys(values)) or None
 
 
 def _labels(groups: Sequence[Group]) -> list[str]:
@@ -290,10 +282,11 @@ def _labels(groups: Sequence[Group]) -> list[str]:
 
 def _pieces(groups: Sequence[Group]) -> list[list[str]]:
     """What differs, for each group: its formats (or nothing) first, then ``key=value``; ``""`` without a recipe."""
-    by_format = bool(flat_differences(groups, lambda run: run.precision))
+    by_format = bool(differences(groups, lambda run: run.precision))
     rows = [[_formats(group.runs[0]) if by_format else ""] for group in groups]
     skipped = (*_NAMES, *(("precision", "loss_scaling") if by_format else ()))
-    found = {name: of for name, of in recipe_differences(groups).items() if name.partition(".")[0] not in skipped}
+    recipes = differences(groups, lambda run: run.config)
+    found = {name: of for name, of in recipes.items() if name.partition(".")[0] not in skipped}
     last = Counter(name.rpartition(".")[2] for name in found)
     for name, values in found.items():
         short = name.rpartition(".")[2]
@@ -311,8 +304,7 @@ def _stem(names: Sequence[str]) -> str:
     """One folder's name, or what the names of several begin with."""
     if len(names) == 1:
         return names[0]
-    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
-    common = "".join(letters[0] for letters in same).rstrip("-_. ")
+    common = commonprefix(names).rstrip("-_. ")  # noqa: RUF071 - letter by letter
     return common if len(common) > 1 else names[0]
 
 
@@ -473,29 +465,15 @@ def seconds_by_phase(group: Group) -> dict[str, float] | None:
     """Mean seconds a step of each phase, ``other`` and ``step`` (all of it), over the steps that were timed."""
     per_run = []
     for run in group.runs:
-        timed, whole = series(run.rows, "time/step")
-        if timed.size:
-            logs = {phase: series(run.rows, f"time/{phase}") for phase in PHASES}
-            parts = {phase: values[np.isin(steps, timed)] for phase, (steps, values) in logs.items()}
-            seconds = {phase: float(values.sum()) / timed.size for phase, values in parts.items() if values.size}
-            step = float(whole.mean())
-            if seconds:
-                seconds["other"] = max(0.0, step - sum(seconds.values()))
-            per_run.append(seconds | {"step": step})
+        times = phase_times(run.rows, bars=1)
+        if times is not None:
+            seconds = dict(zip(times.names, times.seconds[:, 0].tolist(), strict=True))
+            # A trainer's run times whole steps only.
+            per_run.append(({} if list(seconds) == ["other"] else seconds) | {"step": sum(seconds.values())})
     if not per_run:
         return None
     names = [name for name in (*PHASES, "other", "step") if any(name in run for run in per_run)]
     return {name: fmean(run[name] for run in per_run if name in run) for name in names}
-
-
-def wall_clock(group: Group) -> float | None:
-    """Mean over runs of the seconds that all steps took; without the warm start, which is not timed."""
-    return _over_runs(group, "time/step", np.sum)
-
-
-def rate(group: Group, name: str) -> float | None:
-    """Mean over runs of a rate's median over steps."""
-    return _over_runs(group, name, np.median)
 
 
 def total(run: Run, name: str) -> int | None:
@@ -504,8 +482,8 @@ def total(run: Run, name: str) -> int | None:
     return int(values.sum()) if values.size else None
 
 
-def _over_runs(group: Group, name: str, of: Callable[[Array], Any]) -> float | None:
-    """The mean over the runs that logged a metric of one figure ``of`` its values."""
+def over_runs(group: Group, name: str, of: Callable[[Array], Any]) -> float | None:
+    """The mean over the runs that logged a metric of one figure ``of`` its values; None where none did."""
     found = [float(of(values)) for run in group.runs if (values := series(run.rows, name)[1]).size]
     return fmean(found) if found else None
 

@@ -31,20 +31,18 @@ from mantissa.runs.compare import (
     Group,
     Run,
     curve_of,
+    differences,
     distinguish,
     ends_of,
     final_accuracy,
-    flat_differences,
     group_runs,
     listed,
     logged,
-    rate,
+    over_runs,
     read_runs,
-    recipe_differences,
     seconds_by_phase,
     total,
     training_accuracy,
-    wall_clock,
 )
 from mantissa.runs.health import sentence, small
 from mantissa.runs.live import count, duration, seconds_text
@@ -96,9 +94,9 @@ class Comparison:
 def compare(runs: Sequence[Run]) -> Comparison:
     """Group the runs and compute what is said of them."""
     groups = tuple(group_runs(runs))
-    recipes = recipe_differences(groups)
+    recipes = differences(groups, lambda run: run.config)
     finals = tuple(_final(groups, recipes, metric) for metric in ACCURACIES)
-    where, formats = (flat_differences(groups, read) for read in (lambda run: run.facts, lambda run: run.precision))
+    where, formats = (differences(groups, read) for read in (lambda run: run.facts, lambda run: run.precision))
     return Comparison(groups, finals, recipes, where, formats)
 
 
@@ -213,16 +211,14 @@ def _reward_is_accuracy(group: Group) -> bool:
 
 def _panel(of: Series, groups: Sequence[Group], found: Sequence[tuple[Group, Curve]]) -> Plot:
     note = _note(of.metric, groups, found)
-    values = np.concatenate([curve.mean for _, curve in found])
-    if of.axis == "power of two" and (values == 1).all():
+    if of.axis == "power of two" and all((curve.mean == 1).all() for _, curve in found):
         return Plot(of.heading, f"No loss is scaled: 1 on every step. {note}".strip())
-    if of.axis == "log" and not (values > 0).any():
-        return Plot(of.heading, f"Exactly 0 wherever it was measured, in all of them. {note}".strip())
     lines = []
     for group, curve in found:
         band = (curve.low, curve.high) if curve.runs > 1 else ()
         lines.append(Line(group.title, group.colour, curve.steps, curve.mean, group.dash, *band))
-    return chart(of.heading, note, lines, of.unit, of.axis, height=2.8)
+    zero = f"Exactly 0 wherever it was measured, in all of them. {note}".strip()
+    return chart(of.heading, note, lines, of.unit, of.axis, height=2.8, zero=zero)
 
 
 def _note(metric: str, groups: Sequence[Group], found: Sequence[tuple[Group, Curve]]) -> str:
@@ -444,12 +440,14 @@ def _marked(metric: Metric, value: float) -> str:
 def _times(groups: Sequence[Group]) -> list[Block]:
     phases = [seconds_by_phase(group) or {} for group in groups]
     names = list(dict.fromkeys(name for seconds in phases for name in seconds if name != "step"))
-    rows: dict[str, list[str | None]] = {"all steps": [_duration(wall_clock(group)) for group in groups]}
+    rows: dict[str, list[str | None]] = {
+        "all steps": [_duration(over_runs(group, "time/step", np.sum)) for group in groups]
+    }
     for name in ("step", *names):
         title = "one step" if name == "step" else f"of it {name.replace('_', ' ')}"
         rows[title] = [seconds_text(seconds[name]) if name in seconds else None for seconds in phases]
     for title, name in (("sampled, tokens/s", "rollout"), ("trained on, tokens/s", "learner")):
-        rates = [rate(group, f"rate/{name}_tokens_per_s") for group in groups]
+        rates = [over_runs(group, f"rate/{name}_tokens_per_s", np.median) for group in groups]
         rows[title] = [None if value is None else count(value) for value in rates]
     for name in ("device", "cpu", "threads"):
         found = [dict.fromkeys(run.facts[name] for run in group.runs if name in run.facts) for group in groups]
@@ -537,7 +535,7 @@ def _gap_and_time(group: Group) -> list[str | Text]:
         style = "" if ends is None or _GAP[name].is_healthy(ends.last) else "bold red"
         row.append(_MISSING if ends is None else Text(f"{ends.last:.2g}", style=style))
     seconds = (seconds_by_phase(group) or {}).get("step")
-    tokens = rate(group, "rate/rollout_tokens_per_s")
+    tokens = over_runs(group, "rate/rollout_tokens_per_s", np.median)
     return [*row, _MISSING if seconds is None else f"{seconds:.3g}", _MISSING if tokens is None else count(tokens)]
 
 

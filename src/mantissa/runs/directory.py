@@ -371,9 +371,9 @@ def rollout_schema() -> pyarrow.Schema:
     return pa.schema(list(columns.items()))
 
 
-def environment(folder: Path | str = ".") -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """Where a run takes place, as far as its numbers depend on it: versions, device, CPU, threads, platform, and the
-    git commit of ``folder`` where it is a checkout. No environment variables, addresses or user names.
+    git commit of the current folder where it is a checkout. No environment variables, addresses or user names.
 
     Plain values, ready for ``RunDirectory.create`` (which expects the caller to add ``precision``, the rows of
     ``ResolvedPrecision``).
@@ -391,7 +391,7 @@ def environment(folder: Path | str = ".") -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "git": git_state(folder),
+        "git": git_state(),
     }
 
 

@@ -200,12 +200,9 @@ def over_position(completions: Rows) -> list[Plot]:
     ):
         lines = [Line(pair, colours[pair], found[0], found[which]) for pair, found in curves.items()]
         there = [line for line in lines if line.x.size]
-        if not any((line.y > 0).any() for line in there):
-            drawn.append(Plot(title, "No gap, or too few completions for a curve."))
-            continue
-        note = "Of the tokens of each completion that gets so far."
+        note, none = "Of the tokens of each completion that gets so far.", "No gap, or too few completions for a curve."
         drawn.append(chart(title, note, there, unit, "log", across="position", height=2.9, legend=lines, keys=False,
-                           marker=""))  # fmt: skip
+                           marker="", none=none, zero=none))  # fmt: skip
     return drawn
 
 

@@ -66,16 +66,10 @@ def check(rows: Sequence[dict[str, Any]]) -> list[Excursion]:
     return sorted(excursions, key=lambda f: (not f.serious, f.metric.name))
 
 
-def verdict(excursions: Sequence[Excursion]) -> Verdict:
-    """``healthy`` without excursions, ``watch`` when all were brief and are over, ``unhealthy`` otherwise."""
-    if not excursions:
-        return "healthy"
-    return "unhealthy" if any(f.serious for f in excursions) else "watch"
-
-
 def judge(rows: Sequence[dict[str, Any]], excursions: Sequence[Excursion]) -> Judgement:
-    """The verdict of the excursions; a run on which no completion was ever correct is unhealthy whatever they say."""
-    kind = verdict(excursions)
+    """``healthy`` without excursions, ``watch`` when all were brief and are over, ``unhealthy`` otherwise; and so is a
+    run on which no completion was ever correct, whatever they say."""
+    kind: Verdict = "unhealthy" if any(f.serious for f in excursions) else "watch" if excursions else "healthy"
     accuracy = series(rows, "reward/accuracy")[1]
     if accuracy.size and not accuracy.any():
         remark = "No completion was correct, on any step: there was nothing to learn from."

@@ -263,9 +263,8 @@ def fit_line(x: Array, y: Array) -> tuple[float, float] | None:
     """Slope and intercept of the least-squares line, as ``gap/seq_log_ratio_slope`` has it; None if all x are equal."""
     if x.size < 2 or x.min() == x.max():
         return None
-    from_mean = x - x.mean()
-    slope = float((from_mean * (y - y.mean())).sum() / np.square(from_mean).sum())
-    return slope, float(y.mean() - slope * x.mean())
+    slope, intercept = np.polyfit(x, y, 1)
+    return float(slope), float(intercept)
 
 
 @dataclass(frozen=True)

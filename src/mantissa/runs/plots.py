@@ -200,8 +200,16 @@ def draw(axes: Axes, lines: Sequence[Line], axis: Axis = "linear", **style: Any)
 
 def chart(title: str, note: str, lines: Sequence[Line], unit: str, axis: Axis = "linear", *, across: str = "step",
           height: float = 2.7, bottom: float | None = None, legend: Sequence[Line] | None = None, keys: bool = True,
+          none: str = "Not logged.", zero: str = "Exactly 0 wherever it was measured.",
           **style: Any) -> Plot:  # fmt: skip
-    """A figure of one panel. ``legend``: the lines in it, all unless given; with ``keys`` it shows dashes too."""
+    """A figure of one panel. ``legend``: the lines in it, all unless given; with ``keys`` it shows dashes too.
+
+    ``none``, ``zero``: the sentence in place of a figure without lines, or with nothing to show on its log axis.
+    """
+    if not lines:
+        return Plot(title, none)
+    if axis == "log" and not any((line.y > 0).any() for line in lines):
+        return Plot(title, zero)
     with styled():
         drawing = figure(5.6, height)
         axes = drawing.subplots()
@@ -356,12 +364,10 @@ def gap(rows: Rows, share: str = "") -> Plot:
     lines = lines_of(rows, {"gap/abs_logp_diff_max": PINK, "gap/abs_logp_diff_mean": ORANGE, "gap/k3_kl": BLUE})
     parts = {"gap/engine_abs_logp_diff_mean": GREEN, "gap/other_abs_logp_diff_mean": PURPLE}
     lines += lines_of(rows, parts, dash=(2.0, 1.6))
-    if not lines:
-        return Plot(title, "No gap was logged.")
-    if not any((line.y > 0).any() for line in lines):
-        measured = where_measured(max(line.x.size for line in lines), len(rows))
-        return Plot(title, f"Exactly 0 at {measured}: no token's log-prob differed. {share}".rstrip())
-    drawn = chart(title, "The same tokens, scored by both.", lines, "nats", "log", keys=any(x.dash for x in lines))
+    measured = where_measured(max((line.x.size for line in lines), default=0), len(rows))
+    drawn = chart(title, "The same tokens, scored by both.", lines, "nats", "log", keys=any(x.dash for x in lines),
+                  none="No gap was logged.",
+                  zero=f"Exactly 0 at {measured}: no token's log-prob differed.")  # fmt: skip
     return replace(drawn, note=f"{drawn.note} {share}".rstrip())
 
 

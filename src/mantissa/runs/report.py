@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
+from markupsafe import Markup
 
 from mantissa.files import write_atomically
 from mantissa.runs import page, plots
@@ -23,10 +25,20 @@ from mantissa.runs.health import Excursion, check, judge, number, sentence, shar
 from mantissa.runs.live import count, duration
 from mantissa.runs.metrics import METRICS, PHASES, ends, recent_rollouts, sequence_log_ratios, series, where_measured
 from mantissa.runs.page import Block, block, code, pill, scale_text, shortened
-from mantissa.runs.waltz_page import game_blocks
+from mantissa.runs.plots import BLUE, BROWN, GREEN, ORANGE, PINK, PURPLE, TEAL, Line, Plot, chart, lines_of
 
 Rows = Sequence[dict[str, Any]]
 _SAMPLES = 3  # of each kind: right, wrong
+# Of two policies: the game's lines (those of first answers and of held-out requests are dashed), and what both log.
+_GAME = {"waltz/attack_success": ORANGE, "waltz/over_refusal": BLUE}
+_FIRST = {"waltz/first_attack_success": BROWN, "waltz/first_over_refusal": TEAL}
+_HELD_OUT = {"waltz/eval_attack_success": PINK, "waltz/eval_over_refusal": PURPLE}
+_SAID = {"waltz/label_accuracy": GREEN, "waltz/format": BLUE, "waltz/triggered": ORANGE}
+_BOTH = (
+    ("Reward of both policies", "reward/mean", "reward", "linear"),
+    ("Gap of both policies", "gap/abs_logp_diff_mean", "nats", "log"),
+    ("Loss scale of both policies", "precision/loss_scale", "scale", "power of two"),
+)
 
 
 def build_report(run: RunDirectory) -> Path:
@@ -50,7 +62,7 @@ def build_report(run: RunDirectory) -> Path:
         _verdict(rows, excursions, config, environment),
         *head,
         block("cards", cards=_cards(rows)),
-        *game_blocks(run, _cards, _samples),
+        *_game(run, rows),
         *_excursions(excursions),
         *_doctor(run),
         *_precision(environment),
@@ -195,6 +207,46 @@ def _doctor(run: RunDirectory) -> list[Block]:
         block("h2", "Doctor"),
         block("verdict", level=level, headline=f"Step {last['step']}: {last['headline']}", lines=lines),
     ]
+
+
+def _game(run: RunDirectory, rows: Rows) -> list[Block]:
+    """The game of two policies, and the feedback policy beside the other; nothing where one policy trains."""
+    inner = run.inner_run
+    if inner is None:
+        return []
+    theirs = inner.read_metrics()
+    where = Markup('<a href="{}">its own page</a>').format(inner.report_path.relative_to(run.path))
+    game = [*lines_of(rows, _GAME), *lines_of(rows, _FIRST, (5, 2)), *lines_of(rows, _HELD_OUT, (2, 2))]
+    drawn = [
+        _line_plot("Attack success and over-refusal", game, "fraction", "fraction"),
+        _line_plot("What feedback says", lines_of(rows, _SAID), "fraction", "fraction"),
+        _line_plot("Improvement by feedback", lines_of(rows, {"waltz/dir_mean": GREEN}), "R_dir", "linear"),
+    ]
+    return [
+        block("h2", "The game"),
+        page.plots([*drawn, *_of_both(rows, theirs)]),
+        block("h2", "The feedback policy"),
+        block("sub", Markup("All of it is on {}; accuracy is of its labels.").format(where)),
+        block("cards", cards=_cards(theirs)),
+        *_samples(recent_rollouts(inner)),
+    ]
+
+
+def _of_both(rows: Rows, theirs: Rows) -> list[Plot]:
+    drawn = []
+    for title, metric, unit, axis in _BOTH:
+        sides = (("conversation", BLUE, rows), ("feedback", ORANGE, theirs))
+        lines = [replace(line, label=who) for who, c, logged in sides for line in lines_of(logged, {metric: c})]
+        drawn.append(_line_plot(title, lines, unit, axis))
+    return drawn
+
+
+def _line_plot(title: str, lines: Sequence[Line], unit: str, axis: Any) -> Plot:
+    """With what each line was in the run's first tenth and in its last."""
+    said = [(line.label, both) for line in lines if (both := ends(line.y)) is not None]
+    note = "; ".join(f"{label} {first:.3g} → {last:.3g}" for label, (first, last) in said)
+    note = f"First and last tenth of the run: {note}."
+    return chart(title, note, lines, unit, axis, zero="Exactly 0 in every step of both.")
 
 
 def _precision(environment: dict[str, Any]) -> list[Block]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from mantissa.errors import MantissaError, nearest
+from mantissa.errors import MantissaError
 from mantissa.files import disk_errors
 from mantissa.runs.directory import RunDirectory
 
@@ -117,13 +117,8 @@ _KNOWN: dict[str, Callable[[RunDirectory, int | None], Tracker]] = {
 def from_names(names: Sequence[str], run: RunDirectory, resume_after: int | None = None) -> Trackers:
     """The trackers a recipe names; ``resume_after`` is the step of the checkpoint a resumed run starts from.
 
-    Raises ``MantissaError`` for a name that is unknown, or whose package is not installed.
+    Raises ``MantissaError`` for one whose package is not installed.
     """
-    for name in names:
-        if name not in _KNOWN:
-            raise MantissaError(
-                f"trackers: {name!r} is unknown; expected any of {', '.join(_KNOWN)}{nearest(str(name), _KNOWN)}"
-            )
     return Trackers([_KNOWN[name](run, resume_after) for name in names])
 
 

@@ -1,0 +1,143 @@
+"""What --help says, and commands that are short: metrics, precision, data, compare."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from typer.main import get_command
+
+from mantissa import PrecisionTrainer, cli
+from mantissa.jsonl import decode, encode
+from mantissa.precision import PRESETS
+from mantissa.runs.metrics import METRICS
+from mantissa.tasks import read_problems
+
+COMMANDS = tuple(get_command(cli.app).commands)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, "data dapo", "worldmodel train", "worldmodel eval"])
+def test_help_fits_and_names_the_command(command: str, mantissa: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    result = mantissa(*command.split(), "--help")
+    lines = [line.strip() for line in result.out.splitlines()]
+    assert result.code == 0
+    assert f"Usage: mantissa {command or '[OPTIONS]'}" in result.out
+    assert max(map(len, lines)) <= 80
+    if not command:
+        assert all(f" {name} " in result.out for name in COMMANDS)
+        assert mantissa().out == result.out, "without arguments it helps"
+    if command == "train":  # each example has a line of its own
+        examples = [line for line in lines if line.startswith("mantissa train ")]
+        assert len(examples) == 5
+        assert "mantissa train recipes/demo.yaml precision=fp16 precision.rollout=bf16" in examples
+
+
+@pytest.mark.parametrize("width", ["60", "200"])
+def test_metrics_prints_the_whole_catalogue_at_any_width(
+    width: str, mantissa: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    text = mantissa("metrics").out
+    flat = "".join(text.split())
+    assert max(map(len, text.splitlines())) <= int(width)
+    for metric in METRICS:
+        assert metric.name in text
+        assert metric.unit in text
+        assert "".join(metric.formula.split()) in flat
+        assert "".join(metric.source.split()) in flat
+
+
+def test_precision_shows_every_preset_each_role_and_the_evidence(
+    mantissa: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = mantissa("precision", "--device", "cpu").out
+    for name in PRESETS:
+        assert f"{name} on cpu" in text
+    text = text[text.index("bf16-train-fp16-rollout on cpu") :].split("\n\n")[0]
+    rows = {line.split()[0]: line.split()[1:4] for line in text.splitlines()}
+    assert rows["learner"] == ["bf16", "bf16", "simulated"]
+    assert rows["rollout"] == ["fp16", "fp16", "simulated"]
+    assert rows["master"] == ["fp32", "fp32", "native"]
+
+
+def test_python_dash_m_and_the_end_of_a_pipe() -> None:
+    command = [sys.executable, "-m", "mantissa", "metrics"]
+    piped = subprocess.run(f"{' '.join(command)} | head -1", shell=True, capture_output=True, text=True, check=True)
+    assert piped.stdout.startswith("reward/accuracy")
+    assert piped.stderr == ""
+
+
+def lines(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_summary_and_the_file(mantissa: Callable, tmp_path: Path) -> None:
+    one = lines(tmp_path / "one.jsonl", {"problem": "1+1?", "answer": "2"}, {"problem": "1+1?", "answer": "2"})
+    two = lines(tmp_path / "two.jsonl", {"problem": "2+2?", "answer": "4"}, {"problem": "3+3?", "answer": ""})
+    out = tmp_path / "out.parquet"
+    result = mantissa("data", "dapo", one, two, "-o", out, "--template", "{problem}", "--verifier", "exact")
+    assert (result.code, result.err) == (0, "")
+    first, *rest = result.out.splitlines()
+    assert first == f"{out}: 4 rows, 2 kept"
+    assert [line.strip() for line in rest] == [
+        "1 dropped: repeats an earlier prompt",
+        f"{one}, row 2: 1+1?",
+        "1 dropped: cannot be read as a problem and its answer",
+        f"{two}, row 2: 'answer' is '': expected text or a finite number",
+    ]
+    problems, _ = read_problems([out])
+    assert [(p.prompt[0].content, p.answer) for p in problems] == [("1+1?", "2"), ("2+2?", "4")]  # type: ignore[union-attr]
+    assert pq.read_schema(out).names == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
+
+
+@pytest.fixture
+def second(finished: Path, tmp_path: Path) -> Path:
+    """The finished run again as if of another seed: its times moved, its recipe's seed another."""
+    other = tmp_path / "second"
+    shutil.copytree(finished, other)
+    config = yaml.safe_load((other / "config.yaml").read_text())
+    (other / "config.yaml").write_text(yaml.safe_dump(config | {"seed": 1}))
+    rows = [decode(line) for line in (other / "metrics.jsonl").read_bytes().splitlines()]
+    (other / "metrics.jsonl").write_text("".join(encode(r | {"time/step": r["time/step"] + 1}) + "\n" for r in rows))
+    return other
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Path:
+    """The run_dir of a trainer that took two steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    loop = PrecisionTrainer(model, torch.optim.SGD(model.parameters(), 0.1), "fp32", run_dir=tmp_path / "trainer")
+    for _ in range(2):
+        loop.step(torch.randn(8, 4), lambda model, batch: model(batch).square().mean())
+    return tmp_path / "trainer"
+
+
+def test_runs_of_two_seeds_and_of_a_trainer(
+    mantissa, finished: Path, second: Path, trainer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    result = mantissa("compare", finished, trainer, second)
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    assert lines[-1] == "comparison: compare.html"
+    assert re.search(r"^trainer +not logged +not logged +not logged", result.out, flags=re.MULTILINE)
+    assert "(seeds 0, 1)" in " ".join(result.out.split())
+    assert "(2 seeds)" in result.out
+    assert "<h1>3 runs compared</h1>" in (tmp_path / "compare.html").read_text()
