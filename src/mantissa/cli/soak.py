@@ -31,8 +31,8 @@ def soak(
     """Put evolution, replay buffer and world model under load, and count that nothing was lost or written twice.
 
     A job evolves programs in the sandbox, stores their trajectories in the database that all jobs share, trains a world
-    model on them, saves it, reads it back and predicts. Faults are real: a worker is killed, the database is locked, the
-    disk is full, a program never ends. Killed itself, the same command goes on.
+    model on them, saves it, reads it back and predicts. Faults are real: a worker is killed, the database is locked,
+    the disk is full, a program never ends. Killed itself, the same command goes on.
 
     Writes soak.html, soak.jsonl (rows) and events.jsonl. Exit code 1 where something was lost or given up.
 
@@ -47,10 +47,9 @@ def soak(
     from mantissa.soak import FAULTS, SIZES, SoakConfig, run_soak, write_report
     from mantissa.soak.report import SIZE_HEADER, size_rows
 
-    chosen = FAULTS if faults == "all" else split(faults)
-    config = SoakConfig(
-        sizes=split(sizes) or tuple(SIZES), iterations=iterations, jobs=jobs, precision=precision, faults=chosen, seed=seed
-    )
+    chosen = tuple(FAULTS) if faults == "all" else split(faults)
+    wanted = split(sizes) or tuple(SIZES)
+    config = SoakConfig(sizes=wanted, iterations=iterations, jobs=jobs, precision=precision, faults=chosen, seed=seed)
     folder = out or Path(f"runs/soak-{time.strftime('%Y%m%d-%H%M%S')}")
     report = run_soak(config, folder, progress)
     progress("")

@@ -1,4 +1,4 @@
-"""``mantissa soak``: evolution, replay buffer and world model under load, with faults, and an account of what was kept."""
+"""``mantissa soak``: evolution, replay buffer and world model under load, with faults, and an account of it."""
 
 from mantissa.soak.job import SIZES
 from mantissa.soak.load import FAULTS, SoakConfig, run_soak

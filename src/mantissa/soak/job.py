@@ -1,8 +1,9 @@
 """One job of the load, in a process of its own: evolve, store, train, save, predict.
 
-A worker takes a job a line from stdin and says on stdout, as JSON, which phase it begins, and at the end what came of
-it. A job that was begun before, here or in a process that is gone, goes on: evolution from its archive, the store by
-the trajectories' ids, which follow from the job's seed; training begins anew from the same weights.
+A worker takes a job a line from stdin and says on stdout, as JSON, which phase comes next, and at the end what came of
+it; before each phase it waits for a line. A job that was begun before, here or in a process that is gone, goes on:
+evolution from its archive, the store by the trajectories' ids, which follow from the job's seed; training begins anew
+from the same weights.
 
 What is stored is committed first and then noted in the worker's own log, fsynced. So the database may hold what no log
 has, until the job is done again; a log never holds what the database has not.
@@ -99,7 +100,7 @@ def work(job: Job, folder: Path, log: JsonLines, told: Callable[[str], None]) ->
     took = timed("predict", lambda: [_seconds(lambda a=a: model.predict(*a)) for a in asked])
     again = WorldModel(hidden_dim=job.hidden_dim, model_path=path, precision=job.precision)
     if again.predict_many(asked) != model.predict_many(asked):
-        raise MantissaError(f"{path}: the world model that was read back predicts otherwise than the one that was saved")
+        raise MantissaError(f"{path}: the world model that was read back predicts otherwise than the one saved")
     return figures | seconds | {
         "trajectories": len(rows), "executions": spent, "hung": hung, "commit_s_max": max(commits),
         "commit_s_median": float(np.median(commits)), "predict_s_median": float(np.median(took)),
@@ -180,13 +181,18 @@ def serve(folder: Path, slot: str, precision: str) -> None:
     for line in sys.stdin:
         job = Job(**json.loads(line))
         try:
-            row = work(job, folder, log, lambda phase: _say(phase=phase))
+            row = work(job, folder, log, _wait)
         except MantissaError as error:  # a disk that is full, a database that is held: not the process' own fault
             _say(error=str(error))
         else:
             gc.collect()
             give_back_freed()
             _say(row=row)
+
+
+def _wait(phase: str) -> None:
+    _say(phase=phase)
+    sys.stdin.readline()
 
 
 def line_of(job: Job) -> str:

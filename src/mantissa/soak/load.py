@@ -1,7 +1,7 @@
 """The load: worker processes that do the jobs of each iteration side by side, and what is done to them on the way.
 
 An iteration is one job of each size, all handed out at once to ``jobs`` processes. Faults are drawn from the seed: in
-each iteration one job for each kind, the phase at whose beginning it comes, and for a kill up to 0.1 s more.
+each iteration one job for each kind, the phase before which it comes, and for a kill up to 0.1 s into it.
 
 - ``kill``: SIGKILL to the worker's process. A new one takes its place and does the job again.
 - ``lock``: another process begins an exclusive transaction on the shared database and sits on it.
@@ -44,7 +44,9 @@ from mantissa.tasks.code import CodeVerifier
 from mantissa.tasks.sandbox.run import cause_of_death
 from mantissa.worldmodel import SQLiteBuffer
 
-FAULTS = ("kill", "lock", "disk", "hang")
+FAULTS = {  # and the phases before which each may come: those that it can do something to
+    "kill": PHASES, "lock": ("store",), "disk": ("evolve", "store", "train", "save"), "hang": ("evolve",),
+}  # fmt: skip
 ATTEMPTS = 5
 _LONGEST_S = 300.0  # of an attempt that says nothing new
 _HELD_S, _FULL_S, _LATEST_S = 2.0, 1.0, 0.1
@@ -74,7 +76,7 @@ class SoakConfig(Section):
     seed: int = Field(0, ge=0, le=10**6)
 
     def model_post_init(self, _: Any) -> None:
-        for what, names, known in (("sizes", self.sizes, tuple(SIZES)), ("faults", self.faults, FAULTS)):
+        for what, names, known in (("sizes", self.sizes, tuple(SIZES)), ("faults", self.faults, tuple(FAULTS))):
             for name in names:
                 if name not in known:
                     raise MantissaError(f"soak: {what}: {name!r}: expected of {', '.join(known)}{nearest(name, known)}")
@@ -84,7 +86,7 @@ class SoakConfig(Section):
     def iteration(self, number: int) -> tuple[list[Job], list[tuple[str, str, str, float]]]:
         """Its jobs, and its faults: kind, job, phase, seconds into it."""
         rng = random.Random(f"{self.seed}:{number}")
-        faults = [(k, rng.choice(self.sizes), rng.choice(PHASES), rng.uniform(0, _LATEST_S)) for k in self.faults]
+        faults = [(k, rng.choice(self.sizes), rng.choice(FAULTS[k]), rng.uniform(0, _LATEST_S)) for k in self.faults]
         hanging = {size for kind, size, _, _ in faults if kind == "hang"}
         jobs = [
             Job(f"{number}-{size}", size, number, self.seed * 10**6 + number * 10 + n, self.precision, self.hidden_dim,
@@ -187,7 +189,9 @@ class _Load:
         about = {"job": job.name, "size": job.size, "iteration": job.iteration, "slot": slot, "pid": worker.pid}
         about |= {"attempts": attempt, "latency_s": time.perf_counter() - began}
         if isinstance(said, dict):
-            self._note(event="done", **about, rss_bytes=_resident(worker.pid), own_rss_bytes=_resident(os.getpid()), **said)
+            self._note(
+                event="done", **about, rss_bytes=_resident(worker.pid), own_rss_bytes=_resident(os.getpid()), **said
+            )
             remove(self._folder / "jobs" / job.name)
             self._progress(f"iteration {job.iteration + 1} of {self._config.iterations}: {job.size} done")
         elif not self._stopped:
@@ -261,11 +265,14 @@ class _Worker:
 
     def work(self, job: Job, told: Callable[[str], None]) -> Row | str:
         """Hand a job over and wait: what came of it, or why nothing did. ``told``: of each phase it begins."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(line_of(job))
-            self._process.stdin.flush()
+        self._send(line_of(job))
         return self._listen(told)
+
+    def _send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError, ValueError):  # it was killed; nothing more comes from it either
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
 
     def _listen(self, told: Callable[[str], None]) -> Row | str:
         assert self._process.stdout is not None
@@ -282,6 +289,7 @@ class _Worker:
             said = json.loads(line)
             if "phase" in said:
                 told(said["phase"])
+                self._send("\n")  # it waits for that: what was done to it is done
             elif "error" in said:
                 return str(said["error"])
             else:

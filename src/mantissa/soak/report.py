@@ -64,7 +64,9 @@ def account(folder: Path, sizes: Mapping[str, str]) -> Account:
     missing = sum(max(0, SIZES[size].trajectories - counts[job]) for job, size in sizes.items())
     programs = {(job, task, id.rpartition("-")[2]) for id, job, task in rows}
     foreign = sum(id not in logged for id, job, _ in rows if job in sizes)
-    return Account(len(rows), len(logged), len(logged.keys() - there) + missing, len(rows) - len(programs), foreign, intact)
+    return Account(
+        len(rows), len(logged), len(logged.keys() - there) + missing, len(rows) - len(programs), foreign, intact
+    )
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,11 @@ class Report:
         ]  # fmt: skip
         faults = [f"{n.removeprefix('fault_')} {f[n]}" for n in f if n.startswith("fault_")]
         faults += [f"programs that never end {f['hung']}"] if f["hung"] else []
-        said += [f"faults: {', '.join(faults)}; {f['attempts_failed']} attempts failed and were made again"] if faults else []
+        said += (
+            [f"faults: {', '.join(faults)}; {f['attempts_failed']} attempts failed and were made again"]
+            if faults
+            else []
+        )
         said += [f"given up: {', '.join(self.failed)}"] if self.failed else []
         return said + ([self.crossover] if self.speeds else [])
 
@@ -240,7 +246,10 @@ def write_report(folder: Path, report: Report) -> Path:
     faults = [[r["kind"], r["job"], r["phase"], _outcome(report, r["job"])] for r in report.of("fault")]
     faults += [["hang", r["job"], "evolve", _outcome(report, r["job"])] for r in done if r["hung"]]
     if faults:
-        blocks += [block("h2", "Faults"), page.table(("fault", "job", "when", "what came"), faults, ["n", "n", "n", ""])]
+        blocks += [
+            block("h2", "Faults"),
+            page.table(("fault", "job", "when", "what came"), faults, ["n", "n", "n", ""]),
+        ]
     path = folder / PAGE
     write_atomically(path, page.render("Soak", blocks))
     return path
@@ -254,7 +263,11 @@ def size_rows(report: Report) -> list[list[str]]:
     lines = []
     for row in report.rows[1:]:
         times = [f"{row[f'{name}_s']:.2f} s" for name in ("latency", *PHASES)]
-        speed = f"{row['speed_up']:.2f}x ({row['speed_up_low']:.2f}..{row['speed_up_high']:.2f})" if "speed_up" in row else "-"
+        speed = (
+            f"{row['speed_up']:.2f}x ({row['speed_up_low']:.2f}..{row['speed_up_high']:.2f})"
+            if "speed_up" in row
+            else "-"
+        )
         lines.append([row["case"], str(row["jobs_done"]), *times, speed, f"within {row['loss_over_fp32_max']:.2%}"])
     return lines
 
