@@ -15,6 +15,7 @@ import gc
 import itertools
 import json
 import random
+import resource
 import shutil
 import sys
 import time
@@ -90,7 +91,7 @@ def work(job: Job, folder: Path, log: JsonLines, told: Callable[[str], None]) ->
 
     rows, spent, hung = timed("evolve", lambda: _evolved(job, size, place))
     with SQLiteBuffer(folder / BUFFER, 10**8) as buffer:
-        commits = timed("store", lambda: _stored(rows, buffer, job, log))
+        timed("store", lambda: _stored(rows, buffer, job, log))
         learnt = buffer.by_agent(job.name)[::-1]
     models, figures = timed("train", lambda: _trained(job, size, place, learnt))
     seconds["train_s"] = figures["train_s"]  # without the control's
@@ -101,10 +102,8 @@ def work(job: Job, folder: Path, log: JsonLines, told: Callable[[str], None]) ->
     again = WorldModel(hidden_dim=job.hidden_dim, model_path=path, precision=job.precision)
     if again.predict_many(asked) != model.predict_many(asked):
         raise MantissaError(f"{path}: the world model that was read back predicts otherwise than the one saved")
-    return figures | seconds | {
-        "trajectories": len(rows), "executions": spent, "hung": hung, "commit_s_max": max(commits),
-        "commit_s_median": float(np.median(commits)), "predict_s_median": float(np.median(took)),
-    }  # fmt: skip
+    seconds["predict_median_s"] = float(np.median(took))
+    return figures | seconds | {"trajectories": len(rows), "executions": spent, "hung": hung}
 
 
 def _evolved(job: Job, size: Size, place: Path) -> tuple[list[Trajectory], int, int]:
@@ -129,15 +128,13 @@ def _evolved(job: Job, size: Size, place: Path) -> tuple[list[Trajectory], int, 
     return [each.model_copy(update={"agent": job.name}) for each in rows], spent, hung
 
 
-def _stored(rows: Sequence[Trajectory], buffer: SQLiteBuffer, job: Job, log: JsonLines) -> list[float]:
-    """Commit some at a time, and note each in the log; seconds of each commit."""
-    took = []
+def _stored(rows: Sequence[Trajectory], buffer: SQLiteBuffer, job: Job, log: JsonLines) -> None:
+    """Commit some at a time, and note each in the log, with its seconds."""
     number = itertools.count(len(log.read()) + 1)
     for at in range(0, len(rows), _PART):
         part = rows[at : at + _PART]
-        took.append(_seconds(lambda part=part: buffer.store(*part)))
-        log.append({"step": next(number), "job": job.name, "ids": " ".join(each.id for each in part)})
-    return took
+        took = _seconds(lambda part=part: buffer.store(*part))
+        log.append({"step": next(number), "job": job.name, "s": took, "ids": " ".join(each.id for each in part)})
 
 
 def _trained(job: Job, size: Size, place: Path, rows: Sequence[Trajectory]) -> tuple[dict[str, WorldModel], Row]:
@@ -187,12 +184,17 @@ def serve(folder: Path, slot: str, precision: str) -> None:
         else:
             gc.collect()
             give_back_freed()
-            _say(row=row)
+            _say(row=row | {"rss_bytes": resident()})
 
 
 def _wait(phase: str) -> None:
     _say(phase=phase)
     sys.stdin.readline()
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds (Linux, which the sandbox needs anyway)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def line_of(job: Job) -> str:

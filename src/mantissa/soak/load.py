@@ -32,13 +32,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from mantissa.bounds import boundary
 from mantissa.config_base import Section
 from mantissa.environ import LAUNCHER
 from mantissa.errors import MantissaError, StoppedError, nearest
 from mantissa.files import disk_errors, remove, write_atomically
 from mantissa.jsonl import JsonLines
 from mantissa.runs.directory import locked
-from mantissa.soak.job import BUFFER, PHASES, SIZES, Job, Row, line_of
+from mantissa.soak.job import BUFFER, PHASES, SIZES, Job, Row, line_of, resident
 from mantissa.soak.report import EVENTS, Report, report_of
 from mantissa.tasks.code import CodeVerifier
 from mantissa.tasks.sandbox.run import cause_of_death
@@ -103,13 +104,10 @@ def run_soak(config: SoakConfig, folder: Path, progress: Callable[[str], None] =
     """
     CodeVerifier().prepare()  # where programs cannot be isolated that is one error, and not each job's
     with _at_work(folder, config):
-        load = _Load(config, folder, progress)
         try:
-            load.run()
+            _Load(config, folder, progress).run()
         except KeyboardInterrupt:
             raise StoppedError("interrupted; the same command goes on with it") from None
-        finally:
-            load.close()
         return report_of(config.model_dump(), folder)
 
 
@@ -127,8 +125,9 @@ def _at_work(folder: Path, config: SoakConfig) -> Iterator[None]:
     with locked(folder / "soak.lock", "name another folder"):
         if not path.exists():
             write_atomically(path, json.dumps(asked) + "\n")
-        there = json.loads(path.read_text())
-        changed = [name for name in asked if there.get(name) != asked[name] and name != "iterations"]
+        with boundary(path, "restore it, or name another folder"):
+            there = json.loads(path.read_text())
+            changed = [name for name in asked if there.get(name) != asked[name] and name != "iterations"]
         if changed:
             raise MantissaError(
                 f"{folder} holds a load with another {', '.join(changed)}: give the same to go on with it, or name "
@@ -153,6 +152,9 @@ class _Load:
         with disk_errors(folder):
             for name in ("workers", "jobs"):
                 (folder / name).mkdir(exist_ok=True)
+            for path in (folder / "jobs").iterdir():
+                if path.name in self._done:  # killed before it was removed
+                    remove(path)
 
     def run(self) -> None:
         with SQLiteBuffer(self._folder / BUFFER, 10**8), ThreadPoolExecutor(self._config.jobs) as pool:
@@ -169,9 +171,8 @@ class _Load:
                     list(pool.map(self._job, todo))
                     if todo:
                         self._note(event="iteration", iteration=number, jobs=len(todo), s=time.perf_counter() - began)
-            except BaseException:
+            finally:
                 self.close()  # or the pool would wait for their ends
-                raise
 
     def _job(self, job: Job) -> None:
         """Do a job, again where an attempt fails; and note how it ended."""
@@ -189,9 +190,7 @@ class _Load:
         about = {"job": job.name, "size": job.size, "iteration": job.iteration, "slot": slot, "pid": worker.pid}
         about |= {"attempts": attempt, "latency_s": time.perf_counter() - began}
         if isinstance(said, dict):
-            self._note(
-                event="done", **about, rss_bytes=_resident(worker.pid), own_rss_bytes=_resident(os.getpid()), **said
-            )
+            self._note(event="done", **about, own_rss_bytes=resident(), **said)
             remove(self._folder / "jobs" / job.name)
             self._progress(f"iteration {job.iteration + 1} of {self._config.iterations}: {job.size} done")
         elif not self._stopped:
@@ -235,7 +234,7 @@ class _Load:
             self._events.append({"step": self._number, "time": time.time(), **row})
 
     def close(self) -> None:
-        """End every process. Safe to call twice."""
+        """End every process."""
         self._stopped = True
         for timer in self._later:
             timer.cancel()
@@ -283,7 +282,7 @@ class _Worker:
             with suppress(ValueError):  # closed by another thread: the load is stopped
                 line = self._process.stdout.readline()
             watchdog.cancel()
-            if not line:
+            if not line.endswith("\n"):
                 self.close()
                 return f"its process ended: {cause_of_death(self._process.wait())}"
             said = json.loads(line)
@@ -299,7 +298,7 @@ class _Worker:
         self._process.kill()
 
     def close(self) -> None:
-        """End it, whatever it does. Safe to call twice, and by two threads."""
+        """End it, whatever it does. Safe to call by two threads."""
         self.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -311,8 +310,3 @@ class _Worker:
 def _lift(pid: int, before: tuple[int, int]) -> None:
     with suppress(ProcessLookupError):  # it was killed in between
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
-
-
-def _resident(pid: int) -> int:
-    """Bytes of memory that a process holds (Linux, which the sandbox needs anyway)."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()

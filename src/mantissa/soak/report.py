@@ -33,7 +33,7 @@ from mantissa.worldmodel import SQLiteBuffer
 EVENTS, PAGE, ROWS = "events.jsonl", "soak.html", "soak.jsonl"
 _WARM = 2  # jobs of a process before its memory counts
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-_PUBLISHED = {"a job": 60.0, "an iteration": 300.0}  # seconds; of the known benchmark
+_SUMMED = ("trajectories", "executions", "steps", "overflows", "retried", "skipped", "guard_events", "hung")
 
 
 @dataclass(frozen=True)
@@ -52,31 +52,29 @@ class Account:
         return self.intact and not (self.lost or self.doubled or self.foreign)
 
 
-def account(folder: Path, sizes: Mapping[str, str]) -> Account:
-    """Count in the database against the logs. ``sizes``: of the jobs that are done, by name."""
+def account(folder: Path, logs: Sequence[Row], sizes: Mapping[str, str]) -> Account:
+    """Count in the database against the workers' logs. ``sizes``: of the jobs that are done, by name."""
     with SQLiteBuffer(folder / BUFFER, 10**8) as buffer:
         rows = buffer.database.read("SELECT id, agent, task FROM trajectories")
         intact = buffer.database.read("PRAGMA integrity_check") == [("ok",)]
-    there, logged = {row[0] for row in rows}, dict[str, str]()
-    for path in sorted((folder / "workers").glob("*.jsonl")):
-        logged |= {id: row["job"] for row in JsonLines(path).read() for id in row["ids"].split()}
+    there, logged = {row[0] for row in rows}, {id: row["job"] for row in logs for id in row["ids"].split()}
     counts = Counter(logged.values())
     missing = sum(max(0, SIZES[size].trajectories - counts[job]) for job, size in sizes.items())
     programs = {(job, task, id.rpartition("-")[2]) for id, job, task in rows}
     foreign = sum(id not in logged for id, job, _ in rows if job in sizes)
-    return Account(
-        len(rows), len(logged), len(logged.keys() - there) + missing, len(rows) - len(programs), foreign, intact
-    )
+    lost = len(logged.keys() - there) + missing
+    return Account(len(rows), len(logged), lost, len(rows) - len(programs), foreign, intact)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of a load. ``done``, ``failed``: jobs' events; ``leak``: bytes a job, of the workers and of the
-    process that hands out the jobs."""
+    """What became of a load. ``commits``: seconds of each; ``leak``, ``own_leak``: memory's slope in bytes a job, of
+    the workers and of the process that hands out the jobs."""
 
     config: dict[str, Any]
     events: list[Row]
     account: Account
+    commits: list[float]
     leak: Estimate
     own_leak: Estimate
 
@@ -110,16 +108,15 @@ class Report:
         done, spans = self.of("done"), [row["s"] for row in self.of("iteration")]
         wall = sum(spans)
         latency = {name: _quantile([row["latency_s"] for row in done], q) for name, q in _QUANTILES.items()}
-        totals = {name: sum(row[name] for row in done) for name in
-                  ("trajectories", "executions", "steps", "overflows", "retried", "skipped", "guard_events", "hung")}  # fmt: skip
+        totals = {name: sum(row[name] for row in done) for name in _SUMMED}
         return {
             "jobs_done": len(done), "jobs_failed": len(self.failed), "wall_s": wall,
             "jobs_per_minute": 60 * len(done) / wall if wall else math.nan,
             "trajectories_per_s": totals["trajectories"] / wall if wall else math.nan,
             **{f"latency_s_{name}": value for name, value in latency.items()},
             "iteration_s_median": _quantile(spans, 0.5), "iteration_s_max": _quantile(spans, 1),
-            "commit_s_max": _quantile([row["commit_s_max"] for row in done], 1),
-            "predict_s_median": _quantile([row["predict_s_median"] for row in done], 0.5),
+            **{f"commit_s_{name}": _quantile(self.commits, q) for name, q in _QUANTILES.items()},
+            "predict_s_median": _quantile([row["predict_median_s"] for row in done], 0.5),
             **totals, "attempts_failed": len(self.of("attempt failed")),
             **{f"fault_{kind}": n for kind, n in sorted(Counter(row["kind"] for row in self.of("fault")).items())},
         }  # fmt: skip
@@ -141,11 +138,8 @@ class Report:
         ]  # fmt: skip
         faults = [f"{n.removeprefix('fault_')} {f[n]}" for n in f if n.startswith("fault_")]
         faults += [f"programs that never end {f['hung']}"] if f["hung"] else []
-        said += (
-            [f"faults: {', '.join(faults)}; {f['attempts_failed']} attempts failed and were made again"]
-            if faults
-            else []
-        )
+        again = f"{f['attempts_failed']} attempts failed and were made again"
+        said += [f"faults: {', '.join(faults)}; {again}"] if faults else []
         said += [f"given up: {', '.join(self.failed)}"] if self.failed else []
         return said + ([self.crossover] if self.speeds else [])
 
@@ -189,8 +183,9 @@ def report_of(config: dict[str, Any], folder: Path) -> Report:
     for row in done:
         memory.setdefault(row["pid"], []).append(row["rss_bytes"])
     own = [[row["own_rss_bytes"] for row in done]]
-    found = account(folder, {row["job"]: row["size"] for row in done})
-    return Report(config, events, found, leak(list(memory.values())), leak(own))
+    logs = [row for path in sorted((folder / "workers").glob("*.jsonl")) for row in JsonLines(path).read()]
+    found = account(folder, logs, {row["job"]: row["size"] for row in done})
+    return Report(config, events, found, [row["s"] for row in logs], leak(list(memory.values())), leak(own))
 
 
 def leak(series: Sequence[Sequence[float]]) -> Estimate:
@@ -243,19 +238,15 @@ def write_report(folder: Path, report: Report) -> Path:
     ]  # fmt: skip
     if done:
         blocks += [block("h2", "Over time"), page.plots([_memory(done), _latency(report)])]
-    faults = [[r["kind"], r["job"], r["phase"], _outcome(report, r["job"])] for r in report.of("fault")]
-    faults += [["hang", r["job"], "evolve", _outcome(report, r["job"])] for r in done if r["hung"]]
+    faults = _faults(report)
     if faults:
-        blocks += [
-            block("h2", "Faults"),
-            page.table(("fault", "job", "when", "what came"), faults, ["n", "n", "n", ""]),
-        ]
+        blocks += [block("h2", "Faults"), page.table(("job", "faults", "what came"), faults, ["n", "", ""])]
     path = folder / PAGE
     write_atomically(path, page.render("Soak", blocks))
     return path
 
 
-SIZE_HEADER = ("size", "jobs", "latency", *(f"{phase}" for phase in PHASES), "speed against fp32", "loss against fp32")
+SIZE_HEADER = ("size", "jobs", "latency", *PHASES, "speed against fp32", "loss against fp32")
 
 
 def size_rows(report: Report) -> list[list[str]]:
@@ -263,21 +254,25 @@ def size_rows(report: Report) -> list[list[str]]:
     lines = []
     for row in report.rows[1:]:
         times = [f"{row[f'{name}_s']:.2f} s" for name in ("latency", *PHASES)]
-        speed = (
-            f"{row['speed_up']:.2f}x ({row['speed_up_low']:.2f}..{row['speed_up_high']:.2f})"
-            if "speed_up" in row
-            else "-"
-        )
+        speed = "-"
+        if "speed_up" in row:
+            speed = f"{row['speed_up']:.2f}x ({row['speed_up_low']:.2f}..{row['speed_up_high']:.2f})"
         lines.append([row["case"], str(row["jobs_done"]), *times, speed, f"within {row['loss_over_fp32_max']:.2%}"])
     return lines
 
 
-def _outcome(report: Report, job: str) -> str:
-    ends = [row for row in report.events if row.get("job") == job]
-    last = next((r for r in reversed(ends) if r["event"] in ("done", "failed")), None)
-    whys = "; ".join(row["why"] for row in ends if row["event"] == "attempt failed")
-    said = "not ended" if last is None else f"{last['event']} at attempt {last['attempts']}, {last['latency_s']:.1f} s"
-    return f"{said}. {whys}" if whys else said
+def _faults(report: Report) -> list[list[str]]:
+    """For each job that was hit: by what and when, and how it ended."""
+    lines = []
+    for end in (row for row in report.events if row["event"] in ("done", "failed")):
+        mine = [row for row in report.events if row.get("job") == end["job"]]
+        hits = [f"{row['kind']} at {row['phase']}" for row in mine if row["event"] == "fault"]
+        hits += ["a program that never ends"] if end.get("hung") else []
+        if hits:
+            whys = [row["why"] for row in mine if row["event"] == "attempt failed"]
+            said = f"{end['event']} at attempt {end['attempts']}, {end['latency_s']:.1f} s"
+            lines.append([end["job"], ", ".join(hits), "; ".join([said, *whys])])
+    return lines
 
 
 def _memory(done: Sequence[Row]) -> Any:
