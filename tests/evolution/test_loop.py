@@ -150,13 +150,10 @@ class Scripted:
         self.requests += requests
         return [Proposal(requests[0], normal(each) or each, ("scripted",), ("scripted",)) for each in self.sources]
 
-    def close(self) -> None:
-        pass
-
 
 def table_of(task: Task) -> str:
     pairs = ", ".join(f"({tuple(arguments)!r}, {value!r})" for arguments, value in task.development)
-    return f"def {task.function}(*a):\n    return dict([{pairs}])[a]\n"
+    return f"def {task.name}(*a):\n    return dict([{pairs}])[a]\n"
 
 
 def test_a_cheater_earns_nothing_and_the_right_program_ends_it(tmp_path: Path) -> None:

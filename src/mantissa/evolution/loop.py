@@ -260,7 +260,6 @@ class Evolution:
 
     def close(self) -> None:
         """Let go of the sandbox and the database."""
-        self._proposer.close()
         self._judge.close()
         self.archive.close()
 

@@ -74,7 +74,7 @@ class _OneNeverEnds(Edits):
 
     def propose(self, requests: Sequence[Request]) -> list[Proposal]:
         found = super().propose(requests)
-        hanging = f"def {requests[0].task.function}(*a):\n    while True:\n        pass\n"
+        hanging = f"def {requests[0].task.name}(*a):\n    while True:\n        pass\n"
         return [replace(each, source=each.source if n else hanging) for n, each in enumerate(found)]
 
 
