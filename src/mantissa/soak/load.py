@@ -222,7 +222,7 @@ class _Load:
 
     def _in(self, seconds: float, call: Callable[[], Any]) -> None:
         timer = threading.Timer(seconds, call)
-        self._later.append(timer)
+        self._later = [*(each for each in self._later if each.is_alive()), timer]
         timer.start()
 
     def _fault(self, kind: str, job: Job, phase: str) -> None:

@@ -209,7 +209,8 @@ def _leak(found: Estimate) -> str:
     if found.low is None or found.high is None:
         return "no slope (too few jobs a process)"
     values = [f"{value / 2**20:+.3f}" for value in (found.value, found.low, found.high)]
-    return f"{values[0]} MiB a job (95%: {values[1]} to {values[2]})"
+    said = f"{values[0]} MiB a job (95%: {values[1]} to {values[2]})"
+    return f"it grows, {said}" if found.low > 0 else f"no growth is shown, {said}"
 
 
 def _quantile(values: Sequence[float], q: float) -> float:
