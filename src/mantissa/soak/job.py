@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,7 +99,7 @@ def work(job: Job, folder: Path, log: JsonLines, told: Callable[[str], None]) ->
     model = models[job.precision]
     path = timed("save", lambda: model.save(place / "world.pt"))
     asked = [(each.initial_state, each.actions) for each in learnt[:_ASKED]]
-    took = timed("predict", lambda: [_seconds(lambda a=a: model.predict(*a)) for a in asked])
+    took = timed("predict", lambda: [_seconds(partial(model.predict, *each)) for each in asked])
     again = WorldModel(hidden_dim=job.hidden_dim, model_path=path, precision=job.precision)
     if again.predict_many(asked) != model.predict_many(asked):
         raise MantissaError(f"{path}: the world model that was read back predicts otherwise than the one saved")
@@ -133,7 +134,7 @@ def _stored(rows: Sequence[Trajectory], buffer: SQLiteBuffer, job: Job, log: Jso
     number = itertools.count(len(log.read()) + 1)
     for at in range(0, len(rows), _PART):
         part = rows[at : at + _PART]
-        took = _seconds(lambda part=part: buffer.store(*part))
+        took = _seconds(partial(buffer.store, *part))
         log.append({"step": next(number), "job": job.name, "s": took, "ids": " ".join(each.id for each in part)})
 
 

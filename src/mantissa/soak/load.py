@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, Literal
@@ -181,7 +182,7 @@ class _Load:
             if self._stopped:
                 return
             worker = self._worker(slot)
-            said = worker.work(job, lambda phase, worker=worker: self._inject(job, phase, worker))
+            said = worker.work(job, partial(self._inject, job, worker))
             if isinstance(said, dict) or self._stopped:
                 break
             self._note(event="attempt failed", job=job.name, attempt=attempt, why=said[:300])
@@ -202,15 +203,15 @@ class _Load:
             worker = self._workers[slot] = _Worker(slot, self._folder, self._config.precision)
         return worker
 
-    def _inject(self, job: Job, phase: str, worker: _Worker) -> None:
+    def _inject(self, job: Job, worker: _Worker, phase: str) -> None:
         for kind, late in self._due.pop((job.name, phase), ()):
             if kind == "kill":
-                self._in(late, lambda: (self._fault("kill", job, phase), worker.kill()))
+                self._in(late, partial(self._kill, job, worker, phase))
             elif kind == "disk":
                 before = resource.prlimit(worker.pid, resource.RLIMIT_FSIZE)
                 resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (_FULL_BYTES, before[1]))
                 self._fault("disk", job, phase)
-                self._in(_FULL_S, lambda before=before: _lift(worker.pid, before))
+                self._in(_FULL_S, partial(_lift, worker.pid, before))
             else:
                 command = [sys.executable, "-I", "-S", "-c", _HOLD, str(self._folder / BUFFER), str(_HELD_S)]
                 holder = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
@@ -219,6 +220,10 @@ class _Load:
                 with holder.stdout as out:
                     if out.readline():  # held
                         self._fault("lock", job, phase)
+
+    def _kill(self, job: Job, worker: _Worker, phase: str) -> None:
+        self._fault("kill", job, phase)
+        worker.kill()
 
     def _in(self, seconds: float, call: Callable[[], Any]) -> None:
         timer = threading.Timer(seconds, call)
