@@ -158,13 +158,15 @@ class _Load:
                     remove(path)
 
     def run(self) -> None:
+        plan = [self._config.iteration(number) for number in range(self._config.iterations)]
+        if all(job.name in self._done for jobs, _ in plan for job in jobs):
+            return
         with SQLiteBuffer(self._folder / BUFFER, 10**8), ThreadPoolExecutor(self._config.jobs) as pool:
             try:
                 slots = [f"worker-{n}" for n in range(self._config.jobs)]
                 for slot in pool.map(self._worker, slots):
                     self._free.put(slot.slot)
-                for number in range(self._config.iterations):
-                    jobs, faults = self._config.iteration(number)
+                for number, (jobs, faults) in enumerate(plan):
                     todo = [job for job in jobs if job.name not in self._done]
                     for kind, job, phase, late in faults:
                         self._due.setdefault((job, phase), []).append((kind, late))

@@ -160,6 +160,7 @@ class Report:
         whole |= self.leak.fields("leak", "_bytes_per_job") | self.own_leak.fields("own_leak", "_bytes_per_job")
         common = {"benchmark": "soak", "requested": self.config["precision"]}
         common |= {name: self.config[name] for name in ("jobs", "iterations", "hidden_dim", "seed")}
+        common["memory_measure"] = "resident memory of each worker after a job"
         common |= {"faults": ",".join(self.config["faults"]), "active": (self.of("done") or [{}])[0].get("active")}
         rows = [whole]
         for size in self.config["sizes"]:
