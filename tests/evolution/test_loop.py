@@ -150,13 +150,10 @@ class Scripted:
         self.requests += requests
         return [Proposal(requests[0], normal(each) or each, ("scripted",), ("scripted",)) for each in self.sources]
 
-    def close(self) -> None:
-        pass
-
 
 def table_of(task: Task) -> str:
     pairs = ", ".join(f"({tuple(arguments)!r}, {value!r})" for arguments, value in task.development)
-    return f"def {task.function}(*a):\n    return dict([{pairs}])[a]\n"
+    return f"def {task.name}(*a):\n    return dict([{pairs}])[a]\n"
 
 
 def test_a_cheater_earns_nothing_and_the_right_program_ends_it(tmp_path: Path) -> None:
@@ -171,6 +168,14 @@ def test_a_cheater_earns_nothing_and_the_right_program_ends_it(tmp_path: Path) -
     with Evolution(config, tmp_path / "right", Scripted(REFERENCES["clamp"])) as evolution:  # type: ignore[arg-type]
         (result,) = evolution.run()
         assert (result.best, result.held_out, result.solved_at, result.generations) == (1, 1, 2, 1)
+
+
+def test_a_start_that_does_not_run_is_one_error(tmp_path: Path) -> None:
+    tests = "development: [[[1], 1]], held_out: [[[2], 2]], canary: [[[3], 3]]"
+    (tmp_path / "tasks.yaml").write_text(f"same: {{text: t, start: 'while 1: x = 1', {tests}}}")
+    config = EvolutionConfig(tasks_file=str(tmp_path / "tasks.yaml"), timeout_s=0.2)
+    with Evolution(config, tmp_path / "run") as evolution, pytest.raises(MantissaError, match="start does not run"):
+        evolution.run()
 
 
 def test_the_comparison_pairs_by_seed(tmp_path: Path) -> None:

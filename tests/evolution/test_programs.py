@@ -25,7 +25,7 @@ def table_of(task: Task) -> str:
     known = {json.dumps(arguments): value for arguments, value in task.development}
     return (
         f"import json\nknown = json.loads({json.dumps(json.dumps(known))})\n"
-        f"def {task.function}(*arguments):\n    return known[json.dumps(list(arguments))]\n"
+        f"def {task.name}(*arguments):\n    return known[json.dumps(list(arguments))]\n"
     )
 
 
@@ -43,7 +43,7 @@ def test_every_task_can_be_solved_and_is_not_yet(judge: Judge) -> None:
         assert judge.held_out(task, REFERENCES[task.name]) == 1, task.name
         assert start.score < 1, task.name
         assert start.ran, task.name
-        assert start.failure.startswith(f"{task.function}("), task.name
+        assert start.failure.startswith(f"{task.name}("), task.name
 
 
 def test_a_program_that_knows_the_tests_by_heart_breaks_on_a_canary(judge: Judge) -> None:

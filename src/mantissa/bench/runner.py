@@ -224,14 +224,14 @@ def _resident_growth(request: Request, batch_size: int, threads: int) -> int | N
     torch.set_num_threads(threads)
     small = Request(Source(parameters=1000), request.precision, request.device, request.backend)
     _train_briefly(small, batch_size=8)  # what is loaded on first use (kernels, threads) is not this model's
-    _give_back_freed()
+    give_back_freed()
     before = _status_bytes("VmRSS")
     _train_briefly(request, batch_size)
     peak = _status_bytes("VmHWM")
     return None if before is None or peak is None else peak - before
 
 
-def _give_back_freed() -> None:
+def give_back_freed() -> None:
     """Return freed pages to the system, or the model would be made in pages already counted (glibc; others do not)."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
@@ -13,11 +13,13 @@ from mantissa.bounds import boundary
 from mantissa.cli.common import progress, screen, split
 from mantissa.errors import MantissaError
 
+if TYPE_CHECKING:
+    from mantissa.evolution import EvolutionConfig
+
 
 def evolve(
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings, such as tasks=clamp,rotate executions=200 seed=1."),
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings; --list names them.")
     ] = None,
     out: Annotated[
         Path | None,
@@ -25,9 +27,7 @@ def evolve(
     ] = None,
     profile: Annotated[str, typer.Option(help="A role's preset; all: the table of fp16 against fp32 over all.")] = "",
     no_world_model: Annotated[bool, typer.Option("--no-world-model", help="Choose what to execute by chance.")] = False,
-    compare: Annotated[
-        int, typer.Option(metavar="SEEDS", min=0, help="Both ways from as many seeds, at equal executions.")
-    ] = 0,
+    compare: Annotated[int, typer.Option(metavar="SEEDS", min=0, help="Both ways, from so many seeds.")] = 0,
     listed: Annotated[bool, typer.Option("--list", help="Print tasks, profiles and settings, and do nothing.")] = False,
 ) -> None:
     """Improve programs against unit tests that run in the sandbox, until they pass or the executions are spent.
@@ -46,35 +46,38 @@ def evolve(
 
     mantissa evolve --compare 5 executions=60
     """
-    from mantissa.evolution.compare import compare as compared
-    from mantissa.evolution.loop import Evolution
-    from mantissa.evolution.page import write_comparison, write_page
-    from mantissa.evolution.profiles import HEADER, configured, precision_row, profiles
-
-    values = _values(overrides or [])
-    if no_world_model:
-        values["rank"] = "random"
+    values = _values(overrides or []) | ({"rank": "random"} if no_world_model else {})
+    folder = out or Path(f"runs/evolve-{time.strftime('%Y%m%d-%H%M%S')}")
     if listed:
         _list()
-        return
-    folder = out or Path(f"runs/evolve-{time.strftime('%Y%m%d-%H%M%S')}")
-    if profile == "all":
-        from rich.table import Table
+    elif profile == "all":
+        _profiles(values, folder)
+    else:
+        from mantissa.evolution.profiles import configured
 
-        table = Table(*HEADER, box=None, padding=(0, 2, 0, 0))
-        for name in profiles():
-            table.add_row(*precision_row(name, values, folder, progress))
-        progress("")
-        screen(120).print(table)
-        return
-    config = configured(profile, values)
-    if compare:
-        found = compared(config, folder, compare, progress)
-        progress("")
-        typer.echo(found.verdict)
-        for line in found.lines:
-            typer.echo(line)
-        typer.echo(f"page: {write_comparison(folder, config, found)}")
+        _evolve(configured(profile, values), folder, compare)
+
+
+def _profiles(values: dict[str, Any], folder: Path) -> None:
+    from rich.table import Table
+
+    from mantissa.evolution.profiles import HEADER, precision_row, profiles
+
+    table = Table(*HEADER, box=None, padding=(0, 2, 0, 0))
+    for name in profiles():
+        table.add_row(*precision_row(name, values, folder, progress))
+    progress("")
+    screen(120).print(table)
+
+
+def _evolve(config: EvolutionConfig, folder: Path, seeds: int) -> None:
+    from mantissa.evolution.compare import compare
+    from mantissa.evolution.loop import Evolution
+    from mantissa.evolution.page import write_comparison, write_page
+
+    if seeds:
+        found = compare(config, folder, seeds, progress)
+        _said("\n".join((found.verdict, *found.lines, f"page: {write_comparison(folder, config, found)}")))
         return
     with Evolution(config, folder, say=_said, progress=progress) as evolution:
         results = evolution.run()

@@ -72,7 +72,7 @@ def normal(source: str) -> str | None:
     return None if tree is None else ast.unparse(tree) + "\n"
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=32)  # of one program it is some 50 KB, and asked for again within a generation
 def changes(source: str, lender: str | None = None) -> tuple[Change, ...]:
     """Every single change of the program ``source``; with ``lender``, every part of that which could take a place.
 

@@ -170,7 +170,10 @@ class Evolution:
             if source is None:
                 raise MantissaError(f"task {task.name}: its start is no Python program")
             start = Proposal(Request(task, "revise", _NOBODY, None, 1, 0), source, (), ())
-            self._commit(task, 0, 1, self._execute(task, 0, [(start, float("nan"))], "start"), [])
+            (first,) = self._execute(task, 0, [(start, float("nan"))], "start")
+            if not first.kept:  # it could be no parent
+                raise MantissaError(f"task {task.name}: its start does not run ({'; '.join(first.errors)}): correct it")
+            self._commit(task, 0, 1, [first], [])
             return True
         best = best_of(known).score
         stale = len(rows) - next(n for n, row in enumerate(rows) if row["best"] >= best)
@@ -260,7 +263,6 @@ class Evolution:
 
     def close(self) -> None:
         """Let go of the sandbox and the database."""
-        self._proposer.close()
         self._judge.close()
         self.archive.close()
 

@@ -38,10 +38,6 @@ class Task:
     held_out: tuple[Test, ...]
     canary: tuple[Test, ...]
 
-    @property
-    def function(self) -> str:
-        return self.name
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -90,7 +86,7 @@ class Judge:
         everything = [*tests, *canary]
         sandbox = self._free.get()
         try:
-            outcome = sandbox.run(source, task.function, [arguments for arguments, _ in everything])
+            outcome = sandbox.run(source, task.name, [arguments for arguments, _ in everything])
         finally:
             self._free.put(sandbox)
         if outcome.ended == "sandbox lost":
@@ -105,7 +101,7 @@ class Judge:
             if not hit:
                 got = json.dumps(output["value"])[:200] if "value" in output else output.get("error", outcome.ended)
                 call = ", ".join(map(json.dumps, arguments))
-                failure = failure or f"{task.function}({call}) gave {got}, expected {json.dumps(value)}"
+                failure = failure or f"{task.name}({call}) gave {got}, expected {json.dumps(value)}"
                 errors["wrong value" if "value" in output else str(got)[:40]] = None
         cheat = all(passed) and not all(hits)
         score = 0.0 if cheat else sum(passed) / len(passed)

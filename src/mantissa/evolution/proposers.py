@@ -58,8 +58,6 @@ class Proposer(Protocol):
         """Proposals for all requests, in order; fewer where what came is no program."""
         ...
 
-    def close(self) -> None: ...
-
 
 class Edits:
     """Changes drawn by ``edits.draw``: one, or two in a row; with a partner, what the other one has at a place."""
@@ -87,13 +85,10 @@ class Edits:
             lender = None  # the second change is the child's own
         return Proposal(request, source, tuple(actions), tuple(patterns)) if actions else None
 
-    def close(self) -> None:
-        pass
-
 
 def prompt_for(request: Request) -> str:
     """What a language model is asked: the task, the program, its failure, and one block of code as the answer."""
-    parent, lines = request.parent, [f"Write a Python function `{request.task.function}`. {request.task.text}"]
+    parent, lines = request.parent, [f"Write a Python function `{request.task.name}`. {request.task.text}"]
     if request.operator == "recombine" and request.partner is not None:
         lines += ["Two programs pass different tests. Combine what is right in each.", _fenced(request.partner.source)]
     elif request.operator == "refine":
@@ -114,7 +109,7 @@ def _fenced(source: str) -> str:
 def from_answer(request: Request, answer: str) -> Proposal | None:
     """The program in a model's answer, as its tree is written; None where there is none, or the parent's."""
     source = edits.normal(last_block(answer))
-    if source is None or source == request.parent.source or f"def {request.task.function}(" not in source:
+    if source is None or source == request.parent.source or f"def {request.task.name}(" not in source:
         return None
     lines = difflib.unified_diff(request.parent.source.splitlines(), source.splitlines(), n=0, lineterm="")
     changed = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
@@ -159,9 +154,6 @@ class Policy:
             for completion in group
         ]
         return [answer for answer in answers if answer is not None]
-
-    def close(self) -> None:
-        pass
 
 
 class OpenAI:
@@ -215,6 +207,3 @@ class OpenAI:
             raise MantissaError(f"{self._url}: an answer of more than {_LARGEST_ANSWER:,} bytes; lower max_tokens")
         with boundary(f"{self._url} answered what is no JSON", "is it an OpenAI-compatible server?"):
             return json.loads(data)
-
-    def close(self) -> None:
-        pass

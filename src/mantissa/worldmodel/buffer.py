@@ -227,6 +227,7 @@ class Database:
             advice = {
                 "locked": "another process has held it for 30 s; try again when that is done",
                 "full": "free some space",
+                "disk I/O": "free some space, or raise the file size limit (ulimit -f)",
                 "not a database": "it is damaged or another kind of file; name another one",
                 "malformed": "it is damaged; restore it, or name another file",
             }
