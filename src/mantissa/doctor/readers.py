@@ -185,7 +185,7 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
     with boundary(f"{path}: not a whole parquet file", "write it again"), pyarrow.parquet.ParquetFile(path) as file:
         known = {"tokens", "prompt_length", "rollout_logp", "learner_logp", "mask", "group", "rollout_version",
                  "learner_version", "policy_version", "finish_reason", "advantage", "completion", "step", "prompt",
-                 "framework", *_SETTINGS, *_EXPERTS}  # fmt: skip
+                 "framework", "kept", *_SETTINGS, *_EXPERTS}  # fmt: skip
         columns = [name for name in file.schema_arrow.names if name in known]
         values = sum(
             file.metadata.row_group(g).column(c).num_values
@@ -311,7 +311,19 @@ def _plain(where: str, row: Row) -> Scored:
     return _scored(
         tokens, prompt, (both[0], both[1]), mask, rollout_version=version,
         learner_version=_count(where, row, "learner_version"), group=group, flipped=flipped,
+        kept=None if row.get("kept") is None else _kept(where, row["kept"], tokens[prompt:]),
     )  # fmt: skip
+
+
+def _kept(where: str, rows: Any, sampled: np.ndarray) -> list[np.ndarray | None]:
+    """The ids that top-k and top-p left at each response position, the sampled one among them."""
+    if not isinstance(rows, list) or len(rows) != len(sampled):
+        raise MantissaError(f"{where}: kept is no list of ids for each of {len(sampled)} response tokens")
+    kept = [None if row is None else _ids(where, "kept", row) for row in rows]
+    for token, ids in zip(sampled, kept, strict=True):
+        if ids is not None and token not in ids:
+            raise MantissaError(f"{where}: token {token} was sampled and is not in its kept ids; null is all of them")
+    return kept
 
 
 _EXPERTS = ("rollout_experts", "learner_experts")
