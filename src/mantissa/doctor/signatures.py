@@ -20,6 +20,7 @@ from mantissa.doctor.sample import (
     CERTAIN,
     FEWEST,
     LEVEL,
+    POWER,
     Array,
     Tested,
     Tokens,
@@ -35,6 +36,7 @@ _SHIFTS = (-2, -1, 1, 2)
 _UNITS = {"base 2": 1 / np.log(2), "base 10": 1 / np.log(10)}
 _CAP = 5.0  # of |u| where only agreement counts
 _PAIRS = 20_000
+_ROWS, _ROW = 200, 64  # sequences of one length, and tokens of each, that are compared with one another
 _SIDES = ("rollout", "learner")
 
 
@@ -163,28 +165,44 @@ def _shift(e: Evidence, tests: int) -> Finding:
 
 
 def _rows(e: Evidence, tests: int) -> Finding:
-    """Share of sequences whose learner's row fits another sequence of the same length far better than its own."""
-    t = e.clean
-    lengths = np.bincount(t.sequence)
-    better, unit = [], []
-    first = np.concatenate([[0], np.flatnonzero(np.diff(t.sequence)) + 1])
-    starts = dict(zip(t.sequence[first].tolist(), first.tolist(), strict=True))
-    for length in np.unique(lengths[lengths >= 6]):  # shorter ones fit one another by chance
-        rows = np.flatnonzero(lengths == length)[:200]
-        if len(rows) < 2:
-            continue
-        at = np.array([starts[row] for row in rows])[:, None] + np.arange(length)
-        x, y = t.x[at], t.y[at]
-        apart = np.abs(y[:, None, :] - x[None, :, :]).mean(-1)  # [learner's row, rollout's row]
-        own = np.diag(apart).copy()
-        np.fill_diagonal(apart, np.inf)
-        better += list((apart.min(1) < own / 4) & (own > e.usual))
-        unit += list(t.unit[at[:, 0]])
+    """Of sequences beyond a healthy size, how many learner's rows fit another sequence's of the same length healthily.
+
+    H0: no more of them than of the rollout's own rows fit another's, which is chance. Short rows fit by chance often,
+    so they count for little. Their mates may be outside the dump: a quarter beyond chance is enough.
+    """
+    from scipy.special import bdtrc, pdtri
+
+    t, texts = e.clean, [each.tokens.tobytes() for each in e.dump.sequences]
+    lengths, columns = np.bincount(t.sequence), list[tuple[Array, ...]]()
+    first = np.searchsorted(t.sequence, np.arange(len(lengths)))
+    for length in np.unique(lengths[lengths >= 3]):
+        rows = np.flatnonzero(lengths == length)[:_ROWS]
+        at = first[rows][:, None] + np.arange(min(length, _ROW))
+        same = np.unique([texts[row] for row in rows], return_inverse=True)[1]
+        twins = same[:, None] == same
+        if twins.all():
+            continue  # one sequence alone, or the same one again and again
+        own, others, chance = _apart(t.y[at], t.x[at]), *(
+            np.where(twins, np.inf, _apart(side[at], t.x[at])).min(1) for side in (t.y, t.x))
+        own = np.diag(own)
+        bad = own > e.usual
+        columns.append((t.unit[at[:, 0]], bad, bad & (others <= np.minimum(e.usual, own / 2)), chance <= e.usual))
+    unit, bad, hit, chance = (np.concatenate(column) for column in zip(*columns, strict=True)) if columns else [()] * 4
     if len(set(unit)) < FEWEST:
         return _untested("rows", "fewer than 8 prompts have sequences of one length, which alone could be confused")
-    found = tested(sums_by(np.array(unit), np.array(better, dtype=float), np.ones(len(unit))),
-                   lambda s: s[..., 0] / np.maximum(s[..., 1], 1), 0.1, tests)  # fmt: skip
-    return _found("rows", found, "of sequences", f"{found.value:.0%} of sequences fit another sequence's row better")
+    hits, tried, by_chance = int(hit.sum()), int(bad.sum()), (float(chance.sum()) + 1) / (len(chance) + 1)
+    beyond = hits / max(tried, 1) - by_chance > 0.25 and len(set(unit[hit])) >= 3
+    least = max(3, int(np.ceil(np.log(LEVEL / tests) / np.log(by_chance)))) if by_chance < 1 else np.inf
+    said = f"{hits} of {len(unit)} sequences fit another sequence's row and not their own"
+    return Finding("rows", True, float(bdtrc(hits - 1, tried, by_chance)) if beyond else 1.0, hits / len(unit),
+                   "of sequences", float(pdtri(least - 1, 1 - POWER)) / len(unit), said)  # fmt: skip
+
+
+def _apart(one_RT: Array, other_RT: Array) -> Array:
+    """Root mean square of u between every row of ``one`` and every row of ``other``, |u| up to 5; R,R."""
+    a, b = one_RT[:, None], other_RT[None]
+    u = (a - b) / np.maximum(-np.expm1(np.minimum(np.minimum(a, b), 0.0)), CERTAIN)
+    return np.sqrt(np.square(np.clip(u, -_CAP, _CAP)).mean(-1))
 
 
 def _edge(name: str, place: str) -> Test:
@@ -310,7 +328,7 @@ def _experts(e: Evidence, tests: int) -> Finding:
     Far: |u| beyond four times the bound, which in a healthy gap is twelve of its root mean squares. H0: at most one
     token in 10,000 is so, independently.
     """
-    from scipy.special import pdtrc
+    from scipy.special import pdtrc, pdtri
 
     t = e.clean.telling
     if t.units < FEWEST:
@@ -319,7 +337,7 @@ def _experts(e: Evidence, tests: int) -> Finding:
     count, expected = int(far.sum()), 1e-4 * len(t.u)
     least = next(k for k in range(1, len(t.u) + 2) if pdtrc(k - 1, expected) < LEVEL / tests)
     spread = len(np.unique(t.sequence[far])) / max(1, count)
-    rest = t.where(~far)
+    rest = t.where(np.abs(t.u) <= 4 * e.usual)  # nearly certain tokens that flip are far in u and not in d
     said = f"{count} of {len(t.u):,} uncertain tokens are far beyond the others, whose size of u is {rest.size:.2g}"
     told = _flipped(e.dump)
     if told is not None:
@@ -327,7 +345,8 @@ def _experts(e: Evidence, tests: int) -> Finding:
     apart = t.where(far).size > 8 * rest.size  # else it is the tail of something that is everywhere
     holds = apart and rest.size <= 0.65 * e.usual and count <= 0.03 * len(t.u) and spread > 0.6
     p = float(pdtrc(count - 1, expected)) if count and holds else 1.0
-    return Finding("experts", True, p, count / len(t.u), "of tokens", (least + 3) / len(t.u), said)
+    return Finding("experts", True, p, count / len(t.u), "of tokens",
+                   float(pdtri(least - 1, 1 - POWER)) / len(t.u), said)  # fmt: skip
 
 
 def _flipped(dump: Dump) -> tuple[float, float] | None:
