@@ -48,10 +48,10 @@ def trials(dumped: Dumped, settings: Settings, count: int, draw: np.random.Gener
         yield examine(Dump("plain", Path("blind"), [each for each in dumped if each.group in half], settings))
 
 
-def effect_of(diagnosis: Diagnosis, name: str) -> tuple[float, float | None]:
-    """A signature's effect, and what it calls detectable; infinite where it was not tested."""
+def effect_of(diagnosis: Diagnosis, name: str) -> tuple[float, float | None, str]:
+    """A signature's effect, what it calls detectable, and their unit; infinite where it was not tested."""
     found = next(finding for finding in diagnosis.findings if finding.name == name)
-    return (abs(found.effect), found.detectable) if found.tested else (0.0, np.inf)
+    return (abs(found.effect), found.detectable, found.unit) if found.tested else (0.0, np.inf, found.unit)
 
 
 def judge(
@@ -67,11 +67,12 @@ def judge(
     whole = examine(Dump("plain", Path("blind"), dumped, settings))
     within = False
     for name in fault.names:
-        effect = effect_of(whole, name)[0]
-        reach = [effect_of(each, name)[1] for each in trials(pool.healthy(), settings, 3, draw)]
-        if name in ("stale", "nondeterministic"):  # what they compare is there in the faulty dump alone
-            reach = [effect_of(each, name)[1] for each in trials(dumped, settings, 3, draw)]
-        within |= all(each is None or effect >= each for each in reach)
+        effect, _, unit = effect_of(whole, name)
+        reach = [effect_of(each, name)[1:] for each in trials(pool.healthy(), settings, 3, draw)]
+        elsewhere = name == "nondeterministic" or any(each != unit for _, each in reach)
+        if elsewhere:  # what it compares is there in the faulty dump alone
+            reach = [effect_of(each, name)[1:] for each in trials(dumped, settings, 3, draw)]
+        within |= all(each is None or effect >= each for each, _ in reach)
     return row | {"right": sum(given.count(name) for name in fault.names), "within": within}
 
 

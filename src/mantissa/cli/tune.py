@@ -13,6 +13,7 @@ from mantissa.cli.machine import crowded, keep_freed_memory
 from mantissa.errors import MantissaError
 
 if TYPE_CHECKING:
+    from mantissa.doctor.sides import Scores
     from mantissa.doctor.tune import Figure, Tuned
 
 _TABLE_WIDTH = 120
@@ -50,47 +51,22 @@ def tune(
 
     mantissa tune FOLDER --figure k3 --budget 0.001 --out tuned
     """
-    keep_freed_memory()
-    import torch
-
-    from mantissa.bench.gap import GapConfig, encode, read_prompts
-    from mantissa.doctor.live import sampled
-    from mantissa.doctor.sides import Scores
-    from mantissa.doctor.substitution import plain_policy
-    from mantissa.doctor.tune import check
-    from mantissa.doctor.tune import tune as find
-    from mantissa.rl.adapters import open_policy, policy_folder
-    from mantissa.rl.assemble import be_deterministic, choose_device
-
     if figure not in ("seq_std", "k3"):
         raise MantissaError(f"--figure {figure}: expected seq_std or k3")
     if base not in ("bf16", "fp16"):
         raise MantissaError(f"--base {base}: expected bf16 or fp16")
     if max_tokens < 1:
         raise MantissaError(f"--max-tokens {max_tokens}: expected 1 or more")
-    chosen, texts = choose_device(device), read_prompts(prompts)
-    echo_warning(crowded(torch.get_num_threads()), err=True)
-    be_deterministic(chosen)
-    progress(f"loading {model}")
-    policy, tokenizer = open_policy(policy_folder(model), None, 0)
-    policy = plain_policy(policy).requires_grad_(False).to(chosen)
-    config = GapConfig(model, chosen, max_tokens=max_tokens)
-    asked = encode(texts, tokenizer, policy.config.max_position_embeddings, config)
-    progress(f"sampling {len(asked)} completions in {base}")
-    sequences = sampled(
-        policy, asked, format=base, max_tokens=max_tokens, seed=seed, stop=tokenizer.eos_ids, device=chosen
-    )
-    found = find(
-        Scores(policy, sequences),
-        budget=budget,
-        base=base,
-        figure=cast("Figure", figure),
-        blocks=blocks,
-        say=progress,
-    )
-    check(found, policy.projections)
+    keep_freed_memory()
+    scores, chosen = _sampled(model, prompts, base, max_tokens, seed, device)
+
+    from mantissa.doctor.tune import check
+    from mantissa.doctor.tune import tune as find
+
+    found = find(scores, budget=budget, base=base, figure=cast("Figure", figure), blocks=blocks, say=progress)
+    check(found, scores.model.projections)
     progress("")
-    rows = _rows(found, model, str(chosen), seed, max_tokens)
+    rows = _rows(found, model, chosen, seed, max_tokens)
     if out is not None:
         _keep(out, found, rows)
     if as_json:
@@ -102,6 +78,32 @@ def tune(
         typer.echo("the same for vLLM and verl, whose lists are long: --out FOLDER")
     else:
         typer.echo(f"for a recipe: {out / 'tune.yaml'}; for vLLM and verl: vllm.json, verl.txt beside it")
+
+
+def _sampled(
+    model: str, prompts: Path | None, base: str, max_tokens: int, seed: int, device: str
+) -> tuple[Scores, str]:
+    """Completions of the model in the half, to be scored in every other way; and the device."""
+    import torch
+
+    from mantissa.bench.gap import GapConfig, encode, read_prompts
+    from mantissa.doctor.live import sampled
+    from mantissa.doctor.sides import Scores
+    from mantissa.doctor.substitution import plain_policy
+    from mantissa.rl.adapters import open_policy, policy_folder
+    from mantissa.rl.assemble import be_deterministic, choose_device
+
+    chosen, texts = choose_device(device), read_prompts(prompts)
+    echo_warning(crowded(torch.get_num_threads()), err=True)
+    be_deterministic(chosen)
+    progress(f"loading {model}")
+    policy, tokenizer = open_policy(policy_folder(model), None, 0)
+    policy = plain_policy(policy).requires_grad_(False).to(chosen)
+    config = GapConfig(model, chosen, max_tokens=max_tokens)
+    asked = encode(texts, tokenizer, policy.config.max_position_embeddings, config)
+    progress(f"sampling {len(asked)} completions in {base}")
+    how = {"format": base, "max_tokens": max_tokens, "seed": seed, "stop": tokenizer.eos_ids, "device": chosen}
+    return Scores(policy, sampled(policy, asked, **how)), str(chosen)
 
 
 def _rows(found: Tuned, model: str, device: str, seed: int, max_tokens: int) -> list[dict[str, object]]:

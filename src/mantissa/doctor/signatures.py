@@ -173,7 +173,7 @@ def _rows(e: Evidence, tests: int) -> Finding:
     from scipy.special import bdtrc, pdtri
 
     t, texts = e.clean, [each.tokens.tobytes() for each in e.dump.sequences]
-    lengths, columns = np.bincount(t.sequence), list[tuple[Array, ...]]()
+    lengths, columns = np.bincount(t.sequence), [tuple(np.zeros(0, dtype=kind) for kind in (int, bool, bool, bool))]
     first = np.searchsorted(t.sequence, np.arange(len(lengths)))
     for length in np.unique(lengths[lengths >= 3]):
         rows = np.flatnonzero(lengths == length)[:_ROWS]
@@ -182,17 +182,16 @@ def _rows(e: Evidence, tests: int) -> Finding:
         twins = same[:, None] == same
         if twins.all():
             continue  # one sequence alone, or the same one again and again
-        own, others, chance = _apart(t.y[at], t.x[at]), *(
-            np.where(twins, np.inf, _apart(side[at], t.x[at])).min(1) for side in (t.y, t.x))
-        own = np.diag(own)
-        bad = own > e.usual
-        columns.append((t.unit[at[:, 0]], bad, bad & (others <= np.minimum(e.usual, own / 2)), chance <= e.usual))
-    unit, bad, hit, chance = (np.concatenate(column) for column in zip(*columns, strict=True)) if columns else [()] * 4
+        apart = _apart(t.y[at], t.x[at])
+        own, other = np.diag(apart), np.where(twins, np.inf, apart).min(1)
+        bad, near = own > e.usual, np.where(twins, np.inf, _apart(t.x[at], t.x[at])).min(1) <= e.usual
+        columns.append((t.unit[at[:, 0]], bad, bad & (other <= np.minimum(e.usual, own / 2)), near))
+    unit, bad, hit, near = (np.concatenate(column) for column in zip(*columns, strict=True))
     if len(set(unit)) < FEWEST:
         return _untested("rows", "fewer than 8 prompts have sequences of one length, which alone could be confused")
-    hits, tried, by_chance = int(hit.sum()), int(bad.sum()), (float(chance.sum()) + 1) / (len(chance) + 1)
+    hits, tried, by_chance = int(hit.sum()), int(bad.sum()), (float(near.sum()) + 1) / (len(near) + 2)
     beyond = hits / max(tried, 1) - by_chance > 0.25 and len(set(unit[hit])) >= 3
-    least = max(3, int(np.ceil(np.log(LEVEL / tests) / np.log(by_chance)))) if by_chance < 1 else np.inf
+    least = max(3, int(np.ceil(np.log(LEVEL / tests) / np.log(by_chance))))
     said = f"{hits} of {len(unit)} sequences fit another sequence's row and not their own"
     return Finding("rows", True, float(bdtrc(hits - 1, tried, by_chance)) if beyond else 1.0, hits / len(unit),
                    "of sequences", float(pdtri(least - 1, 1 - POWER)) / len(unit), said)  # fmt: skip

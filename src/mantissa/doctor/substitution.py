@@ -116,8 +116,8 @@ def declared(scores: Scores, settings: Settings) -> tuple[Side, Side]:
     """Both sides, learner first, as a dump says; plain where it is silent.
 
     A format that is not said is the other side's; where neither is, the wide one whose log-probs are nearest to the
-    learner's. vLLM's raw log-probs are those of temperature 1. Only ``processed_logprobs`` have a top-k or top-p, or are of the
-    tokens that the dump says were kept.
+    learner's. vLLM's raw log-probs are those of temperature 1. Only ``processed_logprobs`` have a top-k or top-p, or
+    are of the tokens that the dump says were kept.
     """
     temperature = settings.temperature or 1.0
     named = [settings.learner_format or settings.rollout_format, settings.rollout_format or settings.learner_format]
@@ -144,9 +144,7 @@ def hypotheses(scores: Scores, learner: Side, rollout: Side, settings: Settings)
     found = []
     both: tuple[tuple[Which, Side], ...] = (("rollout", rollout), ("learner", learner))
     for which, side in both:
-        found += (
-            _formats(which, side) + _distribution(which, side, settings) + _support(which, side, settings, scores)
-        )
+        found += _formats(which, side) + _distribution(which, side, settings) + _support(which, side, settings, scores)
         found += [
             Hypothesis(f"weights of {name} in the {which}", which, {"weights": name}, ("sync_weights",), True)
             for name in scores.versions
