@@ -204,14 +204,8 @@ class _Tuner:
     def __init__(
         self, scores: Scores, budget: float, base: str, figure: Figure, every: list[Group], say: Callable[[str], None]
     ) -> None:
-        self.scores, self.budget, self.base, self.figure, self.every, self.say = (
-            scores,
-            budget,
-            base,
-            figure,
-            every,
-            say,
-        )
+        self.scores, self.every, self.say = scores, every, say
+        self.budget, self.base, self.figure = budget, base, figure
         half = Side(base, base=base)
         self.learner = scores(half)
         self.engine = self.learner - scores(replace(half, habits=frozenset(SERVING.items())))
