@@ -424,14 +424,19 @@ def _share(value: float, low: float, high: float) -> str:
 
 
 def causes(metric: str) -> str:
-    """The newest row of each cause, or of each hypothesis on its own, largest share first."""
-    newest = {r["name"]: r for r in _rows("substitution") if r["metric"] == metric}
-    rows = sorted(newest.values(), key=lambda r: (r["name"] == "unexplained", -r["share"]))
+    """The newest row of each cause, or of each hypothesis on its own, by format and largest share first."""
+    newest = {(r["pair"], r["name"]): r for r in _rows("substitution") if r["metric"] == metric}
+    rows = sorted(newest.values(), key=lambda r: (r["pair"], r["name"] == "unexplained", -r["share"]))
     if metric == "cause":
-        lines = [[r["name"], _share(r["share"], r["low"], r["high"]), r["note"]] for r in rows]
-        return table(("cause", "share of the squared gap", "note"), lines)
-    lines = [[r["name"], f"{r['share']:.1%}<br>{r['share_low']:.1%}..{r['share_high']:.1%}"] for r in rows]
-    return table(("hypothesis", "share"), lines)
+        lines = [[r["pair"], r["name"], _share(r["share"], r["low"], r["high"]), r["note"]] for r in rows]
+        return table(("format", "cause", "share of the squared gap", "note"), lines)
+
+    def shown(pair: str, name: str) -> str:
+        r = newest.get((pair, name))
+        return "" if r is None else f"{r['share']:.1%}<br>{r['share_low']:.1%}..{r['share_high']:.1%}"
+
+    names, pairs = dict.fromkeys(r["name"] for r in rows), sorted({r["pair"] for r in rows})
+    return table(("hypothesis", *pairs), [[name, *(shown(pair, name) for pair in pairs)] for name in names])
 
 
 def tuned() -> str:

@@ -102,8 +102,9 @@ def _sampled(
     config = GapConfig(model, chosen, max_tokens=max_tokens)
     asked = encode(texts, tokenizer, policy.config.max_position_embeddings, config)
     progress(f"sampling {len(asked)} completions in {base}")
-    how = {"format": base, "max_tokens": max_tokens, "seed": seed, "stop": tokenizer.eos_ids, "device": chosen}
-    return Scores(policy, sampled(policy, asked, **how)), str(chosen)
+    stop, device = tokenizer.eos_ids, str(chosen)
+    sequences = sampled(policy, asked, format=base, max_tokens=max_tokens, seed=seed, stop=stop, device=chosen)
+    return Scores(policy, sequences), device
 
 
 def _rows(found: Tuned, model: str, device: str, seed: int, max_tokens: int) -> list[dict[str, object]]:

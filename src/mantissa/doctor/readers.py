@@ -302,7 +302,7 @@ def _plain(where: str, row: Row) -> Scored:
             ours, theirs = (np.array(side, dtype=np.int64).reshape(length, -1) for side in sides)
             flipped = (np.sort(ours, 1) != np.sort(theirs, 1)).any(1)
     return Scored(
-        tokens, prompt, *both, mask, rollout_version=version,
+        tokens, prompt, both[0], both[1], mask, rollout_version=version,
         learner_version=_count(where, row, "learner_version"), group=group, flipped=flipped,
         kept=None if row.get("kept") is None else _kept(where, row["kept"], tokens[prompt:]),
     )  # fmt: skip
@@ -410,7 +410,7 @@ def _slime(path: Path, data: Row) -> list[Scored]:
         both = [_logp(where, name, sample[name], length) for name in names]
         mask = _mask(where, "loss_mask", sample.get("loss_masks", sample.get("loss_mask")), length)
         version = versions.get(_count(where, sample, "rollout_position", _count(where, sample, "sample_index", place)))
-        found.append(Scored(tokens, len(tokens) - length, *both, mask, version))
+        found.append(Scored(tokens, len(tokens) - length, both[0], both[1], mask, version))
     return found
 
 
@@ -458,7 +458,7 @@ def _skyrl(path: Path, data: Row) -> list[Scored]:
         both = [_logp(where, name, data[name][place, :length], length) for name in names]
         mask = _mask(where, "loss_mask", (response if loss is None else loss)[place, :length], length)
         group = groups.get(uids[place]) if isinstance(uids, list) and len(uids) == rows else None
-        found.append(Scored(np.concatenate([prompt, answer]), len(prompt), *both, mask, group=group))
+        found.append(Scored(np.concatenate([prompt, answer]), len(prompt), both[0], both[1], mask, group=group))
     return found
 
 

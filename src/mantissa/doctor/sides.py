@@ -162,10 +162,11 @@ class Scores:
             np.concatenate([getattr(s, f"{side}_logp")[c] for s, c in zip(self.sequences, self._counts, strict=True)])
             for side in ("rollout", "learner")
         )
-        self.kept = [
-            None if s.kept is None or s.kept[place] is None else torch.as_tensor(s.kept[place])
-            for s, c in zip(self.sequences, self._counts, strict=True) for place in c.nonzero()[0]
+        kept = [
+            None if s.kept is None else s.kept[place]
+            for s, c in zip(self.sequences, self._counts, strict=True) for place in c.nonzero()[0].tolist()
         ]  # fmt: skip
+        self.kept = [None if ids is None else torch.from_numpy(ids) for ids in kept]
         self._known: dict[Side, Array] = {}
 
     def _check(self) -> None:
