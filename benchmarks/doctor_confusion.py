@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--trials", type=int, default=10)
-    parser.add_argument("--only", default="", help="part of a kind's name")
+    parser.add_argument("--only", default="", help="parts of kinds' names, with commas")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     for source in options.sources:
@@ -104,6 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             append(RESULTS, [{"benchmark": "doctor_confusion", "metric": "names", "source": source} | row], "cpu")
             print(f"{row['format']} {row['kind']} {row['strength']}: {row['right']}/{row['trials']} {row['given']}"
                   f"{'' if row['within'] else ' (below the stated power)'}", flush=True)  # fmt: skip
+
+
+def wanted(kind: str, options: argparse.Namespace) -> bool:
+    return any(part in kind for part in options.only.split(","))
 
 
 def of_run(path: Path, options: argparse.Namespace) -> Iterator[dict[str, object]]:
@@ -123,7 +127,7 @@ def of_run(path: Path, options: argparse.Namespace) -> Iterator[dict[str, object
                   "right": given.count(HEALTHY), "within": True}  # fmt: skip
     pool = Kept(list(whole.sequences))
     for seed, (kind, fault) in enumerate(FAULTS.items()):
-        for strength in fault.strengths if fault.arrays and options.only in kind else ():
+        for strength in fault.strengths if fault.arrays and wanted(kind, options) else ():
             row = judge(pool, fault, strength, whole.settings, options.trials, seed)
             yield head | {"kind": kind, "strength": strength, "names": list(fault.names)} | row
 
@@ -140,7 +144,7 @@ def of_policy(source: str, options: argparse.Namespace) -> Iterator[dict[str, ob
             (kind, fault, strength)
             for kind, fault in FAULTS.items()
             for strength in fault.strengths
-            if options.only in kind and not (options.shared and fault.rolls)
+            if wanted(kind, options) and not (options.shared and fault.rolls)
         ]
         for seed, (kind, fault, strength) in enumerate(kinds):
             started = time.perf_counter()
