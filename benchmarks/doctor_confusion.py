@@ -64,6 +64,10 @@ def judge(
     row: dict[str, object] = {"given": {name: given.count(name) for name in sorted(set(given))}, "trials": count}
     if fault is None:
         return row | {"right": given.count(HEALTHY), "within": True}
+    sides = [[np.concatenate([getattr(s, side) for s in d]) for d in (dumped, pool.healthy())]
+             for side in ("rollout_logp", "learner_logp")]  # fmt: skip
+    if all(len(a) == len(b) and np.array_equal(a, b, equal_nan=True) for a, b in sides) and "stale" not in fault.names:
+        return row | {"right": 0, "within": False}  # the draw put nothing in
     whole = examine(Dump("plain", Path("blind"), dumped, settings))
     within = False
     for name in fault.names:
