@@ -350,6 +350,7 @@ class Fault:
 
 
 _LARGE = ("too_large", "context", "nondeterministic")
+_PROMPT = (*_LARGE, "first_token")  # whose answer names the prompt too
 FAULTS: dict[str, Fault] = {
     "temperature left out by the learner": Fault(("temperature",), (0.7, 0.9), _temperature_left_out, True),
     "raw log-probs from the engine": Fault(("temperature",), (0.7, 0.9), _raw, True),
@@ -378,9 +379,9 @@ FAULTS: dict[str, Fault] = {
     "the rollout's logits in bf16": Fault(("half_logits",), (0.0,),
                                           lambda p, s, d: _cut_rollout(p, d, logits_format=BF16), True),
     "the learner's logits in fp16": Fault(("half_logits",), (0.0,), _logits_in(FP16)),
-    "BOS or first token missing": Fault(_LARGE, (0.0,), _prompts(lambda prompt: prompt[1:])),
-    "prompt cut in half": Fault(_LARGE, (0.0,), _prompts(lambda prompt: prompt[len(prompt) // 2 :])),
-    "template applied twice": Fault(_LARGE, (0.0,), _prompts(lambda prompt: [*prompt[:2], *prompt])),
+    "BOS or first token missing": Fault(_PROMPT, (0.0,), _prompts(lambda prompt: prompt[1:])),
+    "prompt cut in half": Fault(_PROMPT, (0.0,), _prompts(lambda prompt: prompt[len(prompt) // 2 :])),
+    "template applied twice": Fault(_PROMPT, (0.0,), _prompts(lambda prompt: [*prompt[:2], *prompt])),
     "stale weights, versions known": Fault(("stale",), (0.2, 0.4), _stale, True),
     "one engine of several": Fault(("some_sequences",), (0.125, 0.25), _one_engine, True),
     "other weights": Fault(_LARGE, (0.05, 0.2, 0.4), _other_weights, True),

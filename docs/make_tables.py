@@ -424,14 +424,19 @@ def _share(value: float, low: float, high: float) -> str:
 
 
 def causes(metric: str) -> str:
-    """The newest row of each cause, or of each hypothesis on its own, largest share first."""
-    newest = {r["name"]: r for r in _rows("substitution") if r["metric"] == metric}
-    rows = sorted(newest.values(), key=lambda r: (r["name"] == "unexplained", -r["share"]))
+    """The newest row of each cause, or of each hypothesis on its own, by format and largest share first."""
+    newest = {(r["pair"], r["name"]): r for r in _rows("substitution") if r["metric"] == metric}
+    rows = sorted(newest.values(), key=lambda r: (r["pair"], r["name"] == "unexplained", -r["share"]))
     if metric == "cause":
-        lines = [[r["name"], _share(r["share"], r["low"], r["high"]), r["note"]] for r in rows]
-        return table(("cause", "share of the squared gap", "note"), lines)
-    lines = [[r["name"], f"{r['share']:.1%}<br>{r['share_low']:.1%}..{r['share_high']:.1%}"] for r in rows]
-    return table(("hypothesis", "share"), lines)
+        lines = [[r["pair"], r["name"], _share(r["share"], r["low"], r["high"]), r["note"]] for r in rows]
+        return table(("format", "cause", "share of the squared gap", "note"), lines)
+
+    def shown(pair: str, name: str) -> str:
+        r = newest.get((pair, name))
+        return "" if r is None else f"{r['share']:.1%}<br>{r['share_low']:.1%}..{r['share_high']:.1%}"
+
+    names, pairs = dict.fromkeys(r["name"] for r in rows), sorted({r["pair"] for r in rows})
+    return table(("hypothesis", *pairs), [[name, *(shown(pair, name) for pair in pairs)] for name in names])
 
 
 def tuned() -> str:
@@ -559,13 +564,38 @@ def doctor_usual() -> str:
     return table(["format", "size of u", "too large beyond", "source"], rows)
 
 
+_CHOSEN_ON = ("runs/demo-short", "runs/heldout", "runs/smollm2-bf16-1", "runs/smollm2-fp16-1")
+
+
+def _confusions() -> list[Row]:
+    """The newest row of each policy, format, kind and strength."""
+    rows = _rows("doctor_confusion")
+    return list({(r["source"], r["format"], r["kind"], r["strength"]): r for r in rows}.values())
+
+
+def doctor_policies() -> str:
+    """By policy: healthy ones, false alarms, faults within the stated power and in all."""
+    lines, sources = [], sorted({r["source"] for r in _confusions()}, key=lambda s: (s in _CHOSEN_ON, s))
+    for source in sources:
+        rows = [r for r in _confusions() if r["source"] == source]
+        healthy, faults = ([r for r in rows if r["kind"].startswith("healthy") is kind] for kind in (True, False))
+        trials, right, unknown = (sum(row) for row in zip(
+            *((r["trials"], r["right"], r["given"].get("unknown", 0)) for r in healthy), strict=True))  # fmt: skip
+        within = [r for r in faults if r["within"]]
+        counts = [f"{sum(r['right'] for r in part):,} of {sum(r['trials'] for r in part):,}"
+                  for part in (within, faults)]  # fmt: skip
+        told = f"{right} of {trials}" + (f" ({unknown} not known)" if unknown else "")
+        chosen = "chosen on" if source in _CHOSEN_ON else "held out"
+        lines.append([f"`{source.removeprefix('runs/')}`", chosen, told, str(trials - right - unknown), *counts])
+    return table(["policy", "thresholds", "healthy called so", "false alarms", "right, within power", "in all"], lines)
+
+
 def doctor_confusion() -> str:
-    """The confusion matrix: what each kind of fault was called, newest rows of each policy and format."""
-    newest: dict[tuple[Any, ...], Row] = {}
-    for row in _rows("doctor_confusion"):
-        newest[row["source"], row["format"], row["kind"], row["strength"]] = row
+    """The confusion matrix of the held-out policies: what each kind of fault was called."""
     kinds: dict[tuple[bool, str], list[Row]] = {}
-    for row in newest.values():
+    for row in _confusions():
+        if row["source"] in _CHOSEN_ON:
+            continue
         kinds.setdefault((not row["kind"].startswith("healthy"), row["kind"]), []).append(row)
     lines, totals = [], {True: [0, 0], False: [0, 0]}
     for (fault, kind), rows in sorted(kinds.items(), key=lambda item: item[0]):
@@ -611,6 +641,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "doctor_signatures": doctor_signatures,
         "doctor_usual": doctor_usual,
         "doctor_confusion": doctor_confusion,
+        "doctor_policies": doctor_policies,
     },
     "emulated.md": {"switch_sizes": switch_sizes, "switches_on_vllm": switches_on_vllm},
     "substitution.md": {"causes": lambda: causes("cause"), "alone": lambda: causes("alone")},

@@ -68,12 +68,20 @@ def written_again(framework: str, folder: Path) -> Path:
 
 
 def test_parquet_is_read_as_jsonl_is(tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in dumps.write_plain(tmp_path / "x.jsonl", SEQUENCES).read_text().splitlines()]
+    sampled = [each.tokens[each.prompt_length :].tolist() for each in SEQUENCES]
+    wrote = dumps.write_plain(tmp_path / "x.jsonl", SEQUENCES).read_text().splitlines()
+    rows = [json.loads(line) | {"kept": [[t, 7, 9] for t in ids[:-1]] + [None]}
+            for line, ids in zip(wrote, sampled, strict=True)]  # fmt: skip
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
     one, other = read_dump(tmp_path / "x.jsonl"), read_dump(tmp_path / "x.parquet")
     for a, b in zip(one.sequences, other.sequences, strict=True):
         np.testing.assert_array_equal(a.learner_logp, b.learner_logp)
         np.testing.assert_array_equal(a.tokens, b.tokens)
+        assert a.kept is not None
+        assert b.kept is not None
+        assert a.kept[-1] is b.kept[-1] is None
+        np.testing.assert_array_equal(a.kept[:-1], b.kept[:-1])
 
 
 def test_masked_and_padded_positions_are_not_compared(tmp_path: Path) -> None:
@@ -118,6 +126,7 @@ PLAIN = {"tokens": [1, 2, 3], "prompt_length": 1, "rollout_logp": [-1.0, -2.0], 
             {"rollout_logp": ["a", "b"]}, {"rollout_logp": [None, None]}, {"mask": [True]}, {"mask": [False, False]},
             {"temperature": -1}, {"temperature": "hot"}, {"top_p": 7}, {"policy_version": -3}, {"policy_version": 2.5},
             {"rollout_experts": [[1]], "learner_experts": [[1]]},
+            {"kept": [[2]]}, {"kept": [[2], [2]]}, {"kept": [[2], [3, -1]]}, {"kept": [[2], 3]}, {"kept": "all"},
             {"tokens": [], "rollout_logp": [], "learner_logp": []},
             {"tokens": [2**63, 1, 2]}, {"prompt_length": True}, {"rollout_logp": [float("inf")] * 2},
         )),

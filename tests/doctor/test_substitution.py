@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import injected as made
+from injected import CONFIG
 from mantissa.doctor.dump import Settings
 from mantissa.doctor.sides import Scores, Side, cached
 from mantissa.doctor.substitution import (
@@ -92,6 +93,26 @@ def test_a_damaged_layer_is_found(kind: str) -> None:
 def test_a_truncated_support_is_found_where_the_dump_does_not_say() -> None:
     result = found(made.injected(POLICY, BF16, replace(BF16, top_p=0.9)), settings=Settings())
     assert named(result) == pytest.approx({"top-p 0.9 in the rollout": 1, "unexplained": 0})
+
+
+def test_the_tokens_that_a_dump_says_were_kept_are_its_support() -> None:
+    """No top-k or top-p could be guessed here: at each position other tokens were dropped, and none at every third."""
+    draw = np.random.default_rng(0)
+    sequences = []
+    for each in made.texts():
+        sampled = each.tokens[each.prompt_length :]
+        kept = [np.union1d(draw.choice(CONFIG.vocab_size, 20), [t]) if n % 3 else None for n, t in enumerate(sampled)]
+        sequences.append(replace(each, kept=kept))
+    scores = Scores(POLICY, sequences)
+    whole, cut = scores.all([BF16, replace(BF16, kept=True)])
+    gained = cut - whole  # -log p(kept)
+    thirds = np.concatenate([np.arange(len(each.mask)) % 3 == 0 for each in sequences])
+    assert (gained[thirds] == 0).all()
+    assert (gained[~thirds] > 0.1).all()
+    result = found(made.with_logps(sequences, whole, cut), settings=Settings())
+    assert named(result) == pytest.approx({"the kept tokens alone in the rollout": 1, "unexplained": 0})
+    processed = Settings(logprobs_mode="processed_logprobs", top_k=5)
+    assert declared(Scores(POLICY, made.with_logps(sequences, whole, cut)), processed)[1].kept
 
 
 def test_two_sources_share_the_gap_and_the_shares_add_up() -> None:

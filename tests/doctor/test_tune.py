@@ -75,6 +75,19 @@ def test_a_budget_for_everything_and_one_for_nothing(scores: Scores) -> None:
         check(found, POLICY.projections)
 
 
+@pytest.mark.parametrize("figure", ["seq_std", "k3"])
+def test_the_learners_gap_is_the_rollouts_turned_round(scores: Scores, figure: Any) -> None:
+    rollout, learner = (tune(scores, budget=5.0, base="bf16", blocks=1, figure=figure, role=role)
+                        for role in ("rollout", "learner"))  # fmt: skip
+    d = (scores(Side("fp8")) - scores(Side("bf16")))[np.isin(scores.of_sequence, range(1, 24, 2))]
+    value = learner.rows[0].measured.value
+    assert value == (pytest.approx((np.expm1(d) - d).mean()) if figure == "k3" else rollout.rows[0].measured.value)
+    assert (value == rollout.rows[0].measured.value) == (figure == "seq_std")
+    assert learner.rows[0].saved == 0.0
+    assert learner.recipe() == {"precision": {"train": "fp8", "rollout": "bf16", "fp8": {"base": "bf16"}}}
+    assert learner.verl() == ["actor_rollout_ref.rollout.dtype=bfloat16"]
+
+
 def test_a_groups_bytes_are_counted_against_all_that_a_step_reads(scores: Scores) -> None:
     every = groups(POLICY, 2)
     weights = dict(POLICY.named_parameters())

@@ -32,6 +32,7 @@ def test_what_trl_scores_is_recorded(tmp_path: Path) -> None:
     assert dump.framework == "trl"
     assert dump.settings.temperature == 0.8
     assert len(dump.sequences) == 8
+    assert len({each.group for each in dump.sequences}) == 2  # of four samples of a prompt
     for each in dump.sequences:
         assert each.prompt_length == 3
         assert each.mask.sum() == 5

@@ -14,40 +14,35 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mantissa.doctor.diagnosis import Diagnosis
+    from mantissa.doctor.dump import Dump
     from mantissa.doctor.layers import ByLayer
-    from mantissa.model import Tokenizer
+    from mantissa.runs.page import Block
+
+
+_From = Annotated[
+    str | None,
+    typer.Option("--from", metavar="NAME", help="mantissa, nemo-rl, prime-rl, slime, skyrl, plain, verl or trl.",
+                 show_default="found by looking"),
+]  # fmt: skip
+_Out = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Where the page and its numbers go.", show_default="doctor-TIME")
+]
+_MODEL = "Of the tokens: find causes by scoring them again. A run's own folder: its checkpoints."
+_OTHER = "Weights that one side may have had in place of these."
+_BY_LAYER = "Follow both sides, as found, through the layers."
+_ENGINE = "Ask a live server for the rollout's log-probs, with --model."
 
 
 def doctor(
     source: Annotated[
         Path, typer.Argument(metavar="RUN|DUMP", help="A run's folder, or log-probs another framework saved.")
     ],
-    framework: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="NAME",
-            help="mantissa, nemo-rl, prime-rl, slime, skyrl, plain, verl or trl.",
-            show_default="found by looking",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Where the page and its numbers go.", show_default="doctor-TIME"),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Of the tokens: find causes by scoring them again. A run's own folder: its checkpoints."),
-    ] = None,
-    other: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Weights that one side may have had in place of these.")
-    ] = None,
-    engine: Annotated[
-        str | None, typer.Option(metavar="URL", help="Ask a live server for the rollout's log-probs, with --model.")
-    ] = None,
-    by_layer: Annotated[
-        bool, typer.Option("--by-layer", help="Follow both sides, as found, through the layers.")
-    ] = False,
+    framework: _From = None,
+    out: _Out = None,
+    model: Annotated[str | None, typer.Option(help=_MODEL)] = None,
+    other: Annotated[str | None, typer.Option(metavar="MODEL", help=_OTHER)] = None,
+    engine: Annotated[str | None, typer.Option(metavar="URL", help=_ENGINE)] = None,
+    by_layer: Annotated[bool, typer.Option("--by-layer", help=_BY_LAYER)] = False,
     sequences: Annotated[int, typer.Option(min=8, help="How many are scored with the model.")] = 48,
     device: Device = "auto",
 ) -> None:
@@ -74,42 +69,47 @@ def doctor(
     from mantissa.doctor.page import write_page
     from mantissa.doctor.readers import read_dump
 
-    dump, found = read_dump(source, framework), None
-
-    def text(token: int) -> str:
-        return str(token) if tokenizer is None else repr(tokenizer.decode([token]))
-
-    tokenizer: Tokenizer | None = None
+    dump, further = read_dump(source, framework), list["Block"]()
     for name, given in (("--engine", engine), ("--other", other), ("--by-layer", by_layer)):
         if given and model is None:
             raise MantissaError(f"{name} needs the model that the tokens are of: give --model too")
-    if model is not None:
-        from mantissa.doctor.consult import blocks, consult
-        from mantissa.rl.assemble import be_deterministic, choose_device
-        from mantissa.rl.patient import at
-
-        chosen = choose_device(device)
-        be_deterministic(chosen)
-        progress(f"loading {model}")
-        patient = at(model, dump, other, chosen)
-        dump = patient.dump
-        if engine is not None:
-            from mantissa.doctor.live import asked
-
-            dump = asked(dump, engine, sequences, progress)
-        found = consult(
-            dump, examine(dump), patient.model, patient.versions,
-            sequences=sequences, layers=by_layer, say=progress,
-        )  # fmt: skip
-        progress("")
-        tokenizer = patient.tokenizer
-
-    diagnosis = examine(dump) if found is None else found.diagnosis
-    _show(diagnosis)
-    if found is not None and by_layer:
-        _show_layers(found.layers, text)
-    typer.echo(f"page: {write_page(dump, diagnosis, out, [] if found is None else blocks(found, text))}")
+    if model is None:
+        diagnosis = examine(dump)
+        _show(diagnosis)
+    else:
+        dump, diagnosis, further = _with_model(dump, model, other, engine, by_layer, sequences, device)
+    typer.echo(f"page: {write_page(dump, diagnosis, out, further)}")
     raise typer.Exit(0 if diagnosis.verdict in (Verdict.HEALTHY, Verdict.UNKNOWN) else 1)
+
+
+def _with_model(
+    dump: Dump, model: str, other: str | None, engine: str | None, by_layer: bool, sequences: int, device: str
+) -> tuple[Dump, Diagnosis, list[Block]]:
+    """Score the tokens again, say what was found, and return it with the page's further blocks."""
+    from mantissa.doctor.consult import blocks, consult
+    from mantissa.doctor.examine import examine
+    from mantissa.rl.assemble import be_deterministic, choose_device
+    from mantissa.rl.patient import at
+
+    be_deterministic(chosen := choose_device(device))
+    progress(f"loading {model}")
+    patient = at(model, dump, other, chosen)
+    dump = patient.dump
+    if engine is not None:
+        from mantissa.doctor.live import asked
+
+        dump = asked(dump, engine, sequences, progress)
+    scored = (dump, examine(dump), patient.model, patient.versions)
+    found = consult(*scored, sequences=sequences, layers=by_layer, say=progress)
+    progress("")
+
+    def text(token: int) -> str:
+        return repr(patient.tokenizer.decode([token]))
+
+    _show(found.diagnosis)
+    if by_layer:
+        _show_layers(found.layers, text)
+    return dump, found.diagnosis, blocks(found, text)
 
 
 def _show(diagnosis: Diagnosis) -> None:

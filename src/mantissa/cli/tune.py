@@ -1,4 +1,4 @@
-"""``mantissa tune``: which projections can be fp8 in the rollout while the gap stays within a budget."""
+"""``mantissa tune``: which projections can be fp8 in the rollout or learner while the gap stays within a budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from mantissa.cli.machine import crowded, keep_freed_memory
 from mantissa.errors import MantissaError
 
 if TYPE_CHECKING:
-    from mantissa.doctor.tune import Figure, Tuned
+    from mantissa.doctor.sides import Scores
+    from mantissa.doctor.tune import Figure, Role, Tuned
 
 _TABLE_WIDTH = 120
 
@@ -26,6 +27,7 @@ def tune(
         typer.Option(help="seq_std: std over sequences of their mean log-ratio; k3: of KL(rollout || learner)."),
     ] = "seq_std",
     base: Annotated[str, typer.Option(help="bf16 or fp16: the learner, and what is not fp8 in the rollout.")] = "fp16",
+    role: Annotated[str, typer.Option(help="rollout or learner: which of the two is fp8 where chosen.")] = "rollout",
     blocks: Annotated[int, typer.Option(help="Layers are tried in so many blocks of neighbours.")] = 6,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="One prompt a line.", show_default="32 of our own")
@@ -39,7 +41,7 @@ def tune(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON, one a line.")] = False,
 ) -> None:
-    """Find the projections that can be fp8 in the rollout while the gap to a half learner stays within a budget.
+    """Find the projections that can be fp8 in one role while the gap to the other, in a half, stays within a budget.
 
     Samples completions, scores them with single groups of projections in fp8, takes the cheapest as long as the budget
     allows, and measures the whole set on sequences that had no part in the choice.
@@ -50,24 +52,51 @@ def tune(
 
     mantissa tune FOLDER --figure k3 --budget 0.001 --out tuned
     """
+    if figure not in ("seq_std", "k3"):
+        raise MantissaError(f"--figure {figure}: expected seq_std or k3")
+    if role not in ("rollout", "learner"):
+        raise MantissaError(f"--role {role}: expected rollout or learner")
+    if base not in ("bf16", "fp16"):
+        raise MantissaError(f"--base {base}: expected bf16 or fp16")
+    if max_tokens < 1:
+        raise MantissaError(f"--max-tokens {max_tokens}: expected 1 or more")
     keep_freed_memory()
+    scores, chosen = _sampled(model, prompts, base, max_tokens, seed, device)
+
+    from mantissa.doctor.tune import check
+    from mantissa.doctor.tune import tune as find
+
+    how = (cast("Figure", figure), cast("Role", role))
+    found = find(scores, budget=budget, base=base, figure=how[0], role=how[1], blocks=blocks, say=progress)
+    check(found, scores.model.projections)
+    progress("")
+    rows = _rows(found, model, chosen, seed, max_tokens)
+    if out is not None:
+        _keep(out, found, rows)
+    if as_json:
+        for row in rows:
+            typer.echo(json.dumps(row))
+        return
+    _show(found, model)
+    if out is not None:
+        typer.echo(f"for a recipe: {out / 'tune.yaml'}{'; for vLLM and verl: beside it' * (role == 'rollout')}")
+    elif role == "rollout":
+        typer.echo("the same for vLLM and verl, whose lists are long: --out FOLDER")
+
+
+def _sampled(
+    model: str, prompts: Path | None, base: str, max_tokens: int, seed: int, device: str
+) -> tuple[Scores, str]:
+    """Completions of the model in the half, to be scored in every other way; and the device."""
     import torch
 
     from mantissa.bench.gap import GapConfig, encode, read_prompts
     from mantissa.doctor.live import sampled
     from mantissa.doctor.sides import Scores
     from mantissa.doctor.substitution import plain_policy
-    from mantissa.doctor.tune import check
-    from mantissa.doctor.tune import tune as find
     from mantissa.rl.adapters import open_policy, policy_folder
     from mantissa.rl.assemble import be_deterministic, choose_device
 
-    if figure not in ("seq_std", "k3"):
-        raise MantissaError(f"--figure {figure}: expected seq_std or k3")
-    if base not in ("bf16", "fp16"):
-        raise MantissaError(f"--base {base}: expected bf16 or fp16")
-    if max_tokens < 1:
-        raise MantissaError(f"--max-tokens {max_tokens}: expected 1 or more")
     chosen, texts = choose_device(device), read_prompts(prompts)
     echo_warning(crowded(torch.get_num_threads()), err=True)
     be_deterministic(chosen)
@@ -77,31 +106,9 @@ def tune(
     config = GapConfig(model, chosen, max_tokens=max_tokens)
     asked = encode(texts, tokenizer, policy.config.max_position_embeddings, config)
     progress(f"sampling {len(asked)} completions in {base}")
-    sequences = sampled(
-        policy, asked, format=base, max_tokens=max_tokens, seed=seed, stop=tokenizer.eos_ids, device=chosen
-    )
-    found = find(
-        Scores(policy, sequences),
-        budget=budget,
-        base=base,
-        figure=cast("Figure", figure),
-        blocks=blocks,
-        say=progress,
-    )
-    check(found, policy.projections)
-    progress("")
-    rows = _rows(found, model, str(chosen), seed, max_tokens)
-    if out is not None:
-        _keep(out, found, rows)
-    if as_json:
-        for row in rows:
-            typer.echo(json.dumps(row))
-        return
-    _show(found, model)
-    if out is None:
-        typer.echo("the same for vLLM and verl, whose lists are long: --out FOLDER")
-    else:
-        typer.echo(f"for a recipe: {out / 'tune.yaml'}; for vLLM and verl: vllm.json, verl.txt beside it")
+    stop, device = tokenizer.eos_ids, str(chosen)
+    sequences = sampled(policy, asked, format=base, max_tokens=max_tokens, seed=seed, stop=stop, device=chosen)
+    return Scores(policy, sequences), device
 
 
 def _rows(found: Tuned, model: str, device: str, seed: int, max_tokens: int) -> list[dict[str, object]]:
@@ -111,6 +118,7 @@ def _rows(found: Tuned, model: str, device: str, seed: int, max_tokens: int) -> 
 
     common = {
         "model": model,
+        "role": found.role,
         "base": found.base,
         "budget": found.budget,
         "figure": found.figure,
@@ -142,6 +150,8 @@ def _keep(out: Path, found: Tuned, rows: list[dict[str, object]]) -> None:
         out.mkdir(parents=True, exist_ok=True)
     write_jsonl(out / "tune.jsonl", rows)
     write_atomically(out / "tune.yaml", yaml.safe_dump(found.recipe(), sort_keys=False))
+    if found.role == "learner":
+        return
     if found.rows[0].taken:
         write_atomically(out / "vllm.json", json.dumps({"quantization_config": found.vllm()}) + "\n")
     write_atomically(out / "verl.txt", "".join(f"{line}\n" for line in found.verl()))
@@ -154,7 +164,7 @@ def _show(found: Tuned, model: str) -> None:
 
     console = screen(_TABLE_WIDTH)
     what = {"seq_std": "std over sequences of S/T, nats", "k3": "k3, nats a token"}[found.figure]
-    console.print(Text(f"{model}: learner {found.base}, rollout fp8 on {found.base} where chosen", style="bold"))
+    console.print(Text(f"{model}: {found.role} fp8 on {found.base} where chosen, the other {found.base}", style="bold"))
     console.print(Text(f"{found.tokens} tokens of {found.sequences} completions; {what}; half chose", style="dim"))
     table = Table("set", "layers'\nparameters\nin fp8", "bytes a step\nreads less", "figure on the\nhalf that chose",
                   "on the other half, 95%", f"at most\n{found.budget:g}", box=None, padding=(0, 2, 0, 0))  # fmt: skip

@@ -64,7 +64,7 @@ def consult(
 
 def _plain_head(side: Side) -> Side:
     """A side without what is no layer's: temperature and support."""
-    return replace(side, temperature=1.0, top_k=0, top_p=1.0)
+    return replace(side, temperature=1.0, top_k=0, top_p=1.0, kept=False)
 
 
 def _still_unknown(diagnosis: Diagnosis, found: Substitution) -> tuple[str, ...]:
@@ -86,6 +86,7 @@ def describe(side: Side) -> str:
     """A side in a few words."""
     said = [side.format, f"logits {side.logits}"]
     said += [f"cache {side.cache}"] * bool(side.cache) + [f"temperature {side.temperature:g}"] * (side.temperature != 1)
+    said += ["of the kept tokens"] * side.kept
     said += [f"top-k {side.top_k}"] * bool(side.top_k) + [f"top-p {side.top_p:g}"] * (side.top_p < 1)
     said += [f"weights of {side.weights}"] * bool(side.weights)
     return ", ".join(said + [f"{name}={value}" for name, value in sorted(side.habits)])

@@ -61,7 +61,6 @@ class Finding:
     detectable: float | None
     said: str
     tested: bool = True
-    remedies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ class Scored:
     ``tokens``: int64 [T]. ``rollout_logp``, ``learner_logp``: float64 [R], nats, as they were saved; NaN where a side
     gave none. ``mask``: bool [R], False where a position is not to be compared (a tool's answer, padding).
     ``rollout_version``, ``learner_version``: of each side's weights. ``group``: what shares a prompt. ``flipped``: bool
-    [R], where the two sides chose other experts. Each of the last four is None where the file does not say.
+    [R], where the two sides chose other experts. ``kept``: int64 ids of the tokens that the rollout's top-k and top-p
+    left, for each position; None where nothing was cut. Each of the last five is None where the file does not say.
     """
 
     tokens: np.ndarray
@@ -31,6 +32,7 @@ class Scored:
     learner_version: int | None = None
     group: int | None = None
     flipped: np.ndarray | None = None
+    kept: Sequence[np.ndarray | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ class _Follower:
         x, added = stream
         with self.scores.weights_of(how, "model.norm."), self.scores.weights_of(how, self._head_name):
             hidden = self.model.model.norm.of_sum(x, added, kernels)[1]
-            return self.scores.logp(kernels, how, batch.before(hidden), batch.tokens)
+            return self.scores.logp(kernels, how, batch.before(hidden), batch)
 
     @property
     def _head_name(self) -> str:

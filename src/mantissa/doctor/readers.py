@@ -185,7 +185,7 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
     with boundary(f"{path}: not a whole parquet file", "write it again"), pyarrow.parquet.ParquetFile(path) as file:
         known = {"tokens", "prompt_length", "rollout_logp", "learner_logp", "mask", "group", "rollout_version",
                  "learner_version", "policy_version", "finish_reason", "advantage", "completion", "step", "prompt",
-                 "framework", *_SETTINGS, *_EXPERTS}  # fmt: skip
+                 "framework", "kept", *_SETTINGS, *_EXPERTS}  # fmt: skip
         columns = [name for name in file.schema_arrow.names if name in known]
         values = sum(
             file.metadata.row_group(g).column(c).num_values
@@ -279,13 +279,6 @@ def _count(where: str, row: Row, name: str, default: int | None = None) -> int |
     return int(value)
 
 
-def _scored(
-    tokens: np.ndarray, prompt: int, both: tuple[np.ndarray, np.ndarray], mask: np.ndarray, **more: Any
-) -> Scored:
-    rollout, learner = both
-    return Scored(tokens, prompt, rollout, learner, mask, **more)
-
-
 # one row of each
 
 
@@ -296,7 +289,7 @@ def _plain(where: str, row: Row) -> Scored:
     if not 0 <= prompt <= len(tokens):
         raise MantissaError(f"{where}: prompt_length {prompt} of {len(tokens)} tokens")
     length = len(tokens) - prompt
-    both = tuple(_logp(where, name, row[name], length) for name in ("rollout_logp", "learner_logp"))
+    both = [_logp(where, name, row[name], length) for name in ("rollout_logp", "learner_logp")]
     mask = _mask(where, "mask", row.get("mask"), length)
     version = _count(where, row, "rollout_version", _count(where, row, "policy_version"))
     group = (
@@ -308,21 +301,34 @@ def _plain(where: str, row: Row) -> Scored:
         with boundary(where, "expected rollout_experts and learner_experts as lists, one a response token"):
             ours, theirs = (np.array(side, dtype=np.int64).reshape(length, -1) for side in sides)
             flipped = (np.sort(ours, 1) != np.sort(theirs, 1)).any(1)
-    return _scored(
-        tokens, prompt, (both[0], both[1]), mask, rollout_version=version,
+    return Scored(
+        tokens, prompt, both[0], both[1], mask, rollout_version=version,
         learner_version=_count(where, row, "learner_version"), group=group, flipped=flipped,
+        kept=None if row.get("kept") is None else _kept(where, row["kept"], tokens[prompt:]),
     )  # fmt: skip
+
+
+def _kept(where: str, rows: Any, sampled: np.ndarray) -> list[np.ndarray | None]:
+    """The ids that top-k and top-p left at each response position, the sampled one among them."""
+    if not isinstance(rows, list) or len(rows) != len(sampled):
+        raise MantissaError(f"{where}: kept is no list of ids for each of {len(sampled)} response tokens")
+    kept = [None if row is None else _ids(where, "kept", row) for row in rows]
+    for token, ids in zip(sampled, kept, strict=True):
+        if ids is not None and token not in ids:
+            raise MantissaError(f"{where}: token {token} was sampled and is not in its kept ids; null is all of them")
+    return kept
 
 
 _EXPERTS = ("rollout_experts", "learner_experts")
 
 
-def _whole_sequence(where: str, tokens: np.ndarray, logps: tuple[Any, Any], names: tuple[str, str], mask: np.ndarray,
-                    **more: Any) -> Scored:  # fmt: skip
+def _whole_sequence(
+    where: str, tokens: np.ndarray, logps: tuple[Any, Any], names: tuple[str, str], mask: np.ndarray
+) -> Scored:
     """Log-probs at every token of a sequence: the prompt ends where the mask begins."""
     both = [_logp(where, name, values, len(tokens)) for name, values in zip(names, logps, strict=True)]
     prompt = int(mask.argmax()) if mask.any() else len(tokens)
-    return _scored(tokens, prompt, (both[0][prompt:], both[1][prompt:]), mask[prompt:], **more)
+    return Scored(tokens, prompt, both[0][prompt:], both[1][prompt:], mask[prompt:])
 
 
 def _nemo(where: str, row: Row) -> Scored:
@@ -404,7 +410,7 @@ def _slime(path: Path, data: Row) -> list[Scored]:
         both = [_logp(where, name, sample[name], length) for name in names]
         mask = _mask(where, "loss_mask", sample.get("loss_masks", sample.get("loss_mask")), length)
         version = versions.get(_count(where, sample, "rollout_position", _count(where, sample, "sample_index", place)))
-        found.append(_scored(tokens, len(tokens) - length, (both[0], both[1]), mask, rollout_version=version))
+        found.append(Scored(tokens, len(tokens) - length, both[0], both[1], mask, version))
     return found
 
 
@@ -452,7 +458,7 @@ def _skyrl(path: Path, data: Row) -> list[Scored]:
         both = [_logp(where, name, data[name][place, :length], length) for name in names]
         mask = _mask(where, "loss_mask", (response if loss is None else loss)[place, :length], length)
         group = groups.get(uids[place]) if isinstance(uids, list) and len(uids) == rows else None
-        found.append(_scored(np.concatenate([prompt, answer]), len(prompt), (both[0], both[1]), mask, group=group))
+        found.append(Scored(np.concatenate([prompt, answer]), len(prompt), both[0], both[1], mask, group=group))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,13 @@ def write_batch(
     """One jsonl file, a row a sequence, whole or not at all.
 
     ``responses``, ``mask``, ``rollout``, ``learner``: B,R tensors, padded on the right; ``mask``: 1 at tokens that the
-    policy sampled. ``settings``: fields of every row.
+    policy sampled. ``settings``: fields of every row that are not None. Rows of one prompt are a group; ``prompts`` may
+    be empty lists, where they are not known, and then there are no groups.
     """
     lines = []
+    first = zlib.crc32(path.name.encode()) << 20  # another batch has other weights, so its groups are others
+    groups = {tuple(prompt): first + place for place, prompt in enumerate(prompts) if len(prompt)}
+    settings = {name: value for name, value in settings.items() if value is not None}
     columns = [each.detach().cpu() for each in (responses, mask.bool(), rollout.float(), learner.float())]
     for prompt, tokens, real, x, y in zip(prompts, *columns, strict=True):
         length = int(real.nonzero().max()) + 1 if bool(real.any()) else 0
@@ -29,7 +34,8 @@ def write_batch(
             row = {"tokens": [*prompt, *tokens[:length].tolist()], "prompt_length": len(prompt),
                    "rollout_logp": _finite(x[:length]), "learner_logp": _finite(y[:length]),
                    "mask": real[:length].tolist()}  # fmt: skip
-            lines.append(json.dumps(row | dict(settings), allow_nan=False) + "\n")
+            row |= {"group": groups[tuple(prompt)]} if len(prompt) else {}
+            lines.append(json.dumps(row | settings, allow_nan=False) + "\n")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(lines))

@@ -14,7 +14,6 @@ from mantissa.errors import MantissaError
 from mantissa.runs.directory import RunDirectory
 
 _ENOUGH = 200_000  # tokens: the newest steps are read until there are so many
-Encode = Any
 
 
 def read_run(path: Path, most: int = _ENOUGH) -> Dump:

@@ -53,8 +53,9 @@ class Side:
     base, as in ``precision.fp8``. ``logits``: their format. ``cache``: what keys and values are rounded to, ``""`` (no
     further), a format's name, ``fp8`` (a scale for each vector), ``fp8 of scale 1``, or ``fp8 of scale 1, cut off``
     (towards zero in place of the nearest). ``habits``: of a serving engine, switches of ``Emulation`` with their
-    values. ``temperature``, ``top_k``, ``top_p``: of the distribution that the log-probs are of. ``weights``: which
-    version, ``""`` the declared one. ``layer``: the one layer whose weights are of that version; None: all.
+    values. ``temperature``, ``top_k``, ``top_p``: of the distribution that the log-probs are of; ``kept``: of the
+    tokens alone that the dump says were kept. ``weights``: which version, ``""`` the declared one. ``layer``: the one
+    layer whose weights are of that version; None: all.
     """
 
     format: str = "fp32"
@@ -66,13 +67,14 @@ class Side:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    kept: bool = False
     weights: str = ""
     layer: int | None = None
 
     @property
     def forward(self) -> Side:
         """The part that the hidden states depend on."""
-        return replace(self, logits="fp32", temperature=1.0, top_k=0, top_p=1.0)
+        return replace(self, logits="fp32", temperature=1.0, top_k=0, top_p=1.0, kept=False)
 
     def kernels(self, device: torch.device | str) -> Kernels:
         """A learner's kernels in this side's formats (weights given are masters), with its habits."""
@@ -160,12 +162,18 @@ class Scores:
             np.concatenate([getattr(s, f"{side}_logp")[c] for s, c in zip(self.sequences, self._counts, strict=True)])
             for side in ("rollout", "learner")
         )
+        kept = [
+            None if s.kept is None else s.kept[place]
+            for s, c in zip(self.sequences, self._counts, strict=True) for place in c.nonzero()[0].tolist()
+        ]  # fmt: skip
+        self.kept = [None if ids is None else torch.from_numpy(ids) for ids in kept]
         self._known: dict[Side, Array] = {}
 
     def _check(self) -> None:
         config = self.model.config
         for number, each in enumerate(self.sequences):
-            low, high, length = int(each.tokens.min()), int(each.tokens.max()), len(each.tokens)
+            ids = np.concatenate([each.tokens, *(kept for kept in each.kept or () if kept is not None)])
+            low, high, length = int(ids.min()), int(ids.max()), len(each.tokens)
             if low < 0 or high >= config.vocab_size:
                 raise MantissaError(
                     f"sequence {number} holds token {low if low < 0 else high}, and the model knows 0 to "
@@ -208,15 +216,20 @@ class Scores:
             attend = attention(kernels, forward)
             hidden_NE = batch.before(self.model.hidden(batch.tokens_BT, kernels, positions_1T, attend))
             for head, own in of_head.items():
-                found[head][batch.places] = self.logp(own, head, hidden_NE, batch.tokens)
+                found[head][batch.places] = self.logp(own, head, hidden_NE, batch)
         return found
 
-    def logp(self, kernels: Kernels, head: Side, hidden_NE: Tensor, token_N: Tensor) -> Array:
-        """Log-prob of each token after its final hidden state."""
+    def logp(self, kernels: Kernels, head: Side, hidden_NE: Tensor, batch: Batch) -> Array:
+        """Log-prob of each of the batch's tokens after its final hidden state."""
         params = SamplingParams(1, head.temperature, head.top_k, head.top_p)
         found = []
-        for hidden, token in zip(hidden_NE.split(_HEAD_ROWS), token_N.split(_HEAD_ROWS), strict=True):
+        parts = (each.split(_HEAD_ROWS) for each in (hidden_NE, batch.tokens, torch.from_numpy(batch.places)))
+        for hidden, token, places in zip(*parts, strict=True):
             logits = filter_logits(self.model.logits(hidden, kernels), params)
+            for row, place in enumerate(places.tolist() if head.kept else ()):
+                if (ids := self.kept[place]) is not None:
+                    cut = torch.ones_like(logits[row], dtype=torch.bool).index_fill(0, ids.to(logits.device), False)
+                    logits[row] = logits[row].masked_fill(cut, -torch.inf)
             found.append(kernels.token_logprob(logits, token, head.temperature).double().cpu())
         return torch.cat(found).numpy()
 

@@ -20,6 +20,7 @@ from mantissa.doctor.sample import (
     CERTAIN,
     FEWEST,
     LEVEL,
+    POWER,
     Array,
     Tested,
     Tokens,
@@ -35,6 +36,8 @@ _SHIFTS = (-2, -1, 1, 2)
 _UNITS = {"base 2": 1 / np.log(2), "base 10": 1 / np.log(10)}
 _CAP = 5.0  # of |u| where only agreement counts
 _PAIRS = 20_000
+_ROWS, _ROW = 200, 64  # sequences of one length, and tokens of each, that are compared with one another, at most
+_ALIKE = 10  # sequences of one length, at least
 _SIDES = ("rollout", "learner")
 
 
@@ -110,6 +113,13 @@ def _found(name: str, of: Tested, unit: str, said: str, *, effect: float | None 
     return Finding(name, True, p, found, unit, None if not np.isfinite(reach) else float(reach), said)
 
 
+def _times(name: str, of: Tested, size: Tested, quiet: float, said: str, holds: bool = True) -> Finding:
+    """A ratio of sizes, that is found where the larger is also ``size``d beyond the usual; ``quiet``: the smaller."""
+    reach = max(of.detectable, size.detectable - float(np.log(max(quiet, 1e-7))))
+    return _found(name, of, "times", said, effect=float(np.exp(of.value)), also=size.p,
+                  detectable=float(np.exp(min(reach, 50.0))), holds=holds)  # fmt: skip
+
+
 # what no noise can do
 
 
@@ -163,28 +173,52 @@ def _shift(e: Evidence, tests: int) -> Finding:
 
 
 def _rows(e: Evidence, tests: int) -> Finding:
-    """Share of sequences whose learner's row fits another sequence of the same length far better than its own."""
-    t = e.clean
-    lengths = np.bincount(t.sequence)
-    better, unit = [], []
-    first = np.concatenate([[0], np.flatnonzero(np.diff(t.sequence)) + 1])
-    starts = dict(zip(t.sequence[first].tolist(), first.tolist(), strict=True))
-    for length in np.unique(lengths[lengths >= 6]):  # shorter ones fit one another by chance
-        rows = np.flatnonzero(lengths == length)[:200]
-        if len(rows) < 2:
-            continue
-        at = np.array([starts[row] for row in rows])[:, None] + np.arange(length)
-        x, y = t.x[at], t.y[at]
-        apart = np.abs(y[:, None, :] - x[None, :, :]).mean(-1)  # [learner's row, rollout's row]
-        own = np.diag(apart).copy()
-        np.fill_diagonal(apart, np.inf)
-        better += list((apart.min(1) < own / 4) & (own > e.usual))
-        unit += list(t.unit[at[:, 0]])
+    """Of sequences beyond a healthy size, how many learner's rows fit another sequence's of the same length.
+
+    To fit is to be as near as the nearest twentieth of the rollout's own rows are to one another, and within a healthy
+    size. H0: no more of them fit than of those, which is chance. Mates may be outside the dump, and rows may be too
+    alike to be told apart: what is detectable is so where two fifths of those that moved are known again.
+    """
+    from scipy.special import bdtrc, pdtri
+
+    t, texts = e.clean, [each.tokens.tobytes() for each in e.dump.sequences]
+    lengths, columns = (
+        np.bincount(t.sequence),
+        [tuple(np.zeros(0, dtype=kind) for kind in (int, bool, bool, bool, bool))],
+    )
+    first = np.searchsorted(t.sequence, np.arange(len(lengths)))
+    for length in np.unique(lengths[lengths >= 3]):
+        rows = np.flatnonzero(lengths == length)[:_ROWS]
+        at = first[rows][:, None] + np.arange(min(length, _ROW))
+        same = np.unique([texts[row] for row in rows], return_inverse=True)[1]
+        twins = same[:, None] == same
+        if len(rows) < _ALIKE or twins.all(1).any():
+            continue  # a twentieth of too few; or the same sequence again and again
+        apart = _apart(t.y[at], t.x[at])
+        own, other = np.diag(apart), np.where(twins, np.inf, apart).min(1)
+        nearest = np.where(twins, np.inf, _apart(t.x[at], t.x[at])).min(1)
+        close = min(e.usual, float(np.quantile(nearest, 0.05, method="lower")))
+        columns.append((t.unit[at[:, 0]], own > e.usual, (own > e.usual) & (other <= np.minimum(close, own / 2)),
+                        nearest <= close, own <= close))  # fmt: skip
+    unit, bad, hit, near, known = (np.concatenate(column) for column in zip(*columns, strict=True))
     if len(set(unit)) < FEWEST:
         return _untested("rows", "fewer than 8 prompts have sequences of one length, which alone could be confused")
-    found = tested(sums_by(np.array(unit), np.array(better, dtype=float), np.ones(len(unit))),
-                   lambda s: s[..., 0] / np.maximum(s[..., 1], 1), 0.1, tests)  # fmt: skip
-    return _found("rows", found, "of sequences", f"{found.value:.0%} of sequences fit another sequence's row better")
+    hits, tried, by_chance = int(hit.sum()), int(bad.sum()), (float(near.sum()) + 1) / (len(near) + 2)
+    beyond = hits / max(tried, 1) - by_chance > 0.25 and len(set(unit[hit])) >= 3
+    good = len(unit) - tried
+    if by_chance > 0.3 or (not beyond and good >= FEWEST and known.sum() < 0.4 * good):
+        return _untested("rows", "sequences of one length are too alike to say whose row one is")
+    least = next(k for k in itertools.count(3) if bdtrc(k - 1, round(k / 0.4), by_chance) < LEVEL / tests)
+    said = f"{hits} of {len(unit)} sequences fit another sequence's row and not their own"
+    return Finding("rows", True, float(bdtrc(hits - 1, tried, by_chance)) if beyond else 1.0, hits / len(unit),
+                   "of sequences", float(pdtri(least - 1, 1 - POWER)) / len(unit), said)  # fmt: skip
+
+
+def _apart(one_RT: Array, other_RT: Array) -> Array:
+    """Root mean square of u between every row of ``one`` and every row of ``other``, |u| up to 5; R,R."""
+    a, b = one_RT[:, None], other_RT[None]
+    u = (a - b) / np.maximum(-np.expm1(np.minimum(np.minimum(a, b), 0.0)), CERTAIN)
+    return np.sqrt(np.square(np.clip(u, -_CAP, _CAP)).mean(-1))
 
 
 def _edge(name: str, place: str) -> Test:
@@ -200,8 +234,7 @@ def _edge(name: str, place: str) -> Test:
         found = tested(sums, rms_ratio(0, 2), float(np.log(3)), tests)
         rest, size = t.where(~at), e.too_large(t.where(at), tests)
         said = f"|d| at the {place} token is {np.exp(found.value):.3g} times that of the others"
-        return _found(name, found, "times", said, effect=float(np.exp(found.value)), also=size.p,
-                      detectable=float(np.exp(found.detectable)), holds=rest.size <= e.usual)  # fmt: skip
+        return _times(name, found, size, rest.size, said, rest.size <= e.usual)
 
     return test
 
@@ -296,8 +329,9 @@ def _support(e: Evidence, tests: int) -> Finding:
     few = float(square[: max(1, len(square) // 50)].sum()) > 0.7 * float(square.sum())  # then it is of single tokens
     quiet = not few and other.size <= e.usual and float(np.abs(other.u).max(initial=0.0)) <= 6 * max(e.usual, 1e-6)
     said = f"{share.value:.0%} of the squared difference has one sign: the {side}'s probabilities are the larger"
-    size = t.where(negative if down else ~negative).size
-    return _found("support", share, "nats", said, effect=size, detectable=3 * other.size,
+    # The tokens that were cut are everywhere: an effect that a fiftieth of all tokens makes is of another kind.
+    broad = float(np.sqrt(square[len(square) // 50 :].mean()))
+    return _found("support", share, "nats", said, effect=broad, detectable=max(3 * other.size, e.usual / 2),
                   holds=quiet and lean > 0.5 and t.size > e.usual / 2)  # fmt: skip
 
 
@@ -310,7 +344,7 @@ def _experts(e: Evidence, tests: int) -> Finding:
     Far: |u| beyond four times the bound, which in a healthy gap is twelve of its root mean squares. H0: at most one
     token in 10,000 is so, independently.
     """
-    from scipy.special import pdtrc
+    from scipy.special import pdtrc, pdtri
 
     t = e.clean.telling
     if t.units < FEWEST:
@@ -319,15 +353,17 @@ def _experts(e: Evidence, tests: int) -> Finding:
     count, expected = int(far.sum()), 1e-4 * len(t.u)
     least = next(k for k in range(1, len(t.u) + 2) if pdtrc(k - 1, expected) < LEVEL / tests)
     spread = len(np.unique(t.sequence[far])) / max(1, count)
-    rest = t.where(~far)
+    rest = t.where(np.abs(t.u) <= 4 * e.usual)  # nearly certain tokens that flip are far in u and not in d
     said = f"{count} of {len(t.u):,} uncertain tokens are far beyond the others, whose size of u is {rest.size:.2g}"
     told = _flipped(e.dump)
     if told is not None:
         said += f"; other experts were chosen at {told[0]:.2%} of tokens, which hold {told[1]:.0%} of sum d^2"
     apart = t.where(far).size > 8 * rest.size  # else it is the tail of something that is everywhere
-    holds = apart and rest.size <= 0.65 * e.usual and count <= 0.03 * len(t.u) and spread > 0.6
+    inner = float(((t.position > 0) & (t.left > 0))[far].mean()) if count else 0.0  # routers know no first or last
+    holds = apart and rest.size <= 0.65 * e.usual and count <= 0.03 * len(t.u) and spread > 0.6 and inner > 0.4
     p = float(pdtrc(count - 1, expected)) if count and holds else 1.0
-    return Finding("experts", True, p, count / len(t.u), "of tokens", (least + 3) / len(t.u), said)
+    return Finding("experts", True, p, count / len(t.u), "of tokens",
+                   float(pdtri(least - 1, 1 - POWER)) / len(t.u), said)  # fmt: skip
 
 
 def _flipped(dump: Dump) -> tuple[float, float] | None:
@@ -361,8 +397,7 @@ def _stale(e: Evidence, tests: int) -> Finding:
     found = tested(sums, rms_ratio(0, 2), float(np.log(1.5)), tests)
     size = e.too_large(t.where(old), tests)
     said = f"|d| of sequences sampled by older weights is {np.exp(found.value):.3g} times that of the newest"
-    return _found("stale", found, "times", said, effect=float(np.exp(found.value)),
-                  detectable=float(np.exp(found.detectable)), also=size.p)  # fmt: skip
+    return _times("stale", found, size, t.where(fresh).size, said)
 
 
 def _some_sequences(e: Evidence, tests: int) -> Finding:
@@ -407,8 +442,7 @@ def _position(e: Evidence, tests: int) -> Finding:
     )
     size = e.too_large(t.where(late), tests)
     said = f"|d| in the last third of {longest} positions is {np.exp(found.value):.3g} times that of the first"
-    return _found("position", found, "times", said, effect=float(np.exp(found.value)),
-                  detectable=float(np.exp(found.detectable)), also=size.p)  # fmt: skip
+    return _times("position", found, size, t.where(early).size, said)
 
 
 # grids

@@ -116,7 +116,8 @@ def declared(scores: Scores, settings: Settings) -> tuple[Side, Side]:
     """Both sides, learner first, as a dump says; plain where it is silent.
 
     A format that is not said is the other side's; where neither is, the wide one whose log-probs are nearest to the
-    learner's. vLLM's raw log-probs are those of temperature 1. Only ``processed_logprobs`` have a top-k or top-p.
+    learner's. vLLM's raw log-probs are those of temperature 1. Only ``processed_logprobs`` have a top-k or top-p, or
+    are of the tokens that the dump says were kept.
     """
     temperature = settings.temperature or 1.0
     named = [settings.learner_format or settings.rollout_format, settings.rollout_format or settings.learner_format]
@@ -128,7 +129,8 @@ def declared(scores: Scores, settings: Settings) -> tuple[Side, Side]:
     if settings.logprobs_mode == "raw_logprobs":
         rollout = replace(rollout, temperature=1.0)
     elif settings.logprobs_mode == "processed_logprobs":
-        rollout = replace(rollout, top_k=settings.top_k or 0, top_p=settings.top_p or 1.0)
+        cut = {"top_k": settings.top_k or 0, "top_p": settings.top_p or 1.0}
+        rollout = replace(rollout, **({"kept": True} if any(k is not None for k in scores.kept) else cut))
     return learner, rollout
 
 
@@ -142,9 +144,7 @@ def hypotheses(scores: Scores, learner: Side, rollout: Side, settings: Settings)
     found = []
     both: tuple[tuple[Which, Side], ...] = (("rollout", rollout), ("learner", learner))
     for which, side in both:
-        found += (
-            _formats(which, side) + _distribution(which, side, settings) + _support(which, side, settings, scores.d)
-        )
+        found += _formats(which, side) + _distribution(which, side, settings) + _support(which, side, settings, scores)
         found += [
             Hypothesis(f"weights of {name} in the {which}", which, {"weights": name}, ("sync_weights",), True)
             for name in scores.versions
@@ -181,16 +181,21 @@ def _distribution(which: Any, side: Side, settings: Settings) -> list[Hypothesis
     return found
 
 
-def _support(which: Any, side: Side, settings: Settings, d: Array) -> list[Hypothesis]:
+def _support(which: Any, side: Side, settings: Settings, scores: Scores) -> list[Hypothesis]:
     """Log-probs after a top-k or top-p that the other side's have not.
 
     They are higher at every token, so these are tried only where d has one sign nearly everywhere: each costs a sort.
+    Where the dump says which tokens were kept, no cut is guessed: those are the support.
     """
     found, kept = [], list[tuple[str, dict[str, Any]]]()
-    if (side.top_k, side.top_p) != (0, 1.0):
-        raw = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    if (side.top_k, side.top_p, side.kept) != (0, 1.0, False):
+        raw = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "kept": False}
         found.append(Hypothesis(f"raw log-probs in the {which}", which, raw, ("processed_logprobs",), True))
-    if np.sign(d).mean() * (1 if which == "learner" else -1) < _ONE_SIDED:
+    if any(ids is not None for ids in scores.kept):
+        change = {"kept": not side.kept, "top_k": 0, "top_p": 1.0}
+        said = "the whole support" if side.kept else "the kept tokens alone"
+        return [*found, Hypothesis(f"{said} in the {which}", which, change, ("no_truncation",), True)]
+    if np.sign(scores.d).mean() * (1 if which == "learner" else -1) < _ONE_SIDED:
         return found
     if settings.top_k is None and settings.top_p is None:
         kept = [("top-p 0.9", {"top_p": 0.9}), ("top-p 0.95", {"top_p": 0.95}), ("top-k 50", {"top_k": 50})]

@@ -1,8 +1,9 @@
-"""Which projections can be fp8 in the rollout while the gap to the learner stays within a budget.
+"""Which projections can be fp8 in the rollout, or the learner, while the gap between them stays within a budget.
 
 The learner computes in a half, ``base``; so does the rollout, but for the projections chosen, whose products have fp8
 operands. Both score the same tokens at the same weights, so d = learner's log-prob - rollout's is what fp8 does there.
-The budget bounds one of
+With the learner in their place d turns its sign, which is the same to the first figure and not to the second. (What fp8
+does to gradients is no gap, and not seen here.) The budget bounds one of
 
     seq_std   the standard deviation over sequences of S / T, S = sum of d over the T response tokens of one: the noise
               in the logarithm of a length-normalised sequence ratio
@@ -43,6 +44,7 @@ from mantissa.model import Decoder
 from mantissa.precision import E4M3, SQUARE, Fp8Policy, round_in_blocks
 
 Figure = Literal["seq_std", "k3"]
+Role = Literal["rollout", "learner"]
 KINDS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
@@ -81,7 +83,8 @@ class Row:
 
     ``chosen``, ``measured``: the figure on the half that chose, and on the other with its interval. ``within``: whether
     the measured one is inside the budget. ``share``: of the decoder layers' parameters. ``saved``: bytes of weights
-    that a decode step reads less, of all that it reads with every weight in the half (the head, not the embedding).
+    that a decode step reads less, of all that it reads with every weight in the half (the head, not the embedding); 0
+    where the fp8 is the learner's.
     """
 
     name: str
@@ -110,13 +113,15 @@ class Tuned:
     exclude: tuple[str, ...]
     tokens: int
     sequences: int
+    role: Role = "rollout"
 
     def recipe(self) -> dict[str, Any]:
         """The recipe's ``precision`` section, as plain values."""
         if not self.rows[0].taken:
             return {"precision": {"train": self.base, "rollout": self.base}}
         fp8: dict[str, Any] = {"base": self.base} | ({"exclude": list(self.exclude)} if self.exclude else {})
-        return {"precision": {"train": self.base, "rollout": "fp8", "fp8": fp8}}
+        formats = {"train": self.base, "rollout": self.base} | {"train" if self.role == "learner" else "rollout": "fp8"}
+        return {"precision": formats | {"fp8": fp8}}
 
     def kept(self) -> list[str]:
         """Every projection that stays in the half, by the checkpoint's names, and the head."""
@@ -137,7 +142,7 @@ class Tuned:
     def verl(self) -> list[str]:
         """Overrides of verl 0.9: what goes to ``engine_kwargs`` takes the place of verl's own ``hf_overrides``."""
         under, half = "actor_rollout_ref", "bfloat16" if self.base == "bf16" else "float16"
-        if not self.rows[0].taken:
+        if not self.rows[0].taken or self.role == "learner":
             return [f"{under}.rollout.dtype={half}"]
         config = json.dumps(self.vllm()).replace('"', "").replace(" ", "")
         return [
@@ -188,6 +193,7 @@ def tune(
     base: str = "fp16",
     figure: Figure = "seq_std",
     blocks: int = 6,
+    role: Role = "rollout",
     say: Callable[[str], None] = lambda line: None,
 ) -> Tuned:
     """Find the set, and what it is compared with. ``scores``: of sequences; their own log-probs are not looked at."""
@@ -197,21 +203,16 @@ def tune(
         raise MantissaError(
             f"{len(scores.sequences)} sequences: expected {_FEWEST} or more, for half choose and the others measure"
         )
-    return _Tuner(scores, budget, base, figure, groups(scores.model, blocks), say).run()
+    return _Tuner(scores, budget, base, figure, groups(scores.model, blocks), role, say).run()
 
 
 class _Tuner:
     def __init__(
-        self, scores: Scores, budget: float, base: str, figure: Figure, every: list[Group], say: Callable[[str], None]
-    ) -> None:
-        self.scores, self.budget, self.base, self.figure, self.every, self.say = (
-            scores,
-            budget,
-            base,
-            figure,
-            every,
-            say,
-        )
+        self, scores: Scores, budget: float, base: str, figure: Figure, every: list[Group], role: Role,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.scores, self.every, self.say = scores, every, say
+        self.budget, self.base, self.figure, self.role = budget, base, figure, role
         half = Side(base, base=base)
         self.learner = scores(half)
         self.engine = self.learner - scores(replace(half, habits=frozenset(SERVING.items())))
@@ -245,14 +246,15 @@ class _Tuner:
         rows.append(self._row(f"everything in {self.base}, an engine's kernels (emulated)", (), self.engine))
         exclude = exclude_patterns(rows[0].taken, self.every) if rows[0].taken else ()
         counts = (len(self.learner), len(self.scores.sequences))
-        return Tuned(tuple(rows), sensitivity, floor, self.base, self.budget, self.figure, exclude, *counts)
+        return Tuned(tuple(rows), sensitivity, floor, self.base, self.budget, self.figure, exclude, *counts, self.role)
 
     def d(self, taken: Sequence[Group]) -> Array:
         """Of every token, with these groups in fp8."""
         if not taken:
             return np.zeros_like(self.learner)
         kept = tuple(name for group in self.every if group not in taken for name in group.patterns)
-        return self.learner - self.scores(Side("fp8", base=self.base, exclude=kept))
+        of_rollout = self.learner - self.scores(Side("fp8", base=self.base, exclude=kept))
+        return of_rollout if self.role == "rollout" else -of_rollout
 
     def _of(self, chosen_B: Any) -> Any:
         return chosen_B[self.scores.of_sequence]
@@ -292,7 +294,7 @@ class _Tuner:
             measured,
             measured.value <= self.budget,
             parameters / self.layers,
-            parameters / self.read,
+            parameters / self.read if self.role == "rollout" else 0.0,
         )
 
     def _outwards(self) -> list[Group]:

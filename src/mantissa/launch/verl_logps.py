@@ -5,7 +5,7 @@
 verl imports the module in each of its processes; in the one that trains, what verl hands to its own comparison of both
 sides (``calculate_debug_metrics``, called where ``actor_rollout_ref.rollout.calculate_log_probs`` is on, and not in
 bypass mode) is also written to the folder, in the plain schema. Nothing else is changed; ``mantissa doctor FOLDER``
-reads it.
+reads it. What verl's newer trainer (``ppo.v1``) compares comes without prompts and temperature, so neither is written.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def record(folder: Path | str) -> None:
         batches[0] += 1
         path = folder / f"batch-{batches[0]}-{os.getpid()}.jsonl"
         sides = batch["rollout_log_probs"], batch["old_log_probs"]
-        write_batch(path, prompts, responses, mask, *sides, {"framework": "verl"})
+        settings = {"framework": "verl", "temperature": data.meta_info.get("temperature")}
+        write_batch(path, prompts, responses, mask, *sides, settings)
         return original(data)
 
     metrics.calculate_debug_metrics = recorded

@@ -18,13 +18,15 @@ import torch, verl
 from verl import DataProto
 from verl.trainer.ppo.v1 import trainer_base
 draw = torch.Generator().manual_seed(0)
-logps = -torch.rand(4, 6, generator=draw)
-mask = (torch.arange(6) < torch.tensor([[6], [4], [5], [1]])).long()
-data = DataProto.from_dict({"prompts": torch.arange(12).view(4, 3), "responses": torch.arange(24).view(4, 6),
-    "attention_mask": torch.cat([torch.tensor([[0, 1, 1]] * 4), mask], 1), "response_mask": mask,
-    "rollout_log_probs": logps, "old_log_probs": logps + 0.01})
-found = trainer_base.calculate_debug_metrics(data)
-assert abs(found["training/rollout_probs_diff_max"] - 0.01) < 0.01, found
+logps = -torch.rand(40, 6, generator=draw).double()
+mask = (torch.arange(6) < torch.tensor([[6], [4], [5], [1]] * 10)).long()
+both = {"responses": torch.arange(240).view(40, 6), "response_mask": mask, "rollout_log_probs": logps,
+    "old_log_probs": logps + 0.01 * torch.randn(40, 6, generator=draw)}
+asked = {"prompts": torch.arange(60).view(20, 3).repeat_interleave(2, 0),
+    "attention_mask": torch.cat([torch.tensor([[0, 1, 1]] * 40), mask], 1)}
+for data in (DataProto.from_dict(both | asked, meta_info={"temperature": 0.7}), DataProto.from_dict(both)):
+    found = trainer_base.calculate_debug_metrics(data)
+    assert 0.001 < found["training/rollout_probs_diff_max"] < 0.05, found
 """
 
 
@@ -37,10 +39,16 @@ def test_what_verl_compares_is_recorded(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WORKER], env=environment, capture_output=True, text=True, timeout=300,
                           check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    dump = read_dump(tmp_path)
-    assert dump.framework == "verl"
-    assert [int(each.mask.sum()) for each in dump.sequences] == [6, 4, 5, 1]
-    for number, each in enumerate(dump.sequences):
-        assert each.tokens[:2].tolist() == [3 * number + 1, 3 * number + 2]
-        assert each.prompt_length == 2
-        np.testing.assert_allclose(each.learner_logp - each.rollout_logp, 0.01, atol=1e-6)
+    classic, newer = (read_dump(next(tmp_path.glob(f"batch-{number}-*.jsonl"))) for number in (1, 2))
+    for dump, prompts in ((classic, 2), (newer, 0)):  # the newer trainer compares without prompts and temperature
+        assert dump.framework == "verl"
+        assert [int(each.mask.sum()) for each in dump.sequences] == [6, 4, 5, 1] * 10
+        assert {each.prompt_length for each in dump.sequences} == {prompts}
+        for number, each in enumerate(dump.sequences):
+            assert each.tokens[prompts:].tolist() == [*range(6 * number, 6 * number + int(each.mask.sum()))]
+            d = np.abs(each.learner_logp - each.rollout_logp)
+            assert 0 < d.max() < 0.05
+    assert (classic.settings.temperature, newer.settings.temperature) == (0.7, None)
+    assert classic.sequences[3].tokens[:2].tolist() == [4, 5]
+    assert len({each.group for each in classic.sequences}) == 20
+    assert {each.group for each in newer.sequences} == {None}
