@@ -452,6 +452,47 @@ def tuned() -> str:
     return table(header, lines)
 
 
+# findings.md
+
+
+def final_policies() -> str:
+    """What the lab's runs have learned, sampled in fp32, against the same learner with an fp32 rollout."""
+    from mantissa.lab.rows import over_seeds
+
+    sampled: dict[str, dict[int, float]] = {}
+    for row in _rows("final_policy"):
+        sampled.setdefault(f"{row['lab']}/{row['run'].rpartition('-seed')[0]}", {})[row["seed"]] = row["accuracy_fp32"]
+    lines = []
+    for lab, control, how in (("dose", "fp32", "3e-5, 600"), ("rate", "fp32+lr=0.001", "1e-3, 300")):
+        finals: dict[str, dict[int, Row]] = {}
+        for text in (RESULTS / "lab" / f"{lab}.jsonl").read_text().splitlines():
+            row = json.loads(text)
+            if row.get("status") == "finished":
+                finals.setdefault(row["cell"], {})[row["seed"]] = row["final"]
+        for cell, of_seed in finals.items():
+            learned, base = sampled[f"{lab}/{cell}"], sampled[f"{lab}/{control}"]
+            off = over_seeds([value - base[seed] for seed, value in learned.items()])
+            interval = (
+                "" if cell == control or len(learned) < 3 else f"{off.value:+.3f}<br>{off.low:+.3f}..{off.high:+.3f}"
+            )
+            lines.append(
+                [
+                    how,
+                    f"`{cell.partition('+')[0]}`",
+                    _each(final["mean gap/seq_log_ratio_std"] for final in of_seed.values()),
+                    _each(final["reward/accuracy"] for final in of_seed.values()),
+                    _each(learned.values()),
+                    interval,
+                ]
+            )
+    gap, own, fp32 = "std of the sequence log-ratio", "accuracy as sampled", "the same weights in fp32"
+    return table(("rate, steps", "rollout", gap, own, fp32, "against fp32"), lines)
+
+
+def _each(values: Iterable[float]) -> str:
+    return ", ".join("0" if value < 1e-5 else f"{value:.{4 if value < 0.1 else 3}f}" for value in values)
+
+
 # cluster.md
 
 
@@ -626,6 +667,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "losses": losses,
         "lost": lost,
     },
+    "findings.md": {"final_policies": final_policies},
     "trainer.md": {"environment": environment, "overhead": overhead},
     "production.md": {
         "alerts": alert_table,
