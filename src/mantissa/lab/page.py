@@ -36,7 +36,7 @@ def answers(rows: Rows) -> list[str]:
 def _answer(rows: Rows, measure: Measure) -> str:
     differing, alike, unknown = [], [], []
     compared = 0
-    for name in rows.lab.names:
+    for name in rows.reported:
         control = rows.lab.control_of(name)
         if control is None:
             continue
@@ -150,7 +150,7 @@ def _where(rows: Rows, finished: Sequence[Row]) -> str:
 
 def _figures(rows: Rows) -> Block:
     lines = []
-    for name in rows.lab.names:
+    for name in rows.reported:
         cells: list[Any] = [name]
         for measure in rows.lab.final:
             values = list(rows.figure(name, measure).values())
@@ -161,7 +161,7 @@ def _figures(rows: Rows) -> Block:
 
 def _differences(rows: Rows) -> Block:
     lines = []
-    for name in rows.lab.names:
+    for name in rows.reported:
         control = rows.lab.control_of(name)
         if control is not None:
             found = [difference(rows, name, control, measure) for measure in rows.lab.final]

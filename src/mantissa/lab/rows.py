@@ -69,6 +69,12 @@ class Rows:
         row = self.of(cell)
         return row if row is not None and row["status"] == DONE else None
 
+    @property
+    def reported(self) -> list[str]:
+        """The cells that are finished for one seed or more; the page lists the others as not run."""
+        finished = {cell.name for cell in self.lab.cells if self.finished(cell)}
+        return [name for name in self.lab.names if name in finished]
+
     def put(self, cell: Cell, row: Row) -> None:
         """Add or replace a cell's row; the file is then the old one or the new one."""
         about = {"cell": cell.name, "seed": cell.seed, "values": cell.values, "digest": cell.digest}
