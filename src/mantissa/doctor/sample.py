@@ -16,7 +16,7 @@ Legend: N tokens, S sequences, U units, K sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -148,3 +148,37 @@ def rms_ratio(first: int, second: int) -> Callable[[Array], Array]:
 def log_rms(sums: Array) -> Array:
     """log of the root mean square, from (square, count)."""
     return np.log(np.maximum(np.sqrt(np.maximum(sums[..., 0], 0.0) / np.maximum(sums[..., 1], 1.0)), 1e-7))
+
+
+def grid_of(values: Array) -> str | None:
+    """The grid that nearly all of at least 20 log-probs lie on, in words; None where there is none."""
+    if len(values) < 20:
+        return None
+    single = values.astype(np.float32)
+    if float(((single.view(np.uint32) & 0xFFFF) == 0).mean()) > 0.99:
+        return "the bf16 grid"
+    ours = single[np.abs(single) > 6.2e-5]
+    if len(ours) >= 20 and float((ours == ours.astype(np.float16).astype(np.float32)).mean()) > 0.99:
+        return "the fp16 grid"
+    for decimals in (2, 3, 4):
+        if float((np.abs(values * 10**decimals - np.round(values * 10**decimals)) < 1e-6 * 10**decimals).mean()) > 0.99:
+            return f"{decimals} decimals"
+    return None
+
+
+def same_contexts(dump: Dump) -> Iterator[tuple[list[int], int]]:
+    """Sequences of one group that share their response's tokens before a position: (sequences, position)."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for number, each in enumerate(dump.sequences):
+        if each.group is not None and len(each.rollout_logp):
+            groups.setdefault((each.group, each.rollout_version), []).append(number)
+    stack = [(members, 0) for members in groups.values() if len(members) > 1]
+    while stack:
+        members, at = stack.pop()
+        yield members, at
+        following: dict[int, list[int]] = {}
+        for number in members:
+            each = dump.sequences[number]
+            if at + 1 < len(each.rollout_logp):
+                following.setdefault(int(each.tokens[each.prompt_length + at]), []).append(number)
+        stack += [(rest, at + 1) for rest in following.values() if len(rest) > 1]

@@ -9,7 +9,7 @@ gap in the formats at hand is part of the bound (``facts.py``).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,8 +25,10 @@ from mantissa.doctor.sample import (
     Tested,
     Tokens,
     detectable_beyond,
+    grid_of,
     log_rms,
     rms_ratio,
+    same_contexts,
     sums_by,
     tested,
     tokens_of,
@@ -450,7 +452,7 @@ def _position(e: Evidence, tests: int) -> Finding:
 
 def _coarse(e: Evidence, tests: int) -> Finding:
     """One side's log-probs lie on the grid of a half, or on decimals. By chance: 2^-13 of them and less."""
-    grids = [_grid_of(side[np.isfinite(side) & (side < -1e-6)]) for side in (e.all.x, e.all.y)]
+    grids = [grid_of(side[np.isfinite(side) & (side < -1e-6)]) for side in (e.all.x, e.all.y)]
     said = "; ".join(f"the {name}'s lie on {grid}" for name, grid in zip(_SIDES, grids, strict=True) if grid)
     one = sum(grid is not None for grid in grids) == 1
     both = all(grids) and grids[0] == grids[1]
@@ -460,46 +462,13 @@ def _coarse(e: Evidence, tests: int) -> Finding:
                    said or "neither side's log-probs lie on a coarse grid")  # fmt: skip
 
 
-def _grid_of(values: Array) -> str | None:
-    if len(values) < 20:
-        return None
-    single = values.astype(np.float32)
-    if float(((single.view(np.uint32) & 0xFFFF) == 0).mean()) > 0.99:
-        return "the bf16 grid"
-    ours = single[np.abs(single) > 6.2e-5]
-    if len(ours) >= 20 and float((ours == ours.astype(np.float16).astype(np.float32)).mean()) > 0.99:
-        return "the fp16 grid"
-    for decimals in (2, 3, 4):
-        if float((np.abs(values * 10**decimals - np.round(values * 10**decimals)) < 1e-6 * 10**decimals).mean()) > 0.99:
-            return f"{decimals} decimals"
-    return None
-
-
-def _same_contexts(dump: Dump) -> Iterator[tuple[list[int], int]]:
-    """Sequences of one group that share their response's tokens before a position: (sequences, position)."""
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for number, each in enumerate(dump.sequences):
-        if each.group is not None and len(each.rollout_logp):
-            groups.setdefault((each.group, each.rollout_version), []).append(number)
-    stack = [(members, 0) for members in groups.values() if len(members) > 1]
-    while stack:
-        members, at = stack.pop()
-        yield members, at
-        following: dict[int, list[int]] = {}
-        for number in members:
-            each = dump.sequences[number]
-            if at + 1 < len(each.rollout_logp):
-                following.setdefault(int(each.tokens[each.prompt_length + at]), []).append(number)
-        stack += [(rest, at + 1) for rest in following.values() if len(rest) > 1]
-
-
 def _half_logits(e: Evidence, tests: int) -> Finding:
     """In one context log-probs differ as logits do: on a half's grid where the logits are. One side only is a fault."""
     from scipy.special import bdtrc
 
     heat = e.dump.settings.temperature or 1.0
     differences: list[tuple[float, float]] = []
-    for members, at in _same_contexts(e.dump):
+    for members, at in same_contexts(e.dump):
         if len(differences) > _PAIRS:
             break
         seen: dict[int, tuple[float, float]] = {}
@@ -540,7 +509,7 @@ def _half_logits(e: Evidence, tests: int) -> Finding:
 def _nondeterministic(e: Evidence, tests: int) -> Finding:
     """The same token in the same context has another d each time: correlation of u over such pairs below 0.7."""
     pairs, unit = [], []
-    for members, at in _same_contexts(e.dump):
+    for members, at in same_contexts(e.dump):
         if at == 0:
             continue  # a shared prompt may have been computed once
         by: dict[int, list[int]] = {}
