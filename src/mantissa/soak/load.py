@@ -81,9 +81,9 @@ class SoakConfig(Section):
         for what, names, known in (("sizes", self.sizes, tuple(SIZES)), ("faults", self.faults, tuple(FAULTS))):
             for name in names:
                 if name not in known:
-                    raise MantissaError(f"soak: {what}: {name!r}: expected of {', '.join(known)}{nearest(name, known)}")
+                    raise ValueError(f"{what}: {name!r}: expected of {', '.join(known)}{nearest(name, known)}")
             if len(set(names)) < len(names):
-                raise MantissaError(f"soak: {what}: {','.join(names)}: one is named twice")
+                raise ValueError(f"{what}: {','.join(names)}: one is named twice")
 
     def iteration(self, number: int) -> tuple[list[Job], list[tuple[str, str, str, float]]]:
         """Its jobs, and its faults: kind, job, phase, seconds into it."""
