@@ -463,7 +463,11 @@ def final_policies() -> str:
     for row in _rows("final_policy"):
         sampled.setdefault(f"{row['lab']}/{row['run'].rpartition('-seed')[0]}", {})[row["seed"]] = row["accuracy_fp32"]
     lines = []
-    for lab, control, how in (("dose", "fp32", "3e-5, 600"), ("rate", "fp32+lr=0.001", "1e-3, 300")):
+    for lab, control, how in (
+        ("dose", "fp32", "3e-5, 600"),
+        ("matrix", "train=fp32+rollout=fp32", "3e-5, 600, emulated"),
+        ("rate", "fp32+lr=0.001", "1e-3, 300"),
+    ):
         finals: dict[str, dict[int, Row]] = {}
         for text in (RESULTS / "lab" / f"{lab}.jsonl").read_text().splitlines():
             row = json.loads(text)
@@ -478,7 +482,7 @@ def final_policies() -> str:
             lines.append(
                 [
                     how,
-                    f"`{cell.partition('+')[0]}`",
+                    f"`{cell.partition('+lr')[0].replace('train=', '').replace('+rollout=', '/')}`",
                     _each(final["mean gap/seq_log_ratio_std"] for final in of_seed.values()),
                     _each(final["reward/accuracy"] for final in of_seed.values()),
                     _each(learned.values()),
@@ -486,7 +490,7 @@ def final_policies() -> str:
                 ]
             )
     gap, own, fp32 = "std of the sequence log-ratio", "accuracy as sampled", "the same weights in fp32"
-    return table(("rate, steps", "rollout", gap, own, fp32, "against fp32"), lines)
+    return table(("rate, steps", "rollout, or learner/rollout", gap, own, fp32, "against fp32"), lines)
 
 
 def _each(values: Iterable[float]) -> str:
