@@ -140,6 +140,6 @@ def test_tune_writes_a_recipe_that_is_one(mantissa: Mantissa, finished: Path, tm
     )
     for words, expected in (
         (("--budget", 0), "--budget 0"), (("--figure", "std"), "--figure std"), (("--base", "fp32"), "--base fp32"),
-        (("--blocks", 2), "--blocks 2"), (("--max-tokens", 0), "--max-tokens 0"),
+        (("--blocks", 2), "--blocks 2"), (("--max-tokens", 0), "Invalid value for '--max-tokens'"),
     ):  # fmt: skip
         assert expected in mantissa("tune", finished, *options, *words).error()

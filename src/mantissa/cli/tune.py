@@ -32,7 +32,7 @@ def tune(
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="One prompt a line.", show_default="32 of our own")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest completion.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 32,
     seed: Annotated[int, typer.Option(min=0, help="Of the completions.")] = 0,
     device: Device = "auto",
     out: Annotated[
@@ -52,22 +52,18 @@ def tune(
 
     mantissa tune FOLDER --figure k3 --budget 0.001 --out tuned
     """
-    if figure not in ("seq_std", "k3"):
-        raise MantissaError(f"--figure {figure}: expected seq_std or k3")
-    if role not in ("rollout", "learner"):
-        raise MantissaError(f"--role {role}: expected rollout or learner")
-    if base not in ("bf16", "fp16"):
-        raise MantissaError(f"--base {base}: expected bf16 or fp16")
-    if max_tokens < 1:
-        raise MantissaError(f"--max-tokens {max_tokens}: expected 1 or more")
+    halves, figures, roles = ("bf16", "fp16"), ("seq_std", "k3"), ("rollout", "learner")
+    for option, given, known in (("figure", figure, figures), ("role", role, roles), ("base", base, halves)):
+        if given not in known:
+            raise MantissaError(f"--{option} {given}: expected {' or '.join(known)}")
     keep_freed_memory()
     scores, chosen = _sampled(model, prompts, base, max_tokens, seed, device)
 
     from mantissa.doctor.tune import check
     from mantissa.doctor.tune import tune as find
 
-    how = (cast("Figure", figure), cast("Role", role))
-    found = find(scores, budget=budget, base=base, figure=how[0], role=how[1], blocks=blocks, say=progress)
+    what, of = cast("Figure", figure), cast("Role", role)
+    found = find(scores, budget=budget, base=base, figure=what, role=of, blocks=blocks, say=progress)
     check(found, scores.model.projections)
     progress("")
     rows = _rows(found, model, chosen, seed, max_tokens)
