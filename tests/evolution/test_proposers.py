@@ -113,7 +113,7 @@ def test_a_server_is_asked_and_its_programs_are_taken(server: str, monkeypatch: 
         (200, {"answer": 1}, "no chat completion"),
         (200, {"choices": [{"message": {"content": [1]}}]}, "a message is no text"),
         (200, b"[" * 100_000, "no JSON"),
-        (200, b" " * (2**22 + 10), "lower max_tokens"),
+        (200, b" " * (2**22 + 10), "more than 4,194,304 bytes.*max_tokens low enough"),
     ],
     ids=["500", "404", "html", "shape", "content", "deep", "large"],
 )
@@ -124,7 +124,7 @@ def test_a_server_that_misbehaves_is_one_error(server: str, status: int, reply: 
 
 
 def test_no_server_and_no_url() -> None:
-    with pytest.raises(MantissaError, match=r"is the server running there\?"):
+    with pytest.raises(MantissaError, match=r"is the server running there"):
         OpenAI(f"http://127.0.0.1:{free_port()}/v1", "m", 64, 0.5, 5.0).propose([request(1)])
     for url, model in (("ftp://x", "m"), ("127.0.0.1:80", "m"), ("http://x/v1", "")):
         with pytest.raises(MantissaError, match=r"expected http\(s\)"):

@@ -11,7 +11,6 @@ it holds that is no log-prob of the token asked for is an error.
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -26,11 +25,11 @@ from mantissa.bounds import boundary
 from mantissa.doctor.dump import Dump, Scored
 from mantissa.doctor.sides import Array, chosen
 from mantissa.errors import MantissaError
+from mantissa.http import OK, http_answer
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, policy_weights
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rollout import NativeEngine, Request, SamplingParams
-from mantissa.rollout.vllm.server import http_answer
 
 _SLOTS = 64
 _MOST_BYTES = 64 << 20  # of one answer
@@ -108,10 +107,10 @@ class _Server:
         expected = f"--engine {url}: expected a server's address, such as http://127.0.0.1:8000"
         with boundary(expected, "give the address that the server printed"):
             parts = urlsplit(url)
-            port = parts.port or 80
+            _ = parts.port  # which is read here, and may be no number
         if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") not in ("", "v1"):
             raise MantissaError(expected)
-        self.url, self._address, self._timeout_s = url, (parts.hostname, port), timeout_s
+        self.url, self._root, self._timeout_s = url, f"http://{parts.netloc}", timeout_s
 
     def only_model(self) -> str:
         answer = self._answer("GET", "/v1/models")
@@ -125,7 +124,7 @@ class _Server:
         """The server's log-probs of the response tokens, float64 [R]."""
         tokens = each.tokens.tolist()
         body = {"model": name, "prompt": tokens, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        answer = self._answer("POST", "/v1/completions", json.dumps(body))
+        answer = self._answer("POST", "/v1/completions", body)
         with boundary(f"{self.url}: an answer without the log-prob of each token of the prompt",
                       "expected prompt_logprobs as vLLM gives them, of the model whose tokens these are"):  # fmt: skip
             given = answer["choices"][0]["prompt_logprobs"]
@@ -134,12 +133,12 @@ class _Server:
             raise MantissaError(f"{self.url}: among its log-probs is one that is not finite, or above 0")
         return np.array(found[each.prompt_length - 1 :])
 
-    def _answer(self, method: str, path: str, body: str = "") -> dict[str, Any]:
+    def _answer(self, method: str, path: str, body: object = None) -> dict[str, Any]:
         """A server's JSON object; everything else is one error."""
         with boundary(f"{self.url}{path}", "expected an OpenAI-compatible server that is running there"):
-            headers = {"Content-Type": "application/json"}
-            status, text = http_answer(self._address, method, path, self._timeout_s, body, headers, _MOST_BYTES)
-            if status != http.client.OK:
+            wait = self._timeout_s
+            status, text = http_answer(method, self._root + path, body, timeout_s=wait, most_bytes=_MOST_BYTES)
+            if status != OK:
                 raise MantissaError(f"{self.url}{path} answered {status}: {text[:200]}")
             answer = json.loads(text)
         if not isinstance(answer, dict):

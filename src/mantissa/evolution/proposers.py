@@ -7,7 +7,6 @@ are its own affair). It sees the task's text, parents and how they failed in dev
 from __future__ import annotations
 
 import difflib
-import http.client
 import json
 import os
 import random
@@ -21,6 +20,7 @@ from mantissa.errors import MantissaError
 from mantissa.evolution import edits
 from mantissa.evolution.archive import Candidate
 from mantissa.evolution.programs import Task
+from mantissa.http import OK, http_answer
 from mantissa.tasks.code import last_block
 
 Operator = Literal["revise", "recombine", "refine"]
@@ -163,7 +163,7 @@ class OpenAI:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or not model:
             raise MantissaError(f"openai: url={url!r}, model={model!r}: expected http(s)://HOST[:PORT]/v1 and a model")
-        self._url, self._parts, self._timeout_s = url.rstrip("/"), parts, timeout_s
+        self._url, self._timeout_s = url.rstrip("/"), timeout_s
         self._body = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
 
     def propose(self, requests: Sequence[Request]) -> list[Proposal]:
@@ -186,24 +186,14 @@ class OpenAI:
         return answers
 
     def _post(self, body: dict[str, Any]) -> Any:
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        headers = {"Content-Type": "application/json"}
-        if os.environ.get(_KEY):
-            headers["Authorization"] = f"Bearer {os.environ[_KEY]}"
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=self._timeout_s)
+        url, key = f"{self._url}/chat/completions", os.environ.get(_KEY) or None
         try:
-            path = f"{self._parts.path.rstrip('/')}/chat/completions"
-            connection.request("POST", path, json.dumps(body), headers)
-            response = connection.getresponse()
-            data = response.read(_LARGEST_ANSWER + 1)
-        except (OSError, http.client.HTTPException) as error:
-            raise MantissaError(f"{self._url}: {said(error)}; is the server running there?") from None
-        finally:
-            connection.close()
-        if response.status != http.client.OK:
-            text = data[:300].decode("utf-8", "replace")
-            raise MantissaError(f"{self._url}: status {response.status}: {text}; check model, url and {_KEY}")
-        if len(data) > _LARGEST_ANSWER:
-            raise MantissaError(f"{self._url}: an answer of more than {_LARGEST_ANSWER:,} bytes; lower max_tokens")
+            wait = self._timeout_s
+            status, text = http_answer("POST", url, body, timeout_s=wait, most_bytes=_LARGEST_ANSWER, key=key)
+        except OSError as error:
+            advice = "is the server running there, and max_tokens low enough?"
+            raise MantissaError(f"{self._url}: {said(error)}; {advice}") from None
+        if status != OK:
+            raise MantissaError(f"{self._url}: status {status}: {text[:300]}; check model, url and {_KEY}")
         with boundary(f"{self._url} answered what is no JSON", "is it an OpenAI-compatible server?"):
-            return json.loads(data)
+            return json.loads(text)

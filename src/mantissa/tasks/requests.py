@@ -34,13 +34,10 @@ What says neither, or nothing in time, is an error of the judge: that answer's w
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import random
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
@@ -50,6 +47,7 @@ from pydantic import Field, model_validator
 
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError
+from mantissa.http import OK, http_answer
 from mantissa.tasks.config import RequestsConfig
 from mantissa.tasks.functions import FunctionVerifier
 from mantissa.tasks.generated import GeneratedTask
@@ -376,33 +374,22 @@ class ServerJudge(UnboundedVerifier):
         texts = {"label": _LABELS[label_of(problem)], "problem": prompt_text(problem.prompt), "answer": answer}
         asked = {"role": "user", "content": _filled(_ASK, texts)}
         body = {"model": self.model, "temperature": 0, "messages": [asked]}
-        headers = {"Content-Type": "application/json"}
-        if self.key is not None:
-            headers["Authorization"] = f"Bearer {os.environ[self.key]}"
-        request = urllib.request.Request(f"{self.server}/chat/completions", json.dumps(body).encode(), headers)
-        try:
-            with _OPENER.open(request) as answered:  # the grader's clock ends what takes too long
-                said = json.loads(answered.read(_MOST_BYTES))
-        except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+        key = None if self.key is None else os.environ[self.key]
+        url = f"{self.server}/chat/completions"
+        try:  # the grader's clock ends what takes too long
+            status, text = http_answer("POST", url, body, timeout_s=None, most_bytes=_MOST_BYTES, key=key)
+        except OSError as error:
             raise ValueError(f"the judge at {self.server} did not answer ({error})") from None
+        if status != OK:
+            raise ValueError(f"the judge at {self.server} did not answer (status {status}: {shortened(text)})")
         try:
-            content = str(said["choices"][0]["message"]["content"])
-        except (KeyError, IndexError, TypeError):
+            content = str(json.loads(text)["choices"][0]["message"]["content"])
+        except (ValueError, LookupError, TypeError):
             raise ValueError(f"the judge at {self.server} sent no choices[0].message.content") from None
         objects = re.findall(r"\{[^{}]*\}", content)
         if not objects:
             raise ValueError(f"the judge at {self.server} wrote no JSON object: {shortened(content)!r}")
         return _verdict(json.loads(objects[-1]), self.server)
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the key elsewhere: it stays an error of its status."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
-
-
-_OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 def _verdict(result: Any, who: str) -> Reward:

@@ -30,7 +30,6 @@ and unrounded, and those of its development mode: ``/collective_rpc``, ``/reset_
 from __future__ import annotations
 
 import fcntl
-import http.client
 import importlib
 import json
 import os
@@ -47,13 +46,14 @@ from torch import Tensor
 
 from mantissa.environ import changed_environment
 from mantissa.errors import MantissaError
+from mantissa.http import NOT_FOUND, OK, http_answer
 from mantissa.kernels import Kernels
 from mantissa.model import CopiedPolicy
 from mantissa.ranks import ALONE, Ranks
 from mantissa.rollout.generation import StopStrings
 from mantissa.rollout.sampling import request_keys
 from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams, check_requests, check_version
-from mantissa.rollout.vllm.server import VllmStart, WeightFolder, dtype_name, http_answer, require_vllm, sample_weights
+from mantissa.rollout.vllm.server import VllmStart, WeightFolder, dtype_name, require_vllm, sample_weights
 from mantissa.rollout.vllm.worker import CodeKernels
 
 LEAST_TEMPERATURE = 0.01  # below it vLLM samples at 0.01
@@ -171,7 +171,7 @@ class ServedVllm:
         parts = urlsplit(url if "//" in url else f"//{url}")
         if parts.scheme not in ("", "http") or not parts.hostname or parts.path.strip("/"):
             raise MantissaError(f"rollout.vllm.server={url}: expected http://host:port")
-        self._address = (parts.hostname, parts.port or 8000)
+        self._url = f"http://{parts.netloc}" + ("" if parts.port else ":8000")
         self._pool = ThreadPoolExecutor(min(start.slots, _MOST_CONNECTIONS), "vllm")
         self._lock: int | None = None
         try:
@@ -253,17 +253,13 @@ class ServedVllm:
 
     def _post(self, path: str, body: Any = None) -> Any:
         """The server's answer."""
-        key = os.environ.get("VLLM_API_KEY")
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        text = json.dumps({} if body is None else body)
+        key = os.environ.get("VLLM_API_KEY") or None
         try:
-            status, answer = http_answer(self._address, "POST", path, self._timeout, text, headers)
-        except (OSError, http.client.HTTPException) as error:
-            raise MantissaError(
-                f"cannot reach {self.where}: {error or type(error).__name__}; start it with: mantissa serve RECIPE"
-            ) from error
-        if status != http.client.OK:
-            missing = status == http.client.NOT_FOUND
+            status, answer = http_answer("POST", self._url + path, body or {}, timeout_s=self._timeout, key=key)
+        except OSError as error:
+            raise MantissaError(f"cannot reach {self.where}: {error}; start it with: mantissa serve RECIPE") from error
+        if status != OK:
+            missing = status == NOT_FOUND
             advice = "it must be one that mantissa serve started" if missing else "its own log says more"
             raise MantissaError(f"{self.where} answered {path} with {status}: {_first_line(answer)}; {advice}")
         return json.loads(answer)

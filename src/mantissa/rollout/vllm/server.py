@@ -7,7 +7,6 @@ alone, unless told.
 
 from __future__ import annotations
 
-import http.client
 import importlib
 import importlib.metadata
 import importlib.util
@@ -32,6 +31,7 @@ from torch import Tensor
 from mantissa.environ import LAUNCHER, STORE, changed_environment
 from mantissa.errors import MantissaError
 from mantissa.files import disk_errors
+from mantissa.http import OK, http_answer
 from mantissa.model import ModelConfig
 from mantissa.model.config import config_fields
 from mantissa.precision import E4M3, Fp8Policy, NumberFormat
@@ -83,8 +83,8 @@ def serve_vllm(
 
         before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM)}
         try:
-            if _answers(server, stopped, "127.0.0.1" if host in ("0.0.0.0", "") else host, port):
-                ready(f"http://{host}:{port}")
+            if _answers(server, stopped, _url("127.0.0.1" if host in ("0.0.0.0", "") else host, port)):
+                ready(_url(host, port))
             code = _waited(server, stopped)
         finally:
             server.kill()  # where this is left by an error; else it has ended
@@ -127,34 +127,18 @@ def _folder(path: str | None) -> Iterator[Path]:
     yield folder
 
 
-def _answers(server: subprocess.Popen[bytes], stopped: list[float], host: str, port: int) -> bool:
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _answers(server: subprocess.Popen[bytes], stopped: list[float], url: str) -> bool:
     """Wait until the server answers; False where it ended, or was told to, instead."""
     while server.poll() is None and not stopped:
-        with suppress(OSError, http.client.HTTPException):
-            if http_answer((host, port), "GET", "/health", 2.0)[0] == http.client.OK:
+        with suppress(OSError):
+            if http_answer("GET", f"{url}/health", timeout_s=2.0)[0] == OK:
                 return True
         time.sleep(0.2)
     return False
-
-
-def http_answer(
-    address: tuple[str, int],
-    method: str,
-    path: str,
-    timeout_s: float,
-    body: str = "",
-    headers: Mapping[str, str] = {},
-    most: int | None = None,
-) -> tuple[int, str]:
-    """Status and text of a server's answer, of which ``most`` bytes are read. A connection for each: a request here
-    takes far longer than connecting."""
-    connection = http.client.HTTPConnection(*address, timeout=timeout_s)
-    try:
-        connection.request(method, path, body or None, dict(headers))
-        response = connection.getresponse()
-        return response.status, response.read(most).decode()
-    finally:
-        connection.close()
 
 
 def _waited(server: subprocess.Popen[bytes], stopped: list[float]) -> int:
