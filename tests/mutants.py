@@ -5,9 +5,9 @@
 A mutant differs in one place: a comparison or an operation is replaced, a number is another, a condition is turned
 round, ``min`` is ``max``. Places are drawn evenly over the packages, the same ones for the same seed and source; those
 in annotations, error messages and code that needs a GPU, Triton or vLLM are left out. Each mutant is tried in a copy of
-the source, by the tests of its package and then of those that use it (``USERS``), up to the first failure. Printed are
-every survivor, with its line, and how many were caught. A survivor may behave as the original does; most are tests that
-are missing.
+the source, by the tests of its package, the likeliest first, and then of those that use it (``USERS``), up to the first
+failure. Printed are every survivor, with its line, and how many were caught. A survivor may behave as the original
+does; most are tests that are missing.
 """
 
 from __future__ import annotations
@@ -139,6 +139,12 @@ def drawn(packages: list[str], count: int, seed: int) -> list[Mutant]:
     return out
 
 
+def _files(package: str, mutated: Path) -> list[str]:
+    """The package's tests; first those that name the mutated module, for they are the likelier to fail."""
+    files = sorted((ROOT / "tests" / package).rglob("test_*.py"))
+    return [str(file) for file in sorted(files, key=lambda file: mutated.stem not in file.name + file.read_text())]
+
+
 def caught(mutant: Mutant, timeout: float) -> bool:
     """Whether a test fails (or does not end) with this mutant."""
     tree = ast.parse((ROOT / mutant.file).read_text())
@@ -149,7 +155,7 @@ def caught(mutant: Mutant, timeout: float) -> bool:
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         (source.parent / mutant.file).write_text(ast.unparse(changed))
         for tests in (package, *USERS[package]):
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{tests}"]
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *_files(tests, mutant.file)]
             environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
             try:
                 ended = subprocess.run(
