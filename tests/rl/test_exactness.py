@@ -223,6 +223,8 @@ def test_tokens_drawn_from_another_law_are_caught(
     monkeypatch.setattr(generation, "sample", sample)
     code, out = replayed(file)
     assert (code, "drawn anew, it comes out otherwise" in out, "not reproduced here" in out) == (0, True, True)
+    monkeypatch.setattr(replay, "drawn_otherwise", lambda logits, *_: torch.arange(len(logits)) >= 2)
+    assert "response token 2 is" in replayed(file)[1]  # the first of those
 
 
 def test_what_does_not_come_back_is_written_too(
