@@ -155,7 +155,16 @@ def caught(mutant: Mutant, timeout: float) -> bool:
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         (source.parent / mutant.file).write_text(ast.unparse(changed))
         for tests in (package, *USERS[package]):
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *_files(tests, mutant.file)]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                *_files(tests, mutant.file),
+            ]
             environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
             try:
                 ended = subprocess.run(

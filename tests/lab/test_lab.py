@@ -20,7 +20,7 @@ from mantissa.errors import MantissaError
 from mantissa.lab import Rows, load_lab, run, run_lab, warm, write_page
 from mantissa.lab.page import answers
 from mantissa.lab.plan import Measure, warm_config
-from mantissa.lab.rows import difference, over_seeds, reduced
+from mantissa.lab.rows import difference, last_words, over_seeds, reduced
 from mantissa.lab.run import begun, warm_folder
 from mantissa.mismatch.estimates import student_interval
 from mantissa.runs.directory import RunDirectory, locked
@@ -344,3 +344,19 @@ def test_a_gap_is_measured_once_a_cell(there: Path, monkeypatch: pytest.MonkeyPa
     assert rows.figure("bf16", lab.final[0]) == {0: 0.5, 1: 0.5}
     assert calls[1][1:] == ["mantissa", "gap", "package:none", "--samples=2", "--pairs=bf16", "--seed=0",
                             "--out=runs/lab/try/bf16-seed0", "--device=cpu"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["mantissa: error: no GPU", "torch.SomeError: x", "a warning"], "no GPU"),
+        (["Traceback", "ModuleNotFoundError: No module named 'a'", "site.py:1: UserWarning: leaked"], "ModuleNotFound"),
+        (["Killed", ""], "Killed"),
+        ([], "it said nothing"),
+    ],
+)
+def test_what_a_failed_cell_said(lines: list[str], said: str, tmp_path: Path) -> None:
+    """Its error, not what an interpreter warns of while it ends."""
+    log = tmp_path / "log"
+    log.write_text("\n".join(lines))
+    assert last_words(log).startswith(said)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -194,7 +195,10 @@ def _exp(value: float) -> float:
 
 
 def last_words(path: Path) -> str:
-    """The last thing that a failed process said: its error's line, or its last one."""
+    """What a failed process said at last: its error's line, an exception's, or the last one, which may be a warning."""
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()] if path.is_file() else []
-    said = next((line for line in reversed(lines) if line.startswith("mantissa: error: ")), None)
-    return (said or (lines[-1] if lines else "it said nothing")).removeprefix("mantissa: error: ")[:500]
+    for of_error in (r"mantissa: error: ", r"[\w.]+(Error|Exception|Interrupt|Exit)\b", r""):
+        said = next((line for line in reversed(lines) if re.match(of_error, line)), None)
+        if said is not None:
+            return said.removeprefix("mantissa: error: ")[:500]
+    return "it said nothing"
