@@ -13,7 +13,7 @@ import yaml
 
 from mantissa.algorithms import GSPOConfig
 from mantissa.errors import MantissaError
-from mantissa.rl import RunConfig, resumed_config
+from mantissa.rl import RunConfig, recipe, resumed_config
 from mantissa.rl.config import AlgorithmConfig
 from mantissa.rl.recipe import apply_overrides, load_recipe, make_config, parse_yaml
 from mantissa.rl.session import joined
@@ -78,6 +78,13 @@ def test_torchs_names_for_formats_are_understood_and_ours_recorded(
 )
 def test_numbers_as_people_write_them(text: str, value: Any) -> None:
     assert parse_yaml(text, "test") == value
+
+
+def test_values_are_counted_with_aliases_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe, "_MOST_VALUES", 9)
+    assert parse_yaml("{a: &a [1, 2], b: *a}", "test") == {"a": [1, 2], "b": [1, 2]}  # 1 + 2 keys + 3 + 3
+    with pytest.raises(MantissaError, match="line 1: more than 9 values"):
+        parse_yaml("{a: &a [1, 2, 3], b: *a}", "test")
 
 
 FLOWRL = "algorithm.reference={} & algorithm.loss=flowrl"
