@@ -87,6 +87,7 @@ class _Work:
         self.lab = lab
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._warm: dict[str, threading.Lock] = {}
+        self._token_seconds: dict[str, float] = {}  # of a bill, by kind of gap
         self._guard, self._stopped = threading.Lock(), False
 
     def row(self, cell: Cell) -> Row:
@@ -127,11 +128,14 @@ class _Work:
     def measured(self, cell: Cell, folder: Path) -> float:
         """About how many seconds the cell takes, by a short run of it in an empty folder."""
         if cell.config is None:
-            tokens = cell.settings.get("max_tokens", 32)
-            short = {"max_tokens": min(_MEASURED_TOKENS, tokens), "out": folder / "gap"}
-            self._measure_gap(cell.settings | {"seed": cell.seed} | short, folder / "gap")
-            row = json.loads((folder / "gap" / GAP_ROWS).read_text())
-            return float(row["sample_seconds"] + row["score_seconds"]) * tokens / short["max_tokens"]
+            options = {name: value for name, value in cell.settings.items() if name != "max_tokens"}
+            kind = json.dumps(options, sort_keys=True)
+            if kind not in self._token_seconds:  # lengths of one kind share what a token takes
+                few = {"seed": cell.seed, "max_tokens": _MEASURED_TOKENS, "out": folder / "gap"}
+                self._measure_gap(options | few, folder / "gap")
+                row = json.loads((folder / "gap" / GAP_ROWS).read_text())
+                self._token_seconds[kind] = float(row["sample_seconds"] + row["score_seconds"]) / _MEASURED_TOKENS
+            return self._token_seconds[kind] * float(cell.settings.get("max_tokens", 32))
         update = {"steps": _MEASURED, "warm_start": None, "evaluation": None, "trackers": ()}
         recipe = _write_recipe(folder / "recipe.yaml", cell.config.model_copy(update=update))
         self.call(["-m", "mantissa", "train", str(recipe), f"run_dir={folder / 'run'}"], folder / "run")
