@@ -26,6 +26,7 @@ CONSTANT = ("precision=fp32", "optimizer.decay=none")  # the learning rate does 
 FORMS: dict[str, tuple[str, ...]] = {
     "fp16-decay": ("precision=fp16",),  # the recipe
     "bf16-decay": ("precision=bf16",),
+    "fp32-decay": ("precision=fp32",),
     "joint": CONSTANT,
     "frozen": (*CONSTANT, "waltz.feedback_frozen={steps}"),
     "ungated": (*CONSTANT, "waltz.gate=false"),
@@ -101,7 +102,7 @@ def picture() -> None:
     found = [json.loads(line) for line in (ROOT / "results" / "waltz.jsonl").read_text().splitlines()]
     starts = {each["seed"]: each["curve"][0] for each in found if each["form"] == "start"}
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
-    colours = dict(zip(FORMS, ("#c2453d", "#7a4a2b", "#2a6fdb", "#8a8a8a", "#d9822b", "#2d9d78", "#8f5bb5"), strict=True))
+    colours = dict(zip(FORMS, ("#c2453d", "#7a4a2b", "#3b3b3b", "#2a6fdb", "#8a8a8a", "#d9822b", "#2d9d78", "#8f5bb5"), strict=True))
     for panel, (at, title) in zip(panels, ((1, "attack success"), (2, "over-refusal")), strict=True):
         for form, colour in colours.items():
             mine = [each for each in found if each["form"] == form and each["seed"] in starts]
