@@ -80,7 +80,7 @@ def measure(seed: int, forms: list[str], keep: Path) -> None:
     warm = keep / f"warm-{seed}"
     steps = load_recipe(RECIPE).steps
     if not (warm / "feedback" / "policy").is_dir():
-        still = ("precision=fp32", "steps=1", "waltz.conversation_frozen=1", "waltz.feedback_frozen=1")
+        still = ("precision=fp32", "steps=1", "waltz.conversation_frozen=1", "waltz.feedback_frozen=1", "waltz.label_later=null")
         append("waltz.jsonl", [row("start", seed, run(warm, seed, *still))], "cpu")
     given = [f"model={{path: {warm}}}", f"waltz.feedback.model={{path: {warm}/feedback}}"]
     given += ["warm_start=null", "waltz.feedback.warm_start=null"]
