@@ -19,6 +19,7 @@ from typing import Any
 from rows import ROOT, append
 
 from mantissa.rl import load_recipe, start
+from mantissa.rl.recipe import apply_overrides, make_config, parse_yaml
 from mantissa.runs.directory import RunDirectory
 
 RECIPE = ROOT / "recipes" / "waltz.yaml"
@@ -42,7 +43,10 @@ RATES = (
 def run(folder: Path, seed: int, *overrides: str) -> RunDirectory:
     """The finished run of the recipe with these overrides."""
     common = (f"seed={seed}", f"run_dir={folder}", "trackers=[]", "evaluation={every: 40, problems: 256, samples: 2}")
-    start(load_recipe(RECIPE, [*common, *overrides]))
+    values = parse_yaml(RECIPE.read_text(), str(RECIPE))
+    if "steps=1" in overrides:  # a warm start has no second stage whose labels could count otherwise
+        del values["waltz"]["label_later"]
+    start(make_config(apply_overrides(values, [*common, *overrides]), str(RECIPE)))
     return RunDirectory.open(folder)
 
 
@@ -80,7 +84,7 @@ def measure(seed: int, forms: list[str], keep: Path) -> None:
     warm = keep / f"warm-{seed}"
     steps = load_recipe(RECIPE).steps
     if not (warm / "feedback" / "policy").is_dir():
-        still = ("precision=fp32", "steps=1", "waltz.conversation_frozen=1", "waltz.feedback_frozen=1", "waltz.label_later=null")
+        still = ("precision=fp32", "steps=1", "waltz.conversation_frozen=1", "waltz.feedback_frozen=1")
         append("waltz.jsonl", [row("start", seed, run(warm, seed, *still))], "cpu")
     given = [f"model={{path: {warm}}}", f"waltz.feedback.model={{path: {warm}/feedback}}"]
     given += ["warm_start=null", "waltz.feedback.warm_start=null"]
