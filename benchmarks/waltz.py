@@ -19,12 +19,15 @@ from typing import Any
 from rows import ROOT, append
 
 from mantissa.rl import load_recipe, start
+from mantissa.rl.recipe import apply_overrides, make_config, parse_yaml
 from mantissa.runs.directory import RunDirectory
 
 RECIPE = ROOT / "recipes" / "waltz.yaml"
 CONSTANT = ("precision=fp32", "optimizer.decay=none")  # the learning rate does not fall
 FORMS: dict[str, tuple[str, ...]] = {
     "fp16-decay": ("precision=fp16",),  # the recipe
+    "bf16-decay": ("precision=bf16",),
+    "fp32-decay": ("precision=fp32",),
     "joint": CONSTANT,
     "frozen": (*CONSTANT, "waltz.feedback_frozen={steps}"),
     "ungated": (*CONSTANT, "waltz.gate=false"),
@@ -40,7 +43,10 @@ RATES = (
 def run(folder: Path, seed: int, *overrides: str) -> RunDirectory:
     """The finished run of the recipe with these overrides."""
     common = (f"seed={seed}", f"run_dir={folder}", "trackers=[]", "evaluation={every: 40, problems: 256, samples: 2}")
-    start(load_recipe(RECIPE, [*common, *overrides]))
+    values = parse_yaml(RECIPE.read_text(), str(RECIPE))
+    if "steps=1" in overrides:  # a warm start has no second stage whose labels could count otherwise
+        del values["waltz"]["label_later"]
+    start(make_config(apply_overrides(values, [*common, *overrides]), str(RECIPE)))
     return RunDirectory.open(folder)
 
 
@@ -100,7 +106,7 @@ def picture() -> None:
     found = [json.loads(line) for line in (ROOT / "results" / "waltz.jsonl").read_text().splitlines()]
     starts = {each["seed"]: each["curve"][0] for each in found if each["form"] == "start"}
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
-    colours = dict(zip(FORMS, ("#c2453d", "#2a6fdb", "#8a8a8a", "#d9822b", "#2d9d78", "#8f5bb5"), strict=True))
+    colours = dict(zip(FORMS, ("#c2453d", "#7a4a2b", "#3b3b3b", "#2a6fdb", "#8a8a8a", "#d9822b", "#2d9d78", "#8f5bb5"), strict=True))
     for panel, (at, title) in zip(panels, ((1, "attack success"), (2, "over-refusal")), strict=True):
         for form, colour in colours.items():
             mine = [each for each in found if each["form"] == form and each["seed"] in starts]
