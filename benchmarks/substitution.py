@@ -50,9 +50,13 @@ def rows_of(found: Substitution, folder: Path, pair: str) -> list[dict[str, Any]
     return [{"benchmark": "substitution"} | part | common for part in parts]
 
 
-if __name__ == "__main__":
+def main() -> None:
     folder, name, pair = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     scores = Scores(open_policy(policy_folder(name), None, 0)[0].requires_grad_(False), sequences(folder, pair))
     base = (Side(pair), Side(pair))
     result = substitute(scores, base, hypotheses(scores, *base, Settings(temperature=1.0)), print)
     print(append("substitution.jsonl", rows_of(result, folder, pair), "cpu"))
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,11 @@ from pathlib import Path
 
 from rows import append
 
-if __name__ == "__main__":
+
+def main() -> None:
     rows = [json.loads(line) for line in (Path(sys.argv[1]) / "tune.jsonl").read_text().splitlines()]
     print(append("tune.jsonl", [{"benchmark": "tune", "metric": "tune"} | row for row in rows], "cpu"))
+
+
+if __name__ == "__main__":
+    main()

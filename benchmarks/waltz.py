@@ -34,6 +34,8 @@ FORMS: dict[str, tuple[str, ...]] = {
     "fp16": ("precision=fp16", "optimizer.decay=none"),
     "bf16": ("precision=bf16", "optimizer.decay=none"),
 }
+COMMON = ("trackers=[]", "evaluation={every: 40, problems: 256, samples: 2}")
+COLOURS = ("#c2453d", "#7a4a2b", "#3b3b3b", "#2a6fdb", "#8a8a8a", "#d9822b", "#2d9d78", "#8f5bb5")
 RATES = (
     "attack_success", "over_refusal", "first_attack_success", "first_over_refusal", "triggered", "label_accuracy",
     "dir_mean", "format",
@@ -42,7 +44,7 @@ RATES = (
 
 def run(folder: Path, seed: int, *overrides: str) -> RunDirectory:
     """The finished run of the recipe with these overrides."""
-    common = (f"seed={seed}", f"run_dir={folder}", "trackers=[]", "evaluation={every: 40, problems: 256, samples: 2}")
+    common = (f"seed={seed}", f"run_dir={folder}", *COMMON)
     values = parse_yaml(RECIPE.read_text(), str(RECIPE))
     if "steps=1" in overrides:  # a warm start has no second stage whose labels could count otherwise
         del values["waltz"]["label_later"]
@@ -82,7 +84,7 @@ def row(form: str, seed: int, done: RunDirectory) -> dict[str, Any]:
 def measure(seed: int, forms: list[str], keep: Path) -> None:
     """Rows of one seed; its warm start is kept in ``keep``, and taken from there where it is."""
     warm = keep / f"warm-{seed}"
-    steps = load_recipe(RECIPE).steps
+    steps = load_recipe(RECIPE, COMMON).steps
     if not (warm / "feedback" / "policy").is_dir():
         still = ("precision=fp32", "steps=1", "waltz.conversation_frozen=1", "waltz.feedback_frozen=1")
         append("waltz.jsonl", [row("start", seed, run(warm, seed, *still))], "cpu")
@@ -106,7 +108,7 @@ def picture() -> None:
     found = [json.loads(line) for line in (ROOT / "results" / "waltz.jsonl").read_text().splitlines()]
     starts = {each["seed"]: each["curve"][0] for each in found if each["form"] == "start"}
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
-    colours = dict(zip(FORMS, ("#c2453d", "#7a4a2b", "#3b3b3b", "#2a6fdb", "#8a8a8a", "#d9822b", "#2d9d78", "#8f5bb5"), strict=True))
+    colours = dict(zip(FORMS, COLOURS, strict=True))
     for panel, (at, title) in zip(panels, ((1, "attack success"), (2, "over-refusal")), strict=True):
         for form, colour in colours.items():
             mine = [each for each in found if each["form"] == form and each["seed"] in starts]
@@ -125,7 +127,7 @@ def picture() -> None:
     figure.savefig(ROOT / "docs" / "images" / "waltz.svg", metadata={"Date": None})
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("seeds", nargs="*", type=int)
     parser.add_argument("--forms", nargs="*", choices=list(FORMS), default=list(FORMS))
@@ -136,3 +138,7 @@ if __name__ == "__main__":
         measure(seed, given.forms, given.keep)
     if given.picture:
         picture()
+
+
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,6 @@ from mantissa.model import Decoder, ModelConfig, byte_tokenizer, save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-pytestmark = pytest.mark.variants
 
 THREAD = ("--threads", "1")
 # What a script is called with, and constants of it that a short round has smaller.
@@ -47,6 +46,7 @@ NEEDS = {"gpu_exact": "triton", "moments_step": "torchao", "rollout_vs_generate"
 ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts share
     "demo_runs", "final_policy", "gpu", "gpu_sizes", "rl_step", "rl_step_vs_trl", "run_all", "tables", "trl_step",
     "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap", "emulated",
+    "doctor_confusion", "doctor_faults", "substitution", "tune", "waltz",
 }  # fmt: skip
 
 
@@ -68,10 +68,11 @@ def run(folder: Path, script: str, *arguments: str, constants: dict[str, Any] | 
     return done.stdout + done.stderr
 
 
-def test_no_script_is_left_out() -> None:
+def test_no_script_is_left_out() -> None:  # in every suite, unlike the others
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == SCRIPTS.keys() | ELSEWHERE
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_it_runs(script: str, tmp_path: Path) -> None:
     arguments, constants = SCRIPTS[script]
@@ -86,6 +87,7 @@ def test_it_runs(script: str, tmp_path: Path) -> None:
     assert all(path.read_text().count("\n") > 0 for path in written)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("script", ["gpu", "gpu_sizes"])
 def test_what_needs_a_gpu_says_so(script: str, tmp_path: Path) -> None:
     if torch.cuda.is_available():
@@ -94,12 +96,14 @@ def test_what_needs_a_gpu_says_so(script: str, tmp_path: Path) -> None:
     assert said == f"benchmarks/{script}.py: expected a CUDA device that torch can use, found none\n"
 
 
+@pytest.mark.variants
 def test_trl_s_worker_takes_its_arguments(tmp_path: Path) -> None:
     if importlib.util.find_spec("trl") is None:
         pytest.skip("trl is in an environment of its own: make bench-trl")
     assert "--threads" in run(tmp_path, "trl_step", "--help")
 
 
+@pytest.mark.variants
 def test_the_tables_are_those_in_the_repository(tmp_path: Path) -> None:
     """From a copy: what ``tables.py`` writes is what is committed, so nothing in it was typed."""
     for name in ("README.md", "results"):
@@ -113,6 +117,7 @@ def test_the_tables_are_those_in_the_repository(tmp_path: Path) -> None:
         assert (tmp_path / name).read_text() == (ROOT / name).read_text()
 
 
+@pytest.mark.variants
 def test_the_summary_of_runs(tmp_path: Path) -> None:
     options = ["steps=2", "warm_start=null", "rollout.prompts=2", "evaluation.problems=4", "evaluation.every=2"]
     command = [sys.executable, "-m", "mantissa", "train", "recipes/demo.yaml", f"run_dir={tmp_path}/run", *options]
@@ -128,6 +133,7 @@ def test_the_summary_of_runs(tmp_path: Path) -> None:
     assert 0 <= row["accuracy_fp32"] <= 1
 
 
+@pytest.mark.variants
 def test_the_rows_of_a_gap(tmp_path: Path) -> None:
     (tmp_path / "measured").mkdir()
     for name, row in (("gap", {"pair": "fp16", "requested": "fp16/fp16", "active": "fp16/fp16"}), ("completions", {})):
@@ -138,6 +144,7 @@ def test_the_rows_of_a_gap(tmp_path: Path) -> None:
     assert (row["benchmark"], row["pair"], row["threads"]) == ("gap", "fp16", 1)
 
 
+@pytest.mark.variants
 def test_what_run_all_runs_is_there(tmp_path: Path) -> None:
     """Its list of commands: scripts that exist, with options that they take."""
     sys.path.insert(0, str(BENCHMARKS))
@@ -158,6 +165,7 @@ def pretrained(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.variants
 def test_rl_step_runs_in_each_precision(tmp_path: Path) -> None:
     options = ("--work", "tiny", *THREAD, "--rounds", "2", "--warm-up", "0", "--dry", "--trl-python", "none")
     table = [line.split() for line in run(tmp_path, "rl_step_vs_trl", *options).splitlines()]
@@ -166,6 +174,7 @@ def test_rl_step_runs_in_each_precision(tmp_path: Path) -> None:
     assert all(0 < value < 60 for value in seconds.values())
 
 
+@pytest.mark.variants
 def test_each_switch_of_an_emulated_rollout_has_a_row(pretrained: Path, tmp_path: Path) -> None:
     run(tmp_path, "emulated", str(pretrained), "--formats", "bf16", "--prompts", "2", "--tokens", "6")
     rows = {row["switches"]: row for row in map(json.loads, (tmp_path / "emulated.jsonl").read_text().splitlines())}
@@ -176,6 +185,7 @@ def test_each_switch_of_an_emulated_rollout_has_a_row(pretrained: Path, tmp_path
     assert all(row["abs_logp_diff_mean"] > 0 for name, row in rows.items() if name != "products")
 
 
+@pytest.mark.variants
 def test_sampling_from_a_pretrained_model_is_timed_by_phase(pretrained: Path, tmp_path: Path) -> None:
     options = (*THREAD, "--rounds", "1", "--rows", "4", "--samples", "2", "--precisions", "fp32", "--dry")
     lines = run(tmp_path, "decode_pretrained", str(pretrained), *options).splitlines()
@@ -184,7 +194,44 @@ def test_sampling_from_a_pretrained_model_is_timed_by_phase(pretrained: Path, tm
     assert [pair for pair in table if pair in wanted] == wanted
 
 
+@pytest.mark.variants
 def test_the_peak_is_measured_by_both_libraries(tmp_path: Path) -> None:
     lines = run(tmp_path, "peak", *THREAD, "--dry").splitlines()
     values = {line.split(":")[1].split("  ")[0].strip() for line in lines}
     assert values == {"square", "step", "square onednn", "step onednn", "memory"}
+
+
+@pytest.mark.variants
+def test_the_doctor_is_tried_on_a_policy_and_on_a_run(pretrained: Path, tmp_path: Path) -> None:
+    small = ("--formats", "fp16", "--prompts", "4", "--samples", "2", "--max-tokens", "6", "--trials", "2")
+    run(tmp_path, "doctor_confusion", str(pretrained), *small, "--only", "rows")
+    healthy, *faults = map(json.loads, (tmp_path / "doctor_confusion.jsonl").read_text().splitlines())
+    assert (healthy["kind"], healthy["trials"]) == ("healthy", 2)
+    assert faults
+    assert all("rows" in row["kind"] and row["trials"] == 2 for row in faults)
+
+
+@pytest.mark.variants
+def test_the_causes_of_a_gap_and_a_tuned_policy_have_rows(pretrained: Path, tmp_path: Path) -> None:
+    measured, tuned = tmp_path / "measured", tmp_path / "tuned"
+    (tmp_path / "prompts.txt").write_text("".join(f"prompt {number}\n" for number in range(12)))
+    prompts = ("--prompts", str(tmp_path / "prompts.txt"))
+    gap = ("gap", str(pretrained), "--pairs", "bf16", "--max-tokens", "6", *prompts, "--out", str(measured))
+    subprocess.run([sys.executable, "-m", "mantissa", *gap], check=True, capture_output=True)
+    run(tmp_path, "substitution", str(measured), str(pretrained), "bf16")
+    rows = [json.loads(line) for line in (tmp_path / "substitution.jsonl").read_text().splitlines()]
+    assert {row["metric"] for row in rows} == {"cause", "alone"}
+    tuned.mkdir()
+    (tuned / "tune.jsonl").write_text(json.dumps({"budget": 0.01}) + "\n")
+    run(tmp_path, "tune", str(tuned))
+    assert json.loads((tmp_path / "tune.jsonl").read_text())["budget"] == 0.01
+
+
+@pytest.mark.variants
+def test_two_policies_have_a_row_for_each_form(tmp_path: Path) -> None:
+    few = ["trackers=[]", "evaluation={every: 1, problems: 32, samples: 1}", "rollout.prompts=4", "warm_start.steps=2"]
+    few += ["waltz.feedback.warm_start.steps=2", "steps=2", "waltz.conversation_frozen=1"]
+    options = ("0", "--forms", "bf16-decay", "frozen", "--keep", str(tmp_path / "keep"))
+    run(tmp_path, "waltz", *options, constants={"COMMON": few})
+    rows = [json.loads(line) for line in (tmp_path / "waltz.jsonl").read_text().splitlines()]
+    assert [(row["form"], row["steps"]) for row in rows] == [("start", 1), ("bf16-decay", 2), ("frozen", 2)]
