@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,17 @@ def test_rewards_that_are_all_equal_move_nothing_and_that_is_said(
     assert [row["advantage/abs_max"] for row in rows] == [0, 0]
     assert [(row["optim/updates"], row["rollout/version"]) for row in rows] == [(0, 0), (0, 0)]
     assert not {"optim/grad_norm", "eval/greedy_accuracy"} & rows[0].keys()
+
+
+def test_a_correction_that_leaves_out_most_of_a_step_is_named_once(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = r"warning: the correction left \d+% of step 1's tokens out of the loss"
+    train(*QUICK, "algorithm.correction=geometric", "precision={preset: fp32, rollout: e8m2}")
+    assert len(re.findall(said, capsys.readouterr().out)) == 1
+    rows = train(*QUICK, "algorithm.correction=geometric").read_metrics()  # fp32 on both sides: nothing is rejected
+    assert [row["correction/rejected_token_fraction"] for row in rows] == [0, 0]
+    assert "warning: the correction" not in capsys.readouterr().out
 
 
 def test_a_skipped_step_does_not_make_a_new_policy(train: Train) -> None:

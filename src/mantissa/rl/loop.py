@@ -16,7 +16,7 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -57,6 +57,7 @@ from mantissa.training import (
 
 _LR_WARMUP = 20
 _SILENT = 3  # first steps without any advantage after which it is said
+_MOST_REJECTED = 0.5  # of a step's tokens, beyond which it is said what a correction leaves out
 
 
 class Loop:
@@ -74,6 +75,7 @@ class Loop:
         self.kept: list[int] = []
         self.position = 0  # prompts sampled for the steps taken
         self.silent = 0  # the step up to which every advantage was 0, from the first on
+        self.rejecting = False  # whether a correction has left out most of a step, and it was said
         self.ahead: list[Batch] = []  # batches of later steps that a checkpoint held
         self.source: SyncSource
         self.exactness: Exactness | None = None
@@ -204,6 +206,7 @@ class Loop:
         self.run.rewind(checkpoint.step)
         rows = self.run.read_metrics()
         self.silent = int(rows[-1].get("advantage/silent_steps", 0)) if rows else 0
+        self.rejecting = any(_left_out(row) > _MOST_REJECTED for row in rows)
         if self.guard is not None:
             self.guard.restore(checkpoint.step, checkpoint.state.get("guard", {}), rows)
         self.live.note(f"resumed after step {checkpoint.step}")
@@ -336,6 +339,7 @@ class Loop:
         row: dict[str, Any] = {"step": step, "rollout/version": batch.version, **observed, **batch.metrics}
         row |= self._learner_metrics(experience, update)
         row["advantage/silent_steps"] = self._silence(step, row)
+        self._warn_of_rejection(step, row)
         if config.evaluation and (step % config.evaluation.every == 0 or last):
             with self._timed("eval"), self.source.engine(self.learner.weights, self.learner.version):
                 row |= self._evaluate(step)
@@ -392,6 +396,19 @@ class Loop:
             )
         return step
 
+    def _warn_of_rejection(self, step: int, row: dict[str, float]) -> None:
+        """Said once in a run: what is left of such a step is little, and chosen by the gap."""
+        share = _left_out(row)
+        if share <= _MOST_REJECTED or self.rejecting:
+            return
+        self.rejecting = True
+        self.live.note(
+            f"warning: the correction left {share:.0%} of step {step}'s tokens out of the loss, so what is learnt from "
+            "is chosen by the gap; bounds on a sequence's mean are for long responses (these have "
+            f"{row['length/mean']:.0f} tokens on average): widen them (algorithm.correction.reject_low, reject_high, "
+            "mask_low, mask_high), or weigh tokens instead (algorithm.correction=token_tis)"
+        )
+
     def _evaluate(self, step: int) -> dict[str, float]:
         evaluation = self.config.evaluation
         assert evaluation is not None
@@ -430,6 +447,11 @@ class Loop:
         row["rate/learner_tokens_per_s"] = trained_tokens / self._seconds["update"]
         self._seconds, self._started = {}, None
         return row
+
+
+def _left_out(row: Mapping[str, Any]) -> float:
+    """The share of a step's tokens that a correction took out of the loss, by rejection or by mask."""
+    return max(row.get(f"correction/{how}_token_fraction", 0.0) for how in ("rejected", "masked"))
 
 
 def _rollout_rows(batch: Batch, experience: Experience) -> list[dict[str, Any]]:
