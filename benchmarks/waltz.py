@@ -35,7 +35,12 @@ FORMS: dict[str, tuple[str, ...]] = {
     "bf16": ("precision=bf16", "optimizer.decay=none"),
 }
 COMMON = ("trackers=[]", "evaluation={every: 40, problems: 256, samples: 2}")
-COLOURS = ("#c2453d", "#7a4a2b", "#3b3b3b", "#2a6fdb", "#8a8a8a", "#d9822b", "#2d9d78", "#8f5bb5")
+COLOURS = {
+    "fp32-decay": "#3b3b3b",
+    "fp16-decay": "#c2453d",
+    "bf16-decay": "#2a6fdb",
+    "frozen": "#9a9a9a",
+}  # the picture's
 RATES = (
     "attack_success", "over_refusal", "first_attack_success", "first_over_refusal", "triggered", "label_accuracy",
     "dir_mean", "format",
@@ -108,9 +113,8 @@ def picture() -> None:
     found = [json.loads(line) for line in (ROOT / "results" / "waltz.jsonl").read_text().splitlines()]
     starts = {each["seed"]: each["curve"][0] for each in found if each["form"] == "start"}
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
-    colours = dict(zip(FORMS, COLOURS, strict=True))
     for panel, (at, title) in zip(panels, ((1, "attack success"), (2, "over-refusal")), strict=True):
-        for form, colour in colours.items():
+        for form, colour in COLOURS.items():
             mine = [each for each in found if each["form"] == form and each["seed"] in starts]
             lines = [[[0, *starts[each["seed"]][1:]], *each["curve"]] for each in mine]
             for line in lines:
@@ -121,7 +125,7 @@ def picture() -> None:
         panel.set_title(f"{title}, held out", fontsize=10)
         panel.set_xlabel("step")
         panel.spines[["top", "right"]].set_visible(False)
-        panel.set_ylim(0, None)
+    panels[0].set_ylim(0, None)
     panels[0].set_ylabel("fraction of dialogues")
     panels[1].legend(frameon=False, fontsize=8)
     figure.savefig(ROOT / "docs" / "images" / "waltz.svg", metadata={"Date": None})
