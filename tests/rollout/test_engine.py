@@ -295,6 +295,11 @@ def test_impossible_requests_are_refused(build: Build, request_fields: tuple, pa
         engine.generate([Request((1, 2), 0), Request(*request_fields)], SamplingParams(max_tokens=12, **params), 1)
 
 
+def test_the_first_and_the_last_token_of_a_vocabulary_may_be_in_a_prompt(build: Build) -> None:
+    engine, _ = build()
+    assert len(engine.generate([Request((0, 39), 0)], PARAMS, 1)) == 1
+
+
 def test_impossible_engines_are_refused(build: Build) -> None:
     with pytest.raises(MantissaError, match="slots=0"):
         build(slots=0)
