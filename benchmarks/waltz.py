@@ -47,11 +47,11 @@ RATES = (
 )  # fmt: skip
 
 
-def run(folder: Path, seed: int, *overrides: str) -> RunDirectory:
-    """The finished run of the recipe with these overrides."""
+def run(folder: Path, seed: int, *overrides: str, stages: int = 2) -> RunDirectory:
+    """The finished run of the recipe with these overrides. ``stages``: 1 where the conversation never learns."""
     common = (f"seed={seed}", f"run_dir={folder}", *COMMON)
     values = parse_yaml(RECIPE.read_text(), str(RECIPE))
-    if "steps=1" in overrides:  # a warm start has no second stage whose labels could count otherwise
+    if stages == 1:  # there is no second one whose labels could count otherwise
         del values["waltz"]["label_later"]
     start(make_config(apply_overrides(values, [*common, *overrides]), str(RECIPE)))
     return RunDirectory.open(folder)
@@ -92,7 +92,7 @@ def measure(seed: int, forms: list[str], keep: Path) -> None:
     steps = load_recipe(RECIPE, COMMON).steps
     if not (warm / "feedback" / "policy").is_dir():
         still = ("precision=fp32", "steps=1", "waltz.conversation_frozen=1", "waltz.feedback_frozen=1")
-        append("waltz.jsonl", [row("start", seed, run(warm, seed, *still))], "cpu")
+        append("waltz.jsonl", [row("start", seed, run(warm, seed, *still, stages=1))], "cpu")
     given = [f"model={{path: {warm}}}", f"waltz.feedback.model={{path: {warm}/feedback}}"]
     given += ["warm_start=null", "waltz.feedback.warm_start=null"]
     for form in forms:

@@ -95,7 +95,9 @@ def test_silence_ends(silent: str) -> None:
         http_answer("GET", silent, timeout_s=0.1)
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1/v1", "http://127.0.0.1:99999", "ftp://127.0.0.1/", "http://\x00/"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:1/v1", "http://127.0.0.1:99999", "ftp://127.0.0.1/", "http://\x00/", "http://["]
+)
 def test_no_server_is_an_oserror(url: str) -> None:
     with pytest.raises(OSError):  # noqa: PT011 (each library's own words)
         http_answer("GET", url, timeout_s=1)

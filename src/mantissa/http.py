@@ -48,7 +48,8 @@ def http_answer(
 
 
 def _is_this_machine(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    with suppress(ValueError):
+    host = ""
+    with suppress(ValueError):  # of what is no URL, which the client says; of a name, which is no address
+        host = urlsplit(url).hostname or ""
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

@@ -346,6 +346,23 @@ def test_a_gap_is_measured_once_a_cell(there: Path, monkeypatch: pytest.MonkeyPa
                             "--out=runs/lab/try/bf16-seed0", "--device=cpu"]  # fmt: skip
 
 
+def test_a_bill_measures_a_gap_once_for_all_its_lengths(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def measured(self: Any, options: dict[str, Any], folder: Path) -> None:
+        calls.append(options)
+        folder.mkdir()
+        (folder / "gap.jsonl").write_text(json.dumps({"sample_seconds": 12.0, "score_seconds": 4.0}))
+
+    monkeypatch.setattr(run._Work, "_measure_gap", measured)
+    axes = {"pair": ["fp32", "bf16"], "max_tokens": [8, 64]}
+    lab = load_lab(written(kind="gap", base="package:none", set={}, control={"pair": "fp32"}, axes=axes,
+                           measure={"final": ["k3_kl"]}))  # fmt: skip
+    seconds = run.bill(lab, lab.cells, lambda line: None)
+    assert [(call["pair"], call["max_tokens"]) for call in calls] == [("fp32", 16), ("bf16", 16)]
+    assert sorted(value or 0 for value in seconds.values()) == [8, 8, 64, 64]  # a second for each token
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [

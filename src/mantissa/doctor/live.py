@@ -107,9 +107,13 @@ class _Server:
         expected = f"--engine {url}: expected a server's address, such as http://127.0.0.1:8000"
         with boundary(expected, "give the address that the server printed"):
             parts = urlsplit(url)
-            _ = parts.port  # which is read here, and may be no number
-        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") not in ("", "v1"):
-            raise MantissaError(expected)
+            if (
+                parts.scheme != "http"
+                or not parts.hostname
+                or parts.path.strip("/") not in ("", "v1")
+                or parts.port == 0
+            ):
+                raise MantissaError(expected)
         self.url, self._root, self._timeout_s = url, f"http://{parts.netloc}", timeout_s
 
     def only_model(self) -> str:
