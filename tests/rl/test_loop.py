@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from mantissa.errors import MantissaError
 from mantissa.mismatch import ENGINE_METRICS
 from mantissa.model import load_model
+from mantissa.rl import resume
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config import RunConfig
 from mantissa.rl.loop import Loop, warm_start
@@ -151,8 +153,14 @@ def test_a_correction_that_leaves_out_most_of_a_step_is_named_once(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = r"warning: the correction left \d+% of step 1's tokens out of the loss"
-    train(*QUICK, "algorithm.correction=geometric", "precision={preset: fp32, rollout: e8m2}")
+    coarse = "precision={preset: fp32, rollout: e8m2}"
+    run = train(*QUICK, "algorithm.correction=geometric", coarse, "checkpoint={every: 1, keep: 2}")
     assert len(re.findall(said, capsys.readouterr().out)) == 1
+    shutil.rmtree(run.path / "checkpoints" / "step-2")
+    resume(run.path)
+    out = capsys.readouterr().out
+    assert "resumed after step 1" in out
+    assert "warning: the correction" not in out
     rows = train(*QUICK, "algorithm.correction=geometric").read_metrics()  # fp32 on both sides: nothing is rejected
     assert [row["correction/rejected_token_fraction"] for row in rows] == [0, 0]
     assert "warning: the correction" not in capsys.readouterr().out
