@@ -126,6 +126,7 @@ def test_a_server_that_misbehaves_is_one_error(server: str, status: int, reply: 
 def test_no_server_and_no_url() -> None:
     with pytest.raises(MantissaError, match=r"is the server running there"):
         OpenAI(f"http://127.0.0.1:{free_port()}/v1", "m", 64, 0.5, 5.0).propose([request(1)])
-    for url, model in (("ftp://x", "m"), ("127.0.0.1:80", "m"), ("http://x/v1", "")):
+    wrong = [("ftp://x", "m"), ("127.0.0.1:80", "m"), ("http://x/v1", ""), ("http://[", "m"), ("http://x:y", "m")]
+    for url, model in wrong:
         with pytest.raises(MantissaError, match=r"expected http\(s\)"):
             OpenAI(url, model, 64, 0.5, 5.0)

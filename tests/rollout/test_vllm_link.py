@@ -135,7 +135,7 @@ def test_servers_that_do_not_answer(server: FakeServer, engine_on: Callable[...,
         MantissaError, match=r"cannot reach the vLLM server at .*refused; start it with: mantissa serve"
     ):
         VllmEngine(START, KERNELS, server=server.url)
-    for url in ("ftp://x:1", "http://", "http://x:1/v1"):
+    for url in ("ftp://x:1", "http://", "http://x:1/v1", "http://[", "http://x:y"):
         with pytest.raises(MantissaError, match="expected http://host:port"):
             VllmEngine(START, KERNELS, server=url)
 

@@ -160,9 +160,11 @@ class OpenAI:
     """A server that answers ``POST <url>/chat/completions`` as OpenAI's does; its key in ``OPENAI_API_KEY``, if any."""
 
     def __init__(self, url: str, model: str, max_tokens: int, temperature: float, timeout_s: float) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not model:
-            raise MantissaError(f"openai: url={url!r}, model={model!r}: expected http(s)://HOST[:PORT]/v1 and a model")
+        expected = f"openai: url={url!r}, model={model!r}: expected http(s)://HOST[:PORT]/v1 and a model"
+        with boundary(expected, "give the address that the server printed"):
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0 or not model:
+                raise MantissaError(expected)
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
         self._body = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
 

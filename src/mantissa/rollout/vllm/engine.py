@@ -44,6 +44,7 @@ from urllib.parse import urlencode, urlsplit
 import torch
 from torch import Tensor
 
+from mantissa.bounds import boundary
 from mantissa.environ import changed_environment
 from mantissa.errors import MantissaError
 from mantissa.http import NOT_FOUND, OK, http_answer
@@ -168,10 +169,12 @@ class ServedVllm:
 
     def __init__(self, url: str, start: VllmStart, timeout_s: float, leads: bool = True) -> None:
         self.where, self._timeout = f"the vLLM server at {url}", timeout_s
-        parts = urlsplit(url if "//" in url else f"//{url}")
-        if parts.scheme not in ("", "http") or not parts.hostname or parts.path.strip("/"):
-            raise MantissaError(f"rollout.vllm.server={url}: expected http://host:port")
-        self._url = f"http://{parts.netloc}" + ("" if parts.port else ":8000")
+        expected = f"rollout.vllm.server={url}: expected http://host:port"
+        with boundary(expected, "give the address that mantissa serve printed"):
+            parts = urlsplit(url if "//" in url else f"//{url}")
+            if parts.scheme not in ("", "http") or not parts.hostname or parts.path.strip("/"):
+                raise MantissaError(expected)
+            self._url = f"http://{parts.netloc}" + ("" if parts.port else ":8000")
         self._pool = ThreadPoolExecutor(min(start.slots, _MOST_CONNECTIONS), "vllm")
         self._lock: int | None = None
         try:
