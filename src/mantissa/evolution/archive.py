@@ -17,6 +17,7 @@ from typing import Any
 
 from mantissa.worldmodel import SQLiteBuffer, Trajectory
 
+STEEPNESS = 10.0  # of the odds of a parent in its score
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS candidates (number INTEGER PRIMARY KEY AUTOINCREMENT, task TEXT NOT NULL,
     digest TEXT NOT NULL, body TEXT NOT NULL, UNIQUE (task, digest));
@@ -106,7 +107,7 @@ class Archive:
         self.buffer.close()
 
 
-def parent_weights(candidates: Sequence[Candidate], steepness: float = 10.0, middle: float = 0.5) -> list[float]:
+def parent_weights(candidates: Sequence[Candidate], steepness: float = STEEPNESS, middle: float = 0.5) -> list[float]:
     """sigmoid(steepness (score - middle)) / (1 + children) of each kept candidate, 0 for the others.
 
     Source: Zhang et al., "Darwin Goedel Machine" (2025), with its values.

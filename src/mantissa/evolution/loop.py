@@ -3,8 +3,8 @@
 A generation of a task: parents are drawn from the archive (``parent_weights``), each with an operator; the proposer
 makes a pool of programs that were not executed yet; ``rank`` chooses which of them the sandbox runs; the outcomes go
 into the archive and, as trajectories, into the replay buffer, which the world model learns from every ``retrain_every``
-generations. A trajectory's state is the parent (its scores, its failures, its size), its actions are the changes, and a
-success is a child that scores higher than its parent: what one would rather run.
+generations. A trajectory's state is the parent (its scores, its failures, its size) and what earlier generations tell
+of such a change (``history``), its actions are the changes, and a success is a child that scores above its parent.
 
 Every draw follows from (seed, task, generation), so what a killed run has not committed it draws again.
 """
@@ -12,6 +12,7 @@ Every draw follows from (seed, task, generation), so what a killed run has not c
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -23,8 +24,9 @@ from pydantic import Field
 
 from mantissa.config_base import Section
 from mantissa.errors import MantissaError
-from mantissa.evolution.archive import Archive, Candidate, best_of, draw_parent, partner_of
+from mantissa.evolution.archive import STEEPNESS, Archive, Candidate, best_of, draw_parent, partner_of
 from mantissa.evolution.edits import normal
+from mantissa.evolution.history import History, end_of
 from mantissa.evolution.programs import Judge, Task, chosen, read_tasks, shipped
 from mantissa.evolution.proposers import Edits, OpenAI, Operator, Policy, Proposal, Proposer, Request
 from mantissa.files import disk_errors
@@ -32,6 +34,7 @@ from mantissa.training import GuardConfig
 from mantissa.worldmodel import Trajectory, WorldModel
 
 DATABASE, _MODEL = "archive.db", "world-{}.pt"
+_STATE = 2  # of state_of: a run whose trajectories hold another is not gone on with
 
 
 class EvolutionConfig(Section):
@@ -112,8 +115,13 @@ class Evolution:
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         self.archive = Archive(self.folder / DATABASE, config.capacity)
-        asked = {"config": config.model_dump(mode="json")}
+        asked = {"config": config.model_dump(mode="json") | {"state": _STATE}}
         settled = self.archive.settle(asked)
+        if settled["config"].get("state") != _STATE:
+            raise MantissaError(
+                f"{self.folder} holds a run of another version of mantissa, whose world model is told other things: "
+                "name another folder"
+            )
         if settled["config"] != asked["config"]:
             changed = [name for name, value in asked["config"].items() if settled["config"].get(name) != value]
             raise MantissaError(
@@ -183,9 +191,10 @@ class Evolution:
         number = rows[-1]["generation"] + 1
         rng = random.Random(f"{config.seed}:{task.name}:{number}")
         pool = self._pool(task, known, rng)
-        picked = self._picked(pool, min(config.run, config.executions - len(known)), rng)
+        history = History(known)
+        picked = self._picked(pool, history, min(config.run, config.executions - len(known)), rng)
         executed = self._execute(task, number, picked)
-        learnt = [_trajectory(p, child, config.seed) for (p, _), child in zip(picked, executed, strict=True)]
+        learnt = [_trajectory(p, history, child, config.seed) for (p, _), child in zip(picked, executed, strict=True)]
         self._commit(task, number, len(pool), executed, learnt)
         top = max([best, *(child.score for child in executed)])
         self._progress(f"{task.name}: generation {number}, best {top:.2f}, {len(known) + len(executed)} executions")
@@ -212,13 +221,17 @@ class Evolution:
                 pool.append(proposal)
         return pool
 
-    def _picked(self, pool: Sequence[Proposal], count: int, rng: random.Random) -> list[tuple[Proposal, float]]:
-        """Those to execute, with their probability of success: the most probable, and a share of the least certain."""
+    def _picked(
+        self, pool: Sequence[Proposal], history: History, count: int, rng: random.Random
+    ) -> list[tuple[Proposal, float]]:
+        """Those to execute, with their probability of success: the likeliest to lead on, and a share of the least
+        certain. A success above a weak parent leads nowhere, so parents weigh as they do where they are drawn."""
         order = rng.sample(range(len(pool)), len(pool))
         if self.world is None or not self.world.history:
             return [(pool[index], float("nan")) for index in order[:count]]
-        found = self.world.predict_many([(state_of(p.request), p.patterns) for p in pool])
-        order.sort(key=lambda index: -found[index].success_probability)  # stable: equals stay as they were drawn
+        found = self.world.predict_many([(state_of(p, history), p.patterns) for p in pool])
+        worth = [promise(p.request.parent.score, f.success_probability) for p, f in zip(pool, found, strict=True)]
+        order.sort(key=lambda index: -worth[index])  # stable: equals stay as they were drawn
         unsure = round(count * self.config.explore)
         likely = [i for i in order if found[i].success_probability >= self.config.threshold][: count - unsure]
         rest = sorted((i for i in order if i not in likely), key=lambda index: -found[index].uncertainty)
@@ -287,9 +300,15 @@ def make_proposer(config: EvolutionConfig) -> Proposer:
     return OpenAI(config.url, config.model, config.max_tokens, config.temperature, timeout_s=300.0)
 
 
-def state_of(request: Request) -> dict[str, Any]:
-    """What is known before a proposal is executed: the parent. Its tests are those that were run already."""
-    parent = request.parent
+def promise(parent_score: float, probability: float) -> float:
+    """Log-odds of success plus ``STEEPNESS`` x the parent's score: by what a proposal goes before another."""
+    p = min(max(probability, 1e-9), 1 - 1e-9)
+    return math.log(p / (1 - p)) + STEEPNESS * parent_score
+
+
+def state_of(proposal: Proposal, history: History) -> dict[str, Any]:
+    """What is known before a proposal is executed: the parent, whose tests were run already, and the history."""
+    request, parent = proposal.request, proposal.request.parent
     nodes = len(parent.source.split())
     return {
         "metrics": {
@@ -302,15 +321,16 @@ def state_of(request: Request) -> dict[str, Any]:
         "errors": list(parent.errors),
         "words": nodes,
         "depth": parent.generation,
+        "history": history.facts(parent, proposal.source),
     }
 
 
-def _trajectory(proposal: Proposal, child: Candidate, seed: int) -> Trajectory:
-    """What the world model learns: the parent's state, the changes, and whether the child scores higher."""
-    gained = child.score - proposal.request.parent.score
-    outcome: Any = "success" if gained > 0 else "failure" if gained < 0 or not child.kept else "partial"
+def _trajectory(proposal: Proposal, history: History, child: Candidate, seed: int) -> Trajectory:
+    """What the world model learns: the state, the changes, and whether the child scores higher."""
+    ends: dict[str, Any] = {"rose": "success", "same": "partial", "fell": "failure"}
+    outcome = ends[end_of(child, proposal.request.parent)]
     return Trajectory(
-        initial_state=state_of(proposal.request), actions=proposal.patterns, final_outcome=outcome,
+        initial_state=state_of(proposal, history), actions=proposal.patterns, final_outcome=outcome,
         final_reward=child.score, task=child.task, agent=proposal.request.operator,
         id=f"{seed}-{child.task[:20]}-{child.digest}",
     )  # fmt: skip
