@@ -117,6 +117,13 @@ def halved(tensor: Tensor) -> Tensor:
     return tensor[: len(tensor) // 2]
 
 
+def first_beyond(folder: Path) -> None:
+    """The least token that the model has no embedding of."""
+    weights = load_file(folder / "policy.safetensors")
+    embeddings = max(len(weight) for name, weight in weights.items() if "embed" in name)
+    tensors("ahead", lambda t: t.clamp(min=embeddings), "tokens")(folder)
+
+
 def with_nan(tensor: Tensor) -> Tensor:
     return tensor.index_put((torch.zeros(1, dtype=torch.int64),), torch.tensor(float("nan"), dtype=tensor.dtype))
 
@@ -134,6 +141,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "partition of another shape": (tensors("partition", halved), "has shape"),
     "tokens below 0": (tensors("ahead", lambda t: t - 99, "tokens"), "wrong tokens"),
     "tokens beyond the model": (tensors("ahead", lambda t: t + 9999, "tokens"), "wrong tokens"),
+    "the first token beyond the model": (first_beyond, "wrong tokens"),
     "lengths": (tensors("ahead", lambda t: t + 1, "lengths"), "wrong lengths"),
     "logp of fp64": (tensors("ahead", lambda t: t.double(), "logp"), "wrong logp"),
     "index of no problem": (ahead(indices=[-1]), "wrong indices"),
