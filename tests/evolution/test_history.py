@@ -1,6 +1,7 @@
 """What a proposal's history says, that it says nothing of its own end, and that training reads what prediction read."""
 
 import json
+import math
 import random
 import zlib
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 from mantissa.errors import MantissaError
 from mantissa.evolution import Archive, Candidate, Evolution, EvolutionConfig, shipped
 from mantissa.evolution.history import History, changed, end_of
-from mantissa.evolution.loop import state_of
+from mantissa.evolution.loop import promise, state_of
 from mantissa.evolution.proposers import Edits, Proposal, Request
 from mantissa.worldmodel import WorldModel
 
@@ -122,3 +123,10 @@ def test_a_run_of_a_version_without_history_is_one_error(tmp_path: Path) -> None
 def test_a_proposal_is_read_with_a_partner_as_without() -> None:
     lent = Proposal(Request(shipped()["clamp"], "recombine", START, KNOWN[4], 1, 0), KNOWN[1].source, ("a",), ("a",))
     assert state_of(lent, History(KNOWN))["history"]["changes_rose"] == 1
+
+
+def test_a_success_above_a_weak_parent_goes_behind_one_above_the_best() -> None:
+    assert promise(0.5, 0.5) == pytest.approx(5)
+    assert promise(0.3, 0.75) - promise(0.3, 0.5) == pytest.approx(math.log(3))
+    assert promise(0.8, 0.05) > promise(0.2, 0.5) > promise(0.2, 0.4)
+    assert all(map(math.isfinite, (promise(1, 0), promise(1, 1))))
