@@ -456,7 +456,7 @@ def tuned() -> str:
 
 
 def final_policies() -> str:
-    """What the lab's runs have learned, sampled in fp32, against the same learner with an fp32 rollout."""
+    """What the lab's runs have learned, sampled in fp32, against the cell named first: the same without a gap."""
     from mantissa.lab.rows import over_seeds
 
     sampled: dict[str, dict[int, float]] = {}
@@ -467,6 +467,9 @@ def final_policies() -> str:
         ("dose", "fp32", "3e-5, 600"),
         ("matrix", "train=fp32+rollout=fp32", "3e-5, 600, emulated"),
         ("rate", "fp32+lr=0.001", "1e-3, 300"),
+        ("advantage", "{first}+fp32", "1e-3, 300"),
+        ("habits", "fp32", "1e-3, 300, dr_grpo, emulated"),
+        ("algorithms", "{first}+fp16", "1e-3, 300, emulated"),
     ):
         finals: dict[str, dict[int, Row]] = {}
         for text in (RESULTS / "lab" / f"{lab}.jsonl").read_text().splitlines():
@@ -474,23 +477,24 @@ def final_policies() -> str:
             if row.get("status") == "finished":
                 finals.setdefault(row["cell"], {})[row["seed"]] = row["final"]
         for cell, of_seed in finals.items():
-            learned, base = sampled[f"{lab}/{cell}"], sampled[f"{lab}/{control}"]
+            beside = control.format(first=cell.partition("+")[0])
+            learned, base = sampled[f"{lab}/{cell}"], sampled[f"{lab}/{beside}"]
             off = over_seeds([value - base[seed] for seed, value in learned.items()])
-            interval = (
-                "" if cell == control or len(learned) < 3 else f"{off.value:+.3f}<br>{off.low:+.3f}..{off.high:+.3f}"
-            )
+            alone = cell == beside or len(learned) < 3
+            name = cell.partition("+lr")[0].replace("+rollout=", "/")
             lines.append(
                 [
                     how,
-                    f"`{cell.partition('+lr')[0].replace('train=', '').replace('+rollout=', '/')}`",
+                    f"`{name.replace('train=', '').replace('advantage=', '')}`",
                     _each(final["mean gap/seq_log_ratio_std"] for final in of_seed.values()),
                     _each(final["reward/accuracy"] for final in of_seed.values()),
                     _each(learned.values()),
-                    interval,
+                    "" if alone else f"{off.value:+.3f}<br>{off.low:+.3f}..{off.high:+.3f}",
                 ]
             )
     gap, own, fp32 = "std of the sequence log-ratio", "accuracy as sampled", "the same weights in fp32"
-    return table(("rate, steps", "rollout, or learner/rollout", gap, own, fp32, "against fp32"), lines)
+    what = "rollout, learner/rollout, or algorithm+formats"
+    return table(("rate, steps", what, gap, own, fp32, "against the same in fp32 or fp16"), lines)
 
 
 def _each(values: Iterable[float]) -> str:
