@@ -75,7 +75,7 @@ class History:
         }
 
 
-@functools.lru_cache(maxsize=8192)  # a generation asks again for all that was executed before
+@functools.lru_cache(maxsize=1024)  # a generation asks again for all that was executed before
 def changed(parent: str, child: str) -> tuple[Lines, Lines]:
     """The lines that a child no longer has as often as its parent, and those that it has more often."""
     before, after = Counter(_stripped(parent)), Counter(_stripped(child))
