@@ -497,6 +497,29 @@ def final_policies() -> str:
     return table(("rate, steps", what, gap, own, fp32, "against the same in fp32 or fp16"), lines)
 
 
+def gap_by_length() -> str:
+    """A real model's gap by pair and length: means over seeds, the slope at the longest with Student's interval."""
+    from mantissa.lab.rows import over_seeds
+
+    found: dict[str, dict[int, list[Row]]] = {}
+    for text in (RESULTS / "lab" / "gap.jsonl").read_text().splitlines():
+        row = json.loads(text)
+        if row.get("status") == "finished":
+            pair, _, length = row["cell"].partition("+max_tokens=")
+            found.setdefault(pair, {}).setdefault(int(length), []).append(row["final"])
+    lines = []
+    for pair, by_length in found.items():
+        means, spreads = (
+            [sum(final[name] for final in finals) / len(finals) for _, finals in sorted(by_length.items())]
+            for name in ("abs_logp_diff_mean", "seq_log_ratio_std")
+        )
+        slope = over_seeds([final["log_ratio_slope"] for final in by_length[max(by_length)]])
+        leans = f"{slope.value:+.2f} ({slope.low:+.2f}..{slope.high:+.2f})"
+        lines.append([f"`{pair}`", ", ".join(f"{v:.4f}" for v in means), ", ".join(f"{v:.3f}" for v in spreads), leans])
+    gap, spread = "mean |Δ log-prob|", "std of the sequence log-ratio"
+    return table(("learner and rollout", gap, spread, "slope at 256, /1k tokens"), lines)
+
+
 def _each(values: Iterable[float]) -> str:
     return ", ".join("0" if value < 1e-5 else f"{value:.{4 if value < 0.1 else 3}f}" for value in values)
 
@@ -675,7 +698,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "losses": losses,
         "lost": lost,
     },
-    "findings.md": {"final_policies": final_policies},
+    "findings.md": {"gap_by_length": gap_by_length, "final_policies": final_policies},
     "trainer.md": {"environment": environment, "overhead": overhead},
     "production.md": {
         "alerts": alert_table,
