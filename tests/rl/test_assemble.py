@@ -12,7 +12,7 @@ import torch
 
 from mantissa.errors import MantissaError
 from mantissa.model import byte_tokenizer, save_model
-from mantissa.rl.assemble import Parts, choose_device, policy_folder
+from mantissa.rl.assemble import Parts, be_deterministic, choose_device, policy_folder
 from mantissa.rl.config import RunConfig
 from mantissa.rl.session import start
 
@@ -24,6 +24,15 @@ def test_cuda_is_never_replaced_by_a_cpu() -> None:
     with pytest.raises(MantissaError, match="device=tpu: expected auto, cpu or cuda"):
         choose_device("tpu")
     assert choose_device("auto") == torch.device("cpu")
+
+
+def test_an_operation_without_one_result_raises() -> None:
+    torch.use_deterministic_algorithms(False)
+    be_deterministic(torch.device("cpu"))
+    assert torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+        torch.ones(3).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+    assert not torch.utils.deterministic.fill_uninitialized_memory
 
 
 def test_mistakes_leave_no_folder_behind(configure: Callable[..., RunConfig], tmp_path: Path) -> None:
