@@ -6,7 +6,7 @@ A mutant differs in one place: a comparison or an operation is replaced, a numbe
 round, ``min`` is ``max``. Places are drawn evenly over the packages, the same ones for the same seed and source; those
 in annotations, error messages and code that needs a GPU, Triton or vLLM are left out. Each mutant is tried in a copy of
 the source, by the tests of its package, the likeliest first, and then of those that use it (``USERS``), up to the first
-failure. Printed are every survivor, with its line, and how many were caught. A survivor may behave as the original
+failure. Printed are each one's end, with its line, and how many were caught. A survivor may behave as the original
 does; most are tests that are missing.
 """
 
@@ -188,13 +188,14 @@ def main() -> None:
     mutants = drawn(given.packages, given.count, given.seed)
     table = {package: [0, 0] for package in given.packages}
     with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
-        for mutant, found in zip(mutants, pool.map(lambda one: caught(one, given.timeout), mutants), strict=True):
+        tried = zip(mutants, pool.map(lambda one: caught(one, given.timeout), mutants), strict=True)
+        for number, (mutant, found) in enumerate(tried, 1):
             row = table[mutant.file.parts[2]]
             row[0], row[1] = row[0] + 1, row[1] + found
-            if not found:
-                print(f"survives: {mutant.file}:{mutant.line}  {mutant.what}", flush=True)
-    for package, (tried, dead) in table.items():
-        print(f"{package:<11} {dead} of {tried} caught")
+            end = "caught" if found else "survives"
+            print(f"{number} of {len(mutants)} {end}: {mutant.file}:{mutant.line}  {mutant.what}", flush=True)
+    for package, (count, dead) in table.items():
+        print(f"{package:<11} {dead} of {count} caught")
     print(f"{'all':<11} {sum(row[1] for row in table.values())} of {len(mutants)} caught")
 
 
