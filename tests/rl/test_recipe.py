@@ -80,6 +80,12 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
     assert parse_yaml(text, "test") == value
 
 
+def test_a_number_has_at_most_64_bits() -> None:
+    assert parse_yaml(f"a: {2**64 - 1}", "test") == {"a": 2**64 - 1}
+    with pytest.raises(MantissaError, match="line 1: a number of more than 64 bits"):
+        parse_yaml(f"a: {2**64}", "test")
+
+
 def test_values_are_counted_with_aliases_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe, "_MOST_VALUES", 9)
     assert parse_yaml("{a: &a [1, 2], b: *a}", "test") == {"a": [1, 2], "b": [1, 2]}  # 1 + 2 keys + 3 + 3
