@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from mantissa.http import http_answer
+from mantissa.errors import MantissaError
+from mantissa.http import http_answer, server_address
 
 SEEN: list[tuple[str, str, dict[str, str], bytes]] = []
 
@@ -123,3 +124,18 @@ def test_what_speaks_no_http_is_an_oserror() -> None:
 def test_a_proxy_is_not_asked_for_this_machine(url: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     assert http_answer("GET", url.replace("127.0.0.1", host), timeout_s=5)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "localhost:8000", "ftp://h", "file:///etc/passwd", "http://", "http://:80", "http://h:0", "http://h:99999",
+     "http://h:x", "http://[::1", "http://h?a=b", "http://h/v1#part"],
+)  # fmt: skip
+def test_what_is_no_servers_address(text: str) -> None:
+    with pytest.raises(MantissaError, match=r"^expected so$"):
+        server_address(text, "expected so")
+
+
+def test_a_servers_address() -> None:
+    parts = server_address("https://[::1]:8000/v1", "")
+    assert (parts.scheme, parts.hostname, parts.port, parts.path) == ("https", "::1", 8000, "/v1")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 from contextlib import suppress
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
+
+from mantissa.errors import MantissaError
 
 OK, NOT_FOUND = 200, 404
 
@@ -45,6 +47,16 @@ def http_answer(
             return response.status_code, data.decode("utf-8", "replace")
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise OSError(str(error) or type(error).__name__) from error
+
+
+def server_address(url: str, expected: str) -> SplitResult:
+    """The parts of ``http[s]://HOST[:PORT][/PATH]``; ``MantissaError(expected)`` where ``url`` is anything else."""
+    with suppress(ValueError):  # of a port that is no number, of half a bracket
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        if known and not parts.query and not parts.fragment:
+            return parts
+    raise MantissaError(expected)
 
 
 def _is_this_machine(url: str) -> bool:

@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from mantissa.bounds import boundary
 from mantissa.doctor.dump import Dump, Scored
 from mantissa.doctor.sides import Array, chosen
 from mantissa.errors import MantissaError
-from mantissa.http import OK, http_answer
+from mantissa.http import OK, http_answer, server_address
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, policy_weights
 from mantissa.precision import PrecisionPolicy, resolve
@@ -105,15 +104,9 @@ def asked(dump: Dump, url: str, most: int, tick: Callable[[str], None]) -> Dump:
 class _Server:
     def __init__(self, url: str, timeout_s: float) -> None:
         expected = f"--engine {url}: expected a server's address, such as http://127.0.0.1:8000"
-        with boundary(expected, "give the address that the server printed"):
-            parts = urlsplit(url)
-            if (
-                parts.scheme != "http"
-                or not parts.hostname
-                or parts.path.strip("/") not in ("", "v1")
-                or parts.port == 0
-            ):
-                raise MantissaError(expected)
+        parts = server_address(url, expected)
+        if parts.scheme != "http" or parts.path.strip("/") not in ("", "v1"):
+            raise MantissaError(expected)
         self.url, self._root, self._timeout_s = url, f"http://{parts.netloc}", timeout_s
 
     def only_model(self) -> str:

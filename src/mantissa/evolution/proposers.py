@@ -13,14 +13,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
-from urllib.parse import urlsplit
 
 from mantissa.bounds import boundary, said
 from mantissa.errors import MantissaError
 from mantissa.evolution import edits
 from mantissa.evolution.archive import Candidate
 from mantissa.evolution.programs import Task
-from mantissa.http import OK, http_answer
+from mantissa.http import OK, http_answer, server_address
 from mantissa.tasks.code import last_block
 
 Operator = Literal["revise", "recombine", "refine"]
@@ -161,10 +160,9 @@ class OpenAI:
 
     def __init__(self, url: str, model: str, max_tokens: int, temperature: float, timeout_s: float) -> None:
         expected = f"openai: url={url!r}, model={model!r}: expected http(s)://HOST[:PORT]/v1 and a model"
-        with boundary(expected, "give the address that the server printed"):
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0 or not model:
-                raise MantissaError(expected)
+        server_address(url, expected)
+        if not model:
+            raise MantissaError(expected)
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
         self._body = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
 

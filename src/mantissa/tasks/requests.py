@@ -41,13 +41,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
-from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from mantissa.config_base import Config
 from mantissa.errors import MantissaError
-from mantissa.http import OK, http_answer
+from mantissa.http import OK, http_answer, server_address
 from mantissa.tasks.config import RequestsConfig
 from mantissa.tasks.functions import FunctionVerifier
 from mantissa.tasks.generated import GeneratedTask
@@ -332,9 +331,8 @@ class JudgeConfig(Config):
         if self.server is not None:
             if self.model is None:
                 raise ValueError("a server needs model, the name that it knows its model by")
-            parts = urlsplit(self.server)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-                raise ValueError(f"server={self.server!r}: expected a base URL such as http://127.0.0.1:8000/v1")
+            expected = "expected a base URL such as http://127.0.0.1:8000/v1"
+            server_address(self.server, f"server={self.server!r}: {expected}")
         return self
 
     def verifier(self) -> Verifier:

@@ -39,15 +39,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast, get_args
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
 import torch
 from torch import Tensor
 
-from mantissa.bounds import boundary
 from mantissa.environ import changed_environment
 from mantissa.errors import MantissaError
-from mantissa.http import NOT_FOUND, OK, http_answer
+from mantissa.http import NOT_FOUND, OK, http_answer, server_address
 from mantissa.kernels import Kernels
 from mantissa.model import CopiedPolicy
 from mantissa.ranks import ALONE, Ranks
@@ -170,11 +169,10 @@ class ServedVllm:
     def __init__(self, url: str, start: VllmStart, timeout_s: float, leads: bool = True) -> None:
         self.where, self._timeout = f"the vLLM server at {url}", timeout_s
         expected = f"rollout.vllm.server={url}: expected http://host:port"
-        with boundary(expected, "give the address that mantissa serve printed"):
-            parts = urlsplit(url if "//" in url else f"//{url}")
-            if parts.scheme not in ("", "http") or not parts.hostname or parts.path.strip("/"):
-                raise MantissaError(expected)
-            self._url = f"http://{parts.netloc}" + ("" if parts.port else ":8000")
+        parts = server_address(url if "//" in url else f"http://{url}", expected)
+        if parts.scheme != "http" or parts.path.strip("/"):
+            raise MantissaError(expected)
+        self._url = f"http://{parts.netloc}" + ("" if parts.port else ":8000")
         self._pool = ThreadPoolExecutor(min(start.slots, _MOST_CONNECTIONS), "vllm")
         self._lock: int | None = None
         try:
