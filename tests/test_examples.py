@@ -88,7 +88,6 @@ def test_hugging_faces_trainer_learns_in_fp16() -> None:
     assert losses[-1] < 0.05 < losses[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
@@ -110,7 +109,6 @@ def test_an_example_learns_in_fp16_or_as_its_argument_says(name: str, precision:
     assert len(re.findall(r"^step \d+: (?:stepped|retried)", printed, re.M)) >= 4
 
 
-@pytest.mark.slow
 def test_the_compat_example(run: Run) -> None:
     printed = run("compat")
     first, second, third, last = stats_in(printed)

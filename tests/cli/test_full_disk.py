@@ -38,7 +38,6 @@ def resize(disk: Path, size: str) -> None:
 SOME, MORE = ["4k", "84k"], ["16k", "40k", "72k", "160k"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [SOME, pytest.param([*SOME, *MORE], marks=pytest.mark.variants)], ids=len)
 def test_a_full_disk_costs_nothing_but_time(
     sizes: list[str], mantissa: Mantissa, recipe: Callable[..., Path], disk: Path, tmp_path: Path

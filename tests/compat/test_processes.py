@@ -13,7 +13,6 @@ import torch
 import compat_worker
 from launched import torchrun
 
-pytestmark = pytest.mark.slow
 TOGETHER = ("learn", "options")
 
 

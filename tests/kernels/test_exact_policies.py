@@ -155,7 +155,6 @@ def test_whatever_the_threads_a_token_has_one_log_prob(tmp_path: Path) -> None:
     assert different == 0
 
 
-@pytest.mark.slow
 def test_two_ranks_with_sharded_weights(tmp_path: Path) -> None:
     """FSDP2 on gloo: each rank's own samples, weights gathered for each layer, before and after an update."""
     done = torchrun(2, exact_worker.__file__, tmp_path, "fp32", "bf16")

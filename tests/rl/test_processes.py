@@ -28,7 +28,6 @@ from mantissa.rl.replay import read_case, replay
 from mantissa.runs.directory import RunDirectory
 from small_run import rows_of
 
-pytestmark = pytest.mark.slow
 KINDS = ("ddp", "fsdp2")
 OTHER = {"ddp": "fsdp2", "fsdp2": "ddp"}
 GRADIENT = ("precision=fp32", "warm_start=null", "optimizer.updates_per_batch=1", "model.fresh.initializer_range=0.2")
@@ -127,14 +126,26 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
         yield Setting(folder, {})
 
 
+class Launched(dict[int, Path]):
+    """The folders of two processes' jobs and of three's, which resume what two began; done when first asked for."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+
+    def __missing__(self, world: int) -> Path:
+        if world == 3:
+            self[2]
+        self[world] = self._setting.launch(world)
+        return self[world]
+
+
 @pytest.fixture(scope="module")
-def launched(setting: Setting) -> dict[int, Path]:
-    """The folders of the processes' jobs: of two, and of three, which resume what two began."""
-    return {world: setting.launch(world) for world in (2, 3)}
+def launched(setting: Setting) -> Launched:
+    return Launched(setting)
 
 
-@pytest.fixture(params=[2, 3])
-def several(request: pytest.FixtureRequest, launched: dict[int, Path]) -> tuple[int, Path]:
+@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.slow)])
+def several(request: pytest.FixtureRequest, launched: Launched) -> tuple[int, Path]:
     return request.param, launched[request.param]
 
 
@@ -244,7 +255,7 @@ def test_a_run_is_that_of_one_process(several: tuple[int, Path], setting: Settin
     assert (environment["processes"], environment["parallel"]) == (world, kind)
 
 
-def test_an_overflow_on_one_rank_is_retried_by_all(launched: dict[int, Path]) -> None:
+def test_an_overflow_on_one_rank_is_retried_by_all(launched: Launched) -> None:
     all_ranks = left((2, launched[2]), "fsdp2-overflow")
     for mine in all_ranks:
         assert mine["outcomes"] == all_ranks[0]["outcomes"]
@@ -253,7 +264,7 @@ def test_an_overflow_on_one_rank_is_retried_by_all(launched: dict[int, Path]) ->
     assert [row["precision/skipped"] for row in rows] == [0, 0, 1, 0]
 
 
-def test_all_ranks_fall_back_together(launched: dict[int, Path], setting: Setting) -> None:
+def test_all_ranks_fall_back_together(launched: Launched, setting: Setting) -> None:
     setting.one("guarded", "train", GUARDED)
     there, alone = launched[2] / "fsdp2-guarded", setting.folder / "1" / "guarded"
     (found,), (expected,) = (RunDirectory.open(path).environment["fell_back"] for path in (there, alone))
@@ -267,7 +278,7 @@ def test_all_ranks_fall_back_together(launched: dict[int, Path], setting: Settin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rollout_that_differs_on_one_rank_stops_all(launched: dict[int, Path], kind: str) -> None:
+def test_a_rollout_that_differs_on_one_rank_stops_all(launched: Launched, kind: str) -> None:
     said = {mine["error"] for mine in left((2, launched[2]), f"{kind}-mismatch")}
     assert len(said) == 1
     message = said.pop()
@@ -281,7 +292,7 @@ def test_a_rollout_that_differs_on_one_rank_stops_all(launched: dict[int, Path],
     assert not torch.equal(found.rollout_T, stored.case.rollout_logp_T)
 
 
-def test_what_no_scale_can_cure_on_one_rank_stops_all(launched: dict[int, Path]) -> None:
+def test_what_no_scale_can_cure_on_one_rank_stops_all(launched: Launched) -> None:
     said = {mine["error"] for mine in left((2, launched[2]), "fsdp2-stop")}
     assert len(said) == 1
     assert "non-finite loss at loss scale 1" in said.copy().pop()
@@ -293,7 +304,7 @@ def weights_of(path: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_resumed_by_as_many_it_has_the_same_bits(launched: dict[int, Path], kind: str) -> None:
+def test_resumed_by_as_many_it_has_the_same_bits(launched: Launched, kind: str) -> None:
     whole, there = launched[2] / f"{kind}-run-fp16", launched[2] / f"{kind}-resumed"
     assert error(weights_of(there), weights_of(whole)) == 0
     assert rows_of(there) == rows_of(whole)
@@ -302,16 +313,17 @@ def test_resumed_by_as_many_it_has_the_same_bits(launched: dict[int, Path], kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_resumed_by_more_or_fewer_it_is_the_same_run(
-    launched: dict[int, Path], setting: Setting, kind: str, count: int
+    launched: Launched, setting: Setting, kind: str, count: int
 ) -> None:
     """Saved by two; resumed by one, and by three that hold the learner the other way."""
     whole = launched[2] / f"{kind}-run-plain"
-    there = launched[3] / f"{OTHER[kind]}-resumed"
     if count == 1:
         there = setting.folder / "1" / f"{kind}-resumed"
         rl_rank_worker.alone("go_on", {"of": str(whole)}, there)
+    else:
+        there = launched[3] / f"{OTHER[kind]}-resumed"
     assert 0 < error(weights_of(there), weights_of(whole)) < 1e-5
     changed = RunDirectory.open(there).environment["resumed"][-1]["changed"]
     assert changed["processes"] == [2, None if count == 1 else 3]

@@ -62,6 +62,7 @@ def leftovers() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_fault_comes_and_nothing_is_lost_or_doubled(faulty: tuple[SoakConfig, Path]) -> None:
     config, folder = faulty
     report = report_of(config.model_dump(), folder)
@@ -84,6 +85,7 @@ def test_every_fault_comes_and_nothing_is_lost_or_doubled(faulty: tuple[SoakConf
     assert leftovers() == []
 
 
+@pytest.mark.slow
 def test_the_page_and_the_rows_say_it(faulty: tuple[SoakConfig, Path]) -> None:
     config, folder = faulty
     text = (folder / "soak.html").read_text()
@@ -99,6 +101,7 @@ def test_the_page_and_the_rows_say_it(faulty: tuple[SoakConfig, Path]) -> None:
     assert row["loss_over_fp32_max"] < 0.02
 
 
+@pytest.mark.slow
 def test_what_is_done_is_not_done_again_and_another_load_is_refused(faulty: tuple[SoakConfig, Path]) -> None:
     config, folder = faulty
     before = (folder / EVENTS).read_bytes()

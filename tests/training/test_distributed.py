@@ -18,7 +18,6 @@ from mantissa.ranks import ALONE
 from mantissa.training import distribute
 from mantissa.training.distributed import grad_norm
 
-pytestmark = pytest.mark.slow
 KINDS = ("ddp", "fsdp2")
 TOGETHER = ("equal", "inf_on_one_rank", "accumulate", "uneven", "broken_window", "guarded", "save")
 REFUSED = ("unwrapped_is_refused", "full_disk", "clipping", "masters")

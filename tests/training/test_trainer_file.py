@@ -236,7 +236,6 @@ for i in range(start, 10**9):
 """
 
 
-@pytest.mark.slow
 def test_weights_of_another_width_are_taken(tmp_path: Path) -> None:
     saved, ours, path = nn.Linear(6, 3), nn.Linear(6, 3), tmp_path / "file.pt"
     trainer_of(saved).save_checkpoint(path)
