@@ -111,6 +111,7 @@ def test_what_is_done_is_not_done_again_and_another_load_is_refused(faulty: tupl
         run_soak(config.model_copy(update={"seed": 2}), folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "found"),
     [
