@@ -11,7 +11,7 @@ import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, field_validator
 
@@ -20,7 +20,6 @@ from mantissa.config_base import Section
 from mantissa.errors import MantissaError
 
 Outcome = Literal["success", "failure", "partial", "unknown"]
-OUTCOMES: tuple[str, ...] = get_args(Outcome)
 TELLING = frozenset(
     ("final_outcome", "outcome", "final_reward", "reward", "final_score", "success", "succeeded", "failed", "label")
 )
