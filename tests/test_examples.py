@@ -88,6 +88,7 @@ def test_hugging_faces_trainer_learns_in_fp16() -> None:
     assert losses[-1] < 0.05 < losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision"),
     [

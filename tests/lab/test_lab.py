@@ -284,6 +284,7 @@ def test_cells_share_a_seeds_warm_start_and_prompts_and_one_that_fails_stops_no_
         run_lab(changed, changed.cells[:1], 1, said.append)
 
 
+@pytest.mark.slow
 def test_a_lab_that_is_killed_goes_on_where_it_was_and_leaves_no_process(here: list[list[str]]) -> None:
     """Its process starts another one; what goes on with it does so in this one."""
     set_ = {"steps": 3, "warm_start": None}
