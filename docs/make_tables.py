@@ -472,10 +472,8 @@ def final_policies() -> str:
         ("algorithms", "{first}+fp16", "1e-3, 300, emulated"),
     ):
         finals: dict[str, dict[int, Row]] = {}
-        for text in (RESULTS / "lab" / f"{lab}.jsonl").read_text().splitlines():
-            row = json.loads(text)
-            if row.get("status") == "finished":
-                finals.setdefault(row["cell"], {})[row["seed"]] = row["final"]
+        for row in _finished(lab):
+            finals.setdefault(row["cell"], {})[row["seed"]] = row["final"]
         for cell, of_seed in finals.items():
             beside = control.format(first=cell.partition("+")[0])
             learned, base = sampled[f"{lab}/{cell}"], sampled[f"{lab}/{beside}"]
@@ -502,11 +500,9 @@ def gap_by_length() -> str:
     from mantissa.lab.rows import over_seeds
 
     found: dict[str, dict[int, list[Row]]] = {}
-    for text in (RESULTS / "lab" / "gap.jsonl").read_text().splitlines():
-        row = json.loads(text)
-        if row.get("status") == "finished":
-            pair, _, length = row["cell"].partition("+max_tokens=")
-            found.setdefault(pair, {}).setdefault(int(length), []).append(row["final"])
+    for row in _finished("gap"):
+        pair, _, length = row["cell"].partition("+max_tokens=")
+        found.setdefault(pair, {}).setdefault(int(length), []).append(row["final"])
     lines = []
     for pair, by_length in found.items():
         means, spreads = (
@@ -518,6 +514,46 @@ def gap_by_length() -> str:
         lines.append([f"`{pair}`", ", ".join(f"{v:.4f}" for v in means), ", ".join(f"{v:.3f}" for v in spreads), leans])
     gap, spread = "mean |Δ log-prob|", "std of the sequence log-ratio"
     return table(("learner and rollout", gap, spread, "slope at 256, /1k tokens"), lines)
+
+
+def on_the_way_down() -> str:
+    """Reward = -length on SmolLM2: tokens of a response over all steps and at the end, against the cell named first."""
+    from mantissa.lab.rows import over_seeds
+
+    lines = []
+    for lab, control in (("clipping", "fp32"), ("pace", "exact-bf16")):
+        finals: dict[str, dict[int, Row]] = {}
+        for row in _finished(lab):
+            finals.setdefault(row["cell"], {})[row["seed"]] = row["final"]
+        for cell, of_seed in finals.items():
+            lengths = {seed: final["mean length/mean"] for seed, final in of_seed.items()}
+            off = over_seeds([v - finals[control][seed]["mean length/mean"] for seed, v in lengths.items()])
+            phantom = [final["mean policy/phantom_clip_fraction"] for final in of_seed.values()]
+            lines.append(
+                [
+                    f"{min(of_seed)} to {max(of_seed)}",
+                    f"`{cell}`",
+                    ", ".join(f"{value:.1f}" for value in lengths.values()),
+                    "" if cell == control else f"{off.value:+.1f} ({off.low:+.1f}..{off.high:+.1f})",
+                    ", ".join(f"{final['length/mean']:.1f}" for final in of_seed.values()),
+                    f"{sum(phantom) / len(phantom):.1%}",
+                ]
+            )
+    header = (
+        "seeds",
+        "learner and rollout",
+        "mean over 60 steps",
+        "against the first row",
+        "the last ten",
+        "clipped for the gap",
+    )
+    return table(header, lines)
+
+
+def _finished(lab: str) -> list[Row]:
+    """The rows of a lab's cells that ran to their end."""
+    rows = map(json.loads, (RESULTS / "lab" / f"{lab}.jsonl").read_text().splitlines())
+    return [row for row in rows if row.get("status") == "finished"]
 
 
 def _each(values: Iterable[float]) -> str:
@@ -698,7 +734,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "losses": losses,
         "lost": lost,
     },
-    "findings.md": {"gap_by_length": gap_by_length, "final_policies": final_policies},
+    "findings.md": {
+        "gap_by_length": gap_by_length,
+        "on_the_way_down": on_the_way_down,
+        "final_policies": final_policies,
+    },
     "trainer.md": {"environment": environment, "overhead": overhead},
     "production.md": {
         "alerts": alert_table,
