@@ -45,7 +45,7 @@ demo-short: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2
 
-# Whole commands in processes that are killed and resumed, and libraries' trainers.
+# Whole commands that are killed and resumed, and examples that learn.
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not variants" --numprocesses=2
 
