@@ -466,6 +466,7 @@ def final_policies() -> str:
     for lab, control, how in (
         ("dose", "fp32", "3e-5, 600"),
         ("matrix", "train=fp32+rollout=fp32", "3e-5, 600, emulated"),
+        ("rate", "fp32+lr=0.0003", "3e-4, 300"),
         ("rate", "fp32+lr=0.001", "1e-3, 300"),
         ("advantage", "{first}+fp32", "1e-3, 300"),
         ("habits", "fp32", "1e-3, 300, dr_grpo, emulated"),
@@ -473,7 +474,8 @@ def final_policies() -> str:
     ):
         finals: dict[str, dict[int, Row]] = {}
         for row in _finished(lab):
-            finals.setdefault(row["cell"], {})[row["seed"]] = row["final"]
+            if lab != "rate" or row["cell"].endswith(control.removeprefix("fp32")):  # its two rates are apart
+                finals.setdefault(row["cell"], {})[row["seed"]] = row["final"]
         for cell, of_seed in finals.items():
             beside = control.format(first=cell.partition("+")[0])
             learned, base = sampled[f"{lab}/{cell}"], sampled[f"{lab}/{beside}"]
@@ -521,7 +523,7 @@ def on_the_way_down() -> str:
     from mantissa.lab.rows import over_seeds
 
     lines = []
-    for lab, control in (("clipping", "fp32"), ("pace", "exact-bf16")):
+    for lab, control in (("clipping", "fp32"), ("pace", "exact-bf16"), ("pace2", "exact-bf16")):
         finals: dict[str, dict[int, Row]] = {}
         for row in _finished(lab):
             finals.setdefault(row["cell"], {})[row["seed"]] = row["final"]
