@@ -512,10 +512,13 @@ def gap_by_length() -> str:
             for name in ("abs_logp_diff_mean", "seq_log_ratio_std")
         )
         slope = over_seeds([final["log_ratio_slope"] for final in by_length[max(by_length)]])
-        leans = f"{slope.value:+.2f} ({slope.low:+.2f}..{slope.high:+.2f})"
-        lines.append([f"`{pair}`", ", ".join(f"{v:.4f}" for v in means), ", ".join(f"{v:.3f}" for v in spreads), leans])
+        places = 2 if slope.value > -10 else 0
+        leans = f"{slope.value:+.{places}f} ({slope.low:+.{places}f}..{slope.high:+.{places}f})"
+        kl = over_seeds([-1000 * final["k3_kl"] for final in by_length[max(by_length)]])
+        gaps, stds = (", ".join(f"{v:.3g}" for v in values) for values in (means, spreads))
+        lines.append([f"`{pair}`", gaps, stds, leans, f"{float(f'{kl.value:.2g}'):g}"])
     gap, spread = "mean |Δ log-prob|", "std of the sequence log-ratio"
-    return table(("learner and rollout", gap, spread, "slope at 256, /1k tokens"), lines)
+    return table(("learner and rollout", gap, spread, "slope at 256, /1k tokens", "-1,000 k3"), lines)
 
 
 def on_the_way_down() -> str:
