@@ -191,6 +191,12 @@ def test_differences_are_paired_and_said_only_where_they_can_be_told(there: Path
     assert "Written after 1 of these runs were begun elsewhere" in write_page(rows).read_text()
 
 
+def test_a_difference_of_the_subtractions_own_rounding_is_nought(there: Path) -> None:
+    assert sum([0.3 - 0.1, 0.4 - 0.5, 0.8 - 0.9]) != 0  # or this would test nothing
+    page = write_page(filled({"fp32": [0.1, 0.5, 0.9], "even": [0.3, 0.4, 0.8]})).read_text()
+    assert "e-1" not in page
+
+
 def test_what_spans_decades_differs_by_a_factor(there: Path) -> None:
     rows = filled({"fp32": [0.1, 0.5, 0.9], "x": [0.1, 0.5, 0.9]})
     measure, name = Measure.parse("max gap/k3_kl", "train"), "max gap/k3_kl"

@@ -173,7 +173,9 @@ def _differences(rows: Rows) -> Block:
 def _estimate(estimate: Estimate, before: str = "") -> Any:
     if estimate.low is None or estimate.high is None or estimate.low == estimate.high:
         return page.noted(f"{before}{estimate.value:.4g}", estimate.how)
-    return page.noted(f"{before}{estimate.value:.4g}", f"{estimate.low:.3g} to {estimate.high:.3g}")
+    rounding = abs(estimate.value) < 1e-9 * (estimate.high - estimate.low)  # of the subtraction: 3.7e-17 says nothing
+    value = 0.0 if rounding else estimate.value
+    return page.noted(f"{before}{value:.4g}", f"{estimate.low:.3g} to {estimate.high:.3g}")
 
 
 def _cells(rows: Rows) -> Block:
