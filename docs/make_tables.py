@@ -473,8 +473,9 @@ def final_policies() -> str:
         ("algorithms", "{first}+fp16", "1e-3, 300, emulated"),
     ):
         finals: dict[str, dict[int, Row]] = {}
+        same_rate = "".join(control.partition("+lr=")[1:])  # an axis of one lab; in the others nothing
         for row in _finished(lab):
-            if lab != "rate" or row["cell"].endswith(control.removeprefix("fp32")):  # its two rates are apart
+            if row["cell"].endswith(same_rate):
                 finals.setdefault(row["cell"], {})[row["seed"]] = row["final"]
         for cell, of_seed in finals.items():
             beside = control.format(first=cell.partition("+")[0])
@@ -502,7 +503,7 @@ def gap_by_length() -> str:
     from mantissa.lab.rows import over_seeds
 
     found: dict[str, dict[int, list[Row]]] = {}
-    for row in _finished("gap"):
+    for row in sorted(_finished("gap"), key=lambda row: row["seed"]):  # two lengths are compared seed by seed
         pair, _, length = row["cell"].partition("+max_tokens=")
         found.setdefault(pair, {}).setdefault(int(length), []).append(row["final"])
     lines = []
@@ -512,13 +513,19 @@ def gap_by_length() -> str:
             for name in ("abs_logp_diff_mean", "seq_log_ratio_std")
         )
         slope = over_seeds([final["log_ratio_slope"] for final in by_length[max(by_length)]])
-        places = 2 if slope.value > -10 else 0
+        places = 2 if abs(slope.value) < 10 else 0
         leans = f"{slope.value:+.{places}f} ({slope.low:+.{places}f}..{slope.high:+.{places}f})"
         kl = over_seeds([-1000 * final["k3_kl"] for final in by_length[max(by_length)]])
         gaps, stds = (", ".join(f"{v:.3g}" for v in values) for values in (means, spreads))
-        lines.append([f"`{pair}`", gaps, stds, leans, f"{float(f'{kl.value:.2g}'):g}"])
+        short, long = by_length[min(by_length)], by_length[max(by_length)]
+        name, ratio = "seq_log_ratio_std", math.log(max(by_length) / min(by_length))
+        power = over_seeds([math.log(b[name] / a[name]) / ratio for a, b in zip(short, long, strict=True)])
+        grows = f"{power.value:.2f} ({power.low:.2f}..{power.high:.2f})"
+        lines.append([f"`{pair}`", gaps, stds, grows, leans, f"{float(f'{kl.value:.2g}'):g}"])
     gap, spread = "mean |Δ log-prob|", "std of the sequence log-ratio"
-    return table(("learner and rollout", gap, spread, "slope at 256, /1k tokens", "-1,000 k3"), lines)
+    return table(
+        ("learner and rollout", gap, spread, "grows like length to the", "slope at 256, /1k tokens", "-1,000 k3"), lines
+    )
 
 
 def on_the_way_down() -> str:
