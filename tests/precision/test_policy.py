@@ -61,6 +61,11 @@ def test_the_fp8_block() -> None:
     [
         ("fp61", "unknown precision preset 'fp61': expected one of fp32, bf16, fp16, fp8, bf16-train-fp16-rollout"),
         ({"preset": 16}, "unknown precision preset 16: expected one of"),
+        (
+            "e8m11",
+            "unknown precision preset 'e8m11': expected one of fp32, bf16, fp16, fp8, bf16-train-fp16-rollout, "
+            "fp8-rollout, or a simulated e8m2 to e8m10 or e5m2 to e5m10",
+        ),
         ({"train": "e4m3"}, "precision.train=e4m3: say fp8, and choose gradients by precision.fp8.backward; expected"),
         ({"train": "e4m3fn"}, "precision.train=e4m3fn: say fp8"),
         ({"kv_cache": "e4m3"}, "precision.kv_cache=e4m3: say fp8"),

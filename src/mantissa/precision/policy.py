@@ -260,7 +260,8 @@ def preset_named(name: Any) -> str:
     if isinstance(canonical, str) and (canonical in PRESETS or canonical in DIAL):
         return canonical
     hint = nearest(str(name), [*PRESETS, *ALIASES])
-    raise MantissaError(f"unknown precision preset {name!r}: expected one of {', '.join(PRESETS)}{hint}")
+    known = f"{', '.join(PRESETS)}, or a simulated e8m2 to e8m10 or e5m2 to e5m10"
+    raise MantissaError(f"unknown precision preset {name!r}: expected one of {known}{hint}")
 
 
 @dataclass(frozen=True)
