@@ -1,6 +1,6 @@
 """Hugging Face's Trainer in Mantissa's precision, with its telemetry in the log.
 
-python examples/hf_trainer.py        # needs: pip install 'mantissa[accelerate]'
+python examples/hf_trainer.py        # needs: pip install 'mantissa-rl[accelerate]'
 """
 
 from __future__ import annotations

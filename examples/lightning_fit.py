@@ -1,6 +1,6 @@
 """Lightning in Mantissa's precision: one plugin, and the rest of the Trainer as it is.
 
-python examples/lightning_fit.py        # needs: pip install 'mantissa[lightning]'
+python examples/lightning_fit.py        # needs: pip install 'mantissa-rl[lightning]'
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def test_every_example_is_here() -> None:
 
 @pytest.mark.slow
 def test_lightning_learns_in_fp16() -> None:
-    pytest.importorskip("lightning", reason="needs lightning: pip install 'mantissa[lightning]'")
+    pytest.importorskip("lightning", reason="needs lightning: pip install 'mantissa-rl[lightning]'")
     printed = started("lightning_fit", quiet=False)
     assert "fp16 asked, fp16 active" in printed
     assert float(re.findall(r"accuracy ([\d.]+)", printed)[0]) > 0.9
@@ -81,7 +81,7 @@ def test_lightning_learns_in_fp16() -> None:
 
 @pytest.mark.slow
 def test_hugging_faces_trainer_learns_in_fp16() -> None:
-    pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantissa[accelerate]'")
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantissa-rl[accelerate]'")
     printed = started("hf_trainer", quiet=False)
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+), scale 65536", printed)]
     assert len(losses) == 4

@@ -37,6 +37,11 @@ class StoppedError(MantissaError):
     exit_code: ClassVar[int] = 130
 
 
+def pip_install(extra: str) -> str:
+    """Return the command that installs one of our extras. PyPI's own ``mantissa`` is somebody else's package."""
+    return f"pip install 'mantissa-rl[{extra}]'"
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known name closest to ``name``, or an empty string."""
     close = difflib.get_close_matches(str(name)[:100], [str(each) for each in known], n=1, cutoff=0.6)

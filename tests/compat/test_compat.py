@@ -552,7 +552,7 @@ def test_without_the_package_a_file_of_ours_is_an_error_and_another_is_not(
     (folder / ".env").write_text("DATABASE_URL=x")
     assert current_environment() == {}
     (folder / ".env").write_text("FP16_LOSS_SCALE=8")
-    with pytest.raises(MantissaError, match=r"mantissa\[dotenv\]"):
+    with pytest.raises(MantissaError, match=r"mantissa-rl\[dotenv\]"):
         current_environment()
     monkeypatch.setenv("FP16_LOSS_SCALE", "4")  # then the file has nothing to add
     assert current_environment() == {"FP16_LOSS_SCALE": "4"}

@@ -13,7 +13,7 @@ from launched import torchrun
 from mantissa.training import PrecisionTrainer
 from toys import cross_entropy, data, mlp, quiet, same, state, trainer_of
 
-accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantissa[accelerate]'")
+accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantissa-rl[accelerate]'")
 
 
 def test_prepared_objects_train_as_bare_ones_to_the_last_bit() -> None:

@@ -19,7 +19,7 @@ from mantissa.jsonl import JsonLines
 from mantissa.training import ScalerConfig
 from toys import OverflowsAbove, cross_entropy, data, fragile, mlp, quiet, same, state, trainer_of
 
-pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantissa[accelerate]'")
+pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantissa-rl[accelerate]'")
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import huggingface_worker

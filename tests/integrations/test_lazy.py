@@ -30,7 +30,7 @@ def test_a_missing_library_names_its_extra(
         monkeypatch.delitem(sys.modules, f"mantissa.integrations.{module}", raising=False)
     with pytest.raises(MantissaError) as missing:
         getattr(mantissa.integrations, name)
-    expected = f"{library} is not installed; this integration needs it: pip install 'mantissa[{library}]'"
+    expected = f"{library} is not installed; this integration needs it: pip install 'mantissa-rl[{library}]'"
     assert str(missing.value) == expected
 
 
@@ -39,7 +39,7 @@ def test_a_library_that_is_there_but_broken_is_not_called_missing(tmp_path, monk
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
         require("halfway", "halfway")
-    with pytest.raises(MantissaError, match=r"nowhere is not installed.*mantissa\[some\]"):
+    with pytest.raises(MantissaError, match=r"nowhere is not installed.*mantissa-rl\[some\]"):
         require("nowhere", "some")
 
 

@@ -19,7 +19,7 @@ from toys import Batch, OverflowsAbove, cross_entropy, data, fragile, mlp, quiet
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Lightning's own, at import
-    pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install 'mantissa[lightning]'")
+    pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install 'mantissa-rl[lightning]'")
 import lightning_worker
 from mantissa.integrations import MantissaPrecision
 

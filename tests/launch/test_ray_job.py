@@ -152,7 +152,7 @@ def test_addresses_that_are_none_and_no_ray(monkeypatch: pytest.MonkeyPatch) -> 
             connect(address)
     monkeypatch.setitem(sys.modules, "ray.job_submission", None)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MantissaError, match=r"pip install 'mantissa\[ray\]'; --dry-run works without it"):
+    with pytest.raises(MantissaError, match=r"pip install 'mantissa-rl\[ray\]'; --dry-run works without it"):
         connect("http://head:8265")
 
 

@@ -413,7 +413,7 @@ def test_without_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     path = write_gguf(tmp_path / "a.gguf", gguf_decoder("llama", num_hidden_layers=1))
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(MantissaError, match=r"pip install 'mantissa\[gguf\]'"):
+    with pytest.raises(MantissaError, match=r"pip install 'mantissa-rl\[gguf\]'"):
         load_model(path)
 
 

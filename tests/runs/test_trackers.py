@@ -44,7 +44,7 @@ def test_tensorboard_reads_what_was_logged_each_row_before_the_next_and_a_resume
 
 def test_an_absent_package_is_refused(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MantissaError, match=r"wandb is not installed; pip install 'mantissa\[wandb\]'"):
+    with pytest.raises(MantissaError, match=r"wandb is not installed; pip install 'mantissa-rl\[wandb\]'"):
         from_names(["wandb"], run)
 
 

@@ -300,7 +300,7 @@ def test_moments_of_another_precision_are_an_error(theirs: str, ours: str) -> No
 def test_without_the_library_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(MantissaError, match=r"which is not installed; pip install 'mantissa\[lowbit\]', or set opti"):
+    with pytest.raises(MantissaError, match=r"which is not installed; pip install 'mantissa-rl\[lowbit\]', or"):
         make(layers(), "8bit")
     make(layers(), "fp32")
 

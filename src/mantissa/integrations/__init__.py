@@ -4,9 +4,9 @@
     from mantissa.integrations import ScalerTelemetry        # transformers: Trainer(..., callbacks=[ScalerTelemetry()])
     from mantissa.integrations import MantissaTrainerMixin   # transformers: class Mine(MantissaTrainerMixin, Trainer)
 
-Each library is an extra, imported when its class is asked for: ``pip install 'mantissa[lightning]'`` and
-``'mantissa[accelerate]'`` (which transformers' Trainer needs, too). Accelerate's own loop takes ``PrecisionTrainer`` as
-it is: ``examples/accelerate_loop.py``.
+Each library is an extra, imported when its class is asked for: ``pip install 'mantissa-rl[lightning]'``, and
+``'mantissa-rl[accelerate]'``, which transformers' Trainer needs, too. Accelerate's own loop takes ``PrecisionTrainer``
+as it is: ``examples/accelerate_loop.py``.
 
 None of them scales, unscales, looks for overflow, repeats a window or clips by itself: that is ``training``'s
 ``RetryWindow`` over its ``OptimizerStep``, as everywhere.

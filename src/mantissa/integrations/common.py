@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from mantissa.errors import MantissaError
+from mantissa.errors import MantissaError, pip_install
 
 
 def require(library: str, extra: str) -> None:
@@ -17,7 +17,7 @@ def require(library: str, extra: str) -> None:
         if not f"{library}.".startswith(f"{error.name}."):
             raise  # the library is there, and something that it needs is not
         raise MantissaError(
-            f"{library.partition('.')[0]} is not installed; this integration needs it: pip install 'mantissa[{extra}]'"
+            f"{library.partition('.')[0]} is not installed; this integration needs it: {pip_install(extra)}"
         ) from None
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mantissa.errors import MantissaError, StoppedError
+from mantissa.errors import MantissaError, StoppedError, pip_install
 
 RECONNECT_S = 30.0  # how long a head may be gone before it is given up
 _POLL_S = 1.0
@@ -43,8 +43,7 @@ def connect(address: str) -> Any:
         from ray.job_submission import JobSubmissionClient
     except ImportError:
         raise MantissaError(
-            "submitting needs Ray's client, which is not installed: pip install 'mantissa[ray]'; --dry-run works "
-            "without it"
+            f"submitting needs Ray's client, which is not installed: {pip_install('ray')}; --dry-run works without it"
         ) from None
     try:
         return JobSubmissionClient(address)

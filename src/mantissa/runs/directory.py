@@ -34,6 +34,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 import yaml
 
+import mantissa
 from mantissa.bounds import boundary
 from mantissa.errors import MantissaError
 from mantissa.files import atomic_file, disk_errors, numbered, remove_leftovers, write_atomically
@@ -42,7 +43,7 @@ from mantissa.jsonl import JsonLines, Row
 if TYPE_CHECKING:
     import pyarrow
 
-_PACKAGES = ("mantissa", "torch", "numpy", "transformers", "tokenizers", "safetensors", "pyarrow", "vllm", "torchao")
+_PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "pyarrow", "vllm", "torchao")
 _BEFORE_CONFIG = {"run.lock", "environment.json"}  # what a create that was killed early can leave behind
 
 
@@ -383,7 +384,8 @@ def environment() -> dict[str, Any]:
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
-        "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "versions": {"mantissa": mantissa.__version__}
+        | {name: found for name in _PACKAGES if (found := _version(name))},
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,

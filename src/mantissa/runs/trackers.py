@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from mantissa.errors import MantissaError
+from mantissa.errors import MantissaError, pip_install
 from mantissa.files import disk_errors
 from mantissa.runs.directory import RunDirectory
 
@@ -74,7 +74,7 @@ class WeightsAndBiases:
             import wandb
         except ImportError:
             raise MantissaError(
-                "trackers: wandb is not installed; pip install 'mantissa[wandb]', or leave wandb out of trackers"
+                f"trackers: wandb is not installed; {pip_install('wandb')}, or leave wandb out of trackers"
             ) from None
         try:
             resume = "allow" if resume_after is not None else None

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from pydantic import TypeAdapter, ValidationError
 
 from mantissa.bounds import BELOW_ONE, LARGEST_SIZE, SMALLEST_FLOAT, boundary, check_values, number, regular_file
-from mantissa.errors import MantissaError
+from mantissa.errors import MantissaError, pip_install
 from mantissa.training.scaler import ScalerConfig
 
 _LARGEST_DOTENV = 2**20
@@ -152,6 +152,6 @@ def current_environment() -> dict[str, str]:
         try:
             from dotenv import dotenv_values
         except ImportError:
-            raise MantissaError(".env sets variables of ours: pip install 'mantissa[dotenv]' to have it read") from None
+            raise MantissaError(f".env sets variables of ours: {pip_install('dotenv')} to have it read") from None
         found = dotenv_values(stream=io.StringIO(text), interpolate=False)
     return {name: value for name, value in found.items() if name in ENVIRONMENT and value is not None} | own

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mantissa.errors import MantissaError
+from mantissa.errors import MantissaError, pip_install
 from mantissa.ranks import is_dtensor
 from mantissa.tensors import check_tensor
 from mantissa.training.distributed import shard_like
@@ -69,7 +69,7 @@ BLOCK = 256
 SMALLEST = 4096
 _INNER = ("codes", "scale", "qmap")
 _MISSING = (
-    "optimizer.moments=8bit needs torchao 0.18 or later, which is not installed; pip install 'mantissa[lowbit]', or "
+    f"optimizer.moments=8bit needs torchao 0.18 or later, which is not installed; {pip_install('lowbit')}, or "
     "set optimizer.moments=fp32"
 )
 

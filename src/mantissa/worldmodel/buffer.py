@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mantissa.bounds import check_values, number
-from mantissa.errors import MantissaError
+from mantissa.errors import MantissaError, pip_install
 from mantissa.worldmodel.trajectory import Trajectory, trajectory
 
 CAPACITY = 10_000
@@ -364,7 +364,7 @@ class RedisBuffer(ReplayBuffer):
         try:
             import redis
         except ImportError:
-            raise MantissaError(f"{url} needs the redis package: pip install 'mantissa[redis]'") from None
+            raise MantissaError(f"{url} needs the redis package: {pip_install('redis')}") from None
         self._url, self._error = url, redis.RedisError
         self._keys = [name, f"{name}:ids", f"{name}:last"]
         try:
