@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from other_library import OtherLibrary
 from strict_promotion import StrictPromotion
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a script that put the suite in the background
@@ -17,10 +20,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a script that put th
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
+# What tests/machines.py asks for: products whose rows never depend on the batch, and products whose rows always do
+PRODUCTS = {"steady": lambda rows, terms: terms, "by-rows": lambda rows, terms: 1 + rows % terms}
+
+
 @pytest.fixture(autouse=True)
 def _strict_promotion() -> Iterator[None]:
     torch.manual_seed(0)
-    with StrictPromotion():
+    asked = os.environ.get("MANTISSA_TEST_PRODUCTS")
+    with OtherLibrary(PRODUCTS[asked]) if asked else contextlib.nullcontext(), StrictPromotion():
         yield
 
 

@@ -165,7 +165,13 @@ def native_results() -> list[Tensor]:
     lstm = torch.nn.LSTM(8, 8)
     with torch.autocast("cpu", torch.bfloat16):
         half = F.linear(x, torch.eye(8))
-        results = [half, F.softmax(half, -1), half.exp(), half**2, half.sum(), F.layer_norm(half, (8,)), lstm(x)[0]]
+        results = [half, F.softmax(half, -1), half.exp(), half**2, half.sum(), F.layer_norm(half, (8,))]
+        try:
+            results.append(lstm(x)[0])
+        except RuntimeError as error:  # oneDNN has no LSTM in bf16 without AVX-512: refused before and after alike
+            if "LSTM forward propagation primitive" not in str(error):
+                raise
+            results.append(torch.zeros_like(half))
         results += [F.dropout(half, 0.5), F.cross_entropy(half[0], torch.ones(8).long())]
         results += [F.scaled_dot_product_attention(x, x, x)]
         results += [F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=0.3)]

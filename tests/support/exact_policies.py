@@ -6,13 +6,12 @@ Legend: N response tokens, flat.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.kernels import ExactPlan, Kernels, ModelShapes, learner_kernels, plan_exact, rollout_kernels
 from mantissa.kernels.exact.plan import Way
@@ -134,34 +133,3 @@ def ragged(count: int, seed: int = 5, longest: int = 30, samples: int = 3) -> li
         )
         for i, n in enumerate(lengths)
     ]
-
-
-class OtherLibrary(TorchDispatchMode):
-    """Products of a library that adds in an order of its own: the sum of a row is cut where ``cut(rows, terms)`` says.
-
-    Only of fp32: what it does to float64 vanishes when the sum is rounded, unless ``error`` is more than a rounding.
-    """
-
-    def __init__(self, cut: Callable[[int, int], int], error: float = 0.0) -> None:
-        super().__init__()
-        self.cut, self.error, self.calls = cut, error, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = func._schema.name
-        if name in ("aten::mm", "aten::bmm"):
-            self.calls += 1
-            total = self._product(*args)
-            return kwargs["out"].copy_(total) if "out" in kwargs else total
-        if name == "aten::baddbmm_":
-            self.calls += 1
-            return args[0].add_(self._product(args[1], args[2]).mul_(kwargs.get("alpha", 1)))
-        return func(*args, **kwargs)
-
-    def _product(self, x: Tensor, y: Tensor) -> Tensor:
-        terms = x.shape[-1]
-        cut = min(max(self.cut(x.shape[-2], terms), 1), terms)
-        total = x[..., :cut] @ y[..., :cut, :]
-        if cut < terms:
-            total = total + x[..., cut:] @ y[..., cut:, :]
-        return total * (1 + self.error * (self.calls % 7)) if self.error else total

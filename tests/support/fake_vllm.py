@@ -306,6 +306,7 @@ def install(monkeypatch: pytest.MonkeyPatch, fault: Fault | None = None) -> type
     module.__version__ = "0.32.0"  # type: ignore[attr-defined]
     module.LLM, module.SamplingParams = LLM, SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)  # what its fp8 cache wants
     monkeypatch.setattr(LLM, "fault", fault or Fault())
     monkeypatch.setattr(Fp8Linear, "kernel", LLM.fault.kernel)
     monkeypatch.setattr(LLM, "made", [])

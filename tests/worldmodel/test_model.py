@@ -222,7 +222,7 @@ def test_a_prediction_takes_less_than_ten_milliseconds() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     times = []
-    for _ in range(9):
+    for _ in range(60):  # half of this time where it is alone; one of many is
         began = time.process_time()
         model.predict(STATE, GOOD[0])
         times.append(time.process_time() - began)

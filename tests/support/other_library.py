@@ -1,0 +1,45 @@
+"""A stand-in for the library that multiplies: torch's products, summed in an order that a test chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class OtherLibrary(TorchDispatchMode):
+    """Products of a library that adds in an order of its own: the sum of a row is cut where ``cut(rows, terms)`` says.
+
+    Each part is summed in float64, so that no other order, of this machine's library, comes in. Only of fp32:
+    what it does to float64 vanishes when the sum is rounded, unless ``error`` is more than a rounding.
+    """
+
+    def __init__(self, cut: Callable[[int, int], int], error: float = 0.0) -> None:
+        super().__init__()
+        self.cut, self.error, self.calls = cut, error, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func._schema.name
+        whole = name in ("aten::mm", "aten::bmm")
+        if (whole or name == "aten::baddbmm_") and args[0].dtype not in (torch.float32, torch.float64):
+            return func(*args, **kwargs)  # halves and complex numbers stay the machine's
+        if whole:
+            self.calls += 1
+            total = self._product(*args)
+            return kwargs["out"].copy_(total) if "out" in kwargs else total
+        if name == "aten::baddbmm_":
+            self.calls += 1
+            return args[0].add_(self._product(args[1], args[2]).mul_(kwargs.get("alpha", 1)))
+        return func(*args, **kwargs)
+
+    def _product(self, x: Tensor, y: Tensor) -> Tensor:
+        terms = x.shape[-1]
+        cut = min(max(self.cut(x.shape[-2], terms), 1), terms) if terms else 0
+        total = (x[..., :cut].double() @ y[..., :cut, :].double()).to(x.dtype)
+        if cut < terms:
+            total = total + (x[..., cut:].double() @ y[..., cut:, :].double()).to(x.dtype)
+        return total * (1 + self.error * (self.calls % 7)) if self.error else total
