@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import zipfile
@@ -280,6 +281,59 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 def test_a_damaged_pickle_is_one_error(name: str, tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(HOSTILE[name]())
     assert attempt(read_dump, tmp_path / "x.pt") is not None
+
+
+def text(said: str) -> bytes:
+    return b"X" + len(said).to_bytes(4, "little") + said.encode()
+
+
+def stored(pickled: bytes) -> bytes:
+    return archive({"x/data.pkl": pickled, "x/data/0": b"\0" * 16})
+
+
+STORAGE = b"\x80\x02(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x04tQ"
+EMPTY = pickle.dumps(np.empty((1 << 28, 0), np.float32), 3)[2:-1]  # an array of as many rows, and of no number
+DOUBLED = b"]" + b"".join(b"q%c" % n + b"]h%c" % n + b"ah%c" % n + b"a" for n in range(60))  # 2^60 lists in 600 bytes
+FORGED: dict[str, tuple[Callable[[], bytes], str]] = {
+    "another array in a storage": (
+        lambda: stored(STORAGE + b"}" + text("values") + EMPTY + b"sb."),
+        "it changes a values",
+    ),
+    "a slot of a storage": (
+        lambda: stored(STORAGE + b"N}" + text("values") + b"Ns\x86b."),
+        "it changes a values",
+    ),
+    "another function": (lambda: b"\x80\x02ctorch\nSize\n}" + text("a") + b"K\x01sb.", "it changes a function"),
+    "a list as a size": (lambda: b"\x80\x02" + DOUBLED + b"ctorch\nSize\nh\x3b\x85R.", "not made of numbers and words"),
+    "a list in lists": (lambda: b"\x80\x02" + DOUBLED + b".", r"more than 50,000,000 values"),
+    "keys of one hash": (
+        lambda: pickle.dumps({n * ((1 << 61) - 1): n for n in range(1, 20_000)}, 2), "an integer of more than 64 bits"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_pickle_can_change_nothing_and_make_little_of_less(name: str, tmp_path: Path) -> None:
+    make, said = FORGED[name]
+    (tmp_path / "x.pt").write_bytes(make())
+    assert re.search(said, str(attempt(read_dump, tmp_path / "x.pt")))
+
+
+def skyrl(fields: dict[str, bytes]) -> bytes:
+    """A SkyRL batch whose fields are these bytes."""
+    batch = b"cskyrl.batch\nTrainingInputBatch\n)\x81"
+    inner = b"}" + b"".join(text(name) + pickle.dumps(data, 3)[2:-1] + b"s" for name, data in fields.items())
+    return b"\x80\x03" + batch + b"}" + text("batch_dict") + inner + b"sb."
+
+
+def test_files_within_a_file_share_its_budget(tmp_path: Path) -> None:
+    """Each field claims 1.6 GB of one number; none of them alone is too much."""
+    large = Stored((20_000, 10_000), (0, 0), 4).bytes()
+    (tmp_path / "x.pkl").write_bytes(skyrl({f"field{n}": large for n in range(3)}))
+    assert "tensors of more than" in str(attempt(read_dump, tmp_path / "x.pkl"))
+    within = skyrl({"a": archive({"x/data.pkl": skyrl({})})})
+    (tmp_path / "x.pkl").write_bytes(within)
+    assert "a batch within a field of a batch" in str(attempt(read_dump, tmp_path / "x.pkl"))
 
 
 def test_the_rollouts_half_of_slimes_dump_says_where_the_other_is(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 A pickle is a program: whoever loads a hostile one with ``pickle.load`` runs it. Here a name is looked up in one table
 of harmless stand-ins and nowhere else; what is not in it ends the reading. Storages are taken out of the zip file as
 bytes and become numpy arrays, their bounds checked; torch itself is not asked. Before a pickle is read its operations
-are counted, since some (a memo at index 2^32) would fill the memory before anything is looked up.
+are counted, since some (a memo at index 2^32) would fill the memory before anything is looked up. One budget holds for
+a file and all the files within it, and what is read is walked once, for few bytes may name one list very often.
+
+No stand-in lets a pickle change it: each has a ``__setstate__`` of its own, which is what the operation BUILD calls.
 
 Read: torch.save's zip format (torch 1.6 and later), and pickles whose tensors lie in such bytes, as SkyRL writes them.
 The stand-in for anything else that may stand beside the tensors (a device, a dtype) is a text.
@@ -16,6 +19,7 @@ import math
 import pickle
 import pickletools
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,8 @@ from mantissa.bounds import boundary
 from mantissa.errors import MantissaError
 
 LARGEST = 2 << 30  # bytes of a file, and of all tensors in one
-_MOST_OPERATIONS = 50_000_000
+_MOST_OPERATIONS = 50_000_000  # of a pickle, and values in what it makes
+_LARGEST_INTEGER = 1 << 64  # larger ones can be chosen to share one hash: a dictionary of them takes hours to fill
 _ADVICE = (
     "expected a pickle of tensors, numbers, texts, lists and dictionaries; write it again, as plain jsonl if need be"
 )
@@ -45,10 +50,49 @@ def load(path: Path) -> Any:
         if size > LARGEST:
             raise MantissaError(f"{path} has {size:,} bytes; expected at most {LARGEST:,}: one step's dump at a time")
         data = path.read_bytes()
-        return _zip(data) if data.startswith(b"PK\x03\x04") else _unpickle(data, {})
+        value = _zip(data, _Budget()) if data.startswith(b"PK\x03\x04") else _unpickle(data, {}, _Budget())
+        if isinstance(value, _NESTED):
+            _walk(value)
+        return value
 
 
-def _zip(data: bytes) -> Any:
+class _Budget:
+    """What a file, with the files within it, may still make; ``inner``: this is one of those within."""
+
+    def __init__(self) -> None:
+        self.bytes, self.operations, self.inner = LARGEST, 0, False
+
+    def take(self, count: int) -> None:
+        self.bytes -= count
+        if self.bytes < 0:
+            raise ValueError(f"tensors of more than {LARGEST:,} bytes")
+
+
+_NESTED = (list, tuple, dict, set, frozenset)
+
+
+def _walk(value: Any) -> None:
+    """Raise where ``value`` holds itself, or too many values in all; a list that stands in it twice counts twice."""
+    totals: dict[int, int | None] = {}  # by the container's id: the values in it; None while they are being counted
+    waiting = [value]
+    while waiting:
+        each = waiting[-1]
+        inner = [*each, *each.values()] if isinstance(each, dict) else each
+        parts = [part for part in inner if isinstance(part, _NESTED)]
+        if id(each) not in totals:
+            totals[id(each)] = None
+            if any(totals.get(id(part), 0) is None for part in parts):
+                raise ValueError("a list or dictionary that holds itself")
+            waiting += [part for part in parts if id(part) not in totals]
+            continue
+        waiting.pop()
+        if totals[id(each)] is None:
+            totals[id(each)] = total = len(each) + sum(totals[id(part)] or 0 for part in parts)
+            if total > _MOST_OPERATIONS:
+                raise ValueError(f"more than {_MOST_OPERATIONS:,} values")
+
+
+def _zip(data: bytes, budget: _Budget) -> Any:
     """torch.save's format: ``NAME/data.pkl``, and its storages ``NAME/data/KEY``, stored and not compressed."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
@@ -68,42 +112,47 @@ def _zip(data: bytes) -> Any:
             for entry in entries
             if entry.filename.startswith(f"{prefix}data/")
         }
-        return _unpickle(archive.read(main[0]), storages)
+        return _unpickle(archive.read(main[0]), storages, budget)
 
 
-def _unpickle(data: bytes, storages: dict[str, bytes]) -> Any:
+def _unpickle(data: bytes, storages: dict[str, bytes], budget: _Budget) -> Any:
     for number, (operation, argument, _) in enumerate(pickletools.genops(data)):
-        if number > _MOST_OPERATIONS:
+        budget.operations += 1
+        if budget.operations > _MOST_OPERATIONS:
             raise ValueError(f"more than {_MOST_OPERATIONS:,} operations")
+        if isinstance(argument, int) and abs(argument) >= _LARGEST_INTEGER:
+            raise ValueError("an integer of more than 64 bits")
         if "PUT" in operation.name and isinstance(argument, int) and argument > number:
             raise ValueError("a memo entry beyond the number of operations")
         if operation.name.startswith("EXT"):
             raise ValueError("a code of the extension registry")
-    return _Reader(io.BytesIO(data), storages).load()
+    return _Reader(io.BytesIO(data), storages, budget).load()
 
 
 class _Reader(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, storages: dict[str, bytes]) -> None:
+    def __init__(self, file: io.BytesIO, storages: dict[str, bytes], budget: _Budget) -> None:
         super().__init__(file)
-        self.storages, self.bytes_left = storages, LARGEST
+        self.storages, self.budget = storages, budget
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _Storage(name)
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor"):
-            return self.tensor
+            return _Function(self.tensor)
         if module == "torch.storage" and name == "_load_from_bytes":
-            return _skipped
+            return _Function(_skipped)
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if (module, name) == ("_codecs", "encode"):  # how pickles of protocol 2 write bytes
-            return _latin
+            return _Function(_latin)
         if module == "torch" and name in ("Size", "device", "dtype"):
-            return _said
+            return _Function(_said)
         if module in ("numpy", "numpy.core.multiarray", "numpy._core.multiarray") and name in _ARRAYS:
             return _ARRAYS[name]
         if module.split(".")[0].startswith("skyrl") and name.endswith("Batch"):
-            return _Batch
+            if self.budget.inner:
+                raise ValueError("a batch within a field of a batch, which SkyRL never writes")
+            return type("_BatchOf", (_Batch,), {"budget": self.budget})
         if module == "builtins" and name in ("set", "frozenset", "list", "dict", "tuple"):
             return {"set": set, "frozenset": frozenset, "list": list, "dict": dict, "tuple": tuple}[name]
         raise ValueError(f"it asks for {module}.{name}, which no dump of log-probs needs; nothing of it was run")
@@ -127,9 +176,7 @@ class _Reader(pickle.Unpickler):
         last = first + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
         if math.prod(shape) and last >= len(values.values):
             raise ValueError("a tensor that reaches beyond its storage")
-        self.bytes_left -= 8 * math.prod(shape)  # strides of 0 make much of little
-        if self.bytes_left < 0:
-            raise ValueError(f"tensors of more than {LARGEST:,} bytes")
+        self.budget.take(8 * math.prod(shape))  # strides of 0 make much of little
         itemsize = values.values.itemsize
         view = np.lib.stride_tricks.as_strided(values.values[first:], shape, tuple(step * itemsize for step in steps))
         if values.kind == "BFloat16Storage":  # bf16 is the upper half of fp32
@@ -137,21 +184,45 @@ class _Reader(pickle.Unpickler):
         return view.astype(bool) if values.kind == "BoolStorage" else view.copy()
 
 
-class _Storage:
+class _Fixed:
+    """What a pickle may name and hand on, and not change."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError(f"it changes a {type(self).__name__.strip('_').lower()}, which no pickle of torch's does")
+
+
+class _Function(_Fixed):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.function(*arguments)
+
+
+class _Storage(_Fixed):
     def __init__(self, name: str) -> None:
         self.name = name
 
 
-class _Values:
+class _Values(_Fixed):
     def __init__(self, values: Any, kind: str) -> None:
         self.values, self.kind = values, kind
 
 
 class _Batch(dict[str, Any]):
-    """SkyRL's batch: each field's bytes are a file of torch.save's in its own right."""
+    """SkyRL's batch: each field's bytes are a file of torch.save's in its own right, on the same budget."""
+
+    budget: _Budget
 
     def __setstate__(self, state: Any) -> None:
-        fields = {str(name): _zip(data) for name, data in state["batch_dict"].items()}
+        named = state["batch_dict"]
+        if not all(isinstance(name, str) and isinstance(data, bytes) for name, data in named.items()):
+            raise ValueError("a batch whose fields are not bytes by name")
+        self.budget.inner = True
+        try:
+            fields = {name: _zip(data, self.budget) for name, data in named.items()}
+        finally:
+            self.budget.inner = False
         self.clear()
         self.update(fields)
         self["metadata"] = state.get("metadata")
@@ -191,7 +262,9 @@ def _reconstruct(*_: Any) -> _Array:
     return _Array()
 
 
-_ARRAYS: dict[str, Any] = {"_reconstruct": _reconstruct, "ndarray": _Array, "dtype": _Type, "scalar": _scalar}
+_ARRAYS: dict[str, Any] = {
+    "_reconstruct": _Function(_reconstruct), "ndarray": _Array, "dtype": _Type, "scalar": _Function(_scalar)
+}  # fmt: skip
 
 
 def _skipped(*_: Any) -> None:
@@ -205,7 +278,11 @@ def _latin(text: str, coding: str) -> bytes:
 
 
 def _said(*parts: Any) -> str:
-    return " ".join(map(str, parts))
+    """A device, a dtype or a size as text; a list within a list could be a text without end."""
+    flat = [part for each in parts for part in (each if isinstance(each, (tuple, list)) else [each])]
+    if len(flat) > 64 or not all(isinstance(part, (str, int, float, type(None))) for part in flat):
+        raise ValueError("a size, device or dtype that is not made of numbers and words")
+    return " ".join(map(str, flat))
 
 
 def _bf16(bits: int) -> float:
