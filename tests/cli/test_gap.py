@@ -166,6 +166,60 @@ def test_a_pair_that_fails_leaves_the_others_and_is_the_error(
     assert [row["pair"] for row in lines(tmp_path / "2" / "gap.jsonl")] == ["fp16"]
 
 
+def test_default_pairs_lead_with_a_serving_engine(
+    mantissa: Mantissa, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[command.GapConfig] = []
+
+    def noted(config: command.GapConfig, say: Any) -> command.GapResult:
+        asked.append(config)
+        return command.GapResult(Path())
+
+    monkeypatch.setattr(command, "run_gap", noted)
+    install(monkeypatch)
+    for options in ((), ("--pairs", "bf16"), ("--engine", "vllm")):
+        assert mantissa("gap", finished, *options).code == 0
+    serving = tuple(f"{name}+serving" for name in ("fp32", "fp16", "bf16"))
+    assert asked[0].pairs == (*serving, "fp8", "bf16/fp8", "exact", "fp32", "fp16", "bf16")
+    assert [config.own for config in asked] == [24, 32, 32], "nine pairs of 24 take the time of six of 32"
+    assert asked[2].pairs == ("fp32", "fp16", "bf16", "fp8", "bf16/fp8")
+    for config in asked:
+        assert list(config.policies()) == list(config.pairs)
+
+
+def test_fewer_of_the_packages_own_prompts(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+
+    def encode(texts: list[str], *rest: object) -> None:
+        counts.append(len(texts))
+        raise command.MantissaError("enough")
+
+    monkeypatch.setattr(command, "encode", encode)
+    for config in (command.GapConfig(str(finished), torch.device("cpu"), own=own) for own in (24, 32)):
+        with pytest.raises(command.MantissaError, match="enough"):
+            command.run_gap(config, print)
+    assert counts == [24, 32]
+
+
+def test_a_gap_of_zero_by_the_same_kernels_is_said_on_screen_and_page(
+    mantissa: Mantissa, finished: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The zero is made, whatever this processor does: the learner repeats what the rollout said of its tokens."""
+    argv = ("gap", finished, "--prompts", prompts, "--max-tokens", 4, "--pairs", "bf16+norm,fp32,fp16")
+    for name, off, there in (("equal", 0.0, True), ("apart", 1e-3, False)):
+
+        def scorer(*_: Any, off: float = off) -> Callable[[Any], torch.Tensor]:
+            return lambda experience: experience.rollout_logp_BR + off
+
+        monkeypatch.setattr(command, "Scorer", scorer)
+        result = mantissa(*argv, "--out", tmp_path / name)
+        assert result.code == 0, result
+        for text in (result.out, Page((tmp_path / name / "gap.html").read_text()).text):
+            said = " ".join(text.split())
+            assert ("fp32, fp16: this processor's products do not depend on the batch: our engine and learner agree to "
+                    "the bit even without exact kernels" in said) == there  # fmt: skip
+
+
 def test_the_packages_own_prompts() -> None:
     prompts = command.read_prompts(None)
     assert len(set(prompts)) == 32

@@ -11,7 +11,7 @@ import pytest
 
 from html_page import Page, assert_snapshot
 from mantissa.mismatch.estimates import GAP_FIGURES
-from mantissa.runs.gap_page import by_position, over_position, scatter, shown, write_gap_page
+from mantissa.runs.gap_page import GapRows, by_position, independent, over_position, scatter, shown, write_gap_page
 
 
 def completion(rollout: list[float | None], gap: list[float], pair: str = "bf16") -> dict[str, Any]:
@@ -42,6 +42,23 @@ def test_pictures_of_nothing_are_sentences() -> None:
     equal = [completion([-1.0, -2.0], [0.0, 0.0]) for _ in range(3)]
     assert all("No gap" in plot.note for plot in over_position(equal))
     assert scatter(equal).svg, "equal probabilities lie on the diagonal"
+
+
+def pair(name: str, differing: int = 0, **other: Any) -> dict[str, Any]:
+    return {"pair": name, "requested": f"{name}/{name}", "kernels": "simulated", "engine": "native", "emulated": "",
+            "differing": differing, "nonfinite": 0, "tokens": 500} | other  # fmt: skip
+
+
+def test_zeros_by_the_same_kernels_are_explained_and_no_others() -> None:
+    agree = [pair("fp32"), pair("bf16")]
+    others = [pair("bf16+norm", 9, requested="bf16/bf16", emulated="norm=fused"), pair("fp8", 9),
+              pair("bf16/fp8", 9, requested="bf16/fp8"), pair("exact", kernels="exact simulated")]  # fmt: skip
+    said = independent(GapRows([*others, *agree], []))
+    assert said.startswith("fp32, bf16: this processor's products do not depend on the batch: our engine and learner ")
+    assert said.endswith("agree to the bit even without exact kernels (seen on 1,000 tokens).")
+    silent = [others, [*agree, pair("fp16", 1)], [pair("fp32", nonfinite=1)], [pair("fp32", tokens=0)],
+              [pair("fp32", engine="vLLM 0.32.0")]]  # fmt: skip
+    assert [independent(GapRows(rows, [])) for rows in silent] == [""] * 5
 
 
 @pytest.mark.parametrize(

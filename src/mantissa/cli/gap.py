@@ -23,10 +23,15 @@ _Pairs = Annotated[
     typer.Option(
         help="Presets or TRAIN/ROLLOUT of two, with +exact for exact kernels (exact is bf16+exact), or +serving or "
         "+SWITCH for a rollout that emulates a serving engine (docs/emulated.md).",
-        show_default="fp32,fp16,bf16,fp8,bf16/fp8,exact",
+        show_default="fp32+serving,fp16+serving,bf16+serving,fp8,bf16/fp8,exact,fp32,fp16,bf16",
     ),
 ]
-_Prompts = Annotated[Path | None, typer.Option(metavar="FILE", help="One prompt a line.", show_default="32 of our own")]
+_Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="One prompt a line.", show_default="32 of our own; 24 of them for the default pairs"
+    ),
+]
 _Out = Annotated[
     Path | None,
     typer.Option(
@@ -65,14 +70,16 @@ def gap(
     keep_freed_memory()
     import torch
 
-    from mantissa.bench.gap import PAIRS, GapConfig, run_gap
+    from mantissa.bench.gap import OWN_PROMPTS, PAIRS, SHORT, VLLM_PAIRS, GapConfig, run_gap
     from mantissa.rl.assemble import choose_device
 
     if engine not in ("native", "vllm"):
         raise MantissaError(f"--engine {engine}: expected native or vllm")
-    chosen = split(pairs) or (PAIRS if engine == "native" else PAIRS[:-1])
+    named = split(pairs)
+    chosen = named or (PAIRS if engine == "native" else VLLM_PAIRS)
+    own = OWN_PROMPTS if named or engine == "vllm" else SHORT
     echo_warning(crowded(torch.get_num_threads()), err=True)
-    sampling = (prompts, samples, max_tokens, temperature, seed, cast(Literal["native", "vllm"], engine))
+    sampling = (prompts, own, samples, max_tokens, temperature, seed, cast(Literal["native", "vllm"], engine))
     result = run_gap(GapConfig(model, choose_device(device), chosen, *sampling, out), progress)
     progress("")
     if as_json:
@@ -90,7 +97,7 @@ def _show(result: GapResult) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from mantissa.runs.gap_page import PAGE, TITLES, GapRows, gap_note, shown
+    from mantissa.runs.gap_page import PAGE, TITLES, GapRows, gap_note, independent, shown
 
     found = GapRows(result.rows, result.completions)
     console = screen(_TABLE_WIDTH)
@@ -101,6 +108,8 @@ def _show(result: GapResult) -> None:
         cells = ("\n".join(shown(row, name)).rstrip() for name in TITLES)
         table.add_row(row["pair"], *cells, f"{row['tokens']:,}")
     console.print(table)
+    if said := independent(found):
+        console.print(Text(said))
     console.print(Text(gap_note(found), style="dim"))
     console.print(f"page: {result.folder / PAGE}")
     if result.report is not None:
