@@ -225,7 +225,10 @@ def test_no_descriptor_is_inherited(box: Sandbox, tmp_path: Path) -> None:
 def test_replacing_the_harness_harms_the_program_alone(box: Sandbox) -> None:
     forged = "import json, sys, builtins\njson.dumps = lambda *a, **k: '{\"value\": 42}'\ndef f(x):\n    return x\n"
     assert box.run(forged, "f", [[1]]).outputs == ({"value": 42},)  # a value like any other, to be compared outside
-    for line in (b'{"value": 1, "error": 2}', b'["passed"]', b"ok", b"[" * 50_000, b"1" * 5000):
+    lines = [b'{"value": 1, "error": 2}', b'["passed"]', b"ok", b"[" * 50_000, b"1" * 5000]
+    lines += [b'{"error": "%s"}' % said for said in (b"\\ud800", b"\\u001b[2J", b"x" * 200_000)]  # no exception's name
+    lines += [b'{"error": [["x"]]}', b'{"value": %s}' % (b"[" * 900 + b"]" * 900)]
+    for line in lines:
         source = f"import os\nos.write(3, {line!r} + b'\\n')\ndef f(x):\n    return x"
         assert box.run(source, "f", [[1]]).outputs == ()
     printed = box.run(

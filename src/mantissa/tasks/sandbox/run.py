@@ -30,6 +30,8 @@ from typing import Any
 
 from mantissa.errors import MantissaError
 
+_LONGEST_NAME = 200  # characters of an exception's
+_DEEPEST = 300  # lists within lists in a value; Python's own stack ends at a thousand
 _JAIL = Path(__file__).with_name("jail.py")
 _GRACE_S = 5.0  # for an answer of the server, which has nothing to wait for: it is then no longer what it was
 _START_S = 60.0
@@ -243,7 +245,21 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) and value.keys() in ({"value"}, {"error"}) else None
+    if not isinstance(value, dict) or value.keys() not in ({"value"}, {"error"}):
+        return None
+    if "error" in value:  # an exception's name; what wrote another text here is not the jail
+        name = value["error"]
+        return value if isinstance(name, str) and len(name) <= _LONGEST_NAME and name.isprintable() else None
+    return value if _shallow(value, _DEEPEST) else None
+
+
+def _shallow(value: Any, levels: int) -> bool:
+    """Whether lists and dictionaries lie at most so many levels deep: who writes ``value`` again needs a stack too."""
+    layer = [value]
+    while layer and levels:
+        inner = [part for each in layer for part in (each.values() if isinstance(each, dict) else each)]
+        layer, levels = [part for part in inner if isinstance(part, (list, dict))], levels - 1
+    return not layer
 
 
 def _terminal() -> tuple[int, ...]:
