@@ -134,4 +134,4 @@ def test_damaged_checkpoints_name_the_way_out(mantissa: Mantissa, finished: Path
     (run / "checkpoints" / "step-2" / "state.json").write_text("{")
     assert "no readable state.json" in mantissa("train", "--resume", run).error()
     (run / "config.yaml").write_text("steps: [")
-    assert "config.yaml is not YAML" in mantissa("train", "--resume", run).error()
+    assert "not valid YAML" in mantissa("train", "--resume", run).error()

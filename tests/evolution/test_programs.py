@@ -92,7 +92,7 @@ def test_a_task_file_that_could_not_fail_is_refused(tmp_path: Path) -> None:
         ("text: t", "texts: t", "unknown key 'texts'"),
         ("f: {", "f g: {", "no function's name"),
         (good, "[1, 2]", "it holds no tasks"),
-        (good, "{", "expected tasks as"),
+        (good, "{", "not valid YAML"),
         ("[[[3], 3]]", "[[[.nan], 3]]", "Out of range"),
     ):
         path.write_text(good.replace(old, new))

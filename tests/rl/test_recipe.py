@@ -13,11 +13,12 @@ import yaml
 
 from mantissa.algorithms import GSPOConfig
 from mantissa.errors import MantissaError
-from mantissa.rl import RunConfig, recipe, resumed_config
+from mantissa.rl import RunConfig, resumed_config
 from mantissa.rl.config import AlgorithmConfig
-from mantissa.rl.recipe import apply_overrides, load_recipe, make_config, parse_yaml
+from mantissa.rl.recipe import apply_overrides, load_recipe, make_config
 from mantissa.rl.session import joined
 from mantissa.runs.directory import RunDirectory
+from mantissa.yaml_file import Limits, parse_yaml
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
 Configure = Callable[..., RunConfig]
@@ -86,11 +87,11 @@ def test_a_number_has_at_most_64_bits() -> None:
         parse_yaml(f"a: {2**64}", "test")
 
 
-def test_values_are_counted_with_aliases_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe, "_MOST_VALUES", 9)
-    assert parse_yaml("{a: &a [1, 2], b: *a}", "test") == {"a": [1, 2], "b": [1, 2]}  # 1 + 2 keys + 3 + 3
+def test_values_are_counted_with_aliases_written_out() -> None:
+    nine = Limits(99, 9, 9)
+    assert parse_yaml("{a: &a [1, 2], b: *a}", "test", nine) == {"a": [1, 2], "b": [1, 2]}  # 1 + 2 keys + 3 + 3
     with pytest.raises(MantissaError, match="line 1: more than 9 values"):
-        parse_yaml("{a: &a [1, 2, 3], b: *a}", "test")
+        parse_yaml("{a: &a [1, 2, 3], b: *a}", "test", nine)
 
 
 FLOWRL = "algorithm.reference={} & algorithm.loss=flowrl"

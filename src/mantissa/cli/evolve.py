@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
-from mantissa.bounds import boundary
 from mantissa.cli.common import progress, screen, split
 from mantissa.errors import MantissaError
+from mantissa.yaml_file import parse_yaml
 
 if TYPE_CHECKING:
     from mantissa.evolution import EvolutionConfig
@@ -98,8 +97,7 @@ def _values(overrides: list[str]) -> dict[str, Any]:
         name, equals, text = each.partition("=")
         if not equals:
             raise MantissaError(f"{each!r}: expected KEY=VALUE, such as executions=200")
-        with boundary(each, "expected a value in YAML"):
-            value = yaml.safe_load(text)
+        value = parse_yaml(text, each)
         values[name] = split(value) if name == "tasks" and isinstance(value, str) else value
     return values
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-import yaml
 from pydantic import BaseModel, ConfigDict
 
 from mantissa.doctor.dump import Settings
+from mantissa.yaml_file import read_shipped
 
 _ORDER = ("fp32", "fp16", "bf16", "fp8")  # from fine to coarse
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float": "fp32"}
@@ -52,7 +52,7 @@ class Facts(_Row):
 @functools.cache
 def facts() -> Facts:
     """The table, read once."""
-    return Facts(**yaml.safe_load(Path(__file__).with_name("facts.yaml").read_text(encoding="utf-8")))
+    return Facts(**read_shipped(Path(__file__).with_name("facts.yaml")))
 
 
 def coarser(settings: Settings) -> str | None:

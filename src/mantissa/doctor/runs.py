@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from mantissa.bounds import boundary
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.errors import MantissaError
 from mantissa.runs.directory import RunDirectory
+from mantissa.yaml_file import RECORDED, read_yaml
 
 _ENOUGH = 200_000  # tokens: the newest steps are read until there are so many
 
@@ -24,7 +24,7 @@ def read_run(path: Path, most: int = _ENOUGH) -> Dump:
     """
     run = RunDirectory.open(path)
     with boundary(path / "config.yaml", "restore the file"):
-        config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+        config = read_yaml(path / "config.yaml", RECORDED)
         rollout = config["rollout"]
     lags = {row["step"]: row.get("rollout/lag_mean") for row in run.read_metrics()}
     encode, sequences, tokens, steps = _encoder(run, config), [], 0, []

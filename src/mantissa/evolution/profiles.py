@@ -9,11 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from mantissa.errors import MantissaError, nearest
 from mantissa.evolution.loop import Evolution, EvolutionConfig
 from mantissa.worldmodel import WorldModel
+from mantissa.yaml_file import read_shipped
 
 SHIPPED = Path(__file__).with_name("profiles.yaml")
 HEADER = ("profile", "solved", "held-out", "trajectories", "fp32 loss", "fp16 loss", "fp16/fp32 loss", "overflow",
@@ -24,7 +23,7 @@ _ROUNDS = 5  # trainings of each precision, in turn; of the times the median cou
 @functools.cache
 def profiles() -> dict[str, dict[str, Any]]:
     """The shipped profiles, by name: keys of ``EvolutionConfig``."""
-    found: dict[str, dict[str, Any]] = yaml.safe_load(SHIPPED.read_text("utf-8"))
+    found: dict[str, dict[str, Any]] = read_shipped(SHIPPED)
     return found
 
 

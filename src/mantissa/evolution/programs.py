@@ -11,12 +11,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import yaml
-
 from mantissa.bounds import boundary, regular_file
 from mantissa.errors import MantissaError, nearest
 from mantissa.tasks.code import MAX_PROGRAM_CHARACTERS, CodeVerifier, same
 from mantissa.tasks.sandbox.run import Limits, Sandbox
+from mantissa.yaml_file import RECORDED, read_yaml
 
 SHIPPED = Path(__file__).with_name("tasks.yaml")
 Test = tuple[list[Any], Any]
@@ -130,7 +129,7 @@ def read_tasks(path: Path) -> dict[str, Task]:
     with boundary(path, "expected tasks as in the shipped file: name: {text, start, development, held_out, canary}"):
         if not regular_file(path):
             raise FileNotFoundError(f"{path}: there is no such file")
-        raw = yaml.safe_load(path.read_text("utf-8"))
+        raw = read_yaml(path, RECORDED)
         if not isinstance(raw, dict) or not raw:
             raise ValueError("it holds no tasks")
         return {str(name): _task(str(name), value) for name, value in raw.items()}

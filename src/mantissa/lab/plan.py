@@ -42,11 +42,11 @@ from mantissa.config_base import Config, first_mistake
 from mantissa.errors import MantissaError, nearest
 from mantissa.mismatch.estimates import GAP_FIGURES
 from mantissa.rl.config import RunConfig
-from mantissa.rl.recipe import load_recipe, make_config, parse_yaml
+from mantissa.rl.recipe import load_recipe, make_config
 from mantissa.runs.metrics import BY_NAME, REWARD_PART, SERIES
+from mantissa.yaml_file import read_yaml
 
 MOST_CELLS = 400  # with their seeds
-_LONGEST = 20_000  # characters of a lab file
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,39}")
 GAP_KEYS = {"pair": str, "max_tokens": int, "samples": int, "temperature": float, "prompts": str, "engine": str}
 REDUCTIONS = ("last", "first", "mean", "max", "min", "sum")
@@ -178,8 +178,7 @@ def load_lab(path: Path) -> Lab:
     with boundary(f"lab file {path}", "expected a YAML file of UTF-8 text, such as lab/dose.yaml"):
         if not path.is_file():
             raise MantissaError(f"no lab file at {path}: expected a YAML file, such as lab/dose.yaml")
-        with path.open(encoding="utf-8") as text:
-            values = parse_yaml(text.read(_LONGEST + 1), str(path))
+        values = read_yaml(path)
     try:
         return _lab(path, values)
     except ValidationError as error:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
+
+from mantissa.yaml_file import read_shipped
 
 Engine = Literal["fsdp", "fsdp2", "megatron"]
 Rollout = Literal["vllm", "sglang", "trtllm"]
@@ -88,7 +89,7 @@ class Needed(_Row):
 
 def read_table(name: str) -> Any:
     """One of the tables that are shipped beside this module."""
-    return yaml.load((Path(__file__).with_name(name)).read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return read_shipped(Path(__file__).with_name(name))
 
 
 def _facts(groups: list[dict[str, Any]]) -> Iterator[Fact]:

@@ -16,7 +16,7 @@ from mantissa.bounds import boundary
 from mantissa.config_base import Config, first_mistake
 from mantissa.errors import MantissaError, nearest
 from mantissa.launch.facts import Engine, Version
-from mantissa.rl.recipe import parse_yaml
+from mantissa.yaml_file import read_yaml
 
 Family = Literal["Ampere", "Ada", "Hopper", "Blackwell"]
 
@@ -126,7 +126,7 @@ def load_options(path: Path | None, given: dict[str, Any]) -> LaunchOptions:
         if not path.is_file():
             raise MantissaError(f"no launch options at {path}: expected a YAML file with keys such as engine and nodes")
         with boundary(path, "expected a YAML file of UTF-8 text"):
-            values = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
+            values = read_yaml(path) or {}
         if not isinstance(values, dict):
             raise MantissaError(f"{path}: expected keys and values, got {type(values).__name__}")
     try:

@@ -2,51 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from mantissa.bounds import boundary
 from mantissa.config_base import PLAIN
 from mantissa.errors import MantissaError, nearest
 from mantissa.rl.config import RunConfig
-
-_LONGEST = 20_000  # characters of a recipe
-_MOST_BRACKETS = 200
-_MOST_VALUES = 5_000  # with every alias written out
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as people write it: ``1e-3`` is a number (YAML 1.1 wants ``1.0e-3``), and a key given twice is an error."""
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            value = super().construct_object(node, deep)
-            if isinstance(value, int) and value.bit_length() > 64:
-                raise MantissaError(f"line {node.start_mark.line + 1}: a number of more than 64 bits")
-            return value
-        except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
-            if isinstance(error, MantissaError):
-                raise
-            kind, text = node.tag.rpartition(":")[2], str(node.value)[:60]
-            raise MantissaError(f"line {node.start_mark.line + 1}: {text!r} is no {kind}") from None
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-        keys = [self.construct_object(key, deep=True) for key, _ in pairs]
-        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-        if twice is not None:
-            raise MantissaError(f"line {node.start_mark.line + 1}: the key {twice!r} is given twice")
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
-)
+from mantissa.yaml_file import parse_yaml, read_yaml
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, nproc: int | None = None) -> RunConfig:
@@ -61,46 +27,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, nproc: int |
     with boundary(f"recipe {path}", "expected a YAML file of UTF-8 text, such as recipes/demo.yaml"):
         if not path.is_file():
             raise MantissaError(f"no recipe at {path}: expected a YAML file, such as recipes/demo.yaml")
-        with path.open(encoding="utf-8") as file:
-            values = parse_yaml(file.read(_LONGEST + 1), str(path))
+        values = read_yaml(path)
     if not isinstance(values, dict):
         raise MantissaError(f"{path}: expected keys and values, got {type(values).__name__}")
     there = {} if nproc is None else {"nproc": nproc}
     return make_config(there | apply_overrides(values, overrides), str(path))
-
-
-def parse_yaml(text: str, where: str) -> Any:
-    """Parse YAML; a mistake in it becomes one line with its position. Bounded in length and, aliases written out, in
-    values."""
-    if len(text) > _LONGEST or text.count("[") + text.count("{") > _MOST_BRACKETS:  # its scanner is slow on these
-        raise MantissaError(f"{where}: more than {_LONGEST:,} characters or {_MOST_BRACKETS:,} brackets; shorten it")
-    with boundary(where, "expected YAML"):
-        try:
-            loader = _Loader(text)
-            node = loader.get_single_node()
-            _values_in(node, {})
-            return None if node is None else loader.construct_document(node)
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark
-            at = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-            raise MantissaError(f"{where}{at}: not valid YAML: {error.problem or error}") from None
-        except MantissaError as error:
-            raise MantissaError(f"{where}: {error}") from None
-
-
-def _values_in(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """How many values a document has with every alias written out. ``known``: of nodes seen; 0 while inside one."""
-    if node is None or isinstance(node, yaml.ScalarNode):
-        return 1
-    if id(node) not in known:
-        known[id(node)] = 0
-        inner = [each for pair in node.value for each in (pair if isinstance(pair, tuple) else (pair,))]
-        known[id(node)] = 1 + sum(_values_in(each, known) for each in inner)
-    total = known[id(node)]
-    if not 0 < total <= _MOST_VALUES:
-        what = f"more than {_MOST_VALUES:,} values" if total else "an alias of what it is inside of"
-        raise MantissaError(f"line {node.start_mark.line + 1}: {what}; write out what is meant")
-    return total
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from mantissa.bounds import boundary
 from mantissa.errors import MantissaError
 from mantissa.files import atomic_file, disk_errors, numbered, remove_leftovers, write_atomically
 from mantissa.jsonl import JsonLines, Row
+from mantissa.yaml_file import RECORDED, read_yaml
 
 if TYPE_CHECKING:
     import pyarrow
@@ -139,7 +140,7 @@ class RunDirectory:
     def config(self) -> dict[str, Any]:
         """The resolved recipe, as plain values."""
         with boundary(f"{self.path}/config.yaml is not YAML", "restore it"):
-            config = yaml.safe_load((self.path / "config.yaml").read_text())
+            config = read_yaml(self.path / "config.yaml", RECORDED)
         if not isinstance(config, dict):
             raise MantissaError(f"{self.path}/config.yaml: expected keys and values, got {type(config).__name__}")
         return config
