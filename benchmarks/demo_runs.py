@@ -1,6 +1,6 @@
 """Rows from finished runs of a recipe: what was learned, how long it took, how large the gap was.
 
-    mantissa train recipes/demo.yaml run_dir=/tmp/demo-bf16 precision=bf16
+    mantissa train recipes/demo.yaml run_dir=/tmp/demo-bf16 precision=bf16 rollout.engine=native
     python benchmarks/demo_runs.py /tmp/demo-bf16 ...
 
 Everything is read from the runs' own files. Device, threads and commit are those of the run, not of this script. A run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,29 @@ def test_curves_are_of_the_completions_that_get_so_far() -> None:
 
 def test_pictures_of_nothing_are_sentences() -> None:
     none = completion([None, None], [0.0, 0.0])
-    assert [plot.svg for plot in over_position([none, none])] == ["", ""]
-    assert scatter([none]).svg == ""
+    missing = "No pair has two completions with finite log-probs, so there is no curve."
+    assert [(plot.svg, plot.note) for plot in over_position([none, none])] == [("", missing)] * 2
+    empty = scatter([none])
+    assert (empty.svg, empty.note) == ("", "bf16: no token has two finite log-probs.")
     equal = [completion([-1.0, -2.0], [0.0, 0.0]) for _ in range(3)]
-    assert all("No gap" in plot.note for plot in over_position(equal))
-    assert scatter(equal).svg, "equal probabilities lie on the diagonal"
+    exactly = [("", "Exactly 0 at every position: bf16.")] * 2
+    assert [(plot.svg, plot.note) for plot in over_position(equal)] == exactly
+    same = scatter([*equal, completion([None], [0.0], "fp8")])
+    assert (same.svg, same.note) == (
+        "", "bf16: all 6 tokens are equal to the last bit. fp8: no token has two finite log-probs."
+    )  # fmt: skip
+
+
+def test_a_panel_with_nothing_to_show_says_why_beside_the_others() -> None:
+    equal = [completion([-1.0, -2.0], [0.0, 0.0], "exact") for _ in range(3)]
+    apart = [completion([-1.0, -2.0], [0.1, 0.2 * i], "bf16") for i in range(3)]
+    drawn = scatter([*equal, *apart, completion([None], [0.0], "fp8")])
+    text = " ".join(re.findall(r"<text[^>]*>([^<]*)", drawn.svg) + re.findall(r"<tspan[^>]*>([^<]*)", drawn.svg))
+    for part in ("all 6 tokens are", "equal to the last", "no token has two"):
+        assert part in text
+    curve = over_position([*equal, *apart, completion([None], [0.0], "fp8")])[0]
+    assert "Too few completions with finite log-probs for a curve: fp8." in curve.note
+    assert curve.svg
 
 
 def pair(name: str, differing: int = 0, **other: Any) -> dict[str, Any]:

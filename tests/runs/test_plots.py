@@ -121,7 +121,13 @@ def test_the_parts_of_the_log_ratio_and_the_clipping_are_the_data() -> None:
     unclipped = plots.ratio_parts([{k: v for k, v in row.items() if "clip" not in k} for row in rows])
     assert [label for label, _ in unclipped.legend] == ["|alpha|, moved by learning", "|beta|, kernels and formats"]
     assert "clip" not in unclipped.note
-    assert plots.ratio_parts([{"step": 1, **dict.fromkeys(names, 0.0)}]).svg == ""
+    none = plots.ratio_parts([{"step": 1, **dict.fromkeys(names, 0.0)}])
+    said = "Exactly 0 at every step: neither learning nor kernels and formats moved a token. The clip held none either."
+    assert (none.svg, none.note) == ("", said)
+    calm = plots.ratio_parts([row | dict.fromkeys(names[2:], 0.0) for row in rows])
+    assert "% of tokens" in texts(plot)
+    assert "% of tokens" not in texts(calm), "no empty panel below"
+    assert calm.note.endswith("Nothing was clipped at any step, so there is no curve of it.")
 
 
 def test_probabilities_lie_where_they_should() -> None:
@@ -133,10 +139,12 @@ def test_probabilities_lie_where_they_should() -> None:
     assert "3.8e-01 nats in the mean, 7.5e-01 at most" in plot.note
     assert {"p under the rollout", "p under the learner"} <= set(texts(plot))
     exact = plots.probabilities([row | {"learner_logp": row["rollout_logp"]}])
-    assert "every log-prob is equal on both sides" in exact.note
+    assert (exact.svg, exact.note) == (
+        "",
+        "4 tokens of step 9: every log-prob is equal on both sides, to the last bit.",
+    )
     later = {"step": 12, "rollout_logp": row["rollout_logp"], "learner_logp": None}  # not scored: not of these tokens
     assert plots.probabilities([row, later]).note.startswith("4 tokens of step 9.")
-    assert "|log-prob difference|, nats" not in texts(exact)
 
 
 def test_the_drift_line_has_the_fitted_slope() -> None:
@@ -193,6 +201,19 @@ def test_without_data_there_is_a_sentence_and_a_single_step_is_visible(make_run)
         plot = draw(rows)
         assert len(list(parse(plot).iter(f"{SVG}use"))) >= 1, plot.title
         assert {"0", "1", "2"} <= set(texts(plot)), f"{plot.title}: whole steps on the axis"
+
+
+def test_what_is_zero_throughout_is_a_sentence_on_any_axis() -> None:
+    flat = plots.entropy(rows_of("policy/entropy", [0.0, 0.0]))
+    assert (flat.svg, flat.note) == ("", "Exactly 0 wherever it was measured.")
+    nothing = plots.learning(rows_of("reward/accuracy", [0.0, 0.0]), [])
+    assert (nothing.svg, nothing.note) == (
+        "", "Exactly 0 throughout: no completion was right, and none was rewarded."
+    )  # fmt: skip
+    assert plots.learning(rows_of("reward/accuracy", [0.0, 0.1]), []).svg
+    zero = np.zeros(2)
+    band = plots.Line("band", plots.BLUE, np.arange(2.0), zero, (), zero, np.ones(2))
+    assert plots.chart("banded", "", [band], "1").svg, "some seed was above 0"
 
 
 # Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.

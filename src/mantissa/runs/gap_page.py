@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -230,9 +231,13 @@ def over_position(completions: Rows) -> list[Plot]:
     ):
         lines = [Line(pair, colours[pair], found[0], found[which]) for pair, found in curves.items()]
         there = [line for line in lines if line.x.size]
-        note, none = "Of the tokens of each completion that gets so far.", "No gap, or too few completions for a curve."
+        note = "Of the tokens of each completion that gets so far."
+        if short := [line.label for line in lines if not line.x.size]:
+            note += f" Too few completions with finite log-probs for a curve: {', '.join(short)}."
+        none = "No pair has two completions with finite log-probs, so there is no curve."
+        zero = f"Exactly 0 at every position: {', '.join(line.label for line in there)}."
         drawn.append(chart(title, note, there, unit, "log", across="position", height=2.9, legend=lines, keys=False,
-                           marker="", none=none, zero=none))  # fmt: skip
+                           marker="", none=none, zero=zero))  # fmt: skip
     return drawn
 
 
@@ -240,23 +245,34 @@ def scatter(completions: Rows) -> Plot:
     """Every token's probability under the learner against the rollout's, one panel a pair."""
     title = "Token probabilities: learner against rollout"
     pairs = {name: token_logps(rows) for name, rows in _by_pair(completions).items()}
-    pairs = {name: both for name, both in pairs.items() if both[0].size}
-    if not pairs:
-        return Plot(title, "No token has two finite log-probs.")
-    low = min(float(min(rollout.min(), learner.min())) for rollout, learner in pairs.values()) / np.log(10)
+    words = {name: said for name, both in pairs.items() if (said := _nothing_apart(*both))}
+    if len(words) == len(pairs):
+        return Plot(title, " ".join(f"{name}: {said}." for name, said in words.items()))
+    seen = [both for name, both in pairs.items() if name not in words]
+    low = min(float(min(rollout.min(), learner.min())) for rollout, learner in seen) / np.log(10)
     low = min(low, -1.0)
     with styled():
         lines = -(-len(pairs) // _PANELS)
         drawing = figure(1.95 * _PANELS, 2.25 * lines)
         panels = drawing.subplots(lines, _PANELS, sharex=True, sharey=True, squeeze=False).flatten()
         for number, (axes, (name, (rollout, learner))) in enumerate(zip(panels, pairs.items(), strict=False)):
-            agreement(axes, rollout, learner, low, COLOURS[number % len(COLOURS)], (3, 4))
             axes.set_title(name)
+            if name in words:
+                axes.text(0.5, 0.5, fill(words[name], 20), transform=axes.transAxes, ha="center", va="center")
+            else:
+                agreement(axes, rollout, learner, low, COLOURS[number % len(COLOURS)], (3, 4))
         for axes in panels[len(pairs) :]:
             axes.set_visible(False)
         panels[0].set_ylabel("p under the learner")
         panels[0].set_xlabel("p under the rollout")
     return Plot(title, "One point a token; on the diagonal both agree.", to_svg(drawing, title, "gap-scatter"))
+
+
+def _nothing_apart(rollout: Array, learner: Array) -> str:
+    """Why a panel would show nothing; empty where some token's two probabilities differ."""
+    if not rollout.size:
+        return "no token has two finite log-probs"
+    return "" if (rollout != learner).any() else f"all {rollout.size:,} tokens are equal to the last bit"
 
 
 def _by_pair(completions: Rows) -> dict[str, list[dict[str, Any]]]:

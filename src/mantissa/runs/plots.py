@@ -4,7 +4,7 @@ Which metric is drawn under which title, in which unit and on which axis stands 
 draws here and in a comparison is ``draw``, in one style.
 
 Log axes have no zero, and a run in fp32 can have a gap of exactly 0: zeros are drawn on the floor of the plot as open
-circles, and a gap that is 0 throughout is a sentence.
+circles. What is 0 throughout is a sentence, on any axis: a figure that is a flat line looks as if it were broken.
 
 Matplotlib figures as inline SVG that follows the page: its colours (light or dark), its font, no ids in common. They
 are drawn in stand-in colours, one for each role, which are replaced by CSS variables in the SVG's text; so one drawing
@@ -204,11 +204,12 @@ def chart(title: str, note: str, lines: Sequence[Line], unit: str, axis: Axis = 
           **style: Any) -> Plot:  # fmt: skip
     """A figure of one panel. ``legend``: the lines in it, all unless given; with ``keys`` it shows dashes too.
 
-    ``none``, ``zero``: the sentence in place of a figure without lines, or with nothing to show on its log axis.
+    ``none``, ``zero``: the sentence in place of a figure without lines, or with nothing to show: on a log axis nothing
+    above 0, on others nothing but 0.
     """
     if not lines:
         return Plot(title, none)
-    if axis == "log" and not any((line.y > 0).any() for line in lines):
+    if not any((line.y > 0).any() if axis == "log" else _seen(line) for line in lines):
         return Plot(title, zero)
     with styled():
         drawing = figure(5.6, height)
@@ -222,6 +223,11 @@ def chart(title: str, note: str, lines: Sequence[Line], unit: str, axis: Axis = 
     shown = lines if legend is None else legend
     dashes = tuple(line.dash for line in shown) if keys else ()
     return Plot(title, note.strip(), to_svg(drawing, title), _legend(shown), dashes)
+
+
+def _seen(line: Line) -> bool:
+    """Whether there is anything but 0 in a line and its band."""
+    return bool(line.y.any() or (line.high is not None and line.high.any()))
 
 
 def _legend(lines: Sequence[Line]) -> tuple[tuple[str, str], ...]:
@@ -239,6 +245,8 @@ def learning(rows: Rows, warm_start: Rows) -> Plot:
         trained = [Line("accuracy, also the reward", BLUE, both.x, both.y)]
     held_out = lines_of(rows, {"eval/greedy_accuracy": GREEN, "eval/avg_at_k": BROWN}, dash=(2, 2))
     warm = lines_of(warm_start, {"warm_start/accuracy": PURPLE})
+    if not any(map(_seen, (*trained, *held_out, *warm))):
+        return Plot(title, "Exactly 0 throughout: no completion was right, and none was rewarded.")
     note = "Fractions of completions judged correct."
     with styled():
         drawing = figure(5.6, 2.9)
@@ -299,30 +307,31 @@ def probabilities(rollouts: Rows) -> Plot:
         return Plot(title, "No rollouts with both log-probs were kept.")
     gap = np.abs(learner - rollout)
     equal = float(np.mean(gap == 0))
+    apart = gap > 0
     steps = sorted({row["step"] for row in rollouts if row.get("learner_logp") is not None})
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    if not apart.any():
+        return Plot(
+            title, f"{rollout.size:,} tokens of {span}: every log-prob is equal on both sides, to the last bit."
+        )
     to_decades = 1 / np.log(10)
     with styled():
         drawing = figure(5.6, 2.9)
-        apart = gap > 0
-        left, *others = drawing.subplots(1, 2 if apart.any() else 1, squeeze=False)[0]
+        left, right = drawing.subplots(1, 2)
         low = float(min(rollout.min(), learner.min(), np.log(0.1))) * to_decades
         agreement(left, rollout, learner, low, BLUE, (6, 6))
         left.set_xlabel("p under the rollout")
         left.set_ylabel("p under the learner")
-        for right in others:
-            density(right, rollout[apart] * to_decades, np.log10(gap[apart]), ORANGE)
-            decades(right, "y")
-            right.set_xlim(low, -low * 0.03)
-            decades(right, "x")
-            right.set_xlabel("p under the rollout")
-            right.set_ylabel("|log-prob difference|, nats")
+        density(right, rollout[apart] * to_decades, np.log10(gap[apart]), ORANGE)
+        decades(right, "y")
+        right.set_xlim(low, -low * 0.03)
+        decades(right, "x")
+        right.set_xlabel("p under the rollout")
+        right.set_ylabel("|log-prob difference|, nats")
     note = (
         f"{rollout.size:,} tokens of {span}. On the diagonal both agree: {equal:.1%} do to the last bit; the "
         f"log-probs differ by {gap.mean():.1e} nats in the mean, {gap.max():.1e} at most."
     )
-    if equal == 1.0:
-        note = f"{rollout.size:,} tokens of {span}: every log-prob is equal on both sides."
     return Plot(title, note, to_svg(drawing, title))
 
 
@@ -383,14 +392,16 @@ def ratio_parts(rows: Rows) -> Plot:
         phantom = held[-1].y
         note += f" The clip at alpha + beta holds {phantom.mean():.2%} of the tokens that alpha alone would leave"
         note += f" ({phantom.max():.2%} in the worst step); it does so with correction: bypass only."
-    if not any(line.y.any() for line in parts + held):
-        return Plot(title, note)
+    if not any(map(_seen, parts)):
+        none = " The clip held none either." if held and not any(map(_seen, held)) else f" {note}" * bool(held)
+        return Plot(title, f"Exactly 0 at every step: neither learning nor kernels and formats moved a token.{none}")
+    if held and not any(map(_seen, held)):
+        held, note = [], f"{note} Nothing was clipped at any step, so there is no curve of it."
     with styled():
         drawing = figure()
         ratios = (1.5, 1)[: 1 + bool(held)]
         top, *below = drawing.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False)[:, 0]
-        if any(line.y.any() for line in parts):
-            draw(top, parts, "log")
+        draw(top, parts, "log")
         top.set_ylabel("nats")
         step_axis(top, "" if held else "step")
         for bottom in below:

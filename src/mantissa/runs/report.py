@@ -246,7 +246,8 @@ def _line_plot(title: str, lines: Sequence[Line], unit: str, axis: Any) -> Plot:
     said = [(line.label, both) for line in lines if (both := ends(line.y)) is not None]
     note = "; ".join(f"{label} {first:.3g} → {last:.3g}" for label, (first, last) in said)
     note = f"First and last tenth of the run: {note}."
-    return chart(title, note, lines, unit, axis, zero="Exactly 0 in every step of both.")
+    zero = f"Exactly 0 in every step: {', '.join(line.label for line in lines)}."
+    return chart(title, note, lines, unit, axis, zero=zero)
 
 
 def _precision(environment: dict[str, Any]) -> list[Block]:
