@@ -61,7 +61,10 @@ def test_what_a_killed_create_leaves_is_no_obstacle(tmp_path: Path) -> None:
 
 def test_a_recipe_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     """Folders that hold no run, or that no run can be made in: tests/cli/errors.txt."""
-    for text, said in (("a: [1,\n", r"config\.yaml line 2, column 1: not valid YAML"), ("words", "expected keys and values, got str")):
+    for text, said in (
+        ("a: [1,\n", r"config\.yaml line 2, column 1: not valid YAML"),
+        ("words", "expected keys and values, got str"),
+    ):
         (tmp_path / "config.yaml").write_text(text)
         with pytest.raises(MantissaError, match=said):
             _ = RunDirectory.open(tmp_path).config
