@@ -92,7 +92,7 @@ def test_unchecked_steps_learn_the_same_without_the_forward(train: Train) -> Non
 
 class Silu(ExactKernels):
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
-        return F.silu(gate_NE) * up_NE * (1 + 2**-20)  # on a CPU whose silu is ours to the bit it differs, too
+        return F.silu(gate_NE) * up_NE * (1 + 2**-10)  # seen in a log-prob of any policy, whatever silu a CPU has
 
 
 class PerTensor(ExactKernels):
