@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from mantissa.bench.runner import RefusedError
 from mantissa.bench.workload import BEST_LOSS, ResidualMLP, loss_fn, make_batch, width_for
+from mantissa.dropin.trainer import PrecisionTrainer
 from mantissa.training import LossScaler, ScalerConfig
-from mantissa.training.trainer import PrecisionTrainer
 
 PARAMETERS, BATCH, LR = 30_000, 64, 1e-3
 UPDATES, EVERY = 400, 50

@@ -24,8 +24,8 @@ from steps import interleaved, spread
 from torch import Tensor, nn
 
 from mantissa.bench.workload import ResidualMLP, loss_fn, make_batch, width_for
+from mantissa.dropin.trainer import PrecisionTrainer
 from mantissa.precision import format_named
-from mantissa.training.trainer import PrecisionTrainer
 
 MAX_NORM = 1.0
 

@@ -30,7 +30,7 @@ from mantissa.model import policy_weights
 from mantissa.precision import Emulation, PrecisionPolicy, format_named, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.assemble import be_deterministic, build_engine, close_engine, emulated, on_vllm
-from mantissa.rl.config import RolloutConfig
+from mantissa.rl.config.run import RolloutConfig
 from mantissa.rl.experience import Experience
 from mantissa.rl.score import Scorer
 from mantissa.rollout import Request, SamplingParams, VllmEngine

@@ -16,15 +16,15 @@ from typing import Any
 
 ROOMS = (
     "mantissa.training",
-    "mantissa.compat",
-    "mantissa.integrations",
+    "mantissa.dropin.compat",
+    "mantissa.dropin",
     "mantissa.precision",
     "mantissa.kernels",
     "mantissa.mismatch",
     "mantissa.algorithms",
     "mantissa.rollout",
     "mantissa.bench",
-    "mantissa.errors",
+    "mantissa.base.errors",
 )
 _WIDTH = 96
 _INTRO = """\

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from mantissa.algorithms import CORRECTION_PRESETS
 from mantissa.precision import PRESETS, PrecisionPolicy
-from mantissa.rl.config import RunConfig
+from mantissa.rl.config.run import RunConfig
 
 PAGE = Path(__file__).with_name("recipes.md")
 RECIPES = Path(__file__).parents[1] / "recipes"

@@ -174,7 +174,7 @@ def lost() -> str:
 
 def environment() -> str:
     """The compat interface's environment variables."""
-    from mantissa.compat import ENVIRONMENT, FP16TrainingConfig
+    from mantissa.dropin.compat import ENVIRONMENT, FP16TrainingConfig
 
     fields = {field.name: field for field in dataclasses.fields(FP16TrainingConfig)}
     kinds = {bool: "`true` or `false`; `1`, `0`, `yes`, `no`, `on`, `off`", float: "a number", int: "a whole number"}
@@ -239,7 +239,7 @@ class Alert:
 
 def alerts() -> list[Alert]:
     """The alerts; thresholds are the guard's defaults and the metrics' healthy ranges."""
-    from mantissa.training import GuardConfig
+    from mantissa.dropin import GuardConfig
 
     guard = GuardConfig()
     rate = "increase(mantissa_overflowed_steps_total[30m]) / increase(mantissa_steps_total[30m])"
@@ -307,7 +307,7 @@ def _folded(key: str, text: str) -> list[str]:
 
 def guard_rules() -> str:
     """The guard's rules with the default thresholds, by severity."""
-    from mantissa.training import GuardConfig
+    from mantissa.dropin import GuardConfig
 
     g = GuardConfig()
     lines = [
@@ -330,7 +330,7 @@ def guard_rules() -> str:
 
 def guard_settings() -> str:
     """Every field of ``GuardConfig``."""
-    from mantissa.training import GuardConfig
+    from mantissa.dropin import GuardConfig
 
     fields = GuardConfig.model_fields.items()
     lines = [[f"`{name}`", f"`{json.dumps(field.default)}`", str(field.description)] for name, field in fields]
@@ -577,7 +577,7 @@ def _each(values: Iterable[float]) -> str:
 
 def _engine_plan(preset: str, engine: str) -> str:
     """What the exporter says of a preset on an engine: the keys of its precision, or why not."""
-    from mantissa.errors import MantissaError
+    from mantissa.base.errors import MantissaError
     from mantissa.launch import LaunchOptions, export
     from mantissa.launch.facts import PRECISION_KEYS, short
     from mantissa.rl import make_config

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from mantissa.training import PrecisionTrainer
+from mantissa.dropin import PrecisionTrainer
 
 Batch = tuple[Tensor, Tensor]
 

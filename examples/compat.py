@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mantissa.compat import ExtendedFP16Config, ExtendedFP16Trainer, FP16Trainer
+from mantissa.dropin.compat import ExtendedFP16Config, ExtendedFP16Trainer, FP16Trainer
 
 
 def batches(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

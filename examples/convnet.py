@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mantissa.training import PrecisionTrainer
+from mantissa.dropin import PrecisionTrainer
 
 LINE = torch.ones(7)
 STROKES = torch.zeros(4, 7, 7)  # a horizontal line, a vertical one, and the two diagonals

@@ -13,7 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from mantissa.training import PrecisionTrainer, distribute
+from mantissa.dropin import PrecisionTrainer
+from mantissa.training import distribute
 
 USUAL = 16  # rows of a full batch
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mantissa.training import PrecisionTrainer
+from mantissa.dropin import PrecisionTrainer
 
 SYMBOLS, LENGTH = 8, 24
 MARKER = SYMBOLS  # one more than the symbols

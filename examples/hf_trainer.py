@@ -10,7 +10,7 @@ import tempfile
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from mantissa.integrations import MantissaTrainerMixin
+from mantissa.dropin import MantissaTrainerMixin
 
 
 class PrecisionHFTrainer(MantissaTrainerMixin, Trainer):

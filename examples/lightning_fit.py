@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from mantissa.integrations import MantissaPrecision
+from mantissa.dropin import MantissaPrecision
 
 
 def rings(count: int) -> TensorDataset:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mantissa.training import PrecisionTrainer
+from mantissa.dropin import PrecisionTrainer
 
 
 def spirals(rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,6 @@
 """``python -m mantissa`` is the command ``mantissa``; and it is how the ranks of a run are started."""
 
-from mantissa.environ import end_with_launcher
+from mantissa.base.environ import end_with_launcher
 
 end_with_launcher()  # before imports that take seconds
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mantissa.algorithms import Accumulator, aggregation_scale, merge, values
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 
 KINDS = (("token_mean", None), ("seq_mean_token_mean", None), ("seq_mean_token_sum_norm", 7.0))
 MASKS = st.integers(1, 5).flatmap(

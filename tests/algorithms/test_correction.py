@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mantissa.algorithms import CORRECTION_PRESETS, CorrectionConfig, correction, importance_weights, values
 from mantissa.algorithms.correction import RejectUnit
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.precision.numerics import KLEstimator
 
 INF, NAN = float("inf"), float("nan")

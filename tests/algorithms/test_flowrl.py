@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from mantissa.algorithms import FlowRLConfig, aggregation_scale, flowrl_loss, values
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 
 NAN, INF = float("nan"), float("inf")
 B, T = 6, 5

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from mantissa.algorithms import KLConfig, aggregation_scale, kl_loss, kl_reward, values
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 
 NAN, INF = float("nan"), float("inf")
 KINDS = ("k1", "k2", "k3")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from mantissa.base.errors import MantissaError
 from mantissa.bench import runner
 from mantissa.bench.rows import COLUMNS, Crossover, crossover, crossover_sentence, stamp, write_csv, write_jsonl
 from mantissa.bench.runner import (
@@ -28,10 +29,9 @@ from mantissa.bench.runner import (
     training_peak,
 )
 from mantissa.bench.workload import BEST_LOSS, Source
-from mantissa.errors import MantissaError
+from mantissa.dropin.trainer import PrecisionTrainer
 from mantissa.mismatch.estimates import Estimate
 from mantissa.precision import FP32, format_named, is_on_grid
-from mantissa.training.trainer import PrecisionTrainer
 
 SMALL = Source(parameters=5_000)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mantissa.base.errors import MantissaError
 from mantissa.bench.workload import (
     BEST_LOSS,
     NOISE_STD,
@@ -28,7 +29,6 @@ from mantissa.bench.workload import (
     to_device,
     width_for,
 )
-from mantissa.errors import MantissaError
 
 
 def containing(width: int) -> ResidualMLP:

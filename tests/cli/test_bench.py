@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from mantissa.base.errors import MantissaError
 from mantissa.bench import COLUMNS, runner
 from mantissa.bench.runner import training_peak
-from mantissa.errors import MantissaError
-from mantissa.training.trainer import PrecisionTrainer
+from mantissa.dropin.trainer import PrecisionTrainer
 
 MODEL = """
 import torch

@@ -18,7 +18,7 @@ import yaml
 from typer.main import get_command
 
 from mantissa import PrecisionTrainer, cli
-from mantissa.jsonl import decode, encode
+from mantissa.base.jsonl import decode, encode
 from mantissa.precision import PRESETS
 from mantissa.runs.metrics import METRICS
 from mantissa.tasks import read_problems

@@ -16,12 +16,12 @@ import yaml
 import injected as made
 from dumps import write_plain
 from html_page import Page
+from mantissa.base.errors import MantissaError
 from mantissa.doctor.readers import read_dump
 from mantissa.doctor.sides import Scores, Side
-from mantissa.errors import MantissaError
 from mantissa.model import load_model
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.patient import at
+from mantissa.rl.doctor_model import at
 from mantissa.training.checkpoint import load_checkpoint
 
 Mantissa = Callable[..., Any]
@@ -59,7 +59,7 @@ def test_causes_and_layers_are_on_the_screen_and_the_page(
 
 def test_a_run_is_scored_at_the_version_that_sampled(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dump = read_dump(finished)
-    monkeypatch.setattr("mantissa.rl.patient._version", lambda run, step: step - 1)
+    monkeypatch.setattr("mantissa.rl.doctor_model._version", lambda run, step: step - 1)
     dump = replace(dump, sequences=[
         replace(each, rollout_version=number % 3, learner_version=number % 3)
         for number, each in enumerate(dump.sequences)

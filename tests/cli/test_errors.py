@@ -18,10 +18,10 @@ import pytest
 import torch
 import yaml
 
-from mantissa.jsonl import JsonLines
+from mantissa.base.jsonl import JsonLines
+from mantissa.dropin import GuardConfig, open_guard
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.metrics import deterministic
-from mantissa.training import GuardConfig, open_guard
 
 Mantissa = Callable[..., Any]
 Recipe = Callable[..., Path]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mantissa.jsonl import JsonLines
-from mantissa.training import GuardConfig, GuardLog, open_guard, replay
+from mantissa.base.jsonl import JsonLines
+from mantissa.dropin import GuardConfig, GuardLog, open_guard, replay
 
 Mantissa = Callable[..., Any]
 CONFIG = GuardConfig(window=10, min_steps=5)

@@ -13,13 +13,14 @@ import pytest
 import torch
 from typer.main import get_command
 
-import mantissa.compat
+from mantissa.base.errors import MantissaError
 from mantissa.cli import app
-from mantissa.compat import ENVIRONMENT
+from mantissa.dropin import compat
+from mantissa.dropin.compat import ENVIRONMENT
 from mantissa.launch import LaunchOptions
 from mantissa.launch.facts import PRECISION_KEYS
 from mantissa.rl import make_config
-from mantissa.rl.recipe import apply_overrides
+from mantissa.rl.config.recipe import apply_overrides
 from mantissa.runs.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -82,8 +83,8 @@ def command(line: str) -> None:
 
 def statistic(name: str) -> None:
     model = torch.nn.Linear(2, 1)
-    config = mantissa.compat.ExtendedFP16Config()
-    stats = mantissa.compat.ExtendedFP16Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), config).get_stats()
+    config = compat.ExtendedFP16Config()
+    stats = compat.ExtendedFP16Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), config).get_stats()
     assert name in stats
 
 
@@ -122,12 +123,12 @@ def test_each_name_of_the_table_is_there(row: list[str]) -> None:
 
 
 def test_a_name_that_is_not_there_is_found() -> None:
-    for kind, name in (("import", "mantissa.compat.FP8Trainer"), ("metric", "gap/nothing"), ("file", "docs/none.md"),
+    for kind, name in (("import", "mantissa.rl.FP8Trainer"), ("metric", "gap/nothing"), ("file", "docs/none.md"),
                        ("command", "mantissa bench --nothing"), ("variable", "FP16_NOTHING"), ("launch", "nothing"),
                        ("statistic", "nothing")):  # fmt: skip
         with pytest.raises(AssertionError):
             KINDS[kind](name)
-    with pytest.raises(mantissa.errors.MantissaError):
+    with pytest.raises(MantissaError):
         recipe("optimizer.nothing=1")
 
 
@@ -135,11 +136,11 @@ def test_the_table_leaves_nothing_of_the_compatible_interface_out() -> None:
     table = rows()
     here = {name for row in table for name in names(row[3])}
     there = {name for row in table for name in names(row[1])}
-    fields = {each.name for config in (mantissa.compat.FP16TrainingConfig, mantissa.compat.ExtendedFP16Config)
+    fields = {each.name for config in (compat.FP16TrainingConfig, compat.ExtendedFP16Config)
               for each in dataclasses.fields(config)} - {"backend", "fallback"}  # fmt: skip
-    methods = {name for name in vars(mantissa.compat.FP16Trainer) if not name.startswith("_")} - {"effective_config"}
+    methods = {name for name in vars(compat.FP16Trainer) if not name.startswith("_")} - {"effective_config"}
     assert fields | methods <= there
-    assert set(mantissa.compat.PrecisionMode.__members__) <= {name.rpartition(".")[2] for name in there}
+    assert set(compat.PrecisionMode.__members__) <= {name.rpartition(".")[2] for name in there}
     assert set(ENVIRONMENT) <= here
-    assert {f"mantissa.compat.{name}" for name in mantissa.compat.__all__} <= here
+    assert {f"mantissa.dropin.compat.{name}" for name in compat.__all__} <= here
     assert there >= PRECISION_KEYS

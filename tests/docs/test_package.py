@@ -7,7 +7,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-from mantissa.errors import pip_install
+from mantissa.base.errors import pip_install
 
 ROOT = Path(__file__).parents[2]
 # "pip install mantissa", with options and quotes, or an extra of it: 'mantissa[ray]', mantissa\\[ray\\] in a pattern

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import injected as made
+from mantissa.base.errors import MantissaError
 from mantissa.doctor.layers import by_layer, layers_plot
 from mantissa.doctor.sides import Scores, Side
-from mantissa.errors import MantissaError
 
 BF16 = Side("bf16")
 CONFIG = replace(made.CONFIG, num_hidden_layers=3)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import injected as made
+from mantissa.base.errors import MantissaError
 from mantissa.doctor.dump import Scored
 from mantissa.doctor.live import ask
 from mantissa.doctor.sides import Scores, Side
-from mantissa.errors import MantissaError
 
 POLICY = made.model()
 MODELS = {"object": "list", "data": [{"id": "policy"}]}

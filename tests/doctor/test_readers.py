@@ -23,9 +23,9 @@ import torch
 
 import dumps
 from hostile import attempt
+from mantissa.base.errors import MantissaError
 from mantissa.doctor import pickles, readers
 from mantissa.doctor.readers import read_dump
-from mantissa.errors import MantissaError
 
 SEQUENCES = dumps.healthy(prompts=3, samples=2, length=5)
 

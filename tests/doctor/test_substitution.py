@@ -11,6 +11,7 @@ import torch
 
 import injected as made
 from injected import CONFIG
+from mantissa.base.errors import MantissaError
 from mantissa.doctor.dump import Settings
 from mantissa.doctor.sides import Scores, Side, cached
 from mantissa.doctor.substitution import (
@@ -22,7 +23,6 @@ from mantissa.doctor.substitution import (
     plain_policy,
     substitute,
 )
-from mantissa.errors import MantissaError
 from mantissa.model import LoraShape, attach
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rl.experience import Sequences

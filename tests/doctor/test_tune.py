@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import injected as made
+from mantissa.base.errors import MantissaError
 from mantissa.doctor.live import sampled
 from mantissa.doctor.sides import Scores, Side
 from mantissa.doctor.substitution import SERVING
 from mantissa.doctor.tune import KINDS, check, exclude_patterns, groups, tune
-from mantissa.errors import MantissaError
 from mantissa.precision import Fp8Policy, PrecisionPolicy, resolve
 from mantissa.rollout.vllm.worker import check_layers, quantization_config
 

@@ -17,18 +17,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hostile import attempt, fuzz, sizes
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
+from mantissa.dropin import PrecisionTrainer
 from mantissa.model import load_model
 from mantissa.rl import make_config
 from mantissa.rl.assemble import Parts, assemble
-from mantissa.rl.config import RunConfig
+from mantissa.rl.config.recipe import apply_overrides
+from mantissa.rl.config.run import RunConfig
 from mantissa.rl.loop import Loop
-from mantissa.rl.recipe import apply_overrides
 from mantissa.rl.session import resume, start
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
 from mantissa.runs.trackers import Trackers
-from mantissa.training import Checkpoint, PrecisionTrainer, load_checkpoint, save_checkpoint, saved_steps
+from mantissa.training import Checkpoint, load_checkpoint, save_checkpoint, saved_steps
 from toys import cross_entropy, data, mlp
 
 RECIPE = """
@@ -69,7 +70,7 @@ def parts() -> Iterator[Parts]:
 
 def signed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change ``state.json`` and sign it again, as an older program's or a forger's hand would."""
-    from mantissa.files import digests_of
+    from mantissa.base.files import digests_of
     from mantissa.training.checkpoint import _digest
 
     header = json.loads((folder / "state.json").read_text())

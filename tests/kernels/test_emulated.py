@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import EmulatedKernels, SimulatedKernels, Traced, probe, products
 from mantissa.kernels.emulated import BLOCK, SPLITS
 from mantissa.model import Decoder, LoraConfig, ModelConfig, attach, policy_weights

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention_oracle import attended
 from exact_policies import FAMILIES, exactly, make_model
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import (
     ExactKernels,
     ExactPlan,

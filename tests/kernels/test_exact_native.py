@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import ModelShapes, NativeKernels, check_invariance, probe
 from mantissa.kernels.exact import probe as probe_module
 from mantissa.kernels.exact.native import ExactNativeKernels

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from exact_policies import FAMILIES, Policies, exactly, make_model, ragged, shapes_of
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import ModelShapes, plan_exact, products
 from mantissa.kernels.exact import probe as probe_module
 from mantissa.kernels.exact.kernels import ExactKernels

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import (
     Autocast,
     Kernels,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import block_reference as reference
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import NativeKernels, SimulatedKernels, learner_kernels
 from mantissa.model.config import ModelConfig
 from mantissa.model.decoder import Decoder

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 import small_run
+from mantissa.base.errors import MantissaError
 from mantissa.cli import app
-from mantissa.errors import MantissaError
 from mantissa.lab import Rows, load_lab, run, run_lab, warm, write_page
 from mantissa.lab.page import answers
 from mantissa.lab.plan import Measure, warm_config

@@ -10,7 +10,7 @@ import pytest
 
 from mantissa.launch import LaunchOptions, Plan, export
 from mantissa.rl import RunConfig, make_config
-from mantissa.rl.recipe import apply_overrides
+from mantissa.rl.config.recipe import apply_overrides
 
 RECIPE: dict[str, Any] = {
     "name": "launched",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.launch import Plan, Report, check_verl
 from mantissa.launch.check import read_words
 

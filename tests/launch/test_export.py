@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.launch import LaunchOptions, Plan, export, launch_file, load_options
 from mantissa.launch.export import Draft, fields_of, hydra_value, table
 from mantissa.launch.facts import FACTS, VERSIONS, Version, full

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mantissa.errors import MantissaError, StoppedError
+from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.launch import ray_job
 from mantissa.launch.ray_job import JobLostError, connect, follow, submit
 from processes import free_port

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import NativeKernels
 from mantissa.model import (
     Decoder,

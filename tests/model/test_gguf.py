@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gguf_files import KINDS, gguf_decoder, write_gguf
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import NativeKernels
 from mantissa.model import Decoder, RopeScaling, load_model, load_tokenizer, save_model
 from mantissa.model.gguf import GgufFile

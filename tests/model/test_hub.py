@@ -9,7 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.model import load_model, load_tokenizer
 from mantissa.model.hub import find_model
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.model import (
     Decoder,
     FreshModelConfig,

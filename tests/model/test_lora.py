@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from attention_oracle import attended
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import NativeKernels, SimulatedKernels
 from mantissa.model import (
     Decoder,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.model import (
     Decoder,
     FreshModelConfig,

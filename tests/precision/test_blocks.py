@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 import block_reference as reference
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.precision import (
     ALONG_COLUMNS,
     ALONG_ROWS,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.precision import (
     BF16,
     DIAL,

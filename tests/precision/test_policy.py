@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.precision import BF16, E4M3, E5M2, FP16, FP32, PRESETS, Fp8Policy, PrecisionPolicy, resolve
 
 

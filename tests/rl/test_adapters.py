@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from experiences import learned, of_samples
 from gguf_files import gguf_decoder, write_gguf
+from mantissa.base.errors import MantissaError
 from mantissa.cli import app
-from mantissa.errors import MantissaError
 from mantissa.model import (
     LoraShape,
     attach,
@@ -31,7 +31,7 @@ from mantissa.model import (
 from mantissa.model.lora import adapter_parameters
 from mantissa.rl.adapters import locate, open_policy
 from mantissa.rl.assemble import Parts
-from mantissa.rl.config import RunConfig
+from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Experience
 from mantissa.rl.session import resume, start
 from mantissa.runs.directory import RunDirectory

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.model import byte_tokenizer, save_model
 from mantissa.rl.assemble import Parts, be_deterministic, choose_device, policy_folder
-from mantissa.rl.config import RunConfig
+from mantissa.rl.config.run import RunConfig
 from mantissa.rl.session import start
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
+from mantissa.base.seeds import stream_slice
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect import AsyncSource, Batch, SyncSource, shares
-from mantissa.rl.config import RunConfig
+from mantissa.rl.config.recipe import make_config
+from mantissa.rl.config.run import RunConfig
 from mantissa.rl.probes import Lag
-from mantissa.rl.recipe import make_config
-from mantissa.rl.seeds import stream_slice
 from mantissa.rl.session import resume
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_checkpoint, load_weights

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mantissa.algorithms import advantage
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
+from mantissa.base.seeds import derive_seed, generator, stream_slice
 from mantissa.model import character_tokenizer
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect import (
@@ -30,8 +31,7 @@ from mantissa.rl.collect import (
     success_rates,
     unpack,
 )
-from mantissa.rl.config import DynamicConfig, OverlongConfig, RolloutConfig
-from mantissa.rl.seeds import derive_seed, generator, stream_slice
+from mantissa.rl.config.run import DynamicConfig, OverlongConfig, RolloutConfig
 from mantissa.rollout import Completion, SamplingParams
 from mantissa.runs.directory import RunDirectory
 from mantissa.tasks import Grader, Message, Problem, Reward

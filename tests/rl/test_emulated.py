@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from html_page import Page
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import EmulatedKernels, SimulatedKernels, rollout_kernels
 from mantissa.precision import Emulation, PrecisionPolicy, resolve
 from mantissa.rl.assemble import Parts, emulated
-from mantissa.rl.config import RunConfig
+from mantissa.rl.config.run import RunConfig
 from mantissa.rl.guarded import widened
 from mantissa.runs.directory import RunDirectory
 from small_run import QUICK

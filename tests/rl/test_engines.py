@@ -20,13 +20,13 @@ import torch
 
 from experiences import experience_of
 from fake_vllm import LLM, Fault, install
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import ExactKernels
 from mantissa.mismatch import ENGINE_METRICS
 from mantissa.precision import Fp8Policy, PrecisionPolicy, resolve
 from mantissa.rl.assemble import Parts, exact_policy, on_vllm
 from mantissa.rl.collect import SyncSource
-from mantissa.rl.config import RunConfig
+from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Experience
 from mantissa.rl.probes import EngineShare
 from mantissa.rl.session import resume

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+from mantissa.base.errors import MantissaError
 from mantissa.cli import app
-from mantissa.errors import MantissaError
 from mantissa.kernels import ExactKernels, Kernels, NativeKernels, plan_exact
 from mantissa.model import Decoder, ModelConfig, load_model
 from mantissa.precision import E4M3, FP32, PrecisionPolicy, round_to_format

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from experiences import experience_of
-from mantissa.errors import MantissaError
-from mantissa.ranks import Ranks
+from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import Ranks
 from mantissa.rl.experience import Sequences, balanced
 from mantissa.rollout import Completion
 from mantissa.runs.directory import Onlooker, RunDirectory
@@ -148,7 +148,7 @@ def test_rows_are_joined_to_the_last_bit() -> None:
 
 
 def test_gradients_are_added_in_buckets_and_frozen_parameters_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mantissa.ranks._BUCKET", 10)
+    monkeypatch.setattr("mantissa.base.ranks._BUCKET", 10)
     shapes = [(3, 2), (7,), (2, 2), (30,), (1,)]
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     frozen = torch.nn.Parameter(torch.zeros(4), requires_grad=False)

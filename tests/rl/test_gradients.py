@@ -18,8 +18,8 @@ from torch import Tensor
 
 from experiences import dry_update, gradients, hugging_face, naive_sequences, sampled
 from mantissa.algorithms import values
+from mantissa.base.ranks import ALONE
 from mantissa.model.partition import kept_units
-from mantissa.ranks import ALONE
 from mantissa.rl.assemble import Parts, assemble, new_learner
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import PREFIX, Learner, weigh

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
+from mantissa.dropin import GuardConfig, GuardLog, replay
+from mantissa.dropin.guard import noteworthy
 from mantissa.rl import resume
 from mantissa.rl.guarded import widened
 from mantissa.runs.directory import RunDirectory
-from mantissa.training import GuardConfig, GuardLog, replay
-from mantissa.training.guard import noteworthy
 from small_run import configure, rows_of, stopped
 
 Train = Callable[..., RunDirectory]

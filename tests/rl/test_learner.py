@@ -17,13 +17,13 @@ from torch import Tensor
 
 from experiences import gradients, learned, sampled
 from mantissa.algorithms import FlowRLConfig, values
+from mantissa.base.seeds import generator
 from mantissa.model import load_model
 from mantissa.rl.assemble import Parts
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import PREFIX, Flow, Learner, weigh
 from mantissa.rl.loop import _supervised_step
 from mantissa.rl.probes import Flushed
-from mantissa.rl.seeds import generator
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_checkpoint
 from small_run import QUICK

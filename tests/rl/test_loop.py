@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
+from mantissa.base.seeds import stream_slice
 from mantissa.mismatch import ENGINE_METRICS
 from mantissa.model import load_model
 from mantissa.rl import resume
 from mantissa.rl.assemble import Parts
-from mantissa.rl.config import RunConfig
+from mantissa.rl.config.recipe import make_config
+from mantissa.rl.config.run import RunConfig
 from mantissa.rl.loop import Loop, warm_start
-from mantissa.rl.recipe import make_config
-from mantissa.rl.seeds import stream_slice
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
 from mantissa.runs.metrics import METRICS, TRAINER_METRICS, undeclared

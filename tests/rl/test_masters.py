@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.precision import BF16, is_on_grid
 from mantissa.rl import learner
 from mantissa.rl.session import resume

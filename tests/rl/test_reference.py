@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import NativeKernels, SimulatedKernels, reference_kernels
 from mantissa.precision import FP16, FP32, is_on_grid, round_to_format
 from mantissa.precision.numerics import token_logprob
 from mantissa.rl.assemble import Parts
-from mantissa.rl.config import RunConfig
+from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import Reference
 from mantissa.runs.directory import RunDirectory

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.model import byte_tokenizer, save_model
 from mantissa.rl import load_recipe, make_config, start
 from mantissa.rl.assemble import Parts
-from mantissa.rl.config import RunConfig
+from mantissa.rl.config.run import RunConfig
 from mantissa.runs.directory import RunDirectory
 
 Train = Callable[..., RunDirectory]

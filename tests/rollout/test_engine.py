@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import learner_kernels
 from mantissa.model import Decoder
 from mantissa.precision import PrecisionPolicy, resolve

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import learner_kernels, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import FP16, PrecisionPolicy, resolve

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fake_vllm import LLM, Fault, install, masters
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import rollout_kernels
 from mantissa.model import ModelConfig
 from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve

@@ -18,7 +18,7 @@ from torch import Tensor
 import block_reference
 import fake_vllm
 from fake_vllm import LLM, Fault, install
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import BF16, FP32, Fp8Policy, PrecisionPolicy, resolve

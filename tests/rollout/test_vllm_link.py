@@ -19,10 +19,10 @@ import torch
 
 from fake_vllm import CONFIG, KERNELS, LLM, PARAMS, START, Fault, install, masters
 from fake_vllm_server import FakeServer
-from mantissa.environ import changed_environment
-from mantissa.errors import MantissaError
+from mantissa.base.environ import changed_environment
+from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import ALONE, Ranks
 from mantissa.precision import BF16
-from mantissa.ranks import ALONE, Ranks
 from mantissa.rollout import Request, VllmEngine, VllmStart
 from mantissa.rollout.vllm.worker import digest
 from strict_promotion import StrictPromotion

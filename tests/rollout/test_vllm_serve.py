@@ -17,8 +17,8 @@ import torch
 
 import fake_vllm
 from fake_vllm import LLM, install
+from mantissa.base.errors import MantissaError
 from mantissa.cli import main
-from mantissa.errors import MantissaError
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import BF16, FP32
 from mantissa.rollout import VllmEngine, VllmStart, serve_vllm

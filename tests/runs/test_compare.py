@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from html_page import Page, assert_snapshot
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.mismatch.estimates import Estimate
 from mantissa.runs.compare import (
     Differences,

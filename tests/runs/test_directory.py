@@ -18,8 +18,8 @@ import pytest
 import torch
 import yaml
 
-from mantissa.errors import MantissaError
-from mantissa.files import temporary_beside
+from mantissa.base.errors import MantissaError
+from mantissa.base.files import temporary_beside
 from mantissa.runs.directory import RunDirectory, default_path, environment, git_state, rollout_schema
 
 CONFIG = {"name": "demo", "steps": 3, "optim": {"lr": 1e-4, "betas": [0.9, 0.95]}, "note": "gr\u00fc\u00dfe"}

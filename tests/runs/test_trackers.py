@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.trackers import Trackers, from_names, numbers
 

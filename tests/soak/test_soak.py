@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 
 from html_page import Page
 from mantissa import cli
-from mantissa.errors import MantissaError
-from mantissa.jsonl import JsonLines
+from mantissa.base.errors import MantissaError
+from mantissa.base.jsonl import JsonLines
+from mantissa.genesis.worldmodel import SQLiteBuffer
 from mantissa.soak import FAULTS, SoakConfig, run_soak
 from mantissa.soak.report import EVENTS, leak, report_of
-from mantissa.worldmodel import SQLiteBuffer
 
 TINY: dict[str, Any] = {"sizes": ("small_api",), "iterations": 1, "jobs": 1}
 

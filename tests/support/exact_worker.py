@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from exact_policies import FAMILIES, FORMATS, Policies, exactly, make_model, ragged, shapes_of
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import plan_exact
 from mantissa.kernels.exact.probe import threads
 from mantissa.training import distribute

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 
 LIMIT_S = 5.0  # of processor time; of the clock ten times that, which a machine with other work may need
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from mantissa.integrations import MantissaTrainerMixin
+from mantissa.dropin import MantissaTrainerMixin
 from mantissa.training import ScalerConfig
 from toys import OverflowsAbove, data, quiet, state
 

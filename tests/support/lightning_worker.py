@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Lightning's own, at import
     import lightning.pytorch as pl
 
-from mantissa.integrations import MantissaPrecision
+from mantissa.dropin import MantissaPrecision
 
 
 class Module(pl.LightningModule):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mantissa.compat import ExtendedFP16Config, ExtendedFP16Trainer, FP16Trainer, FP16TrainingConfig
+from mantissa.dropin.compat import ExtendedFP16Config, ExtendedFP16Trainer, FP16Trainer, FP16TrainingConfig
 from toys import Batch, cross_entropy, mlp
 
 

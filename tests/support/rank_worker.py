@@ -21,15 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from mantissa.dropin import GuardConfig, PrecisionTrainer
 from mantissa.precision import BF16
-from mantissa.training import (
-    GuardConfig,
-    PrecisionTrainer,
-    ScalerConfig,
-    adaptive_clip_,
-    distribute,
-    master_weights,
-)
+from mantissa.training import ScalerConfig, adaptive_clip_, distribute, master_weights
 from mantissa.training.distributed import unwrapped, whole
 from strict_promotion import StrictPromotion
 

@@ -24,7 +24,7 @@ from torch import Tensor
 import mantissa.rl.session
 from experiences import sampled
 from mantissa.algorithms import values
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.model.decoder import Norm
 from mantissa.rl import make_config, resume, start
 from mantissa.rl.assemble import assemble

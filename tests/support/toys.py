@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mantissa.training import PrecisionTrainer
+from mantissa.dropin import PrecisionTrainer
 
 Batch = tuple[Tensor, Tensor]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mantissa.worldmodel import Trajectory
+from mantissa.genesis.worldmodel import Trajectory
 
 GOOD, BAD = ("fix the bound", "add a guard", "sort the input"), ("delete the return", "rename a call", "drop the loop")
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import Ranks
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import FP32, PrecisionPolicy, resolve
-from mantissa.ranks import Ranks
 from mantissa.rl.assemble import place
 from mantissa.rollout import NativeEngine, Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.vllm.server import WeightFolder

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.tasks import Grader, Problem, read_problems, rewards, verifier_named
 from mantissa.tasks.rewards import Dapo, MathVerify, last_boxed, math_equal, normalize_answer, plain_number
 

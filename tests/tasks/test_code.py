@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.tasks import Grader, Problem, code
 from mantissa.tasks.code import CodeVerifier, last_block, read_tests, same
 from mantissa.tasks.sandbox.run import Isolation, Outcome, Sandbox

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.tasks import Message, dapo_data, read_problems
 from mantissa.tasks.dapo_data import CONFLICTING, EMPTY, REPEATED, UNREACHABLE, UNREADABLE, prepare_dapo
 from mantissa.tasks.datasets import DEFAULT_TEMPLATE, DatasetTask

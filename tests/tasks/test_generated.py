@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.tasks.generated import MAX_CHARACTERS, CountdownVerifier, ExpressionError, TextMatch, evaluate
 from mantissa.tasks.types import Message, Problem, prompt_text, stable_id
 from problems import everything, made

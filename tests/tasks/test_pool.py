@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.tasks import Grader, Problem
 from mantissa.tasks.sandbox.pool import WorkerStartError
 from processes import alive, descendants, until

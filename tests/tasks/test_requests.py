@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.tasks import Grader, Message, Problem, build_task
 from mantissa.tasks.config import DatasetConfig, RequestsConfig
 from mantissa.tasks.requests import (

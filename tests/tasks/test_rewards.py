@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.tasks import Grader, Problem, Reward, Verifier
 from mantissa.tasks.config import RewardTerm
 from mantissa.tasks.functions import FunctionVerifier

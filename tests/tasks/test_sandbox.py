@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.tasks.sandbox import jail
 from mantissa.tasks.sandbox import run as sandbox
 from mantissa.tasks.sandbox.jail import CHECKED, SYSCALLS, filter_program

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.precision import FP16, round_to_format
 from mantissa.training import AutoRule, AutoScaler, LossScaler, OptimizerStep, ScalerConfig
 from mantissa.training.scaler import predicted_peak

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.training import Checkpoint, load_checkpoint, load_weights, save_checkpoint, saved_steps
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.training.step import adaptive_clip_
 
 SHAPES = [(6, 5), (4, 3, 2, 2), (7,), (), (1, 9)]

@@ -12,9 +12,9 @@ from torch import nn
 
 import rank_worker
 from launched import torchrun
-from mantissa.errors import MantissaError
-from mantissa.jsonl import JsonLines
-from mantissa.ranks import ALONE
+from mantissa.base.errors import MantissaError
+from mantissa.base.jsonl import JsonLines
+from mantissa.base.ranks import ALONE
 from mantissa.training import distribute
 from mantissa.training.distributed import grad_norm
 

@@ -11,18 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
+from mantissa.base.splitmix import GOLDEN
+from mantissa.dropin import PrecisionTrainer
 from mantissa.precision import BF16, DIAL, FP16, FP32, is_on_grid, round_by_arithmetic, round_stochastically
-from mantissa.splitmix import GOLDEN
-from mantissa.training import (
-    LossScaler,
-    OptimizerStep,
-    PrecisionTrainer,
-    adamw,
-    check_masters,
-    learning_rate,
-    master_weights,
-)
+from mantissa.training import LossScaler, OptimizerStep, adamw, check_masters, learning_rate, master_weights
 from mantissa.training.masters import random_bits
 
 KINDS = ("bf16_stochastic", "bf16_kahan")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mantissa.training import PrecisionTrainer
+from mantissa.dropin import PrecisionTrainer
 from toys import Batch, quiet
 
 PRECISIONS = ("fp32", "bf16", "fp16")

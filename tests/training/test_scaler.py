@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, round_to_format
 from mantissa.training import AutoScaler, FixedScaler, LossScaler, OptimizerStep, ScalerConfig, scaler_for
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import SimulatedKernels
 from mantissa.precision import FP16, FP32
 from mantissa.training import LossScaler, OptimizerStep, ScalerConfig, adamw, first_nonfinite, learning_rate

@@ -50,7 +50,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.precision.numerics import masked_sum
 
 AccumulatorKind = Literal["sum", "mean", "max", "min", "std", "ess"]

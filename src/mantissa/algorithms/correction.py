@@ -54,8 +54,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from mantissa.algorithms.aggregation import Accumulator, AccumulatorKind
-from mantissa.config_base import Config
-from mantissa.errors import MantissaError, nearest
+from mantissa.base.config import Config
+from mantissa.base.errors import MantissaError, nearest
 from mantissa.precision.numerics import LOG_RATIO_BOUND, KLEstimator, kl_estimate
 
 RejectUnit = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]

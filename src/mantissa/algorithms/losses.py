@@ -107,8 +107,8 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from mantissa.algorithms.aggregation import Accumulator
-from mantissa.config_base import Config
-from mantissa.errors import MantissaError
+from mantissa.base.config import Config
+from mantissa.base.errors import MantissaError
 from mantissa.precision.numerics import LOG_RATIO_BOUND, kl_estimate, masked_mean, masked_sum
 
 

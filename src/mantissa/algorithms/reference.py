@@ -36,8 +36,8 @@ from pydantic import Field
 from torch import Tensor
 
 from mantissa.algorithms.aggregation import Accumulator
-from mantissa.config_base import Config
-from mantissa.errors import MantissaError
+from mantissa.base.config import Config
+from mantissa.base.errors import MantissaError
 from mantissa.precision.numerics import LOG_RATIO_BOUND, KLEstimator, kl_estimate, masked_sum
 
 

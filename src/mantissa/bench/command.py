@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
+from mantissa.base.errors import MantissaError, nearest
+from mantissa.base.files import disk_errors, write_atomically
 from mantissa.bench.plot import draw
 from mantissa.bench.profile import Profile, profile_runner
 from mantissa.bench.rows import SIMULATION, Row, crossover_sentences, stamp, write_csv, write_jsonl
 from mantissa.bench.runner import SCENARIOS, Setting, engaged, run_scenario, run_size
 from mantissa.bench.workload import Source, called, factory_named, parse_size
-from mantissa.errors import MantissaError, nearest
-from mantissa.files import disk_errors, write_atomically
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 SIZES = {"cpu": "10k,30k,100k,300k,1M,3M,10M", "cuda": "10k,100k,1M,3M,10M,30M,100M"}

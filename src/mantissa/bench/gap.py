@@ -25,19 +25,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mantissa.base.errors import MantissaError
+from mantissa.base.seeds import derive_seed
 from mantissa.bench.command import new_folder
 from mantissa.bench.rows import Row, stamp, write_jsonl
-from mantissa.errors import MantissaError
 from mantissa.kernels import learner_kernels, rollout_kernels
 from mantissa.mismatch.estimates import gap_estimates
 from mantissa.model import Decoder, Tokenizer, policy_weights
 from mantissa.precision import Emulation, PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.assemble import be_deterministic, build_engine, close_engine, emulated, exact_plan, on_vllm, prove
-from mantissa.rl.config import RolloutConfig
+from mantissa.rl.config.run import RolloutConfig
 from mantissa.rl.experience import Experience
 from mantissa.rl.score import Scorer
-from mantissa.rl.seeds import derive_seed
 from mantissa.rollout import (
     LEAST_TEMPERATURE,
     Completion,

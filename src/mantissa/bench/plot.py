@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mantissa.base.files import atomic_file
 from mantissa.bench.rows import Row
 from mantissa.bench.workload import short
-from mantissa.files import atomic_file
 from mantissa.runs.plots import figure, styled
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from mantissa.base.files import atomic_file, write_atomically
 from mantissa.bench.runner import Runner
-from mantissa.files import atomic_file, write_atomically
 
 PARTS = ("forward", "backward", "optimizer step")
 _PREFIX = "mantissa/"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mantissa.base.files import write_atomically
+from mantissa.base.jsonl import in_words
 from mantissa.bench.workload import short
-from mantissa.files import write_atomically
-from mantissa.jsonl import in_words
 from mantissa.mismatch.estimates import Estimate
 from mantissa.runs.directory import environment
 from mantissa.runs.live import seconds_text

@@ -42,13 +42,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from mantissa.base.environ import changed_environment
+from mantissa.base.errors import MantissaError
 from mantissa.bench.rows import COLUMNS, Row
 from mantissa.bench.workload import Source, to_device
-from mantissa.environ import changed_environment
-from mantissa.errors import MantissaError
+from mantissa.dropin.trainer import PrecisionTrainer
 from mantissa.mismatch.estimates import Estimate
 from mantissa.training.step import StepOutcome
-from mantissa.training.trainer import PrecisionTrainer
 
 _BLOCK_SECONDS = 0.02
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mantissa.errors import MantissaError, nearest
+from mantissa.base.errors import MantissaError, nearest
 
 INPUTS, OUTPUTS, BLOCKS = 32, 8, 4
 NOISE_STD = 0.5

@@ -8,9 +8,9 @@ from typing import cast
 
 import typer
 
+from mantissa.base.errors import MantissaError, printable
 from mantissa.cli import data, worldmodel
 from mantissa.cli.machine import spin_briefly
-from mantissa.errors import MantissaError, printable
 
 COMMANDS = ("train", "sample", "serve", "report", "replay", "compare", "guard", "bench", "gap", "precision", "metrics",
             "launch", "check_verl", "doctor", "tune", "lab", "evolve", "soak")  # fmt: skip

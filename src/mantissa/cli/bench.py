@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mantissa.base.errors import MantissaError
 from mantissa.cli.common import Device, echo_warning, progress, screen, split
 from mantissa.cli.machine import crowded, keep_freed_memory
-from mantissa.errors import MantissaError
 
 if TYPE_CHECKING:
     from mantissa.bench import BenchConfig, Result

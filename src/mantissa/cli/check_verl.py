@@ -29,7 +29,7 @@ def check_verl(
 
     mantissa check-verl actor_rollout_ref.actor.fsdp_config.dtype=float16
     """
-    from mantissa.errors import MantissaError
+    from mantissa.base.errors import MantissaError
     from mantissa.launch.check import check_verl as check
     from mantissa.launch.check import report_text
     from mantissa.launch.facts import VERSIONS

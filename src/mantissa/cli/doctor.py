@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mantissa.base.errors import MantissaError
 from mantissa.cli.common import Device, progress, screen
-from mantissa.errors import MantissaError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,7 +89,7 @@ def _with_model(
     from mantissa.doctor.consult import blocks, consult
     from mantissa.doctor.examine import examine
     from mantissa.rl.assemble import be_deterministic, choose_device
-    from mantissa.rl.patient import at
+    from mantissa.rl.doctor_model import at
 
     be_deterministic(chosen := choose_device(device))
     progress(f"loading {model}")

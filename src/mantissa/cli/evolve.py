@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mantissa.base.errors import MantissaError
+from mantissa.base.yaml_file import parse_yaml
 from mantissa.cli.common import progress, screen, split
-from mantissa.errors import MantissaError
-from mantissa.yaml_file import parse_yaml
 
 if TYPE_CHECKING:
-    from mantissa.evolution import EvolutionConfig
+    from mantissa.genesis.evolution import EvolutionConfig
 
 
 def evolve(
@@ -52,7 +52,7 @@ def evolve(
     elif profile == "all":
         _profiles(values, folder)
     else:
-        from mantissa.evolution.profiles import configured
+        from mantissa.genesis.evolution.profiles import configured
 
         _evolve(configured(profile, values), folder, compare)
 
@@ -60,7 +60,7 @@ def evolve(
 def _profiles(values: dict[str, Any], folder: Path) -> None:
     from rich.table import Table
 
-    from mantissa.evolution.profiles import HEADER, precision_row, profiles
+    from mantissa.genesis.evolution.profiles import HEADER, precision_row, profiles
 
     table = Table(*HEADER, box=None, padding=(0, 2, 0, 0))
     for name in profiles():
@@ -70,9 +70,9 @@ def _profiles(values: dict[str, Any], folder: Path) -> None:
 
 
 def _evolve(config: EvolutionConfig, folder: Path, seeds: int) -> None:
-    from mantissa.evolution.compare import compare
-    from mantissa.evolution.loop import Evolution
-    from mantissa.evolution.page import write_comparison, write_page
+    from mantissa.genesis.evolution.compare import compare
+    from mantissa.genesis.evolution.loop import Evolution
+    from mantissa.genesis.evolution.page import write_comparison, write_page
 
     if seeds:
         found = compare(config, folder, seeds, progress)
@@ -103,8 +103,8 @@ def _values(overrides: list[str]) -> dict[str, Any]:
 
 
 def _list() -> None:
-    from mantissa.evolution import EvolutionConfig, shipped
-    from mantissa.evolution.profiles import profiles
+    from mantissa.genesis.evolution import EvolutionConfig, shipped
+    from mantissa.genesis.evolution.profiles import profiles
 
     typer.echo(f"tasks: {', '.join(shipped())}\nprofiles: {', '.join(profiles())}\nsettings:")
     for name, field in EvolutionConfig.model_fields.items():

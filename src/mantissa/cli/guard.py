@@ -14,7 +14,7 @@ from mantissa.cli.common import Run
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mantissa.training import Decision
+    from mantissa.dropin import Decision
 
 _DIFFERENT, _FELL_BACK = 1, 3  # exit codes
 _STYLES = {"ok": "green", "warn": "yellow", "alert": "red", "fall back": "bold red", "stop": "bold red"}
@@ -49,9 +49,9 @@ def guard(
     from rich.console import Console
     from rich.table import Table
 
+    from mantissa.dropin import GuardLog
+    from mantissa.dropin.guard_config import read_rows
     from mantissa.rl.guard_review import compared, described, guard_of, refuse_unjudged, rules
-    from mantissa.training import GuardLog
-    from mantissa.training.guard_config import read_rows
 
     folder = run.parent if run.is_file() else run
     logged = GuardLog(folder).read()  # before the metrics: a running run writes them first
@@ -83,7 +83,7 @@ def guard(
 
 def _print_decisions(console: Console, decisions: Sequence[Decision], every: bool) -> None:
     """Each noteworthy decision; without ``every`` those in a row with the same action and rules as first and last."""
-    from mantissa.training.guard import noteworthy
+    from mantissa.dropin.guard import noteworthy
 
     console.print()
     shown = list(decisions) if every else noteworthy(decisions)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from mantissa.base.errors import MantissaError
 from mantissa.cli.common import split
-from mantissa.errors import MantissaError
 
 
 def lab(

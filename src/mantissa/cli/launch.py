@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mantissa.base.errors import MantissaError
 from mantissa.cli.common import Overrides
-from mantissa.errors import MantissaError
 
 if TYPE_CHECKING:
     from mantissa.launch import Plan

@@ -27,8 +27,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mantissa.environ import LAUNCHER, STORE
-from mantissa.errors import MantissaError, StoppedError
+from mantissa.base.environ import LAUNCHER, STORE
+from mantissa.base.errors import MantissaError, StoppedError
 
 _LOST = 3  # exit code of a rank that lost another
 _USER, _FAILED = 2, 1

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from mantissa.base.errors import MantissaError
 from mantissa.cli.common import Overrides
-from mantissa.errors import MantissaError
 
 
 def serve(

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mantissa.base.errors import MantissaError
 from mantissa.cli.common import Overrides, echo_warning
 from mantissa.cli.machine import crowded, keep_freed_memory, unsteady
-from mantissa.errors import MantissaError
 
 if TYPE_CHECKING:
     from mantissa.rl import RunConfig
@@ -46,7 +46,7 @@ def train(
     mantissa train recipes/demo.yaml nproc=2
     """
     keep_freed_memory()
-    from mantissa.ranks import world_size
+    from mantissa.base.ranks import world_size
 
     world = world_size()
     if world is None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from mantissa.base.errors import MantissaError
 from mantissa.cli.common import Device, Model, echo_warning, progress, screen
 from mantissa.cli.machine import crowded, keep_freed_memory
-from mantissa.errors import MantissaError
 
 if TYPE_CHECKING:
     from mantissa.doctor.sides import Scores
@@ -139,8 +139,8 @@ def _rows(found: Tuned, model: str, device: str, seed: int, max_tokens: int) -> 
 def _keep(out: Path, found: Tuned, rows: list[dict[str, object]]) -> None:
     import yaml
 
+    from mantissa.base.files import disk_errors, write_atomically
     from mantissa.bench.rows import write_jsonl
-    from mantissa.files import disk_errors, write_atomically
 
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mantissa.bounds import boundary
+from mantissa.base.bounds import boundary
+from mantissa.base.errors import MantissaError
 from mantissa.cli.common import Device, progress, split
-from mantissa.errors import MantissaError
 
 if TYPE_CHECKING:
-    from mantissa.worldmodel import HistoryRow, WorldModel
+    from mantissa.genesis.worldmodel import HistoryRow, WorldModel
 
 app = typer.Typer(help="Predict how actions end, from trajectories.", rich_markup_mode="rich", no_args_is_help=True)
 _Buffer = Annotated[
@@ -64,8 +64,8 @@ def train(
 
     mantissa worldmodel train --scenario standard --precision fp16
     """
+    from mantissa.genesis.worldmodel import SCENARIOS, WorldModel, synthetic
     from mantissa.rl.assemble import choose_device
-    from mantissa.worldmodel import SCENARIOS, WorldModel, synthetic
 
     if bool(buffer) == bool(scenario) or scenario not in ("", *SCENARIOS):
         raise MantissaError(f"give a BUFFER, or --scenario with one of {', '.join(SCENARIOS)}")
@@ -139,7 +139,7 @@ def evaluate(
 
     mantissa worldmodel eval runs/evolve/archive.db --precisions fp32,bf16,fp16 --seeds 3
     """
-    from mantissa.worldmodel import WorldModel, cross_validate, open_buffer
+    from mantissa.genesis.worldmodel import WorldModel, cross_validate, open_buffer
 
     _check_there(buffer)
     with open_buffer(buffer) as opened:
@@ -170,8 +170,8 @@ def evaluate(
 
 
 def _stored(path: Path) -> WorldModel:
-    from mantissa.worldmodel import WorldModel
-    from mantissa.worldmodel.model import stored_sizes
+    from mantissa.genesis.worldmodel import WorldModel
+    from mantissa.genesis.worldmodel.model import stored_sizes
 
     made: WorldModel = WorldModel(model_path=path, precision="fp32", **stored_sizes(path))  # type: ignore[arg-type]
     return made

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
-from mantissa.config_base import Config
+from mantissa.base.config import Config
 
 
 class Verdict(StrEnum):

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mantissa.base.errors import MantissaError
 from mantissa.doctor.sides import Array, Batch, Scores, Side, attention
-from mantissa.errors import MantissaError
 from mantissa.model.decoder import Layer
 from mantissa.runs.plots import BLUE, GREEN, GREY, ORANGE, Line, Plot, chart
 

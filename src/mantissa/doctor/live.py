@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mantissa.bounds import boundary
+from mantissa.base.bounds import boundary
+from mantissa.base.errors import MantissaError
+from mantissa.base.http import OK, http_answer, server_address
 from mantissa.doctor.dump import Dump, Scored
 from mantissa.doctor.sides import Array, chosen
-from mantissa.errors import MantissaError
-from mantissa.http import OK, http_answer, server_address
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, policy_weights
 from mantissa.precision import PrecisionPolicy, resolve

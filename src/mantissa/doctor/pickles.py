@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.bounds import boundary
-from mantissa.errors import MantissaError
+from mantissa.base.bounds import boundary
+from mantissa.base.errors import MantissaError
 
 LARGEST = 2 << 30  # bytes of a file, and of all tensors in one
 _MOST_OPERATIONS = 50_000_000  # of a pickle, and values in what it makes

@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.bounds import boundary, number, regular_file
+from mantissa.base.bounds import boundary, number, regular_file
+from mantissa.base.errors import MantissaError
 from mantissa.doctor import pickles
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.runs import read_run
-from mantissa.errors import MantissaError
 
 FRAMEWORKS = ("mantissa", "nemo-rl", "prime-rl", "slime", "skyrl", "plain", "verl", "trl")
 MOST_TOKENS = 4_000_000  # response positions; more would only narrow intervals that are narrow already
@@ -55,7 +55,7 @@ _NO_LOGPS = {
     "VERL_USE_EXTERNAL_MODULES=mantissa.launch.verl_logps MANTISSA_LOGPS=FOLDER in its environment, and give this "
     "command the FOLDER (docs/doctor.md)",
     "trl": "TRL's completion log holds texts, rewards and advantages and no log-probs. Have them written: "
-    "mantissa.integrations.trl.record_logps(trainer, FOLDER) before trainer.train(), and give this command the FOLDER "
+    "mantissa.dropin.trl.record_logps(trainer, FOLDER) before trainer.train(), and give this command the FOLDER "
     "(docs/doctor.md)",
 }
 

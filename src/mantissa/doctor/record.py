@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mantissa.files import disk_errors, write_atomically
+from mantissa.base.files import disk_errors, write_atomically
 
 Table = Any  # a tensor of rows: torch's
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.bounds import boundary
+from mantissa.base.bounds import boundary
+from mantissa.base.errors import MantissaError
+from mantissa.base.yaml_file import RECORDED, read_yaml
 from mantissa.doctor.dump import Dump, Scored, Settings
-from mantissa.errors import MantissaError
 from mantissa.runs.directory import RunDirectory
-from mantissa.yaml_file import RECORDED, read_yaml
 
 _ENOUGH = 200_000  # tokens: the newest steps are read until there are so many
 

@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mantissa.base.errors import MantissaError
 from mantissa.doctor.dump import Scored
-from mantissa.errors import MantissaError
 from mantissa.kernels import EmulatedKernels, Kernels, learner_kernels
 from mantissa.model import Decoder
 from mantissa.model.decoder import Attend

@@ -39,10 +39,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mantissa.base.errors import MantissaError
 from mantissa.doctor.diagnosis import Cause
 from mantissa.doctor.dump import Settings
 from mantissa.doctor.sides import Array, Scores, Side, Weights
-from mantissa.errors import MantissaError
 from mantissa.mismatch.estimates import Estimate, jackknife_interval
 from mantissa.model import Decoder, ModelConfig, base_parameters, policy_weights
 from mantissa.model.lora import AdaptedProjection, merge

@@ -35,10 +35,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mantissa.bounds import outside
+from mantissa.base.bounds import outside
+from mantissa.base.errors import MantissaError
 from mantissa.doctor.sides import Array, Scores, Side
 from mantissa.doctor.substitution import SERVING
-from mantissa.errors import MantissaError
 from mantissa.mismatch.estimates import Estimate, jackknife_interval
 from mantissa.model import Decoder
 from mantissa.precision import E4M3, SQUARE, Fp8Policy, round_in_blocks

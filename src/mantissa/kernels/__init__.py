@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels.autocast import Autocast, autocast_for, probe_autocast
 from mantissa.kernels.emulated import EmulatedKernels
 from mantissa.kernels.exact.kernels import ExactKernels

@@ -62,7 +62,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels.probe import first_row, product_checks, proved
 from mantissa.kernels.rounded import HALF, RoundedOps, floating, rounded_attention, rounding
 from mantissa.precision import FP32, NumberFormat, ResolvedRole

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels.interface import Kernels
 from mantissa.precision import E4M3, FP16, FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format
 

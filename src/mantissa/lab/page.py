@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.files import disk_errors, write_atomically
+from mantissa.base.files import disk_errors, write_atomically
 from mantissa.lab.plan import Lab, Measure
 from mantissa.lab.rows import FAILED, Difference, Row, Rows, difference, over_seeds
 from mantissa.mismatch.estimates import GAP_FIGURES, LEVEL, Estimate

@@ -37,14 +37,14 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator
 
-from mantissa.bounds import LARGEST_SEED, boundary
-from mantissa.config_base import Config, first_mistake
-from mantissa.errors import MantissaError, nearest
+from mantissa.base.bounds import LARGEST_SEED, boundary
+from mantissa.base.config import Config, first_mistake
+from mantissa.base.errors import MantissaError, nearest
+from mantissa.base.yaml_file import read_yaml
 from mantissa.mismatch.estimates import GAP_FIGURES
-from mantissa.rl.config import RunConfig
-from mantissa.rl.recipe import load_recipe, make_config
+from mantissa.rl.config.recipe import load_recipe, make_config
+from mantissa.rl.config.run import RunConfig
 from mantissa.runs.metrics import BY_NAME, REWARD_PART, SERIES
-from mantissa.yaml_file import read_yaml
 
 MOST_CELLS = 400  # with their seeds
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,39}")

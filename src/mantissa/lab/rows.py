@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from mantissa.base.bounds import boundary
+from mantissa.base.files import disk_errors, write_atomically
+from mantissa.base.jsonl import from_words, in_words
 from mantissa.bench.rows import place, stamp
-from mantissa.bounds import boundary
-from mantissa.files import disk_errors, write_atomically
-from mantissa.jsonl import from_words, in_words
 from mantissa.lab.plan import Cell, Lab, Measure
 from mantissa.mismatch.estimates import Estimate, student_interval
 from mantissa.runs.compare import ENDS

@@ -21,13 +21,13 @@ from typing import Any
 
 import yaml
 
-from mantissa.bounds import boundary
-from mantissa.environ import LAUNCHER
-from mantissa.errors import MantissaError, StoppedError
-from mantissa.files import disk_errors, write_atomically
+from mantissa.base.bounds import boundary
+from mantissa.base.environ import LAUNCHER
+from mantissa.base.errors import MantissaError, StoppedError
+from mantissa.base.files import disk_errors, write_atomically
 from mantissa.lab.plan import Cell, Lab, digest_of, warm_config
 from mantissa.lab.rows import FAILED, Row, Rows, last_words, row_of_gap, row_of_run
-from mantissa.rl.config import RunConfig
+from mantissa.rl.config.run import RunConfig
 from mantissa.runs.directory import RunDirectory, locked
 from mantissa.runs.gap_page import ROWS as GAP_ROWS
 from mantissa.runs.live import duration

@@ -4,17 +4,17 @@ What ``mantissa train`` does before RL begins, in fp32; the policy is then writt
 all, and each cell begins from it.
 """
 
-from mantissa.environ import end_with_launcher
+from mantissa.base.environ import end_with_launcher
 
 end_with_launcher()  # before imports that take seconds
 
 import sys  # noqa: E402
 
-from mantissa.errors import MantissaError  # noqa: E402
+from mantissa.base.errors import MantissaError  # noqa: E402
 from mantissa.model import save_model  # noqa: E402
 from mantissa.rl.assemble import assemble  # noqa: E402
+from mantissa.rl.config.recipe import load_recipe  # noqa: E402
 from mantissa.rl.loop import warm_start  # noqa: E402
-from mantissa.rl.recipe import load_recipe  # noqa: E402
 
 
 def main(recipe: str, folder: str) -> None:

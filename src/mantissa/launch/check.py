@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
+from mantissa.base.yaml_file import parse_yaml
 from mantissa.launch.facts import (
     AROUND,
     FACTS,
@@ -37,7 +38,6 @@ from mantissa.launch.facts import (
     reader_of,
     short,
 )
-from mantissa.yaml_file import parse_yaml
 
 _OVERRIDE = re.compile(r"(\+\+|\+|~)?([A-Za-z_]\w*(?:\.[\w@/-]+)+|model_engine)=(.*)", re.S)
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)

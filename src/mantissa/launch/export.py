@@ -22,11 +22,11 @@ import jinja2
 from pydantic import BaseModel
 
 import mantissa
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.launch.facts import FACTS, full, read_table, short
 from mantissa.launch.options import LaunchOptions
 from mantissa.model.hub import is_gguf
-from mantissa.rl.config import RunConfig
+from mantissa.rl.config.run import RunConfig
 
 ENTRY = "verl.trainer.main_ppo"
 PACKAGE = Path(mantissa.__file__).parent

@@ -12,11 +12,11 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from mantissa.bounds import boundary
-from mantissa.config_base import Config, first_mistake
-from mantissa.errors import MantissaError, nearest
+from mantissa.base.bounds import boundary
+from mantissa.base.config import Config, first_mistake
+from mantissa.base.errors import MantissaError, nearest
+from mantissa.base.yaml_file import read_yaml
 from mantissa.launch.facts import Engine, Version
-from mantissa.yaml_file import read_yaml
 
 Family = Literal["Ampere", "Ada", "Hopper", "Blackwell"]
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mantissa.errors import MantissaError, StoppedError, pip_install
+from mantissa.base.errors import MantissaError, StoppedError, pip_install
 
 RECONNECT_S = 30.0  # how long a head may be gone before it is given up
 _POLL_S = 1.0

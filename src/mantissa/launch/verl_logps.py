@@ -15,8 +15,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mantissa.base.errors import MantissaError
 from mantissa.doctor.record import write_batch
-from mantissa.errors import MantissaError
 
 FOLDER = "MANTISSA_LOGPS"
 

@@ -46,7 +46,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mantissa.bounds import outside
+from mantissa.base.bounds import outside
 from mantissa.precision.numerics import LOG_RATIO_BOUND, clamped_log_ratio, kl_estimate, masked_mean, masked_sum
 
 

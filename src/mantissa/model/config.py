@@ -33,9 +33,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from mantissa.bounds import LARGEST_SIZE, MOST_LAYERS, SMALLEST_FLOAT, boundary, number
-from mantissa.config_base import Config
-from mantissa.errors import MantissaError, nearest
+from mantissa.base.bounds import LARGEST_SIZE, MOST_LAYERS, SMALLEST_FLOAT, boundary, number
+from mantissa.base.config import Config
+from mantissa.base.errors import MantissaError, nearest
 from mantissa.model.hub import read_json
 
 Family = Literal["llama", "qwen2", "qwen3"]

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from mantissa.errors import MantissaError, nearest
+from mantissa.base.errors import MantissaError, nearest
 from mantissa.kernels import Kernels
 from mantissa.kernels.products import packed
 from mantissa.model.config import ModelConfig

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError, nearest, pip_install
+from mantissa.base.errors import MantissaError, nearest, pip_install
 from mantissa.model.config import FAMILIES, Fields, ModelConfig, parse_config
 
 _MOST_HEADER = 1 << 27  # bytes; 30 times the metadata of a vocabulary of 256,000 words

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mantissa.bounds import boundary, regular_file
-from mantissa.errors import MantissaError
+from mantissa.base.bounds import boundary, regular_file
+from mantissa.base.errors import MantissaError
 
 _SETTINGS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _PACKAGE = "package:"

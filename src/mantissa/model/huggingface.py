@@ -19,16 +19,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mantissa.bounds import boundary, require_memory
-from mantissa.errors import MantissaError
-from mantissa.files import atomic_folder, check_digests, write_digests
+from mantissa.base.bounds import boundary, require_memory
+from mantissa.base.errors import MantissaError
+from mantissa.base.files import atomic_folder, check_digests, write_digests
+from mantissa.base.tensors import require_finite, write_tensors
 from mantissa.model.config import ModelConfig, config_fields, read_config
 from mantissa.model.decoder import Decoder
 from mantissa.model.gguf import load_gguf
 from mantissa.model.hub import find_model, read_json
 from mantissa.model.lora import base_parameters, copy_stored, policy_weights
 from mantissa.model.tokenizer import Tokenizer
-from mantissa.tensors import require_finite, write_tensors
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ROTARY_BUFFER = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")

@@ -41,15 +41,15 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from mantissa.bounds import boundary
-from mantissa.config_base import Config
-from mantissa.errors import MantissaError, nearest
-from mantissa.files import atomic_folder, check_digests, write_digests
+from mantissa.base.bounds import boundary
+from mantissa.base.config import Config
+from mantissa.base.errors import MantissaError, nearest
+from mantissa.base.files import atomic_folder, check_digests, write_digests
+from mantissa.base.tensors import plain_name, require_finite, write_tensors
 from mantissa.kernels import Kernels
 from mantissa.model.config import TARGETS, Fields, LoraShape
 from mantissa.model.decoder import Decoder, Layer, Projection
 from mantissa.model.hub import read_json
-from mantissa.tensors import plain_name, require_finite, write_tensors
 
 MATRICES = ("lora_A", "lora_B")
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mantissa.splitmix import GOLDEN, mix, shift_right
+from mantissa.base.splitmix import GOLDEN, mix, shift_right
 
 _BITS = 24  # of the hash: as many as make an fp32 uniform
 

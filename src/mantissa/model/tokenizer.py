@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mantissa.bounds import LARGEST_SIZE, boundary, finished, number, time_limit
-from mantissa.errors import MantissaError
-from mantissa.files import DIGESTS, write_atomically
+from mantissa.base.bounds import LARGEST_SIZE, boundary, finished, number, time_limit
+from mantissa.base.errors import MantissaError
+from mantissa.base.files import DIGESTS, write_atomically
 from mantissa.model.gguf import gguf_tokenizer
 from mantissa.model.hub import find_model, read_json
 

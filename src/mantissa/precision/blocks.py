@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.precision.formats import E4M3, NumberFormat, round_to_format
 from mantissa.precision.policy import BLOCK
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mantissa.config_base import Section
-from mantissa.errors import MantissaError
+from mantissa.base.config import Section
+from mantissa.base.errors import MantissaError
 from mantissa.precision.formats import FP32, NumberFormat
 
 _SERVING = {  # every switch that one GPU's engine has

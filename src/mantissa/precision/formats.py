@@ -55,7 +55,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError, nearest
+from mantissa.base.errors import MantissaError, nearest
 
 
 @dataclass(frozen=True)

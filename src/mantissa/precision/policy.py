@@ -22,8 +22,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from mantissa.bounds import LARGEST_SIZE, number
-from mantissa.errors import MantissaError, nearest
+from mantissa.base.bounds import LARGEST_SIZE, number
+from mantissa.base.errors import MantissaError, nearest
 from mantissa.precision.emulation import Emulation
 from mantissa.precision.formats import ALIASES, BF16, DIAL, E4M3, E5M2, FP32, NumberFormat, format_named
 

@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
+from mantissa.base.seeds import generator
 from mantissa.model import (
     Decoder,
     LoraConfig,
@@ -33,8 +34,7 @@ from mantissa.model import (
     training_base,
 )
 from mantissa.model.hub import find_model
-from mantissa.rl.config import ModelSource
-from mantissa.rl.seeds import generator
+from mantissa.rl.config.run import ModelSource
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_weights
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
-from mantissa.bounds import require_memory
-from mantissa.errors import MantissaError
+from mantissa.base.bounds import require_memory
+from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import ALONE, Ranks, world_size
+from mantissa.base.seeds import generator
 from mantissa.kernels import (
     ExactPlan,
     Kernels,
@@ -29,13 +31,11 @@ from mantissa.kernels import (
 from mantissa.model import Decoder, ModelConfig, Tokenizer, attach, byte_tokenizer, character_tokenizer
 from mantissa.precision import E4M3, Emulation, PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.precision.policy import Backend
-from mantissa.ranks import ALONE, Ranks, world_size
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.collect import Sampler, shares
-from mantissa.rl.config import LossScalingConfig, ModelSource, RolloutConfig, RunConfig
+from mantissa.rl.config.run import LossScalingConfig, ModelSource, RolloutConfig, RunConfig
 from mantissa.rl.learner import Learner
 from mantissa.rl.score import Reference
-from mantissa.rl.seeds import generator
 from mantissa.rollout import NativeEngine, RolloutEngine, VllmEngine, VllmStart, require_vllm, serve_vllm
 from mantissa.tasks import DatasetConfig, Grader, Problem, Task, build_task
 from mantissa.training import LossScaler

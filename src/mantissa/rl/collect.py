@@ -56,13 +56,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mantissa.bounds import boundary, count, number
-from mantissa.errors import MantissaError
+from mantissa.base.bounds import boundary, count, number
+from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import ALONE, Ranks
+from mantissa.base.seeds import derive_seed, stream_slice
 from mantissa.model import Tokenizer
-from mantissa.ranks import ALONE, Ranks
-from mantissa.rl.config import DynamicConfig, OverlongConfig, RolloutConfig
+from mantissa.rl.config.run import DynamicConfig, OverlongConfig, RolloutConfig
 from mantissa.rl.experience import Experience
-from mantissa.rl.seeds import derive_seed, stream_slice
 from mantissa.rollout import Completion, Request, RolloutEngine, SamplingParams, VllmEngine
 from mantissa.runs.metrics import REWARD_PART
 from mantissa.tasks import Grader, Problem, Reward

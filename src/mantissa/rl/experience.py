@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mantissa.algorithms import Accumulator
-from mantissa.ranks import ALONE, Ranks
+from mantissa.base.ranks import ALONE, Ranks
 from mantissa.rollout.types import Completion
 
 Tallies = Mapping[str, Accumulator]

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
+from mantissa.dropin import Decision, Guard, GuardConfig, GuardSettings, Reference
+from mantissa.dropin.guard import noteworthy
+from mantissa.dropin.guard_config import DROPS
 from mantissa.mismatch import ALL_METRICS, Metric
-from mantissa.rl.recipe import apply_overrides
-from mantissa.training import Decision, Guard, GuardConfig, GuardSettings, Reference
-from mantissa.training.guard import noteworthy
-from mantissa.training.guard_config import DROPS
+from mantissa.rl.config.recipe import apply_overrides
 
 _NO_LOSS = "no data: no row has train/loss"
 

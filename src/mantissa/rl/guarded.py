@@ -20,13 +20,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mantissa.jsonl import Row
+from mantissa.base.jsonl import Row
+from mantissa.base.ranks import Ranks
+from mantissa.dropin import Judge
 from mantissa.precision import PrecisionPolicy
-from mantissa.ranks import Ranks
-from mantissa.rl.config import RunConfig
-from mantissa.rl.recipe import make_config
+from mantissa.rl.config.recipe import make_config
+from mantissa.rl.config.run import RunConfig
 from mantissa.runs.directory import RunDirectory
-from mantissa.training import Checkpoint, Judge, load_checkpoint, save_checkpoint, saved_state, saved_steps
+from mantissa.training import Checkpoint, load_checkpoint, save_checkpoint, saved_state, saved_steps
 
 
 class RunGuard:

@@ -13,8 +13,8 @@ A completion whose advantage is exactly zero adds nothing to a gradient, so it i
 counts in the aggregation): late in training that is most of them. So is one of which rejection left no token (that one
 does not count). Where neither leaves any, there is no step.
 
-On several processes each computes its share of the rows, in scoring and in every part; ``mantissa.ranks`` says what
-that changes (the order of sums) and what it does not.
+On several processes each computes its share of the rows, in scoring and in every part; ``mantissa.base.ranks`` says
+what that changes (the order of sums) and what it does not.
 
 A batch meets the reference in up to three places: in the reward (``algorithm.kl.where: reward``), in the loss (``where:
 loss``), or inside FlowRL's own loss. Wherever it does, and where it is only there to be measured, ``reference/kl`` and
@@ -59,14 +59,14 @@ from mantissa.algorithms import (
     policy_loss,
     reference_drift,
 )
+from mantissa.base.ranks import ALONE, Ranks
+from mantissa.base.seeds import derive_seed, generator
 from mantissa.kernels import Kernels, NativeKernels
 from mantissa.model import Decoder, LogPartition, policy_weights, trained_parameters
 from mantissa.precision import FP32
-from mantissa.ranks import ALONE, Ranks
-from mantissa.rl.config import AlgorithmConfig, OptimizerConfig
+from mantissa.rl.config.run import AlgorithmConfig, OptimizerConfig
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.score import Forward, forward, scatter, score
-from mantissa.rl.seeds import derive_seed, generator
 from mantissa.training import (
     Backward,
     Checkpoint,

@@ -24,27 +24,27 @@ from typing import Any
 import torch
 
 from mantissa.algorithms import aggregation_scale, values
-from mantissa.bounds import boundary, count, number
-from mantissa.errors import MantissaError
+from mantissa.base.bounds import boundary, count, number
+from mantissa.base.errors import MantissaError
+from mantissa.base.seeds import stream_slice
+from mantissa.base.tensors import check_tensors
 from mantissa.mismatch import gap_metrics
 from mantissa.model import save_model
 from mantissa.precision.numerics import masked_sum
 from mantissa.rl.adapters import FrozenBase
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect import AsyncSource, Batch, Collector, Sampler, SyncSource, pack, rest, success_rates, unpack
-from mantissa.rl.config import RunConfig, WarmStartConfig
+from mantissa.rl.config.run import RunConfig, WarmStartConfig
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.guarded import RunGuard
 from mantissa.rl.learner import Learner, Update, weigh
 from mantissa.rl.probes import Diagnose, EngineShare, Exactness, Flushed, Lag, Probe, Refresh, SampleAgain
-from mantissa.rl.seeds import stream_slice
 from mantissa.rollout import SamplingParams, VllmEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
 from mantissa.runs.metrics import undeclared
 from mantissa.runs.trackers import Trackers
 from mantissa.tasks import Problem
-from mantissa.tensors import check_tensors
 from mantissa.training import (
     Checkpoint,
     OptimizerStep,

@@ -36,14 +36,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import ALONE, Ranks
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.examine import examine as diagnose
-from mantissa.errors import MantissaError
 from mantissa.kernels import WAYS, ExactKernels, Way
 from mantissa.mismatch import engine_share
-from mantissa.ranks import ALONE, Ranks
 from mantissa.rl.assemble import ExactTwin, Parts
-from mantissa.rl.config import RunConfig
+from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Learner, Look
 from mantissa.rl.replay import Case, examine, unequal, write_case

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError
-from mantissa.files import write_atomically
+from mantissa.base.errors import MantissaError
+from mantissa.base.files import write_atomically
 from mantissa.kernels import Kernels, Pick, Traced, first_difference, learner_kernels, operation, rollout_kernels
 from mantissa.model import Decoder, ModelConfig, RopeScaling
 from mantissa.precision import PrecisionPolicy, resolve

@@ -39,11 +39,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mantissa.bounds import count
+from mantissa.base.bounds import count
+from mantissa.base.ranks import ALONE, Ranks
 from mantissa.kernels import Kernels, Traced
 from mantissa.model import CopiedPolicy, Decoder, ModelConfig
 from mantissa.precision.numerics import entropy
-from mantissa.ranks import ALONE, Ranks
 from mantissa.rl.experience import Sequences
 from mantissa.training import load_weights
 

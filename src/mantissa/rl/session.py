@@ -6,6 +6,7 @@ look on.
 
 from __future__ import annotations
 
+import importlib
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -18,22 +19,21 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from mantissa.errors import MantissaError, StoppedError
+from mantissa.base.errors import MantissaError, StoppedError
+from mantissa.base.ranks import ALONE, Ranks, world_size
+from mantissa.dropin import Reference
 from mantissa.precision import resolve
-from mantissa.ranks import ALONE, Ranks, world_size
 from mantissa.rl.assemble import Parts, assemble, choose_device
-from mantissa.rl.config import RunConfig
+from mantissa.rl.config.recipe import apply_overrides, make_config
+from mantissa.rl.config.run import RunConfig
 from mantissa.rl.guarded import fall_back_of, in_force, widened
 from mantissa.rl.loop import Loop
-from mantissa.rl.recipe import apply_overrides, make_config
-from mantissa.rl.waltz import Waltz, assemble_two
 from mantissa.rollout import VllmEngine
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path, environment
 from mantissa.runs.health import share_sentence
 from mantissa.runs.live import Live
 from mantissa.runs.report import build_report
 from mantissa.runs.trackers import from_names
-from mantissa.training import Reference
 from mantissa.training.distributed import join
 from mantissa.training.optimizer import described
 
@@ -138,7 +138,12 @@ def _to_the_end(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
 
 
 def _assemble(config: RunConfig, ranks: Ranks) -> Parts:
-    return assemble(config, ranks) if config.waltz is None else assemble_two(config, ranks)
+    return assemble(config, ranks) if config.waltz is None else _game().assemble_two(config, ranks)
+
+
+def _game() -> Any:
+    """The game of two policies: built on this room, so imported by name, and only by a recipe that plays it."""
+    return importlib.import_module("mantissa.genesis.waltz")
 
 
 def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
@@ -169,11 +174,11 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
                 for key, (then, now) in run.record_resume(done, _environment(parts)).items():
                     what = f"{key} was {then}, now {now}: numbers may differ in their last bits from the first run's"
                     live.note(f"warning: {what}")
-            loop: Loop | Waltz
+            loop: Any
             if parts.feedback is None:
                 loop = Loop(config, parts, run, trackers, live)
             else:
-                loop = Waltz(config, parts, run, trackers, live, _environment(parts.feedback))
+                loop = _game().Waltz(config, parts, run, trackers, live, _environment(parts.feedback))
             finished = loop.go()
             if rank0 and finished and (said := share_sentence(run.read_metrics(), run.environment)):
                 live.note(said)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import Kernels, Traced
 from mantissa.model import CopiedPolicy, ModelConfig
 from mantissa.precision import NumberFormat

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import Kernels, Pick, Traced
 from mantissa.model import Decoder
 from mantissa.precision import NumberFormat, round_cached

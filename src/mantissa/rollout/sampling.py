@@ -31,9 +31,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mantissa.base.splitmix import GOLDEN, mix, shift_right, signed
 from mantissa.precision.numerics import token_logprob
 from mantissa.rollout.types import Request, SamplingParams
-from mantissa.splitmix import GOLDEN, mix, shift_right, signed
 
 
 def stream_keys(seeds: Sequence[int], samples: Sequence[int]) -> Tensor:

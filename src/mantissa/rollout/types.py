@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 
 FinishReason = Literal["stop", "length"]
 

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.mismatch.estimates import LEVEL, Estimate, student_interval
 from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.health import Excursion, Judgement, check, judge

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mantissa.errors import MantissaError
-from mantissa.files import write_atomically
+from mantissa.base.errors import MantissaError
+from mantissa.base.files import write_atomically
 from mantissa.mismatch import GAP_METRICS, Metric
 from mantissa.mismatch.estimates import Estimate
 from mantissa.runs import page

@@ -35,11 +35,11 @@ from typing import IO, TYPE_CHECKING, Any, Self
 import yaml
 
 import mantissa
-from mantissa.bounds import boundary
-from mantissa.errors import MantissaError
-from mantissa.files import atomic_file, disk_errors, numbered, remove_leftovers, write_atomically
-from mantissa.jsonl import JsonLines, Row
-from mantissa.yaml_file import RECORDED, read_yaml
+from mantissa.base.bounds import boundary
+from mantissa.base.errors import MantissaError
+from mantissa.base.files import atomic_file, disk_errors, numbered, remove_leftovers, write_atomically
+from mantissa.base.jsonl import JsonLines, Row
+from mantissa.base.yaml_file import RECORDED, read_yaml
 
 if TYPE_CHECKING:
     import pyarrow

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from mantissa.errors import MantissaError
-from mantissa.files import write_atomically
+from mantissa.base.errors import MantissaError
+from mantissa.base.files import write_atomically
 from mantissa.mismatch.estimates import GAP_FIGURES
 from mantissa.runs import page
 from mantissa.runs.health import small

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mantissa.bounds import outside
+from mantissa.base.bounds import outside
 from mantissa.mismatch.metrics import Metric
 from mantissa.runs.metrics import BY_NAME, series, where_measured
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.mismatch import ALL_METRICS, Metric
 from mantissa.runs.directory import RunDirectory
 

@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 from markupsafe import Markup
 
-from mantissa.files import write_atomically
+from mantissa.base.files import write_atomically
 from mantissa.runs import page, plots
 from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.gap_page import gap_head

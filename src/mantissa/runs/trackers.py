@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from mantissa.errors import MantissaError, pip_install
-from mantissa.files import disk_errors
+from mantissa.base.errors import MantissaError, pip_install
+from mantissa.base.files import disk_errors
 from mantissa.runs.directory import RunDirectory
 
 

@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mantissa.base.errors import MantissaError
+from mantissa.base.jsonl import JsonLines
 from mantissa.bench.runner import give_back_freed, rotated
-from mantissa.errors import MantissaError
-from mantissa.evolution import Evolution, EvolutionConfig, shipped
-from mantissa.evolution.proposers import Edits, Proposal, Request
-from mantissa.jsonl import JsonLines
-from mantissa.training import GuardConfig
-from mantissa.worldmodel import SQLiteBuffer, Trajectory, WorldModel, synthetic
+from mantissa.dropin import GuardConfig
+from mantissa.genesis.evolution import Evolution, EvolutionConfig, shipped
+from mantissa.genesis.evolution.proposers import Edits, Proposal, Request
+from mantissa.genesis.worldmodel import SQLiteBuffer, Trajectory, WorldModel, synthetic
 
 BUFFER = "buffer.db"
 PHASES = ("evolve", "store", "train", "save", "predict")

@@ -33,18 +33,18 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from mantissa.bounds import boundary
-from mantissa.config_base import Section
-from mantissa.environ import LAUNCHER
-from mantissa.errors import MantissaError, StoppedError, nearest
-from mantissa.files import disk_errors, remove, write_atomically
-from mantissa.jsonl import JsonLines
+from mantissa.base.bounds import boundary
+from mantissa.base.config import Section
+from mantissa.base.environ import LAUNCHER
+from mantissa.base.errors import MantissaError, StoppedError, nearest
+from mantissa.base.files import disk_errors, remove, write_atomically
+from mantissa.base.jsonl import JsonLines
+from mantissa.genesis.worldmodel import SQLiteBuffer
 from mantissa.runs.directory import locked
 from mantissa.soak.job import BUFFER, PHASES, SIZES, Job, Row, line_of, resident
 from mantissa.soak.report import EVENTS, Report, report_of
 from mantissa.tasks.code import CodeVerifier
 from mantissa.tasks.sandbox.run import cause_of_death
-from mantissa.worldmodel import SQLiteBuffer
 
 FAULTS = {  # and the phases before which each may come: those that it can do something to
     "kill": PHASES, "lock": ("store",), "disk": ("evolve", "store", "train", "save"), "hang": ("evolve",),
@@ -55,7 +55,7 @@ _HELD_S, _FULL_S, _LATEST_S = 2.0, 1.0, 0.1
 _FULL_BYTES = 4096
 _SETTINGS = "soak.json"
 _BOOT = (
-    "from mantissa.environ import end_with_launcher; end_with_launcher(); import sys, pathlib; "
+    "from mantissa.base.environ import end_with_launcher; end_with_launcher(); import sys, pathlib; "
     "from mantissa.soak.job import serve; serve(pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3])"
 )
 _HOLD = (

@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 
+from mantissa.base.files import write_atomically
+from mantissa.base.jsonl import JsonLines
 from mantissa.bench.rows import crossover, stamp, write_jsonl
 from mantissa.bench.runner import quartiles, speed_up
-from mantissa.files import write_atomically
-from mantissa.jsonl import JsonLines
+from mantissa.genesis.worldmodel import SQLiteBuffer
 from mantissa.mismatch.estimates import Estimate, student_interval
 from mantissa.runs import page
 from mantissa.runs.page import block
 from mantissa.runs.plots import COLOURS, Line, chart
 from mantissa.soak.job import BUFFER, PHASES, SIZES, Row
-from mantissa.worldmodel import SQLiteBuffer
 
 EVENTS, PAGE, ROWS = "events.jsonl", "soak.html", "soak.jsonl"
 _WARM = 2  # jobs of a process before its memory counts

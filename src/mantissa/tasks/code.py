@@ -22,7 +22,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.tasks import config as sections
 from mantissa.tasks.generated import GeneratedTask
 from mantissa.tasks.sandbox.run import Isolation, Limits, Sandbox

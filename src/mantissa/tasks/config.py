@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from mantissa.config_base import Config
+from mantissa.base.config import Config
 from mantissa.tasks.types import Message, Prompt, SplitName, with_place
 
 VerifierName = Literal["exact", "math_verify", "dapo", "dapo_strict", "code"]

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mantissa.errors import MantissaError
-from mantissa.files import atomic_file
+from mantissa.base.errors import MantissaError
+from mantissa.base.files import atomic_file
 from mantissa.tasks.datasets import BadRow, Row, read_rows
 from mantissa.tasks.rewards import normalize_answer, verifier_named
 from mantissa.tasks.sandbox.pool import Grader

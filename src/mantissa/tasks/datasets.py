@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from mantissa.bounds import boundary, regular_file, said
-from mantissa.errors import MantissaError
+from mantissa.base.bounds import boundary, regular_file, said
+from mantissa.base.errors import MantissaError
 from mantissa.tasks.config import DatasetConfig, OnBadRow, Schema
 from mantissa.tasks.rewards import normalize_answer, verifier_named
 from mantissa.tasks.types import (

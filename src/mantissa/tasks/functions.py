@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from mantissa.errors import MantissaError, nearest
+from mantissa.base.errors import MantissaError, nearest
 from mantissa.tasks.types import Problem, Reward, UnboundedVerifier, describe, shortened
 
 DEFAULT_BATCH = 64

@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.tasks.config import (
     AdditionConfig,
     ChainConfig,

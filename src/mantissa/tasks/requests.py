@@ -44,9 +44,9 @@ from typing import Any, Literal, cast, get_args
 
 from pydantic import Field, model_validator
 
-from mantissa.config_base import Config
-from mantissa.errors import MantissaError
-from mantissa.http import OK, http_answer, server_address
+from mantissa.base.config import Config
+from mantissa.base.errors import MantissaError
+from mantissa.base.http import OK, http_answer, server_address
 from mantissa.tasks.config import RequestsConfig
 from mantissa.tasks.functions import FunctionVerifier
 from mantissa.tasks.generated import GeneratedTask

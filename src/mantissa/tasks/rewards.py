@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
-from mantissa.errors import MantissaError, nearest
+from mantissa.base.errors import MantissaError, nearest
 from mantissa.tasks.code import CodeVerifier
 from mantissa.tasks.config import RewardTerm
 from mantissa.tasks.functions import FunctionVerifier

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, get_args
 
 from pydantic import ConfigDict
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 
 SplitName = Literal["train", "heldout", "warm_start"]
 Role = Literal["system", "user", "assistant"]

@@ -40,9 +40,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.bounds import boundary, number, said
-from mantissa.errors import MantissaError
-from mantissa.files import (
+from mantissa.base.bounds import boundary, number, said
+from mantissa.base.errors import MantissaError
+from mantissa.base.files import (
     atomic_file,
     digests_of,
     disk_errors,
@@ -52,7 +52,7 @@ from mantissa.files import (
     replace_directory,
     temporary_beside,
 )
-from mantissa.tensors import check_tensors, plain_name, require_finite, write_tensors
+from mantissa.base.tensors import check_tensors, plain_name, require_finite, write_tensors
 from mantissa.training.distributed import shard_like
 
 FORMAT = "mantissa-checkpoint"

@@ -1,4 +1,4 @@
-"""Several processes: joining them, wrapping a model for them, and what is sharded; who they are is ``mantissa.ranks``.
+"""Several processes: joining them, wrapping a model for them, what is sharded; ``mantissa.base.ranks`` is who they are.
 
 ``distribute`` wraps a model for DDP (every rank holds all of it) or FSDP2 (every rank holds a shard of each parameter)
 under ``torchrun``. With one process every function here is the identity, so there is no branch elsewhere.
@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mantissa.environ import STORE
-from mantissa.errors import MantissaError
-from mantissa.ranks import Ranks, is_dtensor, is_fsdp, world_size
+from mantissa.base.environ import STORE
+from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import Ranks, is_dtensor, is_fsdp, world_size
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -33,11 +33,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import is_dtensor
+from mantissa.base.splitmix import GOLDEN, mix, signed
+from mantissa.base.tensors import check_tensor
 from mantissa.precision import BF16, NumberFormat, round_stochastically, round_to_format
-from mantissa.ranks import is_dtensor
-from mantissa.splitmix import GOLDEN, mix, signed
-from mantissa.tensors import check_tensor
 from mantissa.training.distributed import local, shard_like
 
 Masters = Literal["fp32", "bf16_stochastic", "bf16_kahan"]

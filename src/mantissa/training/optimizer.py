@@ -29,9 +29,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mantissa.errors import MantissaError, pip_install
-from mantissa.ranks import is_dtensor
-from mantissa.tensors import check_tensor
+from mantissa.base.errors import MantissaError, pip_install
+from mantissa.base.ranks import is_dtensor
+from mantissa.base.tensors import check_tensor
 from mantissa.training.distributed import shard_like
 
 

@@ -67,9 +67,9 @@ from typing import Any, ClassVar, Self
 import torch
 from pydantic import Field, model_validator
 
-from mantissa.bounds import LARGEST_FLOAT, SMALLEST_FLOAT, count, number
-from mantissa.config_base import Section
-from mantissa.errors import MantissaError, nearest
+from mantissa.base.bounds import LARGEST_FLOAT, SMALLEST_FLOAT, count, number
+from mantissa.base.config import Section
+from mantissa.base.errors import MantissaError, nearest
 from mantissa.precision import NumberFormat
 
 

@@ -42,10 +42,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mantissa.bounds import count
-from mantissa.errors import MantissaError
+from mantissa.base.bounds import count
+from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import ALONE, Ranks, is_dtensor
 from mantissa.precision import NumberFormat
-from mantissa.ranks import ALONE, Ranks, is_dtensor
 from mantissa.training.distributed import grad_norm, local
 from mantissa.training.masters import COMPENSATION, MasterWeights
 from mantissa.training.optimizer import flattened, restored

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import Kernels, SimulatedKernels, rollout_kernels
 from mantissa.model import CopiedPolicy, Decoder
 from mantissa.precision import FP16, FP32, PrecisionPolicy, resolve

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import rollout_kernels
 from mantissa.precision import FP32, PrecisionPolicy, resolve
 from mantissa.rollout import Request, SamplingParams, VllmEngine, VllmStart

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels.exact.plan import ModelShapes
 from mantissa.kernels.exact.probe import Work, other_bits, row_operations
 from mantissa.kernels.interface import Kernels

@@ -29,7 +29,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 
 Way = Literal["tiles", "one tile", "fp64"]
 WAYS: tuple[Way, ...] = ("tiles", "one tile", "fp64")  # from the fastest to the safest

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import probe as probes
 from mantissa.kernels.exact.kernels import BLOCK, KEYS, ExactAttention, ExactKernels, batched, cached, causal, product
 from mantissa.kernels.exact.plan import WAYS, AttentionChoice, Choice, ExactPlan, ModelShapes, Way

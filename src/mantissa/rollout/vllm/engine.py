@@ -44,12 +44,12 @@ from urllib.parse import urlencode
 import torch
 from torch import Tensor
 
-from mantissa.environ import changed_environment
-from mantissa.errors import MantissaError
-from mantissa.http import NOT_FOUND, OK, http_answer, server_address
+from mantissa.base.environ import changed_environment
+from mantissa.base.errors import MantissaError
+from mantissa.base.http import NOT_FOUND, OK, http_answer, server_address
+from mantissa.base.ranks import ALONE, Ranks
 from mantissa.kernels import Kernels
 from mantissa.model import CopiedPolicy
-from mantissa.ranks import ALONE, Ranks
 from mantissa.rollout.generation import StopStrings
 from mantissa.rollout.sampling import request_keys
 from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams, check_requests, check_version

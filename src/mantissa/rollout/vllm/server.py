@@ -28,10 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.environ import LAUNCHER, STORE, changed_environment
-from mantissa.errors import MantissaError
-from mantissa.files import disk_errors
-from mantissa.http import OK, http_answer
+from mantissa.base.environ import LAUNCHER, STORE, changed_environment
+from mantissa.base.errors import MantissaError
+from mantissa.base.files import disk_errors
+from mantissa.base.http import OK, http_answer
+from mantissa.base.tensors import plain_name, write_tensors
 from mantissa.model import ModelConfig
 from mantissa.model.config import config_fields
 from mantissa.precision import E4M3, Fp8Policy, NumberFormat
@@ -46,7 +47,6 @@ from mantissa.rollout.vllm.worker import (
     file_name,
     quantization_config,
 )
-from mantissa.tensors import plain_name, write_tensors
 
 _FLAGS = ("--enable-scale-out", "--uvicorn-log-level", "warning", "--disable-uvicorn-access-log", "--disable-log-stats")
 _MODE = {"VLLM_SERVER_DEV_MODE": "1"}  # its endpoints for weights, caches and sleep

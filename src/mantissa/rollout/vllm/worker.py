@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.kernels.native import NativeKernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import E4M3, SQUARE, BlockScaled, Fp8Policy, quantize

@@ -32,7 +32,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 from mantissa.tasks.sandbox.run import cause_of_death
 from mantissa.tasks.types import Problem, Reward, Verifier, describe
 

@@ -28,7 +28,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from mantissa.errors import MantissaError
+from mantissa.base.errors import MantissaError
 
 _LONGEST_NAME = 200  # characters of an exception's
 _DEEPEST = 300  # lists within lists in a value; Python's own stack ends at a thousand

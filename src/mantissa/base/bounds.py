@@ -1,0 +1,166 @@
+"""What keeps hostile or broken input from becoming a traceback, a hang or a full memory: one place for each.
+
+``boundary`` surrounds the parsing of what others wrote (a recipe, a data file, a model's folder, a checkpoint, a chat
+template): whatever it raises becomes one ``MantissaError``. ``time_limit`` ends Python code that does not end by
+itself; ``finished`` does not wait for a library's call that does not. ``require_memory`` compares a bill with the
+machine before anything is built. ``number`` is the range of one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mantissa.base.errors import MantissaError
+
+T = TypeVar("T")
+LARGEST_SIZE = 2**31 - 1  # of anything that is counted: steps, tokens, problems, layers
+LARGEST_SEED = 2**63 - 1
+MOST_LAYERS = 10_000  # each is some twenty objects to make before there is a bill
+BELOW_ONE = 1 - 2.0**-53  # the nearest number below it
+SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # what fp32 holds with all of its mantissa
+
+
+@contextmanager
+def boundary(where: object, advice: str) -> Iterator[None]:
+    """Any exception in the block becomes ``MantissaError("<where>: <what>; <advice>")``; those that are one pass.
+
+    Also what derives from ``BaseException`` alone, as a panic in a Rust library does; not Ctrl-C or an exit.
+    """
+    try:
+        yield
+    except (MantissaError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise MantissaError(f"{where}: {said(error)}; {advice}") from error
+
+
+def said(error: BaseException) -> str:
+    """The first line of an exception, with its kind where the text alone says too little."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    kind, text = type(error).__name__, next(iter(str(error).strip().splitlines()), "")
+    return text if isinstance(error, OSError) else f"{kind}: {text}" if text else kind
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """``TimeoutError`` in the block after ``seconds`` of it, in whichever thread; no single call into C."""
+    thread, lock, running = threading.get_ident(), threading.Lock(), True
+
+    def end(exception: Any) -> None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)
+
+    def late() -> None:
+        with lock:
+            if running:
+                end(ctypes.py_object(TimeoutError))
+
+    timer = threading.Timer(seconds, late)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except TimeoutError:
+        raise TimeoutError(f"took longer than {seconds:g} s") from None
+    finally:
+        with lock:
+            running = False
+        end(None)  # where it came too late to be raised inside
+        timer.cancel()
+
+
+def finished(seconds: float, call: Callable[[], T]) -> T:
+    """What ``call`` gives, in a thread of its own; ``TimeoutError`` after ``seconds``, inside a call into C too.
+
+    The thread is then left behind, at work; it ends with the process. The call must let other threads go on.
+    """
+    got: list[T] = []
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            got.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised again below; a Rust library's panic is no Exception
+            raised.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if raised:
+        raise raised[0]
+    if not got:
+        raise TimeoutError(f"took longer than {seconds:g} s")
+    return got[0]
+
+
+def require_memory(needed: int, what: str, advice: str) -> None:
+    """``MantissaError`` where ``needed`` bytes are more than this machine has free; says both numbers."""
+    there = available_memory()
+    if there is not None and needed > there:
+        raise MantissaError(f"{what}: {needed:,} bytes at least, and {there:,} are available here; {advice}")
+
+
+def available_memory() -> int | None:
+    """Bytes that a process could still take: free, reclaimable and swap, within its control group; None: unknown."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = sum(int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "SwapFree"))
+    except (OSError, KeyError, ValueError):
+        return None
+    group = Path("/sys/fs/cgroup")
+    try:
+        return min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # no such group, or no limit ("max")
+        return free
+
+
+def number(value: Any, low: float, high: float = LARGEST_FLOAT, *, whole: bool = False) -> bool:
+    """Whether ``value`` is a number (no bool, no text) in [low, high]: finite in fp32, but for a ``high`` of inf."""
+    kinds = int if whole else (int, float)
+    if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
+        return False
+    return value in (low, high) or abs(value) <= LARGEST_FLOAT
+
+
+def outside(value: float, low: float | None, high: float | None) -> float:
+    """How far ``value`` lies outside [low, high], a metric's healthy range; None is an open end.
+
+    0 inside, infinite for what is not finite, whatever the range.
+    """
+    if not math.isfinite(value):
+        return math.inf
+    return max(0.0, 0.0 if low is None else low - value, 0.0 if high is None else value - high)
+
+
+def check_values(where: str, values: Mapping[str, Any], checks: Mapping[str, tuple[bool, str]]) -> None:
+    """``MantissaError``, "where: name=value: expected ...", for the first of ``checks`` (good, expected) that fails."""
+    for name, (good, expected) in checks.items():
+        if not good:
+            raise MantissaError(f"{where}: {name}={values[name]!r}: expected {expected}")
+
+
+def count(value: Any, name: str) -> int:
+    """``value`` where it is a whole number from 0 on; else ``MantissaError``, which ``name`` begins."""
+    if not number(value, 0, LARGEST_SEED, whole=True):
+        raise MantissaError(f"{name} is {value!r}, expected a whole number from 0 on; it is damaged")
+    return int(value)
+
+
+def representable(value: float) -> bool:
+    """Whether fp32 holds a number at full precision: finite, and 0 or at least 1.2e-38 in magnitude."""
+    return value == 0 or SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
+
+
+def regular_file(path: Path) -> bool:
+    """Whether ``path`` may be read: a file, and not a pipe or device that never ends. False where there is none."""
+    if path.is_file():
+        return True
+    if path.exists() and not path.is_dir():
+        raise MantissaError(f"{path}: expected a file, found a pipe or a device; replace it")
+    return False

@@ -1,0 +1,212 @@
+"""Files and folders that are either the old version or the new one, whatever kills the process and when.
+
+The recipe is the usual one: write beside, fsync, rename over, fsync the folder. A rename inside one file system is
+atomic, so a reader sees one whole version; the first fsync makes sure that the new name never points at data the disk
+does not have yet, the second that the rename itself outlives a power cut. What a kill can leave behind is a temporary
+beside the file, whose name starts with a dot and ends in ``.tmp``: ``remove_leftovers`` sweeps those.
+
+Failures of the disk are the user's to mend (space, permissions), so they surface as one-line ``MantissaError``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from errno import EACCES, EDQUOT, EFBIG, EIO, ENAMETOOLONG, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS
+from pathlib import Path
+
+from mantissa.base.bounds import boundary
+from mantissa.base.errors import MantissaError
+
+DIGESTS = "digests.json"  # in a folder: the SHA-256 of each of its other files
+_ADVICE = {
+    ENOSPC: "free some space or choose another folder",
+    EDQUOT: "free some of your quota or choose another folder",
+    EFBIG: "raise the file size limit (ulimit -f) or choose another folder",
+    EACCES: "change its permissions or choose another folder",
+    EPERM: "change its permissions or choose another folder",
+    EROFS: "it is on a read-only file system; choose another folder",
+    ENOTDIR: "a part of this path is a file; choose another folder",
+    ENAMETOOLONG: "choose a shorter name",
+    ENOENT: "a folder is gone; if it was renamed, give it its name back",
+    EIO: "the disk reports a fault; choose another one",
+}
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_AT_FDCWD = -100  # fcntl.h: paths are relative to the current folder
+
+
+@contextmanager
+def disk_errors(path: Path | str) -> Iterator[None]:
+    """Turn an ``OSError`` that the user can mend, met while writing ``path``, into a ``MantissaError``."""
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0)
+        if advice is None:
+            raise
+        raise MantissaError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
+
+
+def fsync(path: Path) -> None:
+    """Make a file's content durable, or the names in a folder: new files, renames, removals."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A fresh name in the folder of ``path``, which ``remove_leftovers`` recognises."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+
+
+def remove_leftovers(folder: Path) -> list[Path]:
+    """Delete the temporaries that killed writers left in ``folder`` (not below it); for the folder's one writer."""
+    if not folder.is_dir():
+        return []
+    leftovers = sorted(folder.glob(".*.tmp"))
+    for path in leftovers:
+        remove(path)
+    return leftovers
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a folder with all that is in it, or a link and not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def numbered(folder: Path, prefix: str = "step-", suffix: str = "") -> list[int]:
+    """The N of all ``<prefix>N<suffix>`` in a folder, ascending: digits as this program writes them, no others."""
+    if not folder.is_dir():
+        return []
+    pattern = re.compile(f"{re.escape(prefix)}(0|[1-9][0-9]{{0,17}}){re.escape(suffix)}")
+    return sorted(int(found[1]) for found in map(pattern.fullmatch, os.listdir(folder)) if found)
+
+
+def digests_of(paths: Iterable[Path]) -> dict[str, str]:
+    """SHA-256 of each file, hexadecimal, by the file's name; several files at a time."""
+
+    def digest(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    paths = list(paths)
+    with ThreadPoolExecutor(4) as pool:
+        return {path.name: found for path, found in zip(paths, pool.map(digest, paths), strict=True)}
+
+
+def write_digests(folder: Path, known: Mapping[str, str]) -> None:
+    """Write the SHA-256 of every file in ``folder`` into it; ``known``: those that were taken while writing."""
+    rest = digests_of(path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in known)
+    write_atomically(folder / DIGESTS, json.dumps({**known, **rest}, indent=1, sort_keys=True) + "\n")
+
+
+def check_digests(folder: Path, weights: bool = True) -> None:
+    """``MantissaError`` where a file of ``folder`` is not what ``write_digests`` saw. Other folders have none: nothing.
+
+    ``weights``: also those of tensors, which takes about a second for each gigabyte or two.
+    """
+    path = folder / DIGESTS
+    if not path.is_file():
+        return
+    with boundary(path, "restore the file, or delete it to go without"):
+        expected = {name: str(found) for name, found in json.loads(path.read_text()).items()}
+        there = [folder / Path(name).name for name in expected if weights or not name.endswith(".safetensors")]
+        found = digests_of(path for path in there if path.is_file())
+        odd = next((path.name for path in there if found.get(path.name) != expected[path.name]), None)
+    if odd is not None:
+        what = "damaged, or was changed" if odd in found else "gone"
+        raise MantissaError(
+            f"{folder / odd} is {what} since this folder was written; write it again, or delete {DIGESTS} there if the "
+            "change was meant"
+        )
+
+
+@contextmanager
+def atomic_file(path: Path | str) -> Iterator[Path]:
+    """Yield a temporary path to write a whole file to; when the block ends well it becomes ``path``, durably.
+
+    When the block raises, the temporary is deleted and ``path`` is as it was. Full disks and missing permissions
+    raise ``MantissaError``.
+    """
+    path = Path(path)
+    temporary = temporary_beside(path)
+    with disk_errors(path):
+        try:
+            yield temporary
+            fsync(temporary)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync(path.parent)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """``atomic_file`` for a folder, which ``replace_directory`` puts in its place; its parents are made."""
+    temporary = temporary_beside(path)
+    with disk_errors(path):
+        try:
+            temporary.mkdir(parents=True)
+            yield temporary
+            replace_directory(temporary, path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # gone already where it took the place
+
+
+def write_atomically(path: Path | str, data: bytes | str) -> None:
+    """Write ``data`` (text as UTF-8) to ``path`` so that a kill at any instant leaves the old file or the new one."""
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def replace_directory(temporary: Path | str, final: Path | str) -> None:
+    """Put the finished folder ``temporary`` in the place of ``final``, durably; both in one file system.
+
+    Everything in ``temporary`` is fsynced first. Where ``final`` exists the two are exchanged in one system call and
+    the old one is deleted, so ``final`` is a whole folder at every instant. Where the kernel or the file system
+    cannot exchange, ``final`` is moved aside first: killed between the two renames, it is missing, and the new
+    version lies complete beside it.
+    """
+    temporary, final = Path(temporary), Path(final)
+    with disk_errors(final):
+        for folder, _, names in os.walk(temporary):
+            for name in names:
+                fsync(Path(folder) / name)
+            fsync(Path(folder))
+        if not final.exists():
+            os.rename(temporary, final)
+            fsync(final.parent)
+            return
+        aside = temporary_beside(final)
+        if _exchange(temporary, final):
+            os.rename(temporary, aside)  # a leftover's name, in case a kill interrupts its removal
+        else:
+            os.rename(final, aside)
+            os.rename(temporary, final)
+        fsync(final.parent)
+        remove(aside)
+
+
+def _exchange(left: Path, right: Path) -> bool:
+    """Swap two names in one system call; False where this system cannot."""
+    if sys.platform != "linux":
+        return False
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    return renameat2(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE) == 0

@@ -1,0 +1,127 @@
+"""A file of JSON rows that is only ever appended to, and survives being cut off in the middle of a line.
+
+Non-finite numbers are kept, because the step on which a run diverged is the one worth reading: JSON has no word for
+them, so they are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` and read back as floats. Every
+other float is written in its shortest form that reads back as the same double.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mantissa.base.errors import MantissaError
+from mantissa.base.files import disk_errors, write_atomically
+
+Row = dict[str, Any]
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class JsonLines:
+    """Rows in ``path``, one a line, each with an integer ``step`` larger than the one before."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._last_step: int | None = None
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one row and fsync it, so that no later checkpoint can be on disk without it.
+
+        Raises ValueError for a row without an integer step, or one that does not come after the last row; and
+        ``MantissaError`` when the disk is full or the file unwritable.
+        """
+        step = row.get("step")
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise ValueError(f"a row needs an integer 'step', not {step!r}")
+        if self._last_step is None:
+            self._drop_torn_line()
+            rows = self.read()
+            self._last_step = rows[-1]["step"] if rows else step - 1
+        if step <= self._last_step:
+            raise ValueError(
+                f"{self.path.name}: step {step} after step {self._last_step}; truncate before writing again"
+            )
+        line = (encode(row) + "\n").encode()
+        # Unbuffered: a buffer would write what is left of a failed line once more when the file is closed.
+        with disk_errors(self.path), open(self.path, "ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            try:
+                while line:
+                    line = line[file.write(line) :]
+                os.fsync(file.fileno())
+            except OSError:
+                if self.path.is_file():
+                    file.truncate(end)
+                raise
+        self._last_step = step
+
+    def read(self) -> list[Row]:
+        """All rows. A last line that a kill cut short is left out; damage anywhere else is a ``MantissaError``."""
+        if not self.path.exists():
+            return []
+        *lines, tail = self.path.read_bytes().split(b"\n")
+        rows = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                rows.append(decode(line))
+            except (ValueError, RecursionError):
+                raise MantissaError(
+                    f"{self.path}, line {number}: expected a row of JSON with a step, got {line[:60]!r}; "
+                    "delete the line, or restore the file"
+                ) from None
+        del tail  # the text after the last newline is empty, or a line that was never finished
+        return rows
+
+    def truncate(self, step: int) -> None:
+        """Keep the rows up to and including ``step``, atomically."""
+        rows = [row for row in self.read() if row["step"] <= step]
+        write_atomically(self.path, "".join(encode(row) + "\n" for row in rows))
+        self._last_step = None
+
+    def _drop_torn_line(self) -> None:
+        """Cut what follows the last newline, or the next row would be glued to it."""
+        if not self.path.is_file():
+            return
+        with disk_errors(self.path), open(self.path, "rb+") as file:
+            data = file.read()
+            file.truncate(data.rfind(b"\n") + 1)
+
+
+def encode(row: Mapping[str, Any]) -> str:
+    """One row as one line of strict JSON. Raises TypeError for values that are not numbers, strings, bools or None."""
+    for key, value in row.items():
+        if not isinstance(value, bool | int | float | str | None) or (isinstance(value, str) and value in _NON_FINITE):
+            raise TypeError(f"{key}: expected a plain number or string, got {type(value).__name__}")
+    return json.dumps(in_words(row), allow_nan=False)
+
+
+def decode(line: bytes) -> Row:
+    """The row that ``encode`` wrote. Raises ValueError for anything else."""
+    row = json.loads(line)
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise ValueError("not a row with a step")
+    return from_words(row)
+
+
+def in_words(value: Any) -> Any:
+    """``value`` with the words for numbers that are not finite, in dicts and lists too."""
+    if isinstance(value, Mapping):
+        return {key: in_words(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [in_words(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def from_words(value: Any) -> Any:
+    """What ``in_words`` was given."""
+    if isinstance(value, dict):
+        return {key: from_words(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [from_words(item) for item in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value

@@ -1,0 +1,105 @@
+"""The one reader of YAML: bounded in length, brackets and values, an error in it one line with its position."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from mantissa.base.bounds import boundary
+from mantissa.base.errors import MantissaError
+
+
+class Limits(NamedTuple):
+    """Of a document. ``values``: with every alias written out, so that few lines cannot stand for billions."""
+
+    characters: int
+    brackets: int  # on which PyYAML's scanner is slow
+    values: int
+
+
+WRITTEN = Limits(20_000, 200, 5_000)  # by a person: a recipe, a lab, an override
+RECORDED = Limits(200_000, 5_000, 50_000)  # by a program, or a table of tests
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: ``1e-3`` is a number (YAML 1.1 wants ``1.0e-3``), and a key given twice is an error."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, int) and value.bit_length() > 64:
+                raise MantissaError(f"line {node.start_mark.line + 1}: a number of more than 64 bits")
+            return value
+        except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
+            if isinstance(error, MantissaError):
+                raise
+            kind, text = node.tag.rpartition(":")[2], str(node.value)[:60]
+            raise MantissaError(f"line {node.start_mark.line + 1}: {text!r} is no {kind}") from None
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        keys = [self.construct_object(key, deep=True) for key, _ in pairs]
+        seen = set()
+        for key in keys:
+            if not isinstance(key, Hashable):
+                continue  # which the line below refuses
+            if key in seen:
+                raise MantissaError(f"line {node.start_mark.line + 1}: the key {key!r} is given twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def read_yaml(path: Path, limits: Limits = WRITTEN) -> Any:
+    """What a file holds, read no further than the limits go. Errors: ``parse_yaml``'s, and the system's."""
+    with path.open(encoding="utf-8") as file:
+        return parse_yaml(file.read(limits.characters + 1), str(path), limits)
+
+
+def read_shipped(path: Path) -> Any:
+    """A table that comes with the package: nobody else wrote it, and it is read each time that a command starts."""
+    return yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def parse_yaml(text: str, where: str, limits: Limits = WRITTEN) -> Any:
+    """Parse YAML; a mistake in it becomes one line with its position. Bounded in length and, aliases written out, in
+    values."""
+    if len(text) > limits.characters or text.count("[") + text.count("{") > limits.brackets:
+        raise MantissaError(
+            f"{where}: more than {limits.characters:,} characters or {limits.brackets:,} brackets; shorten it"
+        )
+    with boundary(where, "expected YAML"):
+        try:
+            loader = _Loader(text)
+            node = loader.get_single_node()
+            _values_in(node, limits.values, {})
+            return None if node is None else loader.construct_document(node)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark
+            at = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+            raise MantissaError(f"{where}{at}: not valid YAML: {error.problem or error}") from None
+        except MantissaError as error:
+            raise MantissaError(f"{where}: {error}") from None
+
+
+def _values_in(node: yaml.Node | None, most: int, known: dict[int, int]) -> int:
+    """How many values a document has with every alias written out. ``known``: of nodes seen; 0 while inside one."""
+    if node is None or isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = 0
+        inner = [each for pair in node.value for each in (pair if isinstance(pair, tuple) else (pair,))]
+        known[id(node)] = 1 + sum(_values_in(each, most, known) for each in inner)
+    total = known[id(node)]
+    if not 0 < total <= most:
+        what = f"more than {most:,} values" if total else "an alias of what it is inside of"
+        raise MantissaError(f"line {node.start_mark.line + 1}: {what}; write out what is meant")
+    return total

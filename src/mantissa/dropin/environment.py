@@ -1,0 +1,157 @@
+"""The environment variables of a known FP16 training utility, and the configuration that they describe.
+
+What the process's own environment does not say, a ``.env`` file in the working directory may.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import TypeAdapter, ValidationError
+
+from mantissa.base.bounds import BELOW_ONE, LARGEST_SIZE, SMALLEST_FLOAT, boundary, check_values, number, regular_file
+from mantissa.base.errors import MantissaError, pip_install
+from mantissa.training.scaler import ScalerConfig
+
+_LARGEST_DOTENV = 2**20
+_SWITCH = "ENABLE_FP16_TRAINING"
+# Environment variable -> field of the configuration: what ``from_environment`` reads, and what the docs show.
+ENVIRONMENT = {
+    _SWITCH: "enabled",
+    "FP16_LOSS_SCALE": "loss_scale",
+    "FP16_GROWTH_FACTOR": "growth_factor",
+    "FP16_BACKOFF_FACTOR": "backoff_factor",
+    "FP16_GROWTH_INTERVAL": "growth_interval",
+}
+_EXPECTED = {
+    bool: "true or false (or 1, 0, yes, no, on, off)",
+    int: "a whole number",
+    float: "a number",
+}
+
+
+class FP16Config:
+    """What the two configurations share: their environment, their checks and the scaling rule they describe."""
+
+    enabled: bool
+    loss_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    max_grad_norm: float | None
+    adaptive_clip: float | None
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense now, not at the first step."""
+        bound, clip, counted = self.max_grad_norm, self.adaptive_clip, "a whole number from 1 on"
+        check_values(type(self).__name__, vars(self), {
+            "enabled": (isinstance(self.enabled, bool), "True or False"),
+            "loss_scale": (number(self.loss_scale, SMALLEST_FLOAT), "a finite number above 0"),
+            "growth_factor": (number(self.growth_factor, 1), "a finite number, 1 or more"),
+            "backoff_factor": (number(self.backoff_factor, SMALLEST_FLOAT, BELOW_ONE),
+                               "between 0 and 1: an overflow lowers the scale"),
+            "growth_interval": (number(self.growth_interval, 1, LARGEST_SIZE, whole=True), counted),
+            "gradient_accumulation_steps": (number(self.accumulate, 1, LARGEST_SIZE, whole=True), counted),
+            "max_grad_norm": (bound is None or number(bound, 0, math.inf), "0 or more, or None"),
+            "adaptive_clip": (clip is None or number(clip, SMALLEST_FLOAT), "more than 0, or None"),
+        })  # fmt: skip
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **fields: Any) -> Self:
+        """The configuration with every variable of ``ENVIRONMENT`` that is set; ``fields`` come first.
+
+        ``environment``: by default that of the process, now, and below it a ``.env`` file's. A value that makes no
+        sense is a ``MantissaError`` that names the variable.
+        """
+        environment = current_environment() if environment is None else environment
+        types = {each.name: type(each.default) for each in dataclasses.fields(FP16TrainingConfig)}
+        found = {v: name for v, name in ENVIRONMENT.items() if v in environment and name not in fields}
+        for variable, name in found.items():
+            fields[name] = _parsed(variable, environment[variable], types[name])
+        try:
+            return cls(**fields)
+        except MantissaError as error:
+            given = ", ".join(f"{variable}={environment[variable]!r}" for variable in found)
+            raise MantissaError(f"{error} (the environment says {given})" if given else str(error)) from None
+
+    @property
+    def number_format(self) -> str:
+        """The format that is asked for."""
+        return "fp16" if self.enabled else "fp32"
+
+    @property
+    def accumulate(self) -> int:
+        """Batches to an optimiser step."""
+        return 1
+
+    def scaler_config(self) -> ScalerConfig:
+        """The dynamic rule that these numbers mean; one overflow gives a batch up, as there."""
+        return ScalerConfig(
+            initial=self.loss_scale,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+            floor=min(1.0, self.loss_scale),
+            retries=0,
+        )
+
+
+@dataclass(frozen=True)
+class FP16TrainingConfig(FP16Config):
+    """``enabled``: fp16, else fp32. ``loss_scale``: the first scale; the other three are the dynamic rule.
+
+    ``max_grad_norm``: bound on the unscaled gradient's norm; None and 0 never clip. ``adaptive_clip``, ``backend`` and
+    ``fallback``: as ``PrecisionTrainer``.
+    """
+
+    enabled: bool = True
+    loss_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    max_grad_norm: float | None = field(default=1.0, kw_only=True)
+    adaptive_clip: float | None = field(default=None, kw_only=True)
+    backend: Literal["auto", "native", "simulated"] = field(default="auto", kw_only=True)
+    fallback: Literal["error", "warn"] = field(default="error", kw_only=True)
+
+
+def switched_off(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether ``ENABLE_FP16_TRAINING`` says no: then every trainer is in fp32, whatever its configuration says."""
+    text = (current_environment() if environment is None else environment).get(_SWITCH)
+    return text is not None and not _parsed(_SWITCH, text, bool)
+
+
+def _parsed(variable: str, text: str, kind: type) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(text.strip())
+    except ValidationError:
+        raise MantissaError(f"{variable}={text!r}: expected {_EXPECTED[kind]}") from None
+
+
+def current_environment() -> dict[str, str]:
+    """The variables of ``ENVIRONMENT``: the process's own, and where it has none those of ``.env`` in this folder.
+
+    A ``.env`` that says nothing of them is not looked at further. ``MantissaError`` for one that cannot be read, and
+    where it does but ``python-dotenv`` is missing.
+    """
+    own = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    path = Path(".env")
+    with boundary(".env", "mend it, or set the variables in the environment"):
+        if not regular_file(path) or path.stat().st_size > _LARGEST_DOTENV:
+            return own
+        text = path.read_text("utf-8")
+        if not any(name in text for name in ENVIRONMENT.keys() - own):
+            return own
+        try:
+            from dotenv import dotenv_values
+        except ImportError:
+            raise MantissaError(f".env sets variables of ours: {pip_install('dotenv')} to have it read") from None
+        found = dotenv_values(stream=io.StringIO(text), interpolate=False)
+    return {name: value for name, value in found.items() if name in ENVIRONMENT and value is not None} | own

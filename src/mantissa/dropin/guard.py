@@ -1,0 +1,543 @@
+"""The guard: a plan for leaving low precision, as code. It reads what a run logs and says when to go back.
+
+A run in fp16 can fail in ways that its own loop does not see: it overflows so often that little is learned, its loss
+drifts from that of the same run in fp32, it is slower than fp32 would be. What is tolerable is decided before the run,
+as thresholds; the guard holds each step's row against them:
+
+    rule        over the window                                            says
+    nonfinite   losses that are not finite, in a row                       warn (the first), fall back
+    overflow    steps that overflowed / steps                              warn, alert, fall back
+    loss        mean loss above the reference's, over the same steps       warn, fall back
+    divergence  mean loss above the best mean so far (off by default)      fall back
+    accuracy    mean accuracy below the reference's, or the best mean      warn, fall back
+    reward      mean reward below it, as a share of the rewards' range     warn, fall back
+    speed       reference's median time of a step / this run's             warn
+    gate        steps with a metric outside its healthy range / steps      warn, alert
+
+The most severe action wins and every reason is kept. *Fall back* means: load the last good checkpoint and go on in a
+wider format. The guard does none of that itself; it decides, and then forgets its window, since the steps in it led to
+a state that is gone. Where no fall back is left, or the format is as wide already, the same trouble is *stop*.
+
+A run of RL has no loss on a common scale from batch to batch, so of its ``policy/loss`` only ``nonfinite`` is judged;
+accuracy and reward are its measure, as the rows of a trainer know neither.
+
+Decisions are a pure function of the rows (and of the reference, read once): no clock, no random numbers, sums that are
+rounded once. So they can be reproduced from ``metrics.jsonl``, and a guard can be rebuilt by replaying it. Two things
+follow for whoever writes the rows. Steps must go on counting over a fall back, and its rows stay in the file. And the
+guard is never restored from the checkpoint that a fall back loads: it would forget that it fell back.
+
+What the guard cannot see: a window is evidence of the past, and trouble may be some steps older than its decision. So
+``good`` asks for more than the absence of an alert.
+
+What a guarded run keeps on disk beside its metrics: ``guard.json``, its settings, and ``guard.jsonl``, decisions.
+
+``guard.json`` says with which settings, and with how much of which reference, the run is judged. A run keeps them for
+its life, or its decisions could not be reproduced. ``guard.jsonl`` has a row for every decision that is not "ok", and
+for the first "ok" after one. A step's row in ``metrics.jsonl`` is written first: killed between the two, a run lacks
+its newest decision and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from mantissa.base.bounds import boundary, outside
+from mantissa.base.errors import MantissaError
+from mantissa.base.files import write_atomically
+from mantissa.base.jsonl import JsonLines, Row
+from mantissa.base.ranks import ALONE, Ranks
+from mantissa.dropin.guard_config import DROPS, GuardConfig, Reference, figure, finite_loss, mean
+
+FORMAT = "mantissa-guard"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """What ``guard.json`` holds: the config, and how many rows of the reference were read and what they hash to."""
+
+    config: GuardConfig
+    reference_rows: int | None = None
+    reference_digest: str | None = None
+
+    @classmethod
+    def of(cls, guard: Guard) -> GuardSettings:
+        known = guard.reference
+        return cls(guard.config) if known is None else cls(guard.config, known.rows, known.digest)
+
+    def write(self, folder: Path | str) -> None:
+        """Write ``folder/guard.json``, atomically."""
+        values = {
+            "format": FORMAT,
+            "version": VERSION,
+            "config": self.config.model_dump(mode="json"),
+            "reference_rows": self.reference_rows,
+            "reference_digest": self.reference_digest,
+        }
+        write_atomically(Path(folder) / "guard.json", json.dumps(values, indent=2) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path | str) -> GuardSettings | None:
+        """What ``folder/guard.json`` says; None without one. Raises ``MantissaError`` where it is something else."""
+        path = Path(folder) / "guard.json"
+        if not path.exists():
+            return None
+        with boundary(f"{path} is not JSON", "restore it, or delete it"):
+            values: Any = json.loads(path.read_bytes())
+        if not isinstance(values, dict) or values.get("format") != FORMAT or not isinstance(values.get("config"), dict):
+            raise MantissaError(f"{path}: expected the settings of a guard; restore it, or delete it")
+        if values.get("version") != VERSION:
+            raise MantissaError(f"{path} has version {values.get('version')!r}; this Mantissa reads version {VERSION}")
+        try:
+            config = GuardConfig(**values["config"])
+        except MantissaError as error:
+            raise MantissaError(f"{path}: {error}") from None
+        rows = values.get("reference_rows")
+        return cls(config, rows if isinstance(rows, int) else None, values.get("reference_digest"))
+
+    def read_reference(self, path: Path | str | None = None) -> Reference | None:
+        """The part of the reference that the run was judged with; ``path``: where it lies now, if it was moved.
+
+        Raises ``MantissaError`` where it is gone, or is not what it was.
+        """
+        where = path if path is not None else self.config.reference
+        if where is None:
+            return None
+        if not Path(where).exists():
+            raise MantissaError(f"the reference {where} is not there; give the folder that it was moved to")
+        reference = Reference.read(where, self.reference_rows)
+        if self.reference_digest is not None and reference.digest != self.reference_digest:
+            raise MantissaError(
+                f"the reference {where} has changed: its first {self.reference_rows} rows are not those that the run "
+                "was judged with; restore it, or give the folder it was moved to"
+            )
+        return reference
+
+
+class GuardLog:
+    """The decisions of one run in ``folder/guard.jsonl``. Get one, and its guard, from ``open_guard``."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self._rows = JsonLines(Path(folder) / "guard.jsonl")
+        self._action: Action = self._last_action()
+
+    def add(self, decision: Decision) -> bool:
+        """Log the decision if it is noteworthy, durably; returns whether it was."""
+        kept = not decision.action == self._action == "ok"
+        if kept:
+            self._rows.append(decision.row())
+        self._action = decision.action
+        return kept
+
+    def read(self) -> list[Decision]:
+        """Every logged decision, oldest first. Raises ``MantissaError`` for rows that are none."""
+        try:
+            rows = self._rows.read()
+        except OSError as error:
+            raise MantissaError(f"cannot read {self._rows.path}: {error.strerror or error}") from None
+        try:
+            return [Decision.from_row(row) for row in rows]
+        except MantissaError as error:
+            raise MantissaError(f"{self._rows.path}: {error}") from None
+
+    def truncate(self, step: int) -> None:
+        """Forget the decisions after ``step``: what a resume from the checkpoint of that step begins with."""
+        if self._rows.path.exists():
+            self._rows.truncate(step)
+        self._action = self._last_action()
+
+    def _last_action(self) -> Action:
+        decisions = self.read()  # the newest row tells: whatever came after it was ok, and before that too
+        return decisions[-1].action if decisions else "ok"
+
+
+def open_guard(folder: Path | str, config: GuardConfig) -> tuple[Guard, GuardLog]:
+    """A run's guard and its log: of a new run, which gets its ``guard.json``, or of one that is resumed.
+
+    Raises ``MantissaError`` where the run was guarded with other settings, or with a reference that is no longer so.
+    """
+    settings = GuardSettings.read(folder)
+    if settings is None:
+        guard = Guard(config)
+        GuardSettings.of(guard).write(folder)
+    else:
+        was, now = settings.config.model_dump(), config.model_dump()
+        changed = [f"{name}={was[name]!r}, now {now[name]!r}" for name in now if was[name] != now[name]]
+        if changed:
+            raise MantissaError(
+                f"{folder} was guarded with {'; '.join(changed)}: go on with the settings it has, or start another run"
+            )
+        guard = Guard(config, settings.read_reference())
+    return guard, GuardLog(folder)
+
+
+class Judge:
+    """A run's guard and its log, asked after every row. Rank 0 judges, and every rank learns what it decided.
+
+    ``guard``: rank 0's; None elsewhere. ``reasons``: of the last decision. ``say`` hears what has changed.
+    Raises ``MantissaError`` as ``open_guard``.
+    """
+
+    def __init__(
+        self, folder: Path | str, config: GuardConfig, say: Callable[[str], None], ranks: Ranks = ALONE
+    ) -> None:
+        self.guard: Guard | None = None
+        self.reasons: tuple[str, ...] = ()
+        self._say = say
+        self._ranks = ranks
+        self._told: tuple[Any, ...] = ("ok", ())  # action and rules of the decision before
+        if ranks.rank0:
+            self.guard, self._log = open_guard(folder, config)
+
+    @property
+    def good(self) -> bool:
+        """Whether a checkpoint written now may be called the last good one. Collective, as all here."""
+        return self._ranks.max_of(float(self.guard is not None and self.guard.good)) > 0
+
+    def judge(self, row: Mapping[str, Any]) -> bool:
+        """Whether to fall back after this row, which is on disk already; the decision is logged when this returns.
+
+        ``MantissaError``: the guard stops the run.
+        """
+        decision = None if self.guard is None else self._decide(self.guard, row)
+        self.reasons = decision.reasons if decision else ("rank 0 says why",)
+        action = self._ranks.max_of(float(severity(decision.action)) if decision else 0.0)
+        if action == severity("stop"):
+            raise MantissaError(f"the guard stops the run at step {row['step']}: {'; '.join(self.reasons)}")
+        return action == severity("fall back")
+
+    def _decide(self, guard: Guard, row: Mapping[str, Any]) -> Decision:
+        decision = guard.observe(row)
+        self._log.add(decision)
+        told = (decision.action, decision.rules)
+        if told != self._told:  # a standing warning is logged every step, and told once
+            why = f": {'; '.join(decision.reasons)}" if decision.reasons else " again"
+            self._say(f"guard: step {decision.step}: {decision.action}{why}")
+        self._told = ("ok", ()) if decision.action == "fall back" else told
+        return decision
+
+    def rewind(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Be as after ``step``, whose rows these are: decisions are a function of them, those after it forgotten."""
+        if self.guard is not None:
+            self._log.truncate(step)
+            self.guard = Guard(self.guard.config, self.guard.reference)
+            for row in rows:
+                self.guard.observe(row)
+
+
+Action = Literal["ok", "warn", "alert", "fall back", "stop"]
+ACTIONS: tuple[Action, ...] = get_args(Action)  # in the order of severity
+_AS_WIDE = {"bf16": ("bf16", "fp32"), "fp32": ("fp32",)}  # formats from which falling back to the key gains nothing
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the guard says after a step.
+
+    ``reasons``: one line for each rule that fired, the most severe first, beginning with the rule's name and a colon;
+    for "fall back" and "stop" one more line that says where to, or why not.
+    ``numbers``: every figure there was enough data for, whether its rule fired or not: ``steps`` (in the window),
+    ``overflowed_rate``, ``loss_mean``, ``nonfinite_in_a_row``, ``fall_backs`` (before this step) and, where measured,
+    ``best_loss_mean``, ``compared_loss_mean``, ``reference_loss_mean``, ``loss_excess``, ``accuracy_mean``,
+    ``accuracy_drop``, ``reward_mean``, ``reward_drop``, ``speed``, ``outside/<gate>``.
+    """
+
+    step: int
+    action: Action
+    reasons: tuple[str, ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The names of the rules that fired, in the order of ``reasons``."""
+        names = (reason.partition(":")[0] for reason in self.reasons)
+        return tuple(name for name in names if name not in ACTIONS)
+
+    def row(self) -> Row:
+        """The decision as one flat row of JSON; ``from_row`` reads it."""
+        return {"step": self.step, "action": self.action, "reasons": "\n".join(self.reasons), **self.numbers}
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Decision:
+        """The inverse of ``row``. Raises ``MantissaError`` for a row that is no decision."""
+        numbers = {name: value for name, value in row.items() if name not in ("step", "action", "reasons")}
+        good = row.get("action") in ACTIONS and isinstance(row.get("reasons"), str)
+        if not good or not all(isinstance(value, int | float) for value in numbers.values()):
+            raise MantissaError(f"step {row.get('step')}: expected a decision of the guard, got {dict(row)!r:.80}")
+        return cls(row["step"], row["action"], tuple(row["reasons"].split("\n")) if row["reasons"] else (), numbers)
+
+
+def severity(action: Action) -> int:
+    """0 for ok up to 4 for stop."""
+    return ACTIONS.index(action)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What is kept of one row, by name: ``loss``, ``overflowed`` and ``outside/<gate>`` (0 or 1), ``seconds``, and the
+    names of ``DROPS``; finite numbers only. ``theirs``: what the reference had, where training was as far."""
+
+    ours: dict[str, float]
+    theirs: dict[str, float]
+
+
+Finding = tuple[Action, str]
+
+
+class Guard:
+    """Watches one run. ``observe`` each row once, in order; no row is kept longer than the window.
+
+    ``reference``: read from ``config.reference`` where not given, which raises ``MantissaError`` when it is no run.
+    """
+
+    def __init__(self, config: GuardConfig | None = None, reference: Reference | None = None) -> None:
+        self.config = config or GuardConfig()
+        if reference is None and self.config.reference is not None:
+            reference = Reference.read(self.config.reference)
+        self.reference = reference
+        self.fall_backs = 0
+        self._last_step: int | None = None
+        self._quiet: int | None = None  # steps since the last trouble; None: there was none yet
+        self._updates: float | None = None  # the row before's optim/updates
+        self._rewards: tuple[float, float] | None = None  # the smallest and the largest seen
+        self._lost = 0  # updates undone by going back to a checkpoint: step n continues what was step n - lost
+        self._forget()
+
+    def _forget(self) -> None:
+        self._window: deque[_Seen] = deque(maxlen=self.config.window)
+        self._nonfinite = 0
+        self._best: float | None = None
+        self._tops: dict[str, float] = {}  # best window mean by name of DROPS
+        self._magnitude: float | None = None  # mean |loss| of the first losses: what the floor is a share of
+
+    @property
+    def good(self) -> bool:
+        """Whether a checkpoint written now may be called the last good one.
+
+        True before the first step and until trouble is seen; after trouble, when ``good_after`` steps were free of it.
+        Trouble: a loss that is not finite, one above the reference's by ``loss_warn``, accuracy or reward lower by what
+        warns, an alert, or worse.
+        """
+        return self._quiet is None or self._quiet >= self.config.good_after
+
+    def observe(self, row: Mapping[str, Any]) -> Decision:
+        """Decide after one more row. Raises ``MantissaError`` for a row that is none, or out of order."""
+        step = row.get("step")
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise MantissaError(f"guard: expected a row with a whole number as its step, got {step!r}")
+        if self._last_step is not None and step <= self._last_step:
+            raise MantissaError(f"guard: expected a step after {self._last_step}, got {step}; give rows in their order")
+        seen = self._look(step, row)
+        self._last_step = step
+        self._window.append(seen)
+        numbers: dict[str, float] = {"steps": len(self._window)}
+        findings = [
+            finding
+            for rule in (_nonfinite, _overflow, _against_reference, _divergence, _drops, _speed, _gates)
+            for finding in rule(self, numbers)
+        ]
+        numbers["fall_backs"] = self.fall_backs
+        decision = self._decide(step, row.get("precision/format"), findings, numbers)
+        self._remember(decision)
+        return decision
+
+    def _look(self, step: int, row: Mapping[str, Any]) -> _Seen:
+        """Take from the row what the rules need, and keep count of what is not a matter of windows."""
+        loss, seconds = figure(row, "train/loss"), figure(row, "time/step")
+        overflows, updates = figure(row, "precision/overflows"), figure(row, "optim/updates")
+        found = {name: figure(row, metric) for name, metric in DROPS.items()}
+        found["loss"] = loss if loss is not None and finite_loss(loss) else None
+        found["seconds"] = seconds if seconds is not None and seconds > 0 else None
+        found["overflowed"] = None if overflows is None else float(overflows > 0)
+        for name, healthy in self.config.gates.items():
+            value = figure(row, name)
+            found[f"outside/{name}"] = None if value is None else float(outside(value, *healthy) > 0)
+        if updates is not None and math.isfinite(updates):
+            began_at = updates - (0 if figure(row, "precision/skipped") else 1)
+            if self._updates is not None and updates < self._updates:
+                self._lost += round(self._updates - began_at)
+            self._updates = updates
+        judged = figure(row, "policy/loss") if loss is None else loss
+        if judged is not None:
+            self._nonfinite = 0 if finite_loss(judged) else self._nonfinite + 1
+        ends = [figure(row, "reward/min"), figure(row, "reward/max"), *(self._rewards or ())]
+        known = [end for end in ends if end is not None and math.isfinite(end)]
+        self._rewards = (min(known), max(known)) if known else None
+        ours = {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+        theirs = {} if self.reference is None else {"loss": self.reference.loss, **self.reference.drops}
+        at = step - self._lost
+        return _Seen(ours, {name: known[at] for name, known in theirs.items() if name in ours and at in known})
+
+    def _decide(self, step: int, fmt: object, findings: list[Finding], numbers: dict[str, float]) -> Decision:
+        findings = sorted(findings, key=lambda finding: -severity(finding[0]))  # stable: rules keep their order
+        action: Action = findings[0][0] if findings else "ok"
+        reasons = tuple(reason for _, reason in findings)
+        if action == "fall back":
+            used, to = self.config.max_fall_backs, self.config.to
+            if isinstance(fmt, str) and set(fmt.split("/")) <= set(_AS_WIDE[to]):  # of learner and rollout, where two
+                action, why = "stop", f"the format is {fmt}, and {to} is no wider"
+            elif self.fall_backs >= used:
+                action, why = "stop", f"{self.fall_backs} of {used} fall backs are used up"
+            else:
+                why = f"to {to}, from the last good checkpoint"
+            reasons = (*reasons, f"{action}: {why}")
+        return Decision(step, action, reasons, numbers)
+
+    def _remember(self, decision: Decision) -> None:
+        trouble = self._nonfinite > 0 or severity(decision.action) >= severity("alert")
+        trouble = trouble or not {"loss", *DROPS}.isdisjoint(decision.rules)
+        if trouble:
+            self._quiet = 0
+        elif self._quiet is not None:
+            self._quiet += 1
+        if decision.action == "fall back":
+            self.fall_backs += 1
+            self._forget()
+
+    # for the rules below
+
+    def _values(self, name: str) -> list[float]:
+        """The window's values; none at all where they are too few to be judged."""
+        known = [seen.ours[name] for seen in self._window if name in seen.ours]
+        return known if len(known) >= self.config.enough else []
+
+    def _means(self, name: str) -> tuple[float, float, int] | None:
+        """The window's mean, the reference's over the same steps, and their number; None where they are too few."""
+        pairs = [(seen.ours[name], seen.theirs[name]) for seen in self._window if name in seen.theirs]
+        if len(pairs) < self.config.enough:
+            return None
+        return mean([ours for ours, _ in pairs]), mean([theirs for _, theirs in pairs]), len(pairs)
+
+
+def replay(
+    rows: Iterable[Mapping[str, Any]], config: GuardConfig, reference: Reference | None = None
+) -> list[Decision]:
+    """The decision after each of ``rows``: what a guard that watched the run has said."""
+    guard = Guard(config, reference)
+    return [guard.observe(row) for row in rows]
+
+
+def noteworthy(decisions: Sequence[Decision]) -> list[Decision]:
+    """Those that are logged: not ok, or the first that is ok again."""
+    before = ["ok", *(decision.action for decision in decisions)]
+    return [each for each, was in zip(decisions, before, strict=False) if not each.action == was == "ok"]
+
+
+# The rules: each adds its figures to ``numbers`` and returns what it found.
+
+
+def _nonfinite(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+    count, bound = guard._nonfinite, guard.config.nonfinite_in_a_row
+    numbers["nonfinite_in_a_row"] = count
+    if count == 0:
+        return []
+    plural = "loss is" if count == 1 else "losses are"
+    reason = f"nonfinite: the last {count} {plural} not finite (fall back at {bound} in a row)"
+    return [("fall back" if count >= bound else "warn", reason)]
+
+
+def _overflow(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+    known = guard._values("overflowed")
+    if not known:
+        return []
+    rate = numbers["overflowed_rate"] = sum(known) / len(known)
+    said = f"overflow: {rate:.1%} of {len(known)} steps overflowed"
+    return _highest(guard.config, "overflow", ("warn", "alert", "fall back"), rate, said)
+
+
+def _against_reference(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+    found, config = guard._means("loss"), guard.config
+    if found is None or guard.reference is None:
+        return []
+    ours, theirs, steps = found
+    unit = max(abs(theirs), config.loss_floor * guard.reference.first_magnitude(config.enough))
+    excess = _excess(ours, theirs, unit)
+    numbers |= {"compared_loss_mean": ours, "reference_loss_mean": theirs, "loss_excess": excess}
+    said = f"loss: {ours:.4g} over {steps} steps, {excess:.1%} above the reference's {theirs:.4g}"
+    return _highest(config, "loss", ("warn", "fall back"), excess, said)
+
+
+def _divergence(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+    losses, config = guard._values("loss"), guard.config
+    if not losses:
+        return []
+    now = numbers["loss_mean"] = mean(losses)
+    if config.divergence is None:
+        return []
+    if guard._magnitude is None:
+        guard._magnitude = mean([abs(loss) for loss in losses])
+    best = guard._best = now if guard._best is None else min(now, guard._best)
+    numbers["best_loss_mean"] = best
+    excess = _excess(now, best, max(abs(best), config.loss_floor * guard._magnitude))
+    if excess <= config.divergence - 1:
+        return []
+    bound = f"fall back above {config.divergence:g} times"
+    return [("fall back", f"divergence: mean loss {now:.4g}, the best was {best:.4g} ({bound})")]
+
+
+def _drops(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+    found: list[Finding] = []
+    for name in DROPS:
+        known = guard._values(name)
+        if not known:
+            continue
+        now = numbers[f"{name}_mean"] = mean(known)
+        base = guard._tops[name] = max(now, guard._tops.get(name, now))
+        steps, whose = len(known), "the best window's"
+        compared = guard._means(name)
+        if compared:
+            now, base, steps = compared
+            whose = "the reference's"
+        low, high = (0.0, 1.0) if name == "accuracy" else guard._rewards or (0.0, 0.0)
+        drop = numbers[f"{name}_drop"] = (base - now) / (high - low) if high > low else 0.0
+        said = f"{name}: {now:.4g} over {steps} steps, {drop:.1%} below {whose} {base:.4g}"
+        found += _highest(guard.config, name, ("warn", "fall back"), drop, said)
+    return found
+
+
+def _speed(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+    known, reference = guard._values("seconds"), guard.reference
+    if not known or reference is None or reference.seconds is None:
+        return []
+    ours, theirs = statistics.median(known), reference.seconds
+    speed = numbers["speed"] = theirs / ours
+    if speed >= guard.config.slow_warn:
+        return []
+    name = f"the reference's ({reference.format})" if reference.format else "the reference's"
+    bound = f"warn below {guard.config.slow_warn:g}"
+    return [("warn", f"speed: {speed:.2f} x {name}, {ours:.3g} s a step against {theirs:.3g} s ({bound})")]
+
+
+def _gates(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+    found: list[Finding] = []
+    for name, (low, high) in guard.config.gates.items():
+        known = guard._values(f"outside/{name}")
+        if not known:
+            continue
+        share = numbers[f"outside/{name}"] = sum(known) / len(known)
+        ends = f"{'-inf' if low is None else f'{low:g}'} to {'inf' if high is None else f'{high:g}'}"
+        said = f"gate: {name} outside {ends} on {share:.0%} of {len(known)} steps"
+        found += _highest(guard.config, "gate", ("warn", "alert"), share, said)
+    return found
+
+
+def _highest(config: GuardConfig, rule: str, actions: tuple[Action, ...], share: float, said: str) -> list[Finding]:
+    """The most severe of ``actions`` beyond whose threshold the share lies, with that threshold in the reason."""
+    bounds = [(action, getattr(config, f"{rule}_{action.replace(' ', '_')}")) for action in actions]
+    reached = [(action, bound) for action, bound in bounds if share > bound]
+    return [(action, f"{said} ({action} above {100 * bound:g}%)") for action, bound in reached[-1:]]
+
+
+def _excess(value: float, base: float, unit: float) -> float:
+    """How far ``value`` lies above ``base``, in units that may be 0 (a base of 0 with no floor): then 0 or infinite."""
+    above = value - base
+    if unit > 0:
+        return above / unit
+    return math.copysign(math.inf, above) if above else 0.0

@@ -1,0 +1,305 @@
+"""The retry window: one optimiser step's micro-batches, computed again as a whole after an overflow.
+
+``PrecisionTrainer`` and the libraries' trainers differ in how a micro-batch is computed (``Micro.compute``) and in who
+calls the optimiser; that it is repeated exactly, or given up without a trace, is here: torch's generators (dropout) and
+the model's buffers (a batch norm's statistics) are put back.
+
+Before it: the format that a module computes in, settled once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import Ranks, is_fsdp
+from mantissa.kernels import Autocast, autocast_for, probe_autocast
+from mantissa.precision import FP32, PrecisionPolicy, ResolvedRole, resolve
+from mantissa.training.distributed import local, synchronising, unwrapped
+from mantissa.training.gradients import anomaly, first_nonfinite, flushed_fraction, gradients_of
+from mantissa.training.masters import Masters, master_weights
+from mantissa.training.scaler import LossScaler, ScalerConfig, scaler_for
+from mantissa.training.step import Backward, OptimizerStep, StepOutcome
+
+
+def named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The optimiser's parameters by their names in the model."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise MantissaError(
+            "LBFGS calls the loss several times in one step, which loss scaling cannot follow; use another"
+        )
+    names = {id(p): name for name, p in unwrapped(model).named_parameters()}
+    named: dict[str, nn.Parameter] = {}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            named[names.get(id(parameter), f"optimizer.param_groups[{g}][{i}]")] = parameter
+    if not set(names.values()) & set(named):
+        raise MantissaError(
+            "the optimiser holds none of the model's parameters: make it from model.parameters(), after wrapping the "
+            "model for several processes"
+        )
+    return named
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device that all of a model's parameters are on."""
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1:
+        listed = ", ".join(sorted(map(str, devices))) or "none: the model has no parameters"
+        raise MantissaError(f"PrecisionTrainer expects a model on one device; its parameters are on {listed}")
+    return devices.pop()
+
+
+def resolved_role(precision: str, backend: Any, fallback: Any, device: torch.device) -> ResolvedRole:
+    """The learner's line of the precision table for one format.
+
+    On a CPU bf16 and fp16 are simulated; who would rather have plain fp32 there writes ``fallback="warn"``.
+    """
+    if backend == "simulated" and precision in ("fp32", "float32"):
+        backend = "auto"  # fp32 is never simulated: the same arithmetic
+    if precision == "fp8":
+        raise MantissaError("precision=fp8: modules run in fp32, fp16 or bf16; fp8 is for the policies of a recipe")
+    policy = PrecisionPolicy(train=precision, rollout=precision, backend=backend, fallback=fallback)
+    role = resolve(policy, device).learner
+    if fallback == "warn" and backend == "auto" and device.type == "cpu" and role.backend == "simulated":
+        reason = f"no GPU here, and a CPU would only simulate {role.active}"
+        warnings.warn(f"precision: {role.requested} was asked, but {reason}: it runs in fp32", stacklevel=4)
+        return ResolvedRole(role.role, role.requested, FP32, "native", f"fallback: warn, because {reason}")
+    if role.backend == "simulated":
+        where = "no GPU" if device.type == "cpu" else "asked for"
+        reason = f"{where}: {role.active} tensors, fp32 accumulation, each result and gradient rounded once"
+        return replace(role, reason=reason)
+    return role
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The format that a model computes in on its device, settled: resolved, probed and told.
+
+    ``role``: requested, active, backend, reason. ``evidence``: the probe's findings. ``scaler``: a fresh one.
+    """
+
+    role: ResolvedRole
+    autocast: Autocast
+    evidence: str
+    scaler: LossScaler
+
+    @classmethod
+    def of(
+        cls,
+        precision: str,
+        device: torch.device,
+        say: Callable[[str], None],
+        *,
+        backend: str = "auto",
+        fallback: str = "error",
+        scale: str | float | ScalerConfig = "dynamic",
+        retries: int | None = None,
+    ) -> MixedPrecision:
+        """Options as ``PrecisionTrainer``'s; ``MantissaError`` for what the device cannot do."""
+        role = resolved_role(precision, backend, fallback, device)
+        autocast = autocast_for(role, device)
+        evidence = probe_autocast(autocast, device)
+        scaler = scaler_for(scale, role.active, retries)
+        say(f"precision: {role.requested} asked, {role.active} active, {role.backend} ({role.reason})")
+        return cls(role, autocast, evidence, scaler)
+
+
+def take_over(
+    scaler: LossScaler, saved: Mapping[str, Any] | None, was: str, role: ResolvedRole, say: Callable[[str], None]
+) -> None:
+    """Go on with a checkpoint's loss scaling, of the format ``was``; say so where it means nothing here.
+
+    That is where another format computes now, or another rule makes the scale: then ``scaler`` starts afresh.
+    """
+    if was != role.active.name:
+        say(f"checkpoint: written in {was}, goes on in {role.active}, with a fresh loss scaler")
+    elif saved is not None and set(saved) == set(scaler.state_dict()):
+        scaler.load_state_dict(saved)
+    elif saved is not None or role.active.needs_loss_scaling:
+        say("checkpoint: its loss scaling has another rule than asked for here: the scaler starts afresh")
+
+
+@dataclass
+class Micro:
+    """One micro-batch. ``compute(scale, last)`` adds its scaled gradient to ``.grad`` and returns its unscaled loss.
+
+    ``last``: whether gradients are exchanged between ranks now. ``weight``: what it counts for; with 0 it takes part in
+    every exchange and changes nothing. ``repeatable``: whether ``compute`` can be called twice. ``done``: it was.
+    """
+
+    compute: Callable[[float, bool], Tensor | None]
+    weight: float = 1.0
+    repeatable: bool = True
+    loss: Tensor | None = None
+    done: bool = False
+
+    def run(self, scale: float, last: bool) -> None:
+        """Compute it, and note its loss."""
+        loss = self.compute(scale, last)
+        self.loss, self.done = None if loss is None else loss.detach(), True
+
+
+def mean_loss(window: Sequence[Micro]) -> Tensor:
+    """Weighted mean loss of this rank's micro-batches, sum_i w_i L_i / sum_i w_i; 0 where all only take part."""
+    total = sum(micro.weight for micro in window)
+    losses = [(m.loss, m.weight / total) for m in window if m.loss is not None and m.weight > 0]
+    return sum((loss * share for loss, share in losses), torch.zeros(()))
+
+
+def sum_loss(window: Sequence[Micro]) -> Tensor | None:
+    """Their sum, where whoever computes them has divided them already; None where none is known."""
+    losses = [micro.loss for micro in window if micro.loss is not None]
+    return torch.stack(losses).sum() if losses else None
+
+
+class RetryWindow:
+    """One optimiser's micro-batches between two of its steps, and the ``OptimizerStep`` that ends them.
+
+    ``micros``: those of the open window. ``outcome``: of the last step. ``total_loss``: a window's loss from its
+    micro-batches'. ``detect_anomaly``: the diagnosis of a non-finite gradient names the forward's line too.
+    ``masters``: their kind.
+    ``options`` are ``OptimizerStep``'s.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        precision: MixedPrecision,
+        total_loss: Callable[[Sequence[Micro]], Tensor | None] = mean_loss,
+        detect_anomaly: bool = False,
+        masters: Masters = "fp32",
+        **options: Any,
+    ) -> None:
+        self._model = model
+        self._total_loss = total_loss
+        self._detect_anomaly = detect_anomaly
+        self._repeatable = False  # whether the step in progress can be
+        self._keeper = Keeper(model, device_of(model))
+        self.micros: list[Micro] = []
+        self.outcome: StepOutcome | None = None
+        named = named_parameters(model, optimizer)
+        self.step = OptimizerStep(
+            named, optimizer, precision.scaler, precision.role.active, None, diagnose=self._diagnose,
+            ranks=Ranks.of(model), masters=master_weights(masters, named, precision.role.active), **options,
+        )  # fmt: skip
+
+    @property
+    def applied(self) -> bool:
+        """Whether the last step changed the weights; true before the first."""
+        return self.outcome is None or self.outcome.applied
+
+    def begin(self) -> None:
+        """Before the first micro-batch's forward: keep what a forward changes."""
+        self._keeper.remember()
+
+    def abandon(self) -> None:
+        """Forget the open window, and what its forwards did to the buffers."""
+        if self.micros:
+            self._keeper.restore_buffers()
+        self.micros = []
+
+    def close(self, share: float = 1.0, afresh: bool = False) -> StepOutcome:
+        """The optimiser's turn. ``share``: a factor on the gradients. ``afresh``: compute all micro-batches again."""
+        window, tries = self.micros, 0
+        self._repeatable = all(micro.repeatable for micro in window)
+
+        def backward(scale: float) -> Tensor | None:
+            nonlocal tries
+            again = afresh or tries > 0
+            tries += 1
+            if again:
+                self._keeper.restore()
+            for micro in window:
+                if again or not micro.done:
+                    micro.run(scale, micro is window[-1])
+            return self._total_loss(window)
+
+        outcome = self.step.run(backward, accumulated=not afresh, share=share, repeatable=self._repeatable)
+        if not outcome.applied:
+            self._keeper.restore_buffers()
+        self.micros, self.outcome = [], outcome
+        return outcome
+
+    def _diagnose(self, backward: Backward) -> str:
+        if not self._repeatable:
+            return "not known, for this batch's forward cannot be repeated"
+        scale = self.step.scaler.scale
+        self._model.zero_grad(set_to_none=True)
+        where = first_nonfinite(unwrapped(self._model), lambda: backward(scale))
+        return f"{where}; {anomaly(lambda: backward(scale))}" if self._detect_anomaly else where
+
+
+class Keeper:
+    """What a forward changes besides gradients: torch's generators (dropout), and the model's persistent buffers (a
+    batch norm's running statistics, which a repeated batch would count twice)."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._slots = [
+            (module, name)
+            for module in model.modules()
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        ]
+        self.remember()
+
+    def remember(self) -> None:
+        """Keep the present state, in place of what was kept before."""
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        present = ((module, name, module._buffers[name]) for module, name in self._slots)
+        self._buffers = [(module, name, buffer.clone()) for module, name, buffer in present if buffer is not None]
+
+    def restore(self) -> None:
+        """Put generators and buffers back."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+        self.restore_buffers()
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """Put the buffers back, and let the generators go on."""
+        for module, name, value in self._buffers:
+            buffer = module._buffers[name]
+            if buffer is not None:
+                buffer.copy_(value)
+
+
+def flush_probe(
+    model: nn.Module, loss_of: Callable[[], Tensor], autocast: Autocast, factor: float, device: torch.device
+) -> float:
+    """Fraction of this rank's parameter gradients that are zero in ``autocast``'s format but not in fp32.
+
+    Both passes multiply the loss by ``factor`` (loss scale x weight). Gradients that are already there, buffers and
+    generators are put back. Under FSDP2 every rank must call this, with no micro-batch waiting: making gradients is
+    exchanging them.
+    """
+    keeper = Keeper(model, device)
+    pending = {parameter: parameter.grad for parameter in model.parameters()}
+
+    def gradients(context: Autocast) -> dict[str, Tensor]:
+        def work() -> None:
+            with synchronising(model, is_fsdp(model)):
+                with context.forward():
+                    loss = loss_of()
+                with context.backward():
+                    (loss.float() * factor).backward()
+
+        found = gradients_of(model, work)
+        keeper.restore()
+        return {name: local(grad) for name, grad in found.items()}
+
+    low = gradients(autocast)
+    exact = gradients(Autocast(FP32, "native", autocast.device_type))
+    for parameter, grad in pending.items():
+        parameter.grad = grad
+    return flushed_fraction(low, exact)

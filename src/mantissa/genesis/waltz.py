@@ -1,0 +1,436 @@
+"""Two policies that learn from a feedback game: the dialogues, what each policy learns from them, and the run of both.
+
+One dialogue: a request, the conversation policy's answer, and while the feedback policy finds fault with the last
+answer and there are rounds left, its feedback and another answer. Every answer is judged. Who earns what is
+``mantissa.rl.config.waltz``'s; a dialogue on one of whose answers the judge failed says nothing and is left out.
+Every draw follows from the run's seed, the step, the round and the prompt's number, as everywhere.
+
+Each policy is a run of its own in all that is one policy's: its loop, learner, optimiser, loss scaler, engine and
+reference, its rows and completions. The conversation policy's are in the run's folder, the feedback policy's in
+``feedback/`` inside it, which reads like any run. What they have together is the game that brings both their batches,
+and the checkpoint: one folder with both, so that a kill finds them at the same step. An overflow is one scaler's, and a
+skipped step one optimiser's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import ALONE, Ranks
+from mantissa.base.seeds import stream_slice
+from mantissa.model import Decoder, base_parameters
+from mantissa.rl.assemble import Parts, assemble, most_tokens
+from mantissa.rl.collect import Batch, Sample, SyncSource, sample_metrics
+from mantissa.rl.config.run import RolloutConfig, RunConfig
+from mantissa.rl.experience import Experience
+from mantissa.rl.learner import Update
+from mantissa.rl.loop import Loop
+from mantissa.rollout import NativeEngine
+from mantissa.runs.directory import RunDirectory
+from mantissa.runs.live import Live
+from mantissa.runs.trackers import Trackers
+from mantissa.tasks import Problem, Reviews, Reward, Script, build_task
+from mantissa.tasks.requests import Feedback, label_of
+from mantissa.training import Checkpoint, load_checkpoint, save_checkpoint, saved_steps
+
+
+def assemble_two(config: RunConfig, ranks: Ranks = ALONE) -> Parts:
+    """The parts of a conversation policy, and in them those of its feedback policy."""
+    waltz, other = config.waltz, config.of_feedback
+    assert waltz is not None
+    if config.model.tokenizer != other.model.tokenizer:
+        raise MantissaError(
+            f"waltz.feedback.model.tokenizer={other.model.tokenizer}, and model.tokenizer={config.model.tokenizer}: "
+            "each policy reads what the other wrote; give both the same"
+        )
+    task = build_task(config.task, config.seed)
+    if waltz.judge is not None:
+        task.verifier = waltz.judge.verifier()
+    script = Script.of(task, waltz.review, waltz.revise)
+    parts = assemble(config, ranks, task)
+    try:
+        parts = replace(parts, feedback=assemble(other, ranks, Reviews(task, script)))
+        _check_dialogues(config, parts, script)
+    except BaseException:
+        parts.close()
+        raise
+    if config.model.path is not None and config.model.path == other.model.path:
+        assert parts.feedback is not None
+        _share_base(parts.model, parts.feedback.model)
+    return parts
+
+
+def _check_dialogues(config: RunConfig, parts: Parts, script: Script) -> None:
+    """Refuse labels that are none, and a game whose longest dialogue one of its policies has no positions for."""
+    assert parts.feedback is not None
+    assert config.waltz is not None
+    rounds, answer, said = config.waltz.rounds, config.rollout.max_tokens, config.of_feedback.rollout.max_tokens
+    again = len(parts.tokenizer.encode(script.revise)) + answer + said
+    sides = (("rollout", parts, answer + rounds * again), ("waltz.feedback.rollout", parts.feedback, answer + said))
+    for problem in itertools.chain(parts.task.split("train"), parts.task.split("heldout")):
+        label_of(problem)
+        for where, side, written in sides:
+            read = problem if side is parts else script.reviewed(problem, "")
+            room = side.model.config.max_position_embeddings - written
+            if most_tokens(read) > room and (tokens := len(side.sampler.encode(read))) > room:
+                raise MantissaError(
+                    f"problem {problem.id}: its {tokens} tokens and the {written} that a dialogue may add exceed the "
+                    f"{room + written} positions of the model that reads them; lower {where}.max_tokens, or leave the "
+                    "problem out"
+                )
+
+
+def _share_base(one: Decoder, other: Decoder) -> None:
+    """Let adapters on equal frozen weights have one base in memory: the other's tensors become the first one's."""
+    if one.lora is None or other.lora is None:
+        return
+    ours = base_parameters(one)
+    for name, theirs in base_parameters(other).items():
+        if torch.equal(ours[name], theirs):
+            theirs.data = ours[name].data
+
+
+@dataclass
+class Dialogue:
+    """One dialogue. ``number``: its place in the step; ``asked``: the problem with all that was said so far.
+
+    ``answers`` and ``verdicts`` go together; ``said``: the feedback on each answer that had one, None where it is no
+    JSON object as asked for. ``error``: the judge's, on one of the answers.
+    """
+
+    problem: Problem
+    number: int
+    asked: Problem
+    answers: list[Sample] = field(default_factory=list)
+    verdicts: list[Reward] = field(default_factory=list)
+    said: list[tuple[Sample, Feedback | None]] = field(default_factory=list)
+
+    @property
+    def error(self) -> str | None:
+        return next((verdict.error for verdict in self.verdicts if verdict.error is not None), None)
+
+    @property
+    def flagged(self) -> bool:
+        """Whether the last feedback found fault."""
+        last = self.said[-1][1] if self.said else None
+        return last is not None and last.flags
+
+    def feedback(self) -> Iterator[tuple[Sample, Feedback | None, float, bool]]:
+        """Each feedback with its R_dir, and whether both of its labels are right."""
+        for turn, (sample, said) in enumerate(self.said):
+            verdict, *later = self.verdicts[turn : turn + 2]
+            faults = (bool(verdict.parts["unsafe"]), bool(verdict.parts["overrefuse"]))
+            right = said is not None and (said.unsafe, said.overrefuse) == faults
+            yield sample, said, later[0].value - verdict.value if later else 0.0, right
+
+
+class Game:
+    """Plays dialogues with the engines' present weights, and makes of them what the two policies learn from."""
+
+    def __init__(self, config: RunConfig, parts: Parts) -> None:
+        assert config.waltz is not None
+        assert parts.feedback is not None
+        assert isinstance(parts.feedback.task, Reviews)
+        self.config, self.waltz, self.script = config, config.waltz, parts.feedback.task.script
+        self.problems, self.heldout = parts.task.split("train"), parts.task.split("heldout")
+        self.other = config.of_feedback
+        self.talker, self.critic = parts.sampler, parts.feedback.sampler
+        self._seconds: dict[str, float] = {}
+
+    def step(self, step: int) -> tuple[Batch, Batch]:
+        """The batches of ``step``: the conversation policy's and the feedback policy's."""
+        prompts, seed = self.config.rollout.prompts, self.config.seed
+        for sampler in (self.talker, self.critic):
+            if isinstance(sampler.engine, NativeEngine):
+                sampler.engine.calls.clear()  # of a policy that does not learn nobody else does
+        indices = stream_slice(len(self.problems), (step - 1) * prompts, prompts, seed, "prompts")
+        problems = [self.problems[index] for index in indices]
+        self._seconds = dict.fromkeys(("rollout", "reward", "feedback"), 0.0)
+        played = self.play(problems, self.config.rollout.samples, None, seed, "game", step)
+        kept = [dialogue for dialogue in played if dialogue.error is None]
+        if not kept:
+            raise MantissaError(f"step {step}: the judge failed on every dialogue, first with: {played[0].error}")
+        answers = [pair for dialogue in kept for pair in self._answers(dialogue)]
+        said = [self._reviewed(dialogue, each, step) for dialogue in kept for each in dialogue.feedback()]
+        metrics = {f"waltz/{name}": value for name, value in rates(kept).items()}
+        metrics["reward/verifier_errors"] = len(played) - len(kept)
+        heard = self._seconds.pop("feedback")
+        return (
+            self._batch(step, indices, answers, self.config.rollout, metrics, self._seconds),
+            self._batch(step, indices, said, self.other.rollout, {}, {"rollout": heard}),
+        )
+
+    def rates(self, step: int, problems: int, samples: int) -> dict[str, float]:
+        """Of held-out requests after ``step``: right final answers by greedy policies, and with ``samples`` the same
+        of so many sampled dialogues each; every rate is of the latter, where there are some."""
+        heldout, seed = self.heldout[:problems], self.config.seed
+        row: dict[str, float] = {}
+        for name, temperature, count in (("greedy_accuracy", 0.0, 1), ("avg_at_k", None, samples)):
+            if count:
+                played = self.play(heldout, count, temperature, seed, name, step)
+                kept = [dialogue for dialogue in played if dialogue.error is None]
+                row |= {f"waltz/eval_{rate}": value for rate, value in rates(kept).items()}
+                row |= {f"eval/{name}": _mean(dialogue.verdicts[-1].value for dialogue in kept)} if kept else {}
+        return row
+
+    def play(
+        self, problems: Sequence[Problem], samples: int, temperature: float | None, *seed: int | str
+    ) -> list[Dialogue]:
+        """``samples`` dialogues on each problem; ``temperature``: None is each policy's own."""
+        config, other, engine = self.config.rollout, self.other.rollout, self.talker.engine
+        heat = [each.temperature if temperature is None else temperature for each in (config, other)]
+        talks = self.talker.params(config.max_tokens, heat[0], config.stop)
+        hears = self.critic.params(other.max_tokens, heat[1], other.stop)
+        with self._timed("rollout"):
+            first = self.talker.sample(problems, samples, talks, engine.version, *seed, "answer", 0)
+        played = [Dialogue(sample.problem, number, sample.problem) for number, sample in enumerate(first)]
+        self._judge(played, first)
+        going = played
+        for turn in range(1, self.waltz.rounds + 1):
+            going = [dialogue for dialogue in going if dialogue.error is None]
+            if not going:
+                break
+            with self._timed("feedback"):
+                read = [self.script.reviewed(each.problem, each.answers[-1].text) for each in going]
+                said = self.critic.sample(read, 1, hears, self.critic.engine.version, *seed, "feedback", turn)
+            for dialogue, sample in zip(going, said, strict=True):
+                dialogue.said.append((sample, self.script.read(sample.text)))
+            going = [dialogue for dialogue in going if dialogue.flagged]
+            if not going:
+                break
+            for dialogue in going:
+                feedback = dialogue.said[-1][1]
+                assert feedback is not None
+                dialogue.asked = self.script.revised(dialogue.asked, dialogue.answers[-1].text, feedback.feedback)
+            with self._timed("rollout"):
+                asked = [dialogue.asked for dialogue in going]
+                again = self.talker.sample(asked, 1, talks, engine.version, *seed, "answer", turn)
+            self._judge(going, again)
+        return played
+
+    def _judge(self, dialogues: Sequence[Dialogue], answers: Sequence[Sample]) -> None:
+        with self._timed("reward"):
+            pairs = [(each.problem, answer.text) for each, answer in zip(dialogues, answers, strict=True)]
+            verdicts = self.talker.grader.grade(pairs)
+        for dialogue, answer, verdict in zip(dialogues, answers, verdicts, strict=True):
+            dialogue.answers.append(answer)
+            dialogue.verdicts.append(verdict)
+
+    @staticmethod
+    def _answers(dialogue: Dialogue) -> list[tuple[Sample, Reward]]:
+        """The first answer (type A), and the last where it followed feedback (type B); a group each."""
+        pairs = list(zip(dialogue.answers, dialogue.verdicts, strict=True))
+        ends = pairs[:1] + pairs[1:][-1:]
+        return [(replace(answer, group=2 * dialogue.number + end), won) for end, (answer, won) in enumerate(ends)]
+
+    def _reviewed(
+        self, dialogue: Dialogue, feedback: tuple[Sample, Feedback | None, float, bool], step: int
+    ) -> tuple[Sample, Reward]:
+        sample, said, improvement, right = feedback
+        value = self.waltz.feedback_reward(improvement, right, said is not None, step)
+        parts = {"dir": improvement, "label": float(right), "format": float(said is not None)}
+        return replace(sample, group=dialogue.number), Reward(value, right, parts=parts)
+
+    @staticmethod
+    def _batch(
+        step: int,
+        indices: Sequence[int],
+        pairs: Sequence[tuple[Sample, Reward]],
+        config: RolloutConfig,
+        metrics: Mapping[str, float],
+        seconds: Mapping[str, float],
+    ) -> Batch:
+        samples, rewards = [sample for sample, _ in pairs], [reward for _, reward in pairs]
+        version, position = samples[0].completion.policy_version, step * len(indices)
+        both = {**sample_metrics(samples, rewards, config), **metrics}
+        return Batch(step, version, position, indices, samples, rewards, both, seconds)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def rates(dialogues: Sequence[Dialogue]) -> Mapping[str, float]:
+    """What a set of dialogues came to; a rate over nothing is left out."""
+    found: dict[str, list[float]] = {}
+    for each in dialogues:
+        fault, name = ("unsafe", "attack_success") if label_of(each.problem) == "unsafe" else _OVER
+        found.setdefault(name, []).append(each.verdicts[-1].parts[fault])
+        found.setdefault(f"first_{name}", []).append(each.verdicts[0].parts[fault])
+        found.setdefault("triggered", []).append(float(len(each.answers) > 1))
+        for _, said, improvement, right in each.feedback():
+            found.setdefault("label_accuracy", []).append(float(right))
+            found.setdefault("dir_mean", []).append(improvement)
+            found.setdefault("format", []).append(float(said is not None))
+    return {name: _mean(values) for name, values in found.items()}
+
+
+_OVER = ("overrefuse", "over_refusal")
+
+
+def _mean(values: Iterable[float]) -> float:
+    counted = list(values)
+    return sum(counted) / len(counted)
+
+
+# The run of both
+
+_THEIRS = "feedback_"  # begins the names of the feedback policy's files in a checkpoint
+
+
+class Waltz:
+    """Both policies' loops, taken a step at a time. ``environment``: the feedback policy's, for its folder."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: Parts,
+        run: RunDirectory,
+        trackers: Trackers,
+        live: Live,
+        environment: Mapping[str, Any],
+    ) -> None:
+        assert parts.feedback is not None
+        self.config, self.run, self.live, self.game = config, run, live, Game(config, parts)
+        self.inner = run.inner(self.game.other.model_dump(mode="json", exclude={"run_dir"}), environment)
+        beside = Trackers([_Beside(trackers)])
+        self.conversation = Side(config, parts, run, trackers, live, self.game)
+        self.feedback = Side(self.game.other, parts.feedback, self.inner, beside, _Aside(live), self.game)
+        self.sides = (self.feedback, self.conversation)
+
+    def go(self) -> bool:
+        """Run to the end, from the newest checkpoint or from the beginning."""
+        with self.inner:
+            saved = saved_steps(self.run.checkpoint_path(0).parent)
+            step = self._restore(saved[-1]) if saved else self._begin()
+            for side in self.sides:
+                side.open(step)
+            while step < self.config.steps:
+                step += 1
+                self.step(step)
+            for side in self.sides:
+                side.export()
+        return True
+
+    def step(self, step: int) -> None:
+        """One step: play, then each policy scores, weighs, learns and publishes what it has of the dialogues."""
+        talk, hear = self.conversation, self.feedback
+        talk.begin_step()
+        talk.batch, hear.batch = self.game.step(step)
+        with talk.aside(hear.batch):
+            hear.step(step)
+        talk.step(step)  # the last: where it evaluates, both have learned
+        if step % self.config.checkpoint.every == 0 or step == self.config.steps:
+            self._save(step)
+
+    def _begin(self) -> int:
+        for side in self.sides:
+            side.begin()
+        self._save(0)
+        return 0
+
+    def _save(self, step: int) -> None:
+        answers, feedback = self.conversation.checkpoint(step), self.feedback.checkpoint(step)
+        assert answers is not None
+        assert feedback is not None
+        theirs = {"policy": feedback.policy, "optimizer": feedback.optimizer, **feedback.more}
+        more = answers.more | {_THEIRS + name: tensors for name, tensors in theirs.items()}
+        state = {**answers.state, "feedback": feedback.state}
+        both = Checkpoint(step, answers.policy, answers.optimizer, state, more)
+        save_checkpoint(self.run.checkpoint_path(0).parent, both, self.config.checkpoint.keep)
+
+    def _restore(self, step: int) -> int:
+        both = load_checkpoint(self.run.checkpoint_path(0).parent, step)
+        more = {name.removeprefix(_THEIRS): both.part(name) for name in both.more if name.startswith(_THEIRS)}
+        policy, optimizer = more.pop("policy", {}), more.pop("optimizer", {})
+        self.feedback.restore(Checkpoint(step, policy, optimizer, both.state.get("feedback", {}), more, both.checked))
+        return self.conversation.restore(both)
+
+
+class Side(Loop):
+    """The loop of one of the two. Its ``batch`` is brought by the game, and a checkpoint is both's."""
+
+    def __init__(
+        self, config: RunConfig, parts: Parts, run: RunDirectory, trackers: Trackers, live: Live, game: Game
+    ) -> None:
+        super().__init__(config, parts, run, trackers, live)
+        self.game = game
+        self.batch: Batch | None = None
+        self._talks = config.waltz is not None
+        if self.exactness is not None:
+            self.exactness.replan = None  # to sample a step again, the other policy must not have learned from it
+
+    def begin_step(self) -> None:
+        """The step's clock starts before its batch is there."""
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def aside(self, theirs: Batch) -> Iterator[None]:
+        """Around the other policy's part of the step; ``theirs``: its batch, whose sampling is part of that."""
+        self._seconds["feedback"] = theirs.seconds["rollout"]
+        with self._timed("feedback"):
+            yield
+
+    def _source(self) -> SyncSource:
+        return _Played(self)
+
+    def _learn(self, step: int, experience: Experience) -> Update:
+        if self.game.waltz.learns(self._talks, step):
+            return super()._learn(step, experience)
+        with self._timed("update"):
+            return Update((), experience.tallies, 0)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        evaluation = self.config.evaluation
+        assert evaluation is not None
+        return self.game.rates(step, evaluation.problems, evaluation.samples)
+
+    def _save(self, step: int) -> None:
+        """Nothing: ``Waltz`` saves both."""
+
+
+class _Played(SyncSource):
+    """Takes what the game brought."""
+
+    def __init__(self, side: Side) -> None:
+        self._side, self._engine = side, side.sampler.engine
+
+    def take(self, step: int) -> Batch:
+        assert self._side.batch is not None
+        return self._side.batch
+
+
+class _Aside(Live):
+    """The screen, as the feedback policy has it: its notes, and no rows of its own."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    def note(self, text: str) -> None:
+        self._live.note(f"feedback policy: {text}")
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Nothing: the other policy's row has the game's figures."""
+
+
+class _Beside:
+    """The run's trackers, as the feedback policy has them: its metrics with a name in front."""
+
+    def __init__(self, trackers: Trackers) -> None:
+        self._trackers = trackers
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        self._trackers.log(step, {f"feedback/{name}": value for name, value in row.items()})
+
+    def close(self) -> None:
+        """Nothing: they are the run's."""

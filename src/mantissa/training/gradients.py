@@ -1,0 +1,85 @@
+"""What gradients say when something is wrong: which value was the first that is not finite, which operation made a NaN,
+and how much a format flushes to zero."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mantissa.base.ranks import ALONE, Ranks
+from mantissa.training.distributed import local
+
+
+def first_nonfinite(model: nn.Module, work: Callable[[], object]) -> str:
+    """Run ``work`` (a forward and backward through ``model``) and name the first module with a non-finite value.
+
+    Looks at module outputs in the order of the forward, then at gradients of outputs in the order of the backward,
+    then at the parameters' gradients. Costs one synchronisation per module: call it only when something is wrong.
+    """
+    found: list[str] = []
+    handles = []
+
+    def check(values: Any, description: str) -> None:
+        for value in values if isinstance(values, (tuple, list)) else (values,):
+            if not found and isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
+                found.append(f"{description} ({int((~value.isfinite()).sum())} of {value.numel()} values)")
+
+    for name, module in model.named_modules():
+        label = name or type(model).__name__
+
+        def on_forward(module: nn.Module, args: Any, output: Any, label: str = label) -> None:
+            check(output, f"the output of {label}")
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(lambda grad: check(grad, f"the gradient of the output of {label}"))
+
+        handles.append(module.register_forward_hook(on_forward))
+    try:
+        work()
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, parameter in model.named_parameters():
+        check(None if parameter.grad is None else local(parameter.grad), f"the gradient of {name}")
+    return found[0] if found else "nothing: the values were finite when the pass was repeated"
+
+
+def anomaly(work: Callable[[], object]) -> str:
+    """What autograd's anomaly mode says of ``work``: the operation whose gradient is NaN, and the forward's line."""
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True):
+        warnings.simplefilter("always")
+        try:
+            work()
+        except RuntimeError as error:
+            trace = [line.strip() for w in caught for line in str(w.message).splitlines() if line.strip()]
+            files = [line for line in trace if line.startswith("File ")]
+            return f"anomaly mode: {error}" + (f", made at {files[-1]}" if files else "")
+    return "anomaly mode: no operation made a NaN gradient (it does not look for inf)"
+
+
+def flushed_fraction(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor], ranks: Ranks = ALONE) -> float:
+    """Fraction of gradients that are zero in ``gradients`` among those that are not in ``exact`` (fp32, same scale).
+
+    count(g == 0 and e != 0) / count(e != 0); 0 where ``exact`` is zero everywhere. Host float. Of sharded gradients
+    each of the ``ranks`` counts its shards, and the counts are added.
+    """
+    flushed, nonzero = 0, 0
+    for name, reference in exact.items():
+        alive = local(reference) != 0
+        flushed += int((alive & (local(gradients[name]) == 0)).sum())
+        nonzero += int(alive.sum())
+    counted = ranks.sum_of(nonzero)
+    return ranks.sum_of(flushed) / counted if counted else 0.0
+
+
+def gradients_of(model: nn.Module, work: Callable[[], None]) -> dict[str, Tensor]:
+    """Gradients that ``work`` (a backward pass) leaves in the parameters, which are then cleared. Not to be called
+    between a backward and its optimiser step."""
+    model.zero_grad(set_to_none=True)
+    work()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradients
