@@ -16,7 +16,7 @@ import small_run
 from mantissa.base.errors import MantissaError
 from mantissa.genesis.waltz import Dialogue, Game, assemble_two, rates
 from mantissa.rl import RunConfig, make_config, resume, resumed_config, start
-from mantissa.rl.collect import Sample
+from mantissa.rl.collect.sampler import Sample
 from mantissa.rl.config.recipe import apply_overrides
 from mantissa.runs.compare_page import build_comparison
 from mantissa.runs.directory import RunDirectory

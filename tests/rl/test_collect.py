@@ -18,19 +18,9 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import derive_seed, generator, stream_slice
 from mantissa.model import character_tokenizer
 from mantissa.rl.assemble import Parts
-from mantissa.rl.collect import (
-    Collector,
-    Sample,
-    Sampler,
-    by_group,
-    chosen,
-    fate,
-    overlong_penalty,
-    pack,
-    shaped,
-    success_rates,
-    unpack,
-)
+from mantissa.rl.collect.batch import Collector, pack, unpack
+from mantissa.rl.collect.dynamic import chosen, fate, overlong_penalty, shaped
+from mantissa.rl.collect.sampler import Sample, Sampler, by_group, success_rates
 from mantissa.rl.config.run import DynamicConfig, OverlongConfig, RolloutConfig
 from mantissa.rollout import Completion, SamplingParams
 from mantissa.runs.directory import RunDirectory

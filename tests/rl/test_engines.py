@@ -25,10 +25,10 @@ from mantissa.kernels import ExactKernels
 from mantissa.mismatch import ENGINE_METRICS
 from mantissa.precision import Fp8Policy, PrecisionPolicy, resolve
 from mantissa.rl.assemble import Parts, exact_policy, on_vllm
-from mantissa.rl.collect import SyncSource
+from mantissa.rl.collect.source import SyncSource
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Experience
-from mantissa.rl.probes import EngineShare
+from mantissa.rl.probes.engine_share import EngineShare
 from mantissa.rl.session import resume
 from mantissa.rollout import Completion, NativeEngine, Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.vllm.worker import digest

@@ -29,7 +29,7 @@ from mantissa.rl import assemble, replay, session
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.learner import Learner
 from mantissa.rl.loop import Loop
-from mantissa.rl.probes import Exactness
+from mantissa.rl.probes.exactness import Exactness
 from mantissa.rl.replay import Case, read_case, write_case
 from mantissa.rl.score import forward
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams, generation

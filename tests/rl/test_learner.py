@@ -23,7 +23,7 @@ from mantissa.rl.assemble import Parts
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import PREFIX, Flow, Learner, weigh
 from mantissa.rl.loop import _supervised_step
-from mantissa.rl.probes import Flushed
+from mantissa.rl.probes.small import Flushed
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_checkpoint
 from small_run import QUICK

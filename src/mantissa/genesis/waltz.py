@@ -28,7 +28,9 @@ from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.seeds import stream_slice
 from mantissa.model import Decoder, base_parameters
 from mantissa.rl.assemble import Parts, assemble, most_tokens
-from mantissa.rl.collect import Batch, Sample, SyncSource, sample_metrics
+from mantissa.rl.collect.batch import Batch, sample_metrics
+from mantissa.rl.collect.sampler import Sample
+from mantissa.rl.collect.source import SyncSource
 from mantissa.rl.config.run import RolloutConfig, RunConfig
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Update

@@ -32,7 +32,8 @@ from mantissa.model import Decoder, ModelConfig, Tokenizer, attach, byte_tokeniz
 from mantissa.precision import E4M3, Emulation, PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.precision.policy import Backend
 from mantissa.rl.adapters import open_policy, policy_folder
-from mantissa.rl.collect import Sampler, shares
+from mantissa.rl.collect.sampler import Sampler
+from mantissa.rl.collect.source import shares
 from mantissa.rl.config.run import LossScalingConfig, ModelSource, RolloutConfig, RunConfig
 from mantissa.rl.learner import Learner
 from mantissa.rl.score import Reference

@@ -33,12 +33,17 @@ from mantissa.model import save_model
 from mantissa.precision.numerics import masked_sum
 from mantissa.rl.adapters import FrozenBase
 from mantissa.rl.assemble import Parts
-from mantissa.rl.collect import AsyncSource, Batch, Collector, Sampler, SyncSource, pack, rest, success_rates, unpack
+from mantissa.rl.collect.batch import Batch, Collector, pack, unpack
+from mantissa.rl.collect.sampler import Sampler, success_rates
+from mantissa.rl.collect.source import AsyncSource, SyncSource, rest
 from mantissa.rl.config.run import RunConfig, WarmStartConfig
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.guarded import RunGuard
 from mantissa.rl.learner import Learner, Update, weigh
-from mantissa.rl.probes import Diagnose, EngineShare, Exactness, Flushed, Lag, Probe, Refresh, SampleAgain
+from mantissa.rl.probes.engine_share import EngineShare
+from mantissa.rl.probes.exactness import Exactness
+from mantissa.rl.probes.interface import Probe, SampleAgain
+from mantissa.rl.probes.small import Diagnose, Flushed, Lag, Refresh
 from mantissa.rollout import SamplingParams, VllmEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live

@@ -1,6 +1,5 @@
-"""What observes a step and is no part of it: one list of probes, one interface.
+"""The promise of ``precision.kernels=exact``: every sampled token's log-prob is the learner's, bit for bit.
 
-**Exactness**, the promise of ``precision.kernels=exact``: every sampled token's log-prob is the learner's, bit for bit.
 The check compares the rollout's log-probs with those of the learner's own forward, all sampled tokens of the step, by
 their bits, and each token with the one that its uniform selects from the learner's distribution. It fails closed: at
 the first step where one differs, both sides are replayed to find the operation in which they part (``replay.py``), a
@@ -16,153 +15,28 @@ that the rollout delivered. With ``precision.check_every: n`` that forward is do
 the check, and in the others left out: what they learn from is the same, bit for bit, as long as the promise holds.
 Every step, checked or not, compares what costs nothing: the first update's own forward is one under the weights that
 sampled, so each log-prob it gives (of the completions that carry a gradient) is the old policy's.
-
-**The engine's share of the gap**: vLLM delivers V with every token, the learner has its own L. Between them lies M: the
-very weights that vLLM was sent, in the rollout's format, logits and temperature, under kernels that give a token the
-same bits in whatever batch and at whatever step of its decoding. So M is what the native engine with exact kernels
-would have delivered, bit for bit, for these tokens. What separates M from V is vLLM's (its kernels, the order of their
-sums, where they round), what separates L from M is not: the learner's format, and its fast kernels.
-``mantissa.mismatch.metrics`` makes numbers of it. Exact kernels are not to be had for everything. Then nothing is
-measured, and that is said; the fast ones, whose own order of sums would be in the answer, never stand in for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.ranks import ALONE, Ranks
-from mantissa.doctor.dump import Dump, Scored, Settings
-from mantissa.doctor.examine import examine as diagnose
 from mantissa.kernels import WAYS, ExactKernels, Way
-from mantissa.mismatch import engine_share
-from mantissa.rl.assemble import ExactTwin, Parts
+from mantissa.rl.assemble import Parts
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Experience
-from mantissa.rl.learner import Learner, Look
+from mantissa.rl.learner import Look
+from mantissa.rl.probes.interface import Metrics, Probe, SampleAgain
 from mantissa.rl.replay import Case, examine, unequal, write_case
-from mantissa.rl.score import Reference, Scorer
-from mantissa.rollout import Call, NativeEngine, Request, SamplingParams, VllmEngine
+from mantissa.rollout import Call, NativeEngine, Request, SamplingParams
 from mantissa.rollout.sampling import drawn_otherwise, uniforms
 from mantissa.runs.directory import RunDirectory
-
-Metrics = Mapping[str, float]
-_FLUSH_EVERY = 10  # steps between measurements of flushed gradients: each costs a forward and backward of 8 completions
-
-
-class Probe:
-    """Observes steps; what it returns are metrics of the step's row. ``phase``: what its time is counted as."""
-
-    phase: str | None = None
-
-    def due(self, step: int) -> bool:
-        """Whether ``step`` is observed."""
-        return True
-
-    def observe(self, step: int, experience: Experience) -> Metrics:
-        """Of a weighed batch, before anything is learned from it."""
-        return {}
-
-    def learned(self, step: int) -> Metrics:
-        """After the step's update, due or not."""
-        return {}
-
-
-class SampleAgain(Exception):  # noqa: N818 - no error
-    """The step is to be sampled again: the kernels compute in another way from now on."""
-
-
-class Lag(Probe):
-    """How old the completions are; older than ``bound`` is an error."""
-
-    def __init__(self, learner: Learner, bound: int) -> None:
-        self.learner, self.bound = learner, bound
-
-    def observe(self, step: int, experience: Experience) -> Metrics:
-        version = self.learner.version
-        lags = [version - sampled for sampled in experience.version_B.tolist()]
-        wrong = next((lag for lag in lags if not 0 <= lag <= self.bound), None)
-        if wrong is not None:
-            raise MantissaError(
-                f"a completion of policy version {version - wrong} reached the learner at version {version}: a lag of "
-                f"{wrong}, expected 0 to rollout.max_policy_lag={self.bound}; the engine samples with other weights "
-                "than it was told to"
-            )
-        return {"rollout/lag_mean": sum(lags) / len(lags), "rollout/lag_max": max(lags)}
-
-
-class Flushed(Probe):
-    """Now and then, the share of gradients that the learner's format flushes to zero."""
-
-    phase = "update"
-
-    def __init__(self, learner: Learner) -> None:
-        self.learner = learner
-
-    def due(self, step: int) -> bool:
-        return step % _FLUSH_EVERY == 1
-
-    def observe(self, step: int, experience: Experience) -> Metrics:
-        fraction = self.learner.flushed(experience, step)
-        return {} if fraction is None else {"precision/flushed_fraction": fraction}
-
-
-class Diagnose(Probe):
-    """Now and then, the doctor's answer on the step's log-probs, a row of the run's ``doctor.jsonl``."""
-
-    def __init__(self, config: RunConfig, learner: Learner, run: RunDirectory, note: Callable[[str], None]) -> None:
-        assert config.doctor is not None
-        self.every, self.steps = config.doctor.every, config.steps
-        self.learner, self.run, self.note = learner, run, note
-        precision = config.precision_policy
-        self.settings = Settings(
-            config.rollout.temperature, rollout_format=precision.rollout, learner_format=precision.train
-        )
-
-    def due(self, step: int) -> bool:
-        """The first step, every ``every``-th after it, and the last."""
-        return (step - 1) % self.every == 0 or step == self.steps
-
-    def observe(self, step: int, experience: Experience) -> Metrics:
-        if self.learner.ranks.rank0:
-            found = diagnose(Dump("mantissa", self.run.path, self._sequences(experience), self.settings))
-            fault = "" if found.fault is None else found.fault.name
-            row = {"step": step, "verdict": found.verdict.value, "fault": fault, "headline": found.headline}
-            self.run.append_doctor(row | found.figures)
-            if fault:
-                self.note(f"warning: step {step}: the doctor says: {found.headline}")
-        return {}
-
-    def _sequences(self, experience: Experience) -> list[Scored]:
-        fields = (experience.tokens_BT, experience.prompt_length_B, experience.length_B, experience.rollout_logp_BR,
-                  experience.old_logp, experience.version_B, experience.group_B)  # fmt: skip
-        rows = zip(*(each.detach().cpu().numpy() for each in fields), strict=True)
-        return [
-            Scored(tokens[:length], int(prompt), rollout[: length - prompt].astype(np.float64),
-                   learner[: length - prompt].astype(np.float64), np.ones(length - prompt, dtype=bool), int(version),
-                   self.learner.version, int(group))
-            for tokens, prompt, length, rollout, learner, version, group in rows
-        ]  # fmt: skip
-
-
-class Refresh(Probe):
-    """Which reference the step is held to; it follows the policy after the update."""
-
-    def __init__(self, reference: Reference, learner: Learner) -> None:
-        self.reference, self.learner = reference, learner
-
-    def observe(self, step: int, experience: Experience) -> Metrics:
-        return {"reference/version": self.reference.version}
-
-    def learned(self, step: int) -> Metrics:
-        self.reference.follow(self.learner.weights, self.learner.version)
-        return {"reference/refreshes": self.reference.refreshes}
 
 
 @dataclass(frozen=True)
@@ -360,31 +234,3 @@ class Exactness(Probe):
         place = int((rows == row).nonzero()[0, 0])
         logp = experience.rollout_logp_BR[row, :count].cpu(), experience.old_logp[row, :count].detach().cpu()
         return Case(call, job, experience.select(rows), place, self.learner.temperature, *logp, found)
-
-
-class EngineShare(Probe):
-    """Measures the share of one engine, whose ``copies`` must be kept by the twin's exact kernels."""
-
-    phase = "engine_share"
-
-    def __init__(
-        self, engine: VllmEngine, twin: ExactTwin, temperature: float, micro_batch_tokens: int, ranks: Ranks = ALONE
-    ) -> None:
-        assert twin.kernels is None or engine.copies.kernels is twin.kernels
-        self.engine, self.twin = engine, twin
-        self._how = (temperature, micro_batch_tokens, ranks)
-
-    def due(self, step: int) -> bool:
-        """Whether ``step`` is measured: the first one, and every ``every``-th after it."""
-        return self.twin.kernels is not None and (step - 1) % self.twin.every == 0
-
-    def observe(self, step: int, experience: Experience) -> Metrics:
-        """``ENGINE_METRICS`` of a batch that the engine's present weights sampled and the learner has scored."""
-        kernels, version = self.twin.kernels, int(experience.version_B[0])
-        if kernels is None or self.engine.copied_version != version:
-            held = self.engine.copied_version
-            raise RuntimeError(f"no exact kernels, or version {held} was sent last and {version} sampled")
-        exact_BR = Scorer(self.engine.copies.decoder, kernels, *self._how)(experience)
-        rollout_BR, learner_BR = experience.rollout_logp_BR, experience.old_logp
-        measured = engine_share(rollout_BR, exact_BR, learner_BR, experience.mask_BR)
-        return {name: float(value) for name, value in measured.items()}

@@ -1,0 +1,215 @@
+"""The batch of one step, from a position in the data: made, and kept in a checkpoint where it was made ahead.
+
+A step's batch is a function of the run's seed, the step, the weights that sample it and the data position: an integer,
+the number of prompts sampled before. Without dynamic sampling it is ``(step - 1) * rollout.prompts``; with it, it
+counts every prompt, dropped ones included. So whoever holds weights and position can make a batch again, or ahead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mantissa.base.bounds import boundary, count, number
+from mantissa.base.errors import MantissaError
+from mantissa.base.seeds import stream_slice
+from mantissa.rl.collect.dynamic import Fate, chosen, dynamic_metrics, fate, overlong_penalty, shaped
+from mantissa.rl.collect.sampler import Sample, Sampler, _packed, _unpacked, by_group
+from mantissa.rl.config.run import RolloutConfig
+from mantissa.rl.experience import Experience
+from mantissa.rollout import SamplingParams
+from mantissa.runs.metrics import REWARD_PART
+from mantissa.tasks import Problem, Reward
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step learns from.
+
+    ``version``: the weights that sampled it. ``position``: prompts sampled up to and with this batch. ``indices``: each
+    group's training problem. ``samples``: group after group. ``rewards``: of each, with values as advantages see them,
+    overlong penalty included. ``metrics``: of all that was sampled, dropped groups included. ``seconds``: wall clock of
+    ``rollout`` and ``reward``.
+    """
+
+    step: int
+    version: int
+    position: int
+    indices: Sequence[int]
+    samples: Sequence[Sample]
+    rewards: Sequence[Reward]
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float]
+
+    def experience(self, device: torch.device) -> Experience:
+        """As tensors; groups numbered from 0."""
+        numbers = {group: index for index, group in enumerate(dict.fromkeys(s.group for s in self.samples))}
+        return Experience.of(
+            [sample.prompt for sample in self.samples],
+            [sample.completion for sample in self.samples],
+            [numbers[sample.group] for sample in self.samples],
+            [reward.value for reward in self.rewards],
+            device,
+        )
+
+
+@dataclass
+class Collector:
+    """Samples and grades batch after batch; ``position`` is the number of prompts sampled so far."""
+
+    sampler: Sampler
+    problems: Sequence[Problem]
+    kept: Sequence[int]
+    config: RolloutConfig
+    params: SamplingParams
+    seed: int
+    position: int = 0
+
+    def collect(self, step: int, version: int) -> Batch:
+        """The batch of ``step``, sampled by the engine's weights, which are ``version``."""
+        config, dynamic = self.config, self.config.dynamic
+        seconds = {"rollout": 0.0, "reward": 0.0}
+        samples: list[Sample] = []
+        rewards: list[Reward] = []
+        fates: list[Fate] = []
+        indices: list[int] = []
+        tries, wanted = 0, config.prompts
+        per_try, most = wanted, 1
+        if dynamic is not None:
+            per_try, most = dynamic.batch_prompts or wanted, dynamic.max_generation_batches
+        while tries < most and fates.count("kept") < wanted:
+            places = stream_slice(len(self.kept), self.position, per_try, self.seed, "prompts")
+            self.position += per_try
+            indices += [self.kept[place] for place in places]
+            problems = [self.problems[index] for index in indices[len(fates) :]]
+            started = time.perf_counter()
+            sampled = self.sampler.sample(
+                problems, config.samples, self.params, version, self.seed, "rollout", step, first=len(fates)
+            )
+            generated = time.perf_counter()
+            graded = self.sampler.grade(sampled)
+            seconds["rollout"] += generated - started
+            seconds["reward"] += time.perf_counter() - generated
+            lengths = [len(sample.completion.tokens) for sample in sampled]
+            penalties = [overlong_penalty(length, config.max_tokens, config.overlong) for length in lengths]
+            final = [shaped(reward, penalty) for reward, penalty in zip(graded, penalties, strict=True)]
+            fates += map(fate, by_group(sampled, graded), by_group(sampled, final))
+            samples, rewards, tries = samples + sampled, rewards + final, tries + 1
+        metrics = sample_metrics(samples, rewards, config)
+        if dynamic is not None:
+            trained = chosen(fates, wanted, dynamic)
+            indices = [indices[group] for group in trained]
+            keep = [sample.group in trained for sample in samples]
+            samples, rewards = list(itertools.compress(samples, keep)), list(itertools.compress(rewards, keep))
+            metrics |= dynamic_metrics(fates, min(fates.count("kept"), wanted), tries)
+            metrics["reward/accuracy_trained"] = sum(reward.correct for reward in rewards) / len(rewards)
+        return Batch(step, version, self.position, indices, samples, rewards, metrics, seconds)
+
+
+def sample_metrics(samples: Sequence[Sample], rewards: Sequence[Reward], config: RolloutConfig) -> dict[str, float]:
+    """Metrics of everything that was sampled."""
+    completions = [sample.completion for sample in samples]
+    lengths = [len(completion.tokens) for completion in completions]
+    metrics: dict[str, float] = {
+        "reward/accuracy": sum(reward.correct for reward in rewards) / len(rewards),
+        "reward/verifier_errors": sum(reward.error is not None for reward in rewards),
+        "length/mean": sum(lengths) / len(lengths),
+        "length/max": max(lengths),
+        "length/truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
+        "rollout/tokens": sum(lengths),
+    }
+    metrics |= _reward_parts(rewards)
+    if config.overlong is not None:
+        penalties = [overlong_penalty(length, config.max_tokens, config.overlong) for length in lengths]
+        metrics["reward/overlong_penalty"] = sum(penalties) / len(penalties)
+        metrics["reward/overlong_fraction"] = sum(penalty < 0 for penalty in penalties) / len(penalties)
+    return metrics
+
+
+def _reward_parts(rewards: Sequence[Reward]) -> dict[str, float]:
+    """The mean of each number that rewards are made of, over the completions that have it."""
+    values: dict[str, list[float]] = {}
+    for reward in rewards:
+        for name, value in reward.parts.items():
+            values.setdefault(name, []).append(value)
+    return {f"{REWARD_PART}{name}": math.fsum(many) / len(many) for name, many in sorted(values.items())}
+
+
+def pack(batches: Iterable[Batch]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Batches as tensors and plain values, for a checkpoint. ``seconds`` are left out: a resume spends none."""
+    tensors: dict[str, Tensor] = {}
+    plain = []
+    for batch in batches:
+        tokens, lengths, logp, reasons, *_ = _packed([sample.completion for sample in batch.samples])
+        packed = {"tokens": tokens, "lengths": torch.tensor(lengths), "logp": logp}
+        tensors |= {f"ahead/{batch.step}/{name}": tensor for name, tensor in packed.items()}
+        plain.append(
+            {
+                "step": batch.step,
+                "version": batch.version,
+                "position": batch.position,
+                "indices": list(batch.indices),
+                "finish_reasons": reasons,
+                "rewards": [[r.value, r.correct, r.error, dict(r.parts)] for r in batch.rewards],
+                "metrics": dict(batch.metrics),
+            }
+        )
+    return tensors, plain
+
+
+def unpack(
+    tensors: Mapping[str, Tensor],
+    plain: Sequence[dict[str, Any]],
+    problems: Sequence[Problem],
+    sampler: Sampler,
+    embeddings: int,
+) -> list[Batch]:
+    """The batches that ``pack`` was given; prompts and texts are made again by the sampler's tokenizer.
+
+    ``embeddings``: the model's vocabulary. ``MantissaError`` where they are not such batches.
+    """
+    with boundary("checkpoint's batches of later steps", "they are damaged"):
+        return [_one_unpacked(tensors, state, problems, sampler, embeddings) for state in plain]
+
+
+def _one_unpacked(
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    problems: Sequence[Problem],
+    sampler: Sampler,
+    embeddings: int,
+) -> Batch:
+    step, version, position = (count(state[name], name) for name in ("step", "version", "position"))
+    tokens, lengths, logp = (tensors[f"ahead/{step}/{name}"] for name in ("tokens", "lengths", "logp"))
+    indices, reasons = state["indices"], state["finish_reasons"]
+    checks = {
+        "tokens": tokens.dtype == torch.int64 and bool(((tokens >= 0) & (tokens < embeddings)).all()),
+        "lengths": lengths.dtype == torch.int64 and bool((lengths >= 1).all()) and int(lengths.sum()) == len(tokens),
+        "logp": logp.dtype == torch.float32 and logp.shape == tokens.shape,
+        "indices": all(number(index, 0, len(problems) - 1, whole=True) for index in indices),
+        "groups": len(indices) > 0 and len(lengths) % len(indices) == 0,
+        "finish_reasons": len(reasons) == len(lengths) and set(reasons) <= {"stop", "length"},
+        "rewards": len(state["rewards"]) == len(lengths)
+        and all(number(each[0], -math.inf, math.inf) for each in state["rewards"]),
+        "metrics": all(isinstance(value, (int, float)) for value in state["metrics"].values()),
+    }
+    wrong = next((name for name, good in checks.items() if not good), None)
+    if wrong is not None:
+        raise MantissaError(f"checkpoint's batch of step {step} has wrong {wrong}; it is damaged")
+    size = len(lengths) // len(indices)
+    prompts = [sampler.encode(problems[index]) for index in indices]
+    completions = _unpacked((tokens, lengths.tolist(), logp, reasons, version, [None] * len(lengths)))
+    samples = []
+    for place, completion in enumerate(completions):
+        group = place // size
+        text = sampler.tokenizer.decode(completion.tokens)
+        samples.append(Sample(problems[indices[group]], group, prompts[group], completion, text))
+    rewards = [Reward(*reward) for reward in state["rewards"]]
+    return Batch(step, version, position, indices, samples, rewards, state["metrics"], {})

@@ -1,0 +1,200 @@
+"""Where a step's batch comes from: sampled in turn with learning, or ahead of it.
+
+In turn, the learner waits for the sampler and the sampler for the learner. Ahead, step k is sampled by the weights
+after step ``max(0, k - 1 - behind)`` while the learner works on the steps before k: its completions are old, by a lag
+that is known and bounded. Nothing else changes: the learner's own log-probs are taken under its weights at the update,
+the rollout's are those of the weights that sampled, and the correction works on their ratio, which now holds the lag
+beside the gap.
+
+The schedule is fixed: with whatever weights are newest when a sample begins, no run could be repeated. What it costs is
+waiting where the two are unequal: a step takes as long as the slower of sampling and learning.
+
+``behind`` counts RL steps, ``rollout.max_policy_lag`` policy versions, that is optimiser steps: a batch is learned from
+in ``optimizer.updates_per_batch`` of them, so ``behind = max_policy_lag // updates_per_batch``. A skipped step makes no
+version, so the lag is at most that, and is checked for every completion.
+
+A checkpoint after step k holds the batches of the ``behind`` steps after it, for which the loop waits: the weights that
+made them are gone. The one batch that the checkpoint's own weights sample is not in it; a resume samples it again.
+
+One Python thread samples: on a CPU with a third of torch's threads (vLLM's processes then get that third), on a GPU on
+a stream of its own. Evaluation uses the same engine, between two batches.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mantissa.rl.collect.batch import Batch, Collector
+from mantissa.rollout import RolloutEngine, VllmEngine
+
+# Where a step's batch comes from
+Weights = Mapping[str, Tensor]
+
+
+def shares(threads: int) -> tuple[int, int]:
+    """Of ``threads`` of a CPU, the learner's and the sampler's: a third for the sampler, and one at least for each."""
+    sampler = max(1, threads // 3)
+    return max(1, threads - sampler), sampler
+
+
+def rest(engine: RolloutEngine) -> None:
+    """Nothing is sampled for a while: an engine that sleeps gives its memory back, until it is synced."""
+    if isinstance(engine, VllmEngine) and engine.start.sleeps:
+        engine.sleep()
+
+
+class SyncSource:
+    """Batches in the order of steps, each sampled when it is asked for, by the newest weights."""
+
+    def __init__(self, collector: Collector, engine: RolloutEngine) -> None:
+        self._collector, self._engine = collector, engine
+
+    def start(self, step: int, weights: Weights, version: int, ahead: Sequence[Batch]) -> None:
+        """Begin after ``step``, whose weights these are; ``ahead``: what ``pending`` said then."""
+        assert not ahead
+        self._engine.sync(weights, version)
+
+    def take(self, step: int) -> Batch:
+        """The batch of ``step``: the one after the last that was taken."""
+        batch = self._collector.collect(step, self._engine.version)
+        rest(self._engine)
+        return batch
+
+    def again(self, position: int) -> None:
+        """The next ``take`` is of the step that was taken last, whose first prompt is at ``position``."""
+        self._collector.position = position
+
+    def hand_over(self, step: int, weights: Weights, version: int) -> None:
+        """The learner's weights after ``step``."""
+        if self._engine.version != version:
+            self._engine.sync(weights, version)
+
+    def pending(self, step: int) -> list[Batch]:
+        """The batches of later steps that weights older than those after ``step`` sample: what a checkpoint keeps."""
+        return []
+
+    def engine(self, weights: Weights, version: int) -> AbstractContextManager[None]:
+        """Holds the engine, with these weights in it, for other use than batches."""
+        self.hand_over(0, weights, version)
+        return nullcontext()
+
+    def close(self) -> None:
+        """Stop sampling; what is being sampled is finished first."""
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A batch to be sampled by a snapshot of the weights; ``ready`` is when the snapshot is (on a GPU)."""
+
+    step: int
+    weights: Weights
+    version: int
+    ready: torch.cuda.Event | None
+    result: Future[Batch]
+
+
+class AsyncSource(SyncSource):
+    """Samples ``behind`` steps ahead, to ``last`` at most, in a thread; see the module for the schedule."""
+
+    def __init__(
+        self, collector: Collector, engine: RolloutEngine, behind: int, last: int, device: torch.device
+    ) -> None:
+        assert behind >= 1
+        super().__init__(collector, engine)
+        self._behind, self._last = behind, last
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._batches: dict[int, Future[Batch]] = {}
+        self._engine_lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._work, name="rollout", daemon=True)
+
+    def start(self, step: int, weights: Weights, version: int, ahead: Sequence[Batch]) -> None:
+        if self._stream is None:
+            torch.set_num_threads(shares(self._threads)[0])
+        for batch in ahead:
+            self._batches[batch.step] = Future()
+            self._batches[batch.step].set_result(batch)
+        self._thread.start()
+        first = step + len(ahead) + 1
+        # none of them: the run begins, or its guard has fallen back
+        assert not ahead or first > min(step + self._behind, self._last), "sampled ahead by weights that are gone"
+        self._order(range(first, step + self._behind + 2), weights, version)
+
+    def take(self, step: int) -> Batch:
+        return self._batches.pop(step).result()
+
+    def again(self, position: int) -> None:
+        raise AssertionError("a batch that was sampled ahead is not sampled again")
+
+    def hand_over(self, step: int, weights: Weights, version: int) -> None:
+        self._order([step + self._behind + 1], weights, version)
+
+    def pending(self, step: int) -> list[Batch]:
+        return [self._batches[later].result() for later in sorted(self._batches) if later <= step + self._behind]
+
+    @contextmanager
+    def engine(self, weights: Weights, version: int) -> Iterator[None]:
+        with self._engine_lock:
+            self._load(weights, version, self._event())
+            with self._on_stream():
+                yield
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._orders.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._stream is None:
+            torch.set_num_threads(self._threads)
+
+    def _order(self, steps: Sequence[int], weights: Weights, version: int) -> None:
+        steps = [step for step in steps if step <= self._last]
+        if not steps:
+            return
+        snapshot = {name: weight.detach().clone() for name, weight in weights.items()}  # the masters go on changing
+        event = self._event()
+        for step in steps:
+            self._batches[step] = Future()
+            self._orders.put(_Order(step, snapshot, version, event, self._batches[step]))
+
+    def _work(self) -> None:
+        """The thread: one order after another. An error goes to whoever asks for the batch, and to those after it."""
+        if self._stream is None:
+            torch.set_num_threads(shares(self._threads)[1])  # of this thread; the learner's stay as they are
+        failure: BaseException | None = None
+        while (order := self._orders.get()) is not None and not self._stopped.is_set():
+            if failure is None:
+                try:
+                    with self._engine_lock:
+                        self._load(order.weights, order.version, order.ready)
+                        with self._on_stream():
+                            batch = self._collector.collect(order.step, order.version)
+                    order.result.set_result(batch)
+                    continue
+                except BaseException as error:  # noqa: BLE001 - re-raised in the learner's thread, where it is awaited
+                    failure = error
+            order.result.set_exception(failure)
+
+    def _load(self, weights: Weights, version: int, ready: torch.cuda.Event | None) -> None:
+        if self._engine.version == version:
+            return
+        with self._on_stream():
+            if self._stream is not None and ready is not None:
+                self._stream.wait_event(ready)
+            self._engine.sync(weights, version)
+
+    def _event(self) -> torch.cuda.Event | None:
+        return None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
