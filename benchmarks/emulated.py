@@ -24,13 +24,14 @@ import torch
 from rows import append
 from torch import Tensor
 
+from mantissa.base.device import be_deterministic
 from mantissa.bench.gap import GapConfig, encode, read_prompts
 from mantissa.kernels import EmulatedKernels, Kernels, SimulatedKernels, rollout_kernels
 from mantissa.model import policy_weights
 from mantissa.precision import Emulation, PrecisionPolicy, format_named, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
-from mantissa.rl.assemble import be_deterministic, build_engine, close_engine, emulated, on_vllm
-from mantissa.rl.config.run import RolloutConfig
+from mantissa.rl.config.sections import RolloutConfig
+from mantissa.rl.engines import build_engine, close_engine, emulated, on_vllm
 from mantissa.rl.experience import Experience
 from mantissa.rl.score import Scorer
 from mantissa.rollout import Request, SamplingParams, VllmEngine

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from mantissa.base.device import be_deterministic, choose_device
 from mantissa.base.errors import MantissaError
 from mantissa.model import byte_tokenizer, save_model
-from mantissa.rl.assemble import Parts, be_deterministic, choose_device, policy_folder
+from mantissa.rl.adapters import policy_folder
+from mantissa.rl.assemble import Parts
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.session import start
 

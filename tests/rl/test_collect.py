@@ -21,7 +21,7 @@ from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Collector, pack, unpack
 from mantissa.rl.collect.dynamic import chosen, fate, overlong_penalty, shaped
 from mantissa.rl.collect.sampler import Sample, Sampler, by_group, success_rates
-from mantissa.rl.config.run import DynamicConfig, OverlongConfig, RolloutConfig
+from mantissa.rl.config.sections import DynamicConfig, OverlongConfig, RolloutConfig
 from mantissa.rollout import Completion, SamplingParams
 from mantissa.runs.directory import RunDirectory
 from mantissa.tasks import Grader, Message, Problem, Reward

@@ -24,9 +24,11 @@ from mantissa.base.errors import MantissaError
 from mantissa.kernels import ExactKernels
 from mantissa.mismatch import ENGINE_METRICS
 from mantissa.precision import Fp8Policy, PrecisionPolicy, resolve
-from mantissa.rl.assemble import Parts, exact_policy, on_vllm
+from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.source import SyncSource
 from mantissa.rl.config.run import RunConfig
+from mantissa.rl.engines import on_vllm
+from mantissa.rl.exact import exact_policy
 from mantissa.rl.experience import Experience
 from mantissa.rl.probes.engine_share import EngineShare
 from mantissa.rl.session import resume

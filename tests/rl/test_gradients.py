@@ -22,7 +22,9 @@ from mantissa.base.ranks import ALONE
 from mantissa.model.partition import kept_units
 from mantissa.rl.assemble import Parts, assemble, new_learner
 from mantissa.rl.experience import Experience
-from mantissa.rl.learner import PREFIX, Learner, weigh
+from mantissa.rl.flow import PREFIX
+from mantissa.rl.learner import Learner
+from mantissa.rl.objective import weigh
 from small_run import configure
 
 BASE = (

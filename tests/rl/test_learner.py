@@ -21,9 +21,11 @@ from mantissa.base.seeds import generator
 from mantissa.model import load_model
 from mantissa.rl.assemble import Parts
 from mantissa.rl.experience import Experience
-from mantissa.rl.learner import PREFIX, Flow, Learner, weigh
-from mantissa.rl.loop import _supervised_step
+from mantissa.rl.flow import PREFIX, Flow
+from mantissa.rl.learner import Learner
+from mantissa.rl.objective import weigh
 from mantissa.rl.probes.small import Flushed
+from mantissa.rl.warm_start import _supervised_step
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_checkpoint
 from small_run import QUICK

@@ -20,7 +20,8 @@ from mantissa.rl import resume
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config.recipe import make_config
 from mantissa.rl.config.run import RunConfig
-from mantissa.rl.loop import Loop, warm_start
+from mantissa.rl.loop import Loop
+from mantissa.rl.warm_start import warm_start
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
 from mantissa.runs.metrics import METRICS, TRAINER_METRICS, undeclared

@@ -14,7 +14,8 @@ from mantissa.model import save_model
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.sampler import Sample
 from mantissa.rl.experience import Experience
-from mantissa.rl.learner import Learner, Update, weigh
+from mantissa.rl.learner import Learner, Update
+from mantissa.rl.objective import weigh
 from mantissa.rollout import Completion
 from mantissa.training import StepOutcome
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import NoneType
 from typing import Any, ClassVar, LiteralString, get_args
 
@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from mantissa.base.bounds import LARGEST_SIZE, representable
 from mantissa.base.errors import MantissaError, nearest
 
+Refusals = Iterator[tuple[Any, str]]  # whether something is refused, and what to say then
 PLAIN: LiteralString = "plain_value"  # the kind of its errors, whose message begins with the field
 
 

@@ -25,6 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mantissa.base.device import be_deterministic
 from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import derive_seed
 from mantissa.bench.command import new_folder
@@ -34,8 +35,9 @@ from mantissa.mismatch.estimates import gap_estimates
 from mantissa.model import Decoder, Tokenizer, policy_weights
 from mantissa.precision import Emulation, PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
-from mantissa.rl.assemble import be_deterministic, build_engine, close_engine, emulated, exact_plan, on_vllm, prove
-from mantissa.rl.config.run import RolloutConfig
+from mantissa.rl.config.sections import RolloutConfig
+from mantissa.rl.engines import build_engine, close_engine, emulated, on_vllm
+from mantissa.rl.exact import exact_plan, prove
 from mantissa.rl.experience import Experience
 from mantissa.rl.score import Scorer
 from mantissa.rollout import (

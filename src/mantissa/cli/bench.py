@@ -69,8 +69,8 @@ def bench(
     if profile:  # the profiler's own messages, which are not for the user
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from mantissa.base.device import choose_device
     from mantissa.bench import BenchConfig
-    from mantissa.rl.assemble import choose_device
 
     wanted = (split(precision), backend, None if sizes is None else split(sizes), split(scenarios))
     _measure(BenchConfig(str(choose_device(device)), model, *wanted, batch, out, repeats, profile), threads)

@@ -86,9 +86,9 @@ def _with_model(
     dump: Dump, model: str, other: str | None, engine: str | None, by_layer: bool, sequences: int, device: str
 ) -> tuple[Dump, Diagnosis, list[Block]]:
     """Score the tokens again, say what was found, and return it with the page's further blocks."""
+    from mantissa.base.device import be_deterministic, choose_device
     from mantissa.doctor.consult import blocks, consult
     from mantissa.doctor.examine import examine
-    from mantissa.rl.assemble import be_deterministic, choose_device
     from mantissa.rl.doctor_model import at
 
     be_deterministic(chosen := choose_device(device))

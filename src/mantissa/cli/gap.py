@@ -70,8 +70,8 @@ def gap(
     keep_freed_memory()
     import torch
 
+    from mantissa.base.device import choose_device
     from mantissa.bench.gap import OWN_PROMPTS, PAIRS, SHORT, VLLM_PAIRS, GapConfig, run_gap
-    from mantissa.rl.assemble import choose_device
 
     if engine not in ("native", "vllm"):
         raise MantissaError(f"--engine {engine}: expected native or vllm")

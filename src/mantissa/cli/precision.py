@@ -22,8 +22,10 @@ def precision(
     from rich.padding import Padding
     from rich.text import Text
 
+    from mantissa.base.device import choose_device
     from mantissa.precision import PRESETS, Emulation, PrecisionPolicy, resolve
-    from mantissa.rl.assemble import choose_device, emulated, prove
+    from mantissa.rl.engines import emulated
+    from mantissa.rl.exact import prove
     from mantissa.runs.live import precision_table
 
     chosen = choose_device(device)

@@ -18,7 +18,7 @@ def replay(
 
     Exits with 1 where they differ here too, with 0 where they do not.
     """
-    from mantissa.rl.assemble import be_deterministic, choose_device
+    from mantissa.base.device import be_deterministic, choose_device
     from mantissa.rl.replay import read_case
     from mantissa.rl.replay import replay as run_again
 

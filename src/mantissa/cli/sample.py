@@ -29,12 +29,13 @@ def sample(
 
     Printed for each: total log-prob under the sampling distribution, why it ended, text.
     """
+    from mantissa.base.device import choose_device
     from mantissa.base.seeds import derive_seed
     from mantissa.kernels import rollout_kernels
     from mantissa.model import policy_weights
     from mantissa.precision import PrecisionPolicy, resolve
-    from mantissa.rl.adapters import open_policy
-    from mantissa.rl.assemble import choose_device, policy_folder, prove
+    from mantissa.rl.adapters import open_policy, policy_folder
+    from mantissa.rl.exact import prove
     from mantissa.rollout import NativeEngine, Request, SamplingParams
 
     chosen = choose_device(device)

@@ -36,9 +36,11 @@ def serve(
     from mantissa.rollout import require_vllm
 
     require_vllm()
+    from mantissa.base.device import choose_device
     from mantissa.precision import resolve
     from mantissa.rl import load_recipe
-    from mantissa.rl.assemble import choose_device, load_policy, serve_engine
+    from mantissa.rl.assemble import load_policy
+    from mantissa.rl.engines import serve_engine
     from mantissa.tasks import build_task
 
     config = load_recipe(recipe, [*(overrides or []), "rollout.engine=vllm"])

@@ -86,8 +86,8 @@ def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: 
 
 
 def _start_ranks(config: RunConfig, resume: Path | None, given: list[str]) -> None:
+    from mantissa.base.device import choose_device
     from mantissa.cli.processes import launch
-    from mantissa.rl.assemble import choose_device
     from mantissa.runs.directory import default_path
 
     if choose_device(config.device).type == "cuda":

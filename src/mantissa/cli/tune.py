@@ -86,12 +86,12 @@ def _sampled(
     """Completions of the model in the half, to be scored in every other way; and the device."""
     import torch
 
+    from mantissa.base.device import be_deterministic, choose_device
     from mantissa.bench.gap import GapConfig, encode, read_prompts
     from mantissa.doctor.live import sampled
     from mantissa.doctor.sides import Scores
     from mantissa.doctor.substitution import plain_policy
     from mantissa.rl.adapters import open_policy, policy_folder
-    from mantissa.rl.assemble import be_deterministic, choose_device
 
     chosen, texts = choose_device(device), read_prompts(prompts)
     echo_warning(crowded(torch.get_num_threads()), err=True)

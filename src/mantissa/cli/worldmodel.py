@@ -64,8 +64,8 @@ def train(
 
     mantissa worldmodel train --scenario standard --precision fp16
     """
+    from mantissa.base.device import choose_device
     from mantissa.genesis.worldmodel import SCENARIOS, WorldModel, synthetic
-    from mantissa.rl.assemble import choose_device
 
     if bool(buffer) == bool(scenario) or scenario not in ("", *SCENARIOS):
         raise MantissaError(f"give a BUFFER, or --scenario with one of {', '.join(SCENARIOS)}")

@@ -31,7 +31,8 @@ from mantissa.rl.assemble import Parts, assemble, most_tokens
 from mantissa.rl.collect.batch import Batch, sample_metrics
 from mantissa.rl.collect.sampler import Sample
 from mantissa.rl.collect.source import SyncSource
-from mantissa.rl.config.run import RolloutConfig, RunConfig
+from mantissa.rl.config.run import RunConfig
+from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Update
 from mantissa.rl.loop import Loop

@@ -34,7 +34,7 @@ from mantissa.model import (
     training_base,
 )
 from mantissa.model.hub import find_model
-from mantissa.rl.config.run import ModelSource
+from mantissa.rl.config.sections import ModelSource
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_weights
 

@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from mantissa.base.bounds import require_memory
+from mantissa.base.device import be_deterministic, choose_device
 from mantissa.base.errors import MantissaError
-from mantissa.base.ranks import ALONE, Ranks, world_size
+from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.seeds import generator
 from mantissa.kernels import (
     ExactPlan,
     Kernels,
-    ModelShapes,
     Way,
-    check_invariance,
     learner_kernels,
-    plan_exact,
-    probe,
     reference_kernels,
     rollout_kernels,
 )
 from mantissa.model import Decoder, ModelConfig, Tokenizer, attach, byte_tokenizer, character_tokenizer
-from mantissa.precision import E4M3, Emulation, PrecisionPolicy, ResolvedPrecision, resolve
-from mantissa.precision.policy import Backend
+from mantissa.precision import ResolvedPrecision, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.collect.sampler import Sampler
-from mantissa.rl.collect.source import shares
-from mantissa.rl.config.run import LossScalingConfig, ModelSource, RolloutConfig, RunConfig
+from mantissa.rl.config.run import RunConfig
+from mantissa.rl.config.sections import LossScalingConfig, ModelSource
+from mantissa.rl.engines import build_engine, close_engine, emulated, evidence_of, on_vllm
+from mantissa.rl.exact import ExactTwin, exact_plan, exact_twin, prove
 from mantissa.rl.learner import Learner
 from mantissa.rl.score import Reference
-from mantissa.rollout import NativeEngine, RolloutEngine, VllmEngine, VllmStart, require_vllm, serve_vllm
+from mantissa.rollout import VllmEngine, require_vllm
 from mantissa.tasks import DatasetConfig, Grader, Problem, Task, build_task
 from mantissa.training import LossScaler
 
 _BYTES_A_WEIGHT = 10  # fp32, its gradient, and two moments of 8 bits
-_BYTES_A_COMPLETION, _BYTES_A_PROBLEM = 1000, 500  # objects in Python, without their text and tokens
+_BYTES_A_COMPLETION = 1000  # objects in Python, without their text and tokens
+_BYTES_A_PROBLEM = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,163 +197,6 @@ def _sampler(
     return sampler
 
 
-def choose_device(name: str) -> torch.device:
-    """``auto`` is cuda where there is one; cuda where there is none is an error, never a CPU.
-
-    One of several processes gets a GPU to itself, by its number on this machine.
-    """
-    if name not in ("auto", "cpu", "cuda"):
-        raise MantissaError(f"device={name}: expected auto, cpu or cuda")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise MantissaError("device=cuda, but torch sees no CUDA device here; use device=cpu or device=auto")
-    if name == "cpu" or world_size() is None:
-        return torch.device(name)
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if rank >= torch.cuda.device_count():
-        raise MantissaError(
-            f"nproc: process {rank + 1} of this machine has no GPU, for torch sees {torch.cuda.device_count()}; lower "
-            "nproc, or set device=cpu"
-        )
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
-
-
-def be_deterministic(device: torch.device) -> None:
-    """Ask torch for kernels that give the same bits every time; an operation that has none raises when it is used.
-
-    On CUDA also: half products are accumulated in fp32 throughout (torch lets cuBLAS combine partial sums in half).
-    """
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its handle
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.use_deterministic_algorithms(True)
-    # That mode also fills every new tensor with NaN before the operation that made it writes it: a tenth of the time of
-    # a simulated step, and no operation here reads what it has not written.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def prove(
-    precision: ResolvedPrecision, device: torch.device, plan: ExactPlan | None = None, vllm: bool = False
-) -> dict[str, str]:
-    """Probe every role's kernels on a device; returns what each probe saw, by role. Exact kernels need their plan.
-
-    ``vllm``: the rollout's are vLLM's, which its engine tries itself.
-    """
-    evidence = {"learner": probe(learner_kernels(precision, plan), device)}
-    if not vllm:
-        evidence["rollout"] = probe(rollout_kernels(precision, plan), device)
-    if precision.reference is not None:
-        evidence["reference"] = probe(reference_kernels(precision, plan), device)
-    return evidence
-
-
-def exact_plan(
-    precision: ResolvedPrecision,
-    model: Decoder,
-    device: torch.device,
-    length: int,
-    rows: int,
-    only: Way | None = None,
-) -> ExactPlan | None:
-    """How exact kernels will compute this model here, found by probing; None where no role is exact.
-
-    On CUDA there is nothing to choose: None too, but the kernels are probed, and ``MantissaError`` names what fails.
-
-    ``length``: positions of the longest sequence to look at. ``rows``: positions of the largest product. ``only``: one
-    way to compute, and no faster one.
-    """
-    if not precision.learner.exact:
-        return None
-    config = model.config
-    shapes = ModelShapes.of(
-        dict(model.named_parameters()),
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        length,
-        rows,
-    )
-    if device.type != "cpu":
-        check_invariance(rollout_kernels(precision), shapes, device)
-        return None
-    return plan_exact(shapes, precision.learner, device, only)
-
-
-def exact_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
-    """The rollout's precision under exact kernels, as a policy of its own: what the native engine would be given."""
-    return dataclasses.replace(
-        policy,
-        train=policy.rollout,
-        reference=None,
-        fp8=policy.fp8 if policy.rollout == "fp8" else None,
-        kernels="exact",
-        backend="auto",
-        fallback="error",
-    )
-
-
-@dataclass(frozen=True)
-class ExactTwin:
-    """The rollout's exact kernels; None where there are none. ``said``: what they are, or why there are none.
-
-    ``every``: steps between measurements. ``evidence``: what the probe saw of the kernels.
-    """
-
-    kernels: Kernels | None
-    said: str
-    every: int
-    evidence: str = ""
-
-    @property
-    def line(self) -> str:
-        """One line for the screen."""
-        if self.kernels is None:
-            return f"engine's share of the gap: not measured, {self.said}"
-        steps = "every step" if self.every == 1 else f"every {self.every} steps"
-        return f"engine's share of the gap: measured {steps} by {self.said}"
-
-    def facts(self, engine: VllmEngine) -> dict[str, Any]:
-        """What the run's folder keeps for the report: engine, format of both, what measures or why nothing does."""
-        return {
-            "engine": engine.release,
-            "format": engine.start.format.name if engine.start.fp8 is None else f"fp8 on {engine.start.format}",
-            "every": self.every,
-            "measured": self.kernels is not None,
-            "kernels" if self.kernels is not None else "reason": self.said,
-        } | ({"evidence": self.evidence} if self.evidence else {})
-
-
-def exact_twin(
-    config: RunConfig, model: Decoder, device: torch.device, length: int, rows: int, ranks: Ranks
-) -> ExactTwin:
-    """Exact kernels for the rollout's format, proven here; or why there are none, and then nobody measures.
-
-    ``length``, ``rows``: as in ``exact_plan``.
-    """
-    policy, every = config.precision_policy, config.rollout.vllm.share_every
-    if every == 0:
-        return ExactTwin(None, "rollout.vllm.share_every=0", every)
-    if policy.rollout == "fp8" and device.type == "cpu":
-        return ExactTwin(None, "a rollout in fp8 is sent as codes, and exact kernels on a CPU hold values", every)
-    if config.rollout.max_policy_lag > 0:
-        return ExactTwin(None, "rollout.max_policy_lag above 0: newer weights than sampled a batch are held", every)
-    plan, evidence, failed = None, "", None
-    try:
-        exact = resolve(exact_policy(policy), device)
-        plan = exact_plan(exact, model, device, length, rows)
-        evidence = probe(rollout_kernels(exact, plan), device)
-    except MantissaError as error:
-        failed = str(error).rpartition("; ")[0] or str(error)  # its advice is for a recipe that asks for them
-    failed = ranks.first_of(failed)  # none measures where one cannot
-    if failed is not None:
-        return ExactTwin(None, failed, every)
-    kernels = rollout_kernels(exact, ranks.broadcast(plan))
-    return ExactTwin(kernels, f"{exact.rollout.kernels} kernels in {exact.rollout.name}", every, evidence)
-
-
 def _check_bill(config: RunConfig) -> None:
     """Refuse now what would fill the memory of this machine, by the least that it could take."""
     rollout, task = config.rollout, config.task
@@ -453,125 +292,3 @@ def _longest(config: RunConfig, task: Task, room: int) -> int:
     for problem in task.split("warm_start") if warm else ():
         bounds.append(most_tokens(problem) + len((problem.solution or "").encode("utf-8", "surrogatepass")) + 1)
     return min(room, max(bounds, default=room))
-
-
-# Which engine samples, and what the precision table says of it
-
-
-def on_vllm(precision: ResolvedPrecision) -> ResolvedPrecision:
-    """The same formats, where the rollout's are vLLM's own arithmetic and not this package's kernels."""
-    rollout = "vLLM's own kernels and sum order"
-    if (fp8 := precision.rollout.fp8) is not None:
-        rollout = (
-            f"vLLM's own fp8 kernels: products of e4m3 in blocks of 128, base {fp8.base}; weights of our quantising"
-        )
-    logits = "half operands, fp32 result, fp32 log-softmax; vLLM's head is told to be fp32"
-    if precision.logits.active.name != "fp32":
-        logits = f"asked for: rounded to {precision.logits.active} on both sides, by vLLM's head too"
-    cache = "vLLM's cache, in the rollout's format"
-    if precision.kv_cache.active is E4M3:
-        cache = "asked for: vLLM's e4m3 cache without scales, so beyond 448 saturated" + (
-            "; digits cut off, not rounded" if precision.device == "cpu" else ""
-        )
-    said = {"rollout": rollout, "logits": logits, "kv_cache": cache}
-    roles: dict[str, Any] = {
-        role: dataclasses.replace(getattr(precision, role), backend="native", reason=why) for role, why in said.items()
-    }
-    return dataclasses.replace(precision, **roles)
-
-
-def emulated(precision: ResolvedPrecision, emulation: Emulation) -> ResolvedPrecision:
-    """The same formats, where the rollout's kernels have a serving engine's habits; the table says which."""
-    role, active = precision.rollout, precision.rollout.active
-    why = f"a serving engine's arithmetic, emulated: {emulation}; values on their grids in fp32"
-    if idle := emulation.idle(active):
-        why += f"; in {active} {', '.join(idle)} {'does' if len(idle) == 1 else 'do'} nothing"
-    rollout = dataclasses.replace(role, backend="simulated", reason=why, emulation=emulation)
-    logits = precision.logits
-    if emulation.logits is not None and active is not logits.active:
-        logits = dataclasses.replace(logits, reason=f"{logits.reason}; but the rollout's are rounded to {active}")
-    held: Backend = (
-        "native" if precision.kv_cache.active.name == "fp32" else "simulated"
-    )  # on a GPU too: rounded in fp32
-    cache = dataclasses.replace(precision.kv_cache, backend=held)
-    return dataclasses.replace(precision, rollout=rollout, logits=logits, kv_cache=cache)
-
-
-def vllm_start(
-    rollout: RolloutConfig, precision: ResolvedPrecision, model: ModelConfig, device: torch.device
-) -> VllmStart:
-    """What the recipe asks a vLLM to be."""
-    return VllmStart(
-        model,
-        precision.rollout.active,
-        precision.logits.active,
-        slots=rollout.slots,
-        max_length=model.max_position_embeddings,
-        device=device,
-        sleeps=rollout.vllm.sleep,
-        cache=precision.kv_cache.active,
-        fp8=precision.rollout.fp8,
-    )
-
-
-def build_engine(
-    rollout: RolloutConfig,
-    precision: ResolvedPrecision,
-    kernels: Kernels,
-    model: ModelConfig,
-    tokenizer: Tokenizer,
-    device: torch.device,
-    ranks: Ranks = ALONE,
-) -> RolloutEngine:
-    """The engine that the recipe names, still without weights. vLLM's processes run from here on: ``close`` them.
-
-    ``kernels``: the rollout's; of vLLM only their format and their copies of the masters are used, by this package's
-    exact ones too, where they measure its share of the gap. Collective.
-    """
-    if rollout.engine == "vllm":
-        start = vllm_start(rollout, precision, model, device)
-        if rollout.max_policy_lag > 0 and device.type == "cpu":  # it works beside the learner, on the same cores
-            start = dataclasses.replace(start, threads=shares(torch.get_num_threads())[1])
-        server, timeout_s = rollout.vllm.server, rollout.vllm.timeout_s
-        return VllmEngine(start, kernels, server=server, timeout_s=timeout_s, decode_text=tokenizer.decode, ranks=ranks)
-    return NativeEngine(
-        model,
-        kernels,
-        kv_format=precision.kv_cache.active,
-        slots=rollout.slots,
-        max_length=model.max_position_embeddings,
-        device=device,
-        decode_text=tokenizer.decode,
-    )
-
-
-def serve_engine(
-    rollout: RolloutConfig,
-    precision: ResolvedPrecision,
-    model: ModelConfig,
-    device: torch.device,
-    *,
-    host: str,
-    port: int,
-    folder: str | None,
-    ready: Callable[[str], None],
-) -> int:
-    """A vLLM server for runs of a recipe, until it ends or is interrupted; returns its exit code."""
-    with torch.device("meta"):
-        shapes = {name: weight.to(precision.rollout.active.dtype) for name, weight in Decoder(model).named_parameters()}
-    start = vllm_start(rollout, precision, model, device)
-    return serve_vllm(start, shapes, host=host, port=port, folder=folder, ready=ready)
-
-
-def evidence_of(engine: VllmEngine, ranks: Ranks) -> str:
-    """What was seen of vLLM at the start, and by how many."""
-    if ranks.alone:
-        return engine.evidence
-    each = "one server for" if engine.served else "one such vLLM for each of"
-    return f"{engine.evidence}; {each} {ranks.world} processes"
-
-
-def close_engine(engine: RolloutEngine | None) -> None:
-    """End the processes of an engine that has some."""
-    if isinstance(engine, VllmEngine):
-        engine.close()

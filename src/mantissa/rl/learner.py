@@ -46,26 +46,18 @@ from torch import Tensor, nn
 from mantissa.algorithms import (
     Accumulator,
     FlowRLConfig,
-    GSPOConfig,
-    advantage,
     aggregation_scale,
-    correction,
-    flowrl_loss,
-    importance_weights,
-    kl_loss,
-    kl_reward,
-    log_ratio_parts,
     merge,
-    policy_loss,
-    reference_drift,
 )
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.seeds import derive_seed, generator
 from mantissa.kernels import Kernels, NativeKernels
-from mantissa.model import Decoder, LogPartition, policy_weights, trained_parameters
+from mantissa.model import Decoder, policy_weights, trained_parameters
 from mantissa.precision import FP32
-from mantissa.rl.config.run import AlgorithmConfig, OptimizerConfig
+from mantissa.rl.config.sections import AlgorithmConfig, OptimizerConfig
 from mantissa.rl.experience import Experience, Sequences
+from mantissa.rl.flow import Flow
+from mantissa.rl.objective import every_row_counts, micro_loss
 from mantissa.rl.score import Forward, forward, scatter, score
 from mantissa.training import (
     Backward,
@@ -79,7 +71,6 @@ from mantissa.training import (
     flushed_fraction,
     gradients_of,
     learning_rate,
-    load_weights,
     master_weights,
 )
 
@@ -95,7 +86,6 @@ class Update:
 
 # Row and column (N) of each response token that was scored, and its logits (N,V).
 Look = Callable[[Tensor, Tensor, Tensor], None]
-
 # A step, its batch, and the log-probs (B,R) that its first optimiser step's own forward gave: the batch's old ones
 # where it computed none. Before the weights change, on every rank.
 Verify = Callable[[int, Experience, Tensor], None]
@@ -390,100 +380,3 @@ class _MicroBatch:
     rows: Tensor
     scale_BR: Tensor
     counts: bool = True
-
-
-# What a step minimises, of pure functions; and FlowRL's head
-
-
-def weigh(experience: Experience, algorithm: AlgorithmConfig) -> Experience:
-    """A scored batch with its advantages, each token's correction weight, and which tokens count; with what it counted.
-
-    Advantages are after the KL penalty where it is taken off the reward; ``reward/...`` is before it.
-    """
-    old, ref, mask = experience.old_logp, experience.ref_logp_BR, experience.mask_BR
-    advantage_B, tallies = advantage(experience.reward_B, experience.group_B, algorithm.advantage)
-    if algorithm.kl is not None and algorithm.kl.where == "reward":
-        shaped_B, penalty = kl_reward(experience.reward_B, old, ref, mask, algorithm.kl)
-        advantage_B, shaped = advantage(shaped_B, experience.group_B, algorithm.advantage)
-        rewards = {name: tally for name, tally in tallies.items() if name.startswith("reward/")}
-        tallies = {**shaped, **rewards, **penalty}
-    whole = isinstance(algorithm.loss, (GSPOConfig, FlowRLConfig))  # a loss about sequences
-    weight_BR, valid_BR, weights = correction(old, experience.rollout_logp_BR, mask, algorithm.correction, whole=whole)
-    drift = {} if ref is None else reference_drift(old, ref, mask)
-    tallies = {**tallies, **weights, **drift}
-    return replace(experience, advantage_B=advantage_B, weight_BR=weight_BR, valid_BR=valid_BR, tallies=tallies)
-
-
-def every_row_counts(algorithm: AlgorithmConfig) -> bool:
-    """Whether a completion whose advantage is zero has a gradient all the same: the reference pulls at it."""
-    return isinstance(algorithm.loss, FlowRLConfig) or (algorithm.kl is not None and algorithm.kl.where == "loss")
-
-
-def micro_loss(
-    logp_BR: Tensor, batch: Experience, scale_BR: Tensor, log_z_B: Tensor | None, algorithm: AlgorithmConfig
-) -> tuple[Tensor, dict[str, Accumulator]]:
-    """Loss of a weighed micro-batch, and tallies; losses and gradients of all of a step's micro-batches add up.
-
-    ``logp_BR``: the current policy's, with gradient. ``scale_BR``: each token's weight in the step's loss. ``log_z_B``:
-    with FlowRL only.
-    """
-    config, old_BR, rollout_BR = algorithm.loss, batch.old_logp, batch.rollout_logp_BR
-    advantage_B, weight_BR, valid_BR = batch.weighed
-    below_BR = rollout_BR if algorithm.correction.bypass else old_BR  # below the loss's ratio
-    parts = log_ratio_parts(logp_BR, old_BR, rollout_BR, advantage_B, batch.mask_BR, valid_BR, config)
-    if isinstance(config, FlowRLConfig):
-        ref_BR = batch.ref_logp_BR
-        loss, tallies = flowrl_loss(
-            logp_BR, below_BR, ref_BR, log_z_B, advantage_B, valid_BR, weight_BR, scale_BR, config
-        )
-        return loss, {**tallies, **parts}
-    weights = dict[str, Accumulator]()
-    if config.kind == "reinforce":
-        # No ratio in this loss: its importance weight is of the current policy, not of the one before the update.
-        weight_BR, weights = importance_weights(
-            logp_BR.detach(), rollout_BR, batch.mask_BR, valid_BR, algorithm.correction
-        )
-    loss, tallies = policy_loss(logp_BR, below_BR, advantage_B, valid_BR, weight_BR, scale_BR, config)
-    if algorithm.kl is not None and algorithm.kl.where == "loss":
-        penalty, distance = kl_loss(logp_BR, batch.ref_logp_BR, valid_BR, weight_BR, scale_BR, algorithm.kl)
-        loss, tallies = loss + penalty, {**tallies, **distance}
-    return loss, {**tallies, **parts, **weights}
-
-
-PREFIX = "partition."  # of its parameters' names among the optimiser step's: no decoder has any that begin so
-
-
-class Flow:
-    """The head of one run. ``seed``: the run's; the first weights and every dropout follow from it."""
-
-    def __init__(self, hidden_size: int, config: FlowRLConfig, seed: int, device: torch.device) -> None:
-        self.config, self.seed = config, seed
-        head = LogPartition(hidden_size, config.partition_dropout)
-        self.head = head.initialize(generator(seed, "partition")).to(device)
-
-    def keys(self, group_B: Tensor, step: int) -> Tensor:
-        """What names each row's dropout: int64, B; equal within a group, different between groups and steps."""
-        names, index_B = torch.unique(group_B, return_inverse=True)
-        keys = [derive_seed(self.seed, "partition dropout", step, group) for group in names.tolist()]
-        return torch.tensor(keys, dtype=torch.int64, device=group_B.device)[index_B]
-
-    def log_z(self, prompt_BE: Tensor, key_B: Tensor) -> Tensor:
-        """log Z of each row's prompt, fp32, B, differentiable; ``prompt_BE``: the prompts' mean hidden states."""
-        log_z_B: Tensor = self.head(prompt_BE, key_B, detach=self.config.detach_partition)
-        return log_z_B
-
-    def join(self, optimizer: torch.optim.Optimizer, lr: float) -> dict[str, nn.Parameter]:
-        """Add the head to the policy's optimiser, whose rate is ``lr``; returns its parameters under their names."""
-        scale = 1.0 if self.config.partition_lr is None else self.config.partition_lr / lr
-        parameters = {PREFIX + name: parameter for name, parameter in self.head.named_parameters()}
-        optimizer.add_param_group({"params": list(parameters.values()), "weight_decay": 0.0, "lr_scale": scale})
-        return parameters
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """The head's fp32 weights by name, for a file beside the policy's."""
-        return {name: parameter.detach() for name, parameter in self.head.named_parameters()}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of ``weights``."""
-        load_weights(self.weights, tensors)

@@ -1,13 +1,8 @@
-"""The loop: collect, score, weigh, learn, publish, and begin again where a run was stopped.
+"""The loop: the steps of a run, begun, and begun again where it was stopped.
 
 Steps count from 1. A checkpoint ``step-N`` holds the state after step N; ``step-0`` is the state after the warm start.
 Resuming reads the newest, forgets what was logged after it, and repeats those steps: every draw is a function of the
 seed and the position, so they come out the same, bit for bit.
-
-The warm start: supervised steps on the task's own solutions, so that RL begins with a policy that sometimes succeeds.
-It runs in the learner's precision through the same optimiser step as RL, with an optimiser and a scaler of its own that
-end with it. Everything in it is a function of the seed, so a run killed during its warm start begins it again and
-arrives at the same bits.
 """
 
 from __future__ import annotations
@@ -15,99 +10,44 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from mantissa.algorithms import aggregation_scale, values
 from mantissa.base.bounds import boundary, count, number
 from mantissa.base.errors import MantissaError
-from mantissa.base.seeds import stream_slice
 from mantissa.base.tensors import check_tensors
-from mantissa.mismatch import gap_metrics
 from mantissa.model import save_model
-from mantissa.precision.numerics import masked_sum
 from mantissa.rl.adapters import FrozenBase
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Batch, Collector, pack, unpack
-from mantissa.rl.collect.sampler import Sampler, success_rates
-from mantissa.rl.collect.source import AsyncSource, SyncSource, rest
-from mantissa.rl.config.run import RunConfig, WarmStartConfig
-from mantissa.rl.experience import Experience, Sequences
-from mantissa.rl.guarded import RunGuard
-from mantissa.rl.learner import Learner, Update, weigh
-from mantissa.rl.probes.engine_share import EngineShare
-from mantissa.rl.probes.exactness import Exactness
-from mantissa.rl.probes.interface import Probe, SampleAgain
-from mantissa.rl.probes.small import Diagnose, Flushed, Lag, Refresh
-from mantissa.rollout import SamplingParams, VllmEngine
+from mantissa.rl.collect.sampler import success_rates
+from mantissa.rl.collect.source import AsyncSource, SyncSource
+from mantissa.rl.config.run import RunConfig
+from mantissa.rl.probes.interface import SampleAgain
+from mantissa.rl.step import MOST_REJECTED, Steps, left_out
+from mantissa.rl.warm_start import warm_start
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
-from mantissa.runs.metrics import undeclared
 from mantissa.runs.trackers import Trackers
 from mantissa.tasks import Problem
 from mantissa.training import (
     Checkpoint,
-    OptimizerStep,
-    learning_rate,
     load_checkpoint,
     load_weights,
     save_checkpoint,
     saved_steps,
 )
 
-_LR_WARMUP = 20
-_SILENT = 3  # first steps without any advantage after which it is said
-_MOST_REJECTED = 0.5  # of a step's tokens, beyond which it is said what a correction leaves out
 
-
-class Loop:
-    """One run: its parts, its folder, its screen."""
+class Loop(Steps):
+    """A run from its beginning or a checkpoint to its end."""
 
     def __init__(self, config: RunConfig, parts: Parts, run: RunDirectory, trackers: Trackers, live: Live) -> None:
-        self.config, self.parts, self.run, self.trackers, self.live = config, parts, run, trackers, live
-        self.learner, self.sampler, self.reference = parts.learner, parts.sampler, parts.reference
-        self.ranks = parts.ranks
-        rollout = config.rollout
-        self.params = self.sampler.params(rollout.max_tokens, rollout.temperature, rollout.stop)
+        super().__init__(config, parts, run, trackers, live)
         self.train: Sequence[Problem] = parts.task.split("train")
-        self.heldout: Sequence[Problem] = parts.task.split("heldout")
         self.base = FrozenBase(config.model, parts.model, parts.tokenizer, run)
         self.kept: list[int] = []
-        self.position = 0  # prompts sampled for the steps taken
-        self.silent = 0  # the step up to which every advantage was 0, from the first on
-        self.rejecting = False  # whether a correction has left out most of a step, and it was said
         self.ahead: list[Batch] = []  # batches of later steps that a checkpoint held
-        self.source: SyncSource
-        self.exactness: Exactness | None = None
-        self.guard: RunGuard | None = None
-        if config.guard is not None:
-            self.guard = RunGuard(config, run, parts.ranks, live.note)
-            self.learner.step.on_nonfinite = "skip"  # what becomes of it is then the guard's decision
-        self.fell_back = False  # whether the run goes on in another format, from the checkpoint that says so
-        self.probes = self._probes()
-        self._seconds: dict[str, float] = {}
-        self._started: float | None = None  # when the present step was, its first try
-
-    def _probes(self) -> list[Probe]:
-        """What observes the steps of this run."""
-        config, parts, learner = self.config, self.parts, self.learner
-        probes: list[Probe] = [Lag(learner, config.rollout.max_policy_lag)]
-        if config.precision_policy.kernels == "exact":
-            self.exactness = Exactness(config, parts, self.run, self.live.note)
-            probes.append(self.exactness)
-        if parts.twin is not None and isinstance(parts.sampler.engine, VllmEngine):
-            how = config.rollout.temperature, config.optimizer.micro_batch_tokens, parts.ranks
-            probes.append(EngineShare(parts.sampler.engine, parts.twin, *how))
-        if self.reference is not None:
-            probes.append(Refresh(self.reference, learner))
-        if config.doctor is not None:
-            probes.append(Diagnose(config, learner, self.run, self.live.note))
-        return [*probes, Flushed(learner)]
 
     def go(self) -> bool:
         """Run to the end: from the newest checkpoint, or from the beginning. False: the guard fell back on the way, and
@@ -211,7 +151,7 @@ class Loop:
         self.run.rewind(checkpoint.step)
         rows = self.run.read_metrics()
         self.silent = int(rows[-1].get("advantage/silent_steps", 0)) if rows else 0
-        self.rejecting = any(_left_out(row) > _MOST_REJECTED for row in rows)
+        self.rejecting = any(left_out(row) > MOST_REJECTED for row in rows)
         if self.guard is not None:
             self.guard.restore(checkpoint.step, checkpoint.state.get("guard", {}), rows)
         self.live.note(f"resumed after step {checkpoint.step}")
@@ -279,283 +219,3 @@ class Loop:
         if sampled:
             more["ahead"] = sampled
         return Checkpoint(step, trained, optimizer, state, more)
-
-    @property
-    def _checkpoints(self) -> Any:
-        return self.run.checkpoint_path(0).parent
-
-    # one step
-
-    def step(self, step: int) -> None:
-        """One step of RL: collect, score, weigh, learn, publish. Probes observe it before anything is learned."""
-        batch = self._collect(step)  # prompts -> completions -> rewards
-        scored = self._score(step, batch.experience(self.parts.device))  # log-probs: the learner's and the reference's
-        weighed = weigh(scored, self.config.algorithm)  # advantages, correction weights, which tokens count
-        observed = self._observe(step, weighed)
-        update = self._learn(step, weighed)  # micro-batches -> loss -> step, retry or skip
-        for probe in self.probes:
-            observed |= probe.learned(step)
-        self._publish(step, batch, weighed, update, observed)  # weights, metrics, completions, checkpoint, screen
-
-    def _collect(self, step: int) -> Batch:
-        """The step's graded completions."""
-        self._started = self._started or time.perf_counter()
-        with self._timed("rollout"):
-            batch = self.source.take(step)
-        if self.config.steps_behind:
-            self._seconds["background"] = sum(batch.seconds.values())
-        else:
-            self._seconds |= batch.seconds
-        return batch
-
-    def _score(self, step: int, experience: Experience) -> Experience:
-        """With the log-probs of the learner before its update, and of the reference where there is one."""
-        exact = self.exactness
-        if exact is not None and not exact.due(step):  # what the rollout delivered is the learner's, to the last bit
-            experience = experience.with_learner(experience.rollout_logp_BR, None)
-        else:
-            with self._timed("learner_logp"):
-                look = None if exact is None else exact.look(experience)
-                experience = experience.with_learner(*self.learner.score(experience, look))
-        if self.reference is None:
-            return experience
-        with self._timed("reference_logp"):
-            return replace(experience, ref_logp_BR=self.reference.score(experience))
-
-    def _observe(self, step: int, experience: Experience) -> dict[str, float]:
-        """What the probes see of a weighed batch; one may stop the run, or have the step sampled again."""
-        observed: dict[str, float] = {}
-        for probe in self.probes:
-            if probe.due(step):
-                with self._timed(probe.phase):
-                    observed |= probe.observe(step, experience)
-        return observed
-
-    def _learn(self, step: int, experience: Experience) -> Update:
-        with self._timed("update"):
-            return self.learner.learn(experience, step)
-
-    def _publish(
-        self, step: int, batch: Batch, experience: Experience, update: Update, observed: dict[str, float]
-    ) -> None:
-        """Hand the weights over and write everything down; then the guard decides, and a checkpoint may be due."""
-        config, last = self.config, step == self.config.steps
-        self.position = batch.position
-        row: dict[str, Any] = {"step": step, "rollout/version": batch.version, **observed, **batch.metrics}
-        row |= self._learner_metrics(experience, update)
-        row["advantage/silent_steps"] = self._silence(step, row)
-        self._warn_of_rejection(step, row)
-        if config.evaluation and (step % config.evaluation.every == 0 or last):
-            with self._timed("eval"), self.source.engine(self.learner.weights, self.learner.version):
-                row |= self._evaluate(step)
-        with self._timed("sync"):  # after the evaluation, which would wait for the batch that this begins
-            self.source.hand_over(step, self.learner.weights, self.learner.version)
-        self.run.write_rollouts(step, _rollout_rows(batch, experience))
-        row |= self._clock(batch, update.trained_tokens)
-        row |= {} if self.guard is None else {"precision/format": self.guard.format}
-        assert not undeclared(row), f"metrics that the catalogue does not declare: {undeclared(row)}"
-        self.run.append_metrics(row)  # before the checkpoint: a resume forgets rows after it, and can add none
-        self.trackers.log(step, row)
-        self.live.step(row)
-        if self.guard is not None and self.guard.judge(row):
-            self.fell_back = True
-            if self.ranks.rank0:
-                self.guard.fall_back(self._checkpoints, step, self.position, config.checkpoint.keep)
-            return
-        if step % config.checkpoint.every == 0 or last:
-            with self._timed("checkpoint"):  # appears in the next step's row
-                self._save(step)
-
-    def _learner_metrics(self, experience: Experience, update: Update) -> dict[str, float]:
-        step, mask_BR = self.learner.step, experience.mask_BR
-        row = {name: float(value) for name, value in values(update.tallies).items()}
-        if experience.entropy_BR is not None:  # scored: what was not measured is not logged
-            gap = gap_metrics(experience.rollout_logp_BR, experience.old_logp, mask_BR)
-            row |= {name: float(value) for name, value in gap.items()}
-            row["policy/entropy"] = float(experience.entropy_BR[mask_BR].double().mean())
-        outcomes = update.outcomes
-        applied = [outcome for outcome in outcomes if outcome.applied]
-        row["precision/loss_scale"] = step.scaler.scale
-        row["precision/overflows"] = sum(outcome.overflows for outcome in outcomes)
-        row["precision/retries"] = sum(outcome.retries for outcome in outcomes)
-        row["precision/skipped"] = sum(not outcome.applied for outcome in outcomes)
-        row["optim/updates"] = step.updates
-        if applied:
-            row["optim/grad_norm"] = sum(outcome.grad_norm for outcome in applied) / len(applied)
-            row["optim/lr"] = applied[-1].lr
-            clipped = [outcome.clipped for outcome in applied if outcome.clipped is not None]
-            row |= {"optim/clipped_fraction": sum(clipped) / len(clipped)} if clipped else {}
-            row["precision/max_scaled_grad"] = max(outcome.max_scaled_grad for outcome in applied)
-        return row
-
-    def _silence(self, step: int, row: dict[str, float]) -> int:
-        """Steps of a run that has had no advantage yet, this one included; said once they are some."""
-        if self.silent < step - 1 or row["advantage/abs_max"] != 0:
-            return 0
-        self.silent = step
-        if step == min(_SILENT, self.config.steps):
-            self.live.note(
-                f"warning: no advantage in the first {step} steps: within each group the rewards are all equal (mean "
-                f"{row['reward/mean']:g}), and from that nothing is learned; look at the completions' rewards, and "
-                "begin where the policy sometimes succeeds (warm_start, an easier task, perfectible)"
-            )
-        return step
-
-    def _warn_of_rejection(self, step: int, row: dict[str, float]) -> None:
-        """Said once in a run: what is left of such a step is little, and chosen by the gap."""
-        share = _left_out(row)
-        if share <= _MOST_REJECTED or self.rejecting:
-            return
-        self.rejecting = True
-        self.live.note(
-            f"warning: the correction left {share:.0%} of step {step}'s tokens out of the loss, so what is learnt from "
-            "is chosen by the gap; bounds on a sequence's mean are for long responses (these have "
-            f"{row['length/mean']:.0f} tokens on average): widen them (algorithm.correction.reject_low, reject_high, "
-            "mask_low, mask_high), or weigh tokens instead (algorithm.correction=token_tis)"
-        )
-
-    def _evaluate(self, step: int) -> dict[str, float]:
-        evaluation = self.config.evaluation
-        assert evaluation is not None
-        problems = self.heldout[: evaluation.problems]
-        rollout, seed = self.config.rollout, self.config.seed
-        greedy = self.sampler.params(rollout.max_tokens, 0.0, rollout.stop)
-        version = self.learner.version
-        row = {"eval/greedy_accuracy": self.sampler.accuracy(problems, 1, greedy, version, seed, "greedy", step)}
-        if evaluation.samples:
-            row["eval/avg_at_k"] = self.sampler.accuracy(
-                problems, evaluation.samples, self.params, version, seed, "avg@k", step
-            )
-        return row
-
-    @contextmanager
-    def _timed(self, phase: str | None) -> Iterator[None]:
-        """Counts what is done in it as ``phase``; as nothing of its own where that is None."""
-        if phase is None:
-            yield
-            return
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            if self.parts.device.type == "cuda":
-                torch.cuda.synchronize()
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
-
-    def _clock(self, batch: Batch, trained_tokens: int) -> dict[str, float]:
-        """Where the step's time went; the clock starts anew."""
-        assert self._started is not None
-        row = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
-        row["time/step"] = time.perf_counter() - self._started
-        if batch.seconds:  # none where a resume read the batch from its checkpoint
-            row["rate/rollout_tokens_per_s"] = batch.metrics["rollout/tokens"] / batch.seconds["rollout"]
-        row["rate/learner_tokens_per_s"] = trained_tokens / self._seconds["update"]
-        self._seconds, self._started = {}, None
-        return row
-
-
-def _left_out(row: Mapping[str, Any]) -> float:
-    """The share of a step's tokens that a correction took out of the loss, by rejection or by mask."""
-    return max(row.get(f"correction/{how}_token_fraction", 0.0) for how in ("rejected", "masked"))
-
-
-def _rollout_rows(batch: Batch, experience: Experience) -> list[dict[str, Any]]:
-    """One row a completion, as ``runs.directory.rollout_schema`` declares."""
-    advantage_B, *_ = experience.weighed
-    learner_logp_BR = None if experience.entropy_BR is None else experience.old_logp.cpu()  # None: not scored
-    rows: list[dict[str, Any]] = []
-    numbers: dict[int, int] = {}  # completions of each group so far
-    for index, (sample, reward) in enumerate(zip(batch.samples, batch.rewards, strict=True)):
-        problem, completion, number = sample.problem, sample.completion, numbers.get(sample.group, 0)
-        numbers[sample.group] = number + 1
-        length = len(completion.tokens)
-        rows.append(
-            {
-                "step": batch.step,
-                "problem_id": problem.id,
-                "sample": number,
-                "prompt": problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1].content,
-                "completion": sample.text,
-                "answer": problem.answer,
-                "reward": reward.value,
-                "correct": reward.correct,
-                "error": reward.error,
-                "finish_reason": completion.finish_reason,
-                "policy_version": completion.policy_version,
-                "length": length,
-                "advantage": float(advantage_B[index]),
-                "tokens": list(completion.tokens),
-                "rollout_logp": completion.logp_T.tolist(),
-                "learner_logp": None if learner_logp_BR is None else learner_logp_BR[index, :length].tolist(),
-            }
-        )
-    return rows
-
-
-# The warm start
-
-
-def warm_start(
-    parts: Parts, config: WarmStartConfig, params: SamplingParams, report: Callable[[dict[str, Any]], None]
-) -> None:
-    """Train on the task's solutions until ``config.steps``, or until sampled accuracy reaches the target.
-
-    ``report`` receives ``{"step", "warm_start/loss", "warm_start/accuracy"}`` after each evaluation.
-    Every problem of the split has a solution: ``assemble`` has seen to that.
-    """
-    learner, sampler = parts.learner, parts.sampler
-    solved, heldout = parts.task.split("warm_start"), parts.task.split("heldout")[: config.problems]
-    optimizer_step = learner.optimizer_step(
-        learning_rate(config.lr, _LR_WARMUP), parts.new_scaler(), purpose="warm start"
-    )
-    losses: list[float] = []
-    for step in range(1, config.steps + 1):
-        indices = stream_slice(len(solved), (step - 1) * config.batch, config.batch, learner.seed, "warm_start")
-        sequences = _sequences([solved[index] for index in indices], sampler, parts.device)
-        losses.append(_supervised_step(learner, optimizer_step, sequences))
-        if step % config.evaluate_every == 0 or step == config.steps:
-            sampler.engine.sync(learner.weights, learner.version)
-            accuracy = sampler.accuracy(
-                heldout, 1, params, learner.version, learner.seed, "warm_start evaluation", step
-            )
-            rest(sampler.engine)
-            report({"step": step, "warm_start/loss": sum(losses) / len(losses), "warm_start/accuracy": accuracy})
-            losses.clear()
-            if accuracy >= config.target_accuracy:
-                return
-
-
-def _sequences(problems: Sequence[Problem], sampler: Sampler, device: torch.device) -> Sequences:
-    """Each prompt with its solution and an end token."""
-    end = sampler.tokenizer.eos_ids[0]
-    responses = []
-    for problem in problems:
-        assert problem.solution is not None, f"problem {problem.id} has no solution"
-        responses.append([*sampler.tokenizer.encode(problem.solution), end])
-    return Sequences.build([sampler.encode(problem) for problem in problems], responses, device)
-
-
-def _supervised_step(learner: Learner, step: OptimizerStep, sequences: Sequences) -> float:
-    """One step on -mean_t logp; returns that loss."""
-    scale_BR, ranks = aggregation_scale(sequences.mask_BR, "token_mean"), learner.ranks
-    rows = sequences.rows
-    parts = sequences.micro_batches(rows, learner.config.micro_batch_tokens, ranks)
-    losses: list[torch.Tensor] = []
-
-    def backward(scale: float) -> torch.Tensor:
-        losses.clear()
-        for part_rows in parts:
-            part = sequences.select(part_rows if len(part_rows) else rows[:1])
-            logp_N = learner.logp(part, learner.kernels)
-            if len(part_rows):
-                weight_N = scale_BR[part_rows, : part.mask_BR.shape[1]][part.mask_BR]
-            else:
-                weight_N = torch.zeros_like(logp_N)  # only there for the exchange with other ranks
-            loss = -masked_sum(logp_N * weight_N, torch.ones_like(logp_N, dtype=torch.bool))
-            losses.append(loss.detach())
-            (loss * scale).backward()
-        ranks.sum_gradients(step.parameters.values())
-        return torch.stack(losses).sum()
-
-    step.run(backward)
-    return ranks.sum_of(float(torch.stack(losses).sum()))

@@ -29,7 +29,7 @@ from mantissa.base.files import write_atomically
 from mantissa.kernels import Kernels, Pick, Traced, first_difference, learner_kernels, operation, rollout_kernels
 from mantissa.model import Decoder, ModelConfig, RopeScaling
 from mantissa.precision import PrecisionPolicy, resolve
-from mantissa.rl.assemble import exact_plan
+from mantissa.rl.exact import exact_plan
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import Packed, forward
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams

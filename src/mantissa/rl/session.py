@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from mantissa.base.device import choose_device
 from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.base.ranks import ALONE, Ranks, world_size
 from mantissa.dropin import Reference
 from mantissa.precision import resolve
-from mantissa.rl.assemble import Parts, assemble, choose_device
+from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.config.recipe import apply_overrides, make_config
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.guarded import fall_back_of, in_force, widened

@@ -16,7 +16,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.yaml_file import Limits, parse_yaml
 from mantissa.rl import RunConfig, resumed_config
 from mantissa.rl.config.recipe import apply_overrides, load_recipe, make_config
-from mantissa.rl.config.run import AlgorithmConfig
+from mantissa.rl.config.sections import AlgorithmConfig
 from mantissa.rl.session import joined
 from mantissa.runs.directory import RunDirectory
 

@@ -120,11 +120,12 @@ class Policy:
     """A model of ours, or any Hugging Face folder, through the native rollout engine."""
 
     def __init__(self, model: str, precision: str, max_tokens: int, temperature: float, device: str = "auto") -> None:
+        from mantissa.base.device import choose_device
         from mantissa.kernels import rollout_kernels
         from mantissa.model import policy_weights
         from mantissa.precision import PrecisionPolicy, resolve
         from mantissa.rl.adapters import open_policy, policy_folder
-        from mantissa.rl.assemble import choose_device, prove
+        from mantissa.rl.exact import prove
         from mantissa.rollout import NativeEngine, SamplingParams
 
         place = choose_device(device)

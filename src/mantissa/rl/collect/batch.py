@@ -22,7 +22,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import stream_slice
 from mantissa.rl.collect.dynamic import Fate, chosen, dynamic_metrics, fate, overlong_penalty, shaped
 from mantissa.rl.collect.sampler import Sample, Sampler, _packed, _unpacked, by_group
-from mantissa.rl.config.run import RolloutConfig
+from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rl.experience import Experience
 from mantissa.rollout import SamplingParams
 from mantissa.runs.metrics import REWARD_PART

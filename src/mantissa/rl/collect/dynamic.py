@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 
 from mantissa.base.errors import MantissaError
-from mantissa.rl.config.run import DynamicConfig, OverlongConfig
+from mantissa.rl.config.sections import DynamicConfig, OverlongConfig
 from mantissa.tasks import Reward
 
 

@@ -21,15 +21,17 @@ response's KL terms are taken off: those before a token do not depend on it, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from mantissa.base.config import Config
+from mantissa.base.config import Config, Refusals
 from mantissa.base.seeds import derive_seed
 from mantissa.tasks import DatasetConfig, RequestsConfig
 from mantissa.tasks.requests import JudgeConfig
+
+if TYPE_CHECKING:
+    from mantissa.rl.config.run import RunConfig  # which imports this
 
 OF_A_POLICY = ("model", "precision", "loss_scaling", "warm_start", "rollout", "algorithm", "optimizer")
 _OF_A_ROLLOUT = ("max_tokens", "temperature", "slots", "stop")
@@ -141,8 +143,9 @@ def check_feedback(config: Any) -> None:
         raise ValueError(f"{at}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
-def waltz_refusals(config: Any) -> Iterator[tuple[bool, str]]:
-    """Whether each of these is so, and what to say then; ``config``: the ``RunConfig``, whose module imports this."""
+def waltz_refusals(config: RunConfig) -> Refusals:
+    """What does not go together with a second policy."""
+    assert config.waltz is not None
     waltz, rollout, task = config.waltz, config.rollout, config.task
     reward = getattr(task, "reward", None) is not None
     adapters, fresh = config.model.lora is not None, config.model.fresh is not None

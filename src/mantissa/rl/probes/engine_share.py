@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.mismatch import engine_share
-from mantissa.rl.assemble import ExactTwin
+from mantissa.rl.exact import ExactTwin
 from mantissa.rl.experience import Experience
 from mantissa.rl.probes.interface import Metrics, Probe
 from mantissa.rl.score import Scorer

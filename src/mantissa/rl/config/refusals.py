@@ -1,0 +1,169 @@
+"""What does not go together in a run's configuration, section with section, and what to do about it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from mantissa.base.config import Refusals
+from mantissa.base.errors import MantissaError
+from mantissa.precision import DIAL
+from mantissa.rl.config.waltz import waltz_refusals
+from mantissa.rollout import LEAST_TEMPERATURE
+from mantissa.tasks import CodeConfig
+from mantissa.training.masters import check_masters
+
+if TYPE_CHECKING:
+    from mantissa.rl.config.run import RunConfig  # which imports this
+
+
+def check_together(config: RunConfig) -> None:
+    """Raise ``MantissaError`` at the first pair of fields that do not go together."""
+    checks = [_precision_refusals, _rollout_refusals, _process_refusals]
+    if config.rollout.engine != "native":
+        checks.insert(2, _vllm_refusals if config.rollout.engine == "vllm" else _emulated_refusals)
+    if config.waltz is not None:
+        checks.insert(0, waltz_refusals)
+    policy, lora = config.precision_policy, config.model.lora is not None
+    check_masters(config.optimizer.masters, policy.format_of(policy.train), lora)
+    for refused, why in itertools.chain.from_iterable(check(config) for check in checks):
+        if refused:
+            raise MantissaError(why)
+    if isinstance(config.task, CodeConfig) and config.task.time_limit_s >= config.grading.timeout_s:
+        raise MantissaError(
+            f"task.time_limit_s={config.task.time_limit_s:g} is not below grading.timeout_s="
+            f"{config.grading.timeout_s:g}, which would count a slow program as a verifier error; raise the latter"
+        )
+
+
+def _precision_refusals(config: RunConfig) -> Refusals:
+    policy, lag = config.precision_policy, config.rollout.max_policy_lag
+    yield (
+        config.loss_scaling is not None and not policy.format_of(policy.train).needs_loss_scaling,
+        f"loss_scaling does nothing for a {policy.train} learner (its exponent range is that of fp32); leave it out, "
+        "or set loss_scaling=null",
+    )
+    yield (
+        policy.reference is not None and config.algorithm.reference is None,
+        f"precision.reference={policy.reference} does nothing without a reference policy; leave it out, or set "
+        "algorithm.reference={}",
+    )
+    yield (
+        config.guard is not None and not DIAL.keys().isdisjoint({policy.train, policy.rollout}),
+        f"guard with train={policy.train} and rollout={policy.rollout}: no format is wider than one of the dial in all "
+        "that it has; set guard=null",
+    )
+    yield (
+        policy.kernels == "exact" and lag,
+        f"precision.kernels=exact with rollout.max_policy_lag={lag}: completions of other weights have other "
+        "log-probs, so there is nothing that must be equal; set rollout.max_policy_lag=0",
+    )
+
+
+def _process_refusals(config: RunConfig) -> Refusals:
+    nproc, prompts, lag = config.nproc, config.rollout.prompts, config.rollout.max_policy_lag
+    several, fsdp2 = nproc > 1, config.parallel == "fsdp2"
+    yield (
+        not several and config.parallel is not None,
+        f"parallel={config.parallel} does nothing with nproc=1; leave it out, or raise nproc",
+    )
+    yield (
+        several and nproc > prompts,
+        f"nproc={nproc}, but rollout.prompts={prompts}: processes share a step by prompts, so some would have none; "
+        "lower nproc or raise rollout.prompts",
+    )
+    yield (
+        several and lag,
+        f"rollout.max_policy_lag={lag} with nproc={nproc}: sampling beside learning is for one process (two threads "
+        "of each would talk to the others at once); set rollout.max_policy_lag=0",
+    )
+    yield (
+        fsdp2 and config.optimizer.moments == "8bit",
+        "parallel=fsdp2 with optimizer.moments=8bit: blocks of a slice are not those of the whole, so another number "
+        "of processes could not resume; use parallel=ddp, or optimizer.moments=fp32",
+    )
+    yield (
+        fsdp2 and config.model.lora is not None,
+        "parallel=fsdp2 with model.lora: adapters are merged into whole matrices, and what would be divided, gradients "
+        "and moments, they hardly have; use parallel=ddp",
+    )
+
+
+def _rollout_refusals(config: RunConfig) -> Refusals:
+    rollout, updates, kind = config.rollout, config.optimizer.updates_per_batch, config.algorithm.advantage
+    completions, lag = rollout.prompts * rollout.samples, rollout.max_policy_lag
+    yield updates > completions, "optimizer.updates_per_batch: expected at most one update a completion"
+    yield (
+        0 < lag < updates,
+        f"rollout.max_policy_lag={lag} does nothing with optimizer.updates_per_batch={updates}: a step makes {updates} "
+        f"versions, so sampling one step ahead needs {updates} or more; raise it, or set it to 0",
+    )
+    yield (
+        kind != "reinforce_pp" and rollout.samples < 2,
+        f"algorithm.advantage={kind} needs rollout.samples of 2 or more: it compares the completions of a prompt, and "
+        "of one alone every advantage is 0; raise it, or use reinforce_pp, which compares the whole batch",
+    )
+    yield completions < 2, f"algorithm.advantage={kind} compares completions, and a step has one; raise rollout.prompts"
+
+
+def _vllm_refusals(config: RunConfig) -> Refusals:
+    """What vLLM cannot do, or what nobody has tried with it."""
+    policy, rollout = config.precision_policy, config.rollout
+    base, lag = policy.format_of(policy.rollout).name, rollout.max_policy_lag
+    refusals = (
+        (
+            policy.kernels == "exact",
+            "precision.kernels=exact: vLLM's kernels add in another order than the learner's, so their log-probs are "
+            "not equal to the last bit; use kernels=fast and read the gap",
+        ),
+        (
+            policy.kv_cache not in (None, base, "fp8"),
+            f"precision.kv_cache={policy.kv_cache}: vLLM's cache is kept in the rollout's own format, {base}, or in "
+            "fp8; leave it out",
+        ),
+        (
+            policy.logits not in ("fp32", base),
+            f"precision.logits={policy.logits}: vLLM holds logits in fp32 or in the rollout's {base}; choose one of "
+            "them",
+        ),
+        (
+            policy.backend == "simulated" and policy.rollout != "fp32",
+            f"precision.backend=simulated: vLLM computes in {policy.rollout} itself; leave backend out",
+        ),
+        (
+            policy.rollout in DIAL,
+            f"precision.rollout={policy.rollout}: a format of the dial is simulated, and vLLM's kernels are its own; "
+            "choose fp32, bf16, fp16 or fp8",
+        ),
+        (
+            config.guard is not None and rollout.vllm.server is not None,
+            "guard: the server samples in the format that it was started in, and a fall back would leave it; leave "
+            "rollout.vllm.server or guard out",
+        ),
+        (
+            rollout.vllm.sleep and lag > 0,
+            f"rollout.vllm.sleep=true and rollout.max_policy_lag={lag}: it samples while the learner works, so it "
+            "never sleeps; leave one of them out",
+        ),
+        (
+            rollout.temperature < LEAST_TEMPERATURE,
+            f"rollout.temperature={rollout.temperature:g}: vLLM would sample at {LEAST_TEMPERATURE}; raise it to that",
+        ),
+    )
+    for refused, why in refusals:
+        yield refused, f"rollout.engine=vllm with {why}, or set rollout.engine=native"
+
+
+def _emulated_refusals(config: RunConfig) -> Refusals:
+    """What no emulation can do."""
+    policy = config.precision_policy
+    yield (
+        policy.kernels == "exact",
+        "rollout.engine=emulated with precision.kernels=exact: it rounds at other places than the learner, so that "
+        "their log-probs differ; set precision.kernels=fast, or rollout.engine=native",
+    )
+    yield (
+        policy.backend == "native",
+        "rollout.engine=emulated with precision.backend=native: its values are rounded in fp32; leave "
+        "precision.backend out, or set rollout.engine=native",
+    )

@@ -1,0 +1,365 @@
+"""The sections of a run's configuration. Fields say what they do and what follows from it.
+
+Unknown keys are errors, and so are keys that would do nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from mantissa.algorithms import (
+    AdvantageKind,
+    AggregationKind,
+    CorrectionConfig,
+    FlowRLConfig,
+    KLConfig,
+    PolicyLoss,
+    PPOClipConfig,
+)
+from mantissa.base.config import Config, Refusals
+from mantissa.base.errors import MantissaError
+from mantissa.model import FreshModelConfig, LoraConfig
+from mantissa.precision import Emulation, NumberFormat
+from mantissa.training import AutoScaler, LossScaler, Moments, ScalerConfig, scaler_for
+from mantissa.training.masters import Masters
+
+
+class DynamicConfig(Config):
+    """Train on ``rollout.prompts`` groups with a gradient: drop those whose rewards are all equal and sample further.
+
+    That is DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). Whether a group is dropped is judged by the
+    verifier's rewards, before an overlong penalty, and also after it where there is one.
+    """
+
+    batch_prompts: int | None = Field(
+        None, ge=1, description="Prompts sampled at a time; rollout.prompts where not given."
+    )
+    max_generation_batches: int = Field(10, ge=1, description="Times that a step samples batch_prompts at most.")
+    when_exhausted: Literal["error", "continue"] = Field(
+        "error", description="After that many: stop with an error, or go on with the groups there are."
+    )
+
+
+class OverlongConfig(Config):
+    """Reward less what a response is too long: min(0, -(length - (max_tokens - buffer)) / buffer * factor).
+
+    That is DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4). Advantages see it, accuracy does not.
+    """
+
+    buffer: int = Field(ge=1, description="Tokens before rollout.max_tokens over which the penalty grows.")
+    factor: float = Field(1.0, gt=0, description="The penalty of a response of max_tokens tokens.")
+
+
+class VllmConfig(Config):
+    """How vLLM runs where it is the engine; ``docs/vllm.md``."""
+
+    server: str | None = Field(
+        None, description="URL of one that mantissa serve started, held by one run at a time; null starts one here."
+    )
+    timeout_s: float = Field(3600.0, gt=0, description="Silence of a server after which the run stops.")
+    sleep: bool = Field(
+        False, description="Give its memory back to the learner between rollouts; on a GPU, where both must fit."
+    )
+    share_every: int = Field(
+        1, ge=0, description="Steps between measurements of its share of the gap, each a forward more; 0: never."
+    )
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        if self.server is None and self.timeout_s != type(self).model_fields["timeout_s"].default:
+            raise ValueError("timeout_s does nothing without a server; leave it out")
+        return self
+
+
+class RolloutConfig(Config):
+    """How each step samples. Log-probs are under softmax(logits / temperature), on both sides.
+
+    There is no top-k or top-p here: the learner cannot renormalise over a set that only the sampler knows, so its
+    log-probs would be of another distribution. ``mantissa sample`` and evaluation have no learner and may filter.
+    """
+
+    prompts: int = Field(64, ge=1, description="Prompts a step.")
+    samples: int = Field(8, ge=1, description="Completions of each prompt: its group.")
+    max_tokens: int = Field(ge=1, description="Longest response, the stop token included.")
+    temperature: float = Field(1.0, gt=0, description="Divides the logits, for the rollout and the learner alike.")
+    stop: tuple[str, ...] = Field((), description="Strings that end a completion, besides the end token.")
+    slots: int = Field(256, ge=1, description="Rows decoded together; a finished row is refilled from the queue.")
+    engine: Literal["native", "vllm", "emulated"] = Field(
+        "native",
+        description="vllm: in processes of its own, its kernels' gap measured; needs vllm installed. emulated: our "
+        "own, with a serving engine's roundings.",
+    )
+    emulate: Emulation | None = Field(
+        None, description="Only with engine=emulated: serving (what null stands for there), or switches by name."
+    )
+    vllm: VllmConfig = Field(VllmConfig(), description="Only with engine=vllm; has defaults.")
+    dynamic: DynamicConfig | None = Field(None, description="None: every group sampled is trained on.")
+    overlong: OverlongConfig | None = Field(None, description="None: length costs nothing.")
+    max_policy_lag: int = Field(
+        0,
+        ge=0,
+        description="Optimiser steps that completions may be older than the learner; 0 samples and learns in turn.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _emulates_something(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("engine") == "emulated" and values.get("emulate") is None:
+            return values | {"emulate": "serving"}
+        return values
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        if self.dynamic is not None and self.samples < 2:
+            raise ValueError("dynamic drops groups whose rewards are all equal, so samples=1 drops all; use 2 or more")
+        if self.overlong is not None and self.overlong.buffer >= self.max_tokens:
+            raise ValueError(
+                f"overlong.buffer={self.overlong.buffer}: expected less than max_tokens={self.max_tokens}, or every "
+                "response would be too long"
+            )
+        if self.engine != "vllm" and self.vllm != VllmConfig():
+            raise ValueError(f"vllm does nothing with engine={self.engine}; leave it out, or set engine=vllm")
+        if self.engine != "emulated" and self.emulate is not None:
+            raise ValueError(f"emulate does nothing with engine={self.engine}; leave it out, or set engine=emulated")
+        return self
+
+
+class ModelSource(Config):
+    """Where the policy comes from: exactly one of ``path`` and ``fresh``."""
+
+    path: str | None = Field(
+        None,
+        description="Hugging Face folder, a run's folder, an adapter's folder, FILE.gguf, package:NAME (an installed "
+        "package that ships one GGUF file), or a hub name.",
+    )
+    fresh: FreshModelConfig | None = Field(None, description="A new policy of this shape with random weights.")
+    tokenizer: Literal["bytes", "characters"] | None = Field(
+        None, description="A fresh policy's: every byte (the default), or the characters of a generated task."
+    )
+    lora: LoraConfig | None = Field(None, description="None: every weight trains, and there are no adapters.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.fresh is None):
+            raise ValueError("expected exactly one of model.path and model.fresh; set the other to null")
+        if self.path is not None and self.tokenizer is not None:
+            raise ValueError("model.tokenizer does nothing beside model.path, which brings its own; leave it out")
+        if self.fresh is not None and self.lora is not None and self.lora.path is not None:
+            raise ValueError("model.lora.path belongs to a base: give that as model.path, not model.fresh")
+        return self
+
+
+class WarmStartConfig(Config):
+    """Supervised steps on the task's own solutions before RL, in the learner's precision."""
+
+    steps: int = Field(400, ge=1, description="Optimiser steps at most.")
+    batch: int = Field(64, ge=1, description="Solved problems a step.")
+    lr: float = Field(1e-3, gt=0, description="Learning rate after a warm-up of 20 steps.")
+    target_accuracy: float = Field(
+        1.0, gt=0, le=1, description="Stop once sampled accuracy on held-out problems reaches this."
+    )
+    evaluate_every: int = Field(20, ge=1, description="Steps between evaluations of that accuracy.")
+    problems: int = Field(64, ge=1, description="Held-out problems in each evaluation, sampled once each.")
+
+
+class PerfectibleConfig(Config):
+    """Keep only prompts on which the starting policy sometimes succeeds (arXiv 2510.26788, the sanity test)."""
+
+    samples: int = Field(40, ge=2, description="Samples of each training prompt.")
+    low: float = Field(0.2, ge=0, le=1, description="Smallest success rate that is kept.")
+    high: float = Field(0.8, ge=0, le=1, description="Largest success rate that is kept.")
+
+
+LossConfig = Annotated[PolicyLoss | FlowRLConfig, Field(discriminator="kind")]
+
+
+class ReferenceConfig(Config):
+    """A frozen copy of the policy as RL begins, scored on every batch; ``precision.reference`` is its format."""
+
+    refresh_every: int | None = Field(
+        None, ge=1, description="Optimiser steps after which it becomes the policy as it then is; null: never."
+    )
+
+
+class AlgorithmConfig(Config):
+    """What is maximised, and how the gap between rollout and learner is corrected."""
+
+    advantage: AdvantageKind = Field(
+        "dr_grpo", description="grpo, dr_grpo, rloo or reinforce_pp; grpo where flowrl is given none."
+    )
+    loss: LossConfig = Field(PPOClipConfig(), description="The policy loss and its parameters.")
+    aggregation: AggregationKind = Field(
+        "token_mean",
+        description="How token losses become one number; seq_mean_token_mean where gspo or flowrl is given none.",
+    )
+    aggregation_length: float | None = Field(
+        None, gt=0, description="Length that seq_mean_token_sum_norm divides by; rollout.max_tokens where not given."
+    )
+    correction: CorrectionConfig = Field(
+        CorrectionConfig(), description="A preset's name (none, token_tis, icepop, sequence_mis, ...) or its fields."
+    )
+    reference: ReferenceConfig | None = Field(
+        None, description="{} for a frozen one; by itself it is measured only. null: there is none."
+    )
+    kl: KLConfig | None = Field(None, description="A penalty on the distance from the reference; null: none.")
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _loss_by_name(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {"kind": "ppo_clip"} | value
+        return {"kind": value} if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _what_the_loss_stands_for(cls, values: Any) -> Any:
+        """A mean over sequences is part of gspo's and flowrl's definition, and grpo's advantage of flowrl's."""
+        if not isinstance(values, dict):
+            return values
+        loss = values.get("loss")
+        kind = loss.get("kind") if isinstance(loss, dict) else getattr(loss, "kind", loss)
+        implied: dict[str, dict[str, str]] = {
+            "gspo": {"aggregation": "seq_mean_token_mean"},
+            "flowrl": {"aggregation": "seq_mean_token_mean", "advantage": "grpo"},
+        }
+        return implied.get(kind, {}) | values if isinstance(kind, str) else values
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        for refused, why in self._refusals():
+            if refused:
+                raise ValueError(why)
+        return self
+
+    def _refusals(self) -> Refusals:
+        loss, corrected, aggregation = self.loss.kind, self.correction, self.aggregation
+        of_tokens, flowrl = corrected.reject_unit == "token", loss == "flowrl"
+        yield (
+            self.aggregation_length is not None and aggregation != "seq_mean_token_sum_norm",
+            f"aggregation_length does nothing with aggregation={aggregation}; leave it out",
+        )
+        yield (
+            loss == "dapo" and aggregation != "token_mean",
+            f"loss=dapo is a mean over all tokens, got aggregation={aggregation}; use token_mean, or loss=ppo_clip "
+            "with clip_high=0.28 for its clip alone",
+        )
+        yield (
+            loss == "gspo" and of_tokens,
+            "loss=gspo has one ratio for a whole sequence, and correction.reject_unit=token would take tokens out of "
+            "it; reject by sequence_sum, sequence_mean or sequence_max",
+        )
+        yield (
+            loss == "reinforce" and corrected.bypass,
+            "correction.bypass does nothing with loss=reinforce, which has no ratio: its weights are already of the "
+            "current policy over the rollout's",
+        )
+        yield (
+            loss == "reinforce" and corrected.normalize,
+            "correction.normalize needs weights that are known before the update, and loss=reinforce weighs by the "
+            "current policy, one micro-batch at a time; use ppo_clip, dapo, gspo or cispo, or normalize=false",
+        )
+        yield (
+            flowrl and self.reference is None,
+            "loss=flowrl tilts a reference policy by the reward, and there is none; set algorithm.reference={}",
+        )
+        yield (
+            flowrl and self.advantage != "grpo",
+            f"loss=flowrl takes the group-normalised reward, got advantage={self.advantage}; use grpo, and beta for "
+            "its strength",
+        )
+        yield (
+            flowrl and aggregation != "seq_mean_token_mean",
+            f"loss=flowrl is a mean over sequences, got aggregation={aggregation}; use seq_mean_token_mean",
+        )
+        yield (
+            flowrl and of_tokens,
+            "loss=flowrl is about whole responses, and correction.reject_unit=token would take tokens out of them; "
+            "reject by sequence_sum, sequence_mean or sequence_max",
+        )
+        yield (
+            flowrl and self.kl is not None,
+            "algorithm.kl with loss=flowrl would hold the policy to the reference twice, and to another distribution "
+            "than flowrl's; set kl=null, and a lower beta to stay nearer",
+        )
+        yield (
+            self.kl is not None and self.reference is None,
+            "algorithm.kl is the distance from a reference policy, and there is none; set algorithm.reference={}",
+        )
+
+
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerConfig(Config):
+    """AdamW."""
+
+    lr: float = Field(gt=0, description="Learning rate after the warm-up.")
+    warmup: int = Field(0, ge=0, description="Updates over which the rate rises linearly.")
+    decay: Literal["none", "linear"] = Field("none", description="linear: the rate falls to zero at the last step.")
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.999), description="Adam's decay rates, 0 or more and below 1.")
+    eps: float = Field(1e-8, gt=0, description="Adam's epsilon, in fp32 (1e-8 is 0 in fp16).")
+    masters: Masters = Field("fp32", description="bf16_stochastic, bf16_kahan: bf16 weights (docs/precision.md).")
+    moments: Moments = Field("fp32", description="8bit: in blocks of 256, by torchao; small tensors stay fp32.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled decay of matrices; norms and biases have none.")
+    max_grad_norm: float = Field(
+        1.0, gt=0, allow_inf_nan=True, description="Clip bound on the unscaled gradient; .inf never clips."
+    )
+    adaptive_clip: float | None = Field(
+        None,
+        gt=0,
+        description="Bounds each unit's gradient by this share of its weights' norm, before max_grad_norm and but for "
+        "an output head of its own (arXiv 2102.06171; 0.01 is usual); null: off.",
+    )
+    updates_per_batch: int = Field(1, ge=1, description="Optimiser steps on each batch; 1 is on-policy.")
+    micro_batch_tokens: int = Field(
+        16384, ge=1, description="Padded tokens a forward holds; memory only, the gradient does not depend on it."
+    )
+
+
+class LossScalingConfig(ScalerConfig):
+    """Loss scaling of an fp16 learner; see ``ScalerConfig`` and ``AutoScaler``."""
+
+    rule: Literal["dynamic", "auto"] = Field(
+        "dynamic", description="dynamic: torch's. auto: from the gradients' observed range, without the growth keys."
+    )
+
+    @model_validator(mode="after")
+    def _nothing_without_effect(self) -> Self:
+        for key in ("backoff_factor", "growth_factor", "growth_interval"):  # a run writes defaults too
+            if self.rule == "auto" and getattr(self, key) != type(self).model_fields[key].default:
+                raise MantissaError(f"loss_scaling.{key} does nothing with loss_scaling.rule=auto; leave it out")
+        return self
+
+    def scaler(self, fmt: NumberFormat) -> LossScaler:
+        """A scaler at its first scale, or one that scales by 1 where ``fmt`` needs none."""
+        return AutoScaler(self) if self.rule == "auto" and fmt.needs_loss_scaling else scaler_for(self, fmt)
+
+
+class EvaluationConfig(Config):
+    """Held-out problems, greedy and by the mean of k samples."""
+
+    every: int = Field(20, ge=1, description="Steps between evaluations; the last step is always evaluated.")
+    problems: int = Field(128, ge=1, description="Held-out problems.")
+    samples: int = Field(4, ge=0, description="k of avg@k, at rollout.temperature; 0 evaluates greedily only.")
+
+
+class CheckpointConfig(Config):
+    """All-or-nothing checkpoints, from which a killed run continues bit for bit."""
+
+    every: int = Field(10, ge=1, description="Steps between checkpoints; the last step always has one.")
+    keep: int = Field(2, ge=1, description="Newest checkpoints kept.")
+
+
+class GradingConfig(Config):
+    """Limits on verifiers."""
+
+    timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="Wall clock for one sample, which loses its reward beyond it; also for one call of a batched "
+        "function, whose samples are then graded one by one.",
+    )
+    workers: int = Field(2, ge=1, le=4096, description="Processes for verifiers that may hang.")
+    memory_gib: float = Field(4.0, gt=0, description="Address space of each of these processes.")
