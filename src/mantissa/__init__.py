@@ -1,24 +1,106 @@
 """Mantissa: reinforcement learning of language models in the precision you choose for each role.
 
-Importing this package is cheap: rooms are imported by name (``mantissa.precision``, ``mantissa.rollout``, ...), and the
-drop-in's names (``from mantissa import PrecisionTrainer``) when they are first asked for.
+What is exported here is the public interface: ``examples/rl_loop.py`` is RL in one page by these names alone, and
+``docs/api.md`` explains each. Importing this package is cheap: a name's room is imported when it is first asked for.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mantissa.algorithms import (
+        CorrectionConfig,
+        PPOClipConfig,
+        advantage,
+        aggregation_scale,
+        correction,
+        policy_loss,
+    )
+    from mantissa.base.device import be_deterministic
+    from mantissa.base.seeds import derive_seed, generator, stream_slice
     from mantissa.dropin import GuardConfig, PrecisionTrainer
-    from mantissa.training import distribute
+    from mantissa.kernels import learner_kernels, rollout_kernels
+    from mantissa.mismatch import gap_metrics
+    from mantissa.model import policy_weights
+    from mantissa.precision import Emulation, PrecisionPolicy, resolve
+    from mantissa.rl import RunConfig, load_recipe, resume, start
+    from mantissa.rl.assemble import load_policy
+    from mantissa.rl.config.sections import ModelSource
+    from mantissa.rl.engines import emulated
+    from mantissa.rl.experience import Experience
+    from mantissa.rl.score import forward, scatter, score
+    from mantissa.rollout import NativeEngine, Request, SamplingParams
+    from mantissa.tasks import Grader, build_task
+    from mantissa.training import OptimizerStep, ScalerConfig, adamw, distribute, learning_rate, scaler_for
 
 __version__ = "0.1.0"
-__all__ = ["GuardConfig", "PrecisionTrainer", "__version__", "distribute"]
-
-
-_HOMES = {"GuardConfig": "mantissa.dropin", "PrecisionTrainer": "mantissa.dropin", "distribute": "mantissa.training"}
+_HOMES = {
+    "algorithms": ["CorrectionConfig", "PPOClipConfig", "advantage", "aggregation_scale", "correction", "policy_loss"],
+    "base.device": ["be_deterministic"],
+    "base.seeds": ["derive_seed", "generator", "stream_slice"],
+    "dropin": ["GuardConfig", "PrecisionTrainer"],
+    "kernels": ["learner_kernels", "rollout_kernels"],
+    "mismatch": ["gap_metrics"],
+    "model": ["policy_weights"],
+    "precision": ["Emulation", "PrecisionPolicy", "resolve"],
+    "rl": ["RunConfig", "load_recipe", "resume", "start"],
+    "rl.assemble": ["load_policy"],
+    "rl.engines": ["emulated"],
+    "rl.config.sections": ["ModelSource"],
+    "rl.experience": ["Experience"],
+    "rl.score": ["forward", "scatter", "score"],
+    "rollout": ["NativeEngine", "Request", "SamplingParams"],
+    "tasks": ["Grader", "build_task"],
+    "training": ["OptimizerStep", "ScalerConfig", "adamw", "distribute", "learning_rate", "scaler_for"],
+}
+__all__ = [
+    "CorrectionConfig",
+    "Emulation",
+    "Experience",
+    "Grader",
+    "GuardConfig",
+    "ModelSource",
+    "NativeEngine",
+    "OptimizerStep",
+    "PPOClipConfig",
+    "PrecisionPolicy",
+    "PrecisionTrainer",
+    "Request",
+    "RunConfig",
+    "SamplingParams",
+    "ScalerConfig",
+    "__version__",
+    "adamw",
+    "advantage",
+    "aggregation_scale",
+    "be_deterministic",
+    "build_task",
+    "correction",
+    "derive_seed",
+    "distribute",
+    "emulated",
+    "forward",
+    "gap_metrics",
+    "generator",
+    "learner_kernels",
+    "learning_rate",
+    "load_policy",
+    "load_recipe",
+    "policy_loss",
+    "policy_weights",
+    "resolve",
+    "resume",
+    "rollout_kernels",
+    "scaler_for",
+    "scatter",
+    "score",
+    "start",
+    "stream_slice",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'mantissa' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    for room, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"mantissa.{room}"), name)
+    raise AttributeError(f"module 'mantissa' has no attribute {name!r}")

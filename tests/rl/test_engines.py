@@ -198,7 +198,7 @@ def test_where_there_are_no_exact_kernels_none_stand_in(build: Build, monkeypatc
     def refuse(*_: Any) -> None:
         raise MantissaError("precision.kernels=exact: no way (a; b), in bf16; choose kernels=fast, or another torch")
 
-    monkeypatch.setattr("mantissa.rl.assemble.plan_exact", refuse)
+    monkeypatch.setattr("mantissa.rl.exact.plan_exact", refuse)
     share = share_of(build("precision=bf16"))
     assert share.twin.kernels is None
     assert not share.due(1)

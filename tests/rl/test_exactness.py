@@ -25,7 +25,7 @@ from mantissa.cli import app
 from mantissa.kernels import ExactKernels, Kernels, NativeKernels, plan_exact
 from mantissa.model import Decoder, ModelConfig, load_model
 from mantissa.precision import E4M3, FP32, PrecisionPolicy, round_to_format
-from mantissa.rl import assemble, replay, session
+from mantissa.rl import assemble, exact, replay, session
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.learner import Learner
 from mantissa.rl.loop import Loop
@@ -423,7 +423,7 @@ def test_a_first_difference_moves_to_the_safer_plan_before_anything_is_learned(
     rows = run.read_metrics()
     assert [(row["exact/replans"], row["exact/mismatched_tokens"]) for row in rows] == [(1, 0), (1, 0)]
 
-    monkeypatch.setattr(assemble, "plan_exact", lambda *given: plan_exact(*given[:3], "one tile"))
+    monkeypatch.setattr(exact, "plan_exact", lambda *given: plan_exact(*given[:3], "one tile"))
     safe = train(*recipe)  # from the beginning: the same prompts and uniforms, so the same weights in the end
     assert [row["exact/replans"] for row in safe.read_metrics()] == [0, 0]
     one, other = (load_model(each.policy_path).state_dict() for each in (run, safe))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from mantissa.tasks.code import CodeTask
 from mantissa.tasks.config import CodeConfig, DatasetConfig, RequestsConfig, TaskConfig
@@ -15,6 +17,7 @@ from mantissa.tasks.rewards import verifier_named, weighted
 from mantissa.tasks.sandbox.pool import Grader
 from mantissa.tasks.types import Message, Problem, Reward, Task, Verifier
 
+_SECTION: TypeAdapter[TaskConfig] = TypeAdapter(TaskConfig)
 TASKS: dict[str, Callable[[Any, int], Task]] = {
     "running_sum": RunningSum,
     "addition": Addition,
@@ -26,12 +29,14 @@ TASKS: dict[str, Callable[[Any, int], Task]] = {
 }
 
 
-def build_task(config: TaskConfig, seed: int) -> Task:
-    """The task that ``config`` describes; ``seed`` fixes its problems and splits. Datasets are read here.
+def build_task(config: TaskConfig | Mapping[str, Any], seed: int) -> Task:
+    """The task that ``config`` describes: a recipe's section, or its plain values.
 
-    A ``reward`` that is a list replaces the task's verifier by its sum.
-    Raises ``MantissaError`` for files that cannot be read.
+    ``seed`` fixes its problems and splits. Datasets are read here. A ``reward`` that is a list replaces the task's
+    verifier by its sum. Raises ``MantissaError`` for files that cannot be read.
     """
+    if isinstance(config, Mapping):
+        config = _SECTION.validate_python(dict(config))
     task = TASKS[config.kind](config, seed)
     if isinstance(config.reward, tuple):
         task.verifier = weighted(config.reward, task.verifier)

@@ -36,7 +36,12 @@ from mantissa.training.distributed import shard_like
 
 
 def adamw(
-    model: nn.Module, *, betas: tuple[float, float], eps: float, weight_decay: float, moments: Moments = "fp32"
+    model: nn.Module,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    moments: Moments = "fp32",
 ) -> torch.optim.Optimizer:
     """AdamW over a model's parameters that train; weight decay on matrices only (norms and biases are left alone).
 
