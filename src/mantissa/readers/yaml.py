@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from mantissa.bounds import boundary
+from mantissa.bounds import boundary, said
 from mantissa.errors import MantissaError
 from mantissa.readers.limits import Limits
 
@@ -53,7 +53,11 @@ _Loader.add_implicit_resolver(
 def read_yaml(path: Path, limits: Limits = WRITTEN) -> Any:
     """What a file holds, read no further than the limits go. Errors: ``parse_yaml``'s, and the system's."""
     with path.open(encoding="utf-8") as file:
-        return parse_yaml(file.read(limits.bytes + 1), str(path), limits)
+        try:
+            text = file.read(limits.bytes + 1)
+        except UnicodeDecodeError as error:
+            raise MantissaError(f"{path}: {said(error)}; expected YAML in UTF-8") from None
+    return parse_yaml(text, str(path), limits)
 
 
 def read_shipped(path: Path) -> Any:
