@@ -26,6 +26,7 @@ from pathlib import Path
 
 from mantissa.bounds import boundary
 from mantissa.errors import MantissaError
+from mantissa.readers.json import parse_json
 
 DIGESTS = "digests.json"  # in a folder: the SHA-256 of each of its other files
 _ADVICE = {
@@ -123,7 +124,7 @@ def check_digests(folder: Path, weights: bool = True) -> None:
     if not path.is_file():
         return
     with boundary(path, "restore the file, or delete it to go without"):
-        expected = {name: str(found) for name, found in json.loads(path.read_text()).items()}
+        expected = {name: str(found) for name, found in parse_json(path.read_bytes()).items()}
         there = [folder / Path(name).name for name in expected if weights or not name.endswith(".safetensors")]
         found = digests_of(path for path in there if path.is_file())
         odd = next((path.name for path in there if found.get(path.name) != expected[path.name]), None)

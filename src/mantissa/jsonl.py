@@ -16,8 +16,11 @@ from typing import Any
 
 from mantissa.errors import MantissaError
 from mantissa.files import disk_errors, write_atomically
+from mantissa.readers.json import ROW, parse_json
+from mantissa.readers.limits import require_size
 
 Row = dict[str, Any]
+_LARGEST = 4 << 30  # bytes of a file
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -63,12 +66,13 @@ class JsonLines:
         """All rows. A last line that a kill cut short is left out; damage anywhere else is a ``MantissaError``."""
         if not self.path.exists():
             return []
+        require_size(self.path, _LARGEST)
         *lines, tail = self.path.read_bytes().split(b"\n")
         rows = []
         for number, line in enumerate(lines, start=1):
             try:
                 rows.append(decode(line))
-            except (ValueError, RecursionError):
+            except ValueError:
                 raise MantissaError(
                     f"{self.path}, line {number}: expected a row of JSON with a step, got {line[:60]!r}; "
                     "delete the line, or restore the file"
@@ -101,7 +105,7 @@ def encode(row: Mapping[str, Any]) -> str:
 
 def decode(line: bytes) -> Row:
     """The row that ``encode`` wrote. Raises ValueError for anything else."""
-    row = json.loads(line)
+    row = parse_json(line, ROW)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise ValueError("not a row with a step")
     return from_words(row)

@@ -13,12 +13,12 @@ import yaml
 
 from mantissa.algorithms import GSPOConfig
 from mantissa.errors import MantissaError
+from mantissa.readers.yaml import Limits, parse_yaml
 from mantissa.rl import RunConfig, resumed_config
 from mantissa.rl.config import AlgorithmConfig
 from mantissa.rl.recipe import apply_overrides, load_recipe, make_config
 from mantissa.rl.session import joined
 from mantissa.runs.directory import RunDirectory
-from mantissa.yaml_file import Limits, parse_yaml
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
 Configure = Callable[..., RunConfig]

@@ -10,7 +10,7 @@ import typer
 
 from mantissa.cli.common import progress, screen, split
 from mantissa.errors import MantissaError
-from mantissa.yaml_file import parse_yaml
+from mantissa.readers.yaml import parse_yaml
 
 if TYPE_CHECKING:
     from mantissa.evolution import EvolutionConfig

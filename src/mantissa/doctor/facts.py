@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from mantissa.doctor.dump import Settings
-from mantissa.yaml_file import read_shipped
+from mantissa.readers.yaml import read_shipped
 
 _ORDER = ("fp32", "fp16", "bf16", "fp8")  # from fine to coarse
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float": "fp32"}

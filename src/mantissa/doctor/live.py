@@ -11,7 +11,6 @@ it holds that is no log-prob of the token asked for is an error.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from mantissa.http import OK, http_answer, server_address
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, policy_weights
 from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.readers.json import parse_json
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 
 _SLOTS = 64
@@ -137,7 +137,7 @@ class _Server:
             status, text = http_answer(method, self._root + path, body, timeout_s=wait, most_bytes=_MOST_BYTES)
             if status != OK:
                 raise MantissaError(f"{self.url}{path} answered {status}: {text[:200]}")
-            answer = json.loads(text)
+            answer = parse_json(text)
         if not isinstance(answer, dict):
             raise MantissaError(f"{self.url}{path} answered {text[:100]}: expected a JSON object")
         return answer

@@ -18,7 +18,6 @@ and the error says how to have them written.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -27,16 +26,18 @@ from typing import Any
 import numpy as np
 
 from mantissa.bounds import boundary, number, regular_file
-from mantissa.doctor import pickles
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.runs import read_run
 from mantissa.errors import MantissaError
+from mantissa.readers import pickles
+from mantissa.readers.json import ROW, read_rows
+from mantissa.readers.limits import Limits
+from mantissa.readers.parquet import open_parquet
 
 FRAMEWORKS = ("mantissa", "nemo-rl", "prime-rl", "slime", "skyrl", "plain", "verl", "trl")
 MOST_TOKENS = 4_000_000  # response positions; more would only narrow intervals that are narrow already
-_LARGEST_FILE = 4 << 30
-_LONGEST_LINE = 64 << 20
-_MOST_ROWS = 1_000_000
+_LINE = ROW
+_TABLE = Limits(4 << 30, 100, 40 * MOST_TOKENS)
 _LARGEST_TOKEN = 2**31 - 1
 _SETTINGS = tuple(each.name for each in fields(Settings))
 Row = Mapping[str, Any]
@@ -121,7 +122,7 @@ def _read_file(path: Path, framework: str | None) -> tuple[str, list[Scored], Se
         return _read_pickle(path, framework)
     if path.suffix not in (".jsonl", ".parquet"):
         raise MantissaError(f"{path}: unknown ending {path.suffix!r}; expected .jsonl, .parquet, .pt or .pkl")
-    rows = _json_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
+    rows = read_rows(path, _LINE) if path.suffix == ".jsonl" else _parquet_rows(path)
     whose, settings, sequences, tokens, writer = framework, None, [], 0, None
     for line, row in enumerate(rows, start=1):
         where = f"{path}, {'line' if path.suffix == '.jsonl' else 'row'} {line}"
@@ -160,51 +161,12 @@ def _whose(where: str, row: Row) -> str:
     )
 
 
-def _json_rows(path: Path) -> Iterator[Any]:
-    _require_size(path)
-    with path.open("rb") as file:
-        line = 0
-        while text := file.readline(_LONGEST_LINE + 1):
-            line += 1
-            if len(text) > _LONGEST_LINE:
-                raise MantissaError(
-                    f"{path}, line {line}: longer than {_LONGEST_LINE >> 20} MiB; expected one sequence"
-                )
-            if line > _MOST_ROWS:
-                raise MantissaError(f"{path}: more than {_MOST_ROWS:,} lines; give some of them")
-            if text.strip():
-                with boundary(f"{path}, line {line}: not JSON", "delete the line, or write the file again"):
-                    row = json.loads(text)
-                yield row
-
-
 def _parquet_rows(path: Path) -> Iterator[Any]:
-    import pyarrow.parquet
-
-    _require_size(path)
-    with boundary(f"{path}: not a whole parquet file", "write it again"), pyarrow.parquet.ParquetFile(path) as file:
-        known = {"tokens", "prompt_length", "rollout_logp", "learner_logp", "mask", "group", "rollout_version",
-                 "learner_version", "policy_version", "finish_reason", "advantage", "completion", "step", "prompt",
-                 "framework", "kept", *_SETTINGS, *_EXPERTS}  # fmt: skip
-        columns = [name for name in file.schema_arrow.names if name in known]
-        values = sum(
-            file.metadata.row_group(g).column(c).num_values
-            for g in range(file.metadata.num_row_groups)
-            for c in range(file.metadata.num_columns)
-        )
-        if file.metadata.num_rows > _MOST_ROWS or values > 40 * MOST_TOKENS:
-            raise MantissaError(
-                f"{path}: {file.metadata.num_rows:,} rows of {values:,} values; expected at most {_MOST_ROWS:,} and "
-                f"{40 * MOST_TOKENS:,}; give some of them"
-            )
-        for batch in file.iter_batches(batch_size=256, columns=columns):
-            yield from batch.to_pylist()
-
-
-def _require_size(path: Path) -> None:
-    size = path.stat().st_size
-    if size > _LARGEST_FILE:
-        raise MantissaError(f"{path} has {size:,} bytes; expected at most {_LARGEST_FILE:,}; give a part of it")
+    known = {"tokens", "prompt_length", "rollout_logp", "learner_logp", "mask", "group", "rollout_version",
+             "learner_version", "policy_version", "finish_reason", "advantage", "completion", "step", "prompt",
+             "framework", "kept", *_SETTINGS, *_EXPERTS}  # fmt: skip
+    with open_parquet(path, f"{path}: not a whole parquet file", _TABLE) as table:
+        yield from table.rows([name for name in table.columns if name in known])
 
 
 # values

@@ -10,8 +10,8 @@ import numpy as np
 from mantissa.bounds import boundary
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.errors import MantissaError
+from mantissa.readers.yaml import RECORDED, read_yaml
 from mantissa.runs.directory import RunDirectory
-from mantissa.yaml_file import RECORDED, read_yaml
 
 _ENOUGH = 200_000  # tokens: the newest steps are read until there are so many
 

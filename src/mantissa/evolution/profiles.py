@@ -11,8 +11,8 @@ from typing import Any
 
 from mantissa.errors import MantissaError, nearest
 from mantissa.evolution.loop import Evolution, EvolutionConfig
+from mantissa.readers.yaml import read_shipped
 from mantissa.worldmodel import WorldModel
-from mantissa.yaml_file import read_shipped
 
 SHIPPED = Path(__file__).with_name("profiles.yaml")
 HEADER = ("profile", "solved", "held-out", "trajectories", "fp32 loss", "fp16 loss", "fp16/fp32 loss", "overflow",

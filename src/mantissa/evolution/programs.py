@@ -13,9 +13,9 @@ from typing import Any
 
 from mantissa.bounds import boundary, regular_file
 from mantissa.errors import MantissaError, nearest
+from mantissa.readers.yaml import RECORDED, read_yaml
 from mantissa.tasks.code import MAX_PROGRAM_CHARACTERS, CodeVerifier, same
 from mantissa.tasks.sandbox.run import Limits, Sandbox
-from mantissa.yaml_file import RECORDED, read_yaml
 
 SHIPPED = Path(__file__).with_name("tasks.yaml")
 Test = tuple[list[Any], Any]

@@ -7,7 +7,6 @@ are its own affair). It sees the task's text, parents and how they failed in dev
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import random
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from mantissa.evolution import edits
 from mantissa.evolution.archive import Candidate
 from mantissa.evolution.programs import Task
 from mantissa.http import OK, http_answer, server_address
+from mantissa.readers.json import parse_json
 from mantissa.tasks.code import last_block
 
 Operator = Literal["revise", "recombine", "refine"]
@@ -196,4 +196,4 @@ class OpenAI:
         if status != OK:
             raise MantissaError(f"{self._url}: status {status}: {text[:300]}; check model, url and {_KEY}")
         with boundary(f"{self._url} answered what is no JSON", "is it an OpenAI-compatible server?"):
-            return json.loads(text)
+            return parse_json(text)

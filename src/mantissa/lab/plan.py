@@ -41,10 +41,10 @@ from mantissa.bounds import LARGEST_SEED, boundary
 from mantissa.config_base import Config, first_mistake
 from mantissa.errors import MantissaError, nearest
 from mantissa.mismatch.estimates import GAP_FIGURES
+from mantissa.readers.yaml import read_yaml
 from mantissa.rl.config import RunConfig
 from mantissa.rl.recipe import load_recipe, make_config
 from mantissa.runs.metrics import BY_NAME, REWARD_PART, SERIES
-from mantissa.yaml_file import read_yaml
 
 MOST_CELLS = 400  # with their seeds
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,39}")

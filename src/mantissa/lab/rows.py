@@ -30,6 +30,7 @@ from mantissa.files import disk_errors, write_atomically
 from mantissa.jsonl import from_words, in_words
 from mantissa.lab.plan import Cell, Lab, Measure
 from mantissa.mismatch.estimates import Estimate, student_interval
+from mantissa.readers.json import read_rows
 from mantissa.runs.compare import ENDS
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.metrics import binned, series
@@ -48,7 +49,7 @@ class Rows:
         self._of: dict[str, Row] = {}
         if self.path.exists():
             with boundary(self.path, "restore it, or move it away to begin the lab anew"):
-                first, *rest = map(json.loads, self.path.read_text().splitlines())
+                first, *rest = read_rows(self.path)
                 self.registered = first | {"question": str(first["question"]), "expect": str(first["expect"])}
                 self._of = {f"{row['cell']}-seed{row['seed']}": from_words(row) for row in rest}
 

@@ -27,6 +27,7 @@ from mantissa.errors import MantissaError, StoppedError
 from mantissa.files import disk_errors, write_atomically
 from mantissa.lab.plan import Cell, Lab, digest_of, warm_config
 from mantissa.lab.rows import FAILED, Row, Rows, last_words, row_of_gap, row_of_run
+from mantissa.readers.json import parse_json, read_json
 from mantissa.rl.config import RunConfig
 from mantissa.runs.directory import RunDirectory, locked
 from mantissa.runs.gap_page import ROWS as GAP_ROWS
@@ -123,7 +124,7 @@ class _Work:
             self._measure_gap(cell.settings | {"seed": cell.seed, "out": folder}, folder)
         with boundary(folder / GAP_ROWS, "delete this folder to measure again"):
             (line,) = (folder / GAP_ROWS).read_text().splitlines()
-            return row_of_gap(self.lab, json.loads(line))
+            return row_of_gap(self.lab, parse_json(line))
 
     def measured(self, cell: Cell, folder: Path) -> float:
         """About how many seconds the cell takes, by a short run of it in an empty folder."""
@@ -133,7 +134,7 @@ class _Work:
             if kind not in self._token_seconds:  # lengths of one kind share what a token takes
                 few = {"seed": cell.seed, "max_tokens": _MEASURED_TOKENS, "out": folder / "gap"}
                 self._measure_gap(options | few, folder / "gap")
-                row = json.loads((folder / "gap" / GAP_ROWS).read_text())
+                row = read_json(folder / "gap" / GAP_ROWS)
                 self._token_seconds[kind] = float(row["sample_seconds"] + row["score_seconds"]) / _MEASURED_TOKENS
             return self._token_seconds[kind] * float(cell.settings.get("max_tokens", 32))
         update = {"steps": _MEASURED, "warm_start": None, "evaluation": None, "trackers": ()}

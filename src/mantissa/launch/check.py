@@ -37,7 +37,7 @@ from mantissa.launch.facts import (
     reader_of,
     short,
 )
-from mantissa.yaml_file import parse_yaml
+from mantissa.readers.yaml import parse_yaml
 
 _OVERRIDE = re.compile(r"(\+\+|\+|~)?([A-Za-z_]\w*(?:\.[\w@/-]+)+|model_engine)=(.*)", re.S)
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)

@@ -16,7 +16,7 @@ from mantissa.bounds import boundary
 from mantissa.config_base import Config, first_mistake
 from mantissa.errors import MantissaError, nearest
 from mantissa.launch.facts import Engine, Version
-from mantissa.yaml_file import read_yaml
+from mantissa.readers.yaml import read_yaml
 
 Family = Literal["Ampere", "Ada", "Hopper", "Blackwell"]
 

@@ -4,13 +4,13 @@ snapshot of a repository on the Hugging Face hub."""
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from mantissa.bounds import boundary, regular_file
 from mantissa.errors import MantissaError
+from mantissa.readers.json import read_json
 
 _SETTINGS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _PACKAGE = "package:"
@@ -90,12 +90,13 @@ def _snapshot(name: str, patterns: list[str]) -> Path:
         ) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ``MantissaError`` where the file is missing, is not JSON, or is not an object."""
-    with boundary(f"{path}: not valid JSON", "fetch the file again"):
-        if not regular_file(path):
-            raise MantissaError(f"{path.parent}: no {path.name} there; expected a Hugging Face model's folder")
-        value = json.loads(path.read_text(encoding="utf-8"))
+    with boundary(path, "fetch the file again"):
+        there = regular_file(path)
+    if not there:
+        raise MantissaError(f"{path.parent}: no {path.name} there; expected a Hugging Face model's folder")
+    value = read_json(path, "fetch the file again")
     if not isinstance(value, dict):
         raise MantissaError(f"{path}: expected a JSON object, got a {type(value).__name__}; fetch the file again")
     return value

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from mantissa.bounds import boundary
 from mantissa.config_base import PLAIN
 from mantissa.errors import MantissaError, nearest
+from mantissa.readers.yaml import parse_yaml, read_yaml
 from mantissa.rl.config import RunConfig
-from mantissa.yaml_file import parse_yaml, read_yaml
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, nproc: int | None = None) -> RunConfig:

@@ -39,7 +39,9 @@ from mantissa.bounds import boundary
 from mantissa.errors import MantissaError
 from mantissa.files import atomic_file, disk_errors, numbered, remove_leftovers, write_atomically
 from mantissa.jsonl import JsonLines, Row
-from mantissa.yaml_file import RECORDED, read_yaml
+from mantissa.readers import parquet
+from mantissa.readers.json import as_json, read_json
+from mantissa.readers.yaml import RECORDED, read_yaml
 
 if TYPE_CHECKING:
     import pyarrow
@@ -152,8 +154,7 @@ class RunDirectory:
         path = self.path / "environment.json"
         if not path.is_file():
             return {}
-        with boundary(f"{path} is not JSON", "restore or delete it"):
-            environment = json.loads(path.read_text())
+        environment = read_json(path, "restore or delete it")
         if not isinstance(environment, dict):
             raise MantissaError(f"{path}: expected keys and values, got {type(environment).__name__}; restore it")
         return environment
@@ -243,17 +244,12 @@ class RunDirectory:
 
     def read_rollouts(self, step: int) -> list[Row]:
         """The completions of one step. Raises ``MantissaError`` when they were not kept, or the file is damaged."""
-        import pyarrow
-        import pyarrow.parquet
-
         path = self.rollouts_path(step)
         if not path.is_file():
             kept = self.rollout_steps()
             what = f"steps {kept[0]} to {kept[-1]} have them" if kept else "this run kept none"
             raise MantissaError(f"{path}: no rollouts of step {step}; {what}")
-        with boundary(f"{path}: not a whole parquet file", "delete it"):
-            rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
-        return rows
+        return list(parquet.read_rows(path))
 
     def rewind(self, step: int) -> None:
         """Forget the metrics and rollouts after ``step``: what a resume from checkpoint ``step`` begins with."""
@@ -348,7 +344,7 @@ def _changed(recorded: Mapping[str, Any], environment: Mapping[str, Any]) -> dic
     return {
         key: [then.get(key), environment.get(key)]
         for key in sorted((then.keys() | environment.keys()) - {"resumed", "created", "fell_back"})
-        if then.get(key) != json.loads(json.dumps(environment.get(key)))
+        if then.get(key) != as_json(environment.get(key))
     }
 
 

@@ -6,7 +6,6 @@ Built from ``gap.jsonl`` (a row a pair of formats) and ``completions.jsonl`` (ev
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from markupsafe import Markup
 from mantissa.errors import MantissaError
 from mantissa.files import write_atomically
 from mantissa.mismatch.estimates import GAP_FIGURES
+from mantissa.readers.json import read_rows
 from mantissa.runs import page
 from mantissa.runs.health import small
 from mantissa.runs.live import duration
@@ -70,10 +70,7 @@ def read_gap(folder: Path) -> GapRows | None:
     if not (folder / ROWS).is_file():
         return None
     try:
-        rows, completions = (
-            [json.loads(line) for line in (folder / name).read_text("utf-8").splitlines()]
-            for name in (ROWS, COMPLETIONS)
-        )
+        rows, completions = (list(read_rows(folder / name)) for name in (ROWS, COMPLETIONS))
     except (OSError, ValueError) as error:
         raise MantissaError(
             f"{folder}: its rows cannot be read ({error}); delete the folder and measure again"

@@ -6,7 +6,6 @@ killed, on another machine. What is missing is said, never guessed.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ import yaml
 from markupsafe import Markup
 
 from mantissa.files import write_atomically
+from mantissa.readers.json import as_json
 from mantissa.runs import page, plots
 from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.gap_page import gap_head
@@ -311,7 +311,7 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
 def _environment_text(environment: dict[str, Any]) -> str:
     rest = {key: value for key, value in environment.items() if key not in ("precision", "fell_back")}
     rest["report written"] = time.strftime("%Y-%m-%d %H:%M:%S")
-    return _yaml(json.loads(json.dumps(rest)))
+    return _yaml(as_json(rest))
 
 
 def _yaml(values: dict[str, Any]) -> str:

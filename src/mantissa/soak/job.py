@@ -32,6 +32,7 @@ from mantissa.errors import MantissaError
 from mantissa.evolution import Evolution, EvolutionConfig, shipped
 from mantissa.evolution.proposers import Edits, Proposal, Request
 from mantissa.jsonl import JsonLines
+from mantissa.readers.json import parse_json
 from mantissa.training import GuardConfig
 from mantissa.worldmodel import SQLiteBuffer, Trajectory, WorldModel, synthetic
 
@@ -177,7 +178,7 @@ def serve(folder: Path, slot: str, precision: str) -> None:
         WorldModel(hidden_dim=16, precision=warm).train(1, BATCH, synthetic(BATCH, 0))
     _say(ready=True)
     for line in sys.stdin:
-        job = Job(**json.loads(line))
+        job = Job(**parse_json(line))
         try:
             row = work(job, folder, log, _wait)
         except MantissaError as error:  # a disk that is full, a database that is held: not the process' own fault

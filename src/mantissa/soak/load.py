@@ -39,6 +39,7 @@ from mantissa.environ import LAUNCHER
 from mantissa.errors import MantissaError, StoppedError, nearest
 from mantissa.files import disk_errors, remove, write_atomically
 from mantissa.jsonl import JsonLines
+from mantissa.readers.json import parse_json, read_json
 from mantissa.runs.directory import locked
 from mantissa.soak.job import BUFFER, PHASES, SIZES, Job, Row, line_of, resident
 from mantissa.soak.report import EVENTS, Report, report_of
@@ -127,7 +128,7 @@ def _at_work(folder: Path, config: SoakConfig) -> Iterator[None]:
         if not path.exists():
             write_atomically(path, json.dumps(asked) + "\n")
         with boundary(path, "restore it, or name another folder"):
-            there = json.loads(path.read_text())
+            there = read_json(path)
             changed = [name for name in asked if there.get(name) != asked[name] and name != "iterations"]
         if changed:
             raise MantissaError(
@@ -292,7 +293,7 @@ class _Worker:
             if not line.endswith("\n"):
                 self.close()
                 return f"its process ended: {cause_of_death(self._process.wait())}"
-            said = json.loads(line)
+            said = parse_json(line)
             if "phase" in said:
                 told(said["phase"])
                 self._send("\n")  # it waits for that: what was done to it is done
