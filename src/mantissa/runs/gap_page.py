@@ -121,8 +121,8 @@ def _logps(value: Any) -> bool:
 _ROW: dict[str, Callable[[Any], bool]] = (
     dict.fromkeys(("model", "pair", "kernels", "engine", "device", "evidence", "interval_over"), _text)
     | dict.fromkeys(("emulated", "weights", "requested"), _maybe(_text))
-    | dict.fromkeys(("prompts", "completions", "max_tokens", "threads", "tokens", "differing",
-                     "nonfinite"), _count)
+    | dict.fromkeys(("prompts", "completions", "max_tokens", "threads", "tokens"), _count)
+    | dict.fromkeys(("differing", "nonfinite"), _maybe(_count))
     | {name: lambda value: number(value, 0) for name in ("parameters", "temperature", "sample_seconds", "score_seconds")}
     | dict.fromkeys(TITLES, _figure)
     | dict.fromkeys((f"{name}_{end}" for name in TITLES for end in ("low", "high")), _maybe(_figure))
@@ -187,7 +187,7 @@ def independent(found: GapRows) -> str:
     has the same bits in any batch. Emulated, exact and mixed pairs say nothing of that, and neither does vLLM.
     """
     same = [row for row in found.rows if _same_kernels(row)]
-    if not same or any(row["differing"] or row["nonfinite"] or not row["tokens"] for row in same):
+    if not same or any(row.get("differing") or row.get("nonfinite") or not row["tokens"] for row in same):
         return ""
     return (
         f"{', '.join(row['pair'] for row in same)}: this processor's products do not depend on the batch: our engine "
