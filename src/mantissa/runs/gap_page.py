@@ -118,15 +118,16 @@ def _logps(value: Any) -> bool:
     return isinstance(value, list) and all(_maybe(_figure)(each) for each in value)
 
 
+_COUNTS = ("prompts", "completions", "max_tokens", "threads", "tokens")
 _ROW: dict[str, Callable[[Any], bool]] = (
     dict.fromkeys(("model", "pair", "kernels", "engine", "device", "evidence", "interval_over"), _text)
     | dict.fromkeys(("emulated", "weights", "requested"), _maybe(_text))
-    | dict.fromkeys(("prompts", "completions", "max_tokens", "threads", "tokens"), _count)
+    | dict.fromkeys(_COUNTS, _count)
     | dict.fromkeys(("differing", "nonfinite"), _maybe(_count))
-    | {name: lambda value: number(value, 0) for name in ("parameters", "temperature", "sample_seconds", "score_seconds")}
+    | dict.fromkeys(("parameters", "temperature", "sample_seconds", "score_seconds"), lambda value: number(value, 0))
     | dict.fromkeys(TITLES, _figure)
     | dict.fromkeys((f"{name}_{end}" for name in TITLES for end in ("low", "high")), _maybe(_figure))
-)  # fmt: skip
+)
 _COMPLETION: dict[str, Callable[[Any], bool]] = {"pair": _text, "rollout_logp": _logps, "learner_logp": _logps}
 
 
