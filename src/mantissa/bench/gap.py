@@ -28,6 +28,7 @@ from torch import Tensor
 from mantissa.bench.command import new_folder
 from mantissa.bench.rows import Row, stamp, write_jsonl
 from mantissa.errors import MantissaError
+from mantissa.files import own
 from mantissa.kernels import learner_kernels, rollout_kernels
 from mantissa.mismatch.estimates import gap_estimates
 from mantissa.model import Decoder, Tokenizer, policy_weights
@@ -168,7 +169,7 @@ def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
             emulation.check(model.config.num_attention_heads, model.config.intermediate_size)
     model = model.to(config.device)
     bench = _Bench(config, model, tokenizer, encode(texts, tokenizer, model.config.max_position_embeddings, config))
-    result = GapResult(new_folder(run / FOLDER if run else config.out, "gap", ROWS))
+    result = GapResult(new_folder(own(run / FOLDER) if run else config.out, "gap", ROWS))
     for number, (name, (policy, emulation)) in enumerate(policies.items(), start=1):
         say(f"{name} ({number} of {len(policies)})")
         try:

@@ -10,8 +10,8 @@
 | plain | jsonl or parquet | for each response token |
 
 The file is looked at to find out whose it is. What cannot be read is named with its line or row; nothing is guessed:
-two sides of different lengths are an error, and so are ids that are no tokens. A log-prob that is not finite is kept as
-NaN.
+two sides of different lengths are an error, and so are ids that are no tokens. A log-prob that is not finite
+in fp32 is kept as NaN.
 verl's rollout dumps and TRL's completion logs hold texts and rewards but no log-probs: they are known by their fields,
 and the error says how to have them written.
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.bounds import boundary, number, regular_file
+from mantissa.bounds import LARGEST_FLOAT, boundary, number, regular_file
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.runs import read_run
 from mantissa.errors import MantissaError
@@ -214,7 +214,7 @@ def _logp(where: str, name: str, values: Any, length: int) -> np.ndarray:
     logp = _array(where, name, values)
     if len(logp) != length:
         raise MantissaError(f"{where}: {name} has {len(logp)} values for {length} tokens; the two must fit")
-    return np.where(np.isfinite(logp), logp, np.nan)
+    return np.where(np.abs(logp) <= LARGEST_FLOAT, logp, np.nan)
 
 
 def _mask(where: str, name: str, values: Any, length: int) -> np.ndarray:

@@ -29,7 +29,7 @@ from mantissa.evolution.edits import normal
 from mantissa.evolution.history import History, end_of
 from mantissa.evolution.programs import Judge, Task, chosen, read_tasks, shipped
 from mantissa.evolution.proposers import Edits, OpenAI, Operator, Policy, Proposal, Proposer, Request
-from mantissa.files import disk_errors
+from mantissa.files import disk_errors, own
 from mantissa.training import GuardConfig
 from mantissa.worldmodel import Trajectory, WorldModel
 
@@ -114,7 +114,7 @@ class Evolution:
             raise MantissaError(f"{self.folder} is a file: name a folder")
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        self.archive = Archive(self.folder / DATABASE, config.capacity)
+        self.archive = Archive(own(self.folder / DATABASE), config.capacity)
         asked = {"config": config.model_dump(mode="json") | {"state": _STATE}}
         settled = self.archive.settle(asked)
         if settled["config"].get("state") != _STATE:

@@ -24,7 +24,7 @@ import yaml
 from mantissa.bounds import boundary
 from mantissa.environ import LAUNCHER
 from mantissa.errors import MantissaError, StoppedError
-from mantissa.files import disk_errors, write_atomically
+from mantissa.files import disk_errors, own, write_atomically
 from mantissa.lab.plan import Cell, Lab, digest_of, warm_config
 from mantissa.lab.rows import FAILED, Row, Rows, last_words, row_of_gap, row_of_run
 from mantissa.readers.json import parse_json, read_json
@@ -163,7 +163,8 @@ class _Work:
     def call(self, arguments: list[str], folder: Path) -> None:
         """Run python on one thread until it ends, its output in a log beside ``folder``; ``MantissaError`` if badly."""
         log = folder.with_name(f"{folder.name}.log")
-        with disk_errors(log), log.open("wb") as output:
+        own(folder)
+        with disk_errors(own(log)), log.open("wb") as output:
             with self._guard:
                 if self._stopped:
                     raise MantissaError("stopped before it began")

@@ -20,11 +20,12 @@ _BATCH_ROWS = 256
 
 
 class Table:
-    """An open file. ``columns``: their names, in order."""
+    """An open file. ``schema``: pyarrow's. ``columns``: their names, in order."""
 
     def __init__(self, file: Any, path: Path, limits: Limits) -> None:
         self._file, self._path, self._limits = file, path, limits
-        self.columns: list[str] = file.schema_arrow.names
+        self.schema = file.schema_arrow
+        self.columns: list[str] = self.schema.names
         about = file.metadata
         groups = [about.row_group(number) for number in range(about.num_row_groups)]
         values = sum(group.column(c).num_values for group in groups for c in range(about.num_columns))

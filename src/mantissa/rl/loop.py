@@ -205,8 +205,9 @@ class Loop:
             self._take(checkpoint)
         self.run.rewind(checkpoint.step)
         rows = self.run.read_metrics()
-        self.silent = int(rows[-1].get("advantage/silent_steps", 0)) if rows else 0
-        self.rejecting = any(_left_out(row) > _MOST_REJECTED for row in rows)
+        with boundary(self.run.path / "metrics.jsonl", "restore the file"):
+            self.silent = int(rows[-1].get("advantage/silent_steps", 0)) if rows else 0
+            self.rejecting = any(_left_out(row) > _MOST_REJECTED for row in rows)
         if self.guard is not None:
             self.guard.restore(checkpoint.step, checkpoint.state.get("guard", {}), rows)
         self.live.note(f"resumed after step {checkpoint.step}")

@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 from markupsafe import Markup
 
-from mantissa.files import write_atomically
+from mantissa.files import own, write_atomically
 from mantissa.readers.json import as_json
 from mantissa.runs import page, plots
 from mantissa.runs.directory import RunDirectory, planned_steps
@@ -75,6 +75,7 @@ def build_report(run: RunDirectory) -> Path:
     ]
     write_atomically(run.report_path, page.render(name, blocks))
     if (inner := run.inner_run) is not None:
+        own(inner.path)
         build_report(inner)
     return run.report_path
 

@@ -37,7 +37,7 @@ from mantissa.bounds import boundary
 from mantissa.config_base import Section
 from mantissa.environ import LAUNCHER
 from mantissa.errors import MantissaError, StoppedError, nearest
-from mantissa.files import disk_errors, remove, write_atomically
+from mantissa.files import disk_errors, open_own, own, remove, write_atomically
 from mantissa.jsonl import JsonLines
 from mantissa.readers.json import parse_json, read_json
 from mantissa.runs.directory import locked
@@ -153,7 +153,8 @@ class _Load:
         self._free = SimpleQueue[str]()
         with disk_errors(folder):
             for name in ("workers", "jobs"):
-                (folder / name).mkdir(exist_ok=True)
+                own(folder / name).mkdir(exist_ok=True)
+            own(folder / BUFFER)
             for path in (folder / "jobs").iterdir():
                 if path.name in self._done:  # killed before it was removed
                     remove(path)
@@ -258,7 +259,7 @@ class _Worker:
     def __init__(self, slot: str, folder: Path, precision: str) -> None:
         self.slot = slot
         one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", LAUNCHER: str(os.getpid())}
-        with (folder / "workers" / f"{slot}.log").open("ab") as log:
+        with open_own(folder / "workers" / f"{slot}.log") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, str(folder), slot, precision],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=os.environ | one_thread, text=True,

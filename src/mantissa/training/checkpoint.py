@@ -47,6 +47,7 @@ from mantissa.files import (
     digests_of,
     disk_errors,
     numbered,
+    own,
     remove,
     remove_leftovers,
     replace_directory,
@@ -101,6 +102,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, spare: Coll
     assert not set(checkpoint.more) & set(_FILES), "these names are taken"
     parts = {"policy": checkpoint.policy, "optimizer": checkpoint.optimizer, **checkpoint.more}
     final = folder / f"step-{checkpoint.step}"
+    own(folder)
     with disk_errors(final):
         folder.mkdir(exist_ok=True)  # not its parents: a run that was renamed has not begun anew
         remove_leftovers(folder)
