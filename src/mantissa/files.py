@@ -94,6 +94,40 @@ def open_own(path: Path) -> BinaryIO:
     raise MantissaError(f"{path} is {what}: nothing is written to it; put a file of its own in its place")
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether an error, or what it came from, says that a disk or a quota is full."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (ENOSPC, EDQUOT)
+
+
+class Reserve:
+    """Room on a disk, held by a file of that size until something that must not fail needs it.
+
+    The file has a temporary's name, so ``remove_leftovers`` gives the room back too, and takes what a kill has left.
+    """
+
+    def __init__(self, folder: Path, what: str) -> None:
+        self._path, self._what = folder / ".reserve.tmp", what
+
+    def hold(self, size: int) -> None:
+        """Hold ``size`` bytes, or what is held where that is more. ``MantissaError`` where there is no such room."""
+        if self._path.is_file() and self._path.stat().st_size >= size:
+            return
+        with disk_errors(self._what):
+            try:
+                with open_own(self._path) as file:
+                    os.posix_fallocate(file.fileno(), 0, size)
+            except BaseException:
+                self.release()
+                raise
+
+    def release(self) -> bool:
+        """Give the room back; whether there was any."""
+        held = self._path.is_file()
+        self._path.unlink(missing_ok=True)
+        return held
+
+
 def fsync(path: Path) -> None:
     """Make a file's content durable, or the names in a folder: new files, renames, removals."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -25,6 +25,7 @@ from mantissa.bounds import boundary
 from mantissa.environ import LAUNCHER
 from mantissa.errors import MantissaError, StoppedError
 from mantissa.files import disk_errors, own, write_atomically
+from mantissa.lab.disk import require_room
 from mantissa.lab.plan import Cell, Lab, digest_of, warm_config
 from mantissa.lab.rows import FAILED, Row, Rows, last_words, row_of_gap, row_of_run
 from mantissa.readers.json import parse_json, read_json
@@ -37,14 +38,17 @@ Say = Callable[[str], None]
 _MEASURED, _MEASURED_TOKENS = 3, 16  # a bill's steps, of which the first is a warm-up; and tokens of its gap
 
 
-def run_lab(lab: Lab, cells: Sequence[Cell], workers: int, say: Say) -> Rows:
+def run_lab(lab: Lab, cells: Sequence[Cell], workers: int, say: Say, space_check: bool = True) -> Rows:
     """Run what is not finished of ``cells``; returns the lab's rows. ``MantissaError`` before anything is run where a
-    folder holds another run than the lab file says, or where another process is at work on this lab."""
+    folder holds another run than the lab file says, where another process is at work on this lab, or, with
+    ``space_check``, where the disk has less room than they take."""
     with _at_work(lab):
         rows = Rows(lab)
         todo = [cell for cell in cells if rows.finished(cell) is None]
         for cell in todo:
             _check_folder(lab, cell)
+        if space_check:
+            require_room(lab, todo, workers)
         rows.register()
         say(f"lab {lab.name}: {len(todo)} of {len(cells)} cells to run, {workers} at a time")
         work = _Work(lab)

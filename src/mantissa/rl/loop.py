@@ -26,6 +26,7 @@ import torch
 from mantissa.algorithms import aggregation_scale, values
 from mantissa.bounds import boundary, count, number
 from mantissa.errors import MantissaError
+from mantissa.files import Reserve, is_full
 from mantissa.mismatch import gap_metrics
 from mantissa.model import save_model
 from mantissa.precision.numerics import masked_sum
@@ -56,6 +57,7 @@ from mantissa.training import (
 )
 
 _LR_WARMUP = 20
+_BESIDE_BYTES = 1 << 16  # of a checkpoint's room, for what is not tensors
 _SILENT = 3  # first steps without any advantage after which it is said
 _MOST_REJECTED = 0.5  # of a step's tokens, beyond which it is said what a correction leaves out
 
@@ -85,6 +87,7 @@ class Loop:
             self.learner.step.on_nonfinite = "skip"  # what becomes of it is then the guard's decision
         self.fell_back = False  # whether the run goes on in another format, from the checkpoint that says so
         self.probes = self._probes()
+        self.room = Reserve(self._checkpoints, f"{self._checkpoints}, where room for the next checkpoint is kept")
         self._seconds: dict[str, float] = {}
         self._started: float | None = None  # when the present step was, its first try
 
@@ -120,6 +123,7 @@ class Loop:
                     step += 1
         finally:
             self.source.close()
+            self.room.release()
         if self.fell_back:
             return False
         self.export()
@@ -129,6 +133,7 @@ class Loop:
         """Make ready for the step after ``step``."""
         self.source = self._source()
         self.source.start(step, self.learner.weights, self.learner.version, self.ahead)
+        self._hold_room(step)
 
     def export(self) -> None:
         """Write the policy as it now is into the run's folder."""
@@ -255,6 +260,23 @@ class Loop:
             spare = () if self.guard is None else (self.guard.good,)
             save_checkpoint(self._checkpoints, checkpoint, self.config.checkpoint.keep, spare)
 
+    def _hold_room(self, step: int) -> None:
+        """Hold room on the disk for a checkpoint of the state as it is, so that a disk that fills costs no step.
+
+        In a run of one process: of several the others would have to take part where it is needed.
+        """
+        if not self.ranks.alone or step >= self.config.steps:
+            return
+        parts = [self.learner.trained, self.learner.step.optimizer_tensors(), *self.learner.beside.values()]
+        parts += [self.reference.weights] if self.reference is not None else []
+        tensors = [tensor for part in parts for tensor in part.values()]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        # beside them: a header's line for each, the plain state, and batches: the step's own, and those sampled ahead
+        rollout = self.config.rollout
+        batch = rollout.prompts * rollout.samples * (16 * rollout.max_tokens + 256)
+        size += 256 * len(tensors) + 16 * len(self.kept) + (1 + self.config.steps_behind) * batch
+        self.room.hold(size + _BESIDE_BYTES)
+
     def checkpoint(self, step: int) -> Checkpoint | None:
         """All that a resume needs, on rank 0; collective."""
         guard = {} if self.guard is None else {"guard": self.guard.saving(step)}
@@ -346,12 +368,15 @@ class Loop:
                 row |= self._evaluate(step)
         with self._timed("sync"):  # after the evaluation, which would wait for the batch that this begins
             self.source.hand_over(step, self.learner.weights, self.learner.version)
-        self.run.write_rollouts(step, _rollout_rows(batch, experience))
         row |= self._clock(batch, update.trained_tokens)
         row |= {} if self.guard is None else {"precision/format": self.guard.format}
         assert not undeclared(row), f"metrics that the catalogue does not declare: {undeclared(row)}"
-        self.run.append_metrics(row)  # before the checkpoint: a resume forgets rows after it, and can add none
-        self.trackers.log(step, row)
+        self._write(
+            step,
+            lambda: self.run.write_rollouts(step, _rollout_rows(batch, experience)),
+            lambda: self.run.append_metrics(row),  # before the checkpoint: a resume forgets rows after it, can add none
+            lambda: self.trackers.log(step, row),
+        )
         self.live.step(row)
         if self.guard is not None and self.guard.judge(row):
             self.fell_back = True
@@ -361,6 +386,23 @@ class Loop:
         if step % config.checkpoint.every == 0 or last:
             with self._timed("checkpoint"):  # appears in the next step's row
                 self._save(step)
+        self._hold_room(step)
+
+    def _write(self, step: int, *writes: Callable[[], object]) -> None:
+        """Write a step down. Where the disk is full, into the room that is held, with a checkpoint of this step; the
+        run then ends with the error."""
+        full: MantissaError | None = None
+        for write in writes:
+            try:
+                write()
+            except MantissaError as error:
+                if full is not None or not is_full(error) or not self.room.release():
+                    raise
+                full = error
+                write()
+        if full is not None:
+            self._save(step)
+            raise MantissaError(f"{full}; step {step} is kept: --resume goes on after it") from full
 
     def _learner_metrics(self, experience: Experience, update: Update) -> dict[str, float]:
         step, mask_BR = self.learner.step, experience.mask_BR
