@@ -339,7 +339,7 @@ def test_adapters_of_both_policies_have_one_base(finished: RunDirectory, tmp_pat
 def test_a_report_shows_both(finished: RunDirectory, calm: RunDirectory) -> None:
     logged = [[row | {"gap/abs_logp_diff_mean": 0.0} for row in run.read_metrics()] for run in (calm, inner(calm))]
     notes = [plot.note for plot in _of_both(*logged)]
-    assert "Exactly 0 in every step: conversation, feedback." in notes  # where products do not depend on the batch there is no gap
+    assert "Exactly 0 in every step: conversation, feedback." in notes  # as where products do not depend on the batch
     page = build_report(finished).read_text()
     for words in ("The game", "Attack success and over-refusal", "Gap of both policies", "The feedback policy"):
         assert words in page
