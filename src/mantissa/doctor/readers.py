@@ -145,7 +145,7 @@ def _read_file(path: Path, framework: str | None) -> tuple[str, list[Scored], Se
             break
     if whose is None:
         raise MantissaError(f"{path} is empty; expected a row a sequence")
-    return writer if writer in FRAMEWORKS else whose, sequences, _checked(path, settings or Settings())
+    return writer if writer in FRAMEWORKS else whose, sequences, checked(path, settings or Settings())
 
 
 _HINT = "--from says whose it is where that was not found by itself"
@@ -433,7 +433,7 @@ def _agreed(one: Settings, other: Settings) -> Settings:
     return Settings(**kept)
 
 
-def _checked(path: Path, settings: Settings) -> Settings:
+def checked(path: Path, settings: Settings) -> Settings:
     checks = {
         "temperature": number(settings.temperature or 0.0, 0.0),
         "top_p": number(settings.top_p or 0.0, 0.0, 1.0),
