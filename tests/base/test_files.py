@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.files import (
     atomic_file,
     disk_errors,
+    open_own,
     remove_leftovers,
     replace_directory,
     temporary_beside,
@@ -202,3 +204,20 @@ def test_remove_leftovers_touches_nothing_else(tmp_path: Path) -> None:
     assert len(remove_leftovers(tmp_path)) == 2
     assert sorted(os.listdir(tmp_path)) == [".kept", "kept", "kept.tmp"]
     assert remove_leftovers(tmp_path / "absent") == []
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "loop", "pipe", "folder", "second name", "socket"])
+def test_nothing_is_written_to_what_may_be_someone_elses(kind: str, tmp_path: Path) -> None:
+    path, other = tmp_path / "run.lock", tmp_path / "thesis.txt"
+    other.write_text("three years")
+    with socket.socket(socket.AF_UNIX) as listener:
+        make = {
+            "link": lambda: path.symlink_to(other), "dangling": lambda: path.symlink_to(tmp_path / "new"),
+            "loop": lambda: path.symlink_to(path), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir,
+            "second name": lambda: path.hardlink_to(other), "socket": lambda: listener.bind(str(path)),
+        }  # fmt: skip
+        make[kind]()
+        with pytest.raises(MantissaError, match=r"in its place|move that away"):
+            open_own(path)
+    assert other.read_text() == "three years"
+    assert not (tmp_path / "new").exists()

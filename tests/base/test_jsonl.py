@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mantissa.base.errors import MantissaError
 from mantissa.base.jsonl import JsonLines, decode, encode
 
-numbers = st.one_of(st.floats(), st.integers(), st.booleans(), st.none())
+numbers = st.one_of(st.floats(), st.integers(-(2**63), 2**63 - 1), st.booleans(), st.none())
 
 
 @given(st.dictionaries(st.text(min_size=1), numbers))
@@ -130,3 +130,23 @@ lines.append({"step": 5})
     done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"4 cannot write {path}: File too large; raise the file size limit")
     assert [row["step"] for row in JsonLines(path).read()] == [1, 2, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"step": 1, "loss": 1%s}' % ("0" * 400), "loss: expected a number of at most 64 bits, got a number of"),
+        ('{"step": 1, "time/step": "soon"}', "time/step: expected a number, got 'soon'"),
+        ('{"step": 1, "loss": [1]}', "loss: expected a number, got a list"),
+        ('{"step": 1, "note": "\\ud800"}', "note: expected whole text"),
+        ('{"step": -1}', "step: expected a whole number from 0"), ('{"step": true}', "step: expected a whole number"),
+        ('{"step": 3000000000}', "step: expected a whole number from 0"),
+        ('{"step": 0}', "expected a step after 0, got 0"),
+    ],
+)  # fmt: skip
+def test_values_that_no_row_has_are_refused_where_they_are_read(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"step": 0}\n' + line + "\n")
+    with pytest.raises(MantissaError, match=f"rows.jsonl, line 2: {message}"):
+        JsonLines(tmp_path / "rows.jsonl").read()
+    with pytest.raises(TypeError, match="at most 64 bits"):
+        encode({"step": 1, "loss": 10**400})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 from mantissa.model import load_model
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.metrics import deterministic
+from small_run import contents
 
 Mantissa = Callable[..., Any]
 
@@ -66,3 +70,44 @@ def test_a_full_disk_costs_nothing_but_time(
         subprocess.run(["rm", "-r", str(run)], check=True)
     assert len(full) == len(sizes) if sizes is SOME else len(full) >= 5, full
     assert sizes is SOME or {"environment.json", "warm_start.jsonl", "checkpoints"} <= full, full
+
+
+@pytest.mark.parametrize("more", [(), ("rollout.max_policy_lag=4",)], ids=["in turn", "ahead"])
+def test_a_disk_that_fills_keeps_the_steps_of_a_run_that_was_to_save_at_its_end(
+    more: tuple[str, ...], mantissa: Mantissa, recipe: Callable[..., Path], disk: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    path = recipe(trackers=["tensorboard"], steps=6, checkpoint={"every": 6, "keep": 1})
+    calm, run, ballast = tmp_path / "calm", disk / "run", disk / "ballast"
+    assert mantissa("train", path, f"run_dir={calm}", *more).code == 0
+    resize(disk, "4m")
+    append = RunDirectory.append_metrics
+
+    def filled(self: RunDirectory, row: Any) -> None:
+        if row["step"] == 3 and not ballast.exists():  # something else takes what is left, to the last page
+            free = shutil.disk_usage(disk).free
+            with ballast.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, free)
+        append(self, row)
+
+    monkeypatch.setattr(RunDirectory, "append_metrics", filled)
+    result = mantissa("train", path, f"run_dir={run}", *more)
+    assert result.code == 2
+    message = result.error()
+    assert re.search(r"No space left on device; free some space or choose another folder; step [345] is kept", message)
+    kept = RunDirectory.open(run).checkpoint_steps()[-1]
+    assert f"step {kept} is kept: --resume goes on after it" in message
+    assert len(RunDirectory.open(run).read_metrics()) == kept >= 3
+    ballast.unlink()
+    assert mantissa("train", "--resume", run).code == 0
+    both = [contents(folder) for folder in (calm, run)]
+    assert both[0] == both[1]
+
+
+def test_a_disk_without_room_for_the_next_checkpoint_is_said_before_a_step_is_taken(
+    mantissa: Mantissa, recipe: Callable[..., Path], disk: Path
+) -> None:
+    resize(disk, "96k")  # of these weights, and no second time
+    message = mantissa("train", recipe(steps=3, warm_start=None), f"run_dir={disk / 'run'}").error()
+    assert "checkpoints, where room for the next checkpoint is kept: No space left on device; free" in message
+    assert RunDirectory.open(disk / "run").checkpoint_steps() == [0]

@@ -93,6 +93,10 @@ def test_screen_and_report_of_a_run_begin_with_it(
     assert order == sorted(order)
     assert text.count("Reward and accuracy") == 1
     assert "it holds a gap already" in mantissa(*argv).error()
+    rows = (run / "gap" / "completions.jsonl").read_bytes()
+    (run / "gap" / "gap.html").unlink()  # as a kill leaves it: rows, and no page yet
+    assert mantissa(*argv, "--pairs", "fp32,bf16/fp16").code == 0
+    assert (run / "gap" / "completions.jsonl").read_bytes() == rows
     (run / "gap" / "completions.jsonl").write_text("{")
     assert mantissa("report", run).code == 0
     assert "rows cannot be read" in Page((run / "report.html").read_text()).text

@@ -24,7 +24,8 @@ import torch
 import dumps
 from hostile import attempt
 from mantissa.base.errors import MantissaError
-from mantissa.doctor import pickles, readers
+from mantissa.base.readers import pickles
+from mantissa.doctor import readers
 from mantissa.doctor.readers import read_dump
 
 SEQUENCES = dumps.healthy(prompts=3, samples=2, length=5)
@@ -154,11 +155,11 @@ def test_claims_of_a_billion_rows_are_refused_before_reading(tmp_path: Path, mon
     values = pyarrow.array([[1] * 1000] * 500)  # run-length encoded: a few bytes claim half a million values
     pyarrow.parquet.write_table(pyarrow.table(dict.fromkeys(PLAIN, values)), tmp_path / "x.parquet")
     assert (tmp_path / "x.parquet").stat().st_size < 100_000
-    monkeypatch.setattr(readers, "MOST_TOKENS", 10_000)
+    monkeypatch.setattr(readers, "_TABLE", readers._TABLE._replace(values=400_000))
     error = attempt(read_dump, tmp_path / "x.parquet")
     assert error is not None
     assert "2,000,000" in str(error)
-    monkeypatch.setattr(readers, "_LONGEST_LINE", 1000)
+    monkeypatch.setattr(readers, "_LINE", readers._LINE._replace(bytes=1000))
     (tmp_path / "x.jsonl").write_text(json.dumps(PLAIN | {"text": "a" * 5000}) + "\n")
     assert "longer than" in str(attempt(read_dump, tmp_path / "x.jsonl"))
 

@@ -116,13 +116,13 @@ def test_the_reference_is_the_one_that_was_read_at_the_start(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not JSON"),
+        ("{", "not valid JSON"),
         ("[]", "expected the settings of a guard"),
         ('{"format": "mantissa-guard", "version": 1, "config": 3}', "expected the settings of a guard"),
         ('{"format": "mantissa-guard", "version": 2, "config": {}}', "has version 2; this Mantissa reads version 1"),
         ('{"format": "mantissa-guard", "version": 1, "config": {"window": 0}}', "guard.json: guard: window=0"),
         ('{"format": "mantissa-guard", "version": 1, "config": {"windwo": 3}}', "did you mean 'window'?"),
-        (b"\xff\xfe", "is not JSON"),
+        (b"\xff\xfe", "not valid JSON"),
     ],
 )
 def test_settings_that_are_none(tmp_path: Path, text: str | bytes, message: str) -> None:

@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 import small_run
 from mantissa.base.errors import MantissaError
 from mantissa.cli import app
-from mantissa.lab import Rows, load_lab, run, run_lab, warm, write_page
+from mantissa.lab import Rows, disk, load_lab, run, run_lab, warm, write_page
 from mantissa.lab.page import answers
 from mantissa.lab.plan import Measure, warm_config
 from mantissa.lab.rows import difference, last_words, over_seeds, reduced
 from mantissa.lab.run import begun, warm_folder
 from mantissa.mismatch.estimates import student_interval
+from mantissa.rl import start
 from mantissa.runs.directory import RunDirectory, locked
 
 FILE: dict[str, Any] = {
@@ -384,3 +386,47 @@ def test_what_a_failed_cell_said(lines: list[str], said: str, tmp_path: Path) ->
     log = tmp_path / "log"
     log.write_text("\n".join(lines))
     assert last_words(log).startswith(said)
+
+
+# ---- the disk that it takes
+
+
+def test_the_disk_that_a_cell_takes_is_told_within_a_factor_of_two(there: Path) -> None:
+    cell = load_lab(written(seeds=[0], axes={"optimizer.lr": [1e-3]}, control={})).cells[0]
+    assert cell.config is not None
+    start(cell.config.model_copy(update={"run_dir": "run"}))
+    taken = sum(path.stat().st_size for path in Path("run").rglob("*") if path.is_file())
+    assert taken / 2 < disk.cell_bytes(cell)[0] < taken * 2
+
+
+def test_it_grows_with_what_a_run_keeps(there: Path) -> None:
+    def size(**settings: Any) -> int:
+        changed = {"set": settings, "seeds": [0], "axes": {"optimizer.lr": [1e-3]}, "control": {}}
+        return disk.cell_bytes(load_lab(written(**changed)).cells[0])[0]
+
+    weights = 4 * disk.model_bytes(small_run.configure())[0]
+    one, two = (size(**{"checkpoint.every": 1, "checkpoint.keep": keep}) for keep in (1, 2))
+    assert two - one == 3 * weights  # masters and two moments
+    assert one - size(**{"checkpoint.keep": 1, "optimizer.moments": "8bit"}) == 1.5 * weights
+    less = size(**{"checkpoint.keep": 1, "model.lora": {"rank": 1, "alpha": 1}})
+    assert weights < less < one
+
+
+def test_a_lab_for_which_there_is_no_room_is_refused_before_anything_is_run(
+    there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = load_lab(written())
+    wanted = disk.needed(lab, lab.cells, 2)
+    monkeypatch.setattr(disk, "free", lambda lab: wanted - 1)
+    with pytest.raises(MantissaError, match=r"its 8 cells take about \d+ MB of disk, and runs/lab/try has \d+ MB"):
+        run_lab(lab, lab.cells, 2, lambda line: None)
+    assert not lab.rows_path.exists()
+    monkeypatch.setattr(run._Work, "row", lambda self, cell: {"status": "failed", "error": "was begun"})
+    assert len(run_lab(lab, lab.cells, 2, lambda line: None, space_check=False).registered)
+    result = CliRunner().invoke(app, ["lab", "lab/try.yaml"])
+    assert isinstance(result.exception, MantissaError)
+    assert "--no-space-check" in str(result.exception)
+    begun_all_the_same = CliRunner().invoke(app, ["lab", "lab/try.yaml", "--no-space-check"])
+    assert "8 of 8 cells failed" in str(begun_all_the_same.exception)
+    monkeypatch.setattr(disk, "free", lambda lab: wanted)
+    run_lab(lab, lab.cells, 2, lambda line: None)

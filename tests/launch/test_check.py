@@ -329,3 +329,10 @@ def test_arguments_and_scripts_that_are_wrong(
         (tmp_path / name).write_text(text)
     with pytest.raises(MantissaError, match=reason):
         check_verl(arguments.split())
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# a comment\n", "\\", "ray", "--runtime-env", "''"])
+def test_a_script_with_next_to_nothing_in_it(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(MantissaError, match="found no override"):
+        read_words([str(tmp_path / "run.sh")])

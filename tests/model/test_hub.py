@@ -23,14 +23,22 @@ def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert find_model("~/org") == tmp_path / "org"
 
 
-@pytest.mark.parametrize("name", ["nowhere", "/no/such/place", "a/b/c", "../x", "org/na me", ""])
-def test_what_is_neither_folder_nor_hub_name_never_asks_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["nowhere", "/no/such/place", "a/b/c", "../x", "org/na me", "runs/typo", ""])
+def test_what_is_not_said_to_be_the_hubs_never_asks_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     monkeypatch.chdir("/")
     if name == "":
         assert find_model(name) == Path(".")
         return
-    with pytest.raises(MantissaError, match="no such folder, and not a hub name either"):
+    with pytest.raises(MantissaError, match="no such folder; check the path") as caught:
+        find_model(name)
+    assert ("say hub:runs/typo" in str(caught.value)) == (name == "runs/typo")
+
+
+@pytest.mark.parametrize("name", ["hub:", "hub:name", "hub:a/b/c", "hub:../x", "hub:-/x", "hub:/etc"])
+def test_what_is_no_name_of_the_hub_is_not_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(MantissaError, match="no name of the hub; expected hub:ORG/NAME"):
         find_model(name)
 
 
@@ -45,9 +53,9 @@ def test_a_hub_name_is_fetched_without_what_is_not_needed(
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert load_model("org/name").config.family == "llama"
+    assert load_model("hub:org/name").config.family == "llama"
     with pytest.raises(MantissaError, match="no tokenizer files"):
-        load_tokenizer("org/name")
+        load_tokenizer("hub:org/name")
     (weights_name, weights), (tokenizer_name, tokenizer) = asked
     assert weights_name == tokenizer_name == "org/name"
     assert set(weights) - set(tokenizer) == {"*.safetensors"}
@@ -62,7 +70,7 @@ def test_the_hub_cannot_be_reached() -> None:
         with pytest.raises(
             MantissaError, match=r"mantissa-tests/absent: .*the hub gave no copy .*HF_HUB_OFFLINE"
         ) as caught:
-            load_model("mantissa-tests/absent")
+            load_model("hub:mantissa-tests/absent")
     assert "\n" not in str(caught.value)
 
 
@@ -85,4 +93,4 @@ def test_gated_and_unknown_repositories_and_a_lost_connection(monkeypatch: pytes
     for error, message in cases:
         monkeypatch.setattr(huggingface_hub, "snapshot_download", _raises(error))
         with pytest.raises(MantissaError, match=message):
-            find_model("org/name")
+            find_model("hub:org/name")

@@ -219,7 +219,7 @@ def test_folders_without_a_usable_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
     (tmp_path / "config.json").unlink()
     (tmp_path / "tokenizer.json").write_text('{"model": 3')
-    with pytest.raises(MantissaError, match="cannot load the tokenizer"):
+    with pytest.raises(MantissaError, match=r"tokenizer\.json: not valid JSON"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(MantissaError, match="not valid JSON"):

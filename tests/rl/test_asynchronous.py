@@ -264,3 +264,9 @@ def test_a_failure_while_sampling_ahead_stops_the_run_with_its_own_words(train: 
     with pytest.raises(MantissaError, match=r"rollout\.dynamic: \d of 8 groups have a gradient after 1 "):
         train(*LATE, "task.reward=exact", "warm_start=null", "rollout.dynamic.max_generation_batches=1")
     assert threading.active_count() == before
+
+
+def test_a_checkpoint_with_batches_that_no_such_run_samples_is_refused() -> None:
+    nobody: Any = None
+    with pytest.raises(MantissaError, match="holds batches of later steps"):
+        SyncSource(nobody, nobody).start(3, {}, 3, [nobody])

@@ -6,7 +6,6 @@ middle of writing a checkpoint, of the rollouts, of the policy), and at random o
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -16,58 +15,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
+from killable import Server
 from mantissa.rl import resume
 from mantissa.runs.directory import RunDirectory
 from small_run import QUICK, configure, contents
 
 Moment = Callable[[Path], bool]
-
-
-class Server:
-    """Starts ``mantissa`` processes through ``killable.py``."""
-
-    def __init__(self, folder: Path) -> None:
-        self.log = folder / "log.txt"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("killable.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-
-    def run(self, argv: list[str], kill_when: Callable[[], bool] | None = None, report: bool = False) -> int:
-        """Exit code of the process; -9 where it was killed, at the first moment that ``kill_when`` holds."""
-        slow = 0.02 if kill_when else 0.0
-        report = report or kill_when is not None
-        pid = self._ask({"argv": argv, "slow": slow, "report": report, "log": str(self.log)})
-        deadline = time.monotonic() + 300  # of a machine with other work
-        while kill_when is not None and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
-            assert time.monotonic() < deadline, self.log.read_text()
-            if kill_when():
-                os.kill(pid, signal.SIGKILL)
-                break
-            time.sleep(0.0005)
-        return self._ask("wait")
-
-    def _ask(self, request: Any) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return int(json.loads(self._process.stdout.readline()))
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
 
 
 @pytest.fixture(scope="module")

@@ -209,3 +209,81 @@ def test_git_state_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert git_state(tmp_path) == {"commit": commit, "changed": True}
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_state(tmp_path) is None, "no git"
+
+
+@pytest.mark.parametrize("name", ["run.lock", "rollouts", "checkpoints", "policy", "feedback", "tensorboard", "gap"])
+def test_a_link_in_a_run_is_not_followed_to_be_written(name: str, tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    RunDirectory.create(run, CONFIG, {}).close()
+    other.mkdir()
+    (other / "step-9.parquet").write_text("someone's")
+    (other / ".mine.tmp").write_text("someone's")
+    leads_to = other / "step-9.parquet" if name == "run.lock" else other
+    (run / name).unlink() if name == "run.lock" else (run / name).exists() and (run / name).rmdir()
+    (run / name).symlink_to(leads_to)
+    with pytest.raises(MantissaError, match=f"{name} is a link: nothing is written or deleted through one"):
+        RunDirectory.open(run, write=True)
+    assert {path.name: path.read_text() for path in other.iterdir()} == dict.fromkeys(
+        ("step-9.parquet", ".mine.tmp"), "someone's"
+    )
+
+
+def test_a_link_that_comes_while_a_run_is_written(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "step-9.parquet").write_text("someone's")
+    with RunDirectory.create(tmp_path / "run", CONFIG, {}) as run:
+        (run.path / "metrics.jsonl").symlink_to(other / "step-9.parquet")
+        (run.path / "rollouts").rmdir()
+        (run.path / "rollouts").symlink_to(other)
+        for write in (
+            lambda: run.append_metrics({"step": 1}), lambda: run.write_rollouts(1, [a_rollout(1)]),
+            lambda: run.rewind(1) if (run.path / "metrics.jsonl").unlink() is None else None,
+        ):  # fmt: skip
+            with pytest.raises(MantissaError, match="is a link"):
+                write()
+    assert [path.read_text() for path in other.iterdir()] == ["someone's"]
+
+
+def test_a_link_to_a_runs_own_folder_is_as_good_as_its_name(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path / "run", CONFIG, {}).close()
+    (tmp_path / "latest").symlink_to("run")
+    with RunDirectory.open(tmp_path / "latest", write=True) as run:
+        run.append_metrics({"step": 1})
+    assert RunDirectory.open(tmp_path / "run").read_metrics() == [{"step": 1}]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("precision", 5), ("precision", {"role": 1}), ("precision", [[]]), ("fell_back", [{}]), ("fell_back", {"a": 1}),
+        ("fell_back", [{"step": "1", "from_step": 1, "was": "", "to": "", "reasons": "", "environment": {}}]),
+        ("fell_back", [{"step": 1, "from_step": 1, "was": "", "to": "", "reasons": "", "environment": 5}]),
+        ("resumed", 5), ("resumed", [{"step": 1, "changed": [1]}]), ("resumed", [{"step": 1, "changed": {"a": 1}}]),
+        ("versions", [1]), ("git", "x"), ("engine_share", [1]), ("engine_share", {"measured": True, "engine": 5}),
+        ("device", "\ud800"), ("threads", 10**400),
+    ],
+)  # fmt: skip
+def test_an_environment_that_no_run_records_is_refused(name: str, value: object, tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path / "run", CONFIG, {name: value}).close()
+    with pytest.raises(MantissaError, match=f"environment.json: {name}"):
+        _ = RunDirectory(tmp_path / "run").environment
+
+
+def test_completions_of_other_columns_types_or_lengths_are_damaged(tmp_path: Path) -> None:
+    import pyarrow
+
+    with RunDirectory.create(tmp_path / "run", CONFIG, {}) as run:
+        path = run.write_rollouts(1, [a_rollout(1)])
+        whole = pyarrow.parquet.read_table(path)
+        bad = [
+            whole.drop_columns(["length"]), whole.set_column(0, "step", pyarrow.array(["1"])),
+            whole.append_column("step", pyarrow.array([1], pyarrow.int64())),
+            pyarrow.Table.from_pylist([a_rollout(1, length=None)], schema=rollout_schema()),
+            pyarrow.Table.from_pylist([a_rollout(1, tokens=[None, 1])], schema=rollout_schema()),
+            pyarrow.Table.from_pylist([a_rollout(-1)], schema=rollout_schema()),
+        ]  # fmt: skip
+        for table in bad:
+            pyarrow.parquet.write_table(table, path)
+            with pytest.raises(MantissaError, match=r"step-1.parquet: .*; delete it"):
+                run.read_rollouts(1)

@@ -131,9 +131,9 @@ def number(value: Any, low: float, high: float = LARGEST_FLOAT, *, whole: bool =
 def outside(value: float, low: float | None, high: float | None) -> float:
     """How far ``value`` lies outside [low, high], a metric's healthy range; None is an open end.
 
-    0 inside, infinite for what is not finite, whatever the range.
+    0 inside, infinite for what is not finite in fp32, whatever the range.
     """
-    if not math.isfinite(value):
+    if not abs(value) <= LARGEST_FLOAT:
         return math.inf
     return max(0.0, 0.0 if low is None else low - value, 0.0 if high is None else value - high)
 
@@ -155,6 +155,38 @@ def count(value: Any, name: str) -> int:
 def representable(value: float) -> bool:
     """Whether fp32 holds a number at full precision: finite, and 0 or at least 1.2e-38 in magnitude."""
     return value == 0 or SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
+
+
+def whole_text(text: str) -> bool:
+    """Whether text can be written as UTF-8: JSON may hold one half of a surrogate pair, which no file can."""
+    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def shown(value: Any) -> str:
+    """A foreign value, or the beginning of a long one, for a message."""
+    if isinstance(value, int) and abs(value) >= 2**64:
+        return f"a number of {value.bit_length()} bits"  # whose digits Python may refuse to write
+    return ascii(value)[:60] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+def require_plain(value: Any, where: str, depth: int = 32) -> None:
+    """``MantissaError`` unless a recorded value is what records are made of: objects with whole text as keys, lists,
+    whole text, numbers (whole ones of at most 64 bits) and None, at most ``depth`` deep."""
+    kind = type(value)
+    if value is None or kind is bool or kind is float:
+        return
+    if kind is int and -(2**63) <= value < 2**64:
+        return
+    if kind is str and whole_text(value):
+        return
+    if kind in (dict, list) and depth:
+        for key, item in value.items() if kind is dict else enumerate(value):
+            if kind is dict and not (isinstance(key, str) and whole_text(key)):
+                raise MantissaError(f"{where}: expected text as a key, got {shown(key)}; restore the file")
+            require_plain(item, f"{where}: {ascii(key)[1:-1]}" if kind is dict and depth == 32 else where, depth - 1)
+        return
+    what = "deeper nesting than any record has" if not depth else shown(value)
+    raise MantissaError(f"{where}: expected plain values, got {what}; restore the file")
 
 
 def regular_file(path: Path) -> bool:

@@ -16,16 +16,19 @@ import json
 import os
 import re
 import shutil
+import stat
 import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from errno import EACCES, EDQUOT, EFBIG, EIO, ENAMETOOLONG, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS
+from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOSPC, ENOTDIR, ENXIO, EPERM, EROFS
 from pathlib import Path
+from typing import BinaryIO
 
 from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers.json import parse_json
 
 DIGESTS = "digests.json"  # in a folder: the SHA-256 of each of its other files
 _ADVICE = {
@@ -39,6 +42,9 @@ _ADVICE = {
     ENAMETOOLONG: "choose a shorter name",
     ENOENT: "a folder is gone; if it was renamed, give it its name back",
     EIO: "the disk reports a fault; choose another one",
+    EISDIR: "a folder is in its place; move that away",
+    ELOOP: "a link is in its place; move that away",
+    ENXIO: "a pipe or a device is in its place; move that away",
 }
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100  # fcntl.h: paths are relative to the current folder
@@ -54,6 +60,72 @@ def disk_errors(path: Path | str) -> Iterator[None]:
         if advice is None:
             raise
         raise MantissaError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
+
+
+def own(path: Path) -> Path:
+    """``path``, where it is no link; ``MantissaError`` where it is one, whatever it leads to.
+
+    For what is opened to be written, or whose content is deleted, in a folder that someone else may have filled: a link
+    there would lead out of it. The folder itself may be a link, since whoever named it chose it. A file that is
+    replaced whole needs none of this: the new one takes the link's place.
+    """
+    if path.is_symlink():
+        raise MantissaError(
+            f"{path} is a link: nothing is written or deleted through one; put the file or folder itself in its place"
+        )
+    return path
+
+
+def open_own(path: Path) -> BinaryIO:
+    """A file of ours to append to and to read, made where there is none, and without a buffer: one would write what is
+    left of a failed line once more when the file is closed.
+
+    ``MantissaError`` for a link, a pipe, a folder, and for a file that has a second name, under which it may be
+    someone else's.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with disk_errors(own(path)):
+        file = os.fdopen(os.open(path, flags, 0o666), "rb+", buffering=0)
+    found = os.fstat(file.fileno())
+    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+        return file
+    file.close()
+    what = "a file with two names (a hard link)" if stat.S_ISREG(found.st_mode) else "a pipe or a device"
+    raise MantissaError(f"{path} is {what}: nothing is written to it; put a file of its own in its place")
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error, or what it came from, says that a disk or a quota is full."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (ENOSPC, EDQUOT)
+
+
+class Reserve:
+    """Room on a disk, held by a file of that size until something that must not fail needs it.
+
+    The file has a temporary's name, so ``remove_leftovers`` gives the room back too, and takes what a kill has left.
+    """
+
+    def __init__(self, folder: Path, what: str) -> None:
+        self._path, self._what = folder / ".reserve.tmp", what
+
+    def hold(self, size: int) -> None:
+        """Hold ``size`` bytes, or what is held where that is more. ``MantissaError`` where there is no such room."""
+        if self._path.is_file() and self._path.stat().st_size >= size:
+            return
+        with disk_errors(self._what):
+            try:
+                with open_own(self._path) as file:
+                    os.posix_fallocate(file.fileno(), 0, size)
+            except BaseException:
+                self.release()
+                raise
+
+    def release(self) -> bool:
+        """Give the room back; whether there was any."""
+        held = self._path.is_file()
+        self._path.unlink(missing_ok=True)
+        return held
 
 
 def fsync(path: Path) -> None:
@@ -123,7 +195,7 @@ def check_digests(folder: Path, weights: bool = True) -> None:
     if not path.is_file():
         return
     with boundary(path, "restore the file, or delete it to go without"):
-        expected = {name: str(found) for name, found in json.loads(path.read_text()).items()}
+        expected = {name: str(found) for name, found in parse_json(path.read_bytes()).items()}
         there = [folder / Path(name).name for name in expected if weights or not name.endswith(".safetensors")]
         found = digests_of(path for path in there if path.is_file())
         odd = next((path.name for path in there if found.get(path.name) != expected[path.name]), None)

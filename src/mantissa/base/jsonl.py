@@ -14,10 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mantissa.base.bounds import LARGEST_SIZE, number, regular_file, shown, whole_text
 from mantissa.base.errors import MantissaError
-from mantissa.base.files import disk_errors, write_atomically
+from mantissa.base.files import disk_errors, open_own, write_atomically
+from mantissa.base.readers.json import ROW, parse_json
+from mantissa.base.readers.limits import require_size
 
 Row = dict[str, Any]
+_LARGEST = 4 << 30  # bytes of a file
+_LABELS = ("precision/format",)  # names with a slash that are words and no numbers
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -46,8 +51,7 @@ class JsonLines:
                 f"{self.path.name}: step {step} after step {self._last_step}; truncate before writing again"
             )
         line = (encode(row) + "\n").encode()
-        # Unbuffered: a buffer would write what is left of a failed line once more when the file is closed.
-        with disk_errors(self.path), open(self.path, "ab", buffering=0) as file:
+        with disk_errors(self.path), open_own(self.path) as file:
             end = file.seek(0, os.SEEK_END)
             try:
                 while line:
@@ -60,19 +64,35 @@ class JsonLines:
         self._last_step = step
 
     def read(self) -> list[Row]:
-        """All rows. A last line that a kill cut short is left out; damage anywhere else is a ``MantissaError``."""
+        """All rows. A last line that a kill cut short is left out; damage anywhere else is a ``MantissaError``, and so
+        are values that no row has (``decode``) and steps that do not rise."""
         if not self.path.exists():
             return []
+        if not regular_file(self.path):
+            raise MantissaError(f"{self.path}: expected a file, found a folder; move it away")
+        require_size(self.path, _LARGEST)
         *lines, tail = self.path.read_bytes().split(b"\n")
-        rows = []
-        for number, line in enumerate(lines, start=1):
+        rows: list[Row] = []
+        last = -1
+        for place, line in enumerate(lines, start=1):
             try:
-                rows.append(decode(line))
-            except (ValueError, RecursionError):
+                row = decode(line)
+            except UnusualValueError as error:
                 raise MantissaError(
-                    f"{self.path}, line {number}: expected a row of JSON with a step, got {line[:60]!r}; "
+                    f"{self.path}, line {place}: {error}; delete the line, or restore the file"
+                ) from None
+            except ValueError:
+                raise MantissaError(
+                    f"{self.path}, line {place}: expected a row of JSON with a step, got {line[:60]!r}; "
                     "delete the line, or restore the file"
                 ) from None
+            if row["step"] <= last:
+                raise MantissaError(
+                    f"{self.path}, line {place}: expected a step after {last}, got {row['step']}; delete the line, or "
+                    "restore the file"
+                )
+            last = row["step"]
+            rows.append(row)
         del tail  # the text after the last newline is empty, or a line that was never finished
         return rows
 
@@ -86,7 +106,8 @@ class JsonLines:
         """Cut what follows the last newline, or the next row would be glued to it."""
         if not self.path.is_file():
             return
-        with disk_errors(self.path), open(self.path, "rb+") as file:
+        with disk_errors(self.path), open_own(self.path) as file:
+            file.seek(0)
             data = file.read()
             file.truncate(data.rfind(b"\n") + 1)
 
@@ -96,15 +117,43 @@ def encode(row: Mapping[str, Any]) -> str:
     for key, value in row.items():
         if not isinstance(value, bool | int | float | str | None) or (isinstance(value, str) and value in _NON_FINITE):
             raise TypeError(f"{key}: expected a plain number or string, got {type(value).__name__}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise TypeError(f"{key}: expected a plain number of at most 64 bits, got {shown(value)}")
     return json.dumps(in_words(row), allow_nan=False)
 
 
 def decode(line: bytes) -> Row:
-    """The row that ``encode`` wrote. Raises ValueError for anything else."""
-    row = json.loads(line)
+    """The row that ``encode`` wrote. Raises ValueError for anything else, ``UnusualValueError`` where it is a row.
+
+    This is where values are judged, once for whoever reads rows: a name with a slash is a metric, and so a number (or
+    None); whole numbers fit into 64 bits, text is whole, and nothing is a list or an object.
+    """
+    row = parse_json(line, ROW)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise ValueError("not a row with a step")
-    return from_words(row)
+    if not number(row["step"], 0, LARGEST_SIZE, whole=True):
+        raise UnusualValueError("step", row["step"], f"a whole number from 0 to {LARGEST_SIZE:,}")
+    for key, value in row.items():
+        kind = type(value)
+        if kind is float or value is None or kind is bool:
+            continue
+        if kind is int:
+            if not -(2**63) <= value < 2**63:
+                raise UnusualValueError(key, value, "a number of at most 64 bits")
+        elif kind is not str or ("/" in key and key not in _LABELS and value not in _NON_FINITE):
+            raise UnusualValueError(key, value, "a number")
+        elif value in _NON_FINITE:
+            row[key] = _NON_FINITE[value]
+        elif not whole_text(value):
+            raise UnusualValueError(key, value, "whole text")
+    return row
+
+
+class UnusualValueError(ValueError):
+    """A row with a value that it cannot have."""
+
+    def __init__(self, name: str, value: Any, expected: str) -> None:
+        super().__init__(f"{ascii(name)[1:-1]}: expected {expected}, got {shown(value)}")
 
 
 def in_words(value: Any) -> Any:

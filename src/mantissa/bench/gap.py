@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mantissa.base.device import be_deterministic
 from mantissa.base.errors import MantissaError
+from mantissa.base.files import own
 from mantissa.base.seeds import derive_seed
 from mantissa.bench.command import new_folder
 from mantissa.bench.rows import Row, stamp, write_jsonl
@@ -50,7 +51,7 @@ from mantissa.rollout import (
     require_vllm,
 )
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.gap_page import COMPLETIONS, FOLDER, ROWS, write_gap_page
+from mantissa.runs.gap_page import COMPLETIONS, FOLDER, PAGE, ROWS, write_gap_page
 from mantissa.runs.report import build_report
 
 # Two programs first, as a learner and its serving engine are: there a gap shows on any processor. Our engine under the
@@ -170,7 +171,8 @@ def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
             emulation.check(model.config.num_attention_heads, model.config.intermediate_size)
     model = model.to(config.device)
     bench = _Bench(config, model, tokenizer, encode(texts, tokenizer, model.config.max_position_embeddings, config))
-    result = GapResult(new_folder(run / FOLDER if run else config.out, "gap", ROWS))
+    # The page comes last, so rows without one are what a killed measurement left: they are written anew.
+    result = GapResult(new_folder(own(run / FOLDER) if run else config.out, "gap", PAGE))
     for number, (name, (policy, emulation)) in enumerate(policies.items(), start=1):
         say(f"{name} ({number} of {len(policies)})")
         try:
@@ -184,10 +186,10 @@ def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
         result.completions += completions
         write_jsonl(result.folder / ROWS, result.rows)
         write_jsonl(result.folder / COMPLETIONS, result.completions)
-    if result.rows:
-        write_gap_page(result.folder)
     if run and result.rows:
         result.report = build_report(RunDirectory.open(run))
+    if result.rows:
+        write_gap_page(result.folder)
     return result
 
 

@@ -15,7 +15,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A run's, a Hugging Face or an adapter's folder, FILE.gguf, package:NAME, or a hub name."
+        metavar="MODEL", help="A run's, a Hugging Face or an adapter's folder, FILE.gguf, package:NAME or hub:ORG/NAME."
     ),
 ]
 Overrides = Annotated[

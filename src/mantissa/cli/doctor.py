@@ -64,12 +64,14 @@ def doctor(
 
     mantissa doctor dump.jsonl --model FOLDER --engine http://127.0.0.1:8000
     """  # fmt: skip
+    from mantissa.doctor.apart import Reading
+
+    reading = Reading(source, framework)  # in a process of its own, while this one imports the rest
     from mantissa.doctor.diagnosis import Verdict
     from mantissa.doctor.examine import examine
     from mantissa.doctor.page import write_page
-    from mantissa.doctor.readers import read_dump
 
-    dump, further = read_dump(source, framework), list["Block"]()
+    dump, further = reading.dump(), list["Block"]()
     for name, given in (("--engine", engine), ("--other", other), ("--by-layer", by_layer)):
         if given and model is None:
             raise MantissaError(f"{name} needs the model that the tokens are of: give --model too")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.yaml_file import parse_yaml
+from mantissa.base.readers.yaml import parse_yaml
 from mantissa.cli.common import progress, screen, split
 
 if TYPE_CHECKING:

@@ -18,7 +18,10 @@ def lab(
     ] = "",
     workers: Annotated[int | None, typer.Option(min=1, max=64, help="Cells at a time; else the file's.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Measure a step of each kind of cell and print the bill.")
+        bool, typer.Option("--dry-run", help="Measure a step of each kind of cell; print the bill, of time and disk.")
+    ] = False,
+    no_space_check: Annotated[
+        bool, typer.Option("--no-space-check", help="Begin although the disk seems to have too little room.")
     ] = False,
     page: Annotated[
         bool, typer.Option("--page", help="Write the page anew from the rows that there are; run nothing.")
@@ -39,6 +42,7 @@ def lab(
     mantissa lab lab/dose.yaml --only e8m4,fp32 --workers 2
     """  # fmt: skip
     from mantissa.lab import Rows, bill, load_lab, run_lab, write_page
+    from mantissa.lab.disk import free, needed, said
     from mantissa.lab.page import answers
 
     chosen = load_lab(file)
@@ -48,9 +52,10 @@ def lab(
         raise MantissaError(f"--only {only}: no cell has this in its name; there are {', '.join(chosen.names)}")
     count = workers or chosen.file.workers
     if dry_run:
+        typer.echo(f"disk: about {said(needed(chosen, cells, count))}; {said(free(chosen))} are free")
         _print_bill(chosen.name, [cell.name for cell in cells], bill(chosen, cells, typer.echo), count)
         return
-    rows = Rows(chosen) if page else run_lab(chosen, cells, count, typer.echo)
+    rows = Rows(chosen) if page else run_lab(chosen, cells, count, typer.echo, not no_space_check)
     for line in answers(rows):
         typer.echo(line)
     typer.echo(f"page: {write_page(rows)}")

@@ -12,6 +12,7 @@ import typer
 
 from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers.json import parse_json
 from mantissa.cli.common import Device, progress, split
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def predict(
     """
     with boundary("STATE", "expected an object in JSON, or a file of it"):
         text = state if state.lstrip().startswith("{") else Path(state).read_text("utf-8")
-        value = json.loads(text)
+        value = parse_json(text)
         if not isinstance(value, dict):
             raise ValueError(f"it is a {type(value).__name__}")
     typer.echo(json.dumps(dataclasses.asdict(_stored(model).predict(value, actions))))

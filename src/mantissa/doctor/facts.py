@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from mantissa.base.yaml_file import read_shipped
+from mantissa.base.readers.yaml import read_shipped
 from mantissa.doctor.dump import Settings
 
 _ORDER = ("fp32", "fp16", "bf16", "fp8")  # from fine to coarse

@@ -11,7 +11,6 @@ it holds that is no log-prob of the token asked for is an error.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ import torch
 from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
 from mantissa.base.http import OK, http_answer, server_address
+from mantissa.base.readers.json import parse_json
 from mantissa.doctor.dump import Dump, Scored
 from mantissa.doctor.sides import Array, chosen
 from mantissa.kernels import rollout_kernels
@@ -137,7 +137,7 @@ class _Server:
             status, text = http_answer(method, self._root + path, body, timeout_s=wait, most_bytes=_MOST_BYTES)
             if status != OK:
                 raise MantissaError(f"{self.url}{path} answered {status}: {text[:200]}")
-            answer = json.loads(text)
+            answer = parse_json(text)
         if not isinstance(answer, dict):
             raise MantissaError(f"{self.url}{path} answered {text[:100]}: expected a JSON object")
         return answer

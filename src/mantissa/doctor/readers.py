@@ -10,15 +10,14 @@
 | plain | jsonl or parquet | for each response token |
 
 The file is looked at to find out whose it is. What cannot be read is named with its line or row; nothing is guessed:
-two sides of different lengths are an error, and so are ids that are no tokens. A log-prob that is not finite is kept as
-NaN.
+two sides of different lengths are an error, and so are ids that are no tokens. A log-prob that is not finite
+in fp32 is kept as NaN.
 verl's rollout dumps and TRL's completion logs hold texts and rewards but no log-probs: they are known by their fields,
 and the error says how to have them written.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -26,17 +25,19 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.base.bounds import boundary, number, regular_file
+from mantissa.base.bounds import LARGEST_FLOAT, boundary, number, regular_file
 from mantissa.base.errors import MantissaError
-from mantissa.doctor import pickles
+from mantissa.base.readers import pickles
+from mantissa.base.readers.json import ROW, read_rows
+from mantissa.base.readers.limits import Limits
+from mantissa.base.readers.parquet import open_parquet
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.runs import read_run
 
 FRAMEWORKS = ("mantissa", "nemo-rl", "prime-rl", "slime", "skyrl", "plain", "verl", "trl")
 MOST_TOKENS = 4_000_000  # response positions; more would only narrow intervals that are narrow already
-_LARGEST_FILE = 4 << 30
-_LONGEST_LINE = 64 << 20
-_MOST_ROWS = 1_000_000
+_LINE = ROW
+_TABLE = Limits(4 << 30, 100, 40 * MOST_TOKENS)
 _LARGEST_TOKEN = 2**31 - 1
 _SETTINGS = tuple(each.name for each in fields(Settings))
 Row = Mapping[str, Any]
@@ -121,7 +122,7 @@ def _read_file(path: Path, framework: str | None) -> tuple[str, list[Scored], Se
         return _read_pickle(path, framework)
     if path.suffix not in (".jsonl", ".parquet"):
         raise MantissaError(f"{path}: unknown ending {path.suffix!r}; expected .jsonl, .parquet, .pt or .pkl")
-    rows = _json_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
+    rows = read_rows(path, _LINE) if path.suffix == ".jsonl" else _parquet_rows(path)
     whose, settings, sequences, tokens, writer = framework, None, [], 0, None
     for line, row in enumerate(rows, start=1):
         where = f"{path}, {'line' if path.suffix == '.jsonl' else 'row'} {line}"
@@ -144,7 +145,7 @@ def _read_file(path: Path, framework: str | None) -> tuple[str, list[Scored], Se
             break
     if whose is None:
         raise MantissaError(f"{path} is empty; expected a row a sequence")
-    return writer if writer in FRAMEWORKS else whose, sequences, _checked(path, settings or Settings())
+    return writer if writer in FRAMEWORKS else whose, sequences, checked(path, settings or Settings())
 
 
 _HINT = "--from says whose it is where that was not found by itself"
@@ -160,51 +161,12 @@ def _whose(where: str, row: Row) -> str:
     )
 
 
-def _json_rows(path: Path) -> Iterator[Any]:
-    _require_size(path)
-    with path.open("rb") as file:
-        line = 0
-        while text := file.readline(_LONGEST_LINE + 1):
-            line += 1
-            if len(text) > _LONGEST_LINE:
-                raise MantissaError(
-                    f"{path}, line {line}: longer than {_LONGEST_LINE >> 20} MiB; expected one sequence"
-                )
-            if line > _MOST_ROWS:
-                raise MantissaError(f"{path}: more than {_MOST_ROWS:,} lines; give some of them")
-            if text.strip():
-                with boundary(f"{path}, line {line}: not JSON", "delete the line, or write the file again"):
-                    row = json.loads(text)
-                yield row
-
-
 def _parquet_rows(path: Path) -> Iterator[Any]:
-    import pyarrow.parquet
-
-    _require_size(path)
-    with boundary(f"{path}: not a whole parquet file", "write it again"), pyarrow.parquet.ParquetFile(path) as file:
-        known = {"tokens", "prompt_length", "rollout_logp", "learner_logp", "mask", "group", "rollout_version",
-                 "learner_version", "policy_version", "finish_reason", "advantage", "completion", "step", "prompt",
-                 "framework", "kept", *_SETTINGS, *_EXPERTS}  # fmt: skip
-        columns = [name for name in file.schema_arrow.names if name in known]
-        values = sum(
-            file.metadata.row_group(g).column(c).num_values
-            for g in range(file.metadata.num_row_groups)
-            for c in range(file.metadata.num_columns)
-        )
-        if file.metadata.num_rows > _MOST_ROWS or values > 40 * MOST_TOKENS:
-            raise MantissaError(
-                f"{path}: {file.metadata.num_rows:,} rows of {values:,} values; expected at most {_MOST_ROWS:,} and "
-                f"{40 * MOST_TOKENS:,}; give some of them"
-            )
-        for batch in file.iter_batches(batch_size=256, columns=columns):
-            yield from batch.to_pylist()
-
-
-def _require_size(path: Path) -> None:
-    size = path.stat().st_size
-    if size > _LARGEST_FILE:
-        raise MantissaError(f"{path} has {size:,} bytes; expected at most {_LARGEST_FILE:,}; give a part of it")
+    known = {"tokens", "prompt_length", "rollout_logp", "learner_logp", "mask", "group", "rollout_version",
+             "learner_version", "policy_version", "finish_reason", "advantage", "completion", "step", "prompt",
+             "framework", "kept", *_SETTINGS, *_EXPERTS}  # fmt: skip
+    with open_parquet(path, f"{path}: not a whole parquet file", _TABLE) as table:
+        yield from table.rows([name for name in table.columns if name in known])
 
 
 # values
@@ -252,7 +214,7 @@ def _logp(where: str, name: str, values: Any, length: int) -> np.ndarray:
     logp = _array(where, name, values)
     if len(logp) != length:
         raise MantissaError(f"{where}: {name} has {len(logp)} values for {length} tokens; the two must fit")
-    return np.where(np.isfinite(logp), logp, np.nan)
+    return np.where(np.abs(logp) <= LARGEST_FLOAT, logp, np.nan)
 
 
 def _mask(where: str, name: str, values: Any, length: int) -> np.ndarray:
@@ -471,7 +433,7 @@ def _agreed(one: Settings, other: Settings) -> Settings:
     return Settings(**kept)
 
 
-def _checked(path: Path, settings: Settings) -> Settings:
+def checked(path: Path, settings: Settings) -> Settings:
     checks = {
         "temperature": number(settings.temperature or 0.0, 0.0),
         "top_p": number(settings.top_p or 0.0, 0.0, 1.0),

@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
-from mantissa.base.yaml_file import RECORDED, read_yaml
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.runs.directory import RunDirectory
 
@@ -23,9 +21,10 @@ def read_run(path: Path, most: int = _ENOUGH) -> Dump:
     the recipe's precision, from the table of the environment.
     """
     run = RunDirectory.open(path)
-    with boundary(path / "config.yaml", "restore the file"):
-        config = read_yaml(path / "config.yaml", RECORDED)
-        rollout = config["rollout"]
+    config = run.config
+    rollout = config.get("rollout")
+    if not isinstance(rollout, dict):
+        raise MantissaError(f"{path}/config.yaml: expected a section rollout with keys and values; restore the file")
     lags = {row["step"]: row.get("rollout/lag_mean") for row in run.read_metrics()}
     encode, sequences, tokens, steps = _encoder(run, config), [], 0, []
     for step in reversed(run.rollout_steps()):

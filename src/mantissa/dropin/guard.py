@@ -48,11 +48,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from mantissa.base.bounds import boundary, outside
+from mantissa.base.bounds import outside
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import write_atomically
 from mantissa.base.jsonl import JsonLines, Row
 from mantissa.base.ranks import ALONE, Ranks
+from mantissa.base.readers.json import read_json
 from mantissa.dropin.guard_config import DROPS, GuardConfig, Reference, figure, finite_loss, mean
 
 FORMAT = "mantissa-guard"
@@ -89,8 +90,7 @@ class GuardSettings:
         path = Path(folder) / "guard.json"
         if not path.exists():
             return None
-        with boundary(f"{path} is not JSON", "restore it, or delete it"):
-            values: Any = json.loads(path.read_bytes())
+        values: Any = read_json(path, "restore it, or delete it")
         if not isinstance(values, dict) or values.get("format") != FORMAT or not isinstance(values.get("config"), dict):
             raise MantissaError(f"{path}: expected the settings of a guard; restore it, or delete it")
         if values.get("version") != VERSION:

@@ -401,6 +401,9 @@ class Side(Loop):
     def _save(self, step: int) -> None:
         """Nothing: ``Waltz`` saves both."""
 
+    def _hold_room(self, step: int) -> None:
+        """Nothing: a checkpoint of one of the two would not do."""
+
 
 class _Played(SyncSource):
     """Takes what the game brought."""

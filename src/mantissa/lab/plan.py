@@ -40,7 +40,7 @@ from pydantic import Field, ValidationError, field_validator
 from mantissa.base.bounds import LARGEST_SEED, boundary
 from mantissa.base.config import Config, first_mistake
 from mantissa.base.errors import MantissaError, nearest
-from mantissa.base.yaml_file import read_yaml
+from mantissa.base.readers.yaml import read_yaml
 from mantissa.mismatch.estimates import GAP_FIGURES
 from mantissa.rl.config.recipe import load_recipe, make_config
 from mantissa.rl.config.run import RunConfig

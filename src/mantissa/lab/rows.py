@@ -24,9 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.base.bounds import boundary
+from mantissa.base.bounds import boundary, number, require_plain
+from mantissa.base.errors import MantissaError
 from mantissa.base.files import disk_errors, write_atomically
 from mantissa.base.jsonl import from_words, in_words
+from mantissa.base.readers.json import read_rows
 from mantissa.bench.rows import place, stamp
 from mantissa.lab.plan import Cell, Lab, Measure
 from mantissa.mismatch.estimates import Estimate, student_interval
@@ -48,9 +50,10 @@ class Rows:
         self._of: dict[str, Row] = {}
         if self.path.exists():
             with boundary(self.path, "restore it, or move it away to begin the lab anew"):
-                first, *rest = map(json.loads, self.path.read_text().splitlines())
+                first, *rest = read_rows(self.path)
                 self.registered = first | {"question": str(first["question"]), "expect": str(first["expect"])}
-                self._of = {f"{row['cell']}-seed{row['seed']}": from_words(row) for row in rest}
+                rest = [_checked(from_words(row), f"line {place}") for place, row in enumerate(rest, start=2)]
+                self._of = {f"{row['cell']}-seed{row['seed']}": row for row in rest}
 
     def register(self) -> None:
         """Before the first run: what is asked and expected, if that was not written before."""
@@ -105,6 +108,27 @@ class Rows:
         with disk_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path, "".join(line + "\n" for line in lines))
+
+
+def _checked(row: Any, where: str) -> Row:
+    """A row as ``row_of_run``, ``row_of_gap`` and a failure make it; ``MantissaError`` for anything else."""
+    require_plain(row, where)
+    final, curves = row.get("final") or {}, row.get("curves") or {}
+    kinds = {"cell": str, "seed": int, "digest": str, "status": str}
+    wrong = next((name for name, kind in kinds.items() if not isinstance(row.get(name), kind)), "")
+    if row.get("status") == FAILED and not isinstance(row.get("error"), str):
+        wrong = wrong or "error"
+    if row.get("status") == DONE and not number(row.get("seconds"), 0):
+        wrong = wrong or "seconds"
+    if not all(value is None or isinstance(value, int | float) for value in final.values()):
+        wrong = wrong or "final"
+    for curve in curves.values():
+        both = [*curve["step"], *curve["value"]]
+        if len(both) != 2 * len(curve["step"]) or not all(isinstance(value, int | float) for value in both):
+            wrong = wrong or "curves"
+    if wrong:
+        raise MantissaError(f"{where}: {wrong} is not what a lab writes")
+    return dict(row)
 
 
 def row_of_run(lab: Lab, run: RunDirectory) -> Row:

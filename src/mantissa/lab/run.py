@@ -24,7 +24,9 @@ import yaml
 from mantissa.base.bounds import boundary
 from mantissa.base.environ import LAUNCHER
 from mantissa.base.errors import MantissaError, StoppedError
-from mantissa.base.files import disk_errors, write_atomically
+from mantissa.base.files import disk_errors, own, write_atomically
+from mantissa.base.readers.json import parse_json, read_json
+from mantissa.lab.disk import require_room
 from mantissa.lab.plan import Cell, Lab, digest_of, warm_config
 from mantissa.lab.rows import FAILED, Row, Rows, last_words, row_of_gap, row_of_run
 from mantissa.rl.config.run import RunConfig
@@ -36,14 +38,17 @@ Say = Callable[[str], None]
 _MEASURED, _MEASURED_TOKENS = 3, 16  # a bill's steps, of which the first is a warm-up; and tokens of its gap
 
 
-def run_lab(lab: Lab, cells: Sequence[Cell], workers: int, say: Say) -> Rows:
+def run_lab(lab: Lab, cells: Sequence[Cell], workers: int, say: Say, space_check: bool = True) -> Rows:
     """Run what is not finished of ``cells``; returns the lab's rows. ``MantissaError`` before anything is run where a
-    folder holds another run than the lab file says, or where another process is at work on this lab."""
+    folder holds another run than the lab file says, where another process is at work on this lab, or, with
+    ``space_check``, where the disk has less room than they take."""
     with _at_work(lab):
         rows = Rows(lab)
         todo = [cell for cell in cells if rows.finished(cell) is None]
         for cell in todo:
             _check_folder(lab, cell)
+        if space_check:
+            require_room(lab, todo, workers)
         rows.register()
         say(f"lab {lab.name}: {len(todo)} of {len(cells)} cells to run, {workers} at a time")
         work = _Work(lab)
@@ -123,7 +128,7 @@ class _Work:
             self._measure_gap(cell.settings | {"seed": cell.seed, "out": folder}, folder)
         with boundary(folder / GAP_ROWS, "delete this folder to measure again"):
             (line,) = (folder / GAP_ROWS).read_text().splitlines()
-            return row_of_gap(self.lab, json.loads(line))
+            return row_of_gap(self.lab, parse_json(line))
 
     def measured(self, cell: Cell, folder: Path) -> float:
         """About how many seconds the cell takes, by a short run of it in an empty folder."""
@@ -133,7 +138,7 @@ class _Work:
             if kind not in self._token_seconds:  # lengths of one kind share what a token takes
                 few = {"seed": cell.seed, "max_tokens": _MEASURED_TOKENS, "out": folder / "gap"}
                 self._measure_gap(options | few, folder / "gap")
-                row = json.loads((folder / "gap" / GAP_ROWS).read_text())
+                row = read_json(folder / "gap" / GAP_ROWS)
                 self._token_seconds[kind] = float(row["sample_seconds"] + row["score_seconds"]) / _MEASURED_TOKENS
             return self._token_seconds[kind] * float(cell.settings.get("max_tokens", 32))
         update = {"steps": _MEASURED, "warm_start": None, "evaluation": None, "trackers": ()}
@@ -162,7 +167,8 @@ class _Work:
     def call(self, arguments: list[str], folder: Path) -> None:
         """Run python on one thread until it ends, its output in a log beside ``folder``; ``MantissaError`` if badly."""
         log = folder.with_name(f"{folder.name}.log")
-        with disk_errors(log), log.open("wb") as output:
+        own(folder)
+        with disk_errors(own(log)), log.open("wb") as output:
             with self._guard:
                 if self._stopped:
                     raise MantissaError("stopped before it began")

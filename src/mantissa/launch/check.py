@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.yaml_file import parse_yaml
+from mantissa.base.readers.yaml import parse_yaml
 from mantissa.launch.facts import (
     AROUND,
     FACTS,
@@ -129,7 +129,7 @@ def _found(words: list[str], script: bool) -> Words:
 def _job(words: Words, split: list[str], folder: Path) -> None:
     """What a ``ray job submit`` in the script gives to every node."""
     words.submitted = any(split[i : i + 3] == ["ray", "job", "submit"] for i in range(len(split)))
-    for word, following in zip(split, [*split[1:], ""], strict=True):
+    for word, following in zip(split, [*split, ""][1:], strict=True):
         option, equals, value = word.partition("=")
         value = value if equals else following
         if option == "--runtime-env-json":

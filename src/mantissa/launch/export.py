@@ -25,7 +25,7 @@ import mantissa
 from mantissa.base.errors import MantissaError
 from mantissa.launch.facts import FACTS, full, read_table, short
 from mantissa.launch.options import LaunchOptions
-from mantissa.model.hub import is_gguf
+from mantissa.model.hub import hub_name, is_gguf
 from mantissa.rl.config.run import RunConfig
 
 ENTRY = "verl.trainer.main_ppo"
@@ -177,7 +177,7 @@ def _bound(value: float | None, none: float = NO_BOUND) -> float:
 
 
 _JINJA = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False)
-_JINJA.filters |= {"bound": _bound, "is_gguf": is_gguf}
+_JINJA.filters |= {"bound": _bound, "hub_name": hub_name, "is_gguf": is_gguf}
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mantissa.base.yaml_file import read_shipped
+from mantissa.base.readers.yaml import read_shipped
 
 Engine = Literal["fsdp", "fsdp2", "megatron"]
 Rollout = Literal["vllm", "sglang", "trtllm"]

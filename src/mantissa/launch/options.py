@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from mantissa.base.bounds import boundary
 from mantissa.base.config import Config, first_mistake
 from mantissa.base.errors import MantissaError, nearest
-from mantissa.base.yaml_file import read_yaml
+from mantissa.base.readers.yaml import read_yaml
 from mantissa.launch.facts import Engine, Version
 
 Family = Literal["Ampere", "Ada", "Hopper", "Blackwell"]

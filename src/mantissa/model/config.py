@@ -36,7 +36,7 @@ from torch import Tensor
 from mantissa.base.bounds import LARGEST_SIZE, MOST_LAYERS, SMALLEST_FLOAT, boundary, number
 from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError, nearest
-from mantissa.model.hub import read_json
+from mantissa.model.hub import read_object
 
 Family = Literal["llama", "qwen2", "qwen3"]
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # what adapters may adapt
@@ -208,7 +208,7 @@ def read_config(path: Path | str) -> ModelConfig:
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
-    return parse_config(read_json(file), str(file))
+    return parse_config(read_object(file), str(file))
 
 
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:

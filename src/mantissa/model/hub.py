@@ -1,19 +1,19 @@
 """Where a model's files are: a folder or GGUF file by its path, a GGUF file that an installed package ships, or a
-snapshot of a repository on the Hugging Face hub."""
+snapshot of a repository on the Hugging Face hub, which is asked for by name alone."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from mantissa.base.bounds import boundary, regular_file
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers.json import read_json
 
 _SETTINGS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-_PACKAGE = "package:"
+_PACKAGE, _HUB = "package:", "hub:"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -27,14 +27,19 @@ def find_model(name_or_path: str | Path, weights: bool = True) -> Path:
     """The folder of a model, or its GGUF file.
 
     A path is itself; ``package:NAME`` is the one GGUF file of that installed Python package, which is not imported;
-    else the name is the hub's ``org/name``, of which this is a snapshot: settings and tokenizer, and the safetensors
-    files too where ``weights`` is true; what the local cache holds is not fetched again. ``MantissaError``: none of
-    these, or a hub that cannot be reached.
+    ``hub:ORG/NAME`` is a snapshot of that repository: settings and tokenizer, and the safetensors files too where
+    ``weights`` is true; what the local cache holds is not fetched again. Nothing else is ever asked of the hub: a path
+    with a slip in it is an error, and no download. ``MantissaError``: none of these, or a hub that cannot be reached.
     """
     name = str(name_or_path)
     if name.startswith(_PACKAGE):
         return _packaged(name.removeprefix(_PACKAGE))
-    with boundary("model", "expected a model's folder, a GGUF file, or org/name on the hub"):
+    if name.startswith(_HUB):
+        asked = name.removeprefix(_HUB)
+        if not _HUB_NAME.fullmatch(asked):
+            raise MantissaError(f"{name}: no name of the hub; expected {_HUB}ORG/NAME, such as {_HUB}Qwen/Qwen3-1.7B")
+        return _snapshot(asked, [*_SETTINGS, "*.safetensors"] if weights else _SETTINGS)
+    with boundary("model", "expected a model's folder, a GGUF file, or hub:ORG/NAME"):
         path = Path(name_or_path).expanduser()
         if path.is_dir():
             for entry in path.iterdir():  # libraries open what they find, and a pipe has no end
@@ -50,9 +55,25 @@ def find_model(name_or_path: str | Path, weights: bool = True) -> Path:
         )
     if is_gguf(name):
         raise MantissaError(f"{path}: no such file; check the path")
+    hub = f"; if the hub's model of this name is meant, say {_HUB}{name}" if _HUB_NAME.fullmatch(name) else ""
+    raise MantissaError(f"{name}: no such folder; check the path{hub}")
+
+
+def hub_name(name: str) -> str:
+    """A model's name without ``hub:``: as other programs write the names of the hub."""
+    return name.removeprefix(_HUB)
+
+
+def cached(name: str) -> Path | None:
+    """The local copy of a model of the hub, by its bare name; None where there is none. Nothing is fetched."""
+    from huggingface_hub import snapshot_download
+
     if not _HUB_NAME.fullmatch(name):
-        raise MantissaError(f"{name}: no such folder, and not a hub name either (those read org/name); check the path")
-    return _snapshot(name, [*_SETTINGS, "*.safetensors"] if weights else _SETTINGS)
+        return None
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*_SETTINGS, "*.safetensors"], local_files_only=True))
+    except Exception:  # noqa: BLE001 - foreign code; whatever the reason, there is no copy to use
+        return None
 
 
 def _packaged(name: str) -> Path:
@@ -81,21 +102,22 @@ def _snapshot(name: str, patterns: list[str]) -> Path:
             f"{name}: the hub asks you to accept this model's terms; do so, log in (hf auth login) and try again"
         ) from error
     except RepositoryNotFoundError as error:
-        raise MantissaError(f"{name}: no such folder here and no such model on the hub; check the name") from error
+        raise MantissaError(f"{name}: no such model on the hub; check the name") from error
     except Exception as error:  # foreign code: which HTTP library's errors come through differs between versions
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise MantissaError(
-            f"{name}: no such folder here, and the hub gave no copy ({reason}); check the network and HF_HUB_OFFLINE, "
+            f"{name}: the hub gave no copy ({reason}); check the network and HF_HUB_OFFLINE, "
             "or download the model elsewhere and give its folder"
         ) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ``MantissaError`` where the file is missing, is not JSON, or is not an object."""
-    with boundary(f"{path}: not valid JSON", "fetch the file again"):
-        if not regular_file(path):
-            raise MantissaError(f"{path.parent}: no {path.name} there; expected a Hugging Face model's folder")
-        value = json.loads(path.read_text(encoding="utf-8"))
+    with boundary(path, "fetch the file again"):
+        there = regular_file(path)
+    if not there:
+        raise MantissaError(f"{path.parent}: no {path.name} there; expected a Hugging Face model's folder")
+    value = read_json(path, "fetch the file again")
     if not isinstance(value, dict):
         raise MantissaError(f"{path}: expected a JSON object, got a {type(value).__name__}; fetch the file again")
     return value

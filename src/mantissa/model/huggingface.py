@@ -22,11 +22,12 @@ from torch import Tensor
 from mantissa.base.bounds import boundary, require_memory
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import atomic_folder, check_digests, write_digests
+from mantissa.base.readers.safetensors import open_tensors
 from mantissa.base.tensors import require_finite, write_tensors
 from mantissa.model.config import ModelConfig, config_fields, read_config
 from mantissa.model.decoder import Decoder
 from mantissa.model.gguf import load_gguf
-from mantissa.model.hub import find_model, read_json
+from mantissa.model.hub import find_model, read_object
 from mantissa.model.lora import base_parameters, copy_stored, policy_weights
 from mantissa.model.tokenizer import Tokenizer
 
@@ -138,15 +139,12 @@ def _require_tied(head: Tensor, embedding: Tensor, where: str) -> None:
 
 def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of everything stored in the folder, one at a time."""
-    from safetensors import safe_open
-
     for file in _weight_files(folder):
         with (
             boundary(f"{file}: truncated or damaged", "fetch the file again"),
-            safe_open(str(file), framework="pt") as opened,
+            open_tensors(file) as (_, tensors),
         ):
-            for name in opened.keys():  # noqa: SIM118 - not a dict
-                yield name, opened.get_tensor(name)
+            yield from tensors
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -155,7 +153,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if not (folder / _INDEX).is_file():
         other = "; it has a pytorch_model.bin, which must be converted first" if list(folder.glob("*.bin")) else ""
         raise MantissaError(f"{folder}: no weights; expected {_SINGLE} or {_INDEX}{other}")
-    index = read_json(folder / _INDEX).get("weight_map")
+    index = read_object(folder / _INDEX).get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
         raise MantissaError(f"{folder / _INDEX}: no weight_map that names each tensor's file; fetch the file again")
     names = sorted(set(index.values()))

@@ -45,11 +45,12 @@ from mantissa.base.bounds import boundary
 from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError, nearest
 from mantissa.base.files import atomic_folder, check_digests, write_digests
+from mantissa.base.readers.safetensors import load_tensors
 from mantissa.base.tensors import plain_name, require_finite, write_tensors
 from mantissa.kernels import Kernels
 from mantissa.model.config import TARGETS, Fields, LoraShape
 from mantissa.model.decoder import Decoder, Layer, Projection
-from mantissa.model.hub import read_json
+from mantissa.model.hub import read_object
 
 MATRICES = ("lora_A", "lora_B")
 
@@ -267,7 +268,7 @@ def is_adapter(folder: Path) -> bool:
 def read_shape(folder: Path) -> tuple[LoraShape, str | None]:
     """The shape of the adapter in ``folder``, and the name or path of its base, where it says one."""
     path = folder / CONFIG
-    fields = read_json(path)
+    fields = read_object(path)
     typed = Fields(fields, str(path), "an adapter in peft's format")
     if fields.get("peft_type") != "LORA":
         raise MantissaError(f"{path}: peft_type is {fields.get('peft_type')!r}; only LORA adapters can be continued")
@@ -292,14 +293,12 @@ def read_shape(folder: Path) -> tuple[LoraShape, str | None]:
 
 def load_adapter(decoder: Decoder, folder: Path) -> None:
     """Copy the stored A and B into the decoder's adapters; each must be there once, finite and of its shape."""
-    from safetensors.torch import load_file
-
     path = folder / TENSORS
     if not path.is_file():
         raise MantissaError(f"{folder}: no {TENSORS}; expected an adapter in peft's format, stored as safetensors")
     check_digests(folder)
     with boundary(f"{path}: truncated or damaged", "fetch the file again"):
-        stored = load_file(path)
+        stored = load_tensors(path)
     wanted = {_peft_name(name): parameter for name, parameter in adapter_parameters(decoder).items()}
     if stored.keys() != wanted.keys():
         missing, odd = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())

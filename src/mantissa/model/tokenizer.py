@@ -23,8 +23,9 @@ from typing import Any, TypeVar
 from mantissa.base.bounds import LARGEST_SIZE, boundary, finished, number, time_limit
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import DIGESTS, write_atomically
+from mantissa.base.readers.tokenizers import load_backend
 from mantissa.model.gguf import gguf_tokenizer
-from mantissa.model.hub import find_model, read_json
+from mantissa.model.hub import find_model, read_object
 
 _TEMPLATE_S = 2.0  # for one chat template with one prompt; a millisecond is usual
 _MOST_S, _SLOWEST = (
@@ -34,7 +35,6 @@ _MOST_S, _SLOWEST = (
 PAD, EOS = "<pad>", "<eos>"
 T = TypeVar("T")
 Message = Mapping[str, str]
-_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class: its name before and since 5.0
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -156,15 +156,15 @@ def load_tokenizer(name_or_path: str | Path, embeddings: int | None = None) -> T
         raise MantissaError(
             f"{folder}: no tokenizer files; expected tokenizer.json and tokenizer_config.json beside it"
         )
-    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    settings = read_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     generation_file = folder / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.is_file() else {}
+    generation = read_object(generation_file) if generation_file.is_file() else {}
     with boundary(f"{folder}: cannot load the tokenizer", "check or fetch its files again"):
-        backend = _load_backend(folder, settings)
+        backend = load_backend(folder, settings)
         _check_templates(backend)
         tokenizer = Tokenizer(backend, generation)
     if embeddings is None and (folder / "config.json").is_file():
-        embeddings = read_json(folder / "config.json").get("vocab_size")
+        embeddings = read_object(folder / "config.json").get("vocab_size")
     if embeddings is not None:
         if not number(embeddings, 1, LARGEST_SIZE, whole=True):
             raise MantissaError(f"{folder}/config.json: vocab_size={embeddings!r}: expected a whole number")
@@ -216,16 +216,6 @@ def _wrap(backend: Any) -> Any:
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,  # "<eos>" in a text is five characters, not the token
     )
-
-
-def _load_backend(folder: Path, settings: Mapping[str, Any]) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    # A tokenizer of the generic class is its tokenizer.json. AutoTokenizer would rebuild it as Qwen's own where
-    # config.json says qwen2, with another way to split text (transformers 5).
-    generic = settings.get("tokenizer_class") in _GENERIC_CLASSES and (folder / "tokenizer.json").is_file()
-    loader = PreTrainedTokenizerFast if generic else AutoTokenizer
-    return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
 
 def _check_templates(backend: Any) -> None:

@@ -33,7 +33,7 @@ from mantissa.model import (
     save_model,
     training_base,
 )
-from mantissa.model.hub import find_model
+from mantissa.model.hub import cached, find_model, hub_name
 from mantissa.rl.config.sections import ModelSource
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_weights
@@ -85,7 +85,9 @@ def locate(path: str, lora: LoraConfig | None) -> tuple[str, Path | None]:
     if base is None or (Path(base).is_absolute() and not Path(base).exists()):
         where = "does not say what it adapts" if base is None else f"adapts {base}, which is not there"
         raise MantissaError(f"{path}: the adapter {where}; give its base as model.path and this as model.lora.path")
-    return base, adapter
+    if Path(base).exists() or not (own := cached(base)):
+        return base, adapter  # which ``find_model`` refuses where it is neither there nor named as it wants
+    return str(own), adapter
 
 
 def _adapter_folder(path: str) -> Path:
@@ -148,4 +150,4 @@ class FrozenBase:
         if self._source.path is None:
             return str(self._run.base_path.resolve())
         base = locate(policy_folder(self._source.path), self._source.lora)[0]
-        return str(Path(base).resolve()) if Path(base).exists() else base
+        return str(Path(base).resolve()) if Path(base).exists() else hub_name(base)

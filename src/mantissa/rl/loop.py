@@ -38,6 +38,8 @@ from mantissa.training import (
     saved_steps,
 )
 
+_BESIDE_BYTES = 1 << 16  # of a checkpoint's room, for what is not tensors
+
 
 class Loop(Steps):
     """A run from its beginning or a checkpoint to its end."""
@@ -65,6 +67,7 @@ class Loop(Steps):
                     step += 1
         finally:
             self.source.close()
+            self.room.release()
         if self.fell_back:
             return False
         self.export()
@@ -74,6 +77,7 @@ class Loop(Steps):
         """Make ready for the step after ``step``."""
         self.source = self._source()
         self.source.start(step, self.learner.weights, self.learner.version, self.ahead)
+        self._hold_room(step)
 
     def export(self) -> None:
         """Write the policy as it now is into the run's folder."""
@@ -150,8 +154,9 @@ class Loop(Steps):
             self._take(checkpoint)
         self.run.rewind(checkpoint.step)
         rows = self.run.read_metrics()
-        self.silent = int(rows[-1].get("advantage/silent_steps", 0)) if rows else 0
-        self.rejecting = any(left_out(row) > MOST_REJECTED for row in rows)
+        with boundary(self.run.path / "metrics.jsonl", "restore the file"):
+            self.silent = int(rows[-1].get("advantage/silent_steps", 0)) if rows else 0
+            self.rejecting = any(left_out(row) > MOST_REJECTED for row in rows)
         if self.guard is not None:
             self.guard.restore(checkpoint.step, checkpoint.state.get("guard", {}), rows)
         self.live.note(f"resumed after step {checkpoint.step}")
@@ -198,6 +203,23 @@ class Loop(Steps):
         if checkpoint is not None:
             spare = () if self.guard is None else (self.guard.good,)
             save_checkpoint(self._checkpoints, checkpoint, self.config.checkpoint.keep, spare)
+
+    def _hold_room(self, step: int) -> None:
+        """Hold room on the disk for a checkpoint of the state as it is, so that a disk that fills costs no step.
+
+        In a run of one process: of several the others would have to take part where it is needed.
+        """
+        if not self.ranks.alone or step >= self.config.steps:
+            return
+        parts = [self.learner.trained, self.learner.step.optimizer_tensors(), *self.learner.beside.values()]
+        parts += [self.reference.weights] if self.reference is not None else []
+        tensors = [tensor for part in parts for tensor in part.values()]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        # beside them: a header's line for each, the plain state, and batches: the step's own, and those sampled ahead
+        rollout = self.config.rollout
+        batch = rollout.prompts * rollout.samples * (16 * rollout.max_tokens + 256)
+        size += 256 * len(tensors) + 16 * len(self.kept) + (1 + self.config.steps_behind) * batch
+        self.room.hold(size + _BESIDE_BYTES)
 
     def checkpoint(self, step: int) -> Checkpoint | None:
         """All that a resume needs, on rank 0; collective."""

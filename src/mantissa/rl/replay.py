@@ -26,6 +26,8 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import write_atomically
+from mantissa.base.readers.json import parse_json
+from mantissa.base.readers.safetensors import open_tensors
 from mantissa.kernels import Kernels, Pick, Traced, first_difference, learner_kernels, operation, rollout_kernels
 from mantissa.model import Decoder, ModelConfig, RopeScaling
 from mantissa.precision import PrecisionPolicy, resolve
@@ -279,13 +281,12 @@ def read_case(path: Path | str) -> StoredCase:
 
     Files of version 1 hold neither the log-probs nor the tokens of batch mates, which are then sampled again.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     what = f"{path}: expected the file that a run with precision.kernels=exact wrote at a mismatch"
     try:
-        with safe_open(path, framework="pt") as file:
-            facts = json.loads((file.metadata() or {})["mantissa_case"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a handle, not a mapping
+        with open_tensors(Path(path)) as (metadata, stored_tensors):
+            facts, tensors = parse_json(metadata["mantissa_case"]), dict(stored_tensors)
         if facts["version"] not in (1, _VERSION):
             raise MantissaError(
                 f"{path}: written in version {facts['version']!r:.40} of this format, expected 1 or {_VERSION}; "

@@ -12,7 +12,7 @@ Probes observe between weighing and learning, and change no bit of what is learn
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from mantissa.algorithms import values
+from mantissa.base.errors import MantissaError
+from mantissa.base.files import Reserve, is_full
 from mantissa.mismatch import gap_metrics
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Batch
@@ -65,6 +67,7 @@ class Steps:
             self.learner.step.on_nonfinite = "skip"  # what becomes of it is then the guard's decision
         self.fell_back = False  # whether the run goes on in another format, from the checkpoint that says so
         self.probes = self._probes()
+        self.room = Reserve(self._checkpoints, f"{self._checkpoints}, where room for the next checkpoint is kept")
         self._seconds: dict[str, float] = {}
         self._started: float | None = None  # when the present step was, its first try
 
@@ -90,6 +93,10 @@ class Steps:
 
     def _save(self, step: int) -> None:
         """Write a checkpoint of the state after ``step``."""
+        raise NotImplementedError
+
+    def _hold_room(self, step: int) -> None:
+        """Hold room on the disk for the next checkpoint."""
         raise NotImplementedError
 
     def step(self, step: int) -> None:
@@ -156,12 +163,15 @@ class Steps:
                 row |= self._evaluate(step)
         with self._timed("sync"):  # after the evaluation, which would wait for the batch that this begins
             self.source.hand_over(step, self.learner.weights, self.learner.version)
-        self.run.write_rollouts(step, _rollout_rows(batch, experience))
         row |= self._clock(batch, update.trained_tokens)
         row |= {} if self.guard is None else {"precision/format": self.guard.format}
         assert not undeclared(row), f"metrics that the catalogue does not declare: {undeclared(row)}"
-        self.run.append_metrics(row)  # before the checkpoint: a resume forgets rows after it, and can add none
-        self.trackers.log(step, row)
+        self._write(
+            step,
+            lambda: self.run.write_rollouts(step, _rollout_rows(batch, experience)),
+            lambda: self.run.append_metrics(row),  # before the checkpoint: a resume forgets rows after it, can add none
+            lambda: self.trackers.log(step, row),
+        )
         self.live.step(row)
         if self.guard is not None and self.guard.judge(row):
             self.fell_back = True
@@ -171,6 +181,23 @@ class Steps:
         if step % config.checkpoint.every == 0 or last:
             with self._timed("checkpoint"):  # appears in the next step's row
                 self._save(step)
+        self._hold_room(step)
+
+    def _write(self, step: int, *writes: Callable[[], object]) -> None:
+        """Write a step down. Where the disk is full, into the room that is held, with a checkpoint of this step; the
+        run then ends with the error."""
+        full: MantissaError | None = None
+        for write in writes:
+            try:
+                write()
+            except MantissaError as error:
+                if full is not None or not is_full(error) or not self.room.release():
+                    raise
+                full = error
+                write()
+        if full is not None:
+            self._save(step)
+            raise MantissaError(f"{full}; step {step} is kept: --resume goes on after it") from full
 
     def _learner_metrics(self, experience: Experience, update: Update) -> dict[str, float]:
         step, mask_BR = self.learner.step, experience.mask_BR

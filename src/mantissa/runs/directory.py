@@ -30,21 +30,25 @@ import warnings
 from collections.abc import Mapping, Sequence
 from errno import EAGAIN, EWOULDBLOCK
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import yaml
 
 import mantissa
-from mantissa.base.bounds import boundary
+from mantissa.base.bounds import LARGEST_SIZE, boundary, number, require_plain, shown
 from mantissa.base.errors import MantissaError
-from mantissa.base.files import atomic_file, disk_errors, numbered, remove_leftovers, write_atomically
+from mantissa.base.files import atomic_file, disk_errors, numbered, open_own, own, remove_leftovers, write_atomically
 from mantissa.base.jsonl import JsonLines, Row
-from mantissa.base.yaml_file import RECORDED, read_yaml
+from mantissa.base.readers import parquet
+from mantissa.base.readers.json import as_json, read_json
+from mantissa.base.readers.yaml import RECORDED, read_yaml
 
 if TYPE_CHECKING:
     import pyarrow
 
 _PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "pyarrow", "vllm", "torchao")
+_FOLDERS = ("rollouts", "checkpoints", "policy", "base", "adapter", "feedback", "tensorboard", "gap")
+_ROLLOUTS = parquet.LIMITS._replace(rows=1_000_000)  # of one step's completions
 _BEFORE_CONFIG = {"run.lock", "environment.json"}  # what a create that was killed early can leave behind
 
 
@@ -69,7 +73,7 @@ class RunDirectory:
         self._metrics = JsonLines(self.path / "metrics.jsonl")
         self._warm_start = JsonLines(self.path / "warm_start.jsonl")
         self._doctor = JsonLines(self.path / "doctor.jsonl")
-        self._lock: IO[str] | None = None
+        self._lock: BinaryIO | None = None
 
     @classmethod
     def create(cls, path: Path | str, config: Mapping[str, Any], environment: Mapping[str, Any]) -> Self:
@@ -81,6 +85,7 @@ class RunDirectory:
         run._take_lock()
         try:
             run._refuse_unless_free()  # another process may have been faster
+            run._refuse_links()
             write_atomically(run.path / "environment.json", json.dumps(environment, indent=2) + "\n")
             with disk_errors(run.path):
                 for name in ("rollouts", "checkpoints"):
@@ -104,6 +109,7 @@ class RunDirectory:
         if not (run.path / "config.yaml").is_file():
             raise MantissaError(f"{path} is not a run: it has no config.yaml; give the folder that mantissa train made")
         if write:
+            run._refuse_links()
             run._take_lock()
             for folder in (run.path, run.path / "rollouts", run.path / "checkpoints"):
                 remove_leftovers(folder)
@@ -143,6 +149,7 @@ class RunDirectory:
             config = read_yaml(self.path / "config.yaml", RECORDED)
         if not isinstance(config, dict):
             raise MantissaError(f"{self.path}/config.yaml: expected keys and values, got {type(config).__name__}")
+        require_plain(config, f"{self.path}/config.yaml")
         return config
 
     @property
@@ -152,10 +159,10 @@ class RunDirectory:
         path = self.path / "environment.json"
         if not path.is_file():
             return {}
-        with boundary(f"{path} is not JSON", "restore or delete it"):
-            environment = json.loads(path.read_text())
+        environment = read_json(path, "restore or delete it")
         if not isinstance(environment, dict):
             raise MantissaError(f"{path}: expected keys and values, got {type(environment).__name__}; restore it")
+        _check_environment(environment, str(path))
         return environment
 
     def record_resume(self, step: int, environment: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -234,6 +241,7 @@ class RunDirectory:
                 odd = sorted(row.keys() ^ set(schema.names))
                 raise ValueError(f"rollouts of step {step}: columns missing or unknown: {', '.join(odd)}")
         path = self.rollouts_path(step)
+        own(path.parent)
         table = pyarrow.Table.from_pylist([dict(row) for row in rows], schema=schema)
         with disk_errors(path):
             path.parent.mkdir(exist_ok=True)
@@ -243,16 +251,20 @@ class RunDirectory:
 
     def read_rollouts(self, step: int) -> list[Row]:
         """The completions of one step. Raises ``MantissaError`` when they were not kept, or the file is damaged."""
-        import pyarrow
-        import pyarrow.parquet
-
         path = self.rollouts_path(step)
         if not path.is_file():
             kept = self.rollout_steps()
             what = f"steps {kept[0]} to {kept[-1]} have them" if kept else "this run kept none"
             raise MantissaError(f"{path}: no rollouts of step {step}; {what}")
-        with boundary(f"{path}: not a whole parquet file", "delete it"):
-            rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+        with parquet.open_parquet(path, f"{path}: not a whole parquet file", _ROLLOUTS) as table:
+            if wrong := _unlike_rollouts(table.schema):
+                raise MantissaError(f"{path}: {wrong}; delete it")
+            rows: list[Row] = list(table.rows())
+        for row in rows:
+            empty = next((name for name, value in row.items() if value is None and name not in _MAY_BE_EMPTY), None)
+            if empty or not _counted(row):
+                wrong = f"column {empty} has empty fields" if empty else "counts below 0, or tokens that are missing"
+                raise MantissaError(f"{path}: {wrong}; delete it")
         return rows
 
     def rewind(self, step: int) -> None:
@@ -260,6 +272,7 @@ class RunDirectory:
         self.truncate_metrics(step)
         if self._doctor.path.is_file():
             self._doctor.truncate(step)
+        own(self.path / "rollouts")
         for late in self.rollout_steps():
             if late > step:
                 self.rollouts_path(late).unlink()
@@ -298,6 +311,11 @@ class RunDirectory:
         if strange:
             raise MantissaError(f"{self.path} is not empty and not a run (it has {strange[0]}); choose another run_dir")
 
+    def _refuse_links(self) -> None:
+        """What lies in the folders of a run is written and deleted; behind a link it would be someone else's."""
+        for name in _FOLDERS:
+            own(self.path / name)
+
     def _take_lock(self) -> None:
         self._lock = locked(self.path / "run.lock", "choose another run_dir")
 
@@ -306,16 +324,15 @@ class RunDirectory:
             raise RuntimeError(f"{self.path} is open for reading only; use RunDirectory.open(path, write=True)")
 
 
-def locked(path: Path, otherwise: str) -> IO[str]:
+def locked(path: Path, otherwise: str) -> BinaryIO:
     """The lock of the folder that ``path`` is in, held until it is closed or its process ends."""
-    with disk_errors(path):
-        lock = open(path, "a+")  # noqa: SIM115 - held until close()
+    lock = open_own(path)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (EAGAIN, EWOULDBLOCK):
             lock.seek(0)
-            holder = lock.read().strip() or "another process"
+            holder = lock.read(200).decode(errors="replace").strip() or "another process"
             lock.close()
             raise MantissaError(
                 f"{path.parent} is being written by {holder}; wait for it, stop it, or {otherwise}"
@@ -323,8 +340,7 @@ def locked(path: Path, otherwise: str) -> IO[str]:
         warnings.warn(f"{path}: this file system has no locks ({error.strerror}); run one writer only", stacklevel=4)
     with disk_errors(path):
         lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return lock
 
 
@@ -340,6 +356,41 @@ class Onlooker(RunDirectory):
         return self.rollouts_path(step)
 
 
+def _check_environment(environment: dict[str, Any], where: str) -> None:
+    """``MantissaError`` where a part that is read later is not what ``create`` and the two ``record_`` wrote."""
+    require_plain(environment, where)
+    fell_back, resumed = (environment.get(name) or [] for name in ("fell_back", "resumed"))
+    share = environment.get("engine_share") or {}
+    checks = {
+        "precision": _objects(environment.get("precision") or []),
+        "versions": isinstance(environment.get("versions") or {}, dict),
+        "git": isinstance(environment.get("git") or {}, dict),
+        "resumed": _objects(resumed)
+        and all(_is_step(each.get("step")) and isinstance(each.get("changed"), dict) for each in resumed)
+        and all(isinstance(both, list) and len(both) == 2 for each in resumed for both in each["changed"].values()),
+        "fell_back": _objects(fell_back)
+        and all(_is_step(each.get(name)) for each in fell_back for name in ("step", "from_step"))
+        and all(isinstance(each.get(name), str) for each in fell_back for name in ("was", "to", "reasons"))
+        and all(isinstance(each.get("environment"), dict) for each in fell_back)
+        and all(_objects(each["environment"].get("precision") or []) for each in fell_back),
+        "engine_share": isinstance(share, dict)
+        and (not share.get("measured") or all(isinstance(share.get(name), str) for name in ("engine", "format"))),
+    }
+    wrong = next((name for name, good in checks.items() if not good), None)
+    if wrong is not None:
+        raise MantissaError(
+            f"{where}: {wrong}: expected what a run records, got {shown(environment[wrong])}; restore it"
+        )
+
+
+def _objects(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(each, dict) for each in values)
+
+
+def _is_step(value: Any) -> bool:
+    return number(value, 0, LARGEST_SIZE, whole=True)
+
+
 def _changed(recorded: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, list[Any]]:
     """What ``environment`` says otherwise than the record, fall backs included, as key: [then, now]."""
     then = dict(recorded)
@@ -348,14 +399,14 @@ def _changed(recorded: Mapping[str, Any], environment: Mapping[str, Any]) -> dic
     return {
         key: [then.get(key), environment.get(key)]
         for key in sorted((then.keys() | environment.keys()) - {"resumed", "created", "fell_back"})
-        if then.get(key) != json.loads(json.dumps(environment.get(key)))
+        if then.get(key) != as_json(environment.get(key))
     }
 
 
 def planned_steps(config: dict[str, Any]) -> int | None:
     """The number of steps the recipe asks for: ``steps`` at its top, or in the one section that has it."""
     sections = [config, *(v for v in config.values() if isinstance(v, dict))]
-    found = [s["steps"] for s in sections if isinstance(s.get("steps"), int)]
+    found = [s["steps"] for s in sections if _is_step(s.get("steps"))]
     return found[0] if found else None
 
 
@@ -371,6 +422,23 @@ def rollout_schema() -> pyarrow.Schema:
         "length": whole, "advantage": real, "tokens": pa.list_(whole), "rollout_logp": logps, "learner_logp": logps,
     }  # fmt: skip
     return pa.schema(list(columns.items()))
+
+
+_MAY_BE_EMPTY = {"answer", "error", "learner_logp", "rollout_logp", "advantage"}  # columns of the schema
+
+
+def _unlike_rollouts(schema: pyarrow.Schema) -> str:
+    """What of a table of completions is not as ``rollout_schema`` says; empty where all is."""
+    for field in rollout_schema():
+        found = schema.field(field.name).type if schema.names.count(field.name) == 1 else "no such column"
+        if found != field.type:
+            return f"column {field.name}: expected {field.type}, got {found}"
+    return ""
+
+
+def _counted(row: Row) -> bool:
+    """Whether one completion's counts are ones, and its tokens are all there."""
+    return all(_is_step(row[name]) for name in ("step", "length", "policy_version")) and None not in row["tokens"]
 
 
 def environment() -> dict[str, Any]:

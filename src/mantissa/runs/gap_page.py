@@ -6,8 +6,8 @@ Built from ``gap.jsonl`` (a row a pair of formats) and ``completions.jsonl`` (ev
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
@@ -16,8 +16,11 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from mantissa.base.bounds import number, require_plain, said
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import write_atomically
+from mantissa.base.jsonl import from_words
+from mantissa.base.readers.json import read_rows
 from mantissa.mismatch.estimates import GAP_FIGURES
 from mantissa.runs import page
 from mantissa.runs.health import small
@@ -70,15 +73,59 @@ def read_gap(folder: Path) -> GapRows | None:
     if not (folder / ROWS).is_file():
         return None
     try:
-        rows, completions = (
-            [json.loads(line) for line in (folder / name).read_text("utf-8").splitlines()]
-            for name in (ROWS, COMPLETIONS)
-        )
+        rows, completions = ([from_words(row) for row in read_rows(folder / name)] for name in (ROWS, COMPLETIONS))
     except (OSError, ValueError) as error:
         raise MantissaError(
-            f"{folder}: its rows cannot be read ({error}); delete the folder and measure again"
+            f"{folder}: its rows cannot be read ({said(error)}); delete the folder and measure again"
         ) from None
+    for name, found, expected in ((ROWS, rows, _ROW), (COMPLETIONS, completions, _COMPLETION)):
+        for place, row in enumerate(found, start=1):
+            where = f"{folder / name}, line {place}"
+            require_plain(row, where)
+            wrong = "the row" if not isinstance(row, dict) else _unlike(row, expected)
+            if wrong:
+                raise MantissaError(
+                    f"{where}: {wrong} is not what mantissa gap writes; delete the folder and measure again"
+                )
     return GapRows(rows, completions) if rows else None
+
+
+def _unlike(row: dict[str, Any], expected: Mapping[str, Callable[[Any], bool]]) -> str:
+    """The first field of a row that is not as expected; empty where all are."""
+    return next((name for name, good in expected.items() if not good(row.get(name))), "")
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _count(value: Any) -> bool:
+    return number(value, 0, 2**63, whole=True)
+
+
+def _figure(value: Any) -> bool:
+    return number(value, -math.inf, math.inf) or (isinstance(value, float) and not math.isfinite(value))
+
+
+def _maybe(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or good(value)
+
+
+def _logps(value: Any) -> bool:
+    return isinstance(value, list) and all(_maybe(_figure)(each) for each in value)
+
+
+_COUNTS = ("prompts", "completions", "max_tokens", "threads", "tokens")
+_ROW: dict[str, Callable[[Any], bool]] = (
+    dict.fromkeys(("model", "pair", "kernels", "engine", "device", "evidence", "interval_over"), _text)
+    | dict.fromkeys(("emulated", "weights", "requested"), _maybe(_text))
+    | dict.fromkeys(_COUNTS, _count)
+    | dict.fromkeys(("differing", "nonfinite"), _maybe(_count))
+    | dict.fromkeys(("parameters", "temperature", "sample_seconds", "score_seconds"), lambda value: number(value, 0))
+    | dict.fromkeys(TITLES, _figure)
+    | dict.fromkeys((f"{name}_{end}" for name in TITLES for end in ("low", "high")), _maybe(_figure))
+)
+_COMPLETION: dict[str, Callable[[Any], bool]] = {"pair": _text, "rollout_logp": _logps, "learner_logp": _logps}
 
 
 def shown(row: dict[str, Any], name: str) -> tuple[str, str]:
@@ -138,7 +185,7 @@ def independent(found: GapRows) -> str:
     has the same bits in any batch. Emulated, exact and mixed pairs say nothing of that, and neither does vLLM.
     """
     same = [row for row in found.rows if _same_kernels(row)]
-    if not same or any(row["differing"] or row["nonfinite"] or not row["tokens"] for row in same):
+    if not same or any(row.get("differing") or row.get("nonfinite") or not row["tokens"] for row in same):
         return ""
     return (
         f"{', '.join(row['pair'] for row in same)}: this processor's products do not depend on the batch: our engine "
@@ -149,7 +196,12 @@ def independent(found: GapRows) -> str:
 
 def _same_kernels(row: dict[str, Any]) -> bool:
     """Whether both sides of a pair are ours, in one format, by the same kernels, and these not the exact ones."""
-    if row["engine"] != "native" or row.get("emulated") or row["kernels"].startswith("exact"):
+    if (
+        row["engine"] != "native"
+        or row.get("emulated")
+        or row["kernels"].startswith("exact")
+        or not row.get("requested")
+    ):
         return False
     learner, _, rollout = row["requested"].partition("/")
     return learner == rollout and not learner.startswith("fp8")  # whose kernels scale and round by themselves

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from mantissa.base.bounds import LARGEST_FLOAT
 from mantissa.base.errors import MantissaError
 from mantissa.mismatch import ALL_METRICS, Metric
 from mantissa.runs.directory import RunDirectory
@@ -202,10 +203,11 @@ PHASES = (
 
 
 def series(rows: Iterable[dict[str, Any]], name: str) -> tuple[Array, Array]:
-    """Steps and values of one metric, where it was logged and is finite."""
+    """Steps and values of one metric, where it was logged and is finite in fp32: what is beyond was inf where it was
+    computed, and no axis holds its square."""
     points = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
     both = np.array(points, dtype=np.float64).reshape(-1, 2)
-    both = both[np.isfinite(both[:, 1])]
+    both = both[np.abs(both[:, 1]) <= LARGEST_FLOAT]
     return both[:, 0], both[:, 1]
 
 
@@ -279,7 +281,11 @@ class PhaseTimes:
 
 def phase_times(rows: Sequence[dict[str, Any]], bars: int = 80) -> PhaseTimes | None:
     """Where the time went, in at most ``bars`` bars; what no phase accounts for is ``other``. None without times."""
-    timed = [row for row in rows if isinstance(row.get("time/step"), int | float)]
+    times = ("time/step", *(f"time/{phase}" for phase in PHASES))
+    timed = [
+        row for row in rows
+        if isinstance(row.get("time/step"), int | float) and all(0 <= (row.get(t) or 0) <= LARGEST_FLOAT for t in times)
+    ]  # fmt: skip
     if not timed:
         return None
     parts = np.array([[float(row.get(f"time/{phase}") or 0.0) for row in timed] for phase in PHASES])

@@ -6,7 +6,6 @@ killed, on another machine. What is missing is said, never guessed.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +16,8 @@ import numpy as np
 import yaml
 from markupsafe import Markup
 
-from mantissa.base.files import write_atomically
+from mantissa.base.files import own, write_atomically
+from mantissa.base.readers.json import as_json
 from mantissa.runs import page, plots
 from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.gap_page import gap_head
@@ -75,6 +75,7 @@ def build_report(run: RunDirectory) -> Path:
     ]
     write_atomically(run.report_path, page.render(name, blocks))
     if (inner := run.inner_run) is not None:
+        own(inner.path)
         build_report(inner)
     return run.report_path
 
@@ -311,7 +312,7 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
 def _environment_text(environment: dict[str, Any]) -> str:
     rest = {key: value for key, value in environment.items() if key not in ("precision", "fell_back")}
     rest["report written"] = time.strftime("%Y-%m-%d %H:%M:%S")
-    return _yaml(json.loads(json.dumps(rest)))
+    return _yaml(as_json(rest))
 
 
 def _yaml(values: dict[str, Any]) -> str:

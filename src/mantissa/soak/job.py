@@ -29,6 +29,7 @@ import numpy as np
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.jsonl import JsonLines
+from mantissa.base.readers.json import parse_json
 from mantissa.bench.runner import give_back_freed, rotated
 from mantissa.dropin import GuardConfig
 from mantissa.genesis.evolution import Evolution, EvolutionConfig, shipped
@@ -177,7 +178,7 @@ def serve(folder: Path, slot: str, precision: str) -> None:
         WorldModel(hidden_dim=16, precision=warm).train(1, BATCH, synthetic(BATCH, 0))
     _say(ready=True)
     for line in sys.stdin:
-        job = Job(**json.loads(line))
+        job = Job(**parse_json(line))
         try:
             row = work(job, folder, log, _wait)
         except MantissaError as error:  # a disk that is full, a database that is held: not the process' own fault

@@ -37,8 +37,9 @@ from mantissa.base.bounds import boundary
 from mantissa.base.config import Section
 from mantissa.base.environ import LAUNCHER
 from mantissa.base.errors import MantissaError, StoppedError, nearest
-from mantissa.base.files import disk_errors, remove, write_atomically
+from mantissa.base.files import disk_errors, open_own, own, remove, write_atomically
 from mantissa.base.jsonl import JsonLines
+from mantissa.base.readers.json import parse_json, read_json
 from mantissa.genesis.worldmodel import SQLiteBuffer
 from mantissa.runs.directory import locked
 from mantissa.soak.job import BUFFER, PHASES, SIZES, Job, Row, line_of, resident
@@ -127,7 +128,7 @@ def _at_work(folder: Path, config: SoakConfig) -> Iterator[None]:
         if not path.exists():
             write_atomically(path, json.dumps(asked) + "\n")
         with boundary(path, "restore it, or name another folder"):
-            there = json.loads(path.read_text())
+            there = read_json(path)
             changed = [name for name in asked if there.get(name) != asked[name] and name != "iterations"]
         if changed:
             raise MantissaError(
@@ -152,7 +153,8 @@ class _Load:
         self._free = SimpleQueue[str]()
         with disk_errors(folder):
             for name in ("workers", "jobs"):
-                (folder / name).mkdir(exist_ok=True)
+                own(folder / name).mkdir(exist_ok=True)
+            own(folder / BUFFER)
             for path in (folder / "jobs").iterdir():
                 if path.name in self._done:  # killed before it was removed
                     remove(path)
@@ -257,7 +259,7 @@ class _Worker:
     def __init__(self, slot: str, folder: Path, precision: str) -> None:
         self.slot = slot
         one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", LAUNCHER: str(os.getpid())}
-        with (folder / "workers" / f"{slot}.log").open("ab") as log:
+        with open_own(folder / "workers" / f"{slot}.log") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, str(folder), slot, precision],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=os.environ | one_thread, text=True,
@@ -292,7 +294,7 @@ class _Worker:
             if not line.endswith("\n"):
                 self.close()
                 return f"its process ended: {cause_of_death(self._process.wait())}"
-            said = json.loads(line)
+            said = parse_json(line)
             if "phase" in said:
                 told(said["phase"])
                 self._send("\n")  # it waits for that: what was done to it is done

@@ -23,6 +23,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers.json import VALUE, parse_json
 from mantissa.tasks import config as sections
 from mantissa.tasks.generated import GeneratedTask
 from mantissa.tasks.sandbox.run import Isolation, Limits, Sandbox
@@ -97,7 +98,7 @@ class CodeVerifier(Verifier):
 @lru_cache(maxsize=4096)
 def read_tests(answer: str) -> tuple[str, list[tuple[list[Any], Any]], str | None]:
     """Function, tests and the text before the completion; raises ``ValueError`` for an answer that holds none."""
-    raw = json.loads(answer)
+    raw = parse_json(answer, VALUE)
     if not isinstance(raw, dict) or not {"function", "tests"} <= raw.keys() <= {"function", "tests", "before"}:
         raise ValueError("the answer of a code problem is an object with function, tests and, if need be, before")
     tests = raw["tests"]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import decimal
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from typing import Any, get_args
 
 from mantissa.base.bounds import boundary, regular_file, said
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers.json import ROW, parse_json, read_lines
+from mantissa.base.readers.parquet import open_parquet
 from mantissa.tasks.config import DatasetConfig, OnBadRow, Schema
 from mantissa.tasks.rewards import normalize_answer, verifier_named
 from mantissa.tasks.types import (
@@ -45,7 +46,7 @@ from mantissa.tasks.types import (
 
 _PROBLEM_COLUMNS = ("problem", "question")
 _COLUMNS = (*_PROBLEM_COLUMNS, "answer", "prompt", "label", "reward_model", "data_source", "ability", "extra_info")
-_BATCH_ROWS = 8192
+_LIMITS = ROW._replace(rows=100_000_000)
 
 
 @dataclass(frozen=True)
@@ -104,38 +105,25 @@ def read_rows(path: Path, schema: Schema | None = None) -> Iterator[Row | BadRow
 
 
 def _read_parquet(path: Path, schema: Schema | None) -> Iterator[Row | BadRow]:
-    import pyarrow
-    import pyarrow.parquet
-
-    with (
-        boundary(f"dataset {path}: not a readable parquet file", "write the file again"),
-        pyarrow.parquet.ParquetFile(path) as file,
-    ):
-        columns = file.schema_arrow.names
-        schema = _schema_of(columns, schema, path)
-        used = [c for c in _COLUMNS if c in columns]
-        number = 0
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=used):
-            for raw in batch.to_pylist():
-                number += 1
-                yield _row_or_report(raw, schema, path, number)
+    with open_parquet(path, f"dataset {path}: not a readable parquet file") as table:
+        schema = _schema_of(table.columns, schema, path)
+        used = [c for c in _COLUMNS if c in table.columns]
+        for number, raw in enumerate(table.rows(used), start=1):
+            yield _row_or_report(raw, schema, path, number)
 
 
 def _read_jsonl(path: Path, schema: Schema | None) -> Iterator[Row | BadRow]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                raw = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                yield BadRow(str(path), number, f"not JSON ({said(error)})")
-                continue
-            if not isinstance(raw, dict):
-                yield BadRow(str(path), number, f"expected a JSON object, found {type(raw).__name__}")
-                continue
-            schema = _schema_of(list(raw), schema, path) if schema is None else schema
-            yield _row_or_report(raw, schema, path, number)
+    for number, line in read_lines(path, _LIMITS):
+        try:
+            raw = parse_json(line)
+        except ValueError as error:
+            yield BadRow(str(path), number, f"not JSON ({said(error)})")
+            continue
+        if not isinstance(raw, dict):
+            yield BadRow(str(path), number, f"expected a JSON object, found {type(raw).__name__}")
+            continue
+        schema = _schema_of(list(raw), schema, path) if schema is None else schema
+        yield _row_or_report(raw, schema, path, number)
 
 
 def _schema_of(columns: Sequence[str], schema: Schema | None, path: Path) -> Schema:

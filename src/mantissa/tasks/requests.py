@@ -47,6 +47,7 @@ from pydantic import Field, model_validator
 from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError
 from mantissa.base.http import OK, http_answer, server_address
+from mantissa.base.readers.json import parse_json
 from mantissa.tasks.config import RequestsConfig
 from mantissa.tasks.functions import FunctionVerifier
 from mantissa.tasks.generated import GeneratedTask
@@ -166,8 +167,8 @@ class Script:
     def read(self, text: str) -> Feedback | None:
         """The feedback in ``text``; None unless it is one JSON object with these four keys, of their types, no more."""
         try:
-            values = json.loads(text[:_LONGEST])
-        except (ValueError, RecursionError):
+            values = parse_json(text[:_LONGEST])
+        except ValueError:
             return None
         if not isinstance(values, dict) or values.keys() != set(self.names):
             return None
@@ -381,13 +382,13 @@ class ServerJudge(UnboundedVerifier):
         if status != OK:
             raise ValueError(f"the judge at {self.server} did not answer (status {status}: {shortened(text)})")
         try:
-            content = str(json.loads(text)["choices"][0]["message"]["content"])
+            content = str(parse_json(text)["choices"][0]["message"]["content"])
         except (ValueError, LookupError, TypeError):
             raise ValueError(f"the judge at {self.server} sent no choices[0].message.content") from None
         objects = re.findall(r"\{[^{}]*\}", content)
         if not objects:
             raise ValueError(f"the judge at {self.server} wrote no JSON object: {shortened(content)!r}")
-        return _verdict(json.loads(objects[-1]), self.server)
+        return _verdict(parse_json(objects[-1]), self.server)
 
 
 def _verdict(result: Any, who: str) -> Reward:

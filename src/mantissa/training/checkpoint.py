@@ -47,11 +47,15 @@ from mantissa.base.files import (
     digests_of,
     disk_errors,
     numbered,
+    own,
     remove,
     remove_leftovers,
     replace_directory,
     temporary_beside,
 )
+from mantissa.base.readers.json import parse_json
+from mantissa.base.readers.safetensors import load_tensors
+from mantissa.base.readers.torch_files import load_torch
 from mantissa.base.tensors import check_tensors, plain_name, require_finite, write_tensors
 from mantissa.training.distributed import shard_like
 
@@ -98,6 +102,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, spare: Coll
     assert not set(checkpoint.more) & set(_FILES), "these names are taken"
     parts = {"policy": checkpoint.policy, "optimizer": checkpoint.optimizer, **checkpoint.more}
     final = folder / f"step-{checkpoint.step}"
+    own(folder)
     with disk_errors(final):
         folder.mkdir(exist_ok=True)  # not its parents: a run that was renamed has not begun anew
         remove_leftovers(folder)
@@ -141,8 +146,6 @@ def saved_steps(folder: Path) -> list[int]:
 
 def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
     """Read ``folder/step-N``, the newest by default. ``MantissaError``: missing, damaged, foreign or too new."""
-    from safetensors.torch import load_file
-
     steps = saved_steps(folder)
     if not steps:
         raise MantissaError(f"no checkpoint in {folder}: the run was stopped before its first one; start it again")
@@ -164,7 +167,7 @@ def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
         for name, digest in digests_of(path / name for name in digests).items():
             if digest != digests[name]:
                 raise MantissaError(f"checkpoint {path / name} is damaged: its SHA-256 is another; {advice}")
-        parts = {name.removesuffix(".safetensors"): load_file(path / name) for name in header["files"]}
+        parts = {name.removesuffix(".safetensors"): load_tensors(path / name) for name in header["files"]}
         return Checkpoint(chosen, parts.pop("policy"), parts.pop("optimizer"), header["state"], parts, bool(digests))
 
 
@@ -177,7 +180,7 @@ def saved_state(folder: Path, step: int) -> dict[str, Any]:
 
 def _read_header(path: Path, step: int, advice: str) -> dict[str, Any]:
     with boundary(f"checkpoint {path} has no readable state.json", advice):
-        header = json.loads((path / "state.json").read_text())
+        header = parse_json((path / "state.json").read_bytes())
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise MantissaError(f"{path} is not a checkpoint of this program: its state.json has another format; {advice}")
     version: Any = header.get("version")
@@ -280,7 +283,7 @@ def _read_file(path: Path, advice: str) -> dict[str, Any]:
         raise MantissaError(f"no checkpoint {path}: expected a file, found {found}; {advice}")
     with boundary(f"checkpoint {path} is damaged ({path.stat().st_size} bytes)", advice):
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = load_torch(path)
         except pickle.UnpicklingError as error:
             raise MantissaError(
                 f"checkpoint {path} is damaged, or holds more than tensors and plain values, which is not safe to load "

@@ -13,7 +13,7 @@ import yaml
 
 from mantissa.algorithms import GSPOConfig
 from mantissa.base.errors import MantissaError
-from mantissa.base.yaml_file import Limits, parse_yaml
+from mantissa.base.readers.yaml import Limits, parse_yaml
 from mantissa.rl import RunConfig, resumed_config
 from mantissa.rl.config.recipe import apply_overrides, load_recipe, make_config
 from mantissa.rl.config.sections import AlgorithmConfig

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mantissa.base.readers.json import parse_json
 from mantissa.genesis.worldmodel import SQLiteBuffer, Trajectory
 
 STEEPNESS = 10.0  # of the odds of a parent in its score
@@ -67,7 +68,7 @@ class Archive:
         with self.buffer.database.writing() as connection:
             rows = [(name, json.dumps(value)) for name, value in values.items()]
             connection.executemany("INSERT OR IGNORE INTO settings VALUES (?, ?)", rows)
-        return {name: json.loads(value) for name, value in self.buffer.database.read("SELECT * FROM settings")}
+        return {name: parse_json(value) for name, value in self.buffer.database.read("SELECT * FROM settings")}
 
     def commit(
         self,
@@ -92,7 +93,7 @@ class Archive:
         )
         found = []
         for number, body in rows:
-            fields = json.loads(body)
+            fields = parse_json(body)
             lists = {name: tuple(fields[name]) for name in ("passed", "errors", "parents", "actions")}
             found.append(Candidate(**(fields | lists), number=number))
         return found

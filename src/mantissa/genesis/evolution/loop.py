@@ -24,7 +24,7 @@ from pydantic import Field
 
 from mantissa.base.config import Section
 from mantissa.base.errors import MantissaError
-from mantissa.base.files import disk_errors
+from mantissa.base.files import disk_errors, own
 from mantissa.dropin import GuardConfig
 from mantissa.genesis.evolution.archive import STEEPNESS, Archive, Candidate, best_of, draw_parent, partner_of
 from mantissa.genesis.evolution.edits import normal
@@ -114,7 +114,7 @@ class Evolution:
             raise MantissaError(f"{self.folder} is a file: name a folder")
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        self.archive = Archive(self.folder / DATABASE, config.capacity)
+        self.archive = Archive(own(self.folder / DATABASE), config.capacity)
         asked = {"config": config.model_dump(mode="json") | {"state": _STATE}}
         settled = self.archive.settle(asked)
         if settled["config"].get("state") != _STATE:

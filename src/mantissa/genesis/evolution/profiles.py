@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from mantissa.base.errors import MantissaError, nearest
-from mantissa.base.yaml_file import read_shipped
+from mantissa.base.readers.yaml import read_shipped
 from mantissa.genesis.evolution.loop import Evolution, EvolutionConfig
 from mantissa.genesis.worldmodel import WorldModel
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from mantissa.base.bounds import boundary, regular_file
 from mantissa.base.errors import MantissaError, nearest
-from mantissa.base.yaml_file import RECORDED, read_yaml
+from mantissa.base.readers.yaml import RECORDED, read_yaml
 from mantissa.tasks.code import MAX_PROGRAM_CHARACTERS, CodeVerifier, same
 from mantissa.tasks.sandbox.run import Limits, Sandbox
 

@@ -7,7 +7,6 @@ are its own affair). It sees the task's text, parents and how they failed in dev
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import random
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Any, Literal, Protocol
 from mantissa.base.bounds import boundary, said
 from mantissa.base.errors import MantissaError
 from mantissa.base.http import OK, http_answer, server_address
+from mantissa.base.readers.json import parse_json
 from mantissa.genesis.evolution import edits
 from mantissa.genesis.evolution.archive import Candidate
 from mantissa.genesis.evolution.programs import Task
@@ -197,4 +197,4 @@ class OpenAI:
         if status != OK:
             raise MantissaError(f"{self._url}: status {status}: {text[:300]}; check model, url and {_KEY}")
         with boundary(f"{self._url} answered what is no JSON", "is it an OpenAI-compatible server?"):
-            return json.loads(text)
+            return parse_json(text)

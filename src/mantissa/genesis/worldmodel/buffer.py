@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from mantissa.base.bounds import check_values, number
 from mantissa.base.errors import MantissaError, pip_install
+from mantissa.base.readers.sqlite import connect
 from mantissa.genesis.worldmodel.trajectory import Trajectory, trajectory
 
 CAPACITY = 10_000
@@ -172,7 +173,7 @@ class Database:
         with self._errors():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Transactions are begun and ended here, by hand; 30 s is how long a writer waits for another one.
-            self._connection = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+            self._connection = connect(path, wait_s=30)
             try:
                 self._prepare(schema)
             except BaseException:
@@ -229,6 +230,7 @@ class Database:
                 "full": "free some space",
                 "disk I/O": "free some space, or raise the file size limit (ulimit -f)",
                 "not a database": "it is damaged or another kind of file; name another one",
+                "interrupted": "a statement took too long; restore the file, or name another one",
                 "malformed": "it is damaged; restore it, or name another file",
             }
             said = next((text for word, text in advice.items() if word in str(error)), "check the path")

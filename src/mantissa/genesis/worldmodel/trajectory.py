@@ -18,6 +18,7 @@ from pydantic import AliasChoices, Field, field_validator
 from mantissa.base.bounds import LARGEST_SIZE, boundary
 from mantissa.base.config import Section
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers.json import parse_json
 
 Outcome = Literal["success", "failure", "partial", "unknown"]
 TELLING = frozenset(
@@ -77,7 +78,7 @@ class Trajectory(Section):
 def trajectory(body: str | Mapping[str, Any], where: str = "trajectory") -> Trajectory:
     """A trajectory from JSON; ``MantissaError`` that ``where`` begins for what is none."""
     with boundary(where, "expected an object with initial_state, actions, final_outcome and final_reward"):
-        values = json.loads(body) if isinstance(body, str) else dict(body)
+        values = parse_json(body) if isinstance(body, str) else dict(body)
         try:
             return Trajectory(**values)
         except MantissaError as error:

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mantissa.base.errors import MantissaError
 from mantissa.rl.collect.batch import Batch, Collector
 from mantissa.rollout import RolloutEngine, VllmEngine
 
@@ -59,7 +60,11 @@ class SyncSource:
 
     def start(self, step: int, weights: Weights, version: int, ahead: Sequence[Batch]) -> None:
         """Begin after ``step``, whose weights these are; ``ahead``: what ``pending`` said then."""
-        assert not ahead
+        if ahead:
+            raise MantissaError(
+                f"the checkpoint of step {step} holds batches of later steps, and with rollout.max_policy_lag=0 none "
+                "are sampled: it is damaged, or another run's; delete it to go on from an earlier one"
+            )
         self._engine.sync(weights, version)
 
     def take(self, step: int) -> Batch:
@@ -121,13 +126,18 @@ class AsyncSource(SyncSource):
     def start(self, step: int, weights: Weights, version: int, ahead: Sequence[Batch]) -> None:
         if self._stream is None:
             torch.set_num_threads(shares(self._threads)[0])
+        if [batch.step for batch in ahead] != list(range(step + 1, step + len(ahead) + 1)):
+            raise MantissaError(
+                f"the checkpoint of step {step} has batches of other steps than the next; it is damaged"
+            )
         for batch in ahead:
             self._batches[batch.step] = Future()
             self._batches[batch.step].set_result(batch)
-        self._thread.start()
         first = step + len(ahead) + 1
         # none of them: the run begins, or its guard has fallen back
-        assert not ahead or first > min(step + self._behind, self._last), "sampled ahead by weights that are gone"
+        if ahead and not first > min(step + self._behind, self._last):  # the rest's weights are gone
+            raise MantissaError(f"the checkpoint of step {step} lacks batches that were sampled ahead; it is damaged")
+        self._thread.start()
         self._order(range(first, step + self._behind + 2), weights, version)
 
     def take(self, step: int) -> Batch:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from mantissa.base.bounds import boundary
 from mantissa.base.config import PLAIN
 from mantissa.base.errors import MantissaError, nearest
-from mantissa.base.yaml_file import parse_yaml, read_yaml
+from mantissa.base.readers.yaml import parse_yaml, read_yaml
 from mantissa.rl.config.run import RunConfig
 
 

@@ -132,7 +132,7 @@ class ModelSource(Config):
     path: str | None = Field(
         None,
         description="Hugging Face folder, a run's folder, an adapter's folder, FILE.gguf, package:NAME (an installed "
-        "package that ships one GGUF file), or a hub name.",
+        "package that ships one GGUF file), or hub:ORG/NAME, a model of the Hugging Face hub.",
     )
     fresh: FreshModelConfig | None = Field(None, description="A new policy of this shape with random weights.")
     tokenizer: Literal["bytes", "characters"] | None = Field(

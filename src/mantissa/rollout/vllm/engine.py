@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib
-import json
 import os
 import tempfile
 import uuid
@@ -48,6 +47,7 @@ from mantissa.base.environ import changed_environment
 from mantissa.base.errors import MantissaError
 from mantissa.base.http import NOT_FOUND, OK, http_answer, server_address
 from mantissa.base.ranks import ALONE, Ranks
+from mantissa.base.readers.json import as_json, parse_json
 from mantissa.kernels import Kernels
 from mantissa.model import CopiedPolicy
 from mantissa.rollout.generation import StopStrings
@@ -195,13 +195,13 @@ class ServedVllm:
     def _check_folder(self, start: VllmStart) -> None:
         path = self.folder.path / "config.json"
         try:
-            found = json.loads(path.read_text())
+            found = parse_json(path.read_bytes())
         except OSError as error:
             raise MantissaError(
                 f"{self.where} loads weights from {self.folder.path}, which this process cannot read "
                 f"({error.strerror}); start it with --folder on a file system that both see"
             ) from error
-        expected = json.loads(json.dumps(start.config_json()))
+        expected = as_json(start.config_json())
         for name in [*expected, *found]:
             if expected.get(name) != found.get(name):
                 raise MantissaError(
@@ -263,7 +263,7 @@ class ServedVllm:
             missing = status == NOT_FOUND
             advice = "it must be one that mantissa serve started" if missing else "its own log says more"
             raise MantissaError(f"{self.where} answered {path} with {status}: {_first_line(answer)}; {advice}")
-        return json.loads(answer)
+        return parse_json(answer)
 
 
 VllmLink = LocalVllm | ServedVllm

@@ -46,7 +46,11 @@ from typing import Any, BinaryIO, NamedTuple
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 MS_NOSUID_NODEV_NOEXEC_RDONLY, MS_REC_PRIVATE = 0xF, 0x44000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
-LANDLOCK_CREATE, LANDLOCK_RESTRICT = 444, 446  # the same on every architecture, as all calls since 5.1
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = (
+    444,
+    445,
+    446,
+)  # the same on every architecture, as all calls since 5.1
 MNT_DETACH = 2
 
 # What programs may import: the standard library that computes, and what it imports in turn.
@@ -75,6 +79,15 @@ SYSCALLS: dict[str, tuple[int, int]] = {
 }
 # ..., which argument is looked at, and what it may be: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
 CHECKED: dict[str, tuple[int, int, int, tuple[int, ...]]] = {"fcntl": (72, 25, 1, (0, 1, 2, 3, 1030))}
+# What who only reads files has no use for: sockets, programs, other processes, namespaces, the kernel's own parts.
+_NOT_READING = """
+    socket:41,198 socketpair:53,199 connect:42,203 execve:59,221 execveat:322,281 fork:57,-1 vfork:58,-1 kill:62,129
+    tkill:200,130 rt_sigqueueinfo:129,138 ptrace:101,117 process_vm_readv:310,270 process_vm_writev:311,271 bpf:321,280
+    mount:165,40 umount2:166,39 pivot_root:155,41 chroot:161,51 setns:308,268 unshare:272,97 add_key:248,217
+    request_key:249,218 keyctl:250,219 perf_event_open:298,241 userfaultfd:323,282 io_uring_setup:425,425
+    pidfd_open:434,434 pidfd_send_signal:424,424 pidfd_getfd:438,438 fchmod:91,52 fchmodat:268,53 chmod:90,-1
+"""
+_CLONE, _CLONE3, _CLONE_THREAD = (56, 220), 435, 0x10000
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, linux/audit.h
 
 
@@ -102,6 +115,28 @@ def filter_program(machine: str) -> bytes | None:
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 
 
+def reading_filter(machine: str) -> bytes | None:
+    """A filter that denies what reading files has no use for and allows the rest; None as for ``filter_program``.
+
+    Threads may be made. ``clone3`` is answered as by a kernel that lacks it, so that libraries use ``clone``, whose
+    flags a filter can see.
+    """
+    if machine not in _ARCHITECTURES or sys.maxsize < 2**32:
+        return None
+    column, architecture = _ARCHITECTURES[machine]
+    load, equal, at_least, any_of, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, deny, absent, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
+    code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, kill), (load, 0, 0, 0)]
+    code += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, deny)]
+    for numbers in re.findall(r"\w+:(-?\d+),(-?\d+)", _NOT_READING):
+        if int(numbers[column]) >= 0:
+            code += [(equal, 0, 1, int(numbers[column])), (answer, 0, 0, deny)]
+    code += [(equal, 0, 1, _CLONE3), (answer, 0, 0, absent)]
+    code += [(equal, 0, 3, _CLONE[column]), (load, 0, 0, 16), (any_of, 1, 0, _CLONE_THREAD), (answer, 0, 0, deny)]
+    code.append((answer, 0, 0, allow))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+
+
 class _Filter(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
 
@@ -112,8 +147,11 @@ def install_filter(libc: Any, code: bytes) -> bool:
     return libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0) == 0
 
 
-def forbid_files(libc: Any) -> bool:
-    """Landlock without a rule: this thread, and all that follows from it, opens and makes no file from here on."""
+def forbid_files(libc: Any, reading: bool = False) -> bool:
+    """Landlock without a rule: this thread, and all that follows from it, opens and makes no file from here on.
+
+    ``reading``: it may still open what is there, to read.
+    """
     version = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
         return False
@@ -123,6 +161,14 @@ def forbid_files(libc: Any) -> bool:
     rules = libc.syscall(LANDLOCK_CREATE, attributes, len(attributes), 0)
     if rules < 0:
         return False
+    if reading:
+        root = os.open("/", os.O_PATH)
+        rule = struct.pack("=Qi", 0xC, root)  # files read, folders listed
+        ruled = libc.syscall(LANDLOCK_ADD, rules, 1, rule, 0) == 0
+        os.close(root)
+        if not ruled:
+            os.close(rules)
+            return False
     held = libc.syscall(LANDLOCK_RESTRICT, rules, 0) == 0
     os.close(rules)
     return held

@@ -154,6 +154,9 @@ class Grader:
     def _collect(self, worker: _Worker, results: list[Reward | None]) -> str | None:
         """Read what a worker sent: that it is ready, or rewards; where the file ended, how it died."""
         try:
+            # Sound, though a pickle is a program: only the worker holds the other end, and it runs our verifiers and
+            # the user's reward functions, which might as well be run here. The programs that a policy writes run in
+            # a jail of their own (jail.py), whose one way out is JSON; they hold no end of this pipe.
             message = pickle.loads(worker.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             cause = cause_of_death(worker.end(patience_s=5.0))  # it is dying: let it, its own exit code tells why

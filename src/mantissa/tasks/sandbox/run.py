@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers.json import VALUE, parse_json
 
 _LONGEST_NAME = 200  # characters of an exception's
 _DEEPEST = 300  # lists within lists in a value; Python's own stack ends at a thousand
@@ -186,7 +187,7 @@ class Sandbox:
             )
         atexit.register(self.close)
         control.settimeout(_START_S)
-        hello = json.loads(control.recv(4096) or "{}")
+        hello = parse_json(control.recv(4096) or "{}")
         control.settimeout(_GRACE_S)
         if not hello:
             raise BrokenPipeError
@@ -242,8 +243,8 @@ def _talk(
 def _parsed(line: bytes) -> dict[str, Any] | None:
     """A line that a program wrote; None where it is not what the jail would have written for it."""
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+        value = parse_json(line, VALUE)
+    except ValueError:
         return None
     if not isinstance(value, dict) or value.keys() not in ({"value"}, {"error"}):
         return None

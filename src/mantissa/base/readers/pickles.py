@@ -18,7 +18,6 @@ import io
 import math
 import pickle
 import pickletools
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,9 @@ import numpy as np
 
 from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers import zips
 
-LARGEST = 2 << 30  # bytes of a file, and of all tensors in one
+LARGEST = zips.LARGEST  # bytes of a file, and of all tensors in one
 _MOST_OPERATIONS = 50_000_000  # of a pickle, and values in what it makes
 _LARGEST_INTEGER = 1 << 64  # larger ones can be chosen to share one hash: a dictionary of them takes hours to fill
 _ADVICE = (
@@ -50,9 +50,9 @@ def load(path: Path) -> Any:
         if size > LARGEST:
             raise MantissaError(f"{path} has {size:,} bytes; expected at most {LARGEST:,}: one step's dump at a time")
         data = path.read_bytes()
-        value = _zip(data, _Budget()) if data.startswith(b"PK\x03\x04") else _unpickle(data, {}, _Budget())
-        if isinstance(value, _NESTED):
-            _walk(value)
+        value = _zip(data, _Budget()) if data.startswith(zips.MAGIC) else _unpickle(data, {}, _Budget())
+        if isinstance(value, NESTED):
+            walk(value)
         return value
 
 
@@ -68,17 +68,17 @@ class _Budget:
             raise ValueError(f"tensors of more than {LARGEST:,} bytes")
 
 
-_NESTED = (list, tuple, dict, set, frozenset)
+NESTED = (list, tuple, dict, set, frozenset)
 
 
-def _walk(value: Any) -> None:
+def walk(value: Any) -> None:
     """Raise where ``value`` holds itself, or too many values in all; a list that stands in it twice counts twice."""
     totals: dict[int, int | None] = {}  # by the container's id: the values in it; None while they are being counted
     waiting = [value]
     while waiting:
         each = waiting[-1]
         inner = [*each, *each.values()] if isinstance(each, dict) else each
-        parts = [part for part in inner if isinstance(part, _NESTED)]
+        parts = [part for part in inner if isinstance(part, NESTED)]
         if id(each) not in totals:
             totals[id(each)] = None
             if any(totals.get(id(part), 0) is None for part in parts):
@@ -94,25 +94,16 @@ def _walk(value: Any) -> None:
 
 def _zip(data: bytes, budget: _Budget) -> Any:
     """torch.save's format: ``NAME/data.pkl``, and its storages ``NAME/data/KEY``, stored and not compressed."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        entries = archive.infolist()
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise ValueError("compressed entries, which torch.save never writes")
-        if sum(entry.file_size for entry in entries) > len(data):
-            raise ValueError("entries that claim more bytes than the file has")
-        main = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
-        if len(main) != 1:
-            raise ValueError(f"{len(main)} entries named data.pkl, expected one")
-        prefix = main[0].filename.removesuffix("data.pkl")
-        order = [entry for entry in entries if entry.filename == f"{prefix}byteorder"]
-        if order and archive.read(order[0]) != b"little":
-            raise ValueError("tensors of a big-endian machine")
-        storages = {
-            entry.filename.removeprefix(f"{prefix}data/"): archive.read(entry)
-            for entry in entries
-            if entry.filename.startswith(f"{prefix}data/")
-        }
-        return _unpickle(archive.read(main[0]), storages, budget)
+    found = zips.entries(data)
+    main = [name for name in found if name.endswith("/data.pkl")]
+    if len(main) != 1:
+        raise ValueError(f"{len(main)} entries named data.pkl, expected one")
+    prefix = main[0].removesuffix("data.pkl")
+    if found.get(f"{prefix}byteorder", b"little") != b"little":
+        raise ValueError("tensors of a big-endian machine")
+    inside = f"{prefix}data/"
+    storages = {name.removeprefix(inside): held for name, held in found.items() if name.startswith(inside)}
+    return _unpickle(found[main[0]], storages, budget)
 
 
 def _unpickle(data: bytes, storages: dict[str, bytes], budget: _Budget) -> Any:

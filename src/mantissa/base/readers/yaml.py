@@ -5,21 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from mantissa.base.bounds import boundary
+from mantissa.base.bounds import boundary, said
 from mantissa.base.errors import MantissaError
-
-
-class Limits(NamedTuple):
-    """Of a document. ``values``: with every alias written out, so that few lines cannot stand for billions."""
-
-    characters: int
-    brackets: int  # on which PyYAML's scanner is slow
-    values: int
-
+from mantissa.base.readers.limits import Limits
 
 WRITTEN = Limits(20_000, 200, 5_000)  # by a person: a recipe, a lab, an override
 RECORDED = Limits(200_000, 5_000, 50_000)  # by a program, or a table of tests
@@ -61,7 +53,11 @@ _Loader.add_implicit_resolver(
 def read_yaml(path: Path, limits: Limits = WRITTEN) -> Any:
     """What a file holds, read no further than the limits go. Errors: ``parse_yaml``'s, and the system's."""
     with path.open(encoding="utf-8") as file:
-        return parse_yaml(file.read(limits.characters + 1), str(path), limits)
+        try:
+            text = file.read(limits.bytes + 1)
+        except UnicodeDecodeError as error:
+            raise MantissaError(f"{path}: {said(error)}; expected YAML in UTF-8") from None
+    return parse_yaml(text, str(path), limits)
 
 
 def read_shipped(path: Path) -> Any:
@@ -72,10 +68,8 @@ def read_shipped(path: Path) -> Any:
 def parse_yaml(text: str, where: str, limits: Limits = WRITTEN) -> Any:
     """Parse YAML; a mistake in it becomes one line with its position. Bounded in length and, aliases written out, in
     values."""
-    if len(text) > limits.characters or text.count("[") + text.count("{") > limits.brackets:
-        raise MantissaError(
-            f"{where}: more than {limits.characters:,} characters or {limits.brackets:,} brackets; shorten it"
-        )
+    if len(text) > limits.bytes or text.count("[") + text.count("{") > limits.depth:
+        raise MantissaError(f"{where}: more than {limits.bytes:,} characters or {limits.depth:,} brackets; shorten it")
     with boundary(where, "expected YAML"):
         try:
             loader = _Loader(text)

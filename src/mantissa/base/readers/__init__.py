@@ -1,0 +1,40 @@
+"""The one guarded reader of each format that others may have written; nothing else in the package reads these formats.
+
+| format | module | bounded |
+|---|---|---|
+| YAML | ``yaml`` | characters, brackets, values with every alias written out |
+| JSON, a document or rows | ``json`` | bytes, levels, values, digits; text that UTF-8 cannot hold |
+| pickles of tensors | ``pickles`` | names, bytes, operations, values with every reference written out |
+| zip | ``zips`` | bytes, entries; no compression |
+| torch.save's files | ``torch_files`` | the same, and torch's own list of names |
+| safetensors | ``safetensors`` | bytes of the header, tensors |
+| parquet | ``parquet`` | rows, values, bytes as they are unpacked |
+| SQLite | ``sqlite`` | processor seconds of a statement, bytes of a value; no views, triggers, virtual tables |
+| tokenizers | ``tokenizers`` | bytes, added tokens, and how much longer a text may become |
+
+GGUF's is ``mantissa.model.gguf``: it knows the models that may be in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def readers() -> dict[str, Callable[[Path], Any]]:
+    """Each reader by its format: it takes a file, or a model's folder, and gives what it holds or one MantissaError."""
+    from mantissa.base.readers import json, parquet, pickles, safetensors, sqlite, tokenizers, torch_files, yaml, zips
+
+    return {
+        "yaml": yaml.read_yaml,
+        "json": json.read_json,
+        "json rows": lambda path: list(json.read_rows(path)),
+        "pickles": pickles.load,
+        "zips": zips.read_zip,
+        "torch files": torch_files.read_torch,
+        "safetensors": safetensors.read_tensors,
+        "parquet": lambda path: list(parquet.read_rows(path)),
+        "sqlite": sqlite.read_tables,
+        "tokenizers": tokenizers.read_tokenizer,
+    }

@@ -1,0 +1,81 @@
+"""The one place that opens SQLite files: a schema that is data alone, values of bounded size, statements that end.
+
+A database is a program too: a view, a trigger or a virtual table in it runs in whichever statement names it, and may
+never end. So a file that has one is refused, functions in its schema may do nothing, and a statement has a budget of
+processor time.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+from mantissa.base.bounds import boundary
+from mantissa.base.errors import MantissaError
+from mantissa.base.readers.limits import Limits, require_size
+
+LIMITS = Limits(256 << 20, 100, 20_000_000, seconds=60.0)  # bytes of a value or row
+_STEPS = 10_000  # of SQLite's machine between two looks at the clock: a fraction of a millisecond
+_FOREIGN = (
+    "SELECT count(*) FROM sqlite_master WHERE type NOT IN ('table', 'index') OR (type = 'table' AND rootpage = 0)"
+)
+
+
+class Connection(sqlite3.Connection):
+    """A connection on which every statement has ``LIMITS.seconds`` of its thread's processor time."""
+
+    ends: float = float("inf")
+
+    def execute(self, *arguments: Any) -> sqlite3.Cursor:
+        self.begin()
+        return super().execute(*arguments)
+
+    def executemany(self, *arguments: Any) -> sqlite3.Cursor:
+        self.begin()
+        return super().executemany(*arguments)
+
+    def begin(self) -> None:
+        """The next statement's time begins. Of the processor: one that waits for a lock or a disk costs nothing."""
+        self.ends = time.thread_time() + LIMITS.seconds
+
+    def late(self) -> bool:
+        return time.thread_time() > self.ends
+
+
+def connect(path: Path | str, wait_s: float = 30.0) -> Connection:
+    """Open a database, which may be new, for several threads of which one at a time uses it; transactions by hand.
+
+    ``wait_s``: how long a writer waits for another one. Raises ``sqlite3.Error`` as SQLite does, and ``MantissaError``
+    for one that holds views, triggers or virtual tables.
+    """
+    connection = sqlite3.connect(
+        path, timeout=wait_s, isolation_level=None, check_same_thread=False, factory=Connection
+    )
+    try:
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LIMITS.bytes)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+        connection.set_progress_handler(connection.late, _STEPS)
+        connection.execute("PRAGMA trusted_schema=OFF")
+        connection.execute("PRAGMA cell_size_check=ON")
+        (foreign,) = connection.execute(_FOREIGN).fetchone()
+        if foreign:
+            raise MantissaError(f"database {path} holds views, triggers or virtual tables; name one of this program")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def read_tables(path: Path) -> dict[str, list[tuple[Any, ...]]]:
+    """All rows of every table of a file, by name; ``MantissaError`` for one that is damaged or runs too long."""
+    with boundary(f"database {path}", "restore it, or name another file"):
+        require_size(path, LIMITS.bytes)
+        connection = connect(path)
+        try:
+            names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+            quoted = {name: '"' + name.replace('"', '""') + '"' for name in names}
+            return {name: connection.execute(f"SELECT * FROM {quoted[name]}").fetchall() for name in names}
+        finally:
+            connection.close()

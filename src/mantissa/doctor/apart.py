@@ -1,0 +1,232 @@
+"""A stranger's file read in a process of its own, so that a fault in a reader costs one line and not the command.
+
+What the process gives up is in ``inside.py``. Here is the side that does not believe it: its answer is a line of JSON
+and the bytes of arrays whose kinds are known beforehand, counted and checked before anything is made of them; nothing
+in it is executed or unpickled. It crashes, hangs, eats memory or writes garbage: each is one ``MantissaError``.
+
+The process reads while this one imports what it needs next; ``Reading.dump`` waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mantissa.base.bounds import available_memory, number, require_memory
+from mantissa.base.errors import MantissaError
+from mantissa.doctor.inside import ARRAYS, LONGEST_TEXT, NUMBERS
+from mantissa.tasks.sandbox.run import Limits, cause_of_death
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from mantissa.doctor.dump import Dump, Scored
+
+# A pickle of the largest size that is read takes 6 GB on the way; four million tokens of jsonl take minutes on a slow
+# machine, and a file over a network longer than its CPU seconds.
+LIMITS = Limits(wall_s=600.0, cpu_s=300, memory_bytes=8 << 30, output_bytes=4 << 30)
+_ADVICE = "it is damaged, or was made to break readers; write it again, or give a part of it"
+_LONGEST_HEADER = 1 << 16
+_LARGEST_TOKEN = 2**31 - 1
+_CODE = "import sys; sys.path[:] = {path!r}; from mantissa.doctor.inside import main; main()"
+
+
+class Reading:
+    """A process at work on ``path``. Call ``dump`` once; it ends the process however it returns.
+
+    ``reader``: MODULE:NAME of what is called with path and framework.
+    """
+
+    def __init__(
+        self, path: Path, framework: str | None = None, *, reader: str = "mantissa.doctor.readers:read_dump",
+        limits: Limits = LIMITS,
+    ) -> None:  # fmt: skip
+        free = available_memory()
+        self._memory = limits.memory_bytes if free is None else min(limits.memory_bytes, free)
+        self._path, self._limits, self._deadline = path, limits, time.monotonic() + limits.wall_s
+        inner = json.dumps({"memory_bytes": self._memory, "cpu_s": limits.cpu_s})
+        places = [place or os.getcwd() for place in sys.path]
+        code = _CODE.format(path=places)
+        # One thread: each takes an address space of its own, and a reader has no use for more.
+        one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ARROW_IO_THREADS"), "1")
+        more = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
+        command = [sys.executable, "-I", "-S", "-c", code, reader, str(path), framework or "", inner]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+            env=one | more,
+        )  # fmt: skip
+
+    def dump(self) -> Dump:
+        """What was read; ``MantissaError`` with the reader's own words, or with how its process ended."""
+        try:
+            header = self._header()
+            if header.keys() == {"memory"}:
+                raise MantissaError(f"{self._path}: its reader used more than {_bytes(self._memory)}; {_ADVICE}")
+            if header.keys() == {"error"} and isinstance(header["error"], str):
+                raise MantissaError(_printable(header["error"]))
+            return self._unpacked(header)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+
+    def _header(self) -> dict[str, Any]:
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            line += self._bytes(1)  # a pipe has no way back: the arrays begin after the line
+            if len(line) > _LONGEST_HEADER:
+                raise self._garbage("an answer that begins with no line")
+        try:
+            header = json.loads(line)
+        except (ValueError, RecursionError):
+            raise self._garbage("an answer that is no JSON") from None
+        if not isinstance(header, dict):
+            raise self._garbage("an answer without fields")
+        return header
+
+    def _bytes(self, count: int) -> bytearray:
+        """So many bytes of the answer."""
+        assert self._process.stdout is not None
+        found, pipe = bytearray(count), self._process.stdout.fileno()
+        view = memoryview(found)
+        while view:
+            left = self._deadline - time.monotonic()
+            if left <= 0 or not select.select([pipe], [], [], left)[0]:
+                raise MantissaError(f"{self._path}: its reader took longer than {self._limits.wall_s:g} s; {_ADVICE}")
+            got = os.readv(pipe, [view])
+            if not got:
+                raise self._ended()
+            view = view[got:]
+        return found
+
+    def _ended(self) -> MantissaError:
+        """Why the answer ended early."""
+        try:
+            died = cause_of_death(self._process.wait(5.0))
+        except subprocess.TimeoutExpired:
+            return self._garbage("half an answer")
+        if died == "SIGXCPU" or died == "SIGKILL":
+            spent = f"used more than {self._limits.cpu_s} s of processor time"
+            said = spent if died == "SIGXCPU" else f"{spent}, or was killed by another, as where memory runs out"
+            return MantissaError(f"{self._path}: its reader {said}; {_ADVICE}")
+        if died == "exit code 0":
+            return self._garbage("no whole answer")
+        return MantissaError(f"{self._path}: its reader crashed ({died}); {_ADVICE}")
+
+    def _garbage(self, what: str) -> MantissaError:
+        return MantissaError(f"{self._path}: its reader gave {what}; {_ADVICE}")
+
+    def _unpacked(self, header: dict[str, Any]) -> Dump:
+        from mantissa.doctor.dump import Dump, Settings
+        from mantissa.doctor.readers import FRAMEWORKS, checked
+
+        names = {each.name for each in fields(Settings)}
+        framework, settings, notes = (header.get(name) for name in ("framework", "settings", "notes"))
+        good = framework in FRAMEWORKS and isinstance(settings, dict) and settings.keys() == names
+        good = good and isinstance(notes, list) and all(isinstance(note, str) for note in notes)
+        if not good or not isinstance(settings, dict) or not isinstance(notes, list):
+            raise self._garbage("an answer of other fields than a dump's")
+        how = checked(self._path, Settings(**settings))
+        sequences = unpacked(self._arrays(header.get("counts")))
+        if sequences is None:
+            raise self._garbage("arrays that do not fit one another")
+        run = self._path if header.get("run") is True else None
+        return Dump(str(framework), self._path, sequences, how, run, tuple(map(_printable, notes)))
+
+    def _arrays(self, counts: Any) -> dict[str, np.ndarray]:
+        import numpy as np
+
+        if not isinstance(counts, list) or len(counts) != len(ARRAYS):
+            raise self._garbage("an answer without the sizes of its arrays")
+        most = self._limits.output_bytes
+        if not all(number(count, 0, most, whole=True) for count in counts):
+            raise self._garbage("arrays of impossible sizes")
+        kinds = [np.dtype(kind) for kind in ARRAYS.values()]
+        total = sum(count * kind.itemsize for count, kind in zip(counts, kinds, strict=True))
+        if total > most:
+            raise MantissaError(f"{self._path}: its reader gave {total:,} bytes; expected at most {most:,}; {_ADVICE}")
+        require_memory(total, str(self._path), "give a part of it")
+        return {
+            name: np.frombuffer(self._bytes(count * kind.itemsize), dtype=kind)
+            for name, count, kind in zip(ARRAYS, counts, kinds, strict=True)
+        }
+
+
+def unpacked(arrays: dict[str, np.ndarray]) -> list[Scored] | None:
+    """The sequences that ``inside.packed`` made these arrays of; None where they are no such arrays."""
+    import numpy as np
+
+    from mantissa.doctor.dump import Scored
+
+    a = arrays
+    count = len(a["lengths"])
+    if not _fitting(a, count):
+        return None
+    texts = [a[name].astype(bool) for name in ("mask", "flipped")]
+    responses = a["lengths"] - a["prompts"]
+    tokens = _cut(a["tokens"], a["lengths"])
+    x, y, mask = (_cut(values, responses) for values in (a["rollout_logp"], a["learner_logp"], texts[0]))
+    flipped = iter(_cut(texts[1], responses[a["flips"] != 0]))
+    ids = _cut(a["kept"], np.maximum(a["kept_counts"], 0))
+    places = [None if size < 0 else kept for size, kept in zip(a["kept_counts"].tolist(), ids, strict=True)]
+    ends = np.cumsum(responses * (a["keeps"] != 0)).tolist()
+    numbers = [value if known else None for value, known in zip(a["numbers"].tolist(), a["numbered"], strict=True)]
+    versions = [numbers[place * count : (place + 1) * count] for place in range(len(NUMBERS))]
+    return [
+        Scored(
+            tokens[n], prompt, x[n], y[n], mask[n], versions[0][n], versions[1][n], versions[2][n],
+            next(flipped) if a["flips"][n] else None,
+            places[ends[n] - len(mask[n]) : ends[n]] if a["keeps"][n] else None,
+        )
+        for n, prompt in enumerate(a["prompts"].tolist())
+    ]  # fmt: skip
+
+
+def _fitting(a: dict[str, np.ndarray], count: int) -> bool:
+    """Whether sizes fit one another and values are what a dump can hold."""
+    import numpy as np
+
+    per_sequence = all(len(a[name]) == count for name in ("prompts", "flips", "keeps"))
+    per_number = len(a["numbered"]) == len(a["numbers"]) == count * len(NUMBERS)
+    small = all(a[name].max(initial=0) <= 1 for name, kind in ARRAYS.items() if kind == "|u1")
+    if not (per_sequence and per_number and small and count):
+        return False
+    lengths, prompts, kept = a["lengths"], a["prompts"], a["kept_counts"]
+    if lengths.max() > len(a["tokens"]) or prompts.min() < 0 or (prompts > lengths).any():
+        return False
+    if kept.min(initial=0) < -1 or kept.max(initial=0) > len(a["kept"]):
+        return False
+    responses = lengths - prompts
+    sizes = {
+        "tokens": lengths, "rollout_logp": responses, "learner_logp": responses, "mask": responses,
+        "flipped": responses[a["flips"] != 0], "kept_counts": responses[a["keeps"] != 0],
+        "kept": np.maximum(kept, 0),
+    }  # fmt: skip
+    if any(int(size.sum()) != len(a[name]) for name, size in sizes.items()):
+        return False
+    if any(np.isinf(a[name]).any() for name in ("rollout_logp", "learner_logp")):
+        return False
+    return all(a[name].min(initial=0) >= 0 and a[name].max(initial=0) <= _LARGEST_TOKEN for name in ("tokens", "kept"))
+
+
+def _cut(values: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+    ends = sizes.cumsum().tolist()
+    return [values[end - size : end] for end, size in zip(ends, sizes.tolist(), strict=True)]
+
+
+def _printable(text: str) -> str:
+    """A text of the other process without what a terminal obeys."""
+    text = text[:LONGEST_TEXT]
+    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count >> 20} MiB"

@@ -1,0 +1,34 @@
+"""JSON that other parts could not hold: too deep, too long a number, text that UTF-8 has no bytes for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from mantissa.base.readers.json import VALUE, parse_json
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 101 + "]" * 101, "nested more than 100 levels"), ("[" * 10**6, "nested too deeply"),
+        ("[1" + "0" * 400 + "]", "more than 308 digits"), (r'{"a": "\ud800"}', "surrogates not allowed"),
+        (r'{"\udfff": 1}', "surrogates not allowed"), ('"\ud800"', "surrogates not allowed"),
+        (b'"\xed\xa0\x80"', "codec can't decode"), (b"\xff\xfe1\0", "codec can't decode"), ("", "Expecting value"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(text: str | bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_json(text)
+
+
+def test_what_is_kept() -> None:
+    assert parse_json("[" * 100 + "]" * 100)
+    assert parse_json(r'"\ud83d\ude00"') == "\U0001f600"
+    assert parse_json('{"a": 1, "a": 2}') == {"a": 2}
+    assert parse_json(f'["{"9" * 5000}"]') == ["9" * 5000]
+    assert parse_json("9" * 400, VALUE) == int("9" * 400)
+    assert math.isnan(parse_json(b"\xef\xbb\xbfNaN"))
+    with pytest.raises(ValueError, match="more than 3 values"):
+        parse_json("[1, 2, 3]", VALUE._replace(values=3))
