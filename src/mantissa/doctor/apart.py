@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mantissa.base.bounds import available_memory, number, require_memory
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers.json import parse_json
 from mantissa.doctor.inside import ARRAYS, LONGEST_TEXT, NUMBERS
 from mantissa.tasks.sandbox.run import Limits, cause_of_death
 
@@ -85,8 +86,8 @@ class Reading:
             if len(line) > _LONGEST_HEADER:
                 raise self._garbage("an answer that begins with no line")
         try:
-            header = json.loads(line)
-        except (ValueError, RecursionError):
+            header = parse_json(bytes(line))
+        except ValueError:
             raise self._garbage("an answer that is no JSON") from None
         if not isinstance(header, dict):
             raise self._garbage("an answer without fields")

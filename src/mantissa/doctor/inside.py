@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers.json import parse_json
 from mantissa.tasks.sandbox import jail
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints is no answer
     try:
         read = _reader(reader, Path(path))
-        confine(**json.loads(limits))
+        confine(**parse_json(limits))
         dump = read(Path(path), framework or None)
         with boundary(path, _WHY):
             counts, arrays = packed(dump)

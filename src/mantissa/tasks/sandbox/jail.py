@@ -336,10 +336,10 @@ def execute(requests: BinaryIO) -> None:
     function = namespace[job["function"]]
     while line := requests.readline():
         try:
-            answer = json.dumps({"value": function(*json.loads(line))})
+            answer = json.dumps({"value": function(*json.loads(line))}, ensure_ascii=False).encode()
         except BaseException as error:  # noqa: BLE001 - the program is foreign: it may raise anything, SystemExit too
-            answer = json.dumps({"error": type(error).__name__})
-        data = answer.encode() + b"\n"
+            answer = json.dumps({"error": type(error).__name__}).encode()
+        data = answer + b"\n"
         while data:
             data = data[os.write(3, data) :]
     os._exit(0)
