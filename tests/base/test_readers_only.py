@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src" / "mantissa"
+SOURCE = Path(__file__).parents[2] / "src" / "mantissa"
 # The last two names of a call, or the last alone where the one before may be any.
 PARSING = {
     "json": {"json.load", "json.loads", "json.JSONDecoder", "JSONDecoder"},
@@ -84,5 +84,9 @@ def test_a_call_is_found_by_whichever_name(line: str) -> None:
 
 def test_each_format_is_parsed_in_its_reader() -> None:
     """The names above are those that are used: a format that no reader parses would be looked for by wrong names."""
-    calls = {call for path in (SOURCE / "readers").glob("*.py") for call in parsed(ast.parse(path.read_text("utf-8")))}
+    calls = {
+        call
+        for path in (SOURCE / "base" / "readers").glob("*.py")
+        for call in parsed(ast.parse(path.read_text("utf-8")))
+    }
     assert {kind for kind, names in PARSING.items() if names & calls} == PARSING.keys()

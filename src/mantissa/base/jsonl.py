@@ -17,6 +17,7 @@ from typing import Any
 from mantissa.base.bounds import LARGEST_SIZE, number, regular_file, shown, whole_text
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import disk_errors, open_own, write_atomically
+from mantissa.base.progress import opened
 from mantissa.base.readers.json import ROW, parse_json
 from mantissa.base.readers.limits import require_size
 
@@ -72,30 +73,30 @@ class JsonLines:
         if not regular_file(self.path):
             raise MantissaError(f"{self.path}: expected a file, found a folder; move it away")
         require_size(self.path, _LARGEST)
-        *lines, tail = self.path.read_bytes().split(b"\n")
         rows: list[Row] = []
-        last = -1
-        for place, line in enumerate(lines, start=1):
-            try:
-                row = decode(line)
-            except UnusualValueError as error:
-                raise MantissaError(
-                    f"{self.path}, line {place}: {error}; delete the line, or restore the file"
-                ) from None
-            except ValueError:
-                raise MantissaError(
-                    f"{self.path}, line {place}: expected a row of JSON with a step, got {line[:60]!r}; "
-                    "delete the line, or restore the file"
-                ) from None
-            if row["step"] <= last:
-                raise MantissaError(
-                    f"{self.path}, line {place}: expected a step after {last}, got {row['step']}; delete the line, or "
-                    "restore the file"
-                )
-            last = row["step"]
-            rows.append(row)
-        del tail  # the text after the last newline is empty, or a line that was never finished
+        with opened(self.path) as file:
+            for place, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):  # else it was never finished
+                    rows.append(self._row(line[:-1], place, rows[-1]["step"] if rows else -1))
         return rows
+
+    def _row(self, line: bytes, place: int, last: int) -> Row:
+        """The row of a line; ``last``: the step of the row before."""
+        try:
+            row = decode(line)
+        except UnusualValueError as error:
+            raise MantissaError(f"{self.path}, line {place}: {error}; delete the line, or restore the file") from None
+        except ValueError:
+            raise MantissaError(
+                f"{self.path}, line {place}: expected a row of JSON with a step, got {line[:60]!r}; "
+                "delete the line, or restore the file"
+            ) from None
+        if row["step"] <= last:
+            raise MantissaError(
+                f"{self.path}, line {place}: expected a step after {last}, got {row['step']}; delete the line, or "
+                "restore the file"
+            )
+        return row
 
     def truncate(self, step: int) -> None:
         """Keep the rows up to and including ``step``, atomically."""

@@ -42,7 +42,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -311,7 +311,9 @@ class Guard:
         self._forget()
 
     def _forget(self) -> None:
-        self._window: deque[_Seen] = deque(maxlen=self.config.window)
+        self._window: deque[_Seen] = deque()
+        self._counts: Counter[str] = Counter()  # of the window: how many values each name of ``_Seen`` has
+        self._raised: Counter[str] = Counter()  # and how many of them are 1, of those that are 0 or 1
         self._nonfinite = 0
         self._best: float | None = None
         self._tops: dict[str, float] = {}  # best window mean by name of DROPS
@@ -337,6 +339,9 @@ class Guard:
         seen = self._look(step, row)
         self._last_step = step
         self._window.append(seen)
+        self._count(seen, 1)
+        if len(self._window) > self.config.window:
+            self._count(self._window.popleft(), -1)
         numbers: dict[str, float] = {"steps": len(self._window)}
         findings = [
             finding
@@ -403,10 +408,22 @@ class Guard:
 
     # for the rules below
 
+    def _count(self, seen: _Seen, by: int) -> None:
+        for name, value in seen.ours.items():
+            self._counts[name] += by
+            if value == 1.0:
+                self._raised[name] += by
+
     def _values(self, name: str) -> list[float]:
         """The window's values; none at all where they are too few to be judged."""
-        known = [seen.ours[name] for seen in self._window if name in seen.ours]
-        return known if len(known) >= self.config.enough else []
+        if self._counts[name] < self.config.enough:
+            return []
+        return [seen.ours[name] for seen in self._window if name in seen.ours]
+
+    def _share(self, name: str) -> tuple[float, int] | None:
+        """The share of the window's values that are 1, of those that are 0 or 1, and their number; None: too few."""
+        known = self._counts[name]
+        return (self._raised[name] / known, known) if known and known >= self.config.enough else None
 
     def _means(self, name: str) -> tuple[float, float, int] | None:
         """The window's mean, the reference's over the same steps, and their number; None where they are too few."""
@@ -444,11 +461,12 @@ def _nonfinite(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
 
 
 def _overflow(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
-    known = guard._values("overflowed")
-    if not known:
+    found = guard._share("overflowed")
+    if found is None:
         return []
-    rate = numbers["overflowed_rate"] = sum(known) / len(known)
-    said = f"overflow: {rate:.1%} of {len(known)} steps overflowed"
+    rate, steps = found
+    numbers["overflowed_rate"] = rate
+    said = f"overflow: {rate:.1%} of {steps} steps overflowed"
     return _highest(guard.config, "overflow", ("warn", "alert", "fall back"), rate, said)
 
 
@@ -518,12 +536,15 @@ def _speed(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
 def _gates(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
     found: list[Finding] = []
     for name, (low, high) in guard.config.gates.items():
-        known = guard._values(f"outside/{name}")
-        if not known:
+        outside_of = guard._share(f"outside/{name}")
+        if outside_of is None:
             continue
-        share = numbers[f"outside/{name}"] = sum(known) / len(known)
+        share, steps = outside_of
+        numbers[f"outside/{name}"] = share
+        if not share:
+            continue
         ends = f"{'-inf' if low is None else f'{low:g}'} to {'inf' if high is None else f'{high:g}'}"
-        said = f"gate: {name} outside {ends} on {share:.0%} of {len(known)} steps"
+        said = f"gate: {name} outside {ends} on {share:.0%} of {steps} steps"
         found += _highest(guard.config, "gate", ("warn", "alert"), share, said)
     return found
 

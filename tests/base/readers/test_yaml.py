@@ -14,7 +14,7 @@ from mantissa.doctor.runs import read_run
 from mantissa.genesis.evolution.programs import read_tasks
 from mantissa.runs.directory import RunDirectory
 
-SOURCE = Path(__file__).parents[2] / "src" / "mantissa"
+SOURCE = Path(__file__).parents[3] / "src" / "mantissa"
 MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 40))
 ALIASES = "a0: &a0 [1, 2]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
 LONG = "name: " + "x" * 20_000_000

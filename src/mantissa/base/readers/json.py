@@ -16,6 +16,7 @@ from typing import Any
 
 from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
+from mantissa.base.progress import opened
 from mantissa.base.readers.limits import Limits, require_size
 
 DOCUMENT = Limits(256 << 20, 100, 20_000_000)  # state, settings, an index, an answer from a server
@@ -33,7 +34,7 @@ def parse_json(text: str | bytes, limits: Limits = DOCUMENT) -> Any:
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     if not text.isascii():
         text.encode()  # which half of a surrogate pair fails
-    long = re.search(rf"\d{{{limits.digits + 1}}}", text)  # maybe within a text, hence not refused here
+    long = _has_run(text, limits.digits + 1)  # maybe within a text, hence not refused here
     hook = _short(limits.digits) if long else None
     try:
         value = json.loads(text, parse_int=hook)
@@ -43,6 +44,14 @@ def parse_json(text: str | bytes, limits: Limits = DOCUMENT) -> Any:
     if opened > limits.depth or opened + text.count(",") >= limits.values or _HALF.search(text):
         _check(value, limits)
     return value
+
+
+def _has_run(text: str, digits: int) -> bool:
+    """Whether so many digits stand in a row. A sixteenth of them is looked at first, and mostly alone."""
+    few, step = digits // 16, 16
+    if few > 4 and not re.search(rf"\d{{{few}}}", text[::step]):
+        return False
+    return re.search(rf"\d{{{digits}}}", text) is not None
 
 
 def as_json(value: Any) -> Any:
@@ -70,8 +79,8 @@ def read_lines(path: Path, limits: Limits = ROW) -> Iterator[tuple[int, bytes]]:
     """Number and bytes of each line that is not empty, for who parses them one by one. ``limits`` are of a line."""
     with boundary(path, "expected a file of rows"):
         require_size(path, _LARGEST_FILE)
-        file = path.open("rb")
-    with file:
+        reading = opened(path)
+    with reading as file:
         number = 0
         while line := file.readline(limits.bytes + 1):
             number += 1
