@@ -185,6 +185,8 @@ def _array(where: str, name: str, values: Any) -> np.ndarray:
         raise MantissaError(f"{where}: {name} is {_shown(values)}, expected a list of numbers")
     if len(values) == 1 and isinstance(values[0], Sequence) and not isinstance(values[0], str):
         values = values[0]  # a batch of one
+    if set(map(type, values)) <= {int, float}:
+        return np.array(values, dtype=np.float64)
     odd = next((each for each in values if each is not None and not isinstance(each, bool | int | float)), None)
     if odd is not None:
         if all(each in _NON_FINITE for each in values if isinstance(each, str)) and isinstance(odd, str):
