@@ -14,6 +14,7 @@ from typing import Any
 from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.limits import Limits, require_size
+from mantissa.base.readers.parquet_footer import values_in
 
 LIMITS = Limits(4 << 30, 100, 400_000_000, rows=10_000_000)  # bytes: of the file, and of what is unpacked
 _BATCH_ROWS = 256
@@ -22,13 +23,11 @@ _BATCH_ROWS = 256
 class Table:
     """An open file. ``schema``: pyarrow's. ``columns``: their names, in order."""
 
-    def __init__(self, file: Any, path: Path, limits: Limits) -> None:
+    def __init__(self, file: Any, path: Path, values: int, limits: Limits) -> None:
         self._file, self._path, self._limits = file, path, limits
         self.schema = file.schema_arrow
         self.columns: list[str] = self.schema.names
         about = file.metadata
-        groups = [about.row_group(number) for number in range(about.num_row_groups)]
-        values = sum(group.column(c).num_values for group in groups for c in range(about.num_columns))
         if about.num_rows > limits.rows or values > limits.values:
             raise MantissaError(
                 f"{path}: {about.num_rows:,} rows of {values:,} values; expected at most {limits.rows:,} and "
@@ -53,8 +52,9 @@ def open_parquet(path: Path, where: str, limits: Limits = LIMITS) -> Iterator[Ta
 
     with boundary(where, "write the file again"):
         require_size(path, limits.bytes)
+        values = values_in(path)
         with pyarrow.parquet.ParquetFile(path) as file:
-            yield Table(file, path, limits)
+            yield Table(file, path, values, limits)
 
 
 def read_rows(path: Path, limits: Limits = LIMITS) -> Iterator[dict[str, Any]]:
