@@ -72,7 +72,7 @@ def answer(command: str, folder: Path, whole: Path, out: Path) -> BaseException 
 
 
 @pytest.mark.filterwarnings("ignore")
-@sizes(16, 2400)
+@sizes(16, 300)
 def test_any_spoilt_run(count: int, whole: Path, tmp_path: Path) -> None:
     first, failures = int(os.environ.get("MANTISSA_FUZZ_SEED", "0")), []
     outside = tmp_path / "outside"
