@@ -86,7 +86,7 @@ class Reading:
             if len(line) > _LONGEST_HEADER:
                 raise self._garbage("an answer that begins with no line")
         try:
-            header = parse_json(line)
+            header = parse_json(bytes(line))
         except ValueError:
             raise self._garbage("an answer that is no JSON") from None
         if not isinstance(header, dict):
