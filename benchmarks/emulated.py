@@ -31,7 +31,7 @@ from mantissa.model import policy_weights
 from mantissa.precision import Emulation, PrecisionPolicy, format_named, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.config.sections import RolloutConfig
-from mantissa.rl.engines import build_engine, close_engine, emulated, on_vllm
+from mantissa.rl.engines import build_engine, emulated, on_vllm
 from mantissa.rl.experience import Experience
 from mantissa.rl.score import Scorer
 from mantissa.rollout import Request, SamplingParams, VllmEngine
@@ -67,7 +67,7 @@ def sampled(arguments: argparse.Namespace, model: Any, tokenizer: Any, fmt: str,
         completions = [group[0] for group in engine.generate(requests, params, 0)]
         name = engine.release if isinstance(engine, VllmEngine) else "emulated"
     finally:
-        close_engine(engine)
+        engine.close()
     owners = list(range(len(prompts)))
     return Experience.of(prompts, completions, owners, [0.0] * len(prompts), CPU), name
 

@@ -37,7 +37,7 @@ from mantissa.model import Decoder, Tokenizer, policy_weights
 from mantissa.precision import Emulation, PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.config.sections import RolloutConfig
-from mantissa.rl.engines import build_engine, close_engine, emulated, on_vllm
+from mantissa.rl.engines import build_engine, emulated, on_vllm
 from mantissa.rl.exact import exact_plan, prove
 from mantissa.rl.experience import Experience
 from mantissa.rl.score import Scorer
@@ -47,7 +47,6 @@ from mantissa.rollout import (
     Request,
     RolloutEngine,
     SamplingParams,
-    VllmEngine,
     require_vllm,
 )
 from mantissa.runs.directory import RunDirectory
@@ -234,13 +233,13 @@ class _Bench:
         rollout = RolloutConfig(max_tokens=config.max_tokens, slots=min(count, _SLOTS), engine=config.engine)
         kernels = rollout_kernels(precision, plan)
         engine = build_engine(rollout, precision, kernels, self.model.config, self.tokenizer, config.device)
-        release: str = config.engine
+        release = engine.release or config.engine
         try:
-            if isinstance(engine, VllmEngine):
-                evidence["rollout"], release = engine.evidence, engine.release
+            if engine.evidence:
+                evidence["rollout"] = engine.evidence
             groups = self._sample(engine)
         finally:
-            close_engine(engine)
+            engine.close()
         sampled = time.perf_counter()
         completions = [completion for group in groups for completion in group]
         owners = [number for number, group in enumerate(groups) for _ in group]

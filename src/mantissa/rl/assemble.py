@@ -28,11 +28,11 @@ from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.collect.sampler import Sampler
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.config.sections import LossScalingConfig, ModelSource
-from mantissa.rl.engines import build_engine, close_engine, emulated, evidence_of, on_vllm
+from mantissa.rl.engines import build_engine, emulated, on_vllm
 from mantissa.rl.exact import ExactTwin, exact_plan, exact_twin, prove
 from mantissa.rl.learner import Learner
 from mantissa.rl.score import Reference
-from mantissa.rollout import VllmEngine, require_vllm
+from mantissa.rollout import require_vllm
 from mantissa.tasks import DatasetConfig, Grader, Problem, Task, build_task
 from mantissa.training import LossScaler
 
@@ -68,7 +68,7 @@ class Parts:
     def close(self) -> None:
         """End the verifier's processes, and the engine's where it has some."""
         self.sampler.grader.close()
-        close_engine(self.sampler.engine)
+        self.sampler.engine.close()
         if self.feedback is not None:
             self.feedback.close()
 
@@ -102,8 +102,8 @@ def assemble(config: RunConfig, ranks: Ranks = ALONE, task: Task | None = None) 
     learner = new_learner(config, model, learner_kernels(precision, plan), scaler, ranks)
     kernels = (twin and twin.kernels) or rollout_kernels(precision, plan)
     sampler = _sampler(config, task, precision, kernels, model.config, tokenizer, device, ranks)
-    if isinstance(sampler.engine, VllmEngine):
-        evidence["rollout"] = evidence_of(sampler.engine, ranks)
+    if sampler.engine.evidence:
+        evidence["rollout"] = sampler.engine.evidence
     reference = None
     if section is not None:
         reference = Reference(
@@ -192,7 +192,8 @@ def _sampler(
         check_task(config, task, sampler, model.max_position_embeddings)
     except BaseException:
         grader.close()
-        close_engine(engine)
+        if engine is not None:
+            engine.close()
         raise
     return sampler
 

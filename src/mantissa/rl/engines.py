@@ -124,17 +124,3 @@ def serve_engine(
         shapes = {name: weight.to(precision.rollout.active.dtype) for name, weight in Decoder(model).named_parameters()}
     start = vllm_start(rollout, precision, model, device)
     return serve_vllm(start, shapes, host=host, port=port, folder=folder, ready=ready)
-
-
-def evidence_of(engine: VllmEngine, ranks: Ranks) -> str:
-    """What was seen of vLLM at the start, and by how many."""
-    if ranks.alone:
-        return engine.evidence
-    each = "one server for" if engine.served else "one such vLLM for each of"
-    return f"{engine.evidence}; {each} {ranks.world} processes"
-
-
-def close_engine(engine: RolloutEngine | None) -> None:
-    """End the processes of an engine that has some."""
-    if isinstance(engine, VllmEngine):
-        engine.close()

@@ -25,7 +25,7 @@ from mantissa.kernels import (
 from mantissa.model import Decoder
 from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.config.run import RunConfig
-from mantissa.rollout import VllmEngine
+from mantissa.rollout import RolloutEngine
 
 
 def prove(
@@ -108,11 +108,11 @@ class ExactTwin:
         steps = "every step" if self.every == 1 else f"every {self.every} steps"
         return f"engine's share of the gap: measured {steps} by {self.said}"
 
-    def facts(self, engine: VllmEngine) -> dict[str, Any]:
+    def facts(self, engine: RolloutEngine) -> dict[str, Any]:
         """What the run's folder keeps for the report: engine, format of both, what measures or why nothing does."""
         return {
             "engine": engine.release,
-            "format": engine.start.format.name if engine.start.fp8 is None else f"fp8 on {engine.start.format}",
+            "format": engine.format_name,
             "every": self.every,
             "measured": self.kernels is not None,
             "kernels" if self.kernels is not None else "reason": self.said,

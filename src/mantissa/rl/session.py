@@ -29,7 +29,6 @@ from mantissa.rl.config.recipe import apply_overrides, make_config
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.guarded import fall_back_of, in_force, widened
 from mantissa.rl.loop import Loop
-from mantissa.rollout import VllmEngine
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path, environment
 from mantissa.runs.health import share_sentence
 from mantissa.runs.live import Live
@@ -222,7 +221,6 @@ def _environment(parts: Parts) -> dict[str, Any]:
     several = {} if ranks.alone else {"processes": ranks.world, "parallel": ranks.kind}
     share: dict[str, Any] = {}
     if parts.twin is not None:
-        assert isinstance(parts.sampler.engine, VllmEngine)
         share = {"engine_share": parts.twin.facts(parts.sampler.engine)}
     about = {"precision": rows, "training_device": device, "grading": guards}
     return environment() | about | weights | exact | several | share

@@ -35,7 +35,6 @@ from mantissa.rl.probes.engine_share import EngineShare
 from mantissa.rl.probes.exactness import Exactness
 from mantissa.rl.probes.interface import Probe
 from mantissa.rl.probes.small import Diagnose, Flushed, Lag, Refresh
-from mantissa.rollout import VllmEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
 from mantissa.runs.metrics import undeclared
@@ -78,7 +77,7 @@ class Steps:
         if config.precision_policy.kernels == "exact":
             self.exactness = Exactness(config, parts, self.run, self.live.note)
             probes.append(self.exactness)
-        if parts.twin is not None and isinstance(parts.sampler.engine, VllmEngine):
+        if parts.twin is not None:
             how = config.rollout.temperature, config.optimizer.micro_batch_tokens, parts.ranks
             probes.append(EngineShare(parts.sampler.engine, parts.twin, *how))
         if self.reference is not None:

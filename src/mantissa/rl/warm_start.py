@@ -17,7 +17,6 @@ from mantissa.base.seeds import stream_slice
 from mantissa.precision.numerics import masked_sum
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.sampler import Sampler
-from mantissa.rl.collect.source import rest
 from mantissa.rl.config.sections import WarmStartConfig
 from mantissa.rl.experience import Sequences
 from mantissa.rl.learner import Learner
@@ -55,7 +54,7 @@ def warm_start(
             accuracy = sampler.accuracy(
                 heldout, 1, params, learner.version, learner.seed, "warm_start evaluation", step
             )
-            rest(sampler.engine)
+            sampler.engine.pause()
             report({"step": step, "warm_start/loss": sum(losses) / len(losses), "warm_start/accuracy": accuracy})
             losses.clear()
             if accuracy >= config.target_accuracy:

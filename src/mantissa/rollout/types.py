@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
+from mantissa.model import CopiedPolicy
 
 FinishReason = Literal["stop", "length"]
 
@@ -72,7 +73,24 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """Anything that can sample: our native engine, or another behind the same contract."""
+    """Anything that can sample: our native engine, or another behind the same contract.
+
+    ``release``: which program samples, and its version; empty for this package's own. ``evidence``: what it was seen to
+    do at its start; empty where the kernels are this package's, which are probed. ``format_name``: what it computes in.
+    ``copies``: its weights in this package's decoder, of the version ``copied_version`` (-1: none yet).
+    """
+
+    release: str
+    evidence: str
+
+    @property
+    def format_name(self) -> str: ...
+
+    @property
+    def copies(self) -> CopiedPolicy: ...
+
+    @property
+    def copied_version(self) -> int: ...
 
     @property
     def version(self) -> int:
@@ -89,6 +107,14 @@ class RolloutEngine(Protocol):
 
     def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:
         """Sample every request; result[i][j] is sample j of request i. ``version`` must be the one loaded."""
+        ...
+
+    def pause(self) -> None:
+        """Nothing is sampled until the next ``sync``: give memory back to the learner, where that was asked for."""
+        ...
+
+    def close(self) -> None:
+        """End the processes of an engine that has some."""
         ...
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.rl.collect.batch import Batch, Collector
-from mantissa.rollout import RolloutEngine, VllmEngine
+from mantissa.rollout import RolloutEngine
 
 # Where a step's batch comes from
 Weights = Mapping[str, Tensor]
@@ -44,12 +44,6 @@ def shares(threads: int) -> tuple[int, int]:
     """Of ``threads`` of a CPU, the learner's and the sampler's: a third for the sampler, and one at least for each."""
     sampler = max(1, threads // 3)
     return max(1, threads - sampler), sampler
-
-
-def rest(engine: RolloutEngine) -> None:
-    """Nothing is sampled for a while: an engine that sleeps gives its memory back, until it is synced."""
-    if isinstance(engine, VllmEngine) and engine.start.sleeps:
-        engine.sleep()
 
 
 class SyncSource:
@@ -70,7 +64,7 @@ class SyncSource:
     def take(self, step: int) -> Batch:
         """The batch of ``step``: the one after the last that was taken."""
         batch = self._collector.collect(step, self._engine.version)
-        rest(self._engine)
+        self._engine.pause()
         return batch
 
     def again(self, position: int) -> None:

@@ -316,6 +316,9 @@ class VllmEngine:
         except BaseException:
             self.close()
             raise
+        if not ranks.alone:
+            each = "one server for" if self.served else "one such vLLM for each of"
+            self.evidence = f"{self.evidence}; {each} {ranks.world} processes"
 
     @property
     def version(self) -> int:
@@ -340,6 +343,15 @@ class VllmEngine:
         self._ranks.agreed(lambda: self._take(weights))
         self._lead(lambda: self._load(self.copies.weights))
         self._version = self.copied_version = version
+
+    @property
+    def format_name(self) -> str:
+        return self.start.format.name if self.start.fp8 is None else f"fp8 on {self.start.format}"
+
+    def pause(self) -> None:
+        """``sleep``, where the run asked for it."""
+        if self.start.sleeps:
+            self.sleep()
 
     def sleep(self) -> None:
         """Give the memory of weights and cache back to the learner, until the next ``sync``.
