@@ -23,7 +23,7 @@ from mantissa import (
     CorrectionConfig, Emulation, Experience, Grader, ModelSource, NativeEngine, OptimizerStep, PPOClipConfig,
     PrecisionPolicy, Request, SamplingParams, ScalerConfig, adamw, advantage, aggregation_scale, be_deterministic,
     build_task, correction, derive_seed, emulated, forward, gap_metrics, generator, learner_kernels, learning_rate,
-    load_policy, policy_loss, policy_weights, resolve, rollout_kernels, scaler_for, scatter, score, stream_slice,
+    load_policy, policy_weights, resolve, rollout_kernels, scaler_for, scatter, score, stream_slice,
 )
 
 SEED, PROMPTS, SAMPLES, MAX_TOKENS, MICRO_BATCH_TOKENS = 0, 32, 16, 3, 512
@@ -119,9 +119,9 @@ def backward(model, kernels, batch, rows, loss_scale: float) -> Tensor:
     for part in batch.micro_batches(rows, MICRO_BATCH_TOKENS):
         inside = batch.select(part)
         logp_BR = scatter(forward(model, kernels, inside, 1.0).logp_N, inside.mask_BR)
-        loss, _ = policy_loss(
+        loss, _ = PPOClipConfig().loss(
             logp_BR, inside.old_logp, inside.advantage_B, inside.valid_BR, inside.weight_BR,
-            scale_BR[part, : logp_BR.shape[1]], PPOClipConfig(),
+            scale_BR[part, : logp_BR.shape[1]],
         )  # fmt: skip
         (loss * loss_scale).backward()
         total += loss.detach()

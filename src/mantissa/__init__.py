@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         advantage,
         aggregation_scale,
         correction,
-        policy_loss,
     )
     from mantissa.base.device import be_deterministic
     from mantissa.base.seeds import derive_seed, generator, stream_slice
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _HOMES = {
-    "algorithms": ["CorrectionConfig", "PPOClipConfig", "advantage", "aggregation_scale", "correction", "policy_loss"],
+    "algorithms": ["CorrectionConfig", "PPOClipConfig", "advantage", "aggregation_scale", "correction"],
     "base.device": ["be_deterministic"],
     "base.seeds": ["derive_seed", "generator", "stream_slice"],
     "dropin": ["GuardConfig", "PrecisionTrainer"],
@@ -86,7 +85,6 @@ __all__ = [
     "learning_rate",
     "load_policy",
     "load_recipe",
-    "policy_loss",
     "policy_weights",
     "resolve",
     "resume",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from mantissa.algorithms import FlowRLConfig, aggregation_scale, flowrl_loss, values
+from mantissa.algorithms import FlowRLConfig, aggregation_scale, values
 from mantissa.base.errors import MantissaError
 
 NAN, INF = float("nan"), float("inf")
@@ -39,7 +39,7 @@ def make_batch(seed: int, spread: float = 0.3, dtype: torch.dtype = torch.float6
         "old_logp_BT": old_BT,
         "ref_logp_BT": old_BT + spread * normal(B, T),
         "log_z_B": normal(B),
-        "reward_B": normal(B),
+        "advantage_B": normal(B),
         "mask_BT": mask_BT,
         "weight_BT": normal(B, T).abs(),
         "scale_BT": aggregation_scale(mask_BT, "seq_mean_token_mean", dtype=dtype),
@@ -49,7 +49,7 @@ def make_batch(seed: int, spread: float = 0.3, dtype: torch.dtype = torch.float6
 def step(batch: Batch, config: FlowRLConfig) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Loss, gradients of the log-probs and of log Z, and tallies."""
     logp, log_z = batch["logp_BT"].clone().requires_grad_(), batch["log_z_B"].clone().requires_grad_()
-    loss, tallies = flowrl_loss(**(batch | {"logp_BT": logp, "log_z_B": log_z}), config=config)
+    loss, tallies = config.loss(**(batch | {"logp_BT": logp, "log_z_B": log_z}))
     loss.backward()
     return loss.detach(), logp.grad, log_z.grad, tallies
 
@@ -67,7 +67,7 @@ def oracle(batch: Batch, config: FlowRLConfig) -> tuple[float, list[list[float]]
         def mean(name: str, i: int = i, here: list[int] = here) -> float:
             return math.fsum(batch[name][i, t].item() for t in here) / len(here)
 
-        z, reward = batch["log_z_B"][i].item(), batch["reward_B"][i].item()
+        z, reward = batch["log_z_B"][i].item(), batch["advantage_B"][i].item()
         delta = z + mean("logp_BT") - config.beta * reward - mean("ref_logp_BT")
         log_ratios = [batch["logp_BT"][i, t].item() - batch["old_logp_BT"][i, t].item() for t in here]
         if config.importance == "sequence":
@@ -141,7 +141,7 @@ def test_what_is_valid_and_not_finite_is_counted_and_shows(name: str, bad: float
 @pytest.mark.parametrize(("name", "message"), [("ref_logp_BT", "reference policy's"), ("log_z_B", "log Z")])
 def test_what_is_missing_is_an_error_not_a_default(name: str, message: str) -> None:
     with pytest.raises(MantissaError, match=message):
-        flowrl_loss(**(make_batch(0) | {name: None}), config=FlowRLConfig())
+        FlowRLConfig().loss(**(make_batch(0) | {name: None}))
 
 
 @pytest.mark.parametrize("bounds", [(1.1, 1.3), (0.5, 0.9), (-0.1, 2.0), (NAN, 2.0)])

@@ -19,7 +19,6 @@ from mantissa.algorithms import (
     GSPOConfig,
     PPOClipConfig,
     ReinforceConfig,
-    policy_loss,
     values,
 )
 
@@ -59,7 +58,7 @@ def make_batch(seed: int, spread: float = 0.3, dtype: torch.dtype = torch.float6
 
 def loss_and_gradient(batch: Batch, config: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     logp_BT = batch["logp_BT"].clone().requires_grad_()
-    loss, metrics = policy_loss(**(batch | {"logp_BT": logp_BT}), config=config)
+    loss, metrics = config.loss(**(batch | {"logp_BT": logp_BT}))
     loss.backward()
     assert logp_BT.grad is not None
     return loss.detach(), logp_BT.grad, values(metrics)
@@ -141,10 +140,10 @@ def test_gspo_clips_sequences_by_a_mean_that_fp32_would_blur() -> None:
     true_gap = (logp.detach().double() - old.double()).mean().item()
     assert 3e-4 < true_gap < 4e-4
     one = torch.ones(1, 4096)
-    loss, metrics = policy_loss(logp, old, torch.ones(1), one.bool(), one, one / 4096, GSPOConfig())
+    loss, metrics = GSPOConfig().loss(logp, old, torch.ones(1), one.bool(), one, one / 4096)
     assert loss.item() == pytest.approx(-math.exp(true_gap), rel=1.2e-7)
     assert values(metrics)["policy/clip_fraction"].item() == 0.0
-    tighter = policy_loss(logp, old, torch.ones(1), one.bool(), one, one / 4096, GSPOConfig(clip_high=3e-4))[1]
+    tighter = GSPOConfig(clip_high=3e-4).loss(logp, old, torch.ones(1), one.bool(), one, one / 4096)[1]
     assert values(tighter)["policy/clip_fraction"].item() == 1.0
 
 
@@ -169,7 +168,7 @@ def test_gspo_clips_sequences_by_a_mean_that_fp32_would_blur() -> None:
 def test_a_bound_holds_only_what_has_gone_far(kind: Any, ratio: float, advantage: float, gradient: float) -> None:
     one = torch.ones(1, 1)
     logp = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    loss, _ = policy_loss(logp, 0 * one, torch.tensor([advantage]), one.bool(), one, one, kind())
+    loss, _ = kind().loss(logp, 0 * one, torch.tensor([advantage]), one.bool(), one, one)
     loss.backward()
     assert logp.grad is not None
     assert logp.grad.item() == pytest.approx(gradient, rel=1e-6)
@@ -180,7 +179,7 @@ def test_a_bound_holds_only_what_has_gone_far(kind: Any, ratio: float, advantage
 def test_extreme_ratios_stay_finite_in_fp32(gap: float, sign: float, kind: Any) -> None:
     one = torch.ones(1, 1)
     logp = torch.tensor([[gap]], requires_grad=True)
-    loss, metrics = policy_loss(logp, 0 * one, torch.tensor([sign]), one.bool(), one, one, kind())
+    loss, metrics = kind().loss(logp, 0 * one, torch.tensor([sign]), one.bool(), one, one)
     loss.backward()
     assert loss.isfinite()
     assert logp.grad is not None
@@ -208,7 +207,7 @@ def test_drift_is_measured_where_fp32_would_see_noise() -> None:
 def test_a_valid_log_prob_that_is_not_finite_is_counted_and_not_repaired(bad: float) -> None:
     one = torch.ones(1, 3)
     logp = torch.tensor([[-1.0, bad, -2.0]])
-    loss, metrics = policy_loss(logp, -one, torch.ones(1), one.bool(), one, one, ReinforceConfig())
+    loss, metrics = ReinforceConfig().loss(logp, -one, torch.ones(1), one.bool(), one, one)
     assert not loss.isfinite()
     measured = values(metrics)
     assert measured["policy/nonfinite"].item() == 1

@@ -23,11 +23,8 @@ from mantissa.algorithms import (
     ReinforceConfig,
     aggregation_scale,
     correction,
-    flowrl_loss,
     kl_loss,
     kl_reward,
-    log_ratio_parts,
-    policy_loss,
     values,
 )
 
@@ -39,17 +36,17 @@ Function = Callable[[Batch], tuple[Any, ...]]  # tensors, and a dictionary of ta
 
 def of_policy(config: Any) -> Function:
     names = ("logp_BT", "old_logp_BT", "advantage_B", "mask_BT", "weight_BT", "scale_BT")
-    return lambda batch: policy_loss(*(batch[name] for name in names), config)
+    return lambda batch: config.loss(*(batch[name] for name in names))
 
 
 def of_flowrl(config: FlowRLConfig) -> Function:
-    names = ("logp_BT", "old_logp_BT", "ref_logp_BT", "log_z_B", "advantage_B", "mask_BT", "weight_BT", "scale_BT")
-    return lambda batch: flowrl_loss(*(batch[name] for name in names), config)
+    names = ("logp_BT", "old_logp_BT", "advantage_B", "mask_BT", "weight_BT", "scale_BT", "ref_logp_BT", "log_z_B")
+    return lambda batch: config.loss(**{name: batch[name] for name in names})
 
 
 def of_parts(config: Any) -> Function:
     names = ("logp_BT", "old_logp_BT", "rollout_logp_BT", "advantage_B", "mask_BT", "mask_BT")
-    return lambda batch: (log_ratio_parts(*(batch[name] for name in names), config=config),)
+    return lambda batch: (config.ratio_parts(*(batch[name] for name in names)),)
 
 
 def of_kl(kind: Any) -> Function:

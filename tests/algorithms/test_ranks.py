@@ -24,10 +24,8 @@ from mantissa.algorithms import (
     advantage,
     aggregation_scale,
     correction,
-    flowrl_loss,
     importance_weights,
     merge,
-    policy_loss,
     values,
 )
 from mantissa.precision.numerics import token_logprob
@@ -74,15 +72,14 @@ def backward(data: Data, scale_BT: Tensor, config: Any, corrected: CorrectionCon
     valid_BT, weight_BT, advantage_B = data["valid_BT"], data["weight_BT"], data["advantage_B"]
     if isinstance(config, FlowRLConfig):
         log_z_B = slope * data["state_B"]
-        loss, tallies = flowrl_loss(
-            logp_BT, old_BT, data["ref_BT"], log_z_B, advantage_B, valid_BT, weight_BT, scale_BT, config
-        )
+        more = {"ref_logp_BT": data["ref_BT"], "log_z_B": log_z_B}
+        loss, tallies = config.loss(logp_BT, old_BT, advantage_B, valid_BT, weight_BT, scale_BT, **more)
     else:
         if isinstance(config, ReinforceConfig):  # as in training
             weight_BT, _ = importance_weights(
                 logp_BT.detach(), data["rollout_BT"], data["mask_BT"], valid_BT, corrected
             )
-        loss, tallies = policy_loss(logp_BT, old_BT, advantage_B, valid_BT, weight_BT, scale_BT, config)
+        loss, tallies = config.loss(logp_BT, old_BT, advantage_B, valid_BT, weight_BT, scale_BT)
     of_theta, of_slope = torch.autograd.grad(loss, (theta_V, slope), allow_unused=True, materialize_grads=True)
     return loss.detach(), torch.cat([of_theta, of_slope]), tallies
 
@@ -168,8 +165,7 @@ def test_on_average_sequence_weights_undo_the_gap(kind: str, constant: float | N
     scale_BT = aggregation_scale(valid_BT, kind, constant, dtype=torch.float64)
     share = scale_BT[0, 0]  # all lengths are equal, so every aggregation is a constant here
     probability_BT = rollout_BT.sum(-1, keepdim=True).exp().expand(4, 2)
-    loss, _ = policy_loss(
-        log_words, log_words.detach(), reward_22.flatten(), valid_BT, weight_BT, scale_BT / share * probability_BT,
-        ReinforceConfig(),
-    )  # fmt: skip
+    loss, _ = ReinforceConfig().loss(
+        log_words, log_words.detach(), reward_22.flatten(), valid_BT, weight_BT, scale_BT / share * probability_BT
+    )
     torch.testing.assert_close(-torch.autograd.grad(loss, theta)[0], truth, rtol=1e-12, atol=1e-14)

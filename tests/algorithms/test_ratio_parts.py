@@ -18,8 +18,6 @@ from mantissa.algorithms import (
     GSPOConfig,
     PPOClipConfig,
     ReinforceConfig,
-    log_ratio_parts,
-    policy_loss,
     values,
 )
 
@@ -111,7 +109,7 @@ def oracle(batch: Batch, config: Any) -> dict[str, float]:
 def test_they_are_those_of_scalar_math(config: Any, seed: int, alpha: float, beta: float, bad: float | None) -> None:
     batch = make_batch(seed, alpha, beta, bad)
     expected = oracle(batch, config)
-    measured = values(log_ratio_parts(**batch, config=config))
+    measured = values(config.ratio_parts(**batch))
     assert {name: value.item() for name, value in measured.items()} == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
@@ -128,12 +126,12 @@ def test_before_anything_is_learned_bypass_cuts_the_phantoms_and_nothing_else(co
     batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in make_batch(3, alpha=0.0).items()}
     one = torch.ones(B, T, dtype=dtype)
     logp, a, valid = batch["logp_BT"], batch["advantage_B"], batch["valid_BT"]
-    phantom = values(log_ratio_parts(**batch, config=config))[PHANTOM]
+    phantom = values(config.ratio_parts(**batch))[PHANTOM]
     for anchor, clipped in (("rollout_logp_BT", phantom.item()), ("old_logp_BT", 0.0)):
-        tallies = policy_loss(logp, batch[anchor], a, valid, one, one, config)[1]
+        tallies = config.loss(logp, batch[anchor], a, valid, one, one)[1]
         assert values(tallies)["policy/clip_fraction"].item() == clipped
     assert phantom > 0
 
 
 def test_without_a_clip_there_is_no_such_fraction() -> None:
-    assert PHANTOM not in log_ratio_parts(**make_batch(0), config=ReinforceConfig())
+    assert PHANTOM not in ReinforceConfig().ratio_parts(**make_batch(0))

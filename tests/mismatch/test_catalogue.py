@@ -13,16 +13,13 @@ from mantissa.algorithms import (
     FlowRLConfig,
     GSPOConfig,
     KLConfig,
-    PolicyLoss,
+    Loss,
     PPOClipConfig,
     ReinforceConfig,
     advantage,
     correction,
-    flowrl_loss,
     kl_loss,
     kl_reward,
-    log_ratio_parts,
-    policy_loss,
     reference_drift,
 )
 from mantissa.mismatch import (
@@ -56,13 +53,13 @@ def test_engine_share() -> None:
     assert names(ENGINE_METRICS) < names(ALL_METRICS)
 
 
-def parts(config: PolicyLoss | FlowRLConfig) -> set[str]:
-    return set(log_ratio_parts(ONE, ONE, ONE, ONE[0], ONE.bool(), ONE.bool(), config))
+def parts(config: Loss) -> set[str]:
+    return set(config.ratio_parts(ONE, ONE, ONE, ONE[0], ONE.bool(), ONE.bool()))
 
 
 def test_policy() -> None:
     reported = {
-        config.kind: policy_loss(ONE, ONE, ONE[0], ONE.bool(), ONE, ONE, config)[1].keys() | parts(config)
+        config.kind: config.loss(ONE, ONE, ONE[0], ONE.bool(), ONE, ONE)[1].keys() | parts(config)
         for config in (PPOClipConfig(), DAPOConfig(), GSPOConfig(), CISPOConfig(), ReinforceConfig())
     }
     clip = {"policy/clip_fraction", "policy/phantom_clip_fraction"}
@@ -72,7 +69,7 @@ def test_policy() -> None:
 
 def test_flowrl_and_the_reference() -> None:
     every = ONE.bool()
-    flowrl = flowrl_loss(ONE, ONE, ONE, ONE[0], ONE[0], every, ONE, ONE, FlowRLConfig())[1]
+    flowrl = FlowRLConfig().loss(ONE, ONE, ONE[0], every, ONE, ONE, ref_logp_BT=ONE, log_z_B=ONE[0])[1]
     assert flowrl.keys() | parts(FlowRLConfig()) == names(FLOWRL_METRICS) | (
         names(POLICY_METRICS) - {"policy/clip_fraction"}
     )

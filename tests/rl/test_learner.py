@@ -341,7 +341,7 @@ def test_a_run_with_a_head_measures_itself_and_keeps_it_in_checkpoints(
     checkpoint = load_checkpoint(run.checkpoint_path(0).parent)
     assert checkpoint.more.keys() == {"partition", "reference"}
     stored = checkpoint.more["partition"]
-    fresh = Flow(32, FlowRLConfig(), 0, torch.device("cpu")).weights
+    fresh = Flow(32, FlowRLConfig().partition, 0, torch.device("cpu")).weights
     assert {n: w.shape for n, w in stored.items()} == {n: w.shape for n, w in fresh.items()}
     assert any(not torch.equal(weight, stored[name]) for name, weight in fresh.items())  # it has learnt
     exported = [name for path in run.policy_path.glob("*.safetensors") for name in load_file(path)]

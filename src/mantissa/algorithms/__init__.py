@@ -8,24 +8,25 @@ from mantissa.algorithms.aggregation import (
     merge,
     values,
 )
+from mantissa.algorithms.config import AlgorithmConfig, ReferenceConfig
 from mantissa.algorithms.correction import CORRECTION_PRESETS, CorrectionConfig, correction, importance_weights
 from mantissa.algorithms.losses import (
+    LOSSES,
     CISPOConfig,
     DAPOConfig,
     FlowRLConfig,
     GSPOConfig,
-    PolicyLoss,
+    Loss,
+    LossConfig,
+    PartitionSettings,
     PPOClipConfig,
     ReinforceConfig,
-    flowrl_loss,
-    log_ratio_parts,
-    policy_loss,
 )
 from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward, reference_drift
 
 __all__ = [
-    "ADVANTAGES", "CORRECTION_PRESETS", "Accumulator", "AdvantageKind", "AggregationKind", "CISPOConfig",
-    "CorrectionConfig", "DAPOConfig", "FlowRLConfig", "GSPOConfig", "KLConfig", "PPOClipConfig", "PolicyLoss",
-    "ReinforceConfig", "advantage", "aggregation_scale", "correction", "flowrl_loss", "importance_weights", "kl_loss",
-    "kl_reward", "log_ratio_parts", "merge", "policy_loss", "reference_drift", "values",
+    "ADVANTAGES", "CORRECTION_PRESETS", "LOSSES", "Accumulator", "AdvantageKind", "AggregationKind", "AlgorithmConfig",
+    "CISPOConfig", "CorrectionConfig", "DAPOConfig", "FlowRLConfig", "GSPOConfig", "KLConfig", "Loss", "LossConfig",
+    "PPOClipConfig", "PartitionSettings", "ReferenceConfig", "ReinforceConfig", "advantage", "aggregation_scale",
+    "correction", "importance_weights", "kl_loss", "kl_reward", "merge", "reference_drift", "values",
 ]  # fmt: skip

@@ -30,6 +30,7 @@ of equal infinities too: what is unknown is not 0, and nothing is hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -39,13 +40,21 @@ from mantissa.algorithms.aggregation import Accumulator
 
 STD_EPSILON = 1e-6
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]
-Formula = Callable[[Tensor, Tensor, Tensor], Tensor]  # of r - mean, std and n of its group
 
-ADVANTAGES: dict[AdvantageKind, Formula] = {
-    "grpo": lambda centred, std, count: centred / (std + STD_EPSILON),
-    "dr_grpo": lambda centred, std, count: centred,  # belongs with the ``seq_mean_token_sum_norm`` aggregation
-    "rloo": lambda centred, std, count: centred * count / (count - 1).clamp(min=1),
-    "reinforce_pp": lambda centred, std, count: centred / (std + STD_EPSILON),  # the batch being the group
+
+@dataclass(frozen=True)
+class Estimator:
+    """``formula``: of r - mean, std and n of its group. ``of_batch``: the whole batch is the group."""
+
+    formula: Callable[[Tensor, Tensor, Tensor], Tensor]
+    of_batch: bool = False
+
+
+ADVANTAGES: dict[AdvantageKind, Estimator] = {
+    "grpo": Estimator(lambda centred, std, count: centred / (std + STD_EPSILON)),
+    "dr_grpo": Estimator(lambda centred, std, count: centred),  # belongs with ``seq_mean_token_sum_norm``
+    "rloo": Estimator(lambda centred, std, count: centred * count / (count - 1).clamp(min=1)),
+    "reinforce_pp": Estimator(lambda centred, std, count: centred / (std + STD_EPSILON), of_batch=True),
 }
 
 
@@ -55,9 +64,10 @@ def advantage(rewards_B: Tensor, group_B: Tensor, kind: AdvantageKind) -> tuple[
     ``rewards_B``: fp32 or float64. ``group_B``: int64, equal numbers share a prompt; every response of a prompt must be
     in this batch. Returns ``advantage_B`` in the rewards' dtype, and metrics ``advantage/...`` and ``reward/...``.
     """
-    result, degenerate_G = _advantage(rewards_B, group_B, ADVANTAGES[kind])
-    if kind == "reinforce_pp":
-        result, _ = _advantage(rewards_B, torch.zeros_like(group_B), ADVANTAGES[kind])
+    estimator = ADVANTAGES[kind]
+    result, degenerate_G = _advantage(rewards_B, group_B, estimator.formula)
+    if estimator.of_batch:
+        result, _ = _advantage(rewards_B, torch.zeros_like(group_B), estimator.formula)
     return result, {
         "advantage/degenerate_group_fraction": Accumulator.of("mean", degenerate_G),
         "advantage/abs_max": Accumulator.of("max", result.abs()),
@@ -67,7 +77,9 @@ def advantage(rewards_B: Tensor, group_B: Tensor, kind: AdvantageKind) -> tuple[
     }
 
 
-def _advantage(rewards_B: Tensor, group_B: Tensor, formula: Formula) -> tuple[Tensor, Tensor]:
+def _advantage(
+    rewards_B: Tensor, group_B: Tensor, formula: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
     """``formula`` within each of G groups, with exact zeros for degenerate ones; and which these are (G)."""
     if rewards_B.dtype not in (torch.float32, torch.float64) or group_B.dtype != torch.int64:
         raise TypeError(f"expected fp32 rewards and int64 groups, not {rewards_B.dtype} and {group_B.dtype}")

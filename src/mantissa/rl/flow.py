@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.algorithms import (
-    FlowRLConfig,
+    PartitionSettings,
 )
 from mantissa.base.seeds import derive_seed, generator
 from mantissa.model import LogPartition
@@ -32,9 +32,9 @@ PREFIX = "partition."  # of its parameters' names among the optimiser step's: no
 class Flow:
     """The head of one run. ``seed``: the run's; the first weights and every dropout follow from it."""
 
-    def __init__(self, hidden_size: int, config: FlowRLConfig, seed: int, device: torch.device) -> None:
-        self.config, self.seed = config, seed
-        head = LogPartition(hidden_size, config.partition_dropout)
+    def __init__(self, hidden_size: int, settings: PartitionSettings, seed: int, device: torch.device) -> None:
+        self.settings, self.seed = settings, seed
+        head = LogPartition(hidden_size, settings.dropout)
         self.head = head.initialize(generator(seed, "partition")).to(device)
 
     def keys(self, group_B: Tensor, step: int) -> Tensor:
@@ -45,12 +45,12 @@ class Flow:
 
     def log_z(self, prompt_BE: Tensor, key_B: Tensor) -> Tensor:
         """log Z of each row's prompt, fp32, B, differentiable; ``prompt_BE``: the prompts' mean hidden states."""
-        log_z_B: Tensor = self.head(prompt_BE, key_B, detach=self.config.detach_partition)
+        log_z_B: Tensor = self.head(prompt_BE, key_B, detach=self.settings.detach)
         return log_z_B
 
     def join(self, optimizer: torch.optim.Optimizer, lr: float) -> dict[str, nn.Parameter]:
         """Add the head to the policy's optimiser, whose rate is ``lr``; returns its parameters under their names."""
-        scale = 1.0 if self.config.partition_lr is None else self.config.partition_lr / lr
+        scale = 1.0 if self.settings.lr is None else self.settings.lr / lr
         parameters = {PREFIX + name: parameter for name, parameter in self.head.named_parameters()}
         optimizer.add_param_group({"params": list(parameters.values()), "weight_decay": 0.0, "lr_scale": scale})
         return parameters

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 from mantissa.algorithms import (
     Accumulator,
-    FlowRLConfig,
+    AlgorithmConfig,
     aggregation_scale,
     merge,
 )
@@ -54,10 +54,10 @@ from mantissa.base.seeds import derive_seed, generator
 from mantissa.kernels import Kernels, NativeKernels
 from mantissa.model import Decoder, policy_weights, trained_parameters
 from mantissa.precision import FP32
-from mantissa.rl.config.sections import AlgorithmConfig, OptimizerConfig
+from mantissa.rl.config.sections import OptimizerConfig
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.flow import Flow
-from mantissa.rl.objective import every_row_counts, micro_loss
+from mantissa.rl.objective import micro_loss
 from mantissa.rl.score import Forward, forward, scatter, score
 from mantissa.training import (
     Backward,
@@ -118,8 +118,8 @@ class Learner:
         self._seen_BR: Tensor | None = None  # takes the log-probs of the first optimiser step's own forward
         self.verify: Verify | None = None
         self.flow: Flow | None = None
-        if isinstance(algorithm.loss, FlowRLConfig):
-            self.flow = Flow(model.config.hidden_size, algorithm.loss, seed, next(model.parameters()).device)
+        if (partition := algorithm.loss.partition) is not None:
+            self.flow = Flow(model.config.hidden_size, partition, seed, next(model.parameters()).device)
         decay_until = steps * config.updates_per_batch if config.decay == "linear" else None
         self.step = self.optimizer_step(learning_rate(config.lr, config.warmup, decay_until), scaler, self.flow)
 
@@ -263,7 +263,7 @@ class Learner:
         """
         advantage_B, _, valid_BR = experience.weighed
         scale_BR = aggregation_scale(valid_BR[rows], self.algorithm.aggregation, self.aggregation_length)
-        pulled_B = (advantage_B[rows] != 0) | every_row_counts(self.algorithm)
+        pulled_B = (advantage_B[rows] != 0) | self.algorithm.every_completion
         alive = (pulled_B & valid_BR[rows].any(1)).nonzero().squeeze(1)
         if len(alive) == 0:
             return []

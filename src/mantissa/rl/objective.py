@@ -18,19 +18,14 @@ from torch import Tensor
 
 from mantissa.algorithms import (
     Accumulator,
-    FlowRLConfig,
-    GSPOConfig,
+    AlgorithmConfig,
     advantage,
     correction,
-    flowrl_loss,
     importance_weights,
     kl_loss,
     kl_reward,
-    log_ratio_parts,
-    policy_loss,
     reference_drift,
 )
-from mantissa.rl.config.sections import AlgorithmConfig
 from mantissa.rl.experience import Experience
 
 
@@ -47,16 +42,12 @@ def weigh(experience: Experience, algorithm: AlgorithmConfig) -> Experience:
         advantage_B, shaped = advantage(shaped_B, experience.group_B, algorithm.advantage)
         rewards = {name: tally for name, tally in tallies.items() if name.startswith("reward/")}
         tallies = {**shaped, **rewards, **penalty}
-    whole = isinstance(algorithm.loss, (GSPOConfig, FlowRLConfig))  # a loss about sequences
-    weight_BR, valid_BR, weights = correction(old, experience.rollout_logp_BR, mask, algorithm.correction, whole=whole)
+    weight_BR, valid_BR, weights = correction(
+        old, experience.rollout_logp_BR, mask, algorithm.correction, whole=algorithm.loss.of_sequences
+    )
     drift = {} if ref is None else reference_drift(old, ref, mask)
     tallies = {**tallies, **weights, **drift}
     return replace(experience, advantage_B=advantage_B, weight_BR=weight_BR, valid_BR=valid_BR, tallies=tallies)
-
-
-def every_row_counts(algorithm: AlgorithmConfig) -> bool:
-    """Whether a completion whose advantage is zero has a gradient all the same: the reference pulls at it."""
-    return isinstance(algorithm.loss, FlowRLConfig) or (algorithm.kl is not None and algorithm.kl.where == "loss")
 
 
 def micro_loss(
@@ -67,24 +58,20 @@ def micro_loss(
     ``logp_BR``: the current policy's, with gradient. ``scale_BR``: each token's weight in the step's loss. ``log_z_B``:
     with FlowRL only.
     """
-    config, old_BR, rollout_BR = algorithm.loss, batch.old_logp, batch.rollout_logp_BR
+    loss, old_BR, rollout_BR = algorithm.loss, batch.old_logp, batch.rollout_logp_BR
     advantage_B, weight_BR, valid_BR = batch.weighed
     below_BR = rollout_BR if algorithm.correction.bypass else old_BR  # below the loss's ratio
-    parts = log_ratio_parts(logp_BR, old_BR, rollout_BR, advantage_B, batch.mask_BR, valid_BR, config)
-    if isinstance(config, FlowRLConfig):
-        ref_BR = batch.ref_logp_BR
-        loss, tallies = flowrl_loss(
-            logp_BR, below_BR, ref_BR, log_z_B, advantage_B, valid_BR, weight_BR, scale_BR, config
-        )
-        return loss, {**tallies, **parts}
+    parts = loss.ratio_parts(logp_BR, old_BR, rollout_BR, advantage_B, batch.mask_BR, valid_BR)
     weights = dict[str, Accumulator]()
-    if config.kind == "reinforce":
+    if loss.weighs_itself:
         # No ratio in this loss: its importance weight is of the current policy, not of the one before the update.
         weight_BR, weights = importance_weights(
             logp_BR.detach(), rollout_BR, batch.mask_BR, valid_BR, algorithm.correction
         )
-    loss, tallies = policy_loss(logp_BR, below_BR, advantage_B, valid_BR, weight_BR, scale_BR, config)
+    value, tallies = loss.loss(
+        logp_BR, below_BR, advantage_B, valid_BR, weight_BR, scale_BR, ref_logp_BT=batch.ref_logp_BR, log_z_B=log_z_B
+    )
     if algorithm.kl is not None and algorithm.kl.where == "loss":
         penalty, distance = kl_loss(logp_BR, batch.ref_logp_BR, valid_BR, weight_BR, scale_BR, algorithm.kl)
-        loss, tallies = loss + penalty, {**tallies, **distance}
-    return loss, {**tallies, **parts, **weights}
+        value, tallies = value + penalty, {**tallies, **distance}
+    return value, {**tallies, **parts, **weights}

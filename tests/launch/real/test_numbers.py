@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.algorithms import advantage, aggregation_scale, correction, kl_loss, policy_loss
+from mantissa.algorithms import advantage, aggregation_scale, correction, kl_loss
 from mantissa.launch import Plan
 from mantissa.rl import RunConfig
 from mantissa.rl.collect.dynamic import overlong_penalty
@@ -112,7 +112,7 @@ def our_loss(config: RunConfig, batch: Batch, advantage_B: Tensor) -> Tensor:
     constant = length if algorithm.aggregation == "seq_mean_token_sum_norm" else None
     scale = aggregation_scale(batch.mask, algorithm.aggregation, constant, dtype=torch.float64)
     old = batch.rollout if algorithm.correction.bypass else batch.old
-    loss, _ = policy_loss(batch.theta, old, advantage_B, valid, weight, scale, algorithm.loss)
+    loss, _ = algorithm.loss.loss(batch.theta, old, advantage_B, valid, weight, scale)
     return loss
 
 

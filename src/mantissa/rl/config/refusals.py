@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+from mantissa.algorithms import ADVANTAGES
 from mantissa.base.config import Refusals
 from mantissa.base.errors import MantissaError
 from mantissa.precision import DIAL
@@ -99,7 +100,7 @@ def _rollout_refusals(config: RunConfig) -> Refusals:
         f"versions, so sampling one step ahead needs {updates} or more; raise it, or set it to 0",
     )
     yield (
-        kind != "reinforce_pp" and rollout.samples < 2,
+        not ADVANTAGES[kind].of_batch and rollout.samples < 2,
         f"algorithm.advantage={kind} needs rollout.samples of 2 or more: it compares the completions of a prompt, and "
         "of one alone every advantage is 0; raise it, or use reinforce_pp, which compares the whole batch",
     )

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from mantissa.algorithms import AlgorithmConfig
 from mantissa.base.bounds import LARGEST_SEED
 from mantissa.base.config import Config
 from mantissa.doctor.diagnosis import DoctorConfig
@@ -14,7 +15,6 @@ from mantissa.precision import PrecisionPolicy
 from mantissa.precision.policy import preset_named
 from mantissa.rl.config.refusals import check_together
 from mantissa.rl.config.sections import (
-    AlgorithmConfig,
     CheckpointConfig,
     EvaluationConfig,
     GradingConfig,

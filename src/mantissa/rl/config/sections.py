@@ -7,18 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from mantissa.algorithms import (
-    AdvantageKind,
-    AggregationKind,
-    CorrectionConfig,
-    FlowRLConfig,
-    KLConfig,
-    PolicyLoss,
-    PPOClipConfig,
-)
-from mantissa.base.config import Config, Refusals
+from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError
 from mantissa.model import FreshModelConfig, LoraConfig
 from mantissa.precision import Emulation, NumberFormat
@@ -170,123 +161,6 @@ class PerfectibleConfig(Config):
     samples: int = Field(40, ge=2, description="Samples of each training prompt.")
     low: float = Field(0.2, ge=0, le=1, description="Smallest success rate that is kept.")
     high: float = Field(0.8, ge=0, le=1, description="Largest success rate that is kept.")
-
-
-LossConfig = Annotated[PolicyLoss | FlowRLConfig, Field(discriminator="kind")]
-
-
-class ReferenceConfig(Config):
-    """A frozen copy of the policy as RL begins, scored on every batch; ``precision.reference`` is its format."""
-
-    refresh_every: int | None = Field(
-        None, ge=1, description="Optimiser steps after which it becomes the policy as it then is; null: never."
-    )
-
-
-class AlgorithmConfig(Config):
-    """What is maximised, and how the gap between rollout and learner is corrected."""
-
-    advantage: AdvantageKind = Field(
-        "dr_grpo", description="grpo, dr_grpo, rloo or reinforce_pp; grpo where flowrl is given none."
-    )
-    loss: LossConfig = Field(PPOClipConfig(), description="The policy loss and its parameters.")
-    aggregation: AggregationKind = Field(
-        "token_mean",
-        description="How token losses become one number; seq_mean_token_mean where gspo or flowrl is given none.",
-    )
-    aggregation_length: float | None = Field(
-        None, gt=0, description="Length that seq_mean_token_sum_norm divides by; rollout.max_tokens where not given."
-    )
-    correction: CorrectionConfig = Field(
-        CorrectionConfig(), description="A preset's name (none, token_tis, icepop, sequence_mis, ...) or its fields."
-    )
-    reference: ReferenceConfig | None = Field(
-        None, description="{} for a frozen one; by itself it is measured only. null: there is none."
-    )
-    kl: KLConfig | None = Field(None, description="A penalty on the distance from the reference; null: none.")
-
-    @field_validator("loss", mode="before")
-    @classmethod
-    def _loss_by_name(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {"kind": "ppo_clip"} | value
-        return {"kind": value} if isinstance(value, str) else value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _what_the_loss_stands_for(cls, values: Any) -> Any:
-        """A mean over sequences is part of gspo's and flowrl's definition, and grpo's advantage of flowrl's."""
-        if not isinstance(values, dict):
-            return values
-        loss = values.get("loss")
-        kind = loss.get("kind") if isinstance(loss, dict) else getattr(loss, "kind", loss)
-        implied: dict[str, dict[str, str]] = {
-            "gspo": {"aggregation": "seq_mean_token_mean"},
-            "flowrl": {"aggregation": "seq_mean_token_mean", "advantage": "grpo"},
-        }
-        return implied.get(kind, {}) | values if isinstance(kind, str) else values
-
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
-        for refused, why in self._refusals():
-            if refused:
-                raise ValueError(why)
-        return self
-
-    def _refusals(self) -> Refusals:
-        loss, corrected, aggregation = self.loss.kind, self.correction, self.aggregation
-        of_tokens, flowrl = corrected.reject_unit == "token", loss == "flowrl"
-        yield (
-            self.aggregation_length is not None and aggregation != "seq_mean_token_sum_norm",
-            f"aggregation_length does nothing with aggregation={aggregation}; leave it out",
-        )
-        yield (
-            loss == "dapo" and aggregation != "token_mean",
-            f"loss=dapo is a mean over all tokens, got aggregation={aggregation}; use token_mean, or loss=ppo_clip "
-            "with clip_high=0.28 for its clip alone",
-        )
-        yield (
-            loss == "gspo" and of_tokens,
-            "loss=gspo has one ratio for a whole sequence, and correction.reject_unit=token would take tokens out of "
-            "it; reject by sequence_sum, sequence_mean or sequence_max",
-        )
-        yield (
-            loss == "reinforce" and corrected.bypass,
-            "correction.bypass does nothing with loss=reinforce, which has no ratio: its weights are already of the "
-            "current policy over the rollout's",
-        )
-        yield (
-            loss == "reinforce" and corrected.normalize,
-            "correction.normalize needs weights that are known before the update, and loss=reinforce weighs by the "
-            "current policy, one micro-batch at a time; use ppo_clip, dapo, gspo or cispo, or normalize=false",
-        )
-        yield (
-            flowrl and self.reference is None,
-            "loss=flowrl tilts a reference policy by the reward, and there is none; set algorithm.reference={}",
-        )
-        yield (
-            flowrl and self.advantage != "grpo",
-            f"loss=flowrl takes the group-normalised reward, got advantage={self.advantage}; use grpo, and beta for "
-            "its strength",
-        )
-        yield (
-            flowrl and aggregation != "seq_mean_token_mean",
-            f"loss=flowrl is a mean over sequences, got aggregation={aggregation}; use seq_mean_token_mean",
-        )
-        yield (
-            flowrl and of_tokens,
-            "loss=flowrl is about whole responses, and correction.reject_unit=token would take tokens out of them; "
-            "reject by sequence_sum, sequence_mean or sequence_max",
-        )
-        yield (
-            flowrl and self.kl is not None,
-            "algorithm.kl with loss=flowrl would hold the policy to the reference twice, and to another distribution "
-            "than flowrl's; set kl=null, and a lower beta to stay nearer",
-        )
-        yield (
-            self.kl is not None and self.reference is None,
-            "algorithm.kl is the distance from a reference policy, and there is none; set algorithm.reference={}",
-        )
 
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]

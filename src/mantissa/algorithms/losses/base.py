@@ -1,0 +1,195 @@
+"""What a policy loss is: its configuration and its formula in one class, and what all of them share.
+
+With ratio = exp(logp_theta - logp_old), advantage A and the detached correction weight w of each token, every loss here
+has the same gradient at theta = old where all tokens of a sequence have one weight and one scale. The weight repairs
+rollout -> old, the ratio old -> theta: two gaps, two factors, neither assumed to be 1.
+
+Numerics. Everything is in the dtype of ``logp`` (fp32). Masked positions are replaced *before* the subtraction, so that
+neither their value nor their gradient passes through ``exp``: ``0 * inf`` is NaN in a backward pass too. The log-ratio
+is clamped to +-20, beyond which a token's ratio has no gradient. A valid log-prob that is not finite is not repaired
+here: it shows in ``policy/nonfinite``, and in the loss, which is then not finite either, for whoever guards the step to
+act on: no clamp makes a ratio of it.
+
+Legend: B sequences, T response positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mantissa.algorithms.aggregation import Accumulator
+from mantissa.base.config import Config, Refusals
+from mantissa.precision.numerics import LOG_RATIO_BOUND, kl_estimate, masked_sum
+
+if TYPE_CHECKING:
+    from mantissa.algorithms.config import AlgorithmConfig  # whose field is one of these classes
+
+
+class PartitionSettings(NamedTuple):
+    """Of a head that learns log Z of each prompt beside the policy. ``lr``: None for the policy's."""
+
+    dropout: float
+    detach: bool
+    lr: float | None
+
+
+class Loss(Config):
+    """Base of every policy loss: a section of the recipe that knows its formula.
+
+    A loss by the ratio writes ``of_tokens`` alone; another writes ``loss`` and ``clipped``.
+    """
+
+    kind: str
+    source: ClassVar[str]  # paper and section
+    implies: ClassVar[Mapping[str, str]] = {}  # the aggregation, the advantage: where a recipe gives none
+    of_sequences: ClassVar[bool] = False  # about whole responses: a token that is unknown makes its sequence unknown
+    every_completion: ClassVar[bool] = False  # whether one whose advantage is 0 has a gradient all the same
+    weighs_itself: ClassVar[bool] = False  # by the current policy over the rollout's: there is no ratio, and no clip
+    verl_mode: ClassVar[str | None] = "vanilla"  # verl's policy_loss.loss_mode; None: it has no such loss
+
+    @property
+    def clip_by_token(self) -> bool:
+        """Whether the clip looks at each token's ratio by itself, and not at its sequence's."""
+        return not self.of_sequences
+
+    @property
+    def partition(self) -> PartitionSettings | None:
+        """Of the head that learns log Z; None where there is none."""
+        return None
+
+    def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
+        """What this loss does not go with: whether it is so, and what to say then."""
+        yield from ()
+
+    def of_tokens(
+        self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss of each token, and where a bound took its gradient or held its weight (bool; None: no clip); BT.
+
+        All floats BT in one dtype, 0 where ``mask_BT`` is False. A ratio exactly at a bound is not clipped.
+        """
+        raise NotImplementedError
+
+    def loss(
+        self,
+        logp_BT: Tensor,
+        old_logp_BT: Tensor,
+        advantage_B: Tensor,
+        mask_BT: Tensor,
+        weight_BT: Tensor,
+        scale_BT: Tensor,
+        *,
+        ref_logp_BT: Tensor | None = None,
+        log_z_B: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Accumulator]]:
+        """Loss of a micro-batch, ``sum over the mask of scale * loss_of_token``, and metrics.
+
+        ``logp_BT``: the current policy's, with gradient. ``old_logp_BT``: the policy's at the start of the update (pass
+        ``logp_BT.detach()`` for a single on-policy step). ``weight_BT`` and ``mask_BT``: from ``correction`` (its
+        ``valid_BT``). ``scale_BT``: this micro-batch's rows of ``aggregation_scale``; with it, losses and gradients add
+        up to those of the whole batch, for whole sequences. ``ref_logp_BT``, ``log_z_B``: of a loss that needs them.
+        All floats one dtype (fp32, or float64). Only ``logp_BT`` (and ``log_z_B``) receives a gradient.
+
+        Metrics: the ``policy/...`` of ``mantissa.mismatch``, but for those of ``ratio_parts``; a loss without a clip
+        has no ``policy/clip_fraction``.
+        """
+        logp = torch.where(mask_BT, logp_BT, 0.0)
+        old = torch.where(mask_BT, old_logp_BT.detach(), 0.0)
+        weight = torch.where(mask_BT, weight_BT.detach(), 0.0)
+        advantage = torch.where(mask_BT, advantage_B.detach().unsqueeze(-1), 0.0)
+        losses, held = self.of_tokens(logp, old, advantage, weight, mask_BT)
+        metrics = {} if held is None else {"policy/clip_fraction": Accumulator.of("mean", held, mask_BT)}
+        loss = masked_sum(losses * torch.where(mask_BT, scale_BT, 0.0), mask_BT)
+        return loss, metrics | drift(logp.detach(), old, mask_BT) | {"policy/loss": Accumulator.of("sum", loss)}
+
+    def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor) -> Tensor | None:
+        """Where the loss's own bound acts on the ratio of ``logp_BT`` to ``old_logp_BT``; bool BT, False where masked.
+
+        None: it has no clip. Floats detached, one dtype, 0 where ``mask_BT`` is False.
+        """
+        advantage_BT = torch.where(mask_BT, advantage_B.unsqueeze(-1), 0.0)
+        held = self.of_tokens(logp_BT, old_logp_BT, advantage_BT, mask_BT.to(logp_BT.dtype), mask_BT)[1]
+        return None if held is None else held & mask_BT
+
+    def ratio_parts(
+        self,
+        logp_BT: Tensor,
+        old_logp_BT: Tensor,
+        rollout_logp_BT: Tensor,
+        advantage_B: Tensor,
+        mask_BT: Tensor,
+        valid_BT: Tensor,
+    ) -> dict[str, Accumulator]:
+        """The log-ratio of the current policy to the one that sampled, in its two parts, and the clipping by one part.
+
+            logp_theta - logp_rollout = alpha + beta
+            alpha = logp_theta - logp_old      the learner against itself: how far it has moved since it was scored
+            beta  = logp_old - logp_rollout    two sets of kernels and formats, at equal weights
+
+        ``old`` is the learner under the weights before the update, which are those that sampled; with
+        ``max_policy_lag`` they are newer, and what moved meanwhile is in beta. With one update a batch alpha is 0, but
+        for the order of sums in another split into micro-batches. Both are taken raw: over every response token that
+        the update computed, before a clamp, a weight's truncation or rejection.
+
+        A clip cannot tell the two apart where its ratio is to the rollout (``bypass``). A token is clipped by the
+        phantom where C(alpha + beta) and not C(alpha), C being ``clipped``. With bypass these tokens are among those
+        that ``policy/clip_fraction`` counts; without it none of them was cut, and the fraction says what would be.
+
+        ``policy/alpha_...`` and ``policy/beta_...`` are in nats; ``policy/phantom_clip_fraction`` is there where there
+        is a clip. Log-probs BT, one dtype (fp32, or float64), detached here. ``mask_BT``: response tokens, over which
+        the parts are. ``valid_BT``: those in the loss, over which the fraction is. A token with a log-prob that is not
+        finite leaves numerator and denominator, and its whole sequence those of the fraction where the clip is by
+        sequence. Source of alpha, beta and the name: "Defeating the trainer-generator precision mismatch in TRL"
+        (A. Dirhoussi, 2026), where alpha is taken in the rollout's format; here it is in the learner's.
+        """
+        logps = [x.detach() for x in (logp_BT, old_logp_BT, rollout_logp_BT)]
+        finite_BT = mask_BT & torch.stack([x.isfinite() for x in logps]).all(0)
+        logp, old, rollout = (torch.where(finite_BT, x, 0.0) for x in logps)
+        metrics = {}
+        for name, part in (("alpha", logp.double() - old.double()), ("beta", old.double() - rollout.double())):  # exact
+            metrics[f"policy/{name}_mean"] = Accumulator.of("mean", part, finite_BT)
+            metrics[f"policy/{name}_abs_mean"] = Accumulator.of("mean", part.abs(), finite_BT)
+        known_BT = valid_BT & finite_BT
+        if not self.clip_by_token:
+            known_BT = known_BT & (known_BT == valid_BT).all(-1, keepdim=True)
+        logp, old, rollout = (torch.where(known_BT, x, 0.0) for x in (logp, old, rollout))
+        with_beta, alone = (self.clipped(logp, below, advantage_B.detach(), known_BT) for below in (rollout, old))
+        if with_beta is not None and alone is not None:
+            metrics["policy/phantom_clip_fraction"] = Accumulator.of("mean", with_beta & ~alone, known_BT)
+        return metrics
+
+
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """``exp`` of a log-ratio clamped to +-20; NaN where it is not finite: what is unknown is no ratio of exp(20)."""
+    clamped = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return torch.where(log_ratio.isfinite(), clamped, torch.nan).exp()
+
+
+def clipped_surrogate(
+    log_ratio_BT: Tensor, advantage_BT: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """``min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)``, and where the clip took the gradient (bool); BT."""
+    ratio = bounded_ratio(log_ratio_BT)
+    plain, clipped = (r * advantage_BT for r in (ratio, ratio.clamp(1 - clip_low, 1 + clip_high)))
+    return torch.minimum(plain, clipped), (clipped < plain).detach()
+
+
+def drift(logp: Tensor, old: Tensor, mask: Tensor) -> dict[str, Accumulator]:
+    """How far theta is from old, in float64: within an update the log-ratio starts at rounding error.
+
+    ``logp`` and ``old``: detached, BT, 0 where ``mask`` is False.
+    """
+    finite = mask & logp.isfinite() & old.isfinite()
+    # Widened exactly, then replaced where not finite: those tokens are counted instead, and no metric here is NaN.
+    log_ratio = torch.where(finite, logp.double() - old.double(), 0.0).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = log_ratio.exp()
+    return {
+        "policy/ratio_mean": Accumulator.of("mean", ratio, finite),
+        "policy/ratio_max": Accumulator.of("max", ratio, finite),
+        "policy/kl_old": Accumulator.of("mean", kl_estimate(log_ratio, "k3"), finite),
+        "policy/nonfinite": Accumulator.of("sum", mask & ~finite, mask),
+    }

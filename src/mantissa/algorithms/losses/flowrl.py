@@ -1,0 +1,171 @@
+"""``flowrl``: make responses as probable as they are good, rather than the best one certain."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from mantissa.algorithms.aggregation import Accumulator
+from mantissa.algorithms.losses.base import Loss, PartitionSettings, bounded_ratio, drift
+from mantissa.base.config import Refusals
+from mantissa.base.errors import MantissaError
+from mantissa.precision.numerics import masked_mean, masked_sum
+
+if TYPE_CHECKING:
+    from mantissa.algorithms.config import AlgorithmConfig
+
+_Bound = Annotated[float, Field(allow_inf_nan=True)]
+
+
+class FlowRLConfig(Loss):
+    """``w * (log Z + mean_t logp - beta * r_hat - mean_t logp_ref)^2``, a mean over sequences (arXiv 2509.15207).
+
+        delta = log Z(x) + mean_t logp_theta - beta * r_hat - mean_t logp_ref
+        loss  = mean_i w_i * delta_i^2
+
+    delta is 0 for every response exactly where ``mean_t logp = mean_t logp_ref + beta * r_hat - log Z``: the reference,
+    tilted by the reward. ``r_hat`` is the group-normalised reward (the ``grpo`` advantage), and log Z(x) a learned
+    number for each prompt, from ``mantissa.model.LogPartition``. A group whose rewards are all equal still teaches
+    here: its completions are pulled to the reference. So are completions whose advantage is zero; none is left out.
+
+    The weight. Sources disagree: the paper clips the ratio of theta to the behaviour policy to [1 - eps, 1 + eps], the
+    published recipe takes min(w, 10), and the original code computes the clip and uses the raw product. delta is
+    normalised by length while that product is not, so it explodes with length. Here it is ``importance``, within
+    ``bounds``, of theta / old: ``sequence`` clip(prod_t ratio), ``geometric`` clip(exp(mean_t log ratio)), ``token``
+    mean_t clip(ratio_t). The correction's weight of old / rollout multiplies in, which no published version does: w_i =
+    mean_t of the product of the two. All of w is detached. Clipped where the ratio is outside of ``bounds``.
+
+    delta is a statement about a whole response, so rejection by token, which would make it one about what is left, is
+    refused. Log-ratios are summed in float64 and clamped to +-20 before ``exp``; what is valid and not finite is
+    counted (``flowrl/nonfinite``), and the loss shows it.
+    """
+
+    kind: Literal["flowrl"] = Field("flowrl", description="Match the distribution of rewards.")
+    beta: float = Field(15.0, gt=0, description="How far a standard deviation of reward tilts the reference, in nats.")
+    importance: Literal["sequence", "geometric", "token"] = Field(
+        "geometric", description="Ratio of the current to the old policy: product, geometric mean, or each token's own."
+    )
+    bounds: tuple[_Bound, _Bound] = Field((0.8, 1.28), description="Smallest and largest of that ratio.")
+    detach_partition: bool = Field(
+        False, description="True: log Z trains its own head only, and sends no gradient into the policy."
+    )
+    partition_lr: float | None = Field(
+        None, gt=0, description="Learning rate of log Z's head, on the policy's schedule; optimizer.lr where not given."
+    )
+    partition_dropout: float = Field(0.1, ge=0, lt=1, description="Share of the head's units dropped in training.")
+
+    source = "arXiv 2509.15207"
+    implies = {"aggregation": "seq_mean_token_mean", "advantage": "grpo"}  # noqa: RUF012 - never changed
+    of_sequences = True
+    every_completion = True
+    verl_mode = None
+
+    @field_validator("bounds")
+    @classmethod
+    def _around_one(cls, bounds: tuple[float, float]) -> tuple[float, float]:
+        low, high = bounds
+        if not 0 <= low <= 1 <= high:
+            raise ValueError(f"expected two bounds with 1 between them, such as [0.8, 1.28], got [{low}, {high}]")
+        return bounds
+
+    @property
+    def clip_by_token(self) -> bool:
+        return self.importance == "token"
+
+    @property
+    def partition(self) -> PartitionSettings:
+        return PartitionSettings(self.partition_dropout, self.detach_partition, self.partition_lr)
+
+    def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
+        yield (
+            algorithm.reference is None,
+            "loss=flowrl tilts a reference policy by the reward, and there is none; set algorithm.reference={}",
+        )
+        yield (
+            algorithm.advantage != "grpo",
+            f"loss=flowrl takes the group-normalised reward, got advantage={algorithm.advantage}; use grpo, and beta "
+            "for its strength",
+        )
+        yield (
+            algorithm.aggregation != "seq_mean_token_mean",
+            f"loss=flowrl is a mean over sequences, got aggregation={algorithm.aggregation}; use seq_mean_token_mean",
+        )
+        yield (
+            algorithm.correction.reject_unit == "token",
+            "loss=flowrl is about whole responses, and correction.reject_unit=token would take tokens out of them; "
+            "reject by sequence_sum, sequence_mean or sequence_max",
+        )
+        yield (
+            algorithm.kl is not None,
+            "algorithm.kl with loss=flowrl would hold the policy to the reference twice, and to another distribution "
+            "than flowrl's; set kl=null, and a lower beta to stay nearer",
+        )
+
+    def loss(
+        self,
+        logp_BT: Tensor,
+        old_logp_BT: Tensor,
+        advantage_B: Tensor,
+        mask_BT: Tensor,
+        weight_BT: Tensor,
+        scale_BT: Tensor,
+        *,
+        ref_logp_BT: Tensor | None = None,
+        log_z_B: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Accumulator]]:
+        """``sum_i scale_i * w_i * delta_i^2``, and metrics; see ``Loss.loss``.
+
+        ``advantage_B``: r_hat. ``log_z_B``: log Z of each sequence's prompt, with gradient. ``scale_BT``: with
+        ``seq_mean_token_mean``; a sequence's is their sum. Metrics: those of ``Loss.loss`` without a clip, and the
+        ``flowrl/...``. Raises ``MantissaError`` where the reference's log-probs or log Z are missing.
+        """
+        if ref_logp_BT is None:
+            raise MantissaError(
+                "flowrl needs the reference policy's log-probs and got none: score the batch under a reference; "
+                "without one, there is nothing that the reward tilts"
+            )
+        if log_z_B is None:
+            raise MantissaError(
+                "flowrl needs log Z of each prompt and got none: pass what the log-partition head returns"
+            )
+        counted_B = mask_BT.any(-1)
+        logp, old, ref, weight, scale = (
+            torch.where(mask_BT, x, 0.0)
+            for x in (logp_BT, old_logp_BT.detach(), ref_logp_BT.detach(), weight_BT.detach(), scale_BT.detach())
+        )
+        log_z = torch.where(counted_B, log_z_B, 0.0)
+        reward = torch.where(counted_B, advantage_B.detach(), 0.0)
+        delta = log_z + masked_mean(logp - ref, mask_BT, -1) - self.beta * reward
+        ratio_BT, bounded_BT = self._importance(logp.detach(), old, mask_BT)
+        w = masked_mean(ratio_BT * weight, mask_BT, -1)
+        loss = masked_sum(scale.sum(-1) * w * delta.square(), counted_B)
+        known_B = counted_B & delta.isfinite()
+        nonfinite = (mask_BT & ~ref.isfinite()).sum() + (counted_B & ~log_z.isfinite()).sum()
+        return loss, drift(logp.detach(), old, mask_BT) | {
+            "policy/loss": Accumulator.of("sum", loss),
+            "flowrl/delta_mean": Accumulator.of("mean", delta, known_B),
+            "flowrl/delta_abs_mean": Accumulator.of("mean", delta.abs(), known_B),
+            "flowrl/log_z_mean": Accumulator.of("mean", log_z, counted_B & log_z.isfinite()),
+            "flowrl/weight_mean": Accumulator.of("mean", w, counted_B & w.isfinite()),
+            "flowrl/weight_max": Accumulator.of("max", w, counted_B & w.isfinite()),
+            "flowrl/bounded_fraction": Accumulator.of("mean", bounded_BT, mask_BT),
+            "flowrl/nonfinite": Accumulator.of("sum", nonfinite),
+        }
+
+    def _importance(self, logp: Tensor, old: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounded ratio of theta to old at each token (a sequence's at all of its tokens), and where a bound acted."""
+        low, high = self.bounds
+        log_ratio = logp.double() - old.double()  # exact
+        if self.importance != "token":
+            log_ratio = masked_sum(log_ratio, mask_BT, -1).unsqueeze(-1)
+        if self.importance == "geometric":
+            log_ratio = log_ratio / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+        ratio = bounded_ratio(log_ratio)
+        bounded = ratio.clamp(low, high)
+        return bounded.to(logp.dtype).expand_as(logp), (ratio != bounded).expand_as(mask_BT)
+
+    def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor) -> Tensor:
+        return self._importance(logp_BT, old_logp_BT, mask_BT)[1] & mask_BT
