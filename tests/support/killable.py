@@ -104,8 +104,14 @@ def child(argv: list[str], slow: float, report: bool, log: str, cwd: str | None)
     if not report:
         mantissa.rl.session.build_report = lambda run: run.report_path
     sys.argv = ["mantissa", *argv]
+    main = mantissa.cli.main
+    if argv[0] == "soak":  # a rig beside the package
+        sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+        from soak import main
+
+        sys.argv = argv
     try:
-        mantissa.cli.main()
+        main()
     except SystemExit as ended:
         sys.stdout.flush()
         os._exit(ended.code if isinstance(ended.code, int) else 0)

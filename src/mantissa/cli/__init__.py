@@ -13,7 +13,7 @@ from mantissa.cli import data, worldmodel
 from mantissa.cli.machine import spin_briefly
 
 COMMANDS = ("train", "sample", "serve", "report", "replay", "compare", "guard", "bench", "gap", "precision", "metrics",
-            "launch", "check_verl", "doctor", "tune", "lab", "evolve", "soak")  # fmt: skip
+            "launch", "check_verl", "doctor", "tune", "lab", "evolve")  # fmt: skip
 app = typer.Typer(
     name="mantissa",
     help="Reinforcement learning of language models in the precision you choose for each role, with the gap measured.",

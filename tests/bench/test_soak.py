@@ -15,25 +15,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soak
+import typer
 from scipy.stats import linregress
+from soak_load import FAULTS, SoakConfig, run_soak
+from soak_report import EVENTS, leak, report_of
 from typer.testing import CliRunner
 
 from html_page import Page
-from mantissa import cli
 from mantissa.base.errors import MantissaError
 from mantissa.base.jsonl import JsonLines
 from mantissa.genesis.worldmodel import SQLiteBuffer
-from mantissa.soak import FAULTS, SoakConfig, run_soak
-from mantissa.soak.report import EVENTS, leak, report_of
 
+app = typer.Typer()
+app.command()(soak.soak)
 TINY: dict[str, Any] = {"sizes": ("small_api",), "iterations": 1, "jobs": 1}
 
 
 def command(config: SoakConfig, folder: Path) -> Any:
-    """What ``mantissa soak`` comes to."""
+    """What the command comes to."""
     given = [f"--{name}={getattr(config, name)}" for name in ("iterations", "jobs", "seed")]
     given += [f"--sizes={','.join(config.sizes)}", f"--faults={','.join(config.faults)}", f"--out={folder}"]
-    return CliRunner().invoke(cli.app, ["soak", *given])
+    return CliRunner().invoke(app, given)
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +58,8 @@ def leftovers() -> list[str]:
             line, parent = (path / "cmdline").read_bytes(), (path / "stat").read_text().rpartition(") ")[2].split()[1]
         except OSError:
             continue
-        if (b"mantissa.soak" in line and parent == str(os.getpid())) or (
-            parent == "1" and any(name in line for name in (b"mantissa.soak", b"jail.py"))
+        if (b"soak_job" in line and parent == str(os.getpid())) or (
+            parent == "1" and any(name in line for name in (b"soak_job", b"jail.py"))
         ):
             found.append(line.decode())
     return found
@@ -178,7 +181,9 @@ def test_faults_are_drawn_from_the_seed_and_hit_what_they_can() -> None:
 def test_killed_at_any_instant_the_same_command_goes_on(tmp_path: Path) -> None:
     sizes, folder, rng = ("small_api", "simple_service"), tmp_path / "load", random.Random(0)
     config = SoakConfig(**(TINY | {"sizes": sizes, "iterations": 2, "jobs": 2}), faults=tuple(FAULTS))
-    code = "import sys, json, pathlib; from mantissa.soak import *; "
+    code = (
+        f"import sys, json, pathlib; sys.path.insert(0, {str(Path(soak.__file__).parent)!r}); from soak_load import *; "
+    )
     code += "run_soak(SoakConfig(**json.loads(sys.argv[1])), pathlib.Path(sys.argv[2]))"
     killed = [sys.executable, "-c", code, config.model_dump_json(), str(folder)]
     for _ in range(3):
@@ -191,3 +196,29 @@ def test_killed_at_any_instant_the_same_command_goes_on(tmp_path: Path) -> None:
     assert report.good, report.sentences
     assert report.account.stored == 160
     assert {row["job"] for row in report.of("done")} == {f"{n}-{size}" for n in (0, 1) for size in sizes}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--out", "file"], "file is a file: name a folder"),
+        (["--out", "full"], "full holds something else: name an empty or a new folder"),
+        (["--out", "new", "--sizes", "small_apis"], "did you mean 'small_api'?"),
+        (["--out", "new", "--sizes", "small_api,small_api"], "one is named twice"),
+        (["--out", "new", "--faults", "fire"], "expected of kill, lock, disk, hang"),
+        (["--out", "new", "--iterations", "0"], "iterations=0"),
+        (["--out", "new", "--jobs", "65"], "jobs=65"),
+        (["--out", "new", "--precision", "fp8"], "precision='fp8'"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("x")
+    Path("full").mkdir()
+    Path("full/thesis.txt").write_text("three years")
+    raised = CliRunner().invoke(app, arguments).exception
+    assert isinstance(raised, MantissaError)
+    assert said in str(raised)
+    assert not Path("new").exists()

@@ -1,13 +1,23 @@
-"""``mantissa soak``: evolution, replay buffer and world model under load."""
+"""Evolution, replay buffer and world model under load, with faults, and an account of it.
+
+python benchmarks/soak.py --jobs 2 --faults all
+python benchmarks/soak.py --sizes small_api,simple_service --iterations 3 --faults kill,lock
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
+from soak_job import SIZES
+from soak_load import FAULTS, SoakConfig, run_soak
+from soak_report import SIZE_HEADER, size_rows, write_report
 
+from mantissa.base.errors import MantissaError
 from mantissa.cli.common import progress, screen, split
 
 
@@ -35,18 +45,7 @@ def soak(
     the disk is full, a program never ends. Killed itself, the same command goes on.
 
     Writes soak.html, soak.jsonl (rows) and events.jsonl. Exit code 1 where something was lost or given up.
-
-    [bold]Examples[/]
-
-    mantissa soak --jobs 2 --faults all
-
-    mantissa soak --sizes small_api,simple_service --iterations 3 --faults kill,lock
     """
-    from rich.table import Table
-
-    from mantissa.soak import FAULTS, SIZES, SoakConfig, run_soak, write_report
-    from mantissa.soak.report import SIZE_HEADER, size_rows
-
     chosen = tuple(FAULTS) if faults == "all" else split(faults)
     wanted = split(sizes) or tuple(SIZES)
     config = SoakConfig(sizes=wanted, iterations=iterations, jobs=jobs, precision=precision, faults=chosen, seed=seed)
@@ -62,3 +61,14 @@ def soak(
     typer.echo(f"page: {write_report(folder, report)}")
     if not report.good:
         raise typer.Exit(1)
+
+
+def main() -> None:
+    try:
+        typer.run(soak)
+    except MantissaError as error:
+        sys.exit(f"soak: {error}")
+
+
+if __name__ == "__main__":
+    main()

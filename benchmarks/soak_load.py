@@ -32,6 +32,8 @@ from queue import SimpleQueue
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
+from soak_job import BUFFER, PHASES, SIZES, Job, Row, line_of, resident
+from soak_report import EVENTS, Report, report_of
 
 from mantissa.base.bounds import boundary
 from mantissa.base.config import Section
@@ -42,8 +44,6 @@ from mantissa.base.jsonl import JsonLines
 from mantissa.base.readers.json import parse_json, read_json
 from mantissa.genesis.worldmodel import SQLiteBuffer
 from mantissa.runs.directory import locked
-from mantissa.soak.job import BUFFER, PHASES, SIZES, Job, Row, line_of, resident
-from mantissa.soak.report import EVENTS, Report, report_of
 from mantissa.tasks.code import CodeVerifier
 from mantissa.tasks.sandbox.run import cause_of_death
 
@@ -57,7 +57,8 @@ _FULL_BYTES = 4096
 _SETTINGS = "soak.json"
 _BOOT = (
     "from mantissa.base.environ import end_with_launcher; end_with_launcher(); import sys, pathlib; "
-    "from mantissa.soak.job import serve; serve(pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3])"
+    "sys.path.insert(0, sys.argv[4]); from soak_job import serve; "
+    "serve(pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3])"
 )
 _HOLD = (
     "import sqlite3, sys, time; c = sqlite3.connect(sys.argv[1], 30, isolation_level=None); "
@@ -261,7 +262,7 @@ class _Worker:
         one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", LAUNCHER: str(os.getpid())}
         with open_own(folder / "workers" / f"{slot}.log") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOT, str(folder), slot, precision],
+                [sys.executable, "-P", "-c", _BOOT, str(folder), slot, precision, str(Path(__file__).parent)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=os.environ | one_thread, text=True,
             )  # fmt: skip
         self.pid = self._process.pid

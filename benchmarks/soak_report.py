@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from soak_job import BUFFER, PHASES, SIZES, Row
 
 from mantissa.base.files import write_atomically
 from mantissa.base.jsonl import JsonLines
@@ -28,7 +29,6 @@ from mantissa.mismatch.estimates import Estimate, student_interval
 from mantissa.runs import page
 from mantissa.runs.page import block
 from mantissa.runs.plots import COLOURS, Line, chart
-from mantissa.soak.job import BUFFER, PHASES, SIZES, Row
 
 EVENTS, PAGE, ROWS = "events.jsonl", "soak.html", "soak.jsonl"
 _WARM = 2  # jobs of a process before its memory counts
