@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mantissa.algorithms import CORRECTION_PRESETS
-from mantissa.precision import PRESETS, PrecisionPolicy
+from mantissa.precision import PRESETS
 from mantissa.rl.config.run import RunConfig
 
 PAGE = Path(__file__).with_name("recipes.md")
@@ -44,8 +44,6 @@ def default_of(field: FieldInfo) -> str:
         return "see below"
     if value is None:
         return "null"
-    if value == {"preset": "fp32"}:
-        return "fp32"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
@@ -59,7 +57,7 @@ def section(title: str, model: type[BaseModel]) -> list[str]:
     lines = [f"\n## {title}\n", doc, "", "| key | default | what it does |", "|---|---|---|"]
     inner: list[str] = []
     for name, field in model.model_fields.items():
-        nested = [] if name == "precision" else models_in(field.annotation)
+        nested = models_in(field.annotation)
         described = nested and name == "reward" and title != _WITH_TERMS
         description = (field.description or "").replace("|", "\\|").replace("``", "`")
         where = f"section `{name}`" if nested else description
@@ -83,9 +81,8 @@ def shipped() -> list[str]:
 
 def page() -> str:
     """The whole page."""
-    lines = [_INTRO, *shipped(), *section("The run", RunConfig), "\n## `precision`\n"]
-    lines += [" ".join((PrecisionPolicy.__doc__ or "").split("``fallback``")[0].split()).replace("``", "`")]
-    lines += ["\n| preset | train | rollout |", "|---|---|---|"]
+    lines = [_INTRO, *shipped(), *section("The run", RunConfig), "\n## Presets of `precision`\n"]
+    lines += ["| preset | train | rollout |", "|---|---|---|"]
     lines += [f"| `{name}` | {policy.train} | {policy.rollout} |" for name, policy in PRESETS.items()]
     lines += ["\n## Names for `algorithm.correction`\n", "Bounds are on r = learner / rollout.\n", "| name | fields |"]
     lines += ["|---|---|"]

@@ -306,7 +306,7 @@ def test_every_precision_runs_for_either_role(tmp_path: Path, overrides: tuple[s
     roles = {row["role"]: row["active"] for row in run.environment["precision"]}
     mine = configure(*overrides)
     for prefix, config in (("", mine), ("feedback ", mine.of_feedback)):
-        assert roles[f"{prefix}learner"].startswith(config.precision_policy.train)
+        assert roles[f"{prefix}learner"].startswith(config.precision.train)
     for row in (*run.read_metrics(), *inner(run).read_metrics()):
         assert undeclared(row) == []
         if "exact" in str(overrides):

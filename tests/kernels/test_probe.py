@@ -232,7 +232,7 @@ Quantise = Callable[..., Tensor]
 @pytest.mark.parametrize("backward", ["e4m3", "e5m2", "high"])
 @pytest.mark.parametrize("base", ["bf16", "fp16"])
 def test_every_honest_variant_passes(base: Any, backward: Any, scale: Any, on_grid: bool) -> None:
-    fp8 = Fp8Policy(base, backward, scale, exclude=("layers.0", "down_proj"))
+    fp8 = Fp8Policy(base=base, backward=backward, scale=scale, exclude=("layers.0", "down_proj"))
     evidence = probe(SimulatedKernels(format_named(base), weights_on_grid=on_grid, fp8=fp8), "cpu")
     assert evidence.startswith("keeps 1+u; rounds 1+u/4 to 1; ")  # the base's proof
     for what in (

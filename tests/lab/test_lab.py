@@ -65,7 +65,7 @@ def test_cells_are_the_product_of_the_axes_seed_by_seed(there: Path) -> None:
     ]  # fmt: skip
     cell = lab.cells[3]
     assert cell.config is not None
-    assert (cell.config.seed, cell.config.optimizer.lr, cell.config.precision_policy.rollout) == (0, 3e-4, "e8m2")
+    assert (cell.config.seed, cell.config.optimizer.lr, cell.config.precision.rollout) == (0, 3e-4, "e8m2")
     assert lab.control_of("e8m2+lr=0.0003") == "fp32+lr=0.0003"
     assert lab.control_of("fp32+lr=0.0003") is None
     assert len({cell.digest for cell in lab.cells}) == 8
@@ -78,7 +78,7 @@ def test_cells_of_a_seed_share_one_warm_start_whatever_their_precision(there: Pa
         assert cell.config is not None
         shared = warm_config(cell.config)
         assert shared is not None
-        assert shared.precision_policy.train == shared.precision_policy.rollout == "fp32"
+        assert shared.precision.train == shared.precision.rollout == "fp32"
         folders.add(warm_folder(lab, shared))
         models.add(begun(lab, cell.config).model.path)
     assert len(folders) == 2  # one a seed

@@ -93,7 +93,7 @@ def test_a_reward_that_falls_is_a_reason_and_fp32_is_as_wide_as_it_gets(
 def test_what_becomes_as_wide_and_what_stays(precision: str, to: str, roles: tuple[str, str, str | None]) -> None:
     reference = ["algorithm.reference={}"] if roles[2] else []
     config = configure(f"precision={precision}", *reference, "guard={}")
-    wide, was = widened(config, to).precision_policy, config.precision_policy
+    wide, was = widened(config, to).precision, config.precision
     assert (wide.train, wide.rollout, wide.reference) == roles
     assert (wide.kernels, wide.check_every) == (was.kernels, was.check_every)
 

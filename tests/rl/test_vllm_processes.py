@@ -134,7 +134,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServ
     config = make_config(RECIPE, "test")
     policy, _ = load_policy(config.model, build_task(config.task, config.seed), config.seed)
     assert isinstance(policy, Decoder)
-    start = vllm_start(config.rollout, resolve(config.precision_policy, "cpu"), policy.config, torch.device("cpu"))
+    start = vllm_start(config.rollout, resolve(config.precision, "cpu"), policy.config, torch.device("cpu"))
     (tmp_path / "folder").mkdir()
     made = FakeServer(start, {name: weight.detach() for name, weight in policy.named_parameters()}, tmp_path / "folder")
     yield made

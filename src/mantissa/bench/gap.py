@@ -12,7 +12,6 @@ micro-batch.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.resources
 import math
 import time
@@ -111,7 +110,7 @@ def parse_pair(name: str) -> Pair:
     exact = words == ["exact"]
     try:
         learner, sampler = (PrecisionPolicy.parse(side) for side in (train, rollout if slash else train))
-        policy = dataclasses.replace(learner, rollout=sampler.rollout, kernels="exact" if exact else "fast", fp8=None)
+        policy = PrecisionPolicy(train=learner.train, rollout=sampler.rollout, kernels="exact" if exact else "fast")
         return policy, Emulation.parse(words) if words and not exact else None
     except MantissaError as error:
         said = "a pair is a preset or TRAIN/ROLLOUT of two, either with +exact, or with +serving or +SWITCH"

@@ -45,7 +45,7 @@ def serve(
 
     config = load_recipe(recipe, [*(overrides or []), "rollout.engine=vllm"])
     device = choose_device(config.device)
-    precision = resolve(config.precision_policy, device, reference=config.algorithm.reference is not None)
+    precision = resolve(config.precision, device, reference=config.algorithm.reference is not None)
     policy, _ = load_policy(config.model, build_task(config.task, config.seed), config.seed)
 
     def ready(url: str) -> None:

@@ -7,7 +7,6 @@ recipe is refused. ``Draft.finish`` asserts that every field of the recipe has b
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -203,7 +202,7 @@ class Draft:
 
     def __post_init__(self) -> None:
         sections = {name: getattr(self.config, name) for name in RunConfig.model_fields}
-        self._names: dict[str, Any] = sections | {"precision": self.config.precision_policy, "options": self.options}
+        self._names: dict[str, Any] = sections | {"options": self.options}
         for name, source in table()["names"].items():
             self._names[name] = self._said(source)
 
@@ -279,9 +278,9 @@ class Draft:
         """Whether the recipe itself says this field, rather than leaving it at its default."""
         found: Any = self.config
         for part in path.split("."):
-            if part not in (found if isinstance(found, dict) else found.model_fields_set):
+            if part not in found.model_fields_set:
                 return False
-            found = found[part] if isinstance(found, dict) else getattr(found, part)
+            found = getattr(found, part)
         return True
 
     def finish(self) -> Plan:
@@ -317,7 +316,7 @@ class Draft:
 
 
 def fields_of(config: RunConfig) -> list[str]:
-    """Every field of a recipe by its dotted name, those of its precision policy included; a null section is one."""
+    """Every field of a recipe by its dotted name; a null section is one."""
 
     def walk(model: BaseModel, prefix: str) -> Iterator[str]:
         for name in type(model).model_fields:
@@ -325,11 +324,7 @@ def fields_of(config: RunConfig) -> list[str]:
             path = prefix + name
             if isinstance(value, BaseModel):
                 yield from walk(value, path + ".")
-            elif path != "precision":
+            else:
                 yield path
 
-    policy = config.precision_policy
-    names = [f"precision.{f.name}" for f in dataclasses.fields(policy) if f.name != "fp8" or policy.fp8 is None]
-    if policy.fp8 is not None:
-        names += [f"precision.fp8.{f.name}" for f in dataclasses.fields(policy.fp8)]
-    return [*walk(config, ""), *names]
+    return list(walk(config, ""))

@@ -17,12 +17,13 @@ import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import Field, field_validator, model_validator
 
-from mantissa.base.bounds import LARGEST_SIZE, number
+from mantissa.base.bounds import LARGEST_SIZE
+from mantissa.base.config import Section
 from mantissa.base.errors import MantissaError, nearest
 from mantissa.precision.emulation import Emulation
 from mantissa.precision.formats import ALIASES, BF16, DIAL, E4M3, E5M2, FP32, NumberFormat, format_named
@@ -30,28 +31,27 @@ from mantissa.precision.formats import ALIASES, BF16, DIAL, E4M3, E5M2, FP32, Nu
 BLOCK = 128  # values that share a scale: 1 x 128 of an activation or gradient, 128 x 128 of a weight
 
 
-@dataclass(frozen=True)
-class Fp8Policy:
-    """The ``fp8`` block of a precision policy.
+class Fp8Policy(Section):
+    """What a role in fp8 is: which products have fp8 operands (e4m3 in the forward), and how they are scaled."""
 
-    ``base``: the format of everything that is not an fp8 product. ``backward``: the format of gradients as operands of
-    products: ``e4m3``; ``e5m2``, whose range is wider (hybrid, the steadier in practice); or ``high``: the base
-    format, the other operand too. Forward operands are e4m3. ``scale``: a block's scale as fp32 finds it, or rounded
-    to a ``power_of_two``, with which a rescaled value is exact. ``exclude``: layers kept in the base format, by parts
-    of their names between dots (``down_proj``, ``layers.0``, ``layers.3.mlp``).
-    """
+    called: ClassVar[str] = "precision.fp8"
 
-    base: Literal["bf16", "fp16"] = "bf16"
-    backward: Literal["e4m3", "e5m2", "high"] = "e5m2"
-    scale: Literal["fp32", "power_of_two"] = "fp32"
-    exclude: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        _check_choices("precision.fp8", self)
-        exclude: Any = self.exclude
-        if isinstance(exclude, str) or not all(isinstance(part, str) and part for part in exclude):
-            raise MantissaError(f"precision.fp8.exclude={exclude!r}: expected a list of names, such as [down_proj]")
-        object.__setattr__(self, "exclude", tuple(exclude))
+    base: Literal["bf16", "fp16"] = Field("bf16", description="The format of everything that is not an fp8 product.")
+    backward: Literal["e4m3", "e5m2", "high"] = Field(
+        "e5m2",
+        description="The format of gradients as operands: e4m3; e5m2, whose range is wider (hybrid, the steadier in "
+        "practice); high: the base format, the other operand too.",
+    )
+    scale: Literal["fp32", "power_of_two"] = Field(
+        "fp32",
+        description="A block's scale as fp32 finds it, or rounded to a power_of_two, with which a rescaled value is "
+        "exact.",
+    )
+    exclude: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (),
+        description="Layers kept in the base format, by parts of their names between dots (down_proj, layers.0, "
+        "layers.3.mlp).",
+    )
 
     @property
     def backward_format(self) -> NumberFormat | None:
@@ -89,15 +89,6 @@ class Fp8Policy:
         return f"e4m3{backward}, base {self.base}"
 
 
-def _check_choices(where: str, policy: object) -> None:
-    """Refuse a value that is none of its field's ``Literal``."""
-    for name, hint in get_type_hints(type(policy)).items():
-        choices = [each for part in (hint, *get_args(hint)) if get_origin(part) is Literal for each in get_args(part)]
-        allowed = [*choices, None] if NoneType in get_args(hint) else choices
-        if choices and getattr(policy, name) not in allowed:
-            raise MantissaError(f"{where}.{name}={getattr(policy, name)!r}: expected one of {', '.join(choices)}")
-
-
 def _within(pattern: list[str], parts: list[str]) -> bool:
     """Whether ``pattern`` is a run of consecutive elements of ``parts``."""
     return any(parts[i : i + len(pattern)] == pattern for i in range(len(parts) - len(pattern) + 1))
@@ -112,23 +103,21 @@ _ROLES = ("train", "rollout", "reference")
 _DIALLED = "e8m2 to e8m10, e5m2 to e5m10"
 
 
-def _known_format(key: str, name: Any, allowed: tuple[str, ...]) -> str:
+def _known_format(name: str, allowed: tuple[str, ...]) -> str:
     """The canonical name of a format that a field may hold; where one may be fp8, it may be one of the dial's too."""
     of_role = "fp8" in allowed
     listed = ", ".join((*allowed, _DIALLED) if of_role else allowed)
-    if not isinstance(name, str):
-        raise MantissaError(f"{key}={name!r}: expected a format's name, one of {listed}")
     if of_role and (name == "fp8" or name in DIAL):
         return name
     if name in ("fp8", "e4m3", "e4m3fn", *DIAL):
         no_dial = "it is for a role or its cache, and simulated" if name in DIAL else "it is never fp8"
         hint = "say fp8, and choose gradients by precision.fp8.backward" if of_role else no_dial
-        raise MantissaError(f"{key}={name}: {hint}; expected one of {listed}")
+        raise ValueError(f"{hint}; expected one of {listed}")
     try:
         return format_named(name).name
     except MantissaError:
         hint = nearest(name, [*allowed, "float32", "bfloat16", "float16", "half"])
-        raise MantissaError(f"{key}: unknown number format {name!r}: expected one of {listed}{hint}") from None
+        raise ValueError(f"unknown number format, expected one of {listed}{hint}") from None
 
 
 def role_format(name: str) -> NumberFormat:
@@ -136,74 +125,102 @@ def role_format(name: str) -> NumberFormat:
     return DIAL[name] if name in DIAL else format_named(name)
 
 
-@dataclass(frozen=True)
-class PrecisionPolicy:
-    """The precision asked for, by role. Formats also go by torch's names (``float16``, ``half``, ``bfloat16``,
-    ``float32``), and are printed and recorded under ours. A role or the cache may be in a format of the dial too
-    (``e8m4``, ``formats.py``): always simulated, for no device has it.
-
-    ``train``: the learner's forward and backward. ``rollout``: the sampling policy. ``reference``: the frozen policy
-    that some algorithms compare with; None means as ``train``, where two equal policies have equal log-probs to the
-    last bit. In another format their difference begins at its rounding error, and an algorithm learns from that.
-    ``logits``: the format in which every role holds logits before the fp32 log-softmax. ``kv_cache``: the rollout's
-    cache; None means as ``rollout``. It may be coarser than the rollout, never finer: fp32 > fp16 > bf16 > fp8 by
-    mantissa; in fp8 each head's vector has a scale of its own. ``fp8``: what a role in fp8 is; None where none is.
-    ``kernels``: ``fast``, or ``exact``, where the learner's log-prob of each sampled token equals the rollout's to the
-    last bit. ``on_mismatch``: what to do where it does not: ``replan`` (also None): once in a run, before anything is
-    learned from it, go on with the next safer way to compute and sample the step again, then stop; ``stop`` at once; or
-    ``warn``. ``check_every``: steps between checks; between them the learner takes the rollout's log-probs for its own,
-    and its scoring forward is left out. ``backend``: which kernel family; ``auto`` is native on CUDA, simulated for
-    fp16 and bf16 on a CPU.
-    ``fallback``: what to do where the GPU lacks a format's arithmetic: refuse, or warn and use fp32.
+class PrecisionPolicy(Section):
+    """The precision asked for, by role: a preset's name, or fields with an optional ``preset`` that they override.
+    Formats also go by torch's names (``float16``, ``half``, ``bfloat16``, ``float32``), and are printed and recorded
+    under ours. A role or the cache may be in a format of the dial too (``e8m4``, ``formats.py``): always simulated, for
+    no device has it.
     """
 
-    train: str = "fp32"
-    rollout: str = "fp32"
-    reference: str | None = None
-    logits: str = "fp32"
-    kv_cache: str | None = None
-    fp8: Fp8Policy | None = None
-    kernels: Literal["fast", "exact"] = "fast"
-    on_mismatch: Literal["replan", "stop", "warn"] | None = None
-    check_every: int | None = None
-    backend: Literal["auto", "native", "simulated"] = "auto"
-    fallback: Literal["error", "warn"] = "error"
+    called: ClassVar[str] = "precision"
 
-    def __post_init__(self) -> None:
-        for name in (*_ROLES, "logits", "kv_cache"):
-            value, allowed = getattr(self, name), WIDE_FORMATS if name == "logits" else ROLE_FORMATS
-            if value is not None or name not in ("reference", "kv_cache"):
-                object.__setattr__(self, name, _known_format(f"precision.{name}", value, allowed))
-        _check_choices("precision", self)
-        self._check_fp8()
-        self._check_exact()
+    train: str = Field("fp32", description="The learner's forward and backward.")
+    rollout: str = Field("fp32", description="The sampling policy.")
+    reference: str | None = Field(
+        None,
+        description="The frozen policy that some algorithms compare with; null: as train, where two equal policies "
+        "have equal log-probs to the last bit. In another format their difference begins at its rounding error, and an "
+        "algorithm learns from that.",
+    )
+    logits: str = Field(
+        "fp32", description="The format in which every role holds logits before the fp32 log-softmax: fp32, bf16, fp16."
+    )
+    kv_cache: str | None = Field(
+        None,
+        description="The rollout's cache; null: as rollout. It may be coarser, never finer: fp32 > fp16 > bf16 > fp8 "
+        "by mantissa; in fp8 each head's vector has a scale of its own.",
+    )
+    fp8: Fp8Policy | None = Field(None, description="What a role in fp8 is; null where none is.")
+    kernels: Literal["fast", "exact"] = Field(
+        "fast",
+        description="exact: the learner's log-prob of each sampled token equals the rollout's to the last bit.",
+    )
+    on_mismatch: Literal["replan", "stop", "warn"] | None = Field(
+        None,
+        description="What to do where it does not: replan (also null): once in a run, before anything is learned from "
+        "it, go on with the next safer way to compute and sample the step again, then stop; stop at once; or warn.",
+    )
+    check_every: int | None = Field(
+        None,
+        ge=1,
+        le=LARGEST_SIZE,
+        description="Steps between checks; between them the learner takes the rollout's log-probs for its own, and its "
+        "scoring forward is left out.",
+    )
+    backend: Literal["auto", "native", "simulated"] = Field(
+        "auto", description="Which kernel family; auto: native on CUDA, simulated for fp16 and bf16 on a CPU."
+    )
+    fallback: Literal["error", "warn"] = Field(
+        "error", description="Where the GPU lacks a format's arithmetic: refuse, or warn and use fp32."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_the_preset(cls, value: Any) -> Any:
+        value = {"preset": value} if isinstance(value, str) else value
+        if not isinstance(value, (dict, PrecisionPolicy)):
+            raise ValueError(f"expected a preset's name, one of {', '.join(PRESETS)}, or fields")
+        if isinstance(value, PrecisionPolicy) or "preset" not in value:
+            return value
+        preset = preset_named(value["preset"])
+        roles = (
+            PRESETS[preset].model_dump(include={"train", "rollout"})
+            if preset in PRESETS
+            else dict.fromkeys(("train", "rollout"), preset)
+        )
+        return roles | {name: given for name, given in value.items() if name != "preset"}
+
+    @field_validator(*_ROLES, "kv_cache")
+    @classmethod
+    def _format_of_a_role(cls, name: str | None) -> str | None:
+        return name if name is None else _known_format(name, ROLE_FORMATS)
+
+    @field_validator("logits")
+    @classmethod
+    def _format_of_logits(cls, name: str) -> str:
+        return _known_format(name, WIDE_FORMATS)
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
         roles = {self.train, self.rollout, self.reference or self.train}
+        if "fp8" not in roles and self.fp8 is not None:
+            raise ValueError("fp8 does nothing where no role is fp8; leave it out, or set rollout=fp8")
+        if "fp8" in roles and self.fp8 is None:
+            object.__setattr__(self, "fp8", Fp8Policy())  # frozen, and as good as asked for
+        for name in ("on_mismatch", "check_every") if self.kernels == "fast" else ():
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} does nothing with kernels=fast; set precision.kernels=exact")
+        if self.kernels == "exact" and self.train != self.rollout:
+            raise ValueError(
+                f"kernels=exact: train={self.train} and rollout={self.rollout} round to different numbers, and no "
+                "kernels make them equal; choose one format for both, or kernels=fast"
+            )
         if self.backend == "simulated" and roles == {"fp32"}:
-            raise MantissaError(
-                "precision.backend=simulated: train and rollout are fp32, which is never simulated; choose fp16, bf16 "
-                "or fp8 for one of them, or leave backend out"
+            raise ValueError(
+                "backend=simulated: train and rollout are fp32, which is never simulated; choose fp16, bf16 or fp8 for "
+                "one of them, or leave backend out"
             )
-
-    def _check_fp8(self) -> None:
-        in_fp8 = [name for name in _ROLES if getattr(self, name) == "fp8"]
-        if not in_fp8 and self.fp8 is not None:
-            raise MantissaError("precision.fp8 does nothing where no role is fp8; leave it out, or set rollout=fp8")
-        if in_fp8 and self.fp8 is None:
-            object.__setattr__(self, "fp8", Fp8Policy())
-
-    def _check_exact(self) -> None:
-        if self.check_every is not None and not number(self.check_every, 1, LARGEST_SIZE, whole=True):
-            raise MantissaError(f"precision.check_every={self.check_every!r}: expected a number of steps, 1 or more")
-        if self.kernels == "fast":
-            for name in ("on_mismatch", "check_every"):
-                if getattr(self, name) is not None:
-                    raise MantissaError(f"precision.{name} does nothing with kernels=fast; set precision.kernels=exact")
-            return
-        if self.train != self.rollout:
-            raise MantissaError(
-                f"precision.kernels=exact: train={self.train} and rollout={self.rollout} round to different numbers, "
-                "and no kernels make them equal; choose one format for both, or kernels=fast"
-            )
+        return self
 
     def format_of(self, requested: str) -> NumberFormat:
         """The format in which values flow in a role that was asked to be ``requested``: of fp8, its base."""
@@ -214,31 +231,7 @@ class PrecisionPolicy:
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> PrecisionPolicy:
         """Build a policy from a preset's name, or from fields with an optional ``preset`` that they override."""
-        if isinstance(value, str):
-            value = {"preset": value}
-        if not isinstance(value, Mapping):
-            known = ", ".join(PRESETS)
-            raise MantissaError(f"precision={value!r}: expected a preset's name, one of {known}, or fields")
-        fields = dict(value)
-        preset = preset_named(fields.pop("preset", "fp32"))
-        base = PRESETS[preset] if preset in PRESETS else cls(train=preset, rollout=preset)
-        _check_keys("precision", fields, cls, "preset")
-        if isinstance(fields.get("fp8"), Mapping):
-            _check_keys("precision.fp8", fields["fp8"], Fp8Policy)
-            fields["fp8"] = Fp8Policy(**fields["fp8"])
-        elif fields.get("fp8") is not None and not isinstance(fields["fp8"], Fp8Policy):
-            raise MantissaError(f"precision.fp8={fields['fp8']!r}: expected fields, such as {{base: fp16}}")
-        merged = {**vars(base), **fields}
-        if "fp8" not in fields and "fp8" not in {merged[name] for name in _ROLES}:
-            merged["fp8"] = None  # the preset's, whose fp8 roles were all overridden
-        return cls(**merged)
-
-
-def _check_keys(where: str, fields: Mapping[str, Any], cls: type, *more: str) -> None:
-    known = [*more, *(field.name for field in dataclasses.fields(cls))]
-    for key in fields:
-        if key not in known:
-            raise MantissaError(f"unknown key {where}.{key}{nearest(key, known)} (keys: {', '.join(known)})")
+        return cls(**({"preset": preset_named(value)} if isinstance(value, str) else value))
 
 
 PRESETS: dict[str, PrecisionPolicy] = {

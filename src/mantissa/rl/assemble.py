@@ -136,7 +136,7 @@ def assemble(config: RunConfig, ranks: Ranks = ALONE, task: Task | None = None) 
 def _precision(config: RunConfig, device: torch.device) -> ResolvedPrecision:
     """What each role uses here, the rollout's as the engine has it that samples."""
     rollout = config.rollout
-    precision = resolve(config.precision_policy, device, reference=config.algorithm.reference is not None)
+    precision = resolve(config.precision, device, reference=config.algorithm.reference is not None)
     if rollout.engine == "vllm":
         if rollout.vllm.server is None:
             require_vllm()
@@ -149,8 +149,8 @@ def _check_shape(config: RunConfig, model: Decoder) -> None:
     shape, slots = model.config, config.rollout.slots
     row = 4 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim  # one position, two bytes a value
     require_memory(slots * row, f"rollout.slots={slots:,}", "lower it")
-    if config.precision_policy.fp8 is not None:
-        config.precision_policy.fp8.check(model.projections)
+    if config.precision.fp8 is not None:
+        config.precision.fp8.check(model.projections)
     if config.rollout.emulate is not None:
         config.rollout.emulate.check(shape.num_attention_heads, shape.intermediate_size)
 

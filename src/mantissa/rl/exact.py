@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,15 +76,9 @@ def exact_plan(
 
 def exact_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
     """The rollout's precision under exact kernels, as a policy of its own: what the native engine would be given."""
-    return dataclasses.replace(
-        policy,
-        train=policy.rollout,
-        reference=None,
-        fp8=policy.fp8 if policy.rollout == "fp8" else None,
-        kernels="exact",
-        backend="auto",
-        fallback="error",
-    )
+    fp8 = policy.fp8 if policy.rollout == "fp8" else None
+    alone = {"train": policy.rollout, "reference": None, "fp8": fp8, "backend": "auto", "fallback": "error"}
+    return PrecisionPolicy(**dict(policy) | alone | {"kernels": "exact"})
 
 
 @dataclass(frozen=True)
@@ -126,7 +119,7 @@ def exact_twin(
 
     ``length``, ``rows``: as in ``exact_plan``.
     """
-    policy, every = config.precision_policy, config.rollout.vllm.share_every
+    policy, every = config.precision, config.rollout.vllm.share_every
     if every == 0:
         return ExactTwin(None, "rollout.vllm.share_every=0", every)
     if policy.rollout == "fp8" and device.type == "cpu":

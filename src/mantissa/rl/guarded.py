@@ -15,7 +15,6 @@ policy is held to does not move.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ class RunGuard:
         self._settings = config.guard
         self._note = note
         self._judge = Judge(run.path, self._settings, note, ranks)
-        self.format = _label(config.precision_policy)
+        self.format = _label(config.precision)
         self.good = 0
         self.fell_back: dict[str, Any] | None = None
 
@@ -92,19 +91,17 @@ def in_force(config: RunConfig, run: RunDirectory, ranks: Ranks) -> RunConfig:
 
 def widened(config: RunConfig, to: str) -> RunConfig:
     """``config`` with learner and rollout at least as wide as ``to``, checked as any recipe is."""
-    policy = config.precision_policy
+    policy = config.precision
 
     def wide(role: str) -> str:
         return "fp32" if "fp32" in (role, to) else to
 
     values: dict[str, Any] = {"train": wide(policy.train), "rollout": wide(policy.rollout)}
-    for field in dataclasses.fields(policy):
-        if field.name in ("kernels", "on_mismatch", "check_every", "backend", "fallback"):
-            values[field.name] = getattr(policy, field.name)
+    values |= policy.model_dump(include={"kernels", "on_mismatch", "check_every", "backend", "fallback"})
     if config.algorithm.reference is not None:
         values["reference"] = policy.reference or policy.train
     if values.get("reference") == "fp8" and policy.fp8 is not None:
-        values["fp8"] = dataclasses.asdict(policy.fp8)
+        values["fp8"] = policy.fp8
     if {values["train"], values["rollout"], values.get("reference", "fp32")} == {"fp32"}:
         values["backend"] = "auto"  # fp32 is never simulated
     plain = config.model_dump(mode="json") | {"precision": values, "loss_scaling": None}

@@ -242,7 +242,7 @@ def write_case(
         "version": _VERSION,
         "note": note,
         "model": shape,
-        "precision": dataclasses.asdict(policy),
+        "precision": policy.model_dump(mode="json"),
         "requests": [dataclasses.asdict(request) for request in case.call.requests],
         "params": dataclasses.asdict(case.call.params),
         "engine": {"slots": engine.slots, "max_length": engine.max_length},

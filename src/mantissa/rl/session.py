@@ -44,7 +44,7 @@ MAY_CHANGE = ("nproc", "parallel", "rollout.vllm.server")  # when a run goes on
 def start(config: RunConfig) -> Path:
     """Run ``config`` from its beginning in a new folder; returns the path of its report."""
     if config.guard is not None:  # what would stop the run later is refused now
-        resolve(widened(config, config.guard.to).precision_policy, choose_device(config.device))
+        resolve(widened(config, config.guard.to).precision, choose_device(config.device))
         if config.guard.reference is not None:
             Reference.read(config.guard.reference)
     with joined(config, choose_device(config.device)) as ranks:

@@ -74,7 +74,7 @@ class Steps:
         """What observes the steps of this run."""
         config, parts, learner = self.config, self.parts, self.learner
         probes: list[Probe] = [Lag(learner, config.rollout.max_policy_lag)]
-        if config.precision_policy.kernels == "exact":
+        if config.precision.kernels == "exact":
             self.exactness = Exactness(config, parts, self.run, self.live.note)
             probes.append(self.exactness)
         if parts.twin is not None:

@@ -66,9 +66,12 @@ def test_torchs_names_for_formats_are_understood_and_ours_recorded(
     configure: Configure, said: str, preset: str
 ) -> None:
     config = configure(f"precision={said}")
-    assert config.precision == {"preset": preset}
-    assert config.precision_policy.train == config.precision_policy.rollout == preset
-    roles = configure("precision.train=bfloat16", "precision.rollout=half").precision_policy
+    assert config.precision.train == config.precision.rollout == preset
+    recorded = config.model_dump(mode="json")
+    assert recorded["precision"].items() >= {"train": preset, "rollout": preset, "kv_cache": None, "fp8": None}.items()
+    assert make_config(recorded, "config.yaml") == config
+    assert make_config(recorded | {"precision": {"preset": preset}}, "config.yaml") == config  # as older runs say it
+    roles = configure("precision.train=bfloat16", "precision.rollout=half").precision
     assert (roles.train, roles.rollout) == ("bf16", "fp16")
 
 
@@ -106,11 +109,11 @@ MISTAKES = [  # overrides, with " & " between them, and what is said
     ("model.lora={rnk: 4}", "unknown key 'model.lora.rnk'; did you mean 'rank'"),
     ("rollout.dynamic.max_batches=3", r"unknown key 'rollout\.dynamic\.max_batches'"),
     ("task.reward=[{functio: a:b}]", r"'task.reward.0.functio'; did you mean 'function'\? \(known here: function,"),
-    ("precision.rolout=bf16", r"unknown key precision\.rolout; did you mean 'rollout'\?"),
+    ("precision.rolout=bf16", r"unknown key 'precision\.rolout'; did you mean 'rollout'\?"),
     ("guard={windw: 3}", "unknown key 'guard.windw'; did you mean 'window'"),
     ("precision=fp15", r"unknown precision preset 'fp15'.*did you mean 'fp16'\?"),
-    ("precision.fp8.base=fp16", r"precision\.fp8 does nothing where no role is fp8"),
-    ("precision.rollout=int4", r"precision\.rollout: unknown number format 'int4'"),
+    ("precision.fp8.base=fp16", r"precision: fp8 does nothing where no role is fp8"),
+    ("precision.rollout=int4", r"precision\.rollout: unknown number format.*, got 'int4'"),
     ("steps=0", r"steps: input should be greater than or equal to 1, got 0"),
     ("steps=many", r"steps: expected a number, without quotes, got 'many'"),
     ("steps", r"override 'steps': expected key=value"),

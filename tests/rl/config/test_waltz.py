@@ -55,7 +55,7 @@ def test_the_feedback_policy_has_the_recipes_settings_but_for_its_own() -> None:
     other = {"precision": "bf16", "loss_scaling": None, "rollout": {"max_tokens": 40}, "optimizer": {"lr": 1e-3}}
     config = configure({"feedback": other}, loss_scaling={"initial": 8.0})
     mine = config.of_feedback
-    assert (mine.precision_policy.train, mine.rollout.max_tokens, mine.optimizer.lr) == ("bf16", 40, 1e-3)
+    assert (mine.precision.train, mine.rollout.max_tokens, mine.optimizer.lr) == ("bf16", 40, 1e-3)
     assert (mine.rollout.prompts, mine.model, mine.task) == (32, config.model, config.task)
     assert (mine.waltz, mine.loss_scaling, mine.evaluation) == (None, None, None)
     assert mine.seed != config.seed  # its draws are its own

@@ -25,7 +25,7 @@ def check_together(config: RunConfig) -> None:
         checks.insert(2, _vllm_refusals if config.rollout.engine == "vllm" else _emulated_refusals)
     if config.waltz is not None:
         checks.insert(0, waltz_refusals)
-    policy, lora = config.precision_policy, config.model.lora is not None
+    policy, lora = config.precision, config.model.lora is not None
     check_masters(config.optimizer.masters, policy.format_of(policy.train), lora)
     for refused, why in itertools.chain.from_iterable(check(config) for check in checks):
         if refused:
@@ -38,7 +38,7 @@ def check_together(config: RunConfig) -> None:
 
 
 def _precision_refusals(config: RunConfig) -> Refusals:
-    policy, lag = config.precision_policy, config.rollout.max_policy_lag
+    policy, lag = config.precision, config.rollout.max_policy_lag
     yield (
         config.loss_scaling is not None and not policy.format_of(policy.train).needs_loss_scaling,
         f"loss_scaling does nothing for a {policy.train} learner (its exponent range is that of fp32); leave it out, "
@@ -109,7 +109,7 @@ def _rollout_refusals(config: RunConfig) -> Refusals:
 
 def _vllm_refusals(config: RunConfig) -> Refusals:
     """What vLLM cannot do, or what nobody has tried with it."""
-    policy, rollout = config.precision_policy, config.rollout
+    policy, rollout = config.precision, config.rollout
     base, lag = policy.format_of(policy.rollout).name, rollout.max_policy_lag
     refusals = (
         (
@@ -157,7 +157,7 @@ def _vllm_refusals(config: RunConfig) -> Refusals:
 
 def _emulated_refusals(config: RunConfig) -> Refusals:
     """What no emulation can do."""
-    policy = config.precision_policy
+    policy = config.precision
     yield (
         policy.kernels == "exact",
         "rollout.engine=emulated with precision.kernels=exact: it rounds at other places than the learner, so that "

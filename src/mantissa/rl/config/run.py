@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from mantissa.algorithms import AlgorithmConfig
 from mantissa.base.bounds import LARGEST_SEED
@@ -12,7 +12,6 @@ from mantissa.base.config import Config
 from mantissa.doctor.diagnosis import DoctorConfig
 from mantissa.dropin import GuardConfig
 from mantissa.precision import PrecisionPolicy
-from mantissa.precision.policy import preset_named
 from mantissa.rl.config.refusals import check_together
 from mantissa.rl.config.sections import (
     CheckpointConfig,
@@ -46,7 +45,7 @@ class RunConfig(Config):
     parallel: Literal["ddp", "fsdp2"] | None = Field(
         None, description="ddp (what null stands for): every process holds the learner; fsdp2: each holds a slice."
     )
-    precision: dict[str, Any] = Field({"preset": "fp32"}, description="A preset's name, or fields with a preset.")
+    precision: PrecisionPolicy = Field(PrecisionPolicy(), description="A preset's name, or fields with a preset.")
     model: ModelSource
     task: TaskConfig
     warm_start: WarmStartConfig | None = Field(None, description="None: RL starts from the model as it is.")
@@ -67,21 +66,10 @@ class RunConfig(Config):
     grading: GradingConfig = GradingConfig()
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(("tensorboard",), description="tensorboard, wandb.")
 
-    @field_validator("precision", mode="before")
-    @classmethod
-    def _precision_by_name(cls, value: Any) -> Any:
-        fields = {"preset": value} if isinstance(value, str) else value
-        PrecisionPolicy.parse(fields)  # a mistake is found here, before anything is built on it
-        return fields | {"preset": preset_named(fields["preset"])} if "preset" in fields else fields
-
     @property
     def steps_behind(self) -> int:
         """RL steps that sampling is behind: as many as ``rollout.max_policy_lag`` optimiser steps surely hold."""
         return self.rollout.max_policy_lag // self.optimizer.updates_per_batch
-
-    @property
-    def precision_policy(self) -> PrecisionPolicy:
-        return PrecisionPolicy.parse(self.precision)
 
     @property
     def of_feedback(self) -> RunConfig:

@@ -64,7 +64,7 @@ class Exactness(Probe):
 
     def __init__(self, config: RunConfig, parts: Parts, run: RunDirectory, note: Callable[[str], None]) -> None:
         assert isinstance(parts.sampler.engine, NativeEngine)
-        self.precision, self.steps, self.run, self.note = config.precision_policy, config.steps, run, note
+        self.precision, self.steps, self.run, self.note = config.precision, config.steps, run, note
         self.learner, self.engine, self.replan = parts.learner, parts.sampler.engine, parts.replan
         others = [] if parts.reference is None else [parts.reference.kernels]
         every = (self.learner.kernels, self.engine.kernels, *others)

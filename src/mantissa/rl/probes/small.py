@@ -61,7 +61,7 @@ class Diagnose(Probe):
         assert config.doctor is not None
         self.every, self.steps = config.doctor.every, config.steps
         self.learner, self.run, self.note = learner, run, note
-        precision = config.precision_policy
+        precision = config.precision
         self.settings = Settings(
             config.rollout.temperature, rollout_format=precision.rollout, learner_format=precision.train
         )
