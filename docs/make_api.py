@@ -15,23 +15,38 @@ from types import ModuleType
 from typing import Any
 
 ROOMS = (
-    "mantissa.training",
-    "mantissa.dropin.compat",
-    "mantissa.dropin",
+    "mantissa",
+    "mantissa.rl",
+    "mantissa.algorithms",
     "mantissa.precision",
     "mantissa.kernels",
-    "mantissa.mismatch",
-    "mantissa.algorithms",
+    "mantissa.model",
+    "mantissa.tasks",
+    "mantissa.training",
     "mantissa.rollout",
+    "mantissa.mismatch",
+    "mantissa.dropin",
+    "mantissa.dropin.compat",
+    "mantissa.doctor.record",
+    "mantissa.doctor.readers",
+    "mantissa.doctor.dump",
+    "mantissa.doctor.examine",
+    "mantissa.runs.directory",
+    "mantissa.runs.report",
+    "mantissa.lab.plan",
+    "mantissa.launch",
     "mantissa.bench",
+    "mantissa.genesis.worldmodel",
+    "mantissa.genesis.evolution",
     "mantissa.base.errors",
 )
 _WIDTH = 96
 _INTRO = """\
 # Public API
 
-What each room exports, with its docstring. Rooms are imported by name: `from mantissa.training import GuardConfig`.
-`PrecisionTrainer` can be had from `mantissa` itself too. Names that begin with an underscore are nobody's business.
+What each room exports, with its docstring. `mantissa` itself has what [RL in one page](rl.md) and a loop of your own
+need; the rest is imported from its room: `from mantissa.training import ScalerConfig`. Names that begin with an
+underscore are nobody's business.
 """
 
 
