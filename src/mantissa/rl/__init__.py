@@ -1,4 +1,4 @@
-"""The run: configuration, experience, learner, warm start, the loop, resume."""
+"""The run: configuration, collecting, one step in five calls, the loop, probes, resume."""
 
 from mantissa.rl.config.recipe import load_recipe, make_config
 from mantissa.rl.config.run import RunConfig
