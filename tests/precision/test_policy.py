@@ -34,17 +34,24 @@ def error_of(action: Any) -> str:
     ],
 )
 def test_presets(preset: str, expected: PrecisionPolicy) -> None:
-    assert PrecisionPolicy.parse(preset) == PrecisionPolicy.parse({"preset": preset}) == expected
+    given = PrecisionPolicy.parse(preset)
+    assert given == PrecisionPolicy.parse({"preset": preset})
+    assert given.model_copy(update={"preset": None}) == expected
     assert (expected.logits, expected.backend, expected.fallback) == ("fp32", "auto", "error")
 
 
 def test_fields_override_the_preset_and_without_one_fp32() -> None:
     asked = {"preset": "bf16", "rollout": "float16", "kv_cache": "bf16", "fallback": "warn"}
     mixed = PrecisionPolicy.parse(asked)
-    assert mixed == PrecisionPolicy(train="bf16", rollout="fp16", kv_cache="bf16", fallback="warn")
+    assert mixed.model_copy(update={"preset": None}) == PrecisionPolicy(
+        train="bf16", rollout="fp16", kv_cache="bf16", fallback="warn"
+    )
+    assert mixed.model_dump() == asked | {"rollout": "fp16"}  # what was asked for is what is recorded
+    assert PrecisionPolicy(**mixed.model_dump()) == mixed
     assert asked["rollout"] == "float16"  # the caller's mapping stays as it was
     assert PrecisionPolicy.parse({"train": "fp16"}) == PrecisionPolicy(train="fp16", rollout="fp32")
-    assert PrecisionPolicy.parse({"preset": "fp8", "train": "fp16", "rollout": "fp16"}) == PRESETS["fp16"]
+    overridden = PrecisionPolicy.parse({"preset": "fp8", "train": "fp16", "rollout": "fp16"})
+    assert overridden.model_copy(update={"preset": None}) == PRESETS["fp16"]
 
 
 def test_the_fp8_block() -> None:
@@ -60,7 +67,7 @@ def test_the_fp8_block() -> None:
     ("asked", "message"),
     [
         ("fp61", "unknown precision preset 'fp61': expected one of fp32, bf16, fp16, fp8, bf16-train-fp16-rollout"),
-        ({"preset": 16}, "precision: unknown precision preset 16: expected one of"),
+        ({"preset": 16}, "precision: preset=16: expected a valid string"),
         (
             "e8m11",
             "unknown precision preset 'e8m11': expected one of fp32, bf16, fp16, fp8, bf16-train-fp16-rollout, "
@@ -114,7 +121,8 @@ def test_what_cannot_be_asked_for(asked: Any, message: str) -> None:
 
 
 def test_a_format_of_the_dial_is_a_preset_a_role_and_a_cache() -> None:
-    assert PrecisionPolicy.parse("e8m4") == PrecisionPolicy(train="e8m4", rollout="e8m4")
+    dialled = PrecisionPolicy.parse("e8m4")
+    assert (dialled.train, dialled.rollout) == ("e8m4", "e8m4")
     given = PrecisionPolicy.parse({"rollout": "e5m6", "kv_cache": "e5m3", "reference": "e5m2"})
     resolved = resolve(given, "cpu")
     assert [(role.name, role.backend) for role in resolved.roles] == [

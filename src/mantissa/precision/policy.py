@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from mantissa.base.bounds import LARGEST_SIZE
 from mantissa.base.config import Section
@@ -130,10 +130,13 @@ class PrecisionPolicy(Section):
     Formats also go by torch's names (``float16``, ``half``, ``bfloat16``, ``float32``), and are printed and recorded
     under ours. A role or the cache may be in a format of the dial too (``e8m4``, ``formats.py``): always simulated, for
     no device has it.
+
+    It is written as it was asked for: the fields that were given, with their names as ours.
     """
 
     called: ClassVar[str] = "precision"
 
+    preset: str | None = Field(None, description="Stands for train and rollout, where they are not given.")
     train: str = Field("fp32", description="The learner's forward and backward.")
     rollout: str = Field("fp32", description="The sampling policy.")
     reference: str | None = Field(
@@ -176,19 +179,16 @@ class PrecisionPolicy(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _over_the_preset(cls, value: Any) -> Any:
+    def _by_name(cls, value: Any) -> Any:
         value = {"preset": value} if isinstance(value, str) else value
         if not isinstance(value, (dict, PrecisionPolicy)):
             raise ValueError(f"expected a preset's name, one of {', '.join(PRESETS)}, or fields")
-        if isinstance(value, PrecisionPolicy) or "preset" not in value:
-            return value
-        preset = preset_named(value["preset"])
-        roles = (
-            PRESETS[preset].model_dump(include={"train", "rollout"})
-            if preset in PRESETS
-            else dict.fromkeys(("train", "rollout"), preset)
-        )
-        return roles | {name: given for name, given in value.items() if name != "preset"}
+        return value
+
+    @field_validator("preset")
+    @classmethod
+    def _preset(cls, name: str | None) -> str | None:
+        return name if name is None else preset_named(name)
 
     @field_validator(*_ROLES, "kv_cache")
     @classmethod
@@ -202,11 +202,14 @@ class PrecisionPolicy(Section):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
+        for role in {"train", "rollout"} - self.model_fields_set if self.preset is not None else ():
+            of_preset = getattr(PRESETS[self.preset], role) if self.preset in PRESETS else self.preset
+            object.__setattr__(self, role, of_preset)  # frozen, and not among the fields that were given
         roles = {self.train, self.rollout, self.reference or self.train}
         if "fp8" not in roles and self.fp8 is not None:
             raise ValueError("fp8 does nothing where no role is fp8; leave it out, or set rollout=fp8")
         if "fp8" in roles and self.fp8 is None:
-            object.__setattr__(self, "fp8", Fp8Policy())  # frozen, and as good as asked for
+            object.__setattr__(self, "fp8", Fp8Policy())
         for name in ("on_mismatch", "check_every") if self.kernels == "fast" else ():
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} does nothing with kernels=fast; set precision.kernels=exact")
@@ -221,6 +224,10 @@ class PrecisionPolicy(Section):
                 "one of them, or leave backend out"
             )
         return self
+
+    @model_serializer(mode="wrap")
+    def _as_asked(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if name in self.model_fields_set}
 
     def format_of(self, requested: str) -> NumberFormat:
         """The format in which values flow in a role that was asked to be ``requested``: of fp8, its base."""

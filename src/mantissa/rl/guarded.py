@@ -97,7 +97,8 @@ def widened(config: RunConfig, to: str) -> RunConfig:
         return "fp32" if "fp32" in (role, to) else to
 
     values: dict[str, Any] = {"train": wide(policy.train), "rollout": wide(policy.rollout)}
-    values |= policy.model_dump(include={"kernels", "on_mismatch", "check_every", "backend", "fallback"})
+    kept = ("kernels", "on_mismatch", "check_every", "backend", "fallback")
+    values |= {name: value for name, value in policy if name in kept}
     if config.algorithm.reference is not None:
         values["reference"] = policy.reference or policy.train
     if values.get("reference") == "fp8" and policy.fp8 is not None:

@@ -45,7 +45,9 @@ class RunConfig(Config):
     parallel: Literal["ddp", "fsdp2"] | None = Field(
         None, description="ddp (what null stands for): every process holds the learner; fsdp2: each holds a slice."
     )
-    precision: PrecisionPolicy = Field(PrecisionPolicy(), description="A preset's name, or fields with a preset.")
+    precision: PrecisionPolicy = Field(
+        PrecisionPolicy(preset="fp32"), description="A preset's name, or fields with a preset."
+    )
     model: ModelSource
     task: TaskConfig
     warm_start: WarmStartConfig | None = Field(None, description="None: RL starts from the model as it is.")
