@@ -25,7 +25,8 @@ from rows import append
 from torch import Tensor
 
 from mantissa.base.device import be_deterministic
-from mantissa.bench.gap import GapConfig, encode, read_prompts
+from mantissa.bench.gap import encode, read_prompts
+from mantissa.bench.options import GapConfig
 from mantissa.kernels import EmulatedKernels, Kernels, SimulatedKernels, rollout_kernels
 from mantissa.model import policy_weights
 from mantissa.precision import Emulation, PrecisionPolicy, format_named, resolve
@@ -54,7 +55,7 @@ def sampled(arguments: argparse.Namespace, model: Any, tokenizer: Any, fmt: str,
     logits = fmt if arguments.vllm and head == "half" else "fp32"
     precision = resolve(PrecisionPolicy(train=fmt, rollout=fmt, logits=logits), CPU)
     precision = on_vllm(precision) if arguments.vllm else emulated(precision, Emulation.serving())
-    config = GapConfig(arguments.model, CPU, max_tokens=arguments.tokens)
+    config = GapConfig(model=arguments.model, device="cpu", max_tokens=arguments.tokens)
     prompts = encode(read_prompts(None)[: arguments.prompts], tokenizer, model.config.max_position_embeddings, config)
     rollout = RolloutConfig(
         max_tokens=arguments.tokens, slots=len(prompts), engine="vllm" if arguments.vllm else "emulated"

@@ -347,7 +347,8 @@ def command_options(command: str) -> str:
     from mantissa.cli import app
 
     lines = []
-    for option in get_command(app).commands[command].params:  # type: ignore[attr-defined]
+    found: Any = get_command(app).commands[command]  # type: ignore[attr-defined]
+    for option in found.get_params(found.context_class(found)):
         if "--help" in option.opts or option.param_type_name == "argument":
             continue
         default = option.show_default if isinstance(option.show_default, str) else option.default
@@ -370,7 +371,7 @@ def gap_figures() -> str:
 
 def measured_gap() -> str:
     """The newest row of each pair, in the command's order: figures, and their intervals below them."""
-    from mantissa.bench.gap import PAIRS
+    from mantissa.bench.options import PAIRS
     from mantissa.runs.gap_page import TITLES, shown
 
     newest = {r["pair"]: r for r in _rows("gap")}

@@ -34,3 +34,13 @@ def test_importing_costs_little_beyond_torch_and_loads_nothing_heavy() -> None:
     assert package < 0.3
     assert command_line < 1.0
     assert rooms < 0.5 * torch  # measured 0.15 to 0.25: in torch's own time, whatever the machine does
+
+
+def test_help_on_options_that_come_from_a_model_needs_no_torch() -> None:
+    script = "import sys\nfrom mantissa.cli import app\napp(['gap', '--help'], standalone_mode=False)\n"
+    said = subprocess.run(
+        [sys.executable, "-c", script + "print('torch' in sys.modules)"], check=True, capture_output=True, text=True
+    ).stdout
+    assert "--max-tokens" in said
+    assert "Longest completion." in said
+    assert said.endswith("False\n")

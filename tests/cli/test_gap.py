@@ -188,7 +188,7 @@ def test_default_pairs_lead_with_a_serving_engine(
     assert [config.own for config in asked] == [24, 32, 32], "nine pairs of 24 take the time of six of 32"
     assert asked[2].pairs == ("fp32", "fp16", "bf16", "fp8", "bf16/fp8")
     for config in asked:
-        assert list(config.policies()) == list(config.pairs)
+        assert list(command.policies_of(config)) == list(config.pairs)
 
 
 def test_fewer_of_the_packages_own_prompts(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_fewer_of_the_packages_own_prompts(finished: Path, monkeypatch: pytest.M
         raise command.MantissaError("enough")
 
     monkeypatch.setattr(command, "encode", encode)
-    for config in (command.GapConfig(str(finished), torch.device("cpu"), own=own) for own in (24, 32)):
+    for config in (command.GapConfig(model=str(finished), device="cpu", own=own) for own in (24, 32)):
         with pytest.raises(command.MantissaError, match="enough"):
             command.run_gap(config, print)
     assert counts == [24, 32]

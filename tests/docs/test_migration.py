@@ -78,7 +78,9 @@ def command(line: str) -> None:
     program, name, *options = line.split()
     assert program == "mantissa"
     found = get_command(app).commands[name]  # type: ignore[attr-defined]
-    assert set(options) <= {option for each in found.params for option in each.opts}, line
+    assert set(options) <= {option for each in found.get_params(found.context_class(found)) for option in each.opts}, (
+        line
+    )
 
 
 def statistic(name: str) -> None:

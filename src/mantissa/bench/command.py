@@ -9,62 +9,31 @@ from pathlib import Path
 
 import torch
 
-from mantissa.base.errors import MantissaError, nearest
+from mantissa.base.errors import MantissaError
 from mantissa.base.files import disk_errors, write_atomically
+from mantissa.bench.options import BenchConfig
 from mantissa.bench.plot import draw
 from mantissa.bench.profile import Profile, profile_runner
 from mantissa.bench.rows import SIMULATION, Row, crossover_sentences, stamp, write_csv, write_jsonl
 from mantissa.bench.runner import SCENARIOS, Setting, engaged, run_scenario, run_size
 from mantissa.bench.workload import Source, called, factory_named, parse_size
 
-PRECISIONS = ("fp32", "bf16", "fp16")
 SIZES = {"cpu": "10k,30k,100k,300k,1M,3M,10M", "cuda": "10k,100k,1M,3M,10M,30M,100M"}
 SIZE_BATCH = {"cpu": 256, "cuda": 4096}  # on a GPU: enough that products and not AdamW's memory traffic bound a step
 SCENARIO_PARAMETERS, SCENARIO_BATCH = 1_000_000, 32
 
 
-@dataclass(frozen=True)
-class BenchConfig:
-    """The command's options. ``sizes`` and ``scenarios``: names or numbers; ``sizes`` None means the device's usual."""
+def _sources(config: BenchConfig) -> list[Source]:
+    """What the sweep over sizes measures, small to large."""
+    if config.model is not None:
+        return [Source(config.model)]
+    names = SIZES[torch.device(config.device).type].split(",") if config.sizes is None else config.sizes
+    return [Source(parameters=size) for size in sorted({parse_size(name) for name in names})]
 
-    device: str
-    model: str | None = None
-    precisions: tuple[str, ...] = PRECISIONS
-    backend: str = "auto"
-    sizes: tuple[str, ...] | None = None
-    scenarios: tuple[str, ...] = tuple(SCENARIOS)
-    batch: int | None = None
-    out: Path | None = None
-    repeats: int = 7
-    profile: bool = False
 
-    def __post_init__(self) -> None:
-        named = {"--precision": (self.precisions, PRECISIONS), "--scenarios": (self.scenarios, tuple(SCENARIOS))}
-        for what, (names, known) in named.items():
-            for name in names:
-                if name not in known:
-                    raise MantissaError(f"{what} {name}: expected of {', '.join(known)}{nearest(name, known)}")
-            if len(set(names)) < len(names):
-                raise MantissaError(f"{what} {','.join(names)}: one is named twice")
-        if not self.precisions:
-            raise MantissaError(f"--precision: expected at least one of {', '.join(PRECISIONS)}")
-        if self.backend not in ("auto", "native", "simulated"):
-            raise MantissaError(f"--backend {self.backend}: expected auto, native or simulated")
-        if self.model is not None and self.sizes:
-            raise MantissaError(
-                "--sizes belongs to the built-in models; a --model has the size that its factory gives it"
-            )
-
-    def sources(self) -> list[Source]:
-        """What the sweep over sizes measures, small to large."""
-        if self.model is not None:
-            return [Source(self.model)]
-        names = SIZES[torch.device(self.device).type].split(",") if self.sizes is None else self.sizes
-        return [Source(parameters=size) for size in sorted({parse_size(name) for name in names})]
-
-    def scenario_source(self) -> Source:
-        """The model of the scenarios: one that the sweep shows to be no GPU's work, which the table says."""
-        return Source(self.model) if self.model is not None else Source(parameters=SCENARIO_PARAMETERS)
+def _scenario_source(config: BenchConfig) -> Source:
+    """The model of the scenarios: one that the sweep shows to be no GPU's work, which the table says."""
+    return Source(config.model) if config.model is not None else Source(parameters=SCENARIO_PARAMETERS)
 
 
 @dataclass
@@ -89,22 +58,22 @@ def run_bench(config: BenchConfig, say: Callable[[str], None]) -> Result:
 
     Rows whose precision did not engage are in ``Result.refused`` and nowhere else.
     """
-    sources = config.sources()
+    sources = _sources(config)
     if config.model is not None:
         called(config.model, factory_named(config.model))  # what is wrong with it is said before anything is made
     result = Result(new_folder(config.out, "bench", "bench.csv"))
-    setting = Setting(config.precisions, config.device, config.backend, config.repeats, stamp(config.device),
+    setting = Setting(config.precision, config.device, config.backend, config.repeats, stamp(config.device),
                       result.refused.append, say)  # fmt: skip
     for name in config.scenarios:
         batch = config.batch or SCENARIO_BATCH
-        result.rows += run_scenario(SCENARIOS[name], config.scenario_source(), batch, setting)
+        result.rows += run_scenario(SCENARIOS[name], _scenario_source(config), batch, setting)
         _write(result)
     kind = torch.device(config.device).type
     sweep_batch = config.batch or (SIZE_BATCH[kind] if config.model is None else SCENARIO_BATCH)
     for source in sources:
         result.rows += run_size(source, sweep_batch, setting)
         _write(result)
-    for request in setting.requests(config.scenario_source()) if config.profile else ():
+    for request in setting.requests(_scenario_source(config)) if config.profile else ():
         say(f"profile: {request}")
         for runner in engaged([request], 0, setting.refuse).values():
             result.profiles.append(profile_runner(runner, config.batch or SCENARIO_BATCH, result.folder))

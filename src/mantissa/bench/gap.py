@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.files import own
 from mantissa.base.seeds import derive_seed
 from mantissa.bench.command import new_folder
+from mantissa.bench.options import GapConfig
 from mantissa.bench.rows import Row, stamp, write_jsonl
 from mantissa.kernels import learner_kernels, rollout_kernels
 from mantissa.mismatch.estimates import gap_estimates
@@ -52,51 +52,26 @@ from mantissa.runs.directory import RunDirectory
 from mantissa.runs.gap_page import COMPLETIONS, FOLDER, PAGE, ROWS, write_gap_page
 from mantissa.runs.report import build_report
 
-# Two programs first, as a learner and its serving engine are: there a gap shows on any processor. Our engine under the
-# learner's own kernels comes last, since some processors' products do not depend on the batch and leave it none.
-PAIRS = ("fp32+serving", "fp16+serving", "bf16+serving", "fp8", "bf16/fp8", "exact", "fp32", "fp16", "bf16")
-VLLM_PAIRS = ("fp32", "fp16", "bf16", "fp8", "bf16/fp8")  # vLLM is the other program: no emulation, nothing exact
-OWN_PROMPTS = 32  # that come with the package
-SHORT = 24  # of them for the default pairs, which are nine: about the time that six pairs take with all
 _SLOTS = 64  # rows decoded together
 _MICRO_BATCH = 1024  # padded tokens of one scoring forward: 200 MB of fp32 logits at 49,152 words
 _MOST_PROMPTS, _MOST_BYTES = 10_000, 64 << 20
 
 
-@dataclass(frozen=True)
-class GapConfig:
-    """The command's options. ``prompts`` None: the first ``own`` of those that come with the package."""
-
-    model: str
-    device: torch.device
-    pairs: tuple[str, ...] = PAIRS
-    prompts: Path | None = None
-    own: int = OWN_PROMPTS
-    samples: int = 1
-    max_tokens: int = 32
-    temperature: float = 1.0
-    seed: int = 0
-    engine: Literal["native", "vllm"] = "native"
-    out: Path | None = None
-
-    def policies(self) -> dict[str, Pair]:
-        """Each pair's precision, and what its rollout emulates, by its name."""
-        if not self.pairs or len(set(self.pairs)) < len(self.pairs):
-            what = "one is named twice" if self.pairs else f"expected names such as {','.join(PAIRS)}"
-            raise MantissaError(f"--pairs {','.join(self.pairs)}: {what}")
-        policies = {name: parse_pair(name) for name in self.pairs}
-        exact = [name for name, (policy, _) in policies.items() if policy.kernels == "exact"]
-        if exact and self.engine == "vllm":
-            raise MantissaError(
-                f"--pairs {exact[0]}: vLLM's kernels add in another order than the learner's, so nothing is equal to "
-                "the last bit; leave it out, or use --engine native"
-            )
-        if self.engine == "vllm" and (named := [name for name, (_, emulation) in policies.items() if emulation]):
-            raise MantissaError(
-                f"--pairs {named[0]}: vLLM computes as it does, and emulates nothing; leave the switches out, or use "
-                "--engine native"
-            )
-        return policies
+def policies_of(config: GapConfig) -> dict[str, Pair]:
+    """Each pair's precision, and what its rollout emulates, by its name."""
+    policies = {name: parse_pair(name) for name in config.pairs}
+    exact = [name for name, (policy, _) in policies.items() if policy.kernels == "exact"]
+    if exact and config.engine == "vllm":
+        raise MantissaError(
+            f"--pairs {exact[0]}: vLLM's kernels add in another order than the learner's, so nothing is equal to "
+            "the last bit; leave it out, or use --engine native"
+        )
+    if config.engine == "vllm" and (named := [name for name, (_, emulation) in policies.items() if emulation]):
+        raise MantissaError(
+            f"--pairs {named[0]}: vLLM computes as it does, and emulates nothing; leave the switches out, or use "
+            "--engine native"
+        )
+    return policies
 
 
 Pair = tuple[PrecisionPolicy, Emulation | None]
@@ -151,7 +126,7 @@ class GapResult:
 
 def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
     """Measure every pair and write the rows as they are made, then the page; in a run's folder also its report anew."""
-    policies, texts = config.policies(), read_prompts(config.prompts)
+    policies, texts = policies_of(config), read_prompts(config.prompts)
     if config.prompts is None:
         texts = texts[: config.own]
     least = LEAST_TEMPERATURE if config.engine == "vllm" else 0.0
@@ -162,12 +137,13 @@ def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
     if config.engine == "vllm":
         require_vllm()
     say(f"loading {config.model}")
-    be_deterministic(config.device)
+    device = torch.device(config.device)
+    be_deterministic(device)
     model, tokenizer = open_policy(policy_folder(config.model), None, 0)
     for _, emulation in policies.values():
         if emulation is not None:
             emulation.check(model.config.num_attention_heads, model.config.intermediate_size)
-    model = model.to(config.device)
+    model = model.to(device)
     bench = _Bench(config, model, tokenizer, encode(texts, tokenizer, model.config.max_position_embeddings, config))
     # The page comes last, so rows without one are what a killed measurement left: they are written anew.
     result = GapResult(new_folder(own(run / FOLDER) if run else config.out, "gap", PAGE))
@@ -218,20 +194,21 @@ class _Bench:
     def measure(self, name: str, policy: PrecisionPolicy, emulation: Emulation | None) -> tuple[Row, list[Row]]:
         """One pair: its row, and a row for each completion."""
         config, vllm = self.config, self.config.engine == "vllm"
-        precision = resolve(policy, config.device)
+        device = torch.device(config.device)
+        precision = resolve(policy, device)
         precision = on_vllm(precision) if vllm else precision
         if emulation is not None:
             precision = emulated(precision, emulation)
         if policy.fp8 is not None:
             policy.fp8.check(self.model.projections)
         longest = max(map(len, self.prompts)) + config.max_tokens
-        plan = exact_plan(precision, self.model, config.device, longest, _MICRO_BATCH)
-        evidence = prove(precision, config.device, plan, vllm)
+        plan = exact_plan(precision, self.model, device, longest, _MICRO_BATCH)
+        evidence = prove(precision, device, plan, vllm)
         started = time.perf_counter()
         count = len(self.prompts) * config.samples
         rollout = RolloutConfig(max_tokens=config.max_tokens, slots=min(count, _SLOTS), engine=config.engine)
         kernels = rollout_kernels(precision, plan)
-        engine = build_engine(rollout, precision, kernels, self.model.config, self.tokenizer, config.device)
+        engine = build_engine(rollout, precision, kernels, self.model.config, self.tokenizer, device)
         release = engine.release or config.engine
         try:
             if engine.evidence:
@@ -243,7 +220,7 @@ class _Bench:
         completions = [completion for group in groups for completion in group]
         owners = [number for number, group in enumerate(groups) for _ in group]
         prompts = [self.prompts[owner] for owner in owners]
-        experience = Experience.of(prompts, completions, owners, [0.0] * count, config.device)
+        experience = Experience.of(prompts, completions, owners, [0.0] * count, device)
         learner_BR = Scorer(self.model, learner_kernels(precision, plan), config.temperature, _MICRO_BATCH)(experience)
         seconds = {"sample_seconds": sampled - started, "score_seconds": time.perf_counter() - sampled}
         row = self._row(name, precision, experience, learner_BR, release) | seconds
@@ -287,7 +264,7 @@ class _Bench:
         }
         for figure, estimate in measured.figures.items():
             row |= estimate.fields(figure)
-        return row | stamp(str(config.device)) | {"time": datetime.now(UTC).isoformat(timespec="seconds")}
+        return row | stamp(config.device) | {"time": datetime.now(UTC).isoformat(timespec="seconds")}
 
     def _completions(self, name: str, groups: Sequence[Sequence[Completion]], learner_BR: Tensor) -> list[Row]:
         """Each completion's tokens with both log-probs, None where one is not finite."""

@@ -22,7 +22,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 for name in COMMANDS:
-    app.command()(getattr(importlib.import_module(f"mantissa.cli.{name}"), name))
+    module = importlib.import_module(f"mantissa.cli.{name}")
+    app.command(cls=getattr(module, "Command", None))(getattr(module, name))
 app.add_typer(data.app, name="data")
 app.add_typer(worldmodel.app, name="worldmodel")
 

@@ -3,52 +3,29 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Device, echo_warning, progress, screen, split
+from mantissa.cli.common import Device, ModelCommand, echo_warning, progress, screen
 from mantissa.cli.machine import crowded, keep_freed_memory
 
 if TYPE_CHECKING:
-    from mantissa.bench import BenchConfig, Result
+    from mantissa.bench import Result
+    from mantissa.bench.options import BenchConfig
 
 _TABLE_WIDTH = 112  # a narrower terminal wraps lines; cut off numbers would be worse
 
 
-_Model = Annotated[
-    str | None,
-    typer.Option(metavar="PKG.MODULE:FACTORY", help="Your model: FACTORY() gives (model, make_batch, loss_fn)."),
-]
-_Sizes = Annotated[
-    str | None,
-    typer.Option(
-        help="Parameters of the built-in models, such as 10k,1M,1B; '' for none.",
-        show_default="10k to 10M on a CPU, to 100M on CUDA",
-    ),
-]
-_Scenarios = Annotated[
-    str, typer.Option(help="Of warmup (1 epoch, 128 samples), standard (3, 256), stress (5, 512); '' for none.")
-]
-_Batch = Annotated[
-    int | None, typer.Option(min=1, help="Samples a step.", show_default="32; over sizes 256 on a CPU, 4096 on CUDA")
-]
+class Command(ModelCommand):
+    model = "mantissa.bench.options.BenchConfig"
 
 
 def bench(
-    model: _Model = None,
-    precision: Annotated[str, typer.Option(help="Of fp32, bf16, fp16.")] = "fp32,bf16,fp16",
+    context: typer.Context,
     device: Device = "auto",
-    backend: Annotated[str, typer.Option(help="auto, native or simulated kernels for bf16 and fp16.")] = "auto",
-    sizes: _Sizes = None,
-    scenarios: _Scenarios = "warmup,standard,stress",
-    batch: _Batch = None,
-    out: Annotated[Path | None, typer.Option(help="Folder.", show_default="runs/bench-TIME")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats behind each median.")] = 7,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's own")] = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Also trace where time and memory go.")] = False,
 ) -> None:
     """Time and measure training in each precision, in turn, on this device; name the size from which one is faster.
 
@@ -66,14 +43,13 @@ def bench(
     mantissa bench --model mine.bench:small_model --precision fp32,fp16 --profile
     """
     keep_freed_memory()
-    if profile:  # the profiler's own messages, which are not for the user
+    if context.obj["profile"]:  # the profiler's own messages, which are not for the user
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from mantissa.base.device import choose_device
-    from mantissa.bench import BenchConfig
+    from mantissa.bench.options import BenchConfig
 
-    wanted = (split(precision), backend, None if sizes is None else split(sizes), split(scenarios))
-    _measure(BenchConfig(str(choose_device(device)), model, *wanted, batch, out, repeats, profile), threads)
+    _measure(BenchConfig(device=str(choose_device(device)), **context.obj), threads)
 
 
 def _measure(config: BenchConfig, threads: int | None) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,6 +27,63 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="Dotted keys of the recipe, YAML values.", show_default=False),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder; it may still be running.")]
+
+
+class ModelCommand(TyperCommand):
+    """A command that has an option for each described field of a pydantic model, beside those of its function.
+
+    ``model``: its dotted name; it is imported when the command is the one that is used. The function finds in
+    ``context.obj`` what was given, by field, for the model to check.
+    """
+
+    model: ClassVar[str]
+
+    @functools.cached_property
+    def _fields(self) -> dict[str, Any]:
+        home, _, name = self.model.rpartition(".")
+        fields = getattr(importlib.import_module(home), name).model_fields
+        return {name: field for name, field in fields.items() if field.description}
+
+    @functools.cached_property
+    def _options(self) -> list[Any]:
+        app = typer.Typer(add_completion=False)
+        app.command()(_callback(self._fields))
+        return [each for each in typer.main.get_command(app).params if each.name in self._fields]
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return [*self._options, *super().get_params(ctx)]
+
+    def invoke(self, ctx: Any) -> Any:
+        given = {name: ctx.params.pop(name) for name in self._fields}
+        lists = (name for name in given if isinstance(given[name], str) and _has(self._fields[name].annotation, tuple))
+        ctx.obj = given | {name: split(given[name]) for name in lists}
+        return super().invoke(ctx)
+
+
+def _callback(fields: dict[str, Any]) -> Any:
+    """A function whose parameters, as Typer reads them, are the options of a model's fields."""
+    parameters = []
+    for name, field in fields.items():
+        plain = next((kind for kind in (bool, int, float, Path) if _has(field.annotation, kind)), str)
+        least = next((bound.ge for bound in field.metadata if hasattr(bound, "ge")), None)
+        switch = f"--{name.replace('_', '-')}"  # alone, so that there is no --no-NAME
+        option = Annotated[plain | None, typer.Option(switch, help=field.description, min=least)]  # type: ignore[valid-type]
+        default = ",".join(field.default) or None if isinstance(field.default, tuple) else field.default
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option))
+
+    def callback(**values: Any) -> None: ...
+
+    callback.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    callback.__annotations__ = {each.name: each.annotation for each in parameters}
+    return callback
+
+
+def _has(annotation: Any, kind: type) -> bool:
+    """Whether a type is somewhere in an annotation, outside of a tuple's elements and a choice's values."""
+    if annotation is kind or get_origin(annotation) is kind:
+        return True
+    inner = () if get_origin(annotation) in (tuple, Literal) else get_args(annotation)
+    return any(_has(each, kind) for each in inner)
 
 
 def split(names: str) -> tuple[str, ...]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Device, Model, echo_warning, progress, screen, split
+from mantissa.cli.common import Device, Model, ModelCommand, echo_warning, progress, screen
 from mantissa.cli.machine import crowded, keep_freed_memory
 
 if TYPE_CHECKING:
@@ -18,39 +17,14 @@ if TYPE_CHECKING:
 _TABLE_WIDTH = 120  # a narrower terminal wraps lines
 
 
-_Pairs = Annotated[
-    str,
-    typer.Option(
-        help="Presets or TRAIN/ROLLOUT of two, with +exact for exact kernels (exact is bf16+exact), or +serving or "
-        "+SWITCH for a rollout that emulates a serving engine (docs/emulated.md).",
-        show_default="fp32+serving,fp16+serving,bf16+serving,fp8,bf16/fp8,exact,fp32,fp16,bf16",
-    ),
-]
-_Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="One prompt a line.", show_default="32 of our own; 24 of them for the default pairs"
-    ),
-]
-_Out = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER", help="Folder; a run's: its report then begins with the gap.", show_default="runs/gap-TIME"
-    ),
-]
+class Command(ModelCommand):
+    model = "mantissa.bench.options.GapConfig"
 
 
 def gap(
+    context: typer.Context,
     model: Model,
-    pairs: _Pairs = "",
-    prompts: _Prompts = None,
-    samples: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 32,
-    temperature: Annotated[float, typer.Option(help="Divides the logits, on both sides.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="The same for every pair.")] = 0,
     device: Device = "auto",
-    engine: Annotated[str, typer.Option(help="What samples: native or vllm.")] = "native",
-    out: _Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON, one a line.")] = False,
 ) -> None:
     """Measure how far a model's sampling policy is from its learning policy, in each pair of formats. Trains nothing.
@@ -71,16 +45,12 @@ def gap(
     import torch
 
     from mantissa.base.device import choose_device
-    from mantissa.bench.gap import OWN_PROMPTS, PAIRS, SHORT, VLLM_PAIRS, GapConfig, run_gap
+    from mantissa.bench.gap import run_gap
+    from mantissa.bench.options import GapConfig
 
-    if engine not in ("native", "vllm"):
-        raise MantissaError(f"--engine {engine}: expected native or vllm")
-    named = split(pairs)
-    chosen = named or (PAIRS if engine == "native" else VLLM_PAIRS)
-    own = OWN_PROMPTS if named or engine == "vllm" else SHORT
+    config = GapConfig(model=model, device=str(choose_device(device)), **context.obj)
     echo_warning(crowded(torch.get_num_threads()), err=True)
-    sampling = (prompts, own, samples, max_tokens, temperature, seed, cast(Literal["native", "vllm"], engine))
-    result = run_gap(GapConfig(model, choose_device(device), chosen, *sampling, out), progress)
+    result = run_gap(config, progress)
     progress("")
     if as_json:
         for row in result.rows:

@@ -87,7 +87,8 @@ def _sampled(
     import torch
 
     from mantissa.base.device import be_deterministic, choose_device
-    from mantissa.bench.gap import GapConfig, encode, read_prompts
+    from mantissa.bench.gap import encode, read_prompts
+    from mantissa.bench.options import GapConfig
     from mantissa.doctor.live import sampled
     from mantissa.doctor.sides import Scores
     from mantissa.doctor.substitution import plain_policy
@@ -99,7 +100,7 @@ def _sampled(
     progress(f"loading {model}")
     policy, tokenizer = open_policy(policy_folder(model), None, 0)
     policy = plain_policy(policy).requires_grad_(False).to(chosen)
-    config = GapConfig(model, chosen, max_tokens=max_tokens)
+    config = GapConfig(model=model, device=str(chosen), max_tokens=max_tokens)
     asked = encode(texts, tokenizer, policy.config.max_position_embeddings, config)
     progress(f"sampling {len(asked)} completions in {base}")
     stop, device = tokenizer.eos_ids, str(chosen)
