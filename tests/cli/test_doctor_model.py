@@ -21,7 +21,7 @@ from mantissa.doctor.readers import read_dump
 from mantissa.doctor.sides import Scores, Side
 from mantissa.model import load_model
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.doctor_model import at
+from mantissa.rl.doctor_model import open_for_doctor
 from mantissa.training.checkpoint import load_checkpoint
 
 Mantissa = Callable[..., Any]
@@ -64,19 +64,19 @@ def test_a_run_is_scored_at_the_version_that_sampled(finished: Path, monkeypatch
         replace(each, rollout_version=number % 3, learner_version=number % 3)
         for number, each in enumerate(dump.sequences)
     ])  # fmt: skip
-    patient = at(str(finished), dump, None, torch.device("cpu"))
-    assert {each.rollout_version for each in patient.dump.sequences} == {1}  # of 2 there is no checkpoint
+    policy = open_for_doctor(str(finished), dump, None, torch.device("cpu"))
+    assert {each.rollout_version for each in policy.dump.sequences} == {1}  # of 2 there is no checkpoint
     saved = [load_checkpoint(finished / "checkpoints", step).policy for step in (1, 2)]
-    assert list(patient.versions) == ["version 0 (this is version 1)"]
-    for weights, expected in ((patient.versions["version 0 (this is version 1)"], saved[0]),
-                              (dict(patient.model.named_parameters()), saved[1])):  # fmt: skip
+    assert list(policy.versions) == ["version 0 (this is version 1)"]
+    for weights, expected in ((policy.versions["version 0 (this is version 1)"], saved[0]),
+                              (dict(policy.model.named_parameters()), saved[1])):  # fmt: skip
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_a_run_scores_as_it_sampled(finished: Path) -> None:
-    patient = at(str(finished), read_dump(finished), None, torch.device("cpu"))
-    scores = Scores(patient.model, patient.dump.sequences, patient.versions)
+    policy = open_for_doctor(str(finished), read_dump(finished), None, torch.device("cpu"))
+    scores = Scores(policy.model, policy.dump.sequences, policy.versions)
     assert scores(FP16) == pytest.approx(scores.rollout, abs=1e-3)
 
 
@@ -92,7 +92,7 @@ def test_a_run_whose_checkpoints_sampled_nothing_is_refused(finished: Path, tmp_
     for step in (1, 2):
         shutil.rmtree(run / "checkpoints" / f"step-{step}")
     with pytest.raises(MantissaError, match=r"checkpoints are of versions none, samples of 0"):
-        at(str(run), read_dump(run), None, torch.device("cpu"))
+        open_for_doctor(str(run), read_dump(run), None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

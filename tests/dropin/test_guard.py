@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mantissa.base.errors import MantissaError
-from mantissa.dropin import Decision, Guard, GuardConfig, Reference, replay
+from mantissa.dropin import Decision, Guard, GuardConfig, ReferenceRun, replay
 from mantissa.dropin.guard import ACTIONS, noteworthy
 
 Rows = list[dict[str, Any]]
@@ -25,11 +25,11 @@ def rows_of(**columns: Sequence[Any]) -> Rows:
     ]
 
 
-def actions(rows: Rows, config: GuardConfig, reference: Reference | None = None) -> list[str]:
+def actions(rows: Rows, config: GuardConfig, reference: ReferenceRun | None = None) -> list[str]:
     return [decision.action for decision in replay(rows, config, reference)]
 
 
-def last(rows: Rows, config: GuardConfig, reference: Reference | None = None) -> Decision:
+def last(rows: Rows, config: GuardConfig, reference: ReferenceRun | None = None) -> Decision:
     return replay(rows, config, reference)[-1]
 
 
@@ -68,7 +68,7 @@ def test_a_retried_overflow_counts_once_and_the_window_forgets() -> None:
     ],
 )
 def test_loss_against_a_reference_is_relative(factor: float, action: str, size: float) -> None:
-    reference = Reference.of(rows_of(train_loss=[2.0 * size] * 20))
+    reference = ReferenceRun.of(rows_of(train_loss=[2.0 * size] * 20))
     rows = rows_of(train_loss=[2.0 * size * factor] * 20)
     decision = last(rows, GuardConfig(loss_warn=0.0625, loss_fall_back=0.25), reference)
     assert decision.action == action
@@ -77,7 +77,7 @@ def test_loss_against_a_reference_is_relative(factor: float, action: str, size: 
 
 def test_loss_is_compared_over_the_same_steps_only() -> None:
     """Steps that either run lacks, or where either is not finite, are in neither mean."""
-    reference = Reference.of(rows_of(train_loss=[1.0, 2.0, None, 4.0, math.nan, 6.0]))
+    reference = ReferenceRun.of(rows_of(train_loss=[1.0, 2.0, None, 4.0, math.nan, 6.0]))
     rows = rows_of(train_loss=[1.5, None, 9.0, 4.5, 9.0, math.inf])
     decision = last(rows, GuardConfig(min_steps=2, nonfinite_in_a_row=9), reference)
     assert decision.numbers["compared_loss_mean"] == 3.0  # steps 1 and 4
@@ -98,7 +98,7 @@ def test_loss_is_compared_over_the_same_steps_only() -> None:
     ],
 )
 def test_losses_that_a_share_means_little_for(theirs: float, ours: float, excess: float) -> None:
-    reference = Reference.of(rows_of(train_loss=[8.0, 8.0, *[theirs] * 4]))
+    reference = ReferenceRun.of(rows_of(train_loss=[8.0, 8.0, *[theirs] * 4]))
     decision = last(rows_of(train_loss=[None, None, *[ours] * 4]), GuardConfig(min_steps=2), reference)
     assert decision.numbers["loss_excess"] == pytest.approx(excess, rel=1e-12)
 
@@ -130,7 +130,9 @@ def test_divergence_from_the_best_mean(late: float, action: str) -> None:
 @pytest.mark.parametrize(("seconds", "action"), [(0.5, "ok"), (1.25, "ok"), (1.26, "warn")])
 def test_speed(seconds: float, action: str) -> None:
     """Medians: a slow first step or a pause says nothing about the format."""
-    reference = Reference.of([*rows_of(time_step=[90.0, 1.0, 1.0, 1.0, 1.0]), {"step": 6, "precision/format": "fp32"}])
+    reference = ReferenceRun.of(
+        [*rows_of(time_step=[90.0, 1.0, 1.0, 1.0, 1.0]), {"step": 6, "precision/format": "fp32"}]
+    )
     decision = last(rows_of(time_step=[70.0, seconds, seconds, seconds, 80.0]), GuardConfig(min_steps=5), reference)
     assert decision.action == action
     assert decision.numbers["speed"] == 1.0 / seconds
@@ -179,7 +181,7 @@ def test_accuracy_and_reward_that_fall_by_points(
         )
 
     config, late = GuardConfig(window=20), 0.5 - drop / 100
-    reference = Reference.of(rows(*[0.5] * 40)) if referred else None
+    reference = ReferenceRun.of(rows(*[0.5] * 40)) if referred else None
     run = rows(*[late] * 40) if referred else rows(*[0.5] * 20, *[late] * 20)
     decisions = replay(run, config, reference)
     decision = next((d for d in decisions if d.action == "fall back"), decisions[-1])
@@ -191,7 +193,7 @@ def test_accuracy_and_reward_that_fall_by_points(
 
 
 def test_policy_loss_is_judged_for_being_finite_alone() -> None:
-    reference = Reference.of(rows_of(train_loss=[1.0] * 30))
+    reference = ReferenceRun.of(rows_of(train_loss=[1.0] * 30))
     rows = rows_of(policy_loss=[math.nan, *[50.0] * 29])
     config = GuardConfig(divergence=1.1)
     assert actions(rows, config, reference) == ["warn", *["ok"] * 29]
@@ -202,7 +204,7 @@ def test_policy_loss_is_judged_for_being_finite_alone() -> None:
 
 
 def test_the_most_severe_action_wins_and_every_reason_is_kept() -> None:
-    reference = Reference.of(rows_of(train_loss=[1.0] * 20, time_step=[1.0] * 20))
+    reference = ReferenceRun.of(rows_of(train_loss=[1.0] * 20, time_step=[1.0] * 20))
     rows = rows_of(
         train_loss=[1.1] * 20, time_step=[2.0] * 20, precision_overflows=[0] * 17 + [1] * 3, gap_kl=[9.0] * 20
     )
@@ -263,7 +265,7 @@ def test_after_a_fall_back_the_reference_is_read_where_training_goes_on(
     updates: list[int], skipped: set[int], lost: tuple[int, int], means: list[float]
 ) -> None:
     """A skipped step is a step of the reference too."""
-    reference = Reference.of(rows_of(train_loss=[100.0 - i for i in range(1, 30)]))
+    reference = ReferenceRun.of(rows_of(train_loss=[100.0 - i for i in range(1, 30)]))
     length = range(len(updates))
     losses = [math.nan if i in lost else 100.0 - updates[i] for i in length]
     rows = rows_of(train_loss=losses, optim_updates=updates, precision_skipped=[int(i in skipped) for i in length])

@@ -12,7 +12,7 @@ import pytest
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.jsonl import JsonLines
-from mantissa.dropin import GuardConfig, Reference
+from mantissa.dropin import GuardConfig, ReferenceRun
 
 
 @pytest.mark.parametrize(
@@ -87,39 +87,39 @@ ROWS = [
 
 def test_a_reference_is_read_from_a_folder_or_its_file(tmp_path: Path) -> None:
     run = write(tmp_path / "run", ROWS)
-    reference = Reference.read(run)
+    reference = ReferenceRun.read(run)
     assert reference.loss == {1: 4.0, 5: -2.0}
     assert (reference.seconds, reference.format, reference.rows) == (2.0, "fp32", 4)
     assert [reference.first_magnitude(n) for n in (1, 2, 50)] == [4.0, 3.0, 3.0]
-    assert replace(Reference.read(run / "metrics.jsonl"), path=str(run)) == reference
-    assert replace(Reference.of(ROWS), path=str(run)) == reference
+    assert replace(ReferenceRun.read(run / "metrics.jsonl"), path=str(run)) == reference
+    assert replace(ReferenceRun.of(ROWS), path=str(run)) == reference
 
 
 @pytest.mark.parametrize("key", ["train/loss", "time/step", "precision/format", "step"])
 def test_the_digest_is_of_what_is_compared_and_of_no_more(tmp_path: Path, key: str) -> None:
     changed = [dict(row) for row in ROWS]
     changed[0][key] = {"precision/format": "bf16", "step": 0}.get(key, 4.5)
-    assert Reference.of(changed).digest != Reference.of(ROWS).digest
-    assert Reference.of([row | {"optim/lr": 1.0} for row in ROWS]).digest == Reference.of(ROWS).digest
+    assert ReferenceRun.of(changed).digest != ReferenceRun.of(ROWS).digest
+    assert ReferenceRun.of([row | {"optim/lr": 1.0} for row in ROWS]).digest == ReferenceRun.of(ROWS).digest
     run = write(tmp_path / "run", [*ROWS, {"step": 6, "train/loss": 1.0}])
-    assert Reference.read(run).digest != Reference.of(ROWS).digest == Reference.read(run, rows=4).digest
+    assert ReferenceRun.read(run).digest != ReferenceRun.of(ROWS).digest == ReferenceRun.read(run, rows=4).digest
 
 
 def test_what_is_no_reference(tmp_path: Path) -> None:
     with pytest.raises(MantissaError, match="no such folder"):
-        Reference.read(tmp_path / "absent")
+        ReferenceRun.read(tmp_path / "absent")
     with pytest.raises(MantissaError, match=r"has no metrics\.jsonl"):
-        Reference.read(tmp_path)
+        ReferenceRun.read(tmp_path)
     run = write(tmp_path / "other", [{"step": 1, "reward/mean": 1.0}, {"step": 2, "train/loss": math.inf}])
     with pytest.raises(MantissaError, match="is no reference: none of its 2 rows has a finite train/loss or time/step"):
-        Reference.read(run)
+        ReferenceRun.read(run)
     (run / "metrics.jsonl").write_text('{"step": 1, "train/l')
     with pytest.raises(MantissaError, match="has no whole row yet"):
-        Reference.read(run)
+        ReferenceRun.read(run)
     (run / "metrics.jsonl").write_text('{"step": 1, "train/loss": "a"}\n')
     with pytest.raises(MantissaError, match="expected a number, got 'a'"):
-        Reference.read(run)
+        ReferenceRun.read(run)
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").mkdir()
     with pytest.raises(MantissaError, match=r"has no metrics\.jsonl"):
-        Reference.read(run)
+        ReferenceRun.read(run)

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mantissa.base.jsonl import decode, encode
-from mantissa.dropin import Decision, Guard, GuardConfig, Reference
+from mantissa.dropin import Decision, Guard, GuardConfig, ReferenceRun
 from mantissa.dropin.guard import ACTIONS
 
 Rows = list[dict[str, Any]]
@@ -175,7 +175,7 @@ def slow_guard(rows: Rows, config: GuardConfig, reference: Rows) -> list[tuple[s
 @settings(max_examples=250, deadline=None)
 def test_every_decision_is_that_of_the_slow_guard(rows: Rows, config: GuardConfig, reference: Rows | None) -> None:
     rows, theirs = numbered(rows), numbered(reference or [])
-    guard, decided = Guard(config, Reference.of(theirs) if reference else None), []
+    guard, decided = Guard(config, ReferenceRun.of(theirs) if reference else None), []
     for row in rows:
         decision = guard.observe(row)
         decided.append((decision.action, guard.good))

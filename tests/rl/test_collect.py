@@ -19,7 +19,7 @@ from mantissa.base.seeds import derive_seed, generator, stream_slice
 from mantissa.model import character_tokenizer
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Collector, pack, unpack
-from mantissa.rl.collect.dynamic import chosen, fate, overlong_penalty, shaped
+from mantissa.rl.collect.dynamic import fate, groups_to_train, overlong_penalty, with_penalty
 from mantissa.rl.collect.sampler import Sample, Sampler, by_group, success_rates
 from mantissa.rl.config.sections import DynamicConfig, OverlongConfig, RolloutConfig
 from mantissa.rollout import Completion, SamplingParams
@@ -238,7 +238,7 @@ def test_a_group_that_is_kept_has_advantages_and_one_whose_rewards_are_equal_has
     group: list[tuple[float, bool, float]],
 ) -> None:
     graded = [Reward(value, correct) for value, correct, _ in group]
-    final = [shaped(reward, penalty) for reward, (_, _, penalty) in zip(graded, group, strict=True)]
+    final = [with_penalty(reward, penalty) for reward, (_, _, penalty) in zip(graded, group, strict=True)]
     alive = [
         bool(advantage(torch.tensor([r.value for r in rewards]), torch.zeros(len(group)).long(), "dr_grpo")[0].any())
         for rewards in (graded, final)
@@ -253,11 +253,11 @@ def test_used_up_tries_are_an_error_or_less_to_train_on() -> None:
     with pytest.raises(
         MantissaError, match=r"2 of 3 groups have a gradient after 2 .*\(6 prompts: 2 all right, 1 all wr"
     ):
-        chosen(fates, 3, DynamicConfig(max_generation_batches=2))  # type: ignore[arg-type]
+        groups_to_train(fates, 3, DynamicConfig(max_generation_batches=2))  # type: ignore[arg-type]
     go_on = DynamicConfig(max_generation_batches=2, when_exhausted="continue")
-    assert chosen(fates, 3, go_on) == [1, 4]  # type: ignore[arg-type]
-    assert chosen(["kept", "equal", "kept", "kept"], 2, DynamicConfig()) == [0, 2]
-    assert chosen(["all_right"] * 4, 3, go_on) == [0, 1, 2]  # nothing to learn from, but something to measure
+    assert groups_to_train(fates, 3, go_on) == [1, 4]  # type: ignore[arg-type]
+    assert groups_to_train(["kept", "equal", "kept", "kept"], 2, DynamicConfig()) == [0, 2]
+    assert groups_to_train(["all_right"] * 4, 3, go_on) == [0, 1, 2]  # nothing to learn from, but something to measure
 
 
 def test_where_every_group_is_kept_nothing_changes() -> None:
@@ -302,8 +302,8 @@ def test_the_formula_in_fractions(max_tokens: int, data: st.DataObject) -> None:
 
 def test_the_verdict_and_the_error_stay() -> None:
     reward = Reward(1.0, True, "late")
-    assert shaped(reward, -0.25) == Reward(0.75, True, "late")
-    assert shaped(reward, 0.0) is reward
+    assert with_penalty(reward, -0.25) == Reward(0.75, True, "late")
+    assert with_penalty(reward, 0.0) is reward
 
 
 RUN = (*QUICK, "steps=3", "evaluation=null")

@@ -16,7 +16,7 @@ from mantissa.precision.numerics import token_logprob
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Sequences
-from mantissa.rl.score import Reference
+from mantissa.rl.score import ReferencePolicy
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_checkpoint
 from small_run import QUICK
@@ -30,7 +30,7 @@ def build(made: Build) -> Build:
     return lambda *overrides: made("algorithm.reference={}", *overrides)
 
 
-def reference_of(parts: Parts) -> Reference:
+def reference_of(parts: Parts) -> ReferencePolicy:
     assert parts.reference is not None
     return parts.reference
 

@@ -91,22 +91,22 @@ def _with_model(
     from mantissa.base.device import be_deterministic, choose_device
     from mantissa.doctor.consult import blocks, consult
     from mantissa.doctor.examine import examine
-    from mantissa.rl.doctor_model import at
+    from mantissa.rl.doctor_model import open_for_doctor
 
     be_deterministic(chosen := choose_device(device))
     progress(f"loading {model}")
-    patient = at(model, dump, other, chosen)
-    dump = patient.dump
+    policy = open_for_doctor(model, dump, other, chosen)
+    dump = policy.dump
     if engine is not None:
         from mantissa.doctor.live import asked
 
         dump = asked(dump, engine, sequences, progress)
-    scored = (dump, examine(dump), patient.model, patient.versions)
+    scored = (dump, examine(dump), policy.model, policy.versions)
     found = consult(*scored, sequences=sequences, layers=by_layer, say=progress)
     progress("")
 
     def text(token: int) -> str:
-        return repr(patient.tokenizer.decode([token]))
+        return repr(policy.tokenizer.decode([token]))
 
     _show(found.diagnosis)
     if by_layer:

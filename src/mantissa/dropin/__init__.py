@@ -19,7 +19,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mantissa.dropin.guard import Decision, Guard, GuardLog, GuardSettings, Judge, open_guard, replay
-from mantissa.dropin.guard_config import GuardConfig, Reference
+from mantissa.dropin.guard_config import GuardConfig, ReferenceRun
 from mantissa.dropin.trainer import PrecisionTrainer
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ __all__ = [
     "MantissaPrecision",
     "MantissaTrainerMixin",
     "PrecisionTrainer",
-    "Reference",
+    "ReferenceRun",
     "ScalerTelemetry",
     "open_guard",
     "replay",

@@ -54,7 +54,7 @@ from mantissa.base.files import write_atomically
 from mantissa.base.jsonl import JsonLines, Row
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.readers.json import read_json
-from mantissa.dropin.guard_config import DROPS, GuardConfig, Reference, figure, finite_loss, mean
+from mantissa.dropin.guard_config import DROPS, GuardConfig, ReferenceRun, figure, finite_loss, mean
 
 FORMAT = "mantissa-guard"
 VERSION = 1
@@ -102,7 +102,7 @@ class GuardSettings:
         rows = values.get("reference_rows")
         return cls(config, rows if isinstance(rows, int) else None, values.get("reference_digest"))
 
-    def read_reference(self, path: Path | str | None = None) -> Reference | None:
+    def read_reference(self, path: Path | str | None = None) -> ReferenceRun | None:
         """The part of the reference that the run was judged with; ``path``: where it lies now, if it was moved.
 
         Raises ``MantissaError`` where it is gone, or is not what it was.
@@ -112,7 +112,7 @@ class GuardSettings:
             return None
         if not Path(where).exists():
             raise MantissaError(f"the reference {where} is not there; give the folder that it was moved to")
-        reference = Reference.read(where, self.reference_rows)
+        reference = ReferenceRun.read(where, self.reference_rows)
         if self.reference_digest is not None and reference.digest != self.reference_digest:
             raise MantissaError(
                 f"the reference {where} has changed: its first {self.reference_rows} rows are not those that the run "
@@ -297,10 +297,10 @@ class Guard:
     ``reference``: read from ``config.reference`` where not given, which raises ``MantissaError`` when it is no run.
     """
 
-    def __init__(self, config: GuardConfig | None = None, reference: Reference | None = None) -> None:
+    def __init__(self, config: GuardConfig | None = None, reference: ReferenceRun | None = None) -> None:
         self.config = config or GuardConfig()
         if reference is None and self.config.reference is not None:
-            reference = Reference.read(self.config.reference)
+            reference = ReferenceRun.read(self.config.reference)
         self.reference = reference
         self.fall_backs = 0
         self._last_step: int | None = None
@@ -434,7 +434,7 @@ class Guard:
 
 
 def replay(
-    rows: Iterable[Mapping[str, Any]], config: GuardConfig, reference: Reference | None = None
+    rows: Iterable[Mapping[str, Any]], config: GuardConfig, reference: ReferenceRun | None = None
 ) -> list[Decision]:
     """The decision after each of ``rows``: what a guard that watched the run has said."""
     guard = Guard(config, reference)

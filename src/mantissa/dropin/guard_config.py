@@ -119,7 +119,7 @@ class GuardConfig(Section):
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceRun:
     """What is known of the run to compare with, read once, so that it does not move under the guard.
 
     ``loss``: finite ``train/loss`` by step, unitless or nats. ``seconds``: median ``time/step``, or None.
@@ -136,7 +136,7 @@ class Reference:
     drops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: Path | str, rows: int | None = None) -> Reference:
+    def read(cls, path: Path | str, rows: int | None = None) -> ReferenceRun:
         """The reference at ``path``, a run's folder or its metrics file; of its first ``rows`` rows where given.
 
         Raises ``MantissaError`` where there is nothing to compare with.
@@ -150,7 +150,7 @@ class Reference:
         return reference
 
     @classmethod
-    def of(cls, rows: Sequence[Row], path: str = "") -> Reference:
+    def of(cls, rows: Sequence[Row], path: str = "") -> ReferenceRun:
         """The reference that these rows make."""
         loss, seconds, formats, digest = {}, [], [], hashlib.sha256()
         drops: dict[str, dict[int, float]] = {name: {} for name in DROPS}

@@ -31,7 +31,7 @@ from mantissa.rl.config.sections import LossScalingConfig, ModelSource
 from mantissa.rl.engines import build_engine, emulated, on_vllm
 from mantissa.rl.exact import ExactTwin, exact_plan, exact_twin, prove
 from mantissa.rl.learner import Learner
-from mantissa.rl.score import Reference
+from mantissa.rl.score import ReferencePolicy
 from mantissa.rollout import require_vllm
 from mantissa.tasks import DatasetConfig, Grader, Problem, Task, build_task
 from mantissa.training import LossScaler
@@ -54,7 +54,7 @@ class Parts:
     learner: Learner
     sampler: Sampler
     scaling: LossScalingConfig
-    reference: Reference | None
+    reference: ReferencePolicy | None
     ranks: Ranks
     twin: ExactTwin | None  # where an engine samples that is not this package's
     plan: ExactPlan | None
@@ -106,7 +106,7 @@ def assemble(config: RunConfig, ranks: Ranks = ALONE, task: Task | None = None) 
         evidence["rollout"] = sampler.engine.evidence
     reference = None
     if section is not None:
-        reference = Reference(
+        reference = ReferencePolicy(
             model.config,
             reference_kernels(precision, plan),
             temperature=config.rollout.temperature,

@@ -21,7 +21,7 @@ from mantissa.training.checkpoint import load_checkpoint, saved_state
 
 
 @dataclass(frozen=True)
-class Patient:
+class Diagnosed:
     """``model``: of plain weights, adapters merged in. ``versions``: others by name. ``dump``: what it can score."""
 
     model: Decoder
@@ -30,16 +30,16 @@ class Patient:
     dump: Dump
 
 
-def open_model(path: str, dump: Dump, other: str | None, device: torch.device) -> Patient:
+def open_model(path: str, dump: Dump, other: str | None, device: torch.device) -> Diagnosed:
     """The policy that ``path`` names, and one more as another version of its weights."""
     model, tokenizer = open_policy(policy_folder(path), None, 0)
     versions = dict(adapter_versions(model))
     if other is not None:
         versions[other] = _weights_like(model, other)
-    return Patient(_placed(model, device), tokenizer, versions, dump)
+    return Diagnosed(_placed(model, device), tokenizer, versions, dump)
 
 
-def open_run(dump: Dump, other: str | None, device: torch.device) -> Patient:
+def open_run(dump: Dump, other: str | None, device: torch.device) -> Diagnosed:
     """A run's policy at the newest version that both a checkpoint and sampled sequences have, and the version before.
 
     The sequences are those that this version sampled and scored: of a run with a policy lag, none may be left.
@@ -67,7 +67,7 @@ def open_run(dump: Dump, other: str | None, device: torch.device) -> Patient:
     if other is not None:
         others[other] = _weights_like(model, other)
     kept = [each for each in dump.sequences if each.rollout_version == newest == (each.learner_version or newest)]
-    return Patient(_placed(model, device), tokenizer, others, replace(dump, sequences=kept))
+    return Diagnosed(_placed(model, device), tokenizer, others, replace(dump, sequences=kept))
 
 
 def _placed(model: Decoder, device: torch.device) -> Decoder:
@@ -105,7 +105,7 @@ def _weights_like(model: Decoder, path: str) -> Weights:
     return weights
 
 
-def at(path: str, dump: Dump, other: str | None, device: torch.device) -> Patient:
+def open_for_doctor(path: str, dump: Dump, other: str | None, device: torch.device) -> Diagnosed:
     """By what ``--model`` names: the dump's own run, whose checkpoints are looked at, or any model."""
     if dump.run is not None and Path(path).resolve() == dump.run.resolve():
         return open_run(dump, other, device)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.base.errors import MantissaError
-from mantissa.dropin import Decision, Guard, GuardConfig, GuardSettings, Reference
+from mantissa.dropin import Decision, Guard, GuardConfig, GuardSettings, ReferenceRun
 from mantissa.dropin.guard import noteworthy
 from mantissa.dropin.guard_config import DROPS
 from mantissa.mismatch import ALL_METRICS, Metric
@@ -51,15 +51,15 @@ def guard_of(folder: Path, overrides: Sequence[str], reference: Path | None) -> 
     return guard, source, foreign
 
 
-def _reference(settings: GuardSettings, config: GuardConfig, given: Path | None) -> Reference | None:
+def _reference(settings: GuardSettings, config: GuardConfig, given: Path | None) -> ReferenceRun | None:
     """The run's own reference, wherever it lies now, or another that was asked for."""
     where = given if given is not None else config.reference
     if where is None:
         return None
     if where == settings.config.reference:
         return settings.read_reference()
-    own = Reference.read(where, settings.reference_rows)  # moved? then these rows are what they were
-    return own if own.digest == settings.reference_digest else Reference.read(where)
+    own = ReferenceRun.read(where, settings.reference_rows)  # moved? then these rows are what they were
+    return own if own.digest == settings.reference_digest else ReferenceRun.read(where)
 
 
 def refuse_unjudged(run: Path, rows: Sequence[dict[str, Any]], guard: Guard) -> None:
@@ -72,7 +72,7 @@ def refuse_unjudged(run: Path, rows: Sequence[dict[str, Any]], guard: Guard) -> 
         )
 
 
-def described(reference: Reference) -> str:
+def described(reference: ReferenceRun) -> str:
     """What a reference holds, in a line."""
     loss = f"a loss on {len(reference.loss)} of {reference.rows} steps" if reference.loss else "no train/loss"
     speed = f"{reference.seconds:.3g} s a step (median)" if reference.seconds is not None else "no time/step"

@@ -85,7 +85,7 @@ class Update:
 
 
 # Row and column (N) of each response token that was scored, and its logits (N,V).
-Look = Callable[[Tensor, Tensor, Tensor], None]
+OnTokenLogits = Callable[[Tensor, Tensor, Tensor], None]
 # A step, its batch, and the log-probs (B,R) that its first optimiser step's own forward gave: the batch's old ones
 # where it computed none. Before the weights change, on every rank.
 Verify = Callable[[int, Experience, Tensor], None]
@@ -199,7 +199,7 @@ class Learner:
         """Log-prob of each response token: N, fp32, differentiable."""
         return self.forward(sequences, kernels).logp_N
 
-    def score(self, sequences: Sequences, look: Look | None = None) -> tuple[Tensor, Tensor]:
+    def score(self, sequences: Sequences, look: OnTokenLogits | None = None) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every response token under the current weights; B, R, fp32, 0 at padding.
 
         ``look`` is shown the logits of what this rank scores.

@@ -50,7 +50,7 @@ from mantissa.training import load_weights
 _LOGITS_AT_ONCE = 1 << 25  # 128 MiB of fp32
 _ENTROPY_AT_ONCE = 1 << 21  # values: what a cache holds
 
-Look = Callable[[int, Tensor], None]  # is shown logits (n,V, detached) of the response tokens from this number on
+OnLogits = Callable[[int, Tensor], None]  # is shown logits (n,V, detached) of the response tokens from this number on
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def forward(
     *,
     prompts: bool = False,
     entropies: bool = False,
-    look: Look | None = None,
+    look: OnLogits | None = None,
 ) -> Forward:
     """Log-prob of each response token, with ``prompts`` each prompt's mean hidden state, with ``entropies`` those too.
 
@@ -161,7 +161,7 @@ def _head(
     token_N: Tensor,
     temperature: float,
     entropies: bool,
-    look: Look | None,
+    look: OnLogits | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each token after its hidden state, and the entropy there where it is asked for; ``Forward``'s."""
 
@@ -263,7 +263,7 @@ def scatter(values_N: Tensor, mask_BR: Tensor) -> Tensor:
     return empty_BR.index_put(mask_BR.nonzero(as_tuple=True), values_N)
 
 
-class Reference:
+class ReferencePolicy:
     """A frozen policy. ``version``: the learner's version that it is a copy of; -1 before the first ``take``.
 
     ``refresh_every``: optimiser steps after which it is taken anew; None: never. ``refreshes``: how often it was.

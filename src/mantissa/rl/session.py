@@ -22,7 +22,7 @@ from rich.console import Console
 from mantissa.base.device import choose_device
 from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.base.ranks import ALONE, Ranks, world_size
-from mantissa.dropin import Reference
+from mantissa.dropin import ReferenceRun
 from mantissa.precision import resolve
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.config.recipe import apply_overrides, make_config
@@ -46,7 +46,7 @@ def start(config: RunConfig) -> Path:
     if config.guard is not None:  # what would stop the run later is refused now
         resolve(widened(config, config.guard.to).precision, choose_device(config.device))
         if config.guard.reference is not None:
-            Reference.read(config.guard.reference)
+            ReferenceRun.read(config.guard.reference)
     with joined(config, choose_device(config.device)) as ranks:
         parts = _assemble(config, ranks)
         try:

@@ -20,7 +20,7 @@ from torch import Tensor
 from mantissa.base.bounds import boundary, count, number
 from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import stream_slice
-from mantissa.rl.collect.dynamic import Fate, chosen, dynamic_metrics, fate, overlong_penalty, shaped
+from mantissa.rl.collect.dynamic import Fate, dynamic_metrics, fate, groups_to_train, overlong_penalty, with_penalty
 from mantissa.rl.collect.sampler import Sample, Sampler, _packed, _unpacked, by_group
 from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rl.experience import Experience
@@ -99,12 +99,12 @@ class Collector:
             seconds["reward"] += time.perf_counter() - generated
             lengths = [len(sample.completion.tokens) for sample in sampled]
             penalties = [overlong_penalty(length, config.max_tokens, config.overlong) for length in lengths]
-            final = [shaped(reward, penalty) for reward, penalty in zip(graded, penalties, strict=True)]
+            final = [with_penalty(reward, penalty) for reward, penalty in zip(graded, penalties, strict=True)]
             fates += map(fate, by_group(sampled, graded), by_group(sampled, final))
             samples, rewards, tries = samples + sampled, rewards + final, tries + 1
         metrics = sample_metrics(samples, rewards, config)
         if dynamic is not None:
-            trained = chosen(fates, wanted, dynamic)
+            trained = groups_to_train(fates, wanted, dynamic)
             indices = [indices[group] for group in trained]
             keep = [sample.group in trained for sample in samples]
             samples, rewards = list(itertools.compress(samples, keep)), list(itertools.compress(rewards, keep))

@@ -37,7 +37,7 @@ def overlong_penalty(length: int, max_tokens: int, config: OverlongConfig | None
     return -excess / config.buffer * config.factor if excess > 0 else 0.0
 
 
-def shaped(reward: Reward, penalty: float) -> Reward:
+def with_penalty(reward: Reward, penalty: float) -> Reward:
     """``reward`` with the penalty in its value and the same verdict; the very same one where there is none."""
     return replace(reward, value=reward.value + penalty) if penalty else reward
 
@@ -58,7 +58,7 @@ def fate(graded: Sequence[Reward], shaped: Sequence[Reward]) -> Fate:
     return "all_wrong" if right == 0 else "all_right" if right == len(graded) else "equal"
 
 
-def chosen(fates: Sequence[Fate], wanted: int, config: DynamicConfig) -> list[int]:
+def groups_to_train(fates: Sequence[Fate], wanted: int, config: DynamicConfig) -> list[int]:
     """The groups to train on, once enough are kept or the tries are used up: the first ``wanted`` that were kept.
 
     Fewer are an error, or with ``when_exhausted: continue`` what there is. Where that is none at all, the first

@@ -31,7 +31,7 @@ from mantissa.kernels import WAYS, ExactKernels, Way
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Experience
-from mantissa.rl.learner import Look
+from mantissa.rl.learner import OnTokenLogits
 from mantissa.rl.probes.interface import Metrics, Probe, SampleAgain
 from mantissa.rl.replay import Case, examine, unequal, write_case
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams
@@ -49,7 +49,7 @@ class Mismatch:
     token: int
 
 
-def compare(experience: Experience) -> Mismatch | None:
+def bitwise_mismatch(experience: Experience) -> Mismatch | None:
     """The rollout's and the learner's log-probs of every response token, by their bits; None where all are equal."""
     mask_BR, rollout_BR, learner_BR = experience.mask_BR, experience.rollout_logp_BR, experience.old_logp
     different_BR = unequal(rollout_BR, learner_BR) & mask_BR
@@ -81,7 +81,7 @@ class Exactness(Probe):
 
     def observe(self, step: int, experience: Experience) -> Metrics:
         """Compare a scored batch. At a difference, ``precision.on_mismatch`` decides; it may raise ``SampleAgain``."""
-        found = compare(experience)
+        found = bitwise_mismatch(experience)
         if found is not None:
             message = self._mismatch(step, experience, found)
             if self._may_plan_anew(step):
@@ -115,7 +115,7 @@ class Exactness(Probe):
             kernels.plan = plan
         self.replans += 1
 
-    def look(self, experience: Experience) -> Look:
+    def look(self, experience: Experience) -> OnTokenLogits:
         """What watches the scoring of a batch for tokens that the learner's law does not draw with their uniforms."""
         key_B = experience.key_B
         assert key_B is not None, "a native engine draws"
@@ -155,7 +155,7 @@ class Exactness(Probe):
         found = [place.tolist() for place in different_BR.nonzero()[:1]]
         row, token = next(places[0] for places in ranks.gather(found) if places)
         scored = experience.with_learner(self.learner.score(experience)[0], None)
-        again = compare(scored)
+        again = bitwise_mismatch(scored)
         what = (
             f"step {step}: the update's own forward, before any weight changed, gives {self.unlike} log-probs that are "
             f"not the old policy's; the first is that of sequence {row}, response token {token}"

@@ -13,7 +13,7 @@ from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Learner
 from mantissa.rl.probes.interface import Metrics, Probe
-from mantissa.rl.score import Reference
+from mantissa.rl.score import ReferencePolicy
 from mantissa.runs.directory import RunDirectory
 
 _FLUSH_EVERY = 10  # steps between measurements of flushed gradients: each costs a forward and backward of 8 completions
@@ -95,7 +95,7 @@ class Diagnose(Probe):
 class Refresh(Probe):
     """Which reference the step is held to; it follows the policy after the update."""
 
-    def __init__(self, reference: Reference, learner: Learner) -> None:
+    def __init__(self, reference: ReferencePolicy, learner: Learner) -> None:
         self.reference, self.learner = reference, learner
 
     def observe(self, step: int, experience: Experience) -> Metrics:
