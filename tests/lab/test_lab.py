@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import small_run
 from mantissa.base.errors import MantissaError
+from mantissa.base.folders import locked
 from mantissa.cli import app
 from mantissa.lab import Rows, disk, load_lab, run, run_lab, warm, write_page
 from mantissa.lab.page import answers
@@ -25,7 +26,7 @@ from mantissa.lab.rows import last_words, reduced
 from mantissa.lab.run import begun, warm_folder
 from mantissa.mismatch.estimates import student_interval
 from mantissa.rl import start
-from mantissa.runs.directory import RunDirectory, locked
+from mantissa.runs.directory import RunDirectory
 
 FILE: dict[str, Any] = {
     "question": "Does it matter?",
