@@ -42,8 +42,7 @@ def soak(
 
     mantissa soak --sizes small_api,simple_service --iterations 3 --faults kill,lock
     """
-    from rich.table import Table
-
+    from mantissa.runs.tables import terminal
     from mantissa.soak import FAULTS, SIZES, SoakConfig, run_soak, write_report
     from mantissa.soak.report import SIZE_HEADER, size_rows
 
@@ -53,10 +52,7 @@ def soak(
     folder = out or Path(f"runs/soak-{time.strftime('%Y%m%d-%H%M%S')}")
     report = run_soak(config, folder, progress)
     progress("")
-    table = Table(*SIZE_HEADER, box=None, padding=(0, 2, 0, 0))
-    for line in size_rows(report):
-        table.add_row(*line)
-    screen(120).print(table)
+    screen(120).print(terminal(SIZE_HEADER, size_rows(report)))
     for sentence in report.sentences:
         typer.echo(sentence)
     typer.echo(f"page: {write_report(folder, report)}")
