@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 from soak_job import SIZES
 from soak_load import FAULTS, SoakConfig, run_soak
 from soak_report import SIZE_HEADER, size_rows, write_report
@@ -46,16 +45,15 @@ def soak(
 
     Writes soak.html, soak.jsonl (rows) and events.jsonl. Exit code 1 where something was lost or given up.
     """
+    from mantissa.runs.tables import terminal
+
     chosen = tuple(FAULTS) if faults == "all" else split(faults)
     wanted = split(sizes) or tuple(SIZES)
     config = SoakConfig(sizes=wanted, iterations=iterations, jobs=jobs, precision=precision, faults=chosen, seed=seed)
     folder = out or Path(f"runs/soak-{time.strftime('%Y%m%d-%H%M%S')}")
     report = run_soak(config, folder, progress)
     progress("")
-    table = Table(*SIZE_HEADER, box=None, padding=(0, 2, 0, 0))
-    for line in size_rows(report):
-        table.add_row(*line)
-    screen(120).print(table)
+    screen(120).print(terminal(SIZE_HEADER, size_rows(report)))
     for sentence in report.sentences:
         typer.echo(sentence)
     typer.echo(f"page: {write_report(folder, report)}")

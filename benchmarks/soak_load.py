@@ -40,10 +40,10 @@ from mantissa.base.config import Section
 from mantissa.base.environ import LAUNCHER
 from mantissa.base.errors import MantissaError, StoppedError, nearest
 from mantissa.base.files import disk_errors, open_own, own, remove, write_atomically
+from mantissa.base.folders import locked, make_folder, refuse_other_settings
 from mantissa.base.jsonl import JsonLines
 from mantissa.base.readers.json import parse_json, read_json
 from mantissa.genesis.worldmodel import SQLiteBuffer
-from mantissa.runs.directory import locked
 from mantissa.tasks.code import CodeVerifier
 from mantissa.tasks.sandbox.run import cause_of_death
 
@@ -116,26 +116,19 @@ def run_soak(config: SoakConfig, folder: Path, progress: Callable[[str], None] =
 
 @contextmanager
 def _at_work(folder: Path, config: SoakConfig) -> Iterator[None]:
-    if folder.exists() and not folder.is_dir():
-        raise MantissaError(f"{folder} is a file: name a folder")
+    make_folder(folder)
     path = folder / _SETTINGS
     with disk_errors(folder):
         ours = ("soak.lock", f".{_SETTINGS}.")  # what one leaves that was killed before it wrote its settings
-        if not path.exists() and folder.exists() and not all(p.name.startswith(ours) for p in folder.iterdir()):
+        if not path.exists() and not all(p.name.startswith(ours) for p in folder.iterdir()):
             raise MantissaError(f"{folder} holds something else: name an empty or a new folder")
-        folder.mkdir(parents=True, exist_ok=True)
     asked = config.model_dump(mode="json")
     with locked(folder / "soak.lock", "name another folder"):
         if not path.exists():
             write_atomically(path, json.dumps(asked) + "\n")
         with boundary(path, "restore it, or name another folder"):
-            there = read_json(path)
-            changed = [name for name in asked if there.get(name) != asked[name] and name != "iterations"]
-        if changed:
-            raise MantissaError(
-                f"{folder} holds a load with another {', '.join(changed)}: give the same to go on with it, or name "
-                "another folder"
-            )
+            there = {**read_json(path), "iterations": config.iterations}  # which may be others
+        refuse_other_settings(folder, "load", there, asked)
         yield
 
 

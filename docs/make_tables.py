@@ -459,7 +459,7 @@ def tuned() -> str:
 
 def final_policies() -> str:
     """What the lab's runs have learned, sampled in fp32, against the cell named first: the same without a gap."""
-    from mantissa.lab.rows import over_seeds
+    from mantissa.runs.groups import over_seeds
 
     sampled: dict[str, dict[int, float]] = {}
     for row in _rows("final_policy"):
@@ -502,7 +502,7 @@ def final_policies() -> str:
 
 def gap_by_length() -> str:
     """A real model's gap by pair and length: means over seeds, the slope at the longest with Student's interval."""
-    from mantissa.lab.rows import over_seeds
+    from mantissa.runs.groups import over_seeds
 
     found: dict[str, dict[int, list[Row]]] = {}
     for row in sorted(_finished("gap"), key=lambda row: row["seed"]):  # two lengths are compared seed by seed
@@ -532,7 +532,7 @@ def gap_by_length() -> str:
 
 def on_the_way_down() -> str:
     """Reward = -length on SmolLM2: tokens of a response over all steps and at the end, against the cell named first."""
-    from mantissa.lab.rows import over_seeds
+    from mantissa.runs.groups import over_seeds
 
     lines = []
     for lab, control in (("clipping", "fp32"), ("pace", "exact-bf16"), ("pace2", "exact-bf16")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import html
 import importlib.util
 import os
 import re
@@ -53,6 +54,11 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     assert sheets
     for sheet in sheets:
         assert not re.search(r"(url\(|@import) *[\"']?(https?:)?//", sheet.read_text()), sheet.name
+
+
+def test_the_page_of_the_loop_has_the_whole_file(site: Path) -> None:
+    shown = html.unescape(re.sub(r"<[^>]+>", "", (site / "rl.html").read_text()))
+    assert (ROOT / "examples" / "rl_loop.py").read_text().strip() in shown
 
 
 def test_the_public_api_names_every_export(site: Path) -> None:

@@ -17,15 +17,16 @@ from typer.testing import CliRunner
 
 import small_run
 from mantissa.base.errors import MantissaError
+from mantissa.base.folders import locked
 from mantissa.cli import app
 from mantissa.lab import Rows, disk, load_lab, run, run_lab, warm, write_page
 from mantissa.lab.page import answers
 from mantissa.lab.plan import Measure, warm_config
-from mantissa.lab.rows import difference, last_words, over_seeds, reduced
+from mantissa.lab.rows import last_words, reduced
 from mantissa.lab.run import begun, warm_folder
 from mantissa.mismatch.estimates import student_interval
 from mantissa.rl import start
-from mantissa.runs.directory import RunDirectory, locked
+from mantissa.runs.directory import RunDirectory
 
 FILE: dict[str, Any] = {
     "question": "Does it matter?",
@@ -206,7 +207,7 @@ def test_what_spans_decades_differs_by_a_factor(there: Path) -> None:
         row = rows.finished(cell)
         assert row is not None
         rows.put(cell, row | {"final": row["final"] | {name: row["final"][name] * factor}})
-    found = difference(rows, "x", "fp32", measure)
+    found = rows.table(measure).difference("x", "fp32")
     assert found is not None
     low, high = student_interval(0.0, math.log(1.25) / 3**0.5, 2)  # of logs: -log 1.25, 0, log 1.25
     expected = (10.0, 10 * math.exp(low), 10 * math.exp(high))
@@ -220,7 +221,6 @@ def test_a_figure_that_is_not_finite_survives_the_file_and_tells_nothing(there: 
     assert answers(rows) == [
         "reward/accuracy: Nothing can be said of broken: fewer than two seeds of both, or not finite."
     ]
-    assert over_seeds([0.5]).low is None
 
 
 def test_what_was_expected_is_kept_as_it_was_written(there: Path) -> None:

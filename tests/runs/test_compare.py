@@ -13,27 +13,20 @@ from html_page import Page, assert_snapshot
 from mantissa.base.errors import MantissaError
 from mantissa.mismatch.estimates import Estimate
 from mantissa.runs.compare import (
-    Differences,
-    Group,
-    Run,
     apart,
     curve_of,
-    differences,
     distinguish,
     ends_of,
     final_accuracy,
-    group_runs,
-    of_seeds,
     over_runs,
     problems_of,
-    read_runs,
     seconds_by_phase,
     total,
     training_accuracy,
-    wilson,
 )
 from mantissa.runs.compare_page import build_comparison, compare, times_said
 from mantissa.runs.compare_page import document as document_of
+from mantissa.runs.groups import Differences, Group, Run, differences, group_runs, of_seeds, read_runs, wilson
 
 
 def rows(value: float = 0.0) -> list[dict]:

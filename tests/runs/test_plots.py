@@ -13,7 +13,7 @@ import pytest
 
 from mantissa.runs import compare_page as comparison
 from mantissa.runs import page, plots
-from mantissa.runs.compare import DASHES, Group, Run, of_seeds
+from mantissa.runs.groups import DASHES, Group, Run, of_seeds
 from mantissa.runs.metrics import SERIES
 from mantissa.runs.plots import COLOURS, RUNS, VARIABLES, Plot
 

@@ -150,19 +150,12 @@ def _show(diagnosis: Diagnosis) -> None:
 
 
 def _show_layers(found: ByLayer | None, text: Callable[[int], str]) -> None:
-    from rich.table import Table
-
     from mantissa.doctor.consult import LAYER_COLUMNS, WORST_COLUMNS, layer_lines, worst_lines
+    from mantissa.runs.tables import terminal
 
     console = screen(100)
     if found is None:
         console.print("By layer: nothing to follow, for the two sides compute alike as far as causes were found.")
         return
-    for columns, lines in (
-        (LAYER_COLUMNS, layer_lines(found)),
-        (WORST_COLUMNS, worst_lines(found, text)),
-    ):
-        table = Table(*columns, box=None, padding=(0, 2, 0, 0))
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
+    console.print(terminal(LAYER_COLUMNS, layer_lines(found)))
+    console.print(terminal(WORST_COLUMNS, worst_lines(found, text)))

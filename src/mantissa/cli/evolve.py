@@ -58,15 +58,12 @@ def evolve(
 
 
 def _profiles(values: dict[str, Any], folder: Path) -> None:
-    from rich.table import Table
-
     from mantissa.genesis.evolution.profiles import HEADER, precision_row, profiles
+    from mantissa.runs.tables import terminal
 
-    table = Table(*HEADER, box=None, padding=(0, 2, 0, 0))
-    for name in profiles():
-        table.add_row(*precision_row(name, values, folder, progress))
+    rows = [precision_row(name, values, folder, progress) for name in profiles()]
     progress("")
-    screen(120).print(table)
+    screen(120).print(terminal(HEADER, rows))
 
 
 def _evolve(config: EvolutionConfig, folder: Path, seeds: int) -> None:

@@ -64,20 +64,20 @@ def gap(
 def _show(result: GapResult) -> None:
     if not result.rows:
         return
-    from rich.table import Table
     from rich.text import Text
 
     from mantissa.runs.gap_page import PAGE, TITLES, GapRows, gap_note, independent, shown
+    from mantissa.runs.tables import terminal
 
     found = GapRows(result.rows, result.completions)
     console = screen(_TABLE_WIDTH)
     console.print(Text(found.title, style="bold"))
     console.print(Text(found.where, style="dim"))
-    table = Table("learner/\nrollout", *TITLES.values(), "tokens", box=None, padding=(0, 2, 0, 0))
+    rows = []
     for row in found.rows:
         cells = ("\n".join(shown(row, name)).rstrip() for name in TITLES)
-        table.add_row(row["pair"], *cells, f"{row['tokens']:,}")
-    console.print(table)
+        rows.append([row["pair"], *cells, f"{row['tokens']:,}"])
+    console.print(terminal(("learner/\nrollout", *TITLES.values(), "tokens"), rows))
     if said := independent(found):
         console.print(Text(said))
     console.print(Text(gap_note(found), style="dim"))

@@ -156,20 +156,22 @@ def _keep(out: Path, found: Tuned, rows: list[dict[str, object]]) -> None:
 
 def _show(found: Tuned, model: str) -> None:
     import yaml
-    from rich.table import Table
     from rich.text import Text
+
+    from mantissa.runs.tables import terminal
 
     console = screen(_TABLE_WIDTH)
     what = {"seq_std": "std over sequences of S/T, nats", "k3": "k3, nats a token"}[found.figure]
     console.print(Text(f"{model}: {found.role} fp8 on {found.base} where chosen, the other {found.base}", style="bold"))
     console.print(Text(f"{found.tokens} tokens of {found.sequences} completions; {what}; half chose", style="dim"))
-    table = Table("set", "layers'\nparameters\nin fp8", "bytes a step\nreads less", "figure on the\nhalf that chose",
-                  "on the other half, 95%", f"at most\n{found.budget:g}", box=None, padding=(0, 2, 0, 0))  # fmt: skip
+    header = ("set", "layers'\nparameters\nin fp8", "bytes a step\nreads less", "figure on the\nhalf that chose",
+              "on the other half, 95%", f"at most\n{found.budget:g}")  # fmt: skip
+    rows = []
     for row in found.rows:
         value = row.measured
         measured = f"{value.value:.4f} ({value.low:.4f} to {value.high:.4f})" if value.value else "0"
-        table.add_row(row.name, f"{row.share:.0%}", f"{row.saved:.0%}", f"{row.chosen:.4f}", measured,
-                      "yes" if row.within else "no")  # fmt: skip
-    console.print(table)
+        rows.append([row.name, f"{row.share:.0%}", f"{row.saved:.0%}", f"{row.chosen:.4f}", measured,
+                     "yes" if row.within else "no"])  # fmt: skip
+    console.print(terminal(header, rows))
     console.print(Text("\nfor a recipe", style="bold"))
     console.print(Text(yaml.safe_dump(found.recipe(), sort_keys=False, width=100).rstrip()))

@@ -15,10 +15,10 @@ import numpy as np
 
 from mantissa.base.files import disk_errors, write_atomically
 from mantissa.lab.plan import Lab, Measure
-from mantissa.lab.rows import FAILED, Difference, Row, Rows, difference, over_seeds
+from mantissa.lab.rows import FAILED, Row, Rows
 from mantissa.mismatch.estimates import GAP_FIGURES, LEVEL, Estimate
 from mantissa.runs import page
-from mantissa.runs.compare import DASHES, MOST, listed
+from mantissa.runs.groups import DASHES, MOST, Difference, listed
 from mantissa.runs.live import duration
 from mantissa.runs.metrics import BY_NAME, SERIES, Series
 from mantissa.runs.page import Block, block
@@ -35,12 +35,12 @@ def answers(rows: Rows) -> list[str]:
 
 def _answer(rows: Rows, measure: Measure) -> str:
     differing, alike, unknown = [], [], []
-    compared = 0
+    compared, table = 0, rows.table(measure)
     for name in rows.reported:
         control = rows.lab.control_of(name)
         if control is None:
             continue
-        found = difference(rows, name, control, measure)
+        found = table.difference(name, control)
         if found is None or found.apart is None:
             unknown.append(name)
             continue
@@ -149,22 +149,19 @@ def _where(rows: Rows, finished: Sequence[Row]) -> str:
 
 
 def _figures(rows: Rows) -> Block:
-    lines = []
+    lines, tables = [], [rows.table(measure) for measure in rows.lab.final]
     for name in rows.reported:
-        cells: list[Any] = [name]
-        for measure in rows.lab.final:
-            values = list(rows.figure(name, measure).values())
-            cells.append(_estimate(over_seeds(values)) if values else page.NOT_LOGGED)
-        lines.append(cells)
+        found = (table.estimate(name) for table in tables)
+        lines.append([name, *(_estimate(estimate) if estimate else page.NOT_LOGGED for estimate in found)])
     return page.table(["cell", *map(_title, rows.lab.final)], lines, ["n"] * (1 + len(rows.lab.final)))
 
 
 def _differences(rows: Rows) -> Block:
-    lines = []
+    lines, tables = [], [rows.table(measure) for measure in rows.lab.final]
     for name in rows.reported:
         control = rows.lab.control_of(name)
         if control is not None:
-            found = [difference(rows, name, control, measure) for measure in rows.lab.final]
+            found = [table.difference(name, control) for table in tables]
             shown = (_estimate(d.estimate, "x " if d.ratio else "") if d else page.NOT_LOGGED for d in found)
             lines.append([f"{name} against {control}", *shown])
     return page.table(["difference", *map(_title, rows.lab.final)], lines, ["n"] * (1 + len(rows.lab.final)))

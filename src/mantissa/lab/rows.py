@@ -1,13 +1,8 @@
-"""A lab's rows: one a cell, in one file that is kept, and the paired differences that are computed from them.
+"""A lab's rows: one a cell, in one file that is kept, and the table of each figure by cell and seed.
 
 The file begins with the registration: the question and what was expected, with the time and the commit, written before
 the first cell was run and never again. A row has the cell's name, seed and digest, its status, its figures, its curves
 thinned to points, and where it was run. A number that is not finite is a string in the file, and a float here.
-
-Differences are paired: for each seed that both cells have, the cell's figure less the control's. Student's interval of
-their mean needs two seeds or more; figures that span decades (the gap's) are compared by their ratio, on a log scale.
-Where the interval holds 0, or the ratio 1, the two cannot be told apart. Equal differences in all seeds have
-no spread to estimate, and are said as they are.
 """
 
 from __future__ import annotations
@@ -17,9 +12,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import stdev
 from typing import Any
 
 import numpy as np
@@ -31,9 +24,9 @@ from mantissa.base.jsonl import from_words, in_words
 from mantissa.base.readers.json import read_rows
 from mantissa.bench.rows import place, stamp
 from mantissa.lab.plan import Cell, Lab, Measure
-from mantissa.mismatch.estimates import Estimate, student_interval
 from mantissa.runs.compare import ENDS
 from mantissa.runs.directory import RunDirectory
+from mantissa.runs.groups import SeedTable
 from mantissa.runs.metrics import binned, series
 
 Row = dict[str, Any]
@@ -90,6 +83,10 @@ class Rows:
         rows = {cell.seed: self.finished(cell) for cell in self.lab.cells if cell.name == name}
         found = {seed: row["final"].get(measure.text) for seed, row in rows.items() if row is not None}
         return {seed: value for seed, value in found.items() if value is not None}
+
+    def table(self, measure: Measure) -> SeedTable:
+        """A figure of every cell by seed."""
+        return SeedTable({name: self.figure(name, measure) for name in self.lab.names}, measure.spans_decades)
 
     def curve(self, name: str, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Steps, and a row of values for each seed, at the points that all of them have; None without any."""
@@ -172,50 +169,6 @@ def reduced(rows: Sequence[Row], measure: Measure) -> float | None:
     if measure.how in ("max", "min") and not any(map(math.isnan, values)):
         return max(values) if measure.how == "max" else min(values)
     return sum(values) / (1 if measure.how == "sum" else len(values))
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A cell's figure less its control's, over the seeds that both have; of what spans decades their ratio."""
-
-    estimate: Estimate
-    seeds: int
-    ratio: bool = False
-
-    @property
-    def apart(self) -> bool | None:
-        """Whether they can be told apart; None where nothing can be said: one seed, or a figure that is not finite."""
-        if self.estimate.low is None or self.estimate.high is None:
-            return None
-        none = 1.0 if self.ratio else 0.0
-        return self.estimate.low > none or self.estimate.high < none
-
-
-def over_seeds(values: Sequence[float]) -> Estimate:
-    """The mean and Student's interval of it; no interval of one value, or where one is not finite."""
-    mean = sum(values) / len(values)
-    if len(values) < 2 or not all(map(math.isfinite, values)):
-        return Estimate(mean, None, None, "one seed" if len(values) < 2 else "not finite")
-    if len(set(values)) == 1:
-        return Estimate(mean, mean, mean, "equal in all seeds")
-    return Estimate(mean, *student_interval(mean, stdev(values) / math.sqrt(len(values)), len(values) - 1))
-
-
-def difference(rows: Rows, name: str, control: str, measure: Measure) -> Difference | None:
-    """None where no seed has both."""
-    mine, theirs = rows.figure(name, measure), rows.figure(control, measure)
-    both = [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
-    if not both:
-        return None
-    if measure.spans_decades and all(0 < value < math.inf for pair in both for value in pair):
-        logs = over_seeds([math.log(one / other) for one, other in both])
-        low, high = (None if end is None else _exp(end) for end in (logs.low, logs.high))
-        return Difference(Estimate(_exp(logs.value), low, high, logs.how), len(both), ratio=True)
-    return Difference(over_seeds([one - other for one, other in both]), len(both))
-
-
-def _exp(value: float) -> float:
-    return math.exp(min(value, 700.0))
 
 
 def last_words(path: Path) -> str:

@@ -25,12 +25,13 @@ from mantissa.base.bounds import boundary
 from mantissa.base.environ import LAUNCHER
 from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.base.files import disk_errors, own, write_atomically
+from mantissa.base.folders import locked
 from mantissa.base.readers.json import parse_json, read_json
 from mantissa.lab.disk import require_room
 from mantissa.lab.plan import Cell, Lab, digest_of, warm_config
 from mantissa.lab.rows import FAILED, Row, Rows, last_words, row_of_gap, row_of_run
 from mantissa.rl.config.run import RunConfig
-from mantissa.runs.directory import RunDirectory, locked
+from mantissa.runs.directory import RunDirectory
 from mantissa.runs.gap_page import ROWS as GAP_ROWS
 from mantissa.runs.live import duration
 

@@ -26,24 +26,18 @@ from mantissa.runs import page
 from mantissa.runs.compare import (
     ENDS,
     Curve,
-    Differences,
     Ends,
-    Group,
-    Run,
     curve_of,
-    differences,
     distinguish,
     ends_of,
     final_accuracy,
-    group_runs,
-    listed,
     logged,
     over_runs,
-    read_runs,
     seconds_by_phase,
     total,
     training_accuracy,
 )
+from mantissa.runs.groups import Differences, Group, Run, differences, group_runs, listed, read_runs
 from mantissa.runs.health import sentence, small
 from mantissa.runs.live import count, duration, seconds_text
 from mantissa.runs.metrics import SERIES, Series

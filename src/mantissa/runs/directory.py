@@ -17,18 +17,14 @@ appended to by the line.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import json
 import os
 import platform
 import re
-import socket
 import subprocess
 import time
-import warnings
 from collections.abc import Mapping, Sequence
-from errno import EAGAIN, EWOULDBLOCK
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
@@ -37,7 +33,8 @@ import yaml
 import mantissa
 from mantissa.base.bounds import LARGEST_SIZE, boundary, number, require_plain, shown
 from mantissa.base.errors import MantissaError
-from mantissa.base.files import atomic_file, disk_errors, numbered, open_own, own, remove_leftovers, write_atomically
+from mantissa.base.files import atomic_file, disk_errors, numbered, own, remove_leftovers, write_atomically
+from mantissa.base.folders import locked
 from mantissa.base.jsonl import JsonLines, Row
 from mantissa.base.readers import parquet
 from mantissa.base.readers.json import as_json, read_json
@@ -322,26 +319,6 @@ class RunDirectory:
     def _require_lock(self) -> None:
         if self._lock is None:
             raise RuntimeError(f"{self.path} is open for reading only; use RunDirectory.open(path, write=True)")
-
-
-def locked(path: Path, otherwise: str) -> BinaryIO:
-    """The lock of the folder that ``path`` is in, held until it is closed or its process ends."""
-    lock = open_own(path)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (EAGAIN, EWOULDBLOCK):
-            lock.seek(0)
-            holder = lock.read(200).decode(errors="replace").strip() or "another process"
-            lock.close()
-            raise MantissaError(
-                f"{path.parent} is being written by {holder}; wait for it, stop it, or {otherwise}"
-            ) from None
-        warnings.warn(f"{path}: this file system has no locks ({error.strerror}); run one writer only", stacklevel=4)
-    with disk_errors(path):
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    return lock
 
 
 class Onlooker(RunDirectory):

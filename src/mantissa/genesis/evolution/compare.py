@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,8 @@ import numpy as np
 from mantissa.genesis.evolution.archive import Candidate
 from mantissa.genesis.evolution.loop import Evolution, EvolutionConfig
 from mantissa.genesis.worldmodel.scores import Array
-from mantissa.mismatch.estimates import Estimate, student_interval
+from mantissa.mismatch.estimates import Estimate
+from mantissa.runs.groups import SeedTable
 
 ARMS = ("random", "world")
 HEADER = ("executions to solve, random", "world", "area, random", "world", "solved, random", "world")
@@ -62,7 +62,7 @@ def compare(
 ) -> Comparison:
     """Run both arms from ``seeds`` seeds, each into a folder of its own; what is there already is gone on with."""
     curves: dict[str, list[Array]] = {arm: [] for arm in ARMS}
-    spent: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    spent: dict[str, dict[int, float]] = {arm: {} for arm in ARMS}
     solved: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for seed in range(config.seed, config.seed + seeds):
         for arm in ARMS:
@@ -72,25 +72,18 @@ def compare(
                 results = evolution.run()
                 every = [evolution.archive.candidates(each.task) for each in results]
             curves[arm].append(np.mean([curve(k, config.executions) for k in every], axis=0))
-            spent[arm].append(float(np.mean([r.solved_at or config.executions for r in results])))
+            spent[arm][seed] = float(np.mean([r.solved_at or config.executions for r in results]))
             solved[arm].append(float(sum(r.solved_at is not None for r in results)))
-    area = {arm: [float(c.mean()) for c in curves[arm]] for arm in ARMS}
+    area = {arm: dict(zip(spent[arm], (float(c.mean()) for c in curves[arm]), strict=True)) for arm in ARMS}
     rows = [
-        [str(config.seed + n), f"{spent['random'][n]:.1f}", f"{spent['world'][n]:.1f}", f"{area['random'][n]:.3f}",
-         f"{area['world'][n]:.3f}", f"{solved['random'][n]:.0f}", f"{solved['world'][n]:.0f}"]
-        for n in range(seeds)
+        [str(seed), f"{spent['random'][seed]:.1f}", f"{spent['world'][seed]:.1f}", f"{area['random'][seed]:.3f}",
+         f"{area['world'][seed]:.3f}", f"{solved['random'][n]:.0f}", f"{solved['world'][n]:.0f}"]
+        for n, seed in enumerate(spent["random"])
     ]  # fmt: skip
+    saved, gained = SeedTable(spent).difference("random", "world"), SeedTable(area).difference("world", "random")
+    assert saved is not None
+    assert gained is not None
     return Comparison(
-        seeds, paired(spent["random"], spent["world"]), paired(area["world"], area["random"]),
+        seeds, saved.estimate, gained.estimate,
         {arm: float(np.mean(solved[arm])) for arm in ARMS}, {arm: np.array(curves[arm]) for arm in ARMS}, rows,
     )  # fmt: skip
-
-
-def paired(left: Sequence[float], right: Sequence[float]) -> Estimate:
-    """The mean of left - right, with Student's interval over the pairs; none for a single one."""
-    differences = np.subtract(left, right)
-    value = float(differences.mean())
-    if len(differences) < 2:
-        return Estimate(value, None, None, "a single seed")
-    error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
-    return Estimate(value, *student_interval(value, error, len(differences) - 1), f"{len(differences)} seeds")

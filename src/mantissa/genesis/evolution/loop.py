@@ -24,7 +24,8 @@ from pydantic import Field
 
 from mantissa.base.config import Section
 from mantissa.base.errors import MantissaError
-from mantissa.base.files import disk_errors, own
+from mantissa.base.files import own
+from mantissa.base.folders import make_folder, refuse_other_settings
 from mantissa.dropin import GuardConfig
 from mantissa.genesis.evolution.archive import STEEPNESS, Archive, Candidate, best_of, draw_parent, partner_of
 from mantissa.genesis.evolution.edits import normal
@@ -110,10 +111,7 @@ class Evolution:
         self.tasks = chosen(config.tasks, known)
         guard = None if config.guard is None else GuardConfig(**config.guard)
         self._proposer = proposer or make_proposer(config)
-        if self.folder.exists() and not self.folder.is_dir():
-            raise MantissaError(f"{self.folder} is a file: name a folder")
-        with disk_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         self.archive = Archive(own(self.folder / DATABASE), config.capacity)
         asked = {"config": config.model_dump(mode="json") | {"state": _STATE}}
         settled = self.archive.settle(asked)
@@ -122,12 +120,7 @@ class Evolution:
                 f"{self.folder} holds a run of another version of mantissa, whose world model is told other things: "
                 "name another folder"
             )
-        if settled["config"] != asked["config"]:
-            changed = [name for name, value in asked["config"].items() if settled["config"].get(name) != value]
-            raise MantissaError(
-                f"{self.folder} holds a run with another {', '.join(changed)}: give the same to go on with it, or name "
-                "another folder"
-            )
+        refuse_other_settings(self.folder, "run", settled["config"], asked["config"])
         self._judge = Judge(config.timeout_s, isolation=config.isolation, workers=config.workers)
         self._retrained = sum(row["retrained"] for row in self.archive.generations())
         self.world: WorldModel | None = None
