@@ -83,7 +83,6 @@ class ToyConfig(Loss):
 
     kind: Literal["toy"] = Field("toy", description="The ratio, never clipped.")
     source = "nowhere"
-    verl_mode = None
 
     def of_tokens(
         self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor

@@ -49,7 +49,7 @@ class Loss(Config):
     of_sequences: ClassVar[bool] = False  # about whole responses: a token that is unknown makes its sequence unknown
     every_completion: ClassVar[bool] = False  # whether one whose advantage is 0 has a gradient all the same
     weighs_itself: ClassVar[bool] = False  # by the current policy over the rollout's: there is no ratio, and no clip
-    verl_mode: ClassVar[str | None] = "vanilla"  # verl's policy_loss.loss_mode; None: it has no such loss
+    verl_mode: ClassVar[str | None] = None  # verl's policy_loss.loss_mode; None: it has no such loss
 
     @property
     def clip_by_token(self) -> bool:

@@ -31,6 +31,7 @@ class DAPOConfig(Loss):
     )  # fmt: skip
 
     source = "arXiv 2503.14476, section 3; dual clip: 1912.09729"
+    verl_mode = "vanilla"
 
     def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
         yield (

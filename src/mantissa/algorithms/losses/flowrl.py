@@ -61,7 +61,6 @@ class FlowRLConfig(Loss):
     implies = {"aggregation": "seq_mean_token_mean", "advantage": "grpo"}  # noqa: RUF012 - never changed
     of_sequences = True
     every_completion = True
-    verl_mode = None
 
     @field_validator("bounds")
     @classmethod

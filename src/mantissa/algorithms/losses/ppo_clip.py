@@ -21,6 +21,7 @@ class PPOClipConfig(Loss):
     clip_high: float = Field(0.2, gt=0, description="Above 1 + clip_high a ratio gains nothing by rising further.")
 
     source = "arXiv 1707.06347, equation 7"
+    verl_mode = "vanilla"
 
     def of_tokens(
         self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor

@@ -25,6 +25,7 @@ class ReinforceConfig(Loss):
 
     source = "Williams 1992; PG-IS of arXiv 2510.26788 with sequence w"
     weighs_itself = True
+    verl_mode = "vanilla"
 
     def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
         yield (

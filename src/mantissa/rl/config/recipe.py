@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from mantissa.algorithms import LOSSES
 from mantissa.base.bounds import boundary
 from mantissa.base.config import PLAIN
 from mantissa.base.errors import MantissaError, nearest
@@ -97,9 +98,8 @@ def _describe(error: ValidationError) -> str:
     return f"{key + ': ' if key else ''}{message}{got}{more}"
 
 
-_LOSSES = {"ppo_clip", "reinforce", "dapo", "gspo", "cispo", "flowrl"}
 _REWARDS = {"name", "terms"}  # a reward by its name, or as a list
-_UNION_TAGS = {"running_sum", "addition", "chain", "countdown", "requests", "code", "dataset", *_LOSSES, *_REWARDS}
+_UNION_TAGS = {"running_sum", "addition", "chain", "countdown", "requests", "code", "dataset", *LOSSES, *_REWARDS}
 
 
 def _siblings(path: list[str]) -> list[str]:
