@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE, PICTURE = ROOT / "src" / "mantissa", Path(__file__).parent / "images" / "map.svg"
-_WIDTH, _HEIGHT, _ROW, _BOX = 900, 30, 46, 120
+_WIDTH, _HEIGHT, _ROW, _BOX, _LEFT = 780, 30, 46, 120, 16
 
 
 def rooms() -> list[str]:
@@ -67,18 +67,16 @@ def picture() -> str:
     for number, room in enumerate(order):
         height[room] = 16 + number * _ROW
     for room, other in arrows():
-        x = 150 + _BOX + 14 + 11 * (order.index(other) - order.index(room))
+        x = _LEFT + _BOX + 14 + 11 * (order.index(other) - order.index(room))
         y0, y1 = height[room] + _HEIGHT / 2, height[other] + _HEIGHT / 2
-        right = 150 + _BOX
+        right = _LEFT + _BOX
         lines.append(f'<path class="a" d="M{right} {y0} C{x} {y0} {x} {y1} {right + 4} {y1}"/>')
     for room in order:
         y = height[room]
-        lines.append(f'<rect x="150" y="{y}" width="{_BOX}" height="{_HEIGHT}" rx="4"/>')
-        lines.append(f'<text x="{150 + _BOX / 2}" y="{y + 20}" class="n">{room}</text>')
-        count = len(list((SOURCE / room).rglob("*.py")))
-        lines.append(f'<text x="140" y="{y + 20}" class="c">{count} files</text>')
+        lines.append(f'<rect x="{_LEFT}" y="{y}" width="{_BOX}" height="{_HEIGHT}" rx="4"/>')
+        lines.append(f'<text x="{_LEFT + _BOX / 2}" y="{y + 20}" class="n">{room}</text>')
         for row, words in enumerate(textwrap.wrap(purpose(room), 78)[:2]):
-            lines.append(f'<text x="375" y="{y + 13 + 15 * row}" class="p">{escape(words)}</text>')
+            lines.append(f'<text x="{_LEFT + 225}" y="{y + 13 + 15 * row}" class="p">{escape(words)}</text>')
     total = 32 + len(order) * _ROW
     style = (
         "rect{fill:#eceff1;stroke:#546e7a}.n{font:600 14px sans-serif;text-anchor:middle;fill:#263238}"
@@ -86,7 +84,7 @@ def picture() -> str:
         ".a{fill:none;stroke:#1976d2;stroke-opacity:.55}"
     )
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {total}" width="{_WIDTH}" height="{total}">'
-    note = f'<text x="150" y="{total - 6}" class="c" style="text-anchor:start">a line: imports, downwards</text>'
+    note = f'<text x="{_LEFT}" y="{total - 6}" class="c" style="text-anchor:start">a line: imports, downwards</text>'
     return (
         "\n".join(
             [
