@@ -66,7 +66,7 @@ test-recipes: $(STAMP)
 test-variants: $(STAMP)
 	$(BIN)/python -m pytest -m variants
 
-# Fourteen thousand hostile inputs: recipes, checkpoints, model folders, data files.
+# Some twenty thousand hostile inputs: every reader of a file format, recipes, checkpoints, model and run folders.
 test-fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m fuzz --numprocesses=2
 
