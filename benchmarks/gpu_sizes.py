@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rows import append
 
-from mantissa.bench.runner import Request, Runner, quartiles, speed_up, step_seconds, training_peak
+from mantissa.bench.runner import Contender, Runner, quartiles, speed_up, step_seconds, training_peak
 from mantissa.bench.workload import Source, parse_size, short
 from mantissa.mismatch.estimates import Estimate
 
@@ -46,8 +46,8 @@ def tf32_is_active() -> bool:
     return in_tf32(lambda: product(1 + 2.0**-10) == 1 + 2.0**-10 and product(1 + 2.0**-23) == 1.0)
 
 
-def contender(name: str, source: Source) -> Request:
-    return Request(source, "fp32" if name == "tf32" else name, "cuda")
+def contender(name: str, source: Source) -> Contender:
+    return Contender(source, "fp32" if name == "tf32" else name, "cuda")
 
 
 def step_of(name: str, runner: Runner, batch: Any) -> Callable[[], object]:

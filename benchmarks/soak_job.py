@@ -33,7 +33,7 @@ from mantissa.base.readers.json import parse_json
 from mantissa.bench.runner import give_back_freed, rotated
 from mantissa.dropin import GuardConfig
 from mantissa.genesis.evolution import Evolution, EvolutionConfig, shipped
-from mantissa.genesis.evolution.proposers import Edits, Proposal, Request
+from mantissa.genesis.evolution.proposers import Edits, Proposal, ProposalRequest
 from mantissa.genesis.worldmodel import SQLiteBuffer, Trajectory, WorldModel, synthetic
 
 BUFFER = "buffer.db"
@@ -74,7 +74,7 @@ class Job:
 class _OneNeverEnds(Edits):
     """Edits, the first of which is a program that never ends."""
 
-    def propose(self, requests: Sequence[Request]) -> list[Proposal]:
+    def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         found = super().propose(requests)
         hanging = f"def {requests[0].task.name}(*a):\n    while True:\n        pass\n"
         return [replace(each, source=each.source if n else hanging) for n, each in enumerate(found)]

@@ -130,12 +130,12 @@ def smollm2_runs(rows: Sequence[Row]) -> str:
 def gap(rows: Sequence[Row]) -> str:
     """One line a pair of formats, the newest of it, in the command's order: each figure with its interval."""
     from mantissa.bench.gap import PAIRS
-    from mantissa.runs.gap_page import TITLES, shown
+    from mantissa.runs.gap_page import TITLES, figure_text
 
     newest = {r["pair"]: r for r in rows if r["benchmark"] == "gap"}
     lines = []
     for r in sorted(newest.values(), key=lambda r: PAIRS.index(r["pair"])):
-        figures = (shown(r, name) for name in TITLES)
+        figures = (figure_text(r, name) for name in TITLES)
         lines.append([r["pair"], *(f"{value} ({interval})" for value, interval in figures)])
     return table(("learner/rollout", *(title.replace("|", "\\|") for title in TITLES.values())), lines)
 

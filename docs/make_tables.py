@@ -372,12 +372,12 @@ def gap_figures() -> str:
 def measured_gap() -> str:
     """The newest row of each pair, in the command's order: figures, and their intervals below them."""
     from mantissa.bench.options import PAIRS
-    from mantissa.runs.gap_page import TITLES, shown
+    from mantissa.runs.gap_page import TITLES, figure_text
 
     newest = {r["pair"]: r for r in _rows("gap")}
     lines = []
     for pair, row in sorted(newest.items(), key=lambda each: PAIRS.index(each[0])):
-        cells = [shown(row, name) for name in TITLES]
+        cells = [figure_text(row, name) for name in TITLES]
         lines.append([f"`{pair}`", *(f"{value}<br>{interval}" for value, interval in cells), f"{row['tokens']:,}"])
     return table(("learner/rollout", *TITLES.values(), "tokens"), lines)
 

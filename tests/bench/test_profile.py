@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mantissa.bench.profile import PARTS, profile_runner
-from mantissa.bench.runner import Request, Runner
+from mantissa.bench.runner import Contender, Runner
 from mantissa.bench.workload import Source
 
 
@@ -35,7 +35,7 @@ def sleepy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.variants), "fp16"])
 def test_parts_add_up_to_the_step_and_each_is_found(precision: str, tmp_path: Path) -> None:
-    runner = Runner(Request(Source(parameters=20_000), precision, "cpu"), seed=0)
+    runner = Runner(Contender(Source(parameters=20_000), precision, "cpu"), seed=0)
     runner.workload = type(runner.workload)(runner.workload.model, runner.workload.make_batch, sleepy)
     autocast = runner.trainer.autocast
     found = profile_runner(runner, 32, tmp_path)
@@ -53,7 +53,7 @@ def test_parts_add_up_to_the_step_and_each_is_found(precision: str, tmp_path: Pa
 
 
 def test_operations_are_sorted_by_their_own_time_and_the_trace_holds_the_parts(tmp_path: Path) -> None:
-    runner = Runner(Request(Source(parameters=300_000), "fp32", "cpu"), seed=0)
+    runner = Runner(Contender(Source(parameters=300_000), "fp32", "cpu"), seed=0)
     found = profile_runner(runner, 64, tmp_path)
     own = [line.milliseconds for line in found.operations]
     assert own == sorted(own, reverse=True)

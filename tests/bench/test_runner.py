@@ -17,8 +17,8 @@ from mantissa.bench import runner
 from mantissa.bench.rows import COLUMNS, Crossover, crossover, crossover_sentence, stamp, write_csv, write_jsonl
 from mantissa.bench.runner import (
     SCENARIOS,
+    Contender,
     RefusedError,
-    Request,
     Runner,
     Setting,
     quartiles,
@@ -51,8 +51,8 @@ def setting(**changes: Any) -> tuple[Setting, list[str]]:
     return Setting(**(fields | changes)), refused
 
 
-def request(precision: str, backend: str = "auto") -> Request:
-    return Request(SMALL, precision, "cpu", backend)
+def request(precision: str, backend: str = "auto") -> Contender:
+    return Contender(SMALL, precision, "cpu", backend)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -227,7 +227,7 @@ def test_a_scenarios_rows(unmeasured: None) -> None:
 def test_the_final_loss_is_that_of_the_same_training_done_by_hand(unmeasured: None) -> None:
     shared, _ = setting(precisions=("fp32",), repeats=1)
     (row,) = run_scenario(SCENARIOS["warmup"], SMALL, 32, shared)
-    runner = Runner(Request(SMALL, "fp32", "cpu"), seed=0)
+    runner = Runner(Contender(SMALL, "fp32", "cpu"), seed=0)
     workload = runner.workload
     optimizer = workload.make_optimizer(workload.model.parameters())
     for batch in runner.batches(4, 32, seed=0):
@@ -280,12 +280,12 @@ def test_a_sizes_rows(unmeasured: None) -> None:
         assert row["samples_per_s"] == pytest.approx(64 / row["duration_s"])
         assert row["final_loss"] is None
         assert row["speed_up_low"] <= row["speed_up"] <= row["speed_up_high"]
-        assert row["parameters"] == Runner(Request(SMALL, "fp32", "cpu"), 0).workload.parameters
+        assert row["parameters"] == Runner(Contender(SMALL, "fp32", "cpu"), 0).workload.parameters
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.variants), "bf16"])
 def test_peak_memory_of_a_process_is_at_least_weights_gradients_and_moments(precision: str) -> None:
-    few, many = (Request(Source(parameters=n), precision, "cpu") for n in (10_000, 4_000_000))
+    few, many = (Contender(Source(parameters=n), precision, "cpu") for n in (10_000, 4_000_000))
     small, large = training_peak(few, 8), training_peak(many, 8)
     assert small is not None
     assert large is not None

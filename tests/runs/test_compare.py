@@ -24,7 +24,7 @@ from mantissa.runs.compare import (
     total,
     training_accuracy,
 )
-from mantissa.runs.compare_page import build_comparison, compare, times_said
+from mantissa.runs.compare_page import build_comparison, compare_runs, timing_note
 from mantissa.runs.compare_page import document as document_of
 from mantissa.runs.groups import Differences, Group, Run, differences, group_runs, of_seeds, read_runs, wilson
 
@@ -352,7 +352,7 @@ def test_the_page_is_whole_and_every_run_gives_the_same_bytes(three, write_run, 
     page, document = compared(tmp_path, *four)
     page.assert_self_contained(document)
     assert_snapshot(Path(__file__).parent / "snapshots" / "compare.txt", page.outline)
-    assert document_of(compare(read_runs(four))) == document
+    assert document_of(compare_runs(read_runs(four))) == document
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_only_results_whose_intervals_are_apart_are_ranked(write_run, rows_of_a_
         rows = rows_of_a_run()
         rows[-1] |= {"eval/greedy_accuracy": greedy, "reward/mean": greedy}
         paths.append(write_run(name, rows, config))
-    assert compare(read_runs(paths)).finals[0].said.startswith(said)
+    assert compare_runs(read_runs(paths)).finals[0].said.startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_only_results_whose_intervals_are_apart_are_ranked(write_run, rows_of_a_
 )  # fmt: skip
 def test_times_of_other_machines_are_not_comparable(environment, said: str, write_run, rows_of_a_run) -> None:
     paths = [write_run("a", rows_of_a_run()), write_run("b", rows_of_a_run(seed=1), {"steps": 50}, environment)]
-    assert times_said(compare(read_runs(paths))).startswith(said)
+    assert timing_note(compare_runs(read_runs(paths))).startswith(said)
 
 
 def test_names_and_recipes_cannot_inject(write_run, rows_of_a_run, tmp_path: Path) -> None:

@@ -12,7 +12,15 @@ import pytest
 
 from html_page import Page, assert_snapshot
 from mantissa.mismatch.estimates import GAP_FIGURES
-from mantissa.runs.gap_page import GapRows, by_position, independent, over_position, scatter, shown, write_gap_page
+from mantissa.runs.gap_page import (
+    GapRows,
+    by_position,
+    figure_text,
+    independent,
+    over_position,
+    scatter,
+    write_gap_page,
+)
 
 
 def completion(rollout: list[float | None], gap: list[float], pair: str = "bf16") -> dict[str, Any]:
@@ -95,7 +103,7 @@ def test_zeros_by_the_same_kernels_are_explained_and_no_others() -> None:
     ],
 )
 def test_figures_read_well(name: str, value: float, low: float, high: float, says: tuple[str, str]) -> None:
-    assert shown({name: value, f"{name}_low": low, f"{name}_high": high}, name) == says
+    assert figure_text({name: value, f"{name}_low": low, f"{name}_high": high}, name) == says
 
 
 def test_the_page_is_whole_and_shows_what_is_hostile_as_it_is(tmp_path: Path) -> None:

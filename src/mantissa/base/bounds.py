@@ -37,10 +37,10 @@ def boundary(where: object, advice: str) -> Iterator[None]:
     except (MantissaError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        raise MantissaError(f"{where}: {said(error)}; {advice}") from error
+        raise MantissaError(f"{where}: {describe_error(error)}; {advice}") from error
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The first line of an exception, with its kind where the text alone says too little."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
@@ -162,7 +162,7 @@ def whole_text(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A foreign value, or the beginning of a long one, for a message."""
     if isinstance(value, int) and abs(value) >= 2**64:
         return f"a number of {value.bit_length()} bits"  # whose digits Python may refuse to write
@@ -182,10 +182,10 @@ def require_plain(value: Any, where: str, depth: int = 32) -> None:
     if kind in (dict, list) and depth:
         for key, item in value.items() if kind is dict else enumerate(value):
             if kind is dict and not (isinstance(key, str) and whole_text(key)):
-                raise MantissaError(f"{where}: expected text as a key, got {shown(key)}; restore the file")
+                raise MantissaError(f"{where}: expected text as a key, got {describe_value(key)}; restore the file")
             require_plain(item, f"{where}: {ascii(key)[1:-1]}" if kind is dict and depth == 32 else where, depth - 1)
         return
-    what = "deeper nesting than any record has" if not depth else shown(value)
+    what = "deeper nesting than any record has" if not depth else describe_value(value)
     raise MantissaError(f"{where}: expected plain values, got {what}; restore the file")
 
 

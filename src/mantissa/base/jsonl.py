@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.bounds import LARGEST_SIZE, number, regular_file, shown, whole_text
+from mantissa.base.bounds import LARGEST_SIZE, describe_value, number, regular_file, whole_text
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import disk_errors, open_own, write_atomically
 from mantissa.base.progress import opened
@@ -120,7 +120,7 @@ def encode(row: Mapping[str, Any]) -> str:
         if not isinstance(value, bool | int | float | str | None) or (isinstance(value, str) and value in _NON_FINITE):
             raise TypeError(f"{key}: expected a plain number or string, got {type(value).__name__}")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise TypeError(f"{key}: expected a plain number of at most 64 bits, got {shown(value)}")
+            raise TypeError(f"{key}: expected a plain number of at most 64 bits, got {describe_value(value)}")
     return json.dumps(in_words(row), allow_nan=False)
 
 
@@ -155,7 +155,7 @@ class UnusualValueError(ValueError):
     """A row with a value that it cannot have."""
 
     def __init__(self, name: str, value: Any, expected: str) -> None:
-        super().__init__(f"{ascii(name)[1:-1]}: expected {expected}, got {shown(value)}")
+        super().__init__(f"{ascii(name)[1:-1]}: expected {expected}, got {describe_value(value)}")
 
 
 def in_words(value: Any) -> Any:

@@ -9,23 +9,23 @@ if TYPE_CHECKING:
     from mantissa.bench.command import Result, run_bench
     from mantissa.bench.options import BenchConfig
     from mantissa.bench.rows import COLUMNS, Crossover, crossover
-    from mantissa.bench.runner import RefusedError, Request, Runner
+    from mantissa.bench.runner import Contender, RefusedError, Runner
     from mantissa.bench.workload import BEST_LOSS, ResidualMLP, Source, Workload, family_workload
 
 _HOMES = {  # imported when asked for: the options of the command are to be had without torch
     "command": ["Result", "run_bench"],
     "options": ["BenchConfig"],
     "rows": ["COLUMNS", "Crossover", "crossover"],
-    "runner": ["RefusedError", "Request", "Runner"],
+    "runner": ["RefusedError", "Contender", "Runner"],
     "workload": ["BEST_LOSS", "ResidualMLP", "Source", "Workload", "family_workload"],
 }
 __all__ = [
     "BEST_LOSS",
     "COLUMNS",
     "BenchConfig",
+    "Contender",
     "Crossover",
     "RefusedError",
-    "Request",
     "ResidualMLP",
     "Result",
     "Runner",

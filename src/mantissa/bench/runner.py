@@ -109,7 +109,7 @@ class RefusedError(MantissaError):
 
 
 @dataclass(frozen=True)
-class Request:
+class Contender:
     """One contender. ``backend`` applies to bf16 and fp16: fp32 is never simulated."""
 
     source: Source
@@ -127,7 +127,7 @@ class Runner:
     Raises ``RefusedError`` where the precision did not engage.
     """
 
-    def __init__(self, request: Request, seed: int) -> None:
+    def __init__(self, request: Contender, seed: int) -> None:
         self.request = request
         self.workload = request.source.build(seed, request.device)
         model = self.workload.model.train()
@@ -158,7 +158,7 @@ class Runner:
         return sum(losses) / len(losses)
 
 
-def refuse_unless_engaged(request: Request, trainer: PrecisionTrainer) -> None:
+def refuse_unless_engaged(request: Contender, trainer: PrecisionTrainer) -> None:
     """Raise ``RefusedError`` unless ``trainer`` computes in what ``request`` asked for and has evidence of it."""
     role, asked = trainer.precision, request.precision
     if role.active.name != asked:
@@ -172,7 +172,7 @@ def refuse_unless_engaged(request: Request, trainer: PrecisionTrainer) -> None:
     raise RefusedError(f"row refused ({request}): {why}; nothing is written for it")
 
 
-def engaged(requests: Sequence[Request], seed: int, say: Callable[[str], None]) -> dict[str, Runner]:
+def engaged(requests: Sequence[Contender], seed: int, say: Callable[[str], None]) -> dict[str, Runner]:
     """A runner for each request whose precision engages, by precision; ``say`` is told of those refused."""
     runners = {}
     for request in requests:
@@ -187,7 +187,7 @@ _MEMORY_STEPS = 3  # the optimiser's moments are made in the first
 _PRELOADED = ["torch", "torch._dynamo"]  # torch imports the latter at an optimiser's first step
 
 
-def training_peak(request: Request, batch_size: int) -> int | None:
+def training_peak(request: Contender, batch_size: int) -> int | None:
     """Bytes that making the model and three steps of training need at most, on top of what was there."""
     if torch.device(request.device).type == "cuda":
         return _cuda_peak(request, batch_size)
@@ -204,14 +204,14 @@ def training_peak(request: Request, batch_size: int) -> int | None:
             ) from None
 
 
-def _train_briefly(request: Request, batch_size: int) -> None:
+def _train_briefly(request: Contender, batch_size: int) -> None:
     runner = Runner(request, seed=0)
     batch = runner.batches(1, batch_size, seed=0)[0]
     for _ in range(_MEMORY_STEPS):
         runner.step(batch)
 
 
-def _cuda_peak(request: Request, batch_size: int) -> int:
+def _cuda_peak(request: Contender, batch_size: int) -> int:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(request.device)
@@ -220,9 +220,9 @@ def _cuda_peak(request: Request, batch_size: int) -> int:
     return torch.cuda.max_memory_allocated(request.device) - before
 
 
-def _resident_growth(request: Request, batch_size: int, threads: int) -> int | None:
+def _resident_growth(request: Contender, batch_size: int, threads: int) -> int | None:
     torch.set_num_threads(threads)
-    small = Request(Source(parameters=1000), request.precision, request.device, request.backend)
+    small = Contender(Source(parameters=1000), request.precision, request.device, request.backend)
     _train_briefly(small, batch_size=8)  # what is loaded on first use (kernels, threads) is not this model's
     give_back_freed()
     before = _status_bytes("VmRSS")
@@ -278,8 +278,8 @@ class Setting:
     refuse: Say
     say: Say
 
-    def requests(self, source: Source) -> list[Request]:
-        return [Request(source, precision, self.device, self.backend) for precision in self.precisions]
+    def requests(self, source: Source) -> list[Contender]:
+        return [Contender(source, precision, self.device, self.backend) for precision in self.precisions]
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ def run_scenario(scenario: Scenario, source: Source, batch_size: int, setting: S
         return [_scenario_row(scenario, batch_size, runner, runs, setting) for runner in runners.values()]
 
 
-def _train(request: Request, scenario: Scenario, batch_size: int, seed: int) -> _Run:
+def _train(request: Contender, scenario: Scenario, batch_size: int, seed: int) -> _Run:
     runner = Runner(request, seed)
     batches = runner.batches(scenario.samples // batch_size, batch_size, seed)
     outcomes = []

@@ -67,15 +67,15 @@ def _profiles(values: dict[str, Any], folder: Path) -> None:
 
 
 def _evolve(config: EvolutionConfig, folder: Path, seeds: int) -> None:
-    from mantissa.genesis.evolution.compare import compare
+    from mantissa.genesis.evolution.compare import compare_rankings
     from mantissa.genesis.evolution.loop import Evolution
     from mantissa.genesis.evolution.page import write_comparison, write_page
 
     if seeds:
-        found = compare(config, folder, seeds, progress)
-        _said("\n".join((found.verdict, *found.lines, f"page: {write_comparison(folder, config, found)}")))
+        found = compare_rankings(config, folder, seeds, progress)
+        _print_line("\n".join((found.verdict, *found.lines, f"page: {write_comparison(folder, config, found)}")))
         return
-    with Evolution(config, folder, say=_said, progress=progress) as evolution:
+    with Evolution(config, folder, say=_print_line, progress=progress) as evolution:
         results = evolution.run()
         solved = sum(each.solved_at is not None for each in results)
         spent = sum(each.executions for each in results)
@@ -83,7 +83,7 @@ def _evolve(config: EvolutionConfig, folder: Path, seeds: int) -> None:
         typer.echo(f"page: {write_page(folder, config, results, evolution.archive)}")
 
 
-def _said(line: str) -> None:
+def _print_line(line: str) -> None:
     progress("")
     typer.echo(line)
 

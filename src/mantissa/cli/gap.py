@@ -66,7 +66,7 @@ def _show(result: GapResult) -> None:
         return
     from rich.text import Text
 
-    from mantissa.runs.gap_page import PAGE, TITLES, GapRows, gap_note, independent, shown
+    from mantissa.runs.gap_page import PAGE, TITLES, GapRows, figure_text, gap_note, independent
     from mantissa.runs.tables import terminal
 
     found = GapRows(result.rows, result.completions)
@@ -75,7 +75,7 @@ def _show(result: GapResult) -> None:
     console.print(Text(found.where, style="dim"))
     rows = []
     for row in found.rows:
-        cells = ("\n".join(shown(row, name)).rstrip() for name in TITLES)
+        cells = ("\n".join(figure_text(row, name)).rstrip() for name in TITLES)
         rows.append([row["pair"], *cells, f"{row['tokens']:,}"])
     console.print(terminal(("learner/\nrollout", *TITLES.values(), "tokens"), rows))
     if said := independent(found):

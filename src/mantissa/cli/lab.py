@@ -42,7 +42,7 @@ def lab(
     mantissa lab lab/dose.yaml --only e8m4,fp32 --workers 2
     """  # fmt: skip
     from mantissa.lab import Rows, bill, load_lab, run_lab, write_page
-    from mantissa.lab.disk import free, needed, said
+    from mantissa.lab.disk import free, needed, size_text
     from mantissa.lab.page import answers
 
     chosen = load_lab(file)
@@ -52,7 +52,7 @@ def lab(
         raise MantissaError(f"--only {only}: no cell has this in its name; there are {', '.join(chosen.names)}")
     count = workers or chosen.file.workers
     if dry_run:
-        typer.echo(f"disk: about {said(needed(chosen, cells, count))}; {said(free(chosen))} are free")
+        typer.echo(f"disk: about {size_text(needed(chosen, cells, count))}; {size_text(free(chosen))} are free")
         _print_bill(chosen.name, [cell.name for cell in cells], bill(chosen, cells, typer.echo), count)
         return
     rows = Rows(chosen) if page else run_lab(chosen, cells, count, typer.echo, not no_space_check)

@@ -11,7 +11,7 @@ import numpy as np
 from mantissa.doctor.diagnosis import Diagnosis, Verdict
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.layers import ByLayer, by_layer, layers_plot
-from mantissa.doctor.sides import Scores, Side, Weights, chosen
+from mantissa.doctor.sides import Scores, Side, Weights, evenly_spaced
 from mantissa.doctor.substitution import Substitution, declared, hypotheses, substitute
 from mantissa.model import Decoder
 from mantissa.runs.page import Block, block, plots, table
@@ -42,7 +42,7 @@ def consult(
     say: Callable[[str], None] = lambda line: None,
 ) -> Consultation:
     """Score the dump under every hypothesis, and where asked follow both sides through the layers."""
-    scores = Scores(model, chosen(dump.sequences, sequences), versions, say)
+    scores = Scores(model, evenly_spaced(dump.sequences, sequences), versions, say)
     size = float(np.sqrt(np.square(scores.d).mean()))
     if size < _NOTHING:
         said = f"causes were not looked for: d is {size:.1e} nats, below {_NOTHING:g}"

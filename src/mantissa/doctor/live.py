@@ -24,7 +24,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.http import OK, http_answer, server_address
 from mantissa.base.readers.json import parse_json
 from mantissa.doctor.dump import Dump, Scored
-from mantissa.doctor.sides import Array, chosen
+from mantissa.doctor.sides import Array, evenly_spaced
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, policy_weights
 from mantissa.precision import PrecisionPolicy, resolve
@@ -96,7 +96,7 @@ def asked(dump: Dump, url: str, most: int, tick: Callable[[str], None]) -> Dump:
             f"--engine {url}: the dump's learner scored at temperature {dump.settings.temperature:g}, and a server's "
             "prompt_logprobs are of temperature 1; give a dump of temperature 1"
         )
-    sequences = ask(url, chosen(dump.sequences, most), tick=tick)
+    sequences = ask(url, evenly_spaced(dump.sequences, most), tick=tick)
     settings = replace(dump.settings, logprobs_mode="raw_logprobs", top_k=None, top_p=None)
     return replace(dump, sequences=sequences, settings=settings)
 

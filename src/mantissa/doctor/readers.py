@@ -182,7 +182,7 @@ def _array(where: str, name: str, values: Any) -> np.ndarray:
             )
         return values.astype(np.float64)
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        raise MantissaError(f"{where}: {name} is {_shown(values)}, expected a list of numbers")
+        raise MantissaError(f"{where}: {name} is {_describe(values)}, expected a list of numbers")
     if len(values) == 1 and isinstance(values[0], Sequence) and not isinstance(values[0], str):
         values = values[0]  # a batch of one
     if set(map(type, values)) <= {int, float}:
@@ -192,14 +192,14 @@ def _array(where: str, name: str, values: Any) -> np.ndarray:
         if all(each in _NON_FINITE for each in values if isinstance(each, str)) and isinstance(odd, str):
             values = [_NON_FINITE.get(each, each) if isinstance(each, str) else each for each in values]
             return _array(where, name, values)
-        raise MantissaError(f"{where}: {name} holds {_shown(odd)}, expected numbers")
+        raise MantissaError(f"{where}: {name} holds {_describe(odd)}, expected numbers")
     return np.array([np.nan if each is None else float(each) for each in values], dtype=np.float64)
 
 
 _NON_FINITE = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     return (
         f"{type(value).__name__} {str(value)[:40]!r}" if isinstance(value, str | int | float) else type(value).__name__
     )
@@ -239,7 +239,7 @@ def _count(where: str, row: Row, name: str, default: int | None = None) -> int |
     if value is None:
         return default
     if not number(value, 0, 2**53, whole=True):
-        raise MantissaError(f"{where}: {name} is {_shown(value)}, expected a whole number from 0 on")
+        raise MantissaError(f"{where}: {name} is {_describe(value)}, expected a whole number from 0 on")
     return int(value)
 
 
@@ -445,5 +445,5 @@ def checked(path: Path, settings: Settings) -> Settings:
     }  # fmt: skip
     for name, good in checks.items():
         if not good:
-            raise MantissaError(f"{path}: {name} is {_shown(getattr(settings, name))}, which no sampling has")
+            raise MantissaError(f"{path}: {name} is {_describe(getattr(settings, name))}, which no sampling has")
     return settings

@@ -286,7 +286,7 @@ def _counts(number: int, each: Scored) -> NDArray[np.bool_]:
     return np.asarray(each.mask, dtype=bool) & finite
 
 
-def chosen(sequences: Sequence[Scored], most: int) -> list[Scored]:
+def evenly_spaced(sequences: Sequence[Scored], most: int) -> list[Scored]:
     """At most so many sequences, evenly spaced over the dump, of those with a token to compare."""
     useful = [each for number, each in enumerate(sequences) if _counts(number, each).any()]
     if len(useful) <= most:

@@ -86,7 +86,7 @@ def free(lab: Lab) -> int:
     return shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
 
 
-def said(size: float) -> str:
+def size_text(size: float) -> str:
     """Bytes in words."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
@@ -96,6 +96,7 @@ def require_room(lab: Lab, cells: Sequence[Cell], workers: int) -> None:
     wanted, there = needed(lab, cells, workers), free(lab)
     if wanted > there:
         raise MantissaError(
-            f"lab {lab.name}: its {len(cells)} cells take about {said(wanted)} of disk, and {Path(lab.folder)} has "
-            f"{said(there)}: free some space, run a part with --only, or try all the same with --no-space-check"
+            f"lab {lab.name}: its {len(cells)} cells take about {size_text(wanted)} of disk, and {Path(lab.folder)} "
+            f"has {size_text(there)}: free some space, run a part with --only, or try all the same with "
+            "--no-space-check"
         )

@@ -62,7 +62,7 @@ def run_lab(lab: Lab, cells: Sequence[Cell], workers: int, say: Say, space_check
                     with lock:
                         count += 1
                         rows.put(cell, row)
-                    say(f"[{count}/{len(todo)}] {cell.folder}: {_said(row)}")
+                    say(f"[{count}/{len(todo)}] {cell.folder}: {_row_text(row)}")
             except BaseException as error:
                 work.stop(futures)
                 if isinstance(error, KeyboardInterrupt):
@@ -71,7 +71,7 @@ def run_lab(lab: Lab, cells: Sequence[Cell], workers: int, say: Say, space_check
     return rows
 
 
-def _said(row: Row) -> str:
+def _row_text(row: Row) -> str:
     if row["status"] == FAILED:
         return f"failed: {row['error']}"
     figures = (f"{name} {value:.4g}" for name, value in row["final"].items() if value is not None)

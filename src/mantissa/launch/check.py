@@ -180,7 +180,7 @@ _CASTING = {
     "kimi_ckpt_engine": "weights are cast to bf16 (its rollout_dtype, which has no key of its own)",
     "mooncake": "weights are cast to bf16 unless engine_kwargs.mooncake.rollout_dtype says otherwise",
 }
-Verdict = Literal["takes effect", "handed on", "ignored", "refused by hydra", "wrong value", "unknown", "missing"]
+KeyEffect = Literal["takes effect", "handed on", "ignored", "refused by hydra", "wrong value", "unknown", "missing"]
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Setting:
     """One precision setting and what becomes of it; ``instead``: what would do what was meant."""
 
     given: Given
-    verdict: Verdict
+    verdict: KeyEffect
     why: str
     instead: str = ""
 

@@ -204,21 +204,21 @@ class Draft:
         sections = {name: getattr(self.config, name) for name in RunConfig.model_fields}
         self._names: dict[str, Any] = sections | {"options": self.options}
         for name, source in table()["names"].items():
-            self._names[name] = self._said(source)
+            self._names[name] = self._evaluate(source)
 
     def apply(self, row: dict[str, Any], about: str = "") -> bool:
         """Apply a row of the table to the fields ``about``, unless it names its own; whether its condition held."""
         about = self._text(row.get("field", about))
         fields = about.split(", ")
         self._names["value"] = self._value(fields[0])
-        if "when" in row and not self._said(row["when"]):
+        if "when" in row and not self._evaluate(row["when"]):
             if "otherwise" in row:
                 self.remark("fixed", fields[0], self._text(row["otherwise"]))
             return False
         for key, value in row.get("set", {}).items():
             self.set(self._text(key), value, about)
         for name, value in row.get("variables", {}).items():
-            self.environment.append(Variable(name, str(self._said(value)), about))
+            self.environment.append(Variable(name, str(self._evaluate(value)), about))
         for one in fields:
             for kind in _HEADINGS:
                 if kind in row:
@@ -226,7 +226,7 @@ class Draft:
             if "refuse" in row:
                 self.refusals[one] = self._text(row["refuse"])
         if "only" in row:
-            self._only(about, self._said(row["only"]), self._text(row["why"]))
+            self._only(about, self._evaluate(row["only"]), self._text(row["why"]))
         for inner in row.get("rows", ()):
             self.apply(inner, about)
         any(self.apply(inner, about) for inner in row.get("first", ()))
@@ -239,7 +239,7 @@ class Draft:
             read_by = self.options.rollout in fact.rollouts and self.options.version in fact.versions
             if self.options.engine not in fact.engines or not read_by:
                 return
-        value = self._said(value)
+        value = self._evaluate(value)
         assert not (fact and fact.values) or hydra_value(value) in fact.values, f"{key}={value}: not of {fact}"
         assert all(one.key != full(key) for one in self.overrides), f"{key} is set twice"
         self.overrides.append(Override(full(key), value, source, fact is not None and fact.new))
@@ -257,7 +257,7 @@ class Draft:
         else:
             self.remark("differs", field, f"{value} here; {why}")
 
-    def _said(self, source: Any) -> Any:
+    def _evaluate(self, source: Any) -> Any:
         """A value of the table: text is an expression."""
         found = _expression(source)(self._names) if isinstance(source, str) else source
         assert not isinstance(found, jinja2.Undefined), f"{source}: {found._undefined_message}"

@@ -85,7 +85,7 @@ class Comparison:
         return [run for group in self.groups for run in group.runs]
 
 
-def compare(runs: Sequence[Run]) -> Comparison:
+def compare_runs(runs: Sequence[Run]) -> Comparison:
     """Group the runs and compute what is said of them."""
     groups = tuple(group_runs(runs))
     recipes = differences(groups, lambda run: run.config)
@@ -100,7 +100,7 @@ def build_comparison(paths: Sequence[Path], out: Path) -> Comparison:
         raise MantissaError(f"-o {out}: expected the name of a page, ending in .html")
     if out.is_dir() or not out.parent.is_dir():
         raise MantissaError(f"-o {out}: {'is a folder' if out.is_dir() else f'no folder {out.parent}'}; name a file")
-    comparison = compare(read_runs(paths))
+    comparison = compare_runs(read_runs(paths))
     write_atomically(out, document(comparison))
     return comparison
 
@@ -127,7 +127,7 @@ def _final(groups: Sequence[Group], recipes: Differences, metric: str) -> Final:
     return Final(SERIES[metric].heading, estimates, said)
 
 
-def warnings_said(comparison: Comparison) -> list[str]:
+def comparison_warnings(comparison: Comparison) -> list[str]:
     """What must be known before two figures are compared: amounts and kinds of steps, groups, clocks."""
     said = []
     lasts = {run.last_step for run in comparison.runs}
@@ -144,10 +144,10 @@ def warnings_said(comparison: Comparison) -> list[str]:
     if several:
         parts = [f"{group.label} (seeds {', '.join(str(run.seed) for run in group.runs)})" for group in several]
         said.append(f"Runs that differ only in their seed are one line and one figure: {'; '.join(parts)}.")
-    return [*said, times_said(comparison)]
+    return [*said, timing_note(comparison)]
 
 
-def times_said(comparison: Comparison) -> str:
+def timing_note(comparison: Comparison) -> str:
     """Whether times can be compared."""
     differing = [name for name in comparison.environments if name in _CLOCKS]
     if differing:
@@ -304,7 +304,7 @@ def document(comparison: Comparison) -> str:
     blocks = [
         block("h1", title),
         block("sub", " · ".join(group.title for group in groups)),
-        _said(comparison),
+        _summary(comparison),
         block("h2", "Runs"),
         *_runs(groups),
         block("h2", "Final accuracy"),
@@ -315,7 +315,7 @@ def document(comparison: Comparison) -> str:
         block("h2", "Gap between rollout and learner"),
         *_gap(groups),
         block("h2", "Time"),
-        block("sub", times_said(comparison)),
+        block("sub", timing_note(comparison)),
         page.plots([phases(groups)], "one"),
         *_times(groups),
         block("h2", "What differs"),
@@ -326,10 +326,10 @@ def document(comparison: Comparison) -> str:
     return page.render(title, blocks)
 
 
-def _said(comparison: Comparison) -> Block:
+def _summary(comparison: Comparison) -> Block:
     """The card at the top: what can be said, and what must be known first."""
     lines: list[str] = [Markup("<b>{}.</b> {}").format(final.title, final.said) for final in comparison.finals]
-    lines += warnings_said(comparison)
+    lines += comparison_warnings(comparison)
     unwell = [run.name for run in comparison.runs if run.judgement.kind == "unhealthy"]
     if unwell:
         lines.append(f"Unhealthy: {', '.join(unwell)}; the reasons are below.")
@@ -500,7 +500,7 @@ def show(comparison: Comparison, console: Console) -> None:
     header = ("run", "|dlogp|", "k3 KL", "ESS", "s/step", "tokens/s")
     _print(console, f"Gap (mean of the last {ENDS} steps) and time", header, map(_gap_and_time, groups))
     console.print()
-    for line in warnings_said(comparison):
+    for line in comparison_warnings(comparison):
         console.print(line)
     _print_differences(comparison, console)
 

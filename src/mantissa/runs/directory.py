@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 import yaml
 
 import mantissa
-from mantissa.base.bounds import LARGEST_SIZE, boundary, number, require_plain, shown
+from mantissa.base.bounds import LARGEST_SIZE, boundary, describe_value, number, require_plain
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import atomic_file, disk_errors, numbered, own, remove_leftovers, write_atomically
 from mantissa.base.folders import locked
@@ -356,7 +356,7 @@ def _check_environment(environment: dict[str, Any], where: str) -> None:
     wrong = next((name for name, good in checks.items() if not good), None)
     if wrong is not None:
         raise MantissaError(
-            f"{where}: {wrong}: expected what a run records, got {shown(environment[wrong])}; restore it"
+            f"{where}: {wrong}: expected what a run records, got {describe_value(environment[wrong])}; restore it"
         )
 
 

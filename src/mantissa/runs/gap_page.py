@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from mantissa.base.bounds import number, require_plain, said
+from mantissa.base.bounds import describe_error, number, require_plain
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import write_atomically
 from mantissa.base.jsonl import from_words
@@ -76,7 +76,7 @@ def read_gap(folder: Path) -> GapRows | None:
         rows, completions = ([from_words(row) for row in read_rows(folder / name)] for name in (ROWS, COMPLETIONS))
     except (OSError, ValueError) as error:
         raise MantissaError(
-            f"{folder}: its rows cannot be read ({said(error)}); delete the folder and measure again"
+            f"{folder}: its rows cannot be read ({describe_error(error)}); delete the folder and measure again"
         ) from None
     for name, found, expected in ((ROWS, rows, _ROW), (COMPLETIONS, completions, _COMPLETION)):
         for place, row in enumerate(found, start=1):
@@ -128,7 +128,7 @@ _ROW: dict[str, Callable[[Any], bool]] = (
 _COMPLETION: dict[str, Callable[[Any], bool]] = {"pair": _text, "rollout_logp": _logps, "learner_logp": _logps}
 
 
-def shown(row: dict[str, Any], name: str) -> tuple[str, str]:
+def figure_text(row: dict[str, Any], name: str) -> tuple[str, str]:
     """A figure as text, and its interval (empty where there is none)."""
     kind = next(one.unit for one in GAP_FIGURES if one.name == name)
     say = _share if kind == "fraction" else _signed if name == "log_ratio_slope" else _size
@@ -155,7 +155,7 @@ def gap_table(found: GapRows) -> Block:
     """One line a pair: each figure with its interval."""
     lines = []
     for row in found.rows:
-        cells = [noted(*shown(row, name)) for name in TITLES]
+        cells = [noted(*figure_text(row, name)) for name in TITLES]
         lines.append([noted(Markup("<strong>{}</strong>").format(row["pair"]), row["kernels"]), *cells,
                       f"{row['tokens']:,}"])  # fmt: skip
     return page.table(("learner/rollout", *TITLES.values(), "tokens"), lines)

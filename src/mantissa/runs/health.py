@@ -14,7 +14,7 @@ from mantissa.base.bounds import outside
 from mantissa.mismatch.metrics import Metric
 from mantissa.runs.metrics import BY_NAME, series, where_measured
 
-Verdict = Literal["healthy", "watch", "unhealthy"]
+Health = Literal["healthy", "watch", "unhealthy"]
 _BRIEF = 0.1  # a metric out of its range for at most this share of the steps, and back by the end, is one to watch
 _HARDLY_ANY = 0.02  # accuracy on the best step below which a run is said to have learned next to nothing
 _NOISE = 0.05  # by which a share may leave [0, 1] without anything to be said about it
@@ -29,7 +29,7 @@ _HEADLINE = {
 class Judgement:
     """The verdict on a run that has done a step, a headline for it, and remarks that no single metric makes."""
 
-    kind: Verdict
+    kind: Health
     headline: str
     remarks: tuple[str, ...] = ()
 
@@ -69,7 +69,7 @@ def check(rows: Sequence[dict[str, Any]]) -> list[Excursion]:
 def judge(rows: Sequence[dict[str, Any]], excursions: Sequence[Excursion]) -> Judgement:
     """``healthy`` without excursions, ``watch`` when all were brief and are over, ``unhealthy`` otherwise; and so is a
     run on which no completion was ever correct, whatever they say."""
-    kind: Verdict = "unhealthy" if any(f.serious for f in excursions) else "watch" if excursions else "healthy"
+    kind: Health = "unhealthy" if any(f.serious for f in excursions) else "watch" if excursions else "healthy"
     accuracy = series(rows, "reward/accuracy")[1]
     if accuracy.size and not accuracy.any():
         remark = "No completion was correct, on any step: there was nothing to learn from."

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from mantissa.base.bounds import boundary, regular_file, said
+from mantissa.base.bounds import boundary, describe_error, regular_file
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import ROW, parse_json, read_lines
 from mantissa.base.readers.parquet import open_parquet
@@ -117,7 +117,7 @@ def _read_jsonl(path: Path, schema: Schema | None) -> Iterator[Row | BadRow]:
         try:
             raw = parse_json(line)
         except ValueError as error:
-            yield BadRow(str(path), number, f"not JSON ({said(error)})")
+            yield BadRow(str(path), number, f"not JSON ({describe_error(error)})")
             continue
         if not isinstance(raw, dict):
             yield BadRow(str(path), number, f"expected a JSON object, found {type(raw).__name__}")
@@ -154,7 +154,7 @@ def _row_or_report(raw: Mapping[str, Any], schema: Schema, path: Path, number: i
     except _UnreadableError as error:
         return BadRow(str(path), number, str(error))
     except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
-        return BadRow(str(path), number, said(error))
+        return BadRow(str(path), number, describe_error(error))
 
 
 def _plain_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
@@ -165,17 +165,17 @@ def _plain_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
 def _labelled_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
     label = raw.get("label")
     if label not in ("unsafe", "benign"):
-        raise _UnreadableError(f"'label' is {_shown(label)}: expected unsafe or benign")
+        raise _UnreadableError(f"'label' is {_describe(label)}: expected unsafe or benign")
     return Row(_text(raw.get("prompt"), "prompt"), label, path.stem, number, asked="{problem}")
 
 
 def _dapo_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
     messages = raw.get("prompt")
     if not isinstance(messages, list) or not messages:
-        raise _UnreadableError(f"'prompt' is {_shown(messages)}: expected a list of messages")
+        raise _UnreadableError(f"'prompt' is {_describe(messages)}: expected a list of messages")
     reward_model = raw.get("reward_model")
     if not isinstance(reward_model, dict):
-        raise _UnreadableError(f"'reward_model' is {_shown(reward_model)}: expected an object with 'ground_truth'")
+        raise _UnreadableError(f"'reward_model' is {_describe(reward_model)}: expected an object with 'ground_truth'")
     answer = _answer(reward_model.get("ground_truth"), "reward_model.ground_truth")
     extra = raw.get("extra_info")
     return Row(
@@ -198,16 +198,18 @@ def _named(value: Any) -> str | None:
 
 def _message(raw: Any) -> Message:
     if not isinstance(raw, dict):
-        raise _UnreadableError(f"a message of 'prompt' is {_shown(raw)}: expected an object with 'role' and 'content'")
+        raise _UnreadableError(
+            f"a message of 'prompt' is {_describe(raw)}: expected an object with 'role' and 'content'"
+        )
     if raw.get("role") not in get_args(Role):
         expected = f"expected one of {', '.join(get_args(Role))}"
-        raise _UnreadableError(f"a message's role is {_shown(raw.get('role'))}: {expected}")
+        raise _UnreadableError(f"a message's role is {_describe(raw.get('role'))}: {expected}")
     return Message(raw["role"], _text(raw.get("content"), "content"))
 
 
 def _text(value: Any, column: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise _UnreadableError(f"'{column}' is {_shown(value)}: expected text")
+        raise _UnreadableError(f"'{column}' is {_describe(value)}: expected text")
     return value
 
 
@@ -219,10 +221,10 @@ def _answer(value: Any, column: str) -> str:
             return str(value)
     elif isinstance(value, (int, float, decimal.Decimal)) and not isinstance(value, bool) and math.isfinite(value):
         return str(int(value)) if value == int(value) else str(value)
-    raise _UnreadableError(f"'{column}' is {_shown(value)}: expected text or a finite number")
+    raise _UnreadableError(f"'{column}' is {_describe(value)}: expected text or a finite number")
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     return "missing or null" if value is None else shortened(repr(value))
 
 

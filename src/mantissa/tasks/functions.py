@@ -83,7 +83,7 @@ class FunctionVerifier(UnboundedVerifier):
             return [self._reward(function(problem, completion)) for problem, completion in samples]
         results = function([problem for problem, _ in samples], [text for _, text in samples])
         if isinstance(results, (str, bytes, Mapping)) or not hasattr(results, "__len__"):
-            raise TypeError(f"{self.reference} is batched and returned {_shown(results)}: expected a list")
+            raise TypeError(f"{self.reference} is batched and returned {_describe(results)}: expected a list")
         if len(results) != len(samples):
             raise ValueError(f"{self.reference} returned {len(results)} rewards for {len(samples)} samples")
         return [self._reward(result) for result in results]
@@ -96,7 +96,7 @@ class FunctionVerifier(UnboundedVerifier):
             value, correct = self._number(result["reward"])
             said = result.get("correct", correct)
             if not isinstance(_plain(said), bool):
-                raise TypeError(f"{self.reference}: 'correct' is {_shown(said)}: expected a bool")
+                raise TypeError(f"{self.reference}: 'correct' is {_describe(said)}: expected a bool")
             parts = {str(key): self._number(x)[0] for key, x in result.items() if key not in ("reward", "correct")}
             return Reward(value, bool(said), parts=parts)
         return Reward(*self._number(result))
@@ -107,7 +107,9 @@ class FunctionVerifier(UnboundedVerifier):
         if isinstance(plain, bool):
             return float(plain), plain
         if not isinstance(plain, numbers.Real):
-            raise TypeError(f"{self.reference} returned {_shown(value)}: expected a number, a bool or a dict of them")
+            raise TypeError(
+                f"{self.reference} returned {_describe(value)}: expected a number, a bool or a dict of them"
+            )
         number = float(plain)
         if not math.isfinite(number):
             raise ValueError(f"{self.reference} returned {number}: expected a finite number")
@@ -120,7 +122,7 @@ def _plain(value: Any) -> Any:
     return item() if callable(item) else value
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"{type(value).__name__} {shortened(repr(value))}"
 
 

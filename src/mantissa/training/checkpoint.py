@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.base.bounds import boundary, number, said
+from mantissa.base.bounds import boundary, describe_error, number
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import (
     atomic_file,
@@ -287,7 +287,7 @@ def _read_file(path: Path, advice: str) -> dict[str, Any]:
         except pickle.UnpicklingError as error:
             raise MantissaError(
                 f"checkpoint {path} is damaged, or holds more than tensors and plain values, which is not safe to load "
-                f"({said(error)[:160]}); {advice}"
+                f"({describe_error(error)[:160]}); {advice}"
             ) from error
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in _NEEDED):
         if isinstance(content, dict) and content and all(isinstance(value, Tensor) for value in content.values()):

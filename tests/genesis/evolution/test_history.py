@@ -14,7 +14,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.genesis.evolution import Archive, Candidate, Evolution, EvolutionConfig, shipped
 from mantissa.genesis.evolution.history import History, changed, end_of
 from mantissa.genesis.evolution.loop import promise, state_of
-from mantissa.genesis.evolution.proposers import Edits, Proposal, Request
+from mantissa.genesis.evolution.proposers import Edits, Proposal, ProposalRequest
 from mantissa.genesis.worldmodel import WorldModel
 
 
@@ -98,7 +98,7 @@ def test_a_model_that_reads_the_history_is_told_what_it_learnt_from(
 def test_what_is_executed_beside_or_after_a_proposal_says_nothing() -> None:
     task = shipped()["clamp"]
     parent = replace(START, source=task.start)
-    proposals = Edits().propose([Request(task, "revise", parent, None, 8, 5)])
+    proposals = Edits().propose([ProposalRequest(task, "revise", parent, None, 8, 5)])
     before = [state_of(each, History([parent])) for each in proposals]
     rng = random.Random(0)
     for _ in range(3):  # whatever became of the generation, its states were written before
@@ -121,7 +121,9 @@ def test_a_run_of_a_version_without_history_is_one_error(tmp_path: Path) -> None
 
 
 def test_a_proposal_is_read_with_a_partner_as_without() -> None:
-    lent = Proposal(Request(shipped()["clamp"], "recombine", START, KNOWN[4], 1, 0), KNOWN[1].source, ("a",), ("a",))
+    lent = Proposal(
+        ProposalRequest(shipped()["clamp"], "recombine", START, KNOWN[4], 1, 0), KNOWN[1].source, ("a",), ("a",)
+    )
     assert state_of(lent, History(KNOWN))["history"]["changes_rose"] == 1
 
 

@@ -17,11 +17,11 @@ from html_page import Page
 from mantissa.base.errors import MantissaError
 from mantissa.genesis.evolution import Archive, Candidate, Evolution, EvolutionConfig, Task, parent_weights, shipped
 from mantissa.genesis.evolution.archive import best_of, draw_parent, partner_of
-from mantissa.genesis.evolution.compare import compare, curve
+from mantissa.genesis.evolution.compare import compare_rankings, curve
 from mantissa.genesis.evolution.edits import normal
 from mantissa.genesis.evolution.page import predicted, write_comparison, write_page
 from mantissa.genesis.evolution.profiles import configured, profiles
-from mantissa.genesis.evolution.proposers import Proposal, Request
+from mantissa.genesis.evolution.proposers import Proposal, ProposalRequest
 
 QUICK: dict[str, Any] = {
     "tasks": ("clamp", "flatten"), "executions": 24, "run": 6, "pool": 12, "retrain_every": 2, "hidden_dim": 16,
@@ -144,9 +144,9 @@ class Scripted:
     """A proposer that gives these programs, whatever is asked."""
 
     def __init__(self, *sources: str) -> None:
-        self.sources, self.requests = sources, list[Request]()
+        self.sources, self.requests = sources, list[ProposalRequest]()
 
-    def propose(self, requests: list[Request]) -> list[Proposal]:
+    def propose(self, requests: list[ProposalRequest]) -> list[Proposal]:
         self.requests += requests
         return [Proposal(requests[0], normal(each) or each, ("scripted",), ("scripted",)) for each in self.sources]
 
@@ -180,8 +180,8 @@ def test_a_start_that_does_not_run_is_one_error(tmp_path: Path) -> None:
 
 def test_the_comparison_pairs_by_seed(tmp_path: Path) -> None:
     config = EvolutionConfig(**(QUICK | {"tasks": ("flatten",), "executions": 12}))
-    found = compare(config, tmp_path, 2)
-    assert compare(config, tmp_path, 2).rows == found.rows  # what is there is read again
+    found = compare_rankings(config, tmp_path, 2)
+    assert compare_rankings(config, tmp_path, 2).rows == found.rows  # what is there is read again
     assert found.curves["world"].shape == (2, 12)
     assert found.area.value == pytest.approx(found.curves["world"].mean() - found.curves["random"].mean())
     assert found.verdict in shown(write_comparison(tmp_path, config, found))

@@ -9,7 +9,7 @@ import pytest
 from evolution_references import REFERENCES
 from mantissa.base.errors import MantissaError
 from mantissa.genesis.evolution import Judge, Task, read_tasks, shipped
-from mantissa.genesis.evolution.programs import chosen
+from mantissa.genesis.evolution.programs import select_tasks
 
 TASKS = list(shipped().values())
 
@@ -101,4 +101,4 @@ def test_a_task_file_that_could_not_fail_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MantissaError, match="no such file"):
         read_tasks(tmp_path / "absent.yaml")
     with pytest.raises(MantissaError, match="did you mean 'clamp'"):
-        chosen(["clmp"], shipped())
+        select_tasks(["clmp"], shipped())

@@ -12,7 +12,7 @@ from evolution_references import REFERENCES
 from mantissa.base.errors import MantissaError
 from mantissa.genesis.evolution import Candidate, shipped
 from mantissa.genesis.evolution.edits import normal
-from mantissa.genesis.evolution.proposers import Edits, OpenAI, Request, from_answer, prompt_for
+from mantissa.genesis.evolution.proposers import Edits, OpenAI, ProposalRequest, from_answer, prompt_for
 from processes import free_port
 
 TASK = shipped()["clamp"]
@@ -22,8 +22,8 @@ PARENT = Candidate(
 )  # fmt: skip
 
 
-def request(count: int = 3, partner: Candidate | None = None) -> Request:
-    return Request(TASK, "revise" if partner is None else "recombine", PARENT, partner, count, 7)
+def request(count: int = 3, partner: Candidate | None = None) -> ProposalRequest:
+    return ProposalRequest(TASK, "revise" if partner is None else "recombine", PARENT, partner, count, 7)
 
 
 def test_edits_are_a_function_of_the_request() -> None:

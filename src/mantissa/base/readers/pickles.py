@@ -137,7 +137,7 @@ class _Reader(pickle.Unpickler):
         if (module, name) == ("_codecs", "encode"):  # how pickles of protocol 2 write bytes
             return _Function(_latin)
         if module == "torch" and name in ("Size", "device", "dtype"):
-            return _Function(_said)
+            return _Function(_join_words)
         if module in ("numpy", "numpy.core.multiarray", "numpy._core.multiarray") and name in _ARRAYS:
             return _ARRAYS[name]
         if module.split(".")[0].startswith("skyrl") and name.endswith("Batch"):
@@ -268,7 +268,7 @@ def _latin(text: str, coding: str) -> bytes:
     return text.encode("latin1")
 
 
-def _said(*parts: Any) -> str:
+def _join_words(*parts: Any) -> str:
     """A device, a dtype or a size as text; a list within a list could be a text without end."""
     flat = [part for each in parts for part in (each if isinstance(each, (tuple, list)) else [each])]
     if len(flat) > 64 or not all(isinstance(part, (str, int, float, type(None))) for part in flat):

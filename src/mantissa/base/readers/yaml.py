@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from mantissa.base.bounds import boundary, said
+from mantissa.base.bounds import boundary, describe_error
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.limits import Limits
 
@@ -56,7 +56,7 @@ def read_yaml(path: Path, limits: Limits = WRITTEN) -> Any:
         try:
             text = file.read(limits.bytes + 1)
         except UnicodeDecodeError as error:
-            raise MantissaError(f"{path}: {said(error)}; expected YAML in UTF-8") from None
+            raise MantissaError(f"{path}: {describe_error(error)}; expected YAML in UTF-8") from None
     return parse_yaml(text, str(path), limits)
 
 

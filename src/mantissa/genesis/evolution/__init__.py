@@ -2,7 +2,7 @@
 
 from mantissa.genesis.evolution.archive import Archive, Candidate, parent_weights
 from mantissa.genesis.evolution.loop import Evolution, EvolutionConfig, TaskResult
-from mantissa.genesis.evolution.programs import Judge, Task, Verdict, read_tasks, shipped
+from mantissa.genesis.evolution.programs import Judge, ProgramResult, Task, read_tasks, shipped
 
 __all__ = [
     "Archive",
@@ -10,9 +10,9 @@ __all__ = [
     "Evolution",
     "EvolutionConfig",
     "Judge",
+    "ProgramResult",
     "Task",
     "TaskResult",
-    "Verdict",
     "parent_weights",
     "read_tasks",
     "shipped",

@@ -19,7 +19,7 @@ HEADER = ("executions to solve, random", "world", "area, random", "world", "solv
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RankingComparison:
     """``saved``: executions to solve with random ranking less those with the world model, a task; ``area``: mean best
     score over executions, world less random. Both paired by seed. ``curves``: (seeds, executions) of each arm."""
 
@@ -57,9 +57,9 @@ def curve(known: Sequence[Candidate], executions: int) -> Array:
     return np.concatenate([best, np.full(executions - len(best), best[-1])])
 
 
-def compare(
+def compare_rankings(
     config: EvolutionConfig, folder: Path, seeds: int, progress: Callable[[str], None] = lambda line: None
-) -> Comparison:
+) -> RankingComparison:
     """Run both arms from ``seeds`` seeds, each into a folder of its own; what is there already is gone on with."""
     curves: dict[str, list[Array]] = {arm: [] for arm in ARMS}
     spent: dict[str, dict[int, float]] = {arm: {} for arm in ARMS}
@@ -83,7 +83,7 @@ def compare(
     saved, gained = SeedTable(spent).difference("random", "world"), SeedTable(area).difference("world", "random")
     assert saved is not None
     assert gained is not None
-    return Comparison(
+    return RankingComparison(
         seeds, saved.estimate, gained.estimate,
         {arm: float(np.mean(solved[arm])) for arm in ARMS}, {arm: np.array(curves[arm]) for arm in ARMS}, rows,
     )  # fmt: skip

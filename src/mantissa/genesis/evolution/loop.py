@@ -30,8 +30,8 @@ from mantissa.dropin import GuardConfig
 from mantissa.genesis.evolution.archive import STEEPNESS, Archive, Candidate, best_of, draw_parent, partner_of
 from mantissa.genesis.evolution.edits import normal
 from mantissa.genesis.evolution.history import History, end_of
-from mantissa.genesis.evolution.programs import Judge, Task, chosen, read_tasks, shipped
-from mantissa.genesis.evolution.proposers import Edits, OpenAI, Operator, Policy, Proposal, Proposer, Request
+from mantissa.genesis.evolution.programs import Judge, Task, read_tasks, select_tasks, shipped
+from mantissa.genesis.evolution.proposers import Edits, OpenAI, Operator, Policy, Proposal, ProposalRequest, Proposer
 from mantissa.genesis.worldmodel import Trajectory, WorldModel
 
 DATABASE, _MODEL = "archive.db", "world-{}.pt"
@@ -108,7 +108,7 @@ class Evolution:
     ) -> None:
         self.config, self.folder, self._say, self._progress = config, Path(folder), say, progress
         known = shipped() if config.tasks_file is None else read_tasks(Path(config.tasks_file))
-        self.tasks = chosen(config.tasks, known)
+        self.tasks = select_tasks(config.tasks, known)
         guard = None if config.guard is None else GuardConfig(**config.guard)
         self._proposer = proposer or make_proposer(config)
         make_folder(self.folder)
@@ -170,7 +170,7 @@ class Evolution:
             source = normal(task.start)
             if source is None:
                 raise MantissaError(f"task {task.name}: its start is no Python program")
-            start = Proposal(Request(task, "revise", _NOBODY, None, 1, 0), source, (), ())
+            start = Proposal(ProposalRequest(task, "revise", _NOBODY, None, 1, 0), source, (), ())
             (first,) = self._execute(task, 0, [(start, float("nan"))], "start")
             if not first.kept:  # it could be no parent
                 raise MantissaError(f"task {task.name}: its start does not run ({'; '.join(first.errors)}): correct it")
@@ -206,7 +206,7 @@ class Evolution:
                 operator = "revise" if partner is None else operator
             count = config.pool // config.parents + (place < config.pool % config.parents)
             if count:
-                requests.append(Request(task, operator, parent, partner, count, rng.getrandbits(62)))
+                requests.append(ProposalRequest(task, operator, parent, partner, count, rng.getrandbits(62)))
         seen, pool = {each.source for each in known}, []
         for proposal in self._proposer.propose(requests):
             if proposal.source not in seen:

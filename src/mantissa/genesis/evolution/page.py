@@ -10,7 +10,7 @@ import numpy as np
 
 from mantissa.base.files import write_atomically
 from mantissa.genesis.evolution.archive import Archive, Candidate
-from mantissa.genesis.evolution.compare import Comparison, curve
+from mantissa.genesis.evolution.compare import RankingComparison, curve
 from mantissa.genesis.evolution.loop import EvolutionConfig, TaskResult
 from mantissa.genesis.worldmodel.scores import auroc
 from mantissa.runs import page
@@ -140,8 +140,8 @@ def tree(task: str, known: Sequence[Candidate]) -> Plot:
     return Plot(task, f"{len(known)} programs. {steps}.", to_svg(drawing, f"tree of {task}"), legend)
 
 
-def write_comparison(folder: Path, config: EvolutionConfig, found: Comparison) -> Path:
-    """The page of ``compare``: both ways of choosing, with their intervals over seeds."""
+def write_comparison(folder: Path, config: EvolutionConfig, found: RankingComparison) -> Path:
+    """The page of ``compare_rankings``: both ways of choosing, with their intervals over seeds."""
     lines = []
     for name, label, colour in (("world", "the world model", BLUE), ("random", "chance", ORANGE)):
         curves = found.curves[name]

@@ -39,7 +39,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProgramResult:
     """What the tests said. ``score``: share of development passed; 0 where all passed and a canary did not (``cheat``).
 
     ``ran``: at least one call returned or raised, so the program is one. ``failure``: the first failing test in words,
@@ -69,7 +69,7 @@ class Judge:
             self._free.put(sandbox)
         self._threads = ThreadPoolExecutor(workers)
 
-    def judge(self, task: Task, sources: Sequence[str]) -> list[Verdict]:
+    def judge(self, task: Task, sources: Sequence[str]) -> list[ProgramResult]:
         """Development and canary tests of each, in one run a program."""
         return list(
             self._threads.map(lambda source: self._verdict(task, source, task.development, task.canary), sources)
@@ -79,9 +79,9 @@ class Judge:
         """The share of held-out tests passed."""
         return self._verdict(task, source, task.held_out, ()).score
 
-    def _verdict(self, task: Task, source: str, tests: Sequence[Test], canary: Sequence[Test]) -> Verdict:
+    def _verdict(self, task: Task, source: str, tests: Sequence[Test], canary: Sequence[Test]) -> ProgramResult:
         if len(source) > MAX_PROGRAM_CHARACTERS:
-            return Verdict(0.0, (False,) * len(tests), False, False, "too long", "", ())
+            return ProgramResult(0.0, (False,) * len(tests), False, False, "too long", "", ())
         everything = [*tests, *canary]
         sandbox = self._free.get()
         try:
@@ -104,7 +104,7 @@ class Judge:
                 errors["wrong value" if "value" in output else str(got)[:40]] = None
         cheat = all(passed) and not all(hits)
         score = 0.0 if cheat else sum(passed) / len(passed)
-        return Verdict(score, passed, bool(outcome.outputs), cheat, outcome.ended, failure, tuple(errors))
+        return ProgramResult(score, passed, bool(outcome.outputs), cheat, outcome.ended, failure, tuple(errors))
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -153,7 +153,7 @@ def _task(name: str, value: Mapping[str, Any]) -> Task:
     return Task(name, str(value["text"]), str(value["start"]), **tests)
 
 
-def chosen(names: Sequence[str], tasks: Mapping[str, Task]) -> list[Task]:
+def select_tasks(names: Sequence[str], tasks: Mapping[str, Task]) -> list[Task]:
     """The tasks of these names, in order; ``all``, or no name, is every one."""
     if not names or list(names) == ["all"]:
         return list(tasks.values())

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from mantissa.base.bounds import boundary, said
+from mantissa.base.bounds import boundary, describe_error
 from mantissa.base.errors import MantissaError
 from mantissa.base.http import OK, http_answer, server_address
 from mantissa.base.readers.json import parse_json
@@ -29,7 +29,7 @@ _KEY = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True)
-class Request:
+class ProposalRequest:
     """``count`` proposals of ``operator`` on ``parent``, with ``partner`` where it recombines."""
 
     task: Task
@@ -44,7 +44,7 @@ class Request:
 class Proposal:
     """A program, and what was done to the parent to get it, in words; ``patterns``: as a world model reads it."""
 
-    request: Request
+    request: ProposalRequest
     source: str
     actions: tuple[str, ...]
     patterns: tuple[str, ...]
@@ -53,7 +53,7 @@ class Proposal:
 class Proposer(Protocol):
     """Where new programs come from: edits, a policy of ours, or a server."""
 
-    def propose(self, requests: Sequence[Request]) -> list[Proposal]:
+    def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """Proposals for all requests, in order; fewer where what came is no program."""
         ...
 
@@ -61,7 +61,7 @@ class Proposer(Protocol):
 class Edits:
     """Changes drawn by ``edits.draw``: one, or two in a row; with a partner, what the other one has at a place."""
 
-    def propose(self, requests: Sequence[Request]) -> list[Proposal]:
+    def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         found = []
         for request in requests:
             rng = random.Random(request.seed)
@@ -71,7 +71,7 @@ class Edits:
                     found.append(made)
         return found
 
-    def _one(self, request: Request, rng: random.Random) -> Proposal | None:
+    def _one(self, request: ProposalRequest, rng: random.Random) -> Proposal | None:
         source, actions, patterns = request.parent.source, list[str](), list[str]()
         lender = None if request.partner is None else request.partner.source
         for _ in range(1 + (rng.random() < _TWICE)):
@@ -85,7 +85,7 @@ class Edits:
         return Proposal(request, source, tuple(actions), tuple(patterns)) if actions else None
 
 
-def prompt_for(request: Request) -> str:
+def prompt_for(request: ProposalRequest) -> str:
     """What a language model is asked: the task, the program, its failure, and one block of code as the answer."""
     parent, lines = request.parent, [f"Write a Python function `{request.task.name}`. {request.task.text}"]
     if request.operator == "recombine" and request.partner is not None:
@@ -105,7 +105,7 @@ def _fenced(source: str) -> str:
     return f"```python\n{source.rstrip()}\n```"
 
 
-def from_answer(request: Request, answer: str) -> Proposal | None:
+def from_answer(request: ProposalRequest, answer: str) -> Proposal | None:
     """The program in a model's answer, as its tree is written; None where there is none, or the parent's."""
     source = edits.normal(last_block(answer))
     if source is None or source == request.parent.source or f"def {request.task.name}(" not in source:
@@ -140,7 +140,7 @@ class Policy:
         self._engine.sync(policy_weights(policy), 0)
         self._params = SamplingParams(max_tokens, temperature, stop_token_ids=self._tokenizer.eos_ids)
 
-    def propose(self, requests: Sequence[Request]) -> list[Proposal]:
+    def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         from mantissa.rollout import Request as Asked
 
         asked = []
@@ -167,7 +167,7 @@ class OpenAI:
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
         self._body = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
 
-    def propose(self, requests: Sequence[Request]) -> list[Proposal]:
+    def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         found = []
         for request in requests:
             for answer in self._ask(request):
@@ -176,7 +176,7 @@ class OpenAI:
                     found.append(made)
         return found
 
-    def _ask(self, request: Request) -> list[str]:
+    def _ask(self, request: ProposalRequest) -> list[str]:
         messages = [{"role": "user", "content": prompt_for(request)}]
         body = self._body | {"messages": messages, "n": request.count, "seed": request.seed % 2**31}
         reply = self._post(body)
@@ -193,7 +193,7 @@ class OpenAI:
             status, text = http_answer("POST", url, body, timeout_s=wait, most_bytes=_LARGEST_ANSWER, key=key)
         except OSError as error:
             advice = "is the server running there, and max_tokens low enough?"
-            raise MantissaError(f"{self._url}: {said(error)}; {advice}") from None
+            raise MantissaError(f"{self._url}: {describe_error(error)}; {advice}") from None
         if status != OK:
             raise MantissaError(f"{self._url}: status {status}: {text[:300]}; check model, url and {_KEY}")
         with boundary(f"{self._url} answered what is no JSON", "is it an OpenAI-compatible server?"):
