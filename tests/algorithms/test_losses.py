@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from mantissa.algorithms import (
+    LOSSES,
     CISPOConfig,
     DAPOConfig,
     GSPOConfig,
@@ -21,6 +22,7 @@ from mantissa.algorithms import (
     ReinforceConfig,
     values,
 )
+from mantissa.algorithms.losses.base import TokenLoss
 
 INF, NAN = float("inf"), float("nan")
 CONFIGS = (
@@ -97,6 +99,10 @@ def oracle(batch: Batch, config: Any) -> tuple[float, list[list[float]], int]:
             if not held and inside:
                 gradient[i][t] = -scale * weight * a * ratio
     return loss, gradient, held_tokens
+
+
+def test_every_loss_by_the_token_is_among_the_cases() -> None:
+    assert {kind for kind, loss in LOSSES.items() if issubclass(loss, TokenLoss)} == {c.kind for c in CONFIGS}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

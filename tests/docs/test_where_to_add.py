@@ -75,10 +75,10 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.losses.base import Loss, bounded_ratio
+from mantissa.algorithms.losses.base import TokenLoss, bounded_ratio
 
 
-class ToyConfig(Loss):
+class ToyConfig(TokenLoss):
     """``-w * ratio * A``."""
 
     kind: Literal["toy"] = Field("toy", description="The ratio, never clipped.")
@@ -107,24 +107,41 @@ def a_format(copy: Copy) -> str:
 def an_engine(copy: Copy) -> str:
     copy.write(
         "rollout/toy.py",
-        '''"""An engine that counts what it is asked."""
+        '''"""An engine that always says the end token, with the log-prob of a coin: the protocol and nothing else."""
 
-from typing import Any
+import math
 
-from mantissa.rollout.engine import NativeEngine
+import torch
+
+from mantissa.rollout.types import Completion
 
 
-class ToyEngine(NativeEngine):
-    def generate(self, requests: Any, params: Any, version: int) -> Any:
+class ToyEngine:
+    release = evidence = ""
+    format_name = "fp32"
+
+    def __init__(self) -> None:
+        self.version = -1
+
+    def sync(self, weights, version):
+        self.version = version
+
+    def generate(self, requests, params, version):
         print(f"toy engine: {len(requests)} requests")
-        return super().generate(requests, params, version)
+        end = params.stop_token_ids[0]
+        coin = Completion((end,), torch.full((1,), math.log(0.5)), "stop", version)
+        return [[coin] * request.samples for request in requests]
+
+    def pause(self): ...
+
+    def close(self): ...
 ''',
     )
     copy.edit("rl/config/sections.py", 'engine: Literal["native", "vllm", "emulated"]',
               'engine: Literal["native", "vllm", "emulated", "toy"]')  # fmt: skip
     copy.edit("rl/engines.py", "    return NativeEngine(\n        model,",
-              "    from mantissa.rollout.toy import ToyEngine\n\n"
-              '    return (ToyEngine if rollout.engine == "toy" else NativeEngine)(\n        model,')  # fmt: skip
+              '    if rollout.engine == "toy":\n        from mantissa.rollout.toy import ToyEngine\n\n'
+              "        return ToyEngine()\n    return NativeEngine(\n        model,")  # fmt: skip
     said = copy.train(engine="toy")
     assert said.count("toy engine: 4 requests") == 2
     return said
@@ -135,16 +152,16 @@ def a_task(copy: Copy) -> str:
         "tasks/toy.py",
         '''"""Say the digit that comes next."""
 
-from mantissa.tasks.generated import GeneratedTask, _matched, _problem
+from mantissa.tasks.generated import GeneratedTask, text_match, new_problem
 
 
 class Next(GeneratedTask):
     def __init__(self, config, seed):
-        super().__init__(config, seed, _matched("exact"), "0123456789=")
+        super().__init__(config, seed, text_match("exact"), "0123456789=")
 
     def draw(self, rng):
         digit = rng.randrange(9)
-        return _problem(self.name, f"{digit}=", str(digit + 1))
+        return new_problem(self.name, f"{digit}=", str(digit + 1))
 ''',
     )
     copy.edit("tasks/config.py", "TaskConfig = Annotated[\n    RunningSumConfig |",

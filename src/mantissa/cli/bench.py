@@ -19,6 +19,8 @@ _TABLE_WIDTH = 112  # a narrower terminal wraps lines; cut off numbers would be 
 
 
 class Command(ModelCommand):
+    """With an option for each described field of ``BenchConfig``."""
+
     model = "mantissa.bench.options.BenchConfig"
 
 

@@ -18,6 +18,8 @@ _TABLE_WIDTH = 120  # a narrower terminal wraps lines
 
 
 class Command(ModelCommand):
+    """With an option for each described field of ``GapConfig``."""
+
     model = "mantissa.bench.options.GapConfig"
 
 

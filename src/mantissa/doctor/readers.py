@@ -436,6 +436,7 @@ def _agreed(one: Settings, other: Settings) -> Settings:
 
 
 def checked(path: Path, settings: Settings) -> Settings:
+    """``settings``, where they are such as a sampler can have; else ``MantissaError``, which ``path`` begins."""
     checks = {
         "temperature": number(settings.temperature or 0.0, 0.0),
         "top_p": number(settings.top_p or 0.0, 0.0, 1.0),

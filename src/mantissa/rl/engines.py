@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from mantissa.base.ranks import ALONE, Ranks
-from mantissa.kernels import (
-    Kernels,
-)
+from mantissa.kernels import Kernels
 from mantissa.model import Decoder, ModelConfig, Tokenizer
 from mantissa.precision import E4M3, Emulation, ResolvedPrecision
 from mantissa.precision.policy import Backend
@@ -20,7 +18,6 @@ from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rollout import NativeEngine, RolloutEngine, VllmEngine, VllmStart, serve_vllm
 
 
-# Which engine samples, and what the precision table says of it
 def on_vllm(precision: ResolvedPrecision) -> ResolvedPrecision:
     """The same formats, where the rollout's are vLLM's own arithmetic and not this package's kernels."""
     rollout = "vLLM's own kernels and sum order"
@@ -53,9 +50,8 @@ def emulated(precision: ResolvedPrecision, emulation: Emulation) -> ResolvedPrec
     logits = precision.logits
     if emulation.logits is not None and active is not logits.active:
         logits = dataclasses.replace(logits, reason=f"{logits.reason}; but the rollout's are rounded to {active}")
-    held: Backend = (
-        "native" if precision.kv_cache.active.name == "fp32" else "simulated"
-    )  # on a GPU too: rounded in fp32
+    # On a GPU too: rounded in fp32.
+    held: Backend = "native" if precision.kv_cache.active.name == "fp32" else "simulated"
     cache = dataclasses.replace(precision.kv_cache, backend=held)
     return dataclasses.replace(precision, rollout=rollout, logits=logits, kv_cache=cache)
 

@@ -77,15 +77,8 @@ def exact_plan(
 def exact_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
     """The rollout's precision under exact kernels, as a policy of its own: what the native engine would be given."""
     fp8 = policy.fp8 if policy.rollout == "fp8" else None
-    alone = {
-        "preset": None,
-        "train": policy.rollout,
-        "reference": None,
-        "fp8": fp8,
-        "backend": "auto",
-        "fallback": "error",
-    }
-    return PrecisionPolicy(**dict(policy) | alone | {"kernels": "exact"})
+    alone = {"preset": None, "train": policy.rollout, "reference": None, "fp8": fp8}
+    return PrecisionPolicy(**dict(policy) | alone | {"kernels": "exact", "backend": "auto", "fallback": "error"})
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from mantissa.algorithms import (
 from mantissa.rl.experience import Experience
 
 
-# What a step minimises, of pure functions; and FlowRL's head
 def weigh(experience: Experience, algorithm: AlgorithmConfig) -> Experience:
     """A scored batch with its advantages, each token's correction weight, and which tokens count; with what it counted.
 

@@ -12,10 +12,11 @@ Probes observe between weighing and learning, and change no bit of what is learn
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -35,6 +36,7 @@ from mantissa.rl.probes.engine_share import EngineShare
 from mantissa.rl.probes.exactness import Exactness
 from mantissa.rl.probes.interface import Probe
 from mantissa.rl.probes.small import Diagnose, Flushed, Lag, Refresh
+from mantissa.rollout.types import CopyingEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
 from mantissa.runs.metrics import undeclared
@@ -45,7 +47,7 @@ _SILENT = 3  # first steps without any advantage after which it is said
 MOST_REJECTED = 0.5  # of a step's tokens, beyond which it is said what a correction leaves out
 
 
-class Steps:
+class Steps(ABC):
     """The steps of one run: its parts, its folder, its screen."""
 
     def __init__(self, config: RunConfig, parts: Parts, run: RunDirectory, trackers: Trackers, live: Live) -> None:
@@ -79,7 +81,8 @@ class Steps:
             probes.append(self.exactness)
         if parts.twin is not None:
             how = config.rollout.temperature, config.optimizer.micro_batch_tokens, parts.ranks
-            probes.append(EngineShare(parts.sampler.engine, parts.twin, *how))
+            engine = cast(CopyingEngine, parts.sampler.engine)  # a twin is made for such engines alone
+            probes.append(EngineShare(engine, parts.twin, *how))
         if self.reference is not None:
             probes.append(Refresh(self.reference, learner))
         if config.doctor is not None:
@@ -90,13 +93,13 @@ class Steps:
     def _checkpoints(self) -> Any:
         return self.run.checkpoint_path(0).parent
 
+    @abstractmethod
     def _save(self, step: int) -> None:
         """Write a checkpoint of the state after ``step``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _hold_room(self, step: int) -> None:
         """Hold room on the disk for the next checkpoint."""
-        raise NotImplementedError
 
     def step(self, step: int) -> None:
         """One step of RL: collect, score, weigh, learn, publish. Probes observe it before anything is learned."""

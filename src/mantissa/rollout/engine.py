@@ -73,18 +73,14 @@ class NativeEngine:
         self.keeps_calls = False
         self.calls: list[Call] = []
         self._decode_text = decode_text
-        self.copies = CopiedPolicy(config, kernels, self.device, "sync", pack=True)
-        self.model = self.copies.decoder
+        self._copies = CopiedPolicy(config, kernels, self.device, "sync", pack=True)
+        self.model = self._copies.decoder
         self._version = -1
         self._cache = KVCache(config, slots, kernels.dtype, self.device)
 
     @property
     def format_name(self) -> str:
         return self.kernels.format.name
-
-    @property
-    def copied_version(self) -> int:
-        return self._version
 
     def pause(self) -> None:
         """Nothing to do: its weights are this process's."""
@@ -105,7 +101,7 @@ class NativeEngine:
         if version < 0:
             raise ValueError(f"policy version {version}: expected 0 or more")
         self._version = -1  # from here on the engine refuses to generate, until every check has passed
-        self.copies.take(weights)
+        self._copies.take(weights)
         self._version = version
         self.calls.clear()
 

@@ -77,7 +77,6 @@ class RolloutEngine(Protocol):
 
     ``release``: which program samples, and its version; empty for this package's own. ``evidence``: what it was seen to
     do at its start; empty where the kernels are this package's, which are probed. ``format_name``: what it computes in.
-    ``copies``: its weights in this package's decoder, of the version ``copied_version`` (-1: none yet).
     """
 
     release: str
@@ -85,12 +84,6 @@ class RolloutEngine(Protocol):
 
     @property
     def format_name(self) -> str: ...
-
-    @property
-    def copies(self) -> CopiedPolicy: ...
-
-    @property
-    def copied_version(self) -> int: ...
 
     @property
     def version(self) -> int:
@@ -116,6 +109,16 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """End the processes of an engine that has some."""
         ...
+
+
+class CopyingEngine(RolloutEngine, Protocol):
+    """A foreign engine whose weights this package keeps too, so that its share of the gap can be measured.
+
+    ``copies``: the weights as they were sent, in this package's decoder; of the version ``copied_version`` (-1: none).
+    """
+
+    copies: CopiedPolicy
+    copied_version: int
 
 
 def check_version(asked: int, loaded: int) -> None:

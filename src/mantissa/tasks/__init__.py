@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
+from mantissa.base.config import first_mistake
+from mantissa.base.errors import MantissaError
 from mantissa.tasks.code import CodeTask
 from mantissa.tasks.config import CodeConfig, DatasetConfig, RequestsConfig, TaskConfig
 from mantissa.tasks.datasets import DatasetTask, read_problems
@@ -36,7 +38,11 @@ def build_task(config: TaskConfig | Mapping[str, Any], seed: int) -> Task:
     verifier by its sum. Raises ``MantissaError`` for files that cannot be read.
     """
     if isinstance(config, Mapping):
-        config = _SECTION.validate_python(dict(config))
+        try:
+            config = _SECTION.validate_python(dict(config))
+        except ValidationError as error:
+            where, text, first = first_mistake(error, ())
+            raise MantissaError(f"task: {where}: {text}, got {first['input']!r}") from None
     task = TASKS[config.kind](config, seed)
     if isinstance(config.reward, tuple):
         task.verifier = weighted(config.reward, task.verifier)

@@ -129,12 +129,13 @@ class TextMatch(Verifier):
         return Reward(agree / max(len(got), len(want)), correct=False)
 
 
-def _matched(reward: object) -> TextMatch:
+def text_match(reward: object) -> TextMatch:
     """The task's own verifier; where ``reward`` is a list, of the default kind, for whichever term is the task's."""
     return TextMatch(reward) if isinstance(reward, str) else TextMatch()  # type: ignore[arg-type]
 
 
-def _problem(source: str, prompt: str, answer: str) -> Problem:
+def new_problem(source: str, prompt: str, answer: str) -> Problem:
+    """A problem that its prompt names, with the answer for its solution."""
     return Problem(stable_id(source, prompt), prompt, answer, source, solution=answer)
 
 
@@ -146,7 +147,7 @@ class RunningSum(GeneratedTask):
     """
 
     def __init__(self, config: RunningSumConfig, seed: int):
-        super().__init__(config, seed, _matched(config.reward), f"{_DIGITS}={_PADDING if config.aligned else ''}")
+        super().__init__(config, seed, text_match(config.reward), f"{_DIGITS}={_PADDING if config.aligned else ''}")
         self._lengths, self._modulus = (config.min_digits, config.max_digits), config.modulus
         self._width = config.max_digits if config.aligned else 0
 
@@ -154,26 +155,26 @@ class RunningSum(GeneratedTask):
         digits = [rng.randrange(10) for _ in range(rng.randint(*self._lengths))]
         answer = "".join(str(total % self._modulus) for total in accumulate(digits))
         prompt = "".join(map(str, digits)).ljust(self._width, _PADDING) + "="
-        return _problem(self.name, prompt, answer)
+        return new_problem(self.name, prompt, answer)
 
 
 class Addition(GeneratedTask):
     """The sum of two numbers of exactly ``digits`` digits, uniform: ``123+456=`` gives ``579``."""
 
     def __init__(self, config: AdditionConfig, seed: int):
-        super().__init__(config, seed, _matched(config.reward), f"{_DIGITS}+=")
+        super().__init__(config, seed, text_match(config.reward), f"{_DIGITS}+=")
         self._range = (10 ** (config.digits - 1) if config.digits > 1 else 0, 10**config.digits - 1)
 
     def draw(self, rng: random.Random) -> Problem:
         a, b = rng.randint(*self._range), rng.randint(*self._range)
-        return _problem(self.name, f"{a}+{b}=", str(a + b))
+        return new_problem(self.name, f"{a}+{b}=", str(a + b))
 
 
 class Chain(GeneratedTask):
     """Plus and minus over ``terms`` single digits: ``7+2-4+9=`` gives ``14``; the result may be negative."""
 
     def __init__(self, config: ChainConfig, seed: int):
-        super().__init__(config, seed, _matched(config.reward), f"{_DIGITS}+-=")
+        super().__init__(config, seed, text_match(config.reward), f"{_DIGITS}+-=")
         self._terms = config.terms
 
     def draw(self, rng: random.Random) -> Problem:
@@ -183,7 +184,7 @@ class Chain(GeneratedTask):
             term, sign = rng.randrange(10), rng.choice("+-")
             prompt += f"{sign}{term}"
             total += term if sign == "+" else -term
-        return _problem(self.name, f"{prompt}=", str(total))
+        return new_problem(self.name, f"{prompt}=", str(total))
 
 
 MAX_CHARACTERS = 200

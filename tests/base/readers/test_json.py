@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mantissa.base.readers.json import VALUE, parse_json
 
@@ -32,3 +34,13 @@ def test_what_is_kept() -> None:
     assert math.isnan(parse_json(b"\xef\xbb\xbfNaN"))
     with pytest.raises(ValueError, match="more than 3 values"):
         parse_json("[1, 2, 3]", VALUE._replace(values=3))
+
+
+@given(st.integers(300, 320), st.integers(0, 40), st.integers(0, 40))
+def test_a_long_number_is_found_wherever_it_stands(digits: int, before: int, after: int) -> None:
+    text = f"[{' ' * before}{'7' * digits},{' ' * after}1]"
+    if digits <= 308:
+        assert parse_json(text) == [int("7" * digits), 1]
+    else:
+        with pytest.raises(ValueError, match="more than 308 digits"):
+            parse_json(text)

@@ -15,6 +15,7 @@ Legend: B sequences, T response positions.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -37,10 +38,24 @@ class PartitionSettings(NamedTuple):
     lr: float | None
 
 
+class Masked(NamedTuple):
+    """A micro-batch as a loss takes it: floats of one dtype, 0 where masked; only ``logp_BT`` and ``log_z_B`` carry a
+    gradient. ``advantage_B`` is as it came: of a sequence without a valid token it may be anything."""
+
+    logp_BT: Tensor
+    old_logp_BT: Tensor
+    advantage_B: Tensor
+    mask_BT: Tensor
+    weight_BT: Tensor
+    scale_BT: Tensor
+    ref_logp_BT: Tensor | None
+    log_z_B: Tensor | None
+
+
 class Loss(Config):
     """Base of every policy loss: a section of the recipe that knows its formula.
 
-    A loss by the ratio writes ``of_tokens`` alone; another writes ``loss`` and ``clipped``.
+    One that is a sum over tokens is a ``TokenLoss``; another writes ``of_batch`` and ``clipped``.
     """
 
     kind: str
@@ -65,15 +80,6 @@ class Loss(Config):
         """What this loss does not go with: whether it is so, and what to say then."""
         yield from ()
 
-    def of_tokens(
-        self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """The loss of each token, and where a bound took its gradient or held its weight (bool; None: no clip); BT.
-
-        All floats BT in one dtype, 0 where ``mask_BT`` is False. A ratio exactly at a bound is not clipped.
-        """
-        raise NotImplementedError
-
     def loss(
         self,
         logp_BT: Tensor,
@@ -97,23 +103,24 @@ class Loss(Config):
         Metrics: the ``policy/...`` of ``mantissa.mismatch``, but for those of ``ratio_parts``; a loss without a clip
         has no ``policy/clip_fraction``.
         """
-        logp = torch.where(mask_BT, logp_BT, 0.0)
-        old = torch.where(mask_BT, old_logp_BT.detach(), 0.0)
-        weight = torch.where(mask_BT, weight_BT.detach(), 0.0)
-        advantage = torch.where(mask_BT, advantage_B.detach().unsqueeze(-1), 0.0)
-        losses, held = self.of_tokens(logp, old, advantage, weight, mask_BT)
-        metrics = {} if held is None else {"policy/clip_fraction": Accumulator.of("mean", held, mask_BT)}
-        loss = masked_sum(losses * torch.where(mask_BT, scale_BT, 0.0), mask_BT)
+        logp, old, weight, scale = (
+            torch.where(mask_BT, x, 0.0) for x in (logp_BT, old_logp_BT.detach(), weight_BT.detach(), scale_BT)
+        )
+        ref = None if ref_logp_BT is None else torch.where(mask_BT, ref_logp_BT.detach(), 0.0)
+        log_z = None if log_z_B is None else torch.where(mask_BT.any(-1), log_z_B, 0.0)
+        loss, metrics = self.of_batch(Masked(logp, old, advantage_B.detach(), mask_BT, weight, scale, ref, log_z))
         return loss, metrics | drift(logp.detach(), old, mask_BT) | {"policy/loss": Accumulator.of("sum", loss)}
 
+    @abstractmethod
+    def of_batch(self, given: Masked) -> tuple[Tensor, dict[str, Accumulator]]:
+        """The formula: the loss of a micro-batch, and the metrics that are this loss's own."""
+
+    @abstractmethod
     def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor) -> Tensor | None:
         """Where the loss's own bound acts on the ratio of ``logp_BT`` to ``old_logp_BT``; bool BT, False where masked.
 
         None: it has no clip. Floats detached, one dtype, 0 where ``mask_BT`` is False.
         """
-        advantage_BT = torch.where(mask_BT, advantage_B.unsqueeze(-1), 0.0)
-        held = self.of_tokens(logp_BT, old_logp_BT, advantage_BT, mask_BT.to(logp_BT.dtype), mask_BT)[1]
-        return None if held is None else held & mask_BT
 
     def ratio_parts(
         self,
@@ -161,6 +168,30 @@ class Loss(Config):
         if with_beta is not None and alone is not None:
             metrics["policy/phantom_clip_fraction"] = Accumulator.of("mean", with_beta & ~alone, known_BT)
         return metrics
+
+
+class TokenLoss(Loss):
+    """A loss that is ``sum over the mask of scale * loss_of_token``."""
+
+    @abstractmethod
+    def of_tokens(
+        self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss of each token, and where a bound took its gradient or held its weight (bool; None: no clip); BT.
+
+        All floats BT in one dtype, 0 where ``mask_BT`` is False. A ratio exactly at a bound is not clipped.
+        """
+
+    def of_batch(self, given: Masked) -> tuple[Tensor, dict[str, Accumulator]]:
+        advantage_BT = torch.where(given.mask_BT, given.advantage_B.unsqueeze(-1), 0.0)
+        losses, held = self.of_tokens(given.logp_BT, given.old_logp_BT, advantage_BT, given.weight_BT, given.mask_BT)
+        metrics = {} if held is None else {"policy/clip_fraction": Accumulator.of("mean", held, given.mask_BT)}
+        return masked_sum(losses * given.scale_BT, given.mask_BT), metrics
+
+    def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor) -> Tensor | None:
+        advantage_BT = torch.where(mask_BT, advantage_B.unsqueeze(-1), 0.0)
+        held = self.of_tokens(logp_BT, old_logp_BT, advantage_BT, mask_BT.to(logp_BT.dtype), mask_BT)[1]
+        return None if held is None else held & mask_BT
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:

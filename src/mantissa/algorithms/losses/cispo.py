@@ -7,10 +7,10 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.losses.base import Loss, bounded_ratio
+from mantissa.algorithms.losses.base import TokenLoss, bounded_ratio
 
 
-class CISPOConfig(Loss):
+class CISPOConfig(TokenLoss):
     """``-w * stopgrad(min(ratio, 1 + clip_high)) * A * logp``: every token keeps its gradient.
 
     arXiv 2506.13585, section 3.1. Clipped where ratio > 1 + clip_high, whatever A: that bounds the weight of a token

@@ -8,14 +8,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.losses.base import Loss, clipped_surrogate
+from mantissa.algorithms.losses.base import TokenLoss, clipped_surrogate
 from mantissa.base.config import Refusals
 
 if TYPE_CHECKING:
     from mantissa.algorithms.config import AlgorithmConfig
 
 
-class DAPOConfig(Loss):
+class DAPOConfig(TokenLoss):
     """``ppo_clip`` with clip-higher; for A < 0 at most ``w * c * |A|`` (dual clip, arXiv 1912.09729).
 
     arXiv 2503.14476, section 3. It is its aggregation too, ``token_mean``; published with ``grpo`` advantages. Clipped

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from mantissa.algorithms.aggregation import Accumulator
-from mantissa.algorithms.losses.base import Loss, PartitionSettings, bounded_ratio, drift
+from mantissa.algorithms.losses.base import Loss, Masked, PartitionSettings, bounded_ratio
 from mantissa.base.config import Refusals
 from mantissa.base.errors import MantissaError
 from mantissa.precision.numerics import masked_mean, masked_sum
@@ -103,48 +103,31 @@ class FlowRLConfig(Loss):
             "than flowrl's; set kl=null, and a lower beta to stay nearer",
         )
 
-    def loss(
-        self,
-        logp_BT: Tensor,
-        old_logp_BT: Tensor,
-        advantage_B: Tensor,
-        mask_BT: Tensor,
-        weight_BT: Tensor,
-        scale_BT: Tensor,
-        *,
-        ref_logp_BT: Tensor | None = None,
-        log_z_B: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Accumulator]]:
-        """``sum_i scale_i * w_i * delta_i^2``, and metrics; see ``Loss.loss``.
+    def of_batch(self, given: Masked) -> tuple[Tensor, dict[str, Accumulator]]:
+        """``sum_i scale_i * w_i * delta_i^2``; see ``Loss.loss``.
 
-        ``advantage_B``: r_hat. ``log_z_B``: log Z of each sequence's prompt, with gradient. ``scale_BT``: with
-        ``seq_mean_token_mean``; a sequence's is their sum. Metrics: those of ``Loss.loss`` without a clip, and the
-        ``flowrl/...``. Raises ``MantissaError`` where the reference's log-probs or log Z are missing.
+        ``advantage_B``: r_hat. ``scale_BT``: with ``seq_mean_token_mean``; a sequence's is their sum. Raises
+        ``MantissaError`` where the reference's log-probs or log Z are missing.
         """
-        if ref_logp_BT is None:
+        if given.ref_logp_BT is None:
             raise MantissaError(
                 "flowrl needs the reference policy's log-probs and got none: score the batch under a reference; "
                 "without one, there is nothing that the reward tilts"
             )
-        if log_z_B is None:
+        if given.log_z_B is None:
             raise MantissaError(
                 "flowrl needs log Z of each prompt and got none: pass what the log-partition head returns"
             )
+        logp, ref, log_z, mask_BT = given.logp_BT, given.ref_logp_BT, given.log_z_B, given.mask_BT
         counted_B = mask_BT.any(-1)
-        logp, old, ref, weight, scale = (
-            torch.where(mask_BT, x, 0.0)
-            for x in (logp_BT, old_logp_BT.detach(), ref_logp_BT.detach(), weight_BT.detach(), scale_BT.detach())
-        )
-        log_z = torch.where(counted_B, log_z_B, 0.0)
-        reward = torch.where(counted_B, advantage_B.detach(), 0.0)
+        reward = torch.where(counted_B, given.advantage_B, 0.0)
         delta = log_z + masked_mean(logp - ref, mask_BT, -1) - self.beta * reward
-        ratio_BT, bounded_BT = self._importance(logp.detach(), old, mask_BT)
-        w = masked_mean(ratio_BT * weight, mask_BT, -1)
-        loss = masked_sum(scale.sum(-1) * w * delta.square(), counted_B)
+        ratio_BT, bounded_BT = self._importance(logp.detach(), given.old_logp_BT, mask_BT)
+        w = masked_mean(ratio_BT * given.weight_BT, mask_BT, -1)
+        loss = masked_sum(given.scale_BT.sum(-1) * w * delta.square(), counted_B)
         known_B = counted_B & delta.isfinite()
         nonfinite = (mask_BT & ~ref.isfinite()).sum() + (counted_B & ~log_z.isfinite()).sum()
-        return loss, drift(logp.detach(), old, mask_BT) | {
-            "policy/loss": Accumulator.of("sum", loss),
+        return loss, {
             "flowrl/delta_mean": Accumulator.of("mean", delta, known_B),
             "flowrl/delta_abs_mean": Accumulator.of("mean", delta.abs(), known_B),
             "flowrl/log_z_mean": Accumulator.of("mean", log_z, counted_B & log_z.isfinite()),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.losses.base import Loss, clipped_surrogate
+from mantissa.algorithms.losses.base import TokenLoss, clipped_surrogate
 from mantissa.base.config import Refusals
 from mantissa.precision.numerics import masked_sum
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mantissa.algorithms.config import AlgorithmConfig
 
 
-class GSPOConfig(Loss):
+class GSPOConfig(TokenLoss):
     """``-w * min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A)`` with s = exp(mean over tokens of log ratio).
 
     arXiv 2507.18071, section 4.1. Its derivative is s * mean_t d logp, so a token's loss is the sequence's term with

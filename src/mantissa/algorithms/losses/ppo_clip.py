@@ -7,10 +7,10 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.losses.base import Loss, clipped_surrogate
+from mantissa.algorithms.losses.base import TokenLoss, clipped_surrogate
 
 
-class PPOClipConfig(Loss):
+class PPOClipConfig(TokenLoss):
     """``-w * min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)`` (arXiv 1707.06347, equation 7).
 
     Clipped where A > 0 and ratio > 1 + high, or A < 0 and ratio < 1 - low: such a token has no gradient.

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.losses.base import Loss
+from mantissa.algorithms.losses.base import TokenLoss
 from mantissa.base.config import Refusals
 
 if TYPE_CHECKING:
     from mantissa.algorithms.config import AlgorithmConfig
 
 
-class ReinforceConfig(Loss):
+class ReinforceConfig(TokenLoss):
     """``-w * A * logp``: no ratio, no clip; meant for few optimiser steps a batch, with a correction.
 
     Williams 1992; with sequence weights it is PG-IS of arXiv 2510.26788. Its w is of the current policy over the

@@ -40,8 +40,8 @@ def parse_json(text: str | bytes, limits: Limits = DOCUMENT) -> Any:
         value = json.loads(text, parse_int=hook)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    opened = text.count("[") + text.count("{")
-    if opened > limits.depth or opened + text.count(",") >= limits.values or _HALF.search(text):
+    brackets = text.count("[") + text.count("{")
+    if brackets > limits.depth or brackets + text.count(",") >= limits.values or _HALF.search(text):
         _check(value, limits)
     return value
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
-from mantissa.base.parquet_footer import values_in
 from mantissa.base.readers.limits import Limits, require_size
+from mantissa.base.readers.parquet_footer import values_in
 
 LIMITS = Limits(4 << 30, 100, 400_000_000, rows=10_000_000)  # bytes: of the file, and of what is unpacked
 _BATCH_ROWS = 256

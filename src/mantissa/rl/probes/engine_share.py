@@ -17,7 +17,7 @@ from mantissa.rl.exact import ExactTwin
 from mantissa.rl.experience import Experience
 from mantissa.rl.probes.interface import Metrics, Probe
 from mantissa.rl.score import Scorer
-from mantissa.rollout import RolloutEngine
+from mantissa.rollout.types import CopyingEngine
 
 
 class EngineShare(Probe):
@@ -26,7 +26,7 @@ class EngineShare(Probe):
     phase = "engine_share"
 
     def __init__(
-        self, engine: RolloutEngine, twin: ExactTwin, temperature: float, micro_batch_tokens: int, ranks: Ranks = ALONE
+        self, engine: CopyingEngine, twin: ExactTwin, temperature: float, micro_batch_tokens: int, ranks: Ranks = ALONE
     ) -> None:
         assert twin.kernels is None or engine.copies.kernels is twin.kernels
         self.engine, self.twin = engine, twin

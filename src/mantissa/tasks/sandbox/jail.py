@@ -46,11 +46,8 @@ from typing import Any, BinaryIO, NamedTuple
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 MS_NOSUID_NODEV_NOEXEC_RDONLY, MS_REC_PRIVATE = 0xF, 0x44000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = (
-    444,
-    445,
-    446,
-)  # the same on every architecture, as all calls since 5.1
+# The same on every architecture, as all calls since 5.1.
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 MNT_DETACH = 2
 
 # What programs may import: the standard library that computes, and what it imports in turn.
