@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from other_library import OtherLibrary
+from other_library import asked_library
 from strict_promotion import StrictPromotion
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a script that put the suite in the background
@@ -20,25 +18,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a script that put th
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-# What tests/machines.py asks for: products whose rows never depend on the batch, and products whose rows always do
-PRODUCTS = {"steady": lambda rows, terms: terms, "by-rows": lambda rows, terms: 1 + rows % terms}
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _products() -> Iterator[None]:
-    """For fixtures of any scope and in every thread: a mode is a thread's own, and both sides need the same library."""
-    asked = os.environ.get("MANTISSA_TEST_PRODUCTS")
-    if not asked:
-        yield
-        return
-    run = threading.Thread.run
-
-    def with_products(thread: threading.Thread) -> None:
-        with OtherLibrary(PRODUCTS[asked]):
-            run(thread)
-
-    with pytest.MonkeyPatch.context() as patch, OtherLibrary(PRODUCTS[asked]):
-        patch.setattr(threading.Thread, "run", with_products)
+    """For fixtures of any scope."""
+    with asked_library():
         yield
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -43,3 +47,28 @@ class OtherLibrary(TorchDispatchMode):
         if cut < terms:
             total = total + (x[..., cut:].double() @ y[..., cut:, :].double()).to(x.dtype)
         return total * (1 + self.error * (self.calls % 7)) if self.error else total
+
+
+# What tests/machines.py asks for: products whose rows never depend on the batch, and products whose rows always do.
+PRODUCTS: dict[str, Callable[[int, int], int]] = {
+    "steady": lambda rows, terms: terms,
+    "by-rows": lambda rows, terms: 1 + rows % terms,
+}
+
+
+@contextmanager
+def asked_library() -> Iterator[None]:
+    """The products that the environment asks for, in every thread: a mode is a thread's own, and both sides of a run
+    need the same library. Ranks in processes of their own ask again."""
+    asked = os.environ.get("MANTISSA_TEST_PRODUCTS")
+    if not asked:
+        yield
+        return
+    run = threading.Thread.run
+
+    def with_products(thread: threading.Thread) -> None:
+        with OtherLibrary(PRODUCTS[asked]):
+            run(thread)
+
+    with mock.patch.object(threading.Thread, "run", with_products), OtherLibrary(PRODUCTS[asked]):
+        yield
