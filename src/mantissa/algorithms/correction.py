@@ -27,22 +27,10 @@ of a token, or of a sequence: ``sequence_sum``, ``sequence_mean`` (of k1: the ge
 sequence with any r below it. Rejection does not change the weights of what stays: a sequence's weight is the product
 over all the tokens that were sampled.
 
-Numerics. log r is the difference of two numbers that agree to six digits or more, and a sequence sums a thousand of
-them: widened exactly to float64, subtracted, summed, clamped to +-20, and only then through ``exp`` (so that it is at
-most 4.9e8); the weight is rounded once, to the dtype of ``logp``. Masked positions are replaced before the subtraction.
-A valid position where either log-prob is not finite is dropped: it leaves ``valid_BT``, and so numerator and
-denominator of whatever uses that. Where anything is decided by sequence, here or in the loss (``whole``: gspo, flowrl),
-its whole sequence is dropped: a product with an unknown factor is unknown, and not that of the factors that are known.
-
 Legend: B sequences, T response positions.
 Sources: arXiv 2510.26788 (sequence weights, C = 3; PG-IS); arXiv 2510.18855 (IcePop, 0.5 to 5); "Your efficient RL
 framework secretly brings you off-policy RL training" (Yao et al., 2025; token TIS, C = 2); "When Speed Kills Stability"
 (Liu, Li et al., 2025; rejection, geometric band, veto); Schulman 2020 (k1, k2, k3).
-
-What can be asked of the correction, and the names under which others have published it.
-
-Everything is stated on r = learner / rollout. Published bounds on ``k1 = -log r`` are bounds on rollout / learner: an
-asymmetric pair has to be inverted and swapped before it is written here.
 """
 
 from __future__ import annotations
@@ -67,7 +55,11 @@ _USED_BY_MODE: dict[str, tuple[str, ...]] = {
 
 
 class CorrectionConfig(Config):
-    """How importance weights are made. Where a string stands for it (``correction: icepop``), it names a preset."""
+    """How importance weights are made. Where a string stands for it (``correction: icepop``), it names a preset.
+
+    Everything is stated on r = learner / rollout. Published bounds on ``k1 = -log r`` are bounds on rollout / learner:
+    an asymmetric pair has to be inverted and swapped before it is written here.
+    """
 
     mode: Literal["none", "truncate", "mask"] = Field(
         "none",
@@ -257,7 +249,16 @@ def importance_weights(
 
 
 def _log_ratio(logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
-    """Where log r is known (whole sequences where they are what is decided about), and log r, float64, 0 elsewhere."""
+    """Where log r is known (whole sequences where they are what is decided about), and log r, float64, 0 elsewhere.
+
+    Numerics. log r is the difference of two numbers that agree to six digits or more, and a sequence sums a thousand
+    of them: widened exactly to float64, subtracted, summed, clamped to +-20, and only then through ``exp`` (so that it
+    is at most 4.9e8); the weight is rounded once, to the dtype of ``logp``. Masked positions are replaced before the
+    subtraction. A valid position where either log-prob is not finite is dropped: it leaves ``valid_BT``, and so
+    numerator and denominator of whatever uses that. Where anything is decided by sequence, here or in the loss
+    (``whole``: gspo, flowrl), its whole sequence is dropped: a product with an unknown factor is unknown, and not that
+    of the factors that are known.
+    """
     if logp_BT.dtype != rollout_logp_BT.dtype or logp_BT.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"expected both log-probs in fp32, not {logp_BT.dtype} and {rollout_logp_BT.dtype}")
     finite_BT = mask_BT & logp_BT.isfinite() & rollout_logp_BT.isfinite()

@@ -16,20 +16,6 @@ does not count). Where neither leaves any, there is no step.
 On several processes each computes its share of the rows, in scoring and in every part; ``mantissa.base.ranks`` says
 what that changes (the order of sums) and what it does not.
 
-A batch meets the reference in up to three places: in the reward (``algorithm.kl.where: reward``), in the loss (``where:
-loss``), or inside FlowRL's own loss. Wherever it does, and where it is only there to be measured, ``reference/kl`` and
-its like are of the weights before the update, over every response token.
-
-FlowRL's log-partition head (``model/partition.py``) reads the mean hidden state of each prompt from the forward that
-computes the log-probs anyway, and its gradient flows back into the policy through that state (unless
-``detach_partition``). It is trained by the learner's own optimiser step, so it overflows, is retried, clipped and
-skipped together with the policy; its learning rate follows the same schedule, from a value of its own if one is given.
-It has no weight decay: log Z is a number to be found, and nothing says that it is near 0. All samples of a prompt see
-the same log Z, for its dropout is named by the run's seed, the step and the prompt's group.
-
-With ``bypass`` the loss's ratio is to the rollout's log-probs, not to ``old``. Scoring goes on as before: the gap is
-measured and rejection decided under the weights before the update, as in every other run.
-
 Legend: B completions of a batch or micro-batch, R response tokens right-padded, N response tokens flat, E hidden size.
 """
 
