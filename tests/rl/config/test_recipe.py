@@ -40,6 +40,12 @@ def test_a_field_comes_after_the_preset_and_nothing_given_is_touched() -> None:
     assert original == before
 
 
+def test_null_leaves_out_what_was_set_before_it_and_nothing_later() -> None:
+    before, after = "warm_start.steps=4", "warm_start=null"
+    assert apply_overrides({"warm_start": {"batch": 8}}, [before, after]) == {"warm_start": None}
+    assert apply_overrides({"warm_start": {"batch": 8}}, [after, before]) == {"warm_start": {"steps": 4}}
+
+
 def test_a_loss_by_name_takes_fields_and_brings_what_its_definition_says(configure: Configure) -> None:
     def algorithm(*overrides: str) -> Any:
         return configure(*(f"algorithm.{override}" for override in overrides)).algorithm
