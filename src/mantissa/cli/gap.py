@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -43,6 +43,11 @@ def gap(
 
     mantissa gap runs/mine --pairs fp16,bf16,bf16/fp16,fp16+exact --prompts prompts.txt --samples 4
     """  # fmt: skip
+    measure(context.obj, model, device, as_json)
+
+
+def measure(options: dict[str, Any], model: str, device: str, as_json: bool) -> None:
+    """Measure, and print what was found."""
     keep_freed_memory()
     import torch
 
@@ -50,7 +55,7 @@ def gap(
     from mantissa.bench.gap import run_gap
     from mantissa.bench.options import GapConfig
 
-    config = GapConfig(model=model, device=str(choose_device(device)), **context.obj)
+    config = GapConfig(model=model, device=str(choose_device(device)), **options)
     echo_warning(crowded(torch.get_num_threads()), err=True)
     result = run_gap(config, progress)
     progress("")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def train(
     recipe: Annotated[
         Path | None,
-        typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/demo.yaml.", show_default=False),
+        typer.Argument(metavar="RECIPE", help="A recipe: a file, or a name such as demo.", show_default=False),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
@@ -70,7 +70,7 @@ def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: 
     if resume is not None:
         config = resumed_config(resume, given, world)
     elif recipe is None:
-        raise MantissaError("expected a recipe, such as recipes/demo.yaml, or --resume RUN")
+        raise MantissaError("expected a recipe, such as demo (mantissa recipes lists them), or --resume RUN")
     else:
         config = load_recipe(recipe, overrides, nproc=world)
     if world is None and config.nproc > 1:
