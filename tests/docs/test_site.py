@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import html
-import json
 import importlib.util
+import json
 import os
 import re
 import subprocess
