@@ -1,0 +1,15 @@
+"""Mantissa inside verl: a plugin for verl 0.9, which changes no line of verl.
+
+A verl user installs ``mantissa-rl[verl]`` and adds two overrides to a job,
+
+    actor_rollout_ref.model.external_lib=mantissa.verl.plugin  actor_rollout_ref.actor.strategy=mantissa_fsdp2
+
+| module | what it gives verl |
+|---|---|
+| ``platform`` | the platform ``cpu`` (``VERL_PLATFORM=cpu``); verl finds it by the entry point group ``verl.plugins`` |
+| ``plugin`` | what ``model.external_lib`` imports: it registers the engines |
+| ``fsdp`` | ``strategy=mantissa_fsdp2``: verl's own FSDP2 engine; and, on a CPU, verl's ``fsdp2`` itself |
+| ``version`` | which versions of verl this is for |
+
+Importing this package imports neither verl nor torch.
+"""
