@@ -68,7 +68,10 @@ def run_job(
     make_inputs(folder)
     tag, short = uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix="verl", dir="/tmp"))  # sockets want a short path
     log, rows = folder / "job.log", folder / f"metrics-{tag[:8]}.jsonl"
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *_defaults(folder, short, steps, ranks, rollout)]
+    defaults = _defaults(folder, short, steps, ranks, rollout)
+    if f"{ACTOR}.strategy=mantissa" in overrides:  # whose keys there are its own
+        defaults = [each for each in defaults if ".mixed_precision." not in each]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *defaults]
     command += [f"{MODEL}.external_lib={external_lib}", *overrides]
     begun = time.monotonic()
     try:

@@ -138,7 +138,8 @@ def forward(
 ) -> Forward:
     """Log-prob of each response token, with ``prompts`` each prompt's mean hidden state, with ``entropies`` those too.
 
-    Entropies have a gradient only where they are asked for as ``differentiable``. ``look`` is shown the logits, once, part by part.
+    Entropies have a gradient only where they are asked for as ``differentiable``. ``look`` is shown the logits, once,
+    part by part.
 
     A prompt that several sequences share is computed once, and only positions that predict a response token reach the
     output projection.

@@ -1,8 +1,8 @@
 """verl's own agent loops, each request with the key of its draws.
 
 verl gives a request a random name, so a server could only count arrivals. The loops know more: the trainer's step, the
-prompt's index in the data and the sample's number in its group. Those become ``seed`` among the sampling parameters, for
-``rollout.name=mantissa`` alone; a loop of one's own does the same with ``Seeded`` as its first base.
+prompt's index in the data and the sample's number in its group. Those become ``seed`` among the sampling parameters,
+for ``rollout.name=mantissa`` alone; a loop of one's own does the same with ``Seeded`` as its first base.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Seeded:
         return await super().run(sampling_params, **fields)  # type: ignore[misc]
 
 
-class SeededSingleTurn(Seeded, SingleTurnAgentLoop):  # type: ignore[misc]
+class SeededSingleTurn(Seeded, SingleTurnAgentLoop):
     """verl's ``single_turn_agent``."""
 
 
-class SeededTool(Seeded, ToolAgentLoop):  # type: ignore[misc]
+class SeededTool(Seeded, ToolAgentLoop):
     """verl's ``tool_agent``."""
 
 

@@ -17,8 +17,8 @@ from mantissa.rl.experience import Sequences
 
 @dataclass(frozen=True)
 class Rows:
-    """``sequences``: the rows. ``offsets``: where each begins among all their tokens (B+1). ``place_N``: where the value
-    of each response token stands among those, which is one before it."""
+    """``sequences``: the rows. ``offsets``: where each begins among all their tokens (B+1). ``place_N``: where the
+    value of each response token stands among those, which is one before it."""
 
     sequences: Sequences
     offsets: Tensor
@@ -29,7 +29,9 @@ class Rows:
         """From verl's nested ``input_ids``, ``prompts`` and ``responses``."""
         ids, prompts, responses = (data[name] for name in ("input_ids", "prompts", "responses"))
         if not (ids.is_nested and prompts.is_nested and responses.is_nested):
-            raise MantissaError("actor.strategy=mantissa: expected nested rows without padding, as verl's trainer V1 has")
+            raise MantissaError(
+                "actor.strategy=mantissa: expected nested rows without padding, as verl's trainer V1 has"
+            )
         length_B, prompt_B, response_B = (nested.offsets().diff() for nested in (ids, prompts, responses))
         if not torch.equal(prompt_B + response_B, length_B) or bool((prompt_B < 1).any()):
             raise MantissaError("a row's tokens are not its prompt and its response, or its prompt is empty")
@@ -57,8 +59,8 @@ def by_temperature(temperature: Any, rows: int) -> list[tuple[float, Tensor]]:
         raise MantissaError(f"{len(values)} temperatures of {rows} rows: expected one, or one for each row")
     if min(values) <= 0:
         raise MantissaError(
-            f"rollout.temperature={min(values)}: the learner needs the density that was drawn from, and a greedy choice "
-            "has none; set a temperature above 0"
+            f"rollout.temperature={min(values)}: the learner needs the density that was drawn from, and a greedy "
+            "choice has none; set a temperature above 0"
         )
     found = sorted(set(values))
     return [(value, torch.tensor([row for row in range(rows) if values[row] == value])) for value in found]

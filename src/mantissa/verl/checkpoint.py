@@ -84,11 +84,11 @@ class Checkpoints:
         if local_path is None:
             return
         _refuse_hdfs(hdfs_path)
-        engine, folder = self.engine, Path(local_path) / "mantissa"
+        folder = Path(local_path) / "mantissa"
         if not folder.is_dir():
             raise MantissaError(
-                f"{local_path} holds no checkpoint of actor.strategy=mantissa: it was written by another engine; resume "
-                "it with that one, or set actor_rollout_ref.model.path to its policy and start anew"
+                f"{local_path} holds no checkpoint of actor.strategy=mantissa: it was written by another engine; "
+                "resume it with that one, or set actor_rollout_ref.model.path to its policy and start anew"
             )
         checkpoint = load_checkpoint(folder)
         with boundary(f"checkpoint {folder}", "it is damaged, or of another job; resume from an earlier one"):

@@ -63,7 +63,7 @@ LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 LEARNER: dict[str, Setup] = {}
 
 
-class _Context(BaseEngineCtx):  # type: ignore[misc]
+class _Context(BaseEngineCtx):
     """verl's train and eval modes. Nothing is moved: weights stay where they compute."""
 
     def _context_switch(self, device: str) -> None:
@@ -75,7 +75,7 @@ class _Context(BaseEngineCtx):  # type: ignore[misc]
             self.engine.optimizer_zero_grad()
 
 
-class MantissaEngine(BaseEngine):  # type: ignore[misc]
+class MantissaEngine(BaseEngine):
     """The learner of one rank. Made by verl with its own four sections; ``initialize`` loads the model."""
 
     is_param_offload_enabled = is_optimizer_offload_enabled = False
@@ -95,6 +95,7 @@ class MantissaEngine(BaseEngine):  # type: ignore[misc]
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
+        self.sent = -1  # updates of the weights that were last given to a rollout
         self.device = torch.device("cpu" if get_device_name() == "cpu" else f"cuda:{torch.cuda.current_device()}")
 
     # made
@@ -119,7 +120,6 @@ class MantissaEngine(BaseEngine):  # type: ignore[misc]
         LEARNER["setup"] = self.setup
         self.schedule, self.trainer_steps = Schedule.of(self.optimizer_config), 0
         scaling = self.options.loss_scaling or LossScalingConfig()
-        self.scaling_said = self.options.loss_scaling is not None
         self.step = self._optimizer_step(scaling.scaler(precision.learner.active))
         self.checkpoints = Checkpoints(self, self.checkpoint_config)
 
@@ -219,6 +219,8 @@ class MantissaEngine(BaseEngine):  # type: ignore[misc]
 
         outcome = self.step.run(backward)
         output: dict[str, Any] = postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
+        for name in [name for name in output["metrics"] if name.startswith("mantissa/logprobs_")]:
+            output["metrics"][name] = [sum(output["metrics"][name])]
         output["metrics"] |= {
             "grad_norm": outcome.grad_norm,
             "mantissa/loss_scale": [outcome.scale],
@@ -232,7 +234,9 @@ class MantissaEngine(BaseEngine):  # type: ignore[misc]
     def forward_backward_batch(self, data: Any, loss_function: LossFunction | None, forward_only: bool = False) -> Any:
         """Log-probs (and entropy, and a loss) of a batch, without a gradient."""
         if not forward_only:
-            raise MantissaError(f"{_CALLED}: a backward alone is not supported, for it may be repeated; use train_batch")
+            raise MantissaError(
+                f"{_CALLED}: a backward alone is not supported, for it may be repeated; use train_batch"
+            )
         micro_batches, indices = self._split(data)
         outputs = [self.forward_step(micro, loss_function)[1] for micro in micro_batches]
         return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
@@ -264,12 +268,28 @@ class MantissaEngine(BaseEngine):  # type: ignore[misc]
         given = {"log_probs": rows.jagged(passed.logp_N)}
         if passed.entropy_N is not None:
             given["entropy"] = rows.jagged(passed.entropy_N)
-        loss, value, metrics = None, 1.0, {}
+        loss, value = None, 1.0
+        metrics: dict[str, Any] = {}
         if loss_function is not None:
             loss, metrics = loss_function(model_output=given, data=micro, dp_group=self.get_data_parallel_group())
             value = float(loss.detach())
+            metrics |= self._unlike(micro, rows, passed.logp_N.detach())
         kept = {name: nested.detach() for name, nested in given.items()}
         return loss, {"model_output": kept, "loss": value, "metrics": metrics}
+
+    def _unlike(self, micro: Any, rows: Rows, logp_N: Tensor) -> dict[str, float]:
+        """How many log-probs of what the policy wrote differ from the rollout's, and from verl's ``old_log_probs``.
+
+        Only while the weights are those that were last sent to the rollout: later ones differ rightly.
+        """
+        if self.sent != self.step.updates or "rollout_log_probs" not in micro.keys():  # noqa: SIM118 - a TensorDict iterates over rows
+            return {}
+        written_N = micro["response_mask"].values().bool()
+        found: dict[str, float] = {"mantissa/logprobs_compared": float(written_N.sum())}
+        for key, name in {"rollout_log_probs": "rollout", "old_log_probs": "old"}.items():
+            theirs_N = micro[key].values().float()
+            found[f"mantissa/logprobs_unlike_{name}"] = float((theirs_N != logp_N)[written_N].sum())
+        return found
 
     def _forward(self, rows: Rows, temperature: Any, entropies: Entropies) -> Forward:
         """A forward for each temperature that occurs; of sharded weights each rank has as many, for each is an
@@ -303,6 +323,7 @@ class MantissaEngine(BaseEngine):  # type: ignore[misc]
         verl calls it with arguments for a rollout in this process, and without for a checkpoint engine, which carries
         nothing but tensors: then the setup goes first, as one.
         """
+        self.sent = self.step.updates
         return self._weights(with_setup=not kwargs), None
 
     def _weights(self, with_setup: bool) -> Iterator[tuple[str, Tensor]]:
@@ -348,7 +369,7 @@ def _padding_row(config: Any, vocabulary: int) -> int | None:
     return int(pad) if pad is not None and 0 <= int(pad) < vocabulary else None
 
 
-class RefusedValueEngine(BaseEngine):  # type: ignore[misc]
+class RefusedValueEngine(BaseEngine):
     """There is no critic here; verl's own can stand beside our actor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -13,5 +13,14 @@ from mantissa.verl.version import check_version
 
 check_version()
 
+from mantissa.verl import rollout  # noqa: E402 - what is wrong with verl is said first
+
+rollout.register()
+
 if "RANK" in os.environ:
+    from mantissa.verl import engine as engine
     from mantissa.verl import fsdp as fsdp
+else:
+    from mantissa.verl import agents
+
+    agents.register()

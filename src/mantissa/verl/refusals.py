@@ -91,7 +91,10 @@ def of_batch(flags: dict[str, Any], keys: set[str]) -> Refusals:
     yield flags.get("calculate_sum_pi_squared"), f"{_ACTOR}.calculate_sum_pi_squared is not supported"
     yield flags.get("distillation_use_topk"), "distillation from a teacher's top-k logits is not supported"
     yield flags.get("enable_routing_replay") or "routed_experts" in keys, "router replay is not supported"
-    yield not {"prompts", "responses"} <= keys, "a batch without prompts and responses is not RL's; SFT is not supported"
+    yield (
+        not {"prompts", "responses"} <= keys,
+        "a batch without prompts and responses is not RL's; SFT is not supported",
+    )
 
 
 def of_rollout(rollout: Any) -> Refusals:

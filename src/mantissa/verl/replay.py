@@ -17,7 +17,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 
-class OrderedReplayBuffer(ReplayBuffer):  # type: ignore[misc]
+class OrderedReplayBuffer(ReplayBuffer):
     """verl's buffer of the synchronous trainer, with the order of rows decided by what they are."""
 
     def _materialize_batch(self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: Any) -> Any:

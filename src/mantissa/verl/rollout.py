@@ -108,14 +108,15 @@ class Server:
     async def stop_profile(self) -> None: ...
 
 
-class MantissaReplica(RolloutReplica):  # type: ignore[misc]
+class MantissaReplica(RolloutReplica):
     """One server, on the node of its worker. What it cannot do is refused when verl makes it, before a step."""
 
     def __init__(self, replica_rank: int, config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(replica_rank, config, model_config, *args, **kwargs)
         refuse(_CALLED, of_rollout(self.config))
         refuse(_CALLED, of_model(model_config))
-        refuse(_CALLED, [(self.is_reward_model or self.is_teacher_model, "reward and teacher models are not supported")])
+        other = self.is_reward_model or self.is_teacher_model
+        refuse(_CALLED, iter([(other, "reward and teacher models are not supported")]))
         limits = limits_of(self.config)
         for section in (self.config, self.config.val_kwargs):
             given = {name: getattr(section, name) for name in ("temperature", "top_k", "top_p")}
@@ -131,7 +132,7 @@ class MantissaReplica(RolloutReplica):  # type: ignore[misc]
             )
         )
         platform = get_platform()
-        variables = {name: "1" for name in platform.ray_noset_envvars()}
+        variables = dict.fromkeys(platform.ray_noset_envvars(), "1")
         if device:
             variables[platform.visible_devices_envvar()] = device
         server = (
@@ -160,7 +161,7 @@ def server_name(replica: int, suffix: str = "") -> str:
     return f"mantissa_server_{replica}{suffix}"
 
 
-class ServerAdapter(BaseRollout):  # type: ignore[misc]
+class ServerAdapter(BaseRollout):
     """Hands weights to the server of this process's replica."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:

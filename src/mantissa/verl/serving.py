@@ -4,10 +4,10 @@ Requests that arrive one by one are sampled together: while a turn is sampled, i
 the next one. What a request gets depends on its prompt, its parameters and its draws' key alone, and (with exact
 kernels) not on its company, so turns are a matter of speed.
 
-The key is made of the job's seed, what the agent loop says of the request (``seed`` among its parameters: a function of
-step, prompt and sample; ``agents.py``) and the prompt's tokens. So a job that is run again, or resumed, samples the same
-whatever the order of arrival. A request of another agent loop has no ``seed``: it is then keyed by how many with the
-same prompt came before it, which only repeats where they arrive alike.
+The key is made of the job's seed, what the agent loop says of the request (``seed`` among its parameters: a function
+of step, prompt and sample; ``agents.py``) and the prompt's tokens. So a job that is run again, or resumed, samples the
+same whatever the order of arrival. A request of another agent loop has no ``seed``: it is then keyed by how many with
+the same prompt came before it, which only repeats where they arrive alike.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _NEUTRAL: dict[str, Any] = {
     "n": 1,
     "best_of": 1,
 }
-_KNOWN = ("temperature", "top_p", "top_k", "max_tokens", "max_new_tokens", "stop", "stop_token_ids", "ignore_eos")
-_KNOWN = (*_KNOWN, "seed", "logprobs")
+_LENGTHS_AND_ENDS = ("max_tokens", "max_new_tokens", "stop", "stop_token_ids", "ignore_eos")
+_KNOWN = ("temperature", "top_p", "top_k", "seed", "logprobs", *_LENGTHS_AND_ENDS)
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def sampling(given: Mapping[str, Any], prompt: int, limits: Limits, eos: Sequenc
             raise MantissaError(f"rollout.name=mantissa: sampling parameter {name}={value!r} is not supported")
         if name in _NEUTRAL and value not in (None, _NEUTRAL[name]):
             raise MantissaError(
-                f"rollout.name=mantissa: sampling parameter {name}={value!r} is not supported, for the learner's log-probs "
-                f"know nothing of it; only {_NEUTRAL[name]} is"
+                f"rollout.name=mantissa: sampling parameter {name}={value!r} is not supported, for the learner's "
+                f"log-probs know nothing of it; only {_NEUTRAL[name]} is"
             )
     wanted = given.get("max_tokens", given.get("max_new_tokens"))
     if wanted is None:
@@ -88,7 +88,8 @@ def sampling(given: Mapping[str, Any], prompt: int, limits: Limits, eos: Sequenc
     room = limits.longest - prompt
     if room < 1:
         raise MantissaError(
-            f"a prompt of {prompt} tokens leaves no room in {limits.longest}; raise rollout.prompt_length, or shorten it"
+            f"a prompt of {prompt} tokens leaves no room in {limits.longest}; raise rollout.prompt_length, or shorten "
+            "it"
         )
     ends = () if given.get("ignore_eos", limits.ignore_eos) else tuple(eos)
     stop = given.get("stop") or ()
@@ -207,7 +208,9 @@ class Serving:
             self._turns = asyncio.create_task(self._work())
         done = await future
         logprobs = done.logp_T.tolist() if given.get("logprobs", False) else None
-        return Answer(list(done.tokens), logprobs, "aborted" if done.finish_reason == "abort" else "completed", self.step)
+        return Answer(
+            list(done.tokens), logprobs, "aborted" if done.finish_reason == "abort" else "completed", self.step
+        )
 
     def _key(self, prompt: Sequence[int], seed: object) -> int:
         """The seed of a request's draws."""
@@ -243,7 +246,8 @@ class Serving:
         def run() -> list[list[Completion]]:
             if self._engine is None:
                 raise MantissaError(
-                    "the rollout server holds no weights: none came yet, or it sleeps; verl sends them with update_weights"
+                    "the rollout server holds no weights: none came yet, or it sleeps; verl sends them with "
+                    "update_weights"
                 )
             return self._engine.generate(requests, params, self._version)
 
