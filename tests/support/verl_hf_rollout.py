@@ -1,4 +1,4 @@
-"""Another engine for the tests' verl jobs: transformers' model in a Ray actor, its weights through Ray's object store."""
+"""Another rollout for the tests' verl jobs: transformers' model in a Ray actor, its weights by Ray's object store."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ class Server:
         return torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
+    def _forward(self, tokens: Sequence[int], cache: Any = None) -> Any:
+        return self.model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+
     async def generate(self, request_id: str, prompt_ids: Any, sampling_params: Any, **_: Any) -> TokenOutput:
         prompt = [int(token) for token in prompt_ids]
         generator, tokens, logps = self._generator(prompt), [], []
         temperature = float(sampling_params.get("temperature", 1.0))
-        out = self.model(input_ids=torch.tensor([prompt]), use_cache=True)
+        out = self._forward(prompt)
         for _ in range(int(sampling_params.get("max_tokens") or self.length)):
             logits = out.logits[0, -1].float()
             logp = torch.log_softmax(logits / (temperature or 1.0), -1)
@@ -48,7 +51,7 @@ class Server:
             logps.append(float(logp[token]))
             if token == self.model.config.eos_token_id:
                 break
-            out = self.model(input_ids=torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+            out = self._forward([token], out.past_key_values)
             await asyncio.sleep(0)
         return TokenOutput(
             token_ids=tokens,
@@ -60,7 +63,7 @@ class Server:
 
     async def update_weights(self, weights: dict[str, torch.Tensor]) -> None:
         missing, unexpected = self.model.load_state_dict(weights, strict=False)
-        assert not missing and not unexpected, (missing, unexpected)
+        assert (missing, unexpected) == ([], [])
 
     async def set_global_steps(self, step: int) -> None:
         self.step = step

@@ -6,6 +6,7 @@ carries a tag in its environment, by which what may be left of it is found, and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -25,6 +26,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 _TAG = "MANTISSA_TEST_JOB"
 _CHARACTERS = string.digits + string.ascii_letters + " +-*/=.?!:\n"
+_LOOPBACK = "127.0.0.2"  # Ray puts the machine's outward address in the place of 127.0.0.1
 ACTOR, MODEL, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout", "ref"))
 
 
@@ -43,7 +45,7 @@ class Job:
         return self.folder / "checkpoints" / f"global_step_{step}" / "actor"
 
 
-class JobFailed(AssertionError):
+class JobError(AssertionError):
     """A job that ended otherwise than was expected; its text is the log's end."""
 
 
@@ -63,7 +65,7 @@ def run_job(
     ``overrides``: verl's, after the defaults below, so they win. ``rollout``: the rollout's name, which
     ``external_lib`` registers (``hf_test`` is transformers' generation, in ``verl_test_parts``). ``environment``: more
     variables. ``fails``: the job must end with an error, which is not raised.
-    Raises ``JobFailed`` with the log's end where the job ends otherwise, or takes longer than ``seconds``.
+    Raises ``JobError`` with the log's end where the job ends otherwise, or takes longer than ``seconds``.
     """
     make_inputs(folder)
     tag, short = uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix="verl", dir="/tmp"))  # sockets want a short path
@@ -94,7 +96,7 @@ def run_job(
     text = log.read_text(errors="replace")
     if (code == 0) == fails:
         said = "no end within its time" if code == -1 else f"exit status {code}"
-        raise JobFailed(f"{said} after {time.monotonic() - begun:.0f} s: {' '.join(overrides)}\n{text[-6000:]}")
+        raise JobError(f"{said} after {time.monotonic() - begun:.0f} s: {' '.join(overrides)}\n{text[-6000:]}")
     lines = rows.read_text().splitlines() if rows.exists() else []
     metrics = {row["step"]: row["data"] for row in map(json.loads, lines)}
     return Job(code, text, metrics, folder, time.monotonic() - begun)
@@ -107,10 +109,8 @@ def end_processes(tag: str) -> None:
         if not left:
             return
         for pid in left:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         time.sleep(0.1)
     raise AssertionError(f"processes {left} of job {tag} do not end")
 
@@ -135,7 +135,6 @@ def _environment(rows: Path, tag: str, more: Mapping[str, str]) -> dict[str, str
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "MASTER_ADDR": "127.0.0.1",
         _TAG: tag,
         **more,
     }
@@ -189,7 +188,7 @@ def _defaults(folder: Path, short: Path, steps: int, ranks: int, rollout: str) -
         f"trainer.default_local_dir={folder}/checkpoints",
         "ray_kwargs.ray_init.num_cpus=8",
         f"{ray}num_gpus={ranks}",
-        f"{ray}_node_ip_address=127.0.0.1",
+        f"{ray}_node_ip_address={_LOOPBACK}",
         f"{ray}_temp_dir={short}",
         f"{ray}include_dashboard=False",
         f"{ray}object_store_memory=200000000",

@@ -1,4 +1,4 @@
-"""What the tests' verl jobs import as ``model.external_lib``: Mantissa's plugin, another rollout, and a spiking loss."""
+"""What the tests' verl jobs import as ``model.external_lib``: our plugin, another rollout, and a loss that spikes."""
 
 from __future__ import annotations
 

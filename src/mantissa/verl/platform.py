@@ -46,7 +46,7 @@ def _device_module() -> types.ModuleType:
 
 def _free_and_total(*device: Any) -> tuple[int, int]:
     """The machine's memory in bytes: what could be had, and all of it."""
-    import psutil
+    import psutil  # verl has it
 
     memory = psutil.virtual_memory()
     return memory.available, memory.total

@@ -23,8 +23,8 @@ def check_version() -> str:
         ) from None
     if ".".join(version.split(".")[:2]) != SUPPORTED:
         raise MantissaError(
-            f"mantissa.verl: verl {version} is installed: expected {SUPPORTED}.x, whose platforms, engines and rollouts "
-            "are what this plugin registers with (0.8 and older have no platforms to register); "
+            f"mantissa.verl: verl {version} is installed: expected {SUPPORTED}.x, with whose platforms, engines and "
+            "rollouts this plugin registers (0.8 and older have no platforms to register); "
             'install "verl==0.9.1", or another version of mantissa-rl'
         )
     return version
