@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from verl_job import ACTOR, MODEL, REF, ROLLOUT, ROOT, Job, JobFailed, run_job
+
+from verl_job import ACTOR, MODEL, REF, ROLLOUT, ROOT, Job, JobError, run_job
 
 pytestmark = [pytest.mark.verl, pytest.mark.slow]
 
@@ -47,7 +48,9 @@ def test_rollout_old_and_update_have_equal_log_probs(tmp_path: Path, name: str) 
     sizes = ("data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=32", f"{ROLLOUT}.n=8")
     job = mantissa_job(tmp_path, exact(name), *sizes)
     compared = sum(row["actor/mantissa/logprobs_compared"] for row in job.metrics.values())
-    different = [row[f"actor/mantissa/logprobs_unlike_{of}"] for row in job.metrics.values() for of in ("rollout", "old")]
+    different = [
+        row[f"actor/mantissa/logprobs_unlike_{of}"] for row in job.metrics.values() for of in ("rollout", "old")
+    ]
     print(f"{name}: {different} of {compared:.0f} log-probs differ; {job.seconds:.0f} s")
     assert sorted(job.metrics) == [1, 2]
     assert compared > 5000
@@ -93,7 +96,7 @@ def test_a_killed_job_goes_on_with_the_metrics_of_an_undisturbed_one(
     tmp_path: Path, undisturbed: Job, victim: str
 ) -> None:
     """SIGKILL of a learner's worker, of the trainer, of a rollout server, after the second step."""
-    with pytest.raises(JobFailed):
+    with pytest.raises(JobError):
         killed_job(tmp_path, victim)
     resumed = what_repeats(mantissa_job(tmp_path, exact("fp16"), *ORDERED, steps=5))
     expected = what_repeats(undisturbed)
@@ -112,7 +115,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def killed_job(folder: Path, victim: str) -> None:
-    """A job of which one process is killed as soon as its second step is logged. Raises ``JobFailed``."""
+    """A job of which one process is killed as soon as its second step is logged. Raises ``JobError``."""
     tag = uuid.uuid4().hex
     ended = threading.Event()
 
@@ -160,7 +163,9 @@ def test_what_is_not_supported_ends_the_job_before_a_step(tmp_path: Path, overri
 
 def test_a_spike_costs_verl_no_batch(tmp_path: Path) -> None:
     """The loss scale begins where the first backward overflows: it is repeated lower, and the step is taken."""
-    job = mantissa_job(tmp_path, exact("fp16", "loss_scaling:{initial:16777216.0,retries:12}"), f"{REF}.fsdp_config.dtype=float16")
+    job = mantissa_job(
+        tmp_path, exact("fp16", "loss_scaling:{initial:16777216.0,retries:12}"), f"{REF}.fsdp_config.dtype=float16"
+    )
     first = job.metrics[1]
     assert first["actor/mantissa/overflows"] > 0
     assert first["actor/mantissa/retried"] == 1

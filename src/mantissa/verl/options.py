@@ -27,10 +27,10 @@ class EngineOptions(Section):
 
     called: ClassVar[str] = WHERE
 
-    precision: PrecisionPolicy | None = Field(
+    precision: str | dict[str, Any] | None = Field(
         None,
         description="A preset's name, or fields of a policy (docs/precision.md); null: verl's dtype for learner and "
-        "rollout, with exact kernels.",
+        "rollout, with exact kernels. A rollout that is not named is as the learner.",
     )
     loss_scaling: LossScalingConfig | None = Field(None, description="Of an fp16 learner; null: the defaults.")
     shard: Literal["fsdp2", "ddp"] = Field(
@@ -64,10 +64,10 @@ class EngineOptions(Section):
         """The formats of the job's roles. ``dtype``: what verl's key says of the learner, where the options do not."""
         if self.precision is None:
             return PrecisionPolicy(train=dtype, rollout=dtype, kernels="exact")
-        given = self.precision.model_dump()
-        if "preset" not in given:
-            given = {"train": dtype, "rollout": given.get("train", dtype), **given}
-        return PrecisionPolicy.parse(given)
+        if isinstance(self.precision, str) or "preset" in self.precision:
+            return PrecisionPolicy.parse(self.precision)
+        given = {"train": dtype, **self.precision}
+        return PrecisionPolicy.parse({"rollout": given["train"], **given})
 
 
 def _plain(value: Any) -> Any:
