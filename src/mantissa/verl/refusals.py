@@ -82,8 +82,6 @@ def of_checkpoint(checkpoint: Any) -> Refusals:
     for name in ("save_contents", "load_contents"):
         unknown = sorted(set(get(checkpoint, name) or ()) - known)
         yield unknown, f"{section}.{name}: {', '.join(unknown)}: expected some of {', '.join(sorted(known))}"
-    load = set(get(checkpoint, "load_contents") or ())
-    yield "hf_model" in load, f"{section}.load_contents: hf_model is written to be read by others; leave it out"
 
 
 def of_batch(flags: dict[str, Any], keys: set[str]) -> Refusals:
