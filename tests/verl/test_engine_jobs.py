@@ -131,7 +131,7 @@ def killed_job(folder: Path, victim: str) -> None:
     watcher = threading.Thread(target=kill)
     watcher.start()
     try:
-        mantissa_job(folder, exact("fp16"), *ORDERED, steps=5, environment={_KILL: tag})
+        mantissa_job(folder, exact("fp16"), *ORDERED, steps=5, environment={_KILL: tag}, seconds=300)
     finally:
         ended.set()
         watcher.join()
@@ -171,3 +171,23 @@ def test_a_spike_costs_verl_no_batch(tmp_path: Path) -> None:
     assert first["actor/mantissa/retried"] == 1
     assert first["actor/mantissa/skipped"] == 0
     assert job.metrics[2]["actor/mantissa/loss_scale"] == first["actor/mantissa/loss_scale"]
+
+
+def test_a_standalone_server_is_given_formats_and_plan_with_the_weights(tmp_path: Path) -> None:
+    """verl's ``separate_async``: one worker learns, another process samples, and weights go through Ray's store."""
+    separate = "trainer.v1.separate_async"
+    job = mantissa_job(
+        tmp_path,
+        exact("fp16"),
+        "trainer.v1.trainer_mode=separate_async",
+        f"{separate}.parameter_sync_step=1",
+        f"{separate}.num_warmup_batches=0",
+        "actor_rollout_ref.hybrid_engine=False",
+        f"{ROLLOUT}.nnodes=1",
+        f"{ROLLOUT}.n_gpus_per_node=1",
+        f"{ROLLOUT}.checkpoint_engine.backend=mantissa_ray",
+        "++ray_kwargs.ray_init.num_gpus=2",
+    )
+    for row in job.metrics.values():
+        assert row["actor/mantissa/logprobs_compared"] > 0
+        assert row["training/rollout_probs_diff_max"] == 0

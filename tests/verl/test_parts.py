@@ -23,7 +23,7 @@ from mantissa.precision import resolve
 from mantissa.rl.exact import exact_plan
 from mantissa.verl import refusals
 from mantissa.verl.batch import Rows, by_temperature
-from mantissa.verl.options import EngineOptions
+from mantissa.verl.engine_options import EngineOptions
 from mantissa.verl.schedule import Schedule
 from mantissa.verl.serving import Answer, Limits, Serving, sampling
 from mantissa.verl.wire import TENSOR, Setup

@@ -33,7 +33,7 @@ from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batc
 from mantissa.base.device import be_deterministic
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import Ranks
-from mantissa.kernels import learner_kernels, reference_kernels
+from mantissa.kernels import learner_kernels
 from mantissa.model import load_model, policy_weights
 from mantissa.precision import resolve
 from mantissa.rl.assemble import place
@@ -43,7 +43,7 @@ from mantissa.rl.score import Entropies, Forward, forward
 from mantissa.training import Backward, OptimizerStep, adamw, first_nonfinite, master_weights
 from mantissa.verl.batch import Rows, by_temperature
 from mantissa.verl.checkpoint import Checkpoints
-from mantissa.verl.options import EngineOptions
+from mantissa.verl.engine_options import EngineOptions
 from mantissa.verl.refusals import get, of_batch, of_checkpoint, of_engine, of_model, of_optimizer, refuse
 from mantissa.verl.schedule import Schedule
 from mantissa.verl.wire import TENSOR, Setup
@@ -102,7 +102,7 @@ class MantissaEngine(BaseEngine):
 
     def initialize(self) -> None:
         be_deterministic(self.device)
-        precision = resolve(self.policy, self.device, reference=self.frozen)
+        precision = resolve(self.policy, self.device)  # a reference is a learner that does not learn
         self.module = load_model(self.model_config.local_path)
         if precision.learner.fp8 is not None:
             precision.learner.fp8.check(self.module.projections)
@@ -112,7 +112,7 @@ class MantissaEngine(BaseEngine):
         self.module = place(self.module, self.device, self.ranks)
         plan = self.ranks.broadcast(exact_plan(precision, self.module, self.device, length, self._rows(length)))
         self.evidence = prove(precision, self.device, plan)
-        self.kernels = reference_kernels(precision, plan) if self.frozen else learner_kernels(precision, plan)
+        self.kernels = learner_kernels(precision, plan)
         if self.frozen:
             self.module.requires_grad_(False)
             return

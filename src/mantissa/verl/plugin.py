@@ -11,6 +11,7 @@ check_version()
 from mantissa.verl import agents, rollout  # noqa: E402 - what is wrong with verl is said first
 from mantissa.verl import engine as engine  # noqa: E402
 from mantissa.verl import fsdp as fsdp  # noqa: E402
+from mantissa.verl import transfer as transfer  # noqa: E402
 
 agents.register()
 rollout.register()

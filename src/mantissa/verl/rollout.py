@@ -188,7 +188,7 @@ class ServerAdapter(BaseRollout):
         """Collect every weight (each may be a collective of the learner's ranks) and send them at once."""
         if wire_format != "named_tensors":
             raise MantissaError(
-                f"{_CALLED}: weights as {wire_format} are not supported; set rollout.checkpoint_engine.backend=naive"
+                f"{_CALLED}: weights as {wire_format} are not supported; set another rollout.checkpoint_engine.backend"
             )
         found: dict[str, Tensor] = {}
         async for name, tensor in _each(weights):
