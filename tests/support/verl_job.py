@@ -59,12 +59,14 @@ def run_job(
     environment: Mapping[str, str] | None = None,
     seconds: float = 600,
     fails: bool = False,
+    address: str | None = None,
 ) -> Job:
     """Run a GRPO job of ``steps`` steps, whose checkpoints are in ``folder``; a second call there resumes.
 
     ``overrides``: verl's, after the defaults below, so they win. ``rollout``: the rollout's name, which
     ``external_lib`` registers (``hf_test`` is transformers' generation, in ``verl_test_parts``). ``environment``: more
-    variables. ``fails``: the job must end with an error, which is not raised.
+    variables. ``fails``: the job must end with an error, which is not raised. ``address``: of a Ray
+    that is there (``verl_nodes``), of one of its own otherwise.
     Raises ``JobError`` with the log's end where the job ends otherwise, or takes longer than ``seconds``.
     """
     make_inputs(folder)
@@ -73,6 +75,9 @@ def run_job(
     defaults = _defaults(folder, short, steps, ranks, rollout)
     if f"{ACTOR}.strategy=mantissa" in overrides:  # whose keys there are its own
         defaults = [each for each in defaults if ".mixed_precision." not in each]
+    if address is not None:
+        defaults = [each for each in defaults if "ray_init" not in each]
+        defaults += [f"+ray_kwargs.ray_init.address={address}", "~ray_kwargs.ray_init.num_cpus"]
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *defaults]
     command += [f"{MODEL}.external_lib={external_lib}", *overrides]
     begun = time.monotonic()
@@ -81,7 +86,7 @@ def run_job(
             job = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=_environment(rows, tag, environment or {}),
+                env=job_environment(rows, tag, environment or {}),
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -122,7 +127,8 @@ def _tagged(pid: int, tag: str) -> bool:
         return False
 
 
-def _environment(rows: Path, tag: str, more: Mapping[str, str]) -> dict[str, str]:
+def job_environment(rows: Path, tag: str, more: Mapping[str, str]) -> dict[str, str]:
+    """Of every process of a job, or of a Ray for one."""
     paths = [str(ROOT / "src"), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,

@@ -220,7 +220,7 @@ class MantissaEngine(BaseEngine):
         outcome = self.step.run(backward)
         output: dict[str, Any] = postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
         for name in [name for name in output["metrics"] if name.startswith("mantissa/logprobs_")]:
-            output["metrics"][name] = [sum(output["metrics"][name])]
+            output["metrics"][name] = [self.ranks.sum_of(sum(output["metrics"][name]))]  # verl takes a mean
         output["metrics"] |= {
             "grad_norm": outcome.grad_norm,
             "mantissa/loss_scale": [outcome.scale],

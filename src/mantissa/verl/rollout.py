@@ -74,7 +74,11 @@ class Server:
 
     async def load(self, setup: str, weights: dict[str, Tensor], step: int | None) -> None:
         """``Serving.load``, the setup as JSON."""
+        evidence = self.serving.evidence
         await self.serving.load(Setup.from_json(setup), weights, step)
+        if self.serving.evidence != evidence:
+            node = ray.get_runtime_context().get_node_id()
+            print(f"mantissa server {self.serving.replica} on node {node[:8]}: {self.serving.evidence}", flush=True)
 
     async def set_global_steps(self, step: int) -> None:
         self.serving.step = step
