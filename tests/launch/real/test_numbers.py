@@ -229,8 +229,9 @@ def test_verl_grades_and_punishes_length_as_we_do(
 
     import numpy as np
     from tensordict import TensorDict
-    from verl import DataProto
     from verl.trainer.ppo.reward import load_reward_manager
+
+    from verl import DataProto
 
     features = ("rollout.overlong={buffer: 128, factor: 0.5}",)
     text = "so it is. Answer: 42" if right else "so it is. Answer: 41"
