@@ -112,6 +112,9 @@ LOSSES = [  # each loss, each aggregation, each advantage, each kind of correcti
     ("dapo", "token_mean", "grpo", "sequence_is"),
     ("gspo", "seq_mean_token_mean", "grpo", "bypass"),
     ("cispo", "seq_mean_token_sum_norm", "dr_grpo", "bypass"),
+    ("gmpo", "seq_mean_token_mean", "grpo", "sequence_is"),
+    ("sapo", "seq_mean_token_mean", "grpo", "token_tis"),
+    ("dppo", "token_mean", "dr_grpo", "bypass"),
 ]
 
 
@@ -119,8 +122,17 @@ def naive_term(loss: str, logp: Tensor, anchor: Tensor, j: int, a: float) -> Ten
     """Minus the loss of token j of a sequence, without weight and scale."""
     if loss == "reinforce":
         return a * logp[j]
-    log_ratio = (logp - anchor).mean() if loss == "gspo" else logp[j] - anchor[j]
+    log_ratio = (logp - anchor).mean() if loss in ("gspo", "gmpo") else logp[j] - anchor[j]
     ratio = log_ratio.exp()
+    if loss == "gmpo":  # its clip is at 0.4, far from the gaps here
+        return ratio * a
+    if loss == "sapo":
+        tau = 1.0 if a > 0 else 1.05
+        return 4 / tau * torch.sigmoid(tau * (ratio - 1)) * a
+    if loss == "dppo":
+        moved = float((logp[j].exp() - anchor[j].exp()).detach())
+        kept = moved <= 0.15 if a > 0 else moved >= -0.15
+        return a * logp[j] * float(ratio.detach()) * kept
     if loss == "cispo":
         return a * logp[j] * min(float(ratio.detach()), 1.28)
     low, high = {"ppo_clip": (0.8, 1.2), "dapo": (0.8, 1.28), "gspo": (1 - 3e-4, 1 + 4e-4)}[loss]

@@ -14,19 +14,23 @@ from mantissa.algorithms.losses import (
     LOSSES,
     CISPOConfig,
     DAPOConfig,
+    DPPOConfig,
     FlowRLConfig,
+    GMPOConfig,
     GSPOConfig,
     Loss,
     LossConfig,
     PartitionSettings,
     PPOClipConfig,
     ReinforceConfig,
+    SAPOConfig,
 )
 from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward, reference_drift
 
 __all__ = [
     "ADVANTAGES", "CORRECTION_PRESETS", "LOSSES", "Accumulator", "AdvantageKind", "AggregationKind", "AlgorithmConfig",
-    "CISPOConfig", "CorrectionConfig", "DAPOConfig", "FlowRLConfig", "GSPOConfig", "KLConfig", "Loss", "LossConfig",
-    "PPOClipConfig", "PartitionSettings", "ReferenceConfig", "ReinforceConfig", "advantage", "aggregation_scale",
+    "CISPOConfig", "CorrectionConfig", "DAPOConfig", "DPPOConfig", "FlowRLConfig", "GMPOConfig", "GSPOConfig",
+    "KLConfig", "Loss", "LossConfig", "PPOClipConfig", "PartitionSettings", "ReferenceConfig", "ReinforceConfig",
+    "SAPOConfig", "advantage", "aggregation_scale",
     "correction", "importance_weights", "kl_loss", "kl_reward", "merge", "reference_drift", "values",
 ]  # fmt: skip

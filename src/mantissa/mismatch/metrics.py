@@ -298,8 +298,8 @@ POLICY_METRICS: tuple[Metric, ...] = (
     Metric("policy/ratio_max", "max_t exp(logp_theta - logp_old)", "1"),
     Metric("policy/kl_old", "mean_t(ratio - 1 - log ratio), the k3 estimate of KL(old || theta)", "nats/token",
            source="Schulman 2020, k3"),
-    Metric("policy/clip_fraction", "share of tokens whose gradient the clip takes away (cispo: whose weight it bounds)",
-           "fraction"),
+    Metric("policy/clip_fraction", "share of tokens whose gradient the clip takes away (cispo, dppo: or whose weight "
+           "it bounds)", "fraction"),
     Metric("policy/alpha_mean", "mean_t alpha, alpha = logp_theta - logp_old: how far the learner moved; 0 "
            "with one update a batch, but for the order of sums", "nats", source=_TRL),
     Metric("policy/alpha_abs_mean", "mean_t|alpha|, over every response token that the update computed", "nats",
