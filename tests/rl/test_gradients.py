@@ -387,3 +387,40 @@ def test_gradients_of_dealt_micro_batches_sum_to_the_steps(
         assert sum(bool(found) for found in apart) == 2
         summed = {name: sum(found[name].double() for found in apart if name in found) for name in whole}
         close(summed, whole, 2e-6)  # type: ignore[arg-type]
+
+
+# The entropy bonus, and the mask of what was left behind
+
+
+def test_the_entropy_bonus_has_the_entropys_own_gradient_whatever_the_split(parts: Parts, model: Any) -> None:
+    """By transformers in float64: of whole distributions, on every response token, of a group without advantage too."""
+    learner = learner_of(parts, "algorithm.entropy={coefficient: 0.5}", "algorithm.correction=none")
+    assert not learner.reuse_scoring
+    experience = sampled(parts)
+    tokens = int(experience.mask_BR.sum())
+    entropies = torch.cat([h for _, _, h in naive_sequences(model, experience)])
+    loss = naive_loss(model, experience, "ppo_clip", "token_mean", "dr_grpo", "none") - 0.5 * entropies.sum() / tokens
+    expected = of_model(model, loss)
+    for budget in SPLITS:
+        found, update = dry_update(split_by(learner, budget), experience)
+        close(found, expected, 2e-5, budget)
+        bonus = float(values(update.tallies)["policy/entropy_bonus"])
+        assert bonus == pytest.approx(0.5 * float(entropies.detach().mean()), rel=1e-5)
+        assert update.trained_tokens == tokens
+
+
+def test_a_masked_sequence_has_no_gradient_and_stays_in_the_denominator(parts: Parts) -> None:
+    learner = learner_of(parts, "algorithm.correction={mask_negative_above: 0.05}")
+    experience = sampled(parts)
+    advantage_B, *_ = weigh(experience, learner.algorithm).weighed
+    gaps = (experience.rollout_logp_BR - experience.old_logp).sum(1) / experience.mask_BR.sum(1)
+    masked = (advantage_B < 0) & (gaps > 0.05)
+    assert 0 < int(masked.sum()) < int((advantage_B < 0).sum())
+    found, update = dry_update(learner, experience)
+    share = float(values(update.tallies)["correction/off_policy_masked_fraction"])
+    assert share == pytest.approx(float(masked.sum()) / int((advantage_B != 0).sum()))
+    weights = dict(parts.model.named_parameters())
+    slopes = torch.where(masked, 0.0, -advantage_B).unsqueeze(1).expand_as(experience.mask_BR)[experience.mask_BR]
+    logp_N, tokens = learner.logp(experience, learner.kernels), int(experience.mask_BR.sum())
+    gradient = torch.autograd.grad(logp_N, list(weights.values()), slopes / tokens)
+    close(found, dict(zip(weights, gradient, strict=True)), 2e-5)

@@ -336,6 +336,18 @@ REFERENCE_METRICS: tuple[Metric, ...] = (
            "tokens", (0.0, 0.0), "by definition"),
 )  # fmt: skip
 
+# Where a recipe asks for what they are of.
+OBJECTIVE_METRICS: tuple[Metric, ...] = (
+    Metric("policy/entropy_bonus", "coefficient x sum over tokens of scale x entropy, taken off the loss", "1"),
+    Metric(
+        "correction/off_policy_masked_fraction",
+        "share of sequences whose weight mask_negative_above made 0: A < 0 "
+        "and mean_t(logp_rollout - logp_theta) above it",
+        "fraction",
+        source="arXiv 2512.02556",
+    ),
+)
+
 ADVANTAGE_METRICS: tuple[Metric, ...] = (
     Metric("advantage/degenerate_group_fraction", "share of groups whose rewards are all equal", "fraction"),
     Metric("advantage/abs_max", "max|A|", "1"),
@@ -351,5 +363,6 @@ ALL_METRICS: tuple[Metric, ...] = (
     *POLICY_METRICS,
     *FLOWRL_METRICS,
     *REFERENCE_METRICS,
+    *OBJECTIVE_METRICS,
     *ADVANTAGE_METRICS,
 )

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -116,7 +116,8 @@ def _first_alike(rows_BT: Tensor) -> Tensor:
 class Forward:
     """What a forward gives: ``logp_N`` (fp32, differentiable), and where it was asked for the rest (fp32).
 
-    ``entropy_N``: of the distributions that the log-probs are of, without gradient. ``prompt_BE``: the mean of the
+    ``entropy_N``: of the distributions that the log-probs are of, without gradient unless that was asked for.
+    ``prompt_BE``: the mean of the
     final hidden states over each sequence's prompt.
     """
 
@@ -132,7 +133,7 @@ def forward(
     temperature: float,
     *,
     prompts: bool = False,
-    entropies: bool = False,
+    entropies: bool | Literal["differentiable"] = False,
     look: OnLogits | None = None,
 ) -> Forward:
     """Log-prob of each response token, with ``prompts`` each prompt's mean hidden state, with ``entropies`` those too.
@@ -160,7 +161,7 @@ def _head(
     hidden_NE: Tensor,
     token_N: Tensor,
     temperature: float,
-    entropies: bool,
+    entropies: bool | Literal["differentiable"],
     look: OnLogits | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each token after its hidden state, and the entropy there where it is asked for; ``Forward``'s."""
@@ -175,7 +176,8 @@ def _head(
         logp_n = kernels.token_logprob(logits_nV, token_n, temperature)
         if not entropies:
             return logp_n, None
-        some = logits_nV.detach().split(max(1, _ENTROPY_AT_ONCE // len(weight_VE)))
+        of = logits_nV if entropies == "differentiable" else logits_nV.detach()
+        some = of.split(max(1, _ENTROPY_AT_ONCE // len(weight_VE)))
         return logp_n, torch.cat([entropy(logits, temperature) for logits in some])
 
     parts = -(-len(token_N) * len(weight_VE) // _LOGITS_AT_ONCE)
