@@ -153,7 +153,8 @@ def oracle(batch: Batch, config: Any) -> tuple[float, list[list[float]], int]:
 
 
 def test_every_loss_by_the_token_is_among_the_cases() -> None:
-    assert {kind for kind, loss in LOSSES.items() if issubclass(loss, TokenLoss)} == {c.kind for c in CONFIGS}
+    by_token = {kind for kind, loss in LOSSES.items() if issubclass(loss, TokenLoss)}
+    assert by_token - {"custom"} == {c.kind for c in CONFIGS}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

@@ -19,6 +19,7 @@ from mantissa.algorithms.correction import (
 from mantissa.algorithms.losses import (
     LOSSES,
     CISPOConfig,
+    CustomLossConfig,
     DAPOConfig,
     DPPOConfig,
     FlowRLConfig,
@@ -35,8 +36,8 @@ from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward, referenc
 
 __all__ = [
     "ADVANTAGES", "CORRECTION_PRESETS", "LOSSES", "Accumulator", "AdvantageKind", "AggregationKind", "AlgorithmConfig",
-    "CISPOConfig", "CorrectionConfig", "DAPOConfig", "DPPOConfig", "EntropyConfig", "FlowRLConfig", "GMPOConfig",
-    "GSPOConfig", "KLConfig", "Loss", "LossConfig", "PPOClipConfig", "PartitionSettings", "ReferenceConfig",
+    "CISPOConfig", "CorrectionConfig", "CustomLossConfig", "DAPOConfig", "DPPOConfig", "EntropyConfig", "FlowRLConfig",
+    "GMPOConfig", "GSPOConfig", "KLConfig", "Loss", "LossConfig", "PPOClipConfig", "PartitionSettings", "ReferenceConfig",
     "ReinforceConfig", "SAPOConfig", "advantage", "aggregation_scale",
     "correction", "importance_weights", "kl_loss", "kl_reward", "merge", "off_policy_mask", "reference_drift", "values",
 ]  # fmt: skip

@@ -38,9 +38,12 @@ class AlgorithmConfig(Config):
 
     advantage: AdvantageKind = Field(
         "dr_grpo",
-        description="grpo, dr_grpo, rloo, reinforce_pp or reinforce_pp_baseline; grpo where flowrl is given none.",
+        description="grpo, dr_grpo, rloo, reinforce_pp or reinforce_pp_baseline; grpo where flowrl has none.",
     )
-    loss: LossConfig = Field(PPOClipConfig(), description="The policy loss and its parameters.")
+    loss: LossConfig = Field(
+        PPOClipConfig(),
+        description="The policy loss and its parameters: a name, its fields, or package.module:function of one's own.",
+    )
     aggregation: AggregationKind = Field(
         "token_mean",
         description="How token losses become one number; seq_mean_token_mean where gspo or flowrl is given none.",
@@ -63,6 +66,8 @@ class AlgorithmConfig(Config):
     def _loss_by_name(cls, value: Any) -> Any:
         if isinstance(value, dict):
             return {"kind": "ppo_clip"} | value
+        if isinstance(value, str) and ":" in value:
+            return {"kind": "custom", "function": value}
         return {"kind": value} if isinstance(value, str) else value
 
     @model_validator(mode="before")

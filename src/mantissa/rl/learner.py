@@ -111,6 +111,7 @@ class Learner:
         self.model, self.kernels, self.ranks = model, kernels, ranks
         self.algorithm, self.config = algorithm, config
         self.temperature, self.seed = temperature, seed
+        algorithm.loss.prepare()
         norm = algorithm.aggregation == "seq_mean_token_sum_norm"
         self.aggregation_length = aggregation_length if norm else None
         # Keep the graph of ``score`` for the update, where it can serve: it has no entropies' graph.
