@@ -35,9 +35,10 @@ from mantissa.algorithms.losses import (
 from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward, reference_drift
 
 __all__ = [
-    "ADVANTAGES", "CORRECTION_PRESETS", "LOSSES", "Accumulator", "AdvantageKind", "AggregationKind", "AlgorithmConfig",
-    "CISPOConfig", "CorrectionConfig", "CustomLossConfig", "DAPOConfig", "DPPOConfig", "EntropyConfig", "FlowRLConfig",
-    "GMPOConfig", "GSPOConfig", "KLConfig", "Loss", "LossConfig", "PPOClipConfig", "PartitionSettings", "ReferenceConfig",
-    "ReinforceConfig", "SAPOConfig", "advantage", "aggregation_scale",
-    "correction", "importance_weights", "kl_loss", "kl_reward", "merge", "off_policy_mask", "reference_drift", "values",
+    "ADVANTAGES", "CORRECTION_PRESETS", "LOSSES", "Accumulator", "AdvantageKind", "AggregationKind",
+    "AlgorithmConfig", "CISPOConfig", "CorrectionConfig", "CustomLossConfig", "DAPOConfig", "DPPOConfig",
+    "EntropyConfig", "FlowRLConfig", "GMPOConfig", "GSPOConfig", "KLConfig", "Loss", "LossConfig", "PPOClipConfig",
+    "PartitionSettings", "ReferenceConfig", "ReinforceConfig", "SAPOConfig", "advantage", "aggregation_scale",
+    "correction", "importance_weights", "kl_loss", "kl_reward", "merge", "off_policy_mask", "reference_drift",
+    "values",
 ]  # fmt: skip

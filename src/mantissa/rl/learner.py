@@ -67,11 +67,11 @@ from mantissa.training import (
     StepOutcome,
     adamw,
     adaptive_clip_,
-    first_nonfinite,
     flushed_fraction,
     gradients_of,
     learning_rate,
     master_weights,
+    where_nonfinite,
 )
 
 
@@ -149,7 +149,7 @@ class Learner:
             watched = nn.ModuleDict({"policy": self.model, "partition": flow.head})
 
         def diagnose(backward: Backward) -> str:
-            found = self.ranks.gather(first_nonfinite(watched, lambda: backward(scaler.scale)))
+            found = self.ranks.gather(where_nonfinite(watched, lambda: backward(scaler.scale)))
             # the sum over ranks carries it to all parameters: what saw it in an output saw it where it began
             return min(found, key=lambda text: (text.startswith("nothing"), "the output of" not in text))
 
