@@ -39,6 +39,8 @@ COMBINATIONS = [
     ("bf16-train-fp16-rollout", "gspo", "seq_mean_token_mean", "dr_grpo", "geometric"),
     ("fp8", "ppo_clip", "seq_mean_token_sum_norm", "rloo", "token_tis_normalized"),
     ("fp8-rollout", "ppo_clip", "token_mean", "grpo", "bypass"),
+    ("nvfp4", "ppo_clip", "token_mean", "grpo", "token_tis"),
+    ("int4-rollout", "ppo_clip", "token_mean", "grpo", "token_tis"),
     ("bf16", "gmpo", "seq_mean_token_mean", "reinforce_pp_baseline", "sequence_mis"),
 ]
 
@@ -99,7 +101,7 @@ def test_every_choice_runs_and_measures_itself(
     assert len(rollouts) == 32
     check_row_against_rollouts(last, rollouts, 32 if kind == "reinforce_pp" else 4)
     gap = last["gap/abs_logp_diff_mean"]
-    apart = precision in ("bf16-train-fp16-rollout", "fp8-rollout")
+    apart = precision in ("bf16-train-fp16-rollout", "fp8-rollout", "int4-rollout")
     assert (gap > 1e-4) == apart  # the same format on both sides: rounding only
     assert load_model(run.policy_path).config.vocab_size == 13
 
