@@ -40,7 +40,7 @@ from mantissa.rl.assemble import place
 from mantissa.rl.config.sections import LossScalingConfig
 from mantissa.rl.exact import exact_plan, prove
 from mantissa.rl.score import Entropies, Forward, forward
-from mantissa.training import Backward, OptimizerStep, adamw, first_nonfinite, master_weights
+from mantissa.training import Backward, OptimizerStep, adamw, master_weights, where_nonfinite
 from mantissa.verl.batch import Rows, by_temperature
 from mantissa.verl.checkpoint import Checkpoints
 from mantissa.verl.engine_options import EngineOptions
@@ -143,7 +143,7 @@ class MantissaEngine(BaseEngine):
         )
 
         def diagnose(backward: Backward) -> str:
-            found = self.ranks.gather(first_nonfinite(self.module, lambda: backward(scaler.scale)))
+            found = self.ranks.gather(where_nonfinite(self.module, lambda: backward(scaler.scale)))
             return min(found, key=lambda text: (text.startswith("nothing"), "the output of" not in text))
 
         seed = int(get(self.engine_config, "seed", 42))
