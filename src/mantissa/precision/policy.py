@@ -25,6 +25,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from mantissa.base.bounds import LARGEST_SIZE
 from mantissa.base.config import Section
 from mantissa.base.errors import MantissaError, nearest
+from mantissa.precision import cpu
 from mantissa.precision.emulation import Emulation
 from mantissa.precision.formats import ALIASES, BF16, DIAL, E4M3, E5M2, FP32, NumberFormat, format_named
 from mantissa.precision.schemes import SCHEMES
@@ -214,7 +215,9 @@ class PrecisionPolicy(Section):
         "scoring forward is left out.",
     )
     backend: Literal["auto", "native", "simulated"] = Field(
-        "auto", description="Which kernel family; auto: native on CUDA, simulated for fp16 and bf16 on a CPU."
+        "auto",
+        description="Which kernel family; auto: native on CUDA, and for bf16 on a CPU that "
+        "multiplies it itself; simulated for fp16, and for bf16 on others.",
     )
     fallback: Literal["error", "warn"] = Field(
         "error", description="Where the GPU lacks a format's arithmetic: refuse, or warn and use fp32."
@@ -515,6 +518,9 @@ def _resolve_base(role: str, requested: str, policy: PrecisionPolicy, device: to
         return ResolvedRole(role, requested, fmt, "native", "fp32 is what a CPU computes in")
     if policy.backend == "native":
         why = "asked for: the CPU's own half kernels, whose speed and sum order vary by CPU"
+        return ResolvedRole(role, requested, fmt, "native", why)
+    if fmt is BF16 and policy.backend == "auto" and policy.kernels == "fast" and cpu.bf16_products().own:
+        why = "this CPU multiplies bf16 itself, faster than fp32; fp32 sums, each result rounded once"
         return ResolvedRole(role, requested, fmt, "native", why)
     why = f"a CPU: values on the {fmt.name} grid in fp32, each result and gradient rounded, fp32 accumulation"
     return ResolvedRole(role, requested, fmt, "simulated", why)
