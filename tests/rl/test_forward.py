@@ -291,3 +291,53 @@ def test_a_graph_of_other_weights_or_another_batch_is_not_used_and_is_let_go(lea
     first = scored(other)
     other.step.updates += 1  # as if a step had been taken since
     assert update_of(other, first)[2] == 1
+
+
+# Entropy's gradient, and a row that learns nothing
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_an_entropy_asked_for_as_differentiable_has_its_gradient(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    """Against autograd through a plain forward in float64; in one part, and with logits computed again."""
+    sequences = build([(PROMPTS[i], RESPONSES[i]) for i in range(4)])
+    tokens = int(sequences.mask_BR.sum())
+    monkeypatch.setattr(module, "_LOGITS_AT_ONCE", -(-tokens * 13 // parts))
+    monkeypatch.setattr(module, "_ENTROPY_AT_ONCE", 13 * 2)
+    weight_N = torch.rand(tokens, generator=torch.Generator().manual_seed(1))
+    assert forward(model, NativeKernels(FP32), sequences, 0.7, entropies=True).entropy_N.requires_grad is False
+    passed = forward(model, NativeKernels(FP32), sequences, 0.7, entropies="differentiable")
+    (passed.entropy_N * weight_N).sum().backward()
+    ours = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    position_N, _ = sequences.response_tokens()
+    hidden_BTE = model(sequences.tokens_BT, NativeKernels(FP32))
+    logits_NV = model.logits(hidden_BTE.flatten(0, 1)[position_N], NativeKernels(FP32)).double()
+    expected_N = torch.distributions.Categorical(logits=logits_NV / 0.7).entropy()
+    torch.testing.assert_close(passed.entropy_N.double(), expected_N, atol=1e-6, rtol=0)
+    (expected_N * weight_N.double()).sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_padding_row_learns_as_a_head_alone(tied: bool) -> None:
+    """As with ``padding_idx``: its embedding has no gradient, and where the head is tied its product still has one."""
+    config = ModelConfig("llama", 13, 32, 48, 2, 4, 2, 8, tie_word_embeddings=tied, initializer_range=0.3)
+    model = Decoder(config).initialize(torch.Generator().manual_seed(3))
+    sequences = build([([1, 2], [4, 4, 3]), ([4, 1], [5, 6])])
+
+    def gradient(row: int | None) -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        model.padding_row = row
+        logp_N = forward(model, NativeKernels(FP32), sequences, 1.0).logp_N
+        logp_N.sum().backward()
+        return logp_N.detach(), model.model.embed_tokens.weight.grad.clone()
+
+    (logp_N, plain), (same_N, ours) = gradient(None), gradient(4)
+    assert torch.equal(logp_N, same_N)
+    others = torch.arange(13) != 4
+    assert torch.equal(plain[others], ours[others])
+    assert not torch.equal(plain[4], ours[4])
+    assert bool(ours[4].any()) is tied

@@ -409,3 +409,22 @@ def test_a_find_that_only_the_tail_has_does_not_count(piece: int) -> None:
         return "#" * len(tokens) if len(tokens) > 20 else decode([piece] * len(tokens))
 
     assert not StopStrings((PIECES[piece],), cutting).completed([0] * 100)
+
+
+def test_an_interrupted_call_ends_with_the_tokens_that_it_had(build: Build) -> None:
+    """Those are the first of what the whole call gives; what never began has none, and the engine serves on."""
+    engine, _ = build(slots=2)
+    requests = [Request((1, 2, 3), seed, 2) for seed in range(3)]
+    params = SamplingParams(max_tokens=12)
+    whole = flat(engine.generate(requests, params, 1))
+    left = iter(range(5))
+    engine.interrupted = lambda: next(left, None) is None
+    cut = flat(engine.generate(requests, params, 1))
+    assert [completion.finish_reason for completion in cut] == ["abort"] * 6
+    assert sorted(len(completion.tokens) for completion in cut) == [0, 0, 0, 0, 6, 6]  # the first, and five steps
+    for ours, theirs in zip(cut, whole, strict=True):
+        assert ours.tokens == theirs.tokens[: len(ours.tokens)]
+        assert torch.equal(ours.logp_T, theirs.logp_T[: len(ours.tokens)])
+        assert ours.key == theirs.key
+    engine.interrupted = lambda: False
+    assert flat(engine.generate(requests, params, 1))[0].tokens == whole[0].tokens

@@ -92,6 +92,10 @@ class CorrectionConfig(Config):
     veto_below: float | None = Field(
         None, gt=0, lt=1, description="Drop a sequence with any token whose r is below this, for example 1e-4."
     )
+    mask_negative_above: float | None = Field(
+        None, gt=0, description="A response with a negative advantage has weight 0 while its mean of log(rollout / "
+        "current) is above this, in nats a token (off-policy sequence masking of arXiv 2512.02556)."
+    )  # fmt: skip
     bypass: bool = Field(
         False, description="The loss's ratio is current / rollout, not current / old: two policies instead of three, "
         "so no weights. The old log-probs are still computed: the gap and any rejection are of them."
@@ -246,6 +250,22 @@ def importance_weights(
     with torch.no_grad():
         finite_BT, log_r_BT = _log_ratio(logp_BT, rollout_logp_BT, mask_BT, config.whole_sequences)
         return _weights(log_r_BT, valid_BT & finite_BT, config, logp_BT.dtype)
+
+
+def off_policy_mask(
+    logp_BT: Tensor, rollout_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor, above: float
+) -> tuple[Tensor, dict[str, Accumulator]]:
+    """Which sequences keep their weight (bool B): not those of A < 0 with mean_t(logp_rollout - logp) > ``above``.
+
+    arXiv 2512.02556, section 3.1. What the policy has already left behind is not pushed down any further; what it did
+    well is kept however far it is. ``logp_BT``: the *current* policy's, so the answer changes within an update.
+    ``mask_BT``: the response tokens; those with a log-prob that is not finite leave the mean. The masked stay in the
+    loss's denominator. Floats one dtype, nothing carries a gradient. Metric: ``correction/off_policy_masked_fraction``.
+    """
+    finite_BT, log_r_BT = _log_ratio(logp_BT.detach(), rollout_logp_BT, mask_BT, whole=False)
+    mean_B = -log_r_BT.sum(-1) / finite_BT.sum(-1).clamp(min=1)
+    masked_B = (advantage_B < 0) & (mean_B > above) & finite_BT.any(-1)
+    return ~masked_B, {"correction/off_policy_masked_fraction": Accumulator.of("mean", masked_B, mask_BT.any(-1))}
 
 
 def _log_ratio(logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor, whole: bool) -> tuple[Tensor, Tensor]:

@@ -297,8 +297,8 @@ POLICY_METRICS: tuple[Metric, ...] = (
     Metric("policy/ratio_max", "max_t exp(logp_theta - logp_old)", "1"),
     Metric("policy/kl_old", "mean_t(ratio - 1 - log ratio), the k3 estimate of KL(old || theta)", "nats/token",
            source="Schulman 2020, k3"),
-    Metric("policy/clip_fraction", "share of tokens whose gradient the clip takes away (cispo: whose weight it bounds)",
-           "fraction"),
+    Metric("policy/clip_fraction", "share of tokens whose gradient the clip takes away (cispo, dppo: or whose weight "
+           "it bounds)", "fraction"),
     Metric("policy/alpha_mean", "mean_t alpha, alpha = logp_theta - logp_old: how far the learner moved; 0 "
            "with one update a batch, but for the order of sums", "nats", source=_TRL),
     Metric("policy/alpha_abs_mean", "mean_t|alpha|, over every response token that the update computed", "nats",
@@ -335,6 +335,18 @@ REFERENCE_METRICS: tuple[Metric, ...] = (
            "tokens", (0.0, 0.0), "by definition"),
 )  # fmt: skip
 
+# Where a recipe asks for what they are of.
+OBJECTIVE_METRICS: tuple[Metric, ...] = (
+    Metric("policy/entropy_bonus", "coefficient x sum over tokens of scale x entropy, taken off the loss", "1"),
+    Metric(
+        "correction/off_policy_masked_fraction",
+        "share of sequences whose weight mask_negative_above made 0: A < 0 "
+        "and mean_t(logp_rollout - logp_theta) above it",
+        "fraction",
+        source="arXiv 2512.02556",
+    ),
+)
+
 ADVANTAGE_METRICS: tuple[Metric, ...] = (
     Metric("advantage/degenerate_group_fraction", "share of groups whose rewards are all equal", "fraction"),
     Metric("advantage/abs_max", "max|A|", "1"),
@@ -350,5 +362,6 @@ ALL_METRICS: tuple[Metric, ...] = (
     *POLICY_METRICS,
     *FLOWRL_METRICS,
     *REFERENCE_METRICS,
+    *OBJECTIVE_METRICS,
     *ADVANTAGE_METRICS,
 )

@@ -155,6 +155,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.lora: LoraShape | None = None  # set where adapters were attached (``lora.attach``)
+        self.padding_row: int | None = None  # a token whose embedding learns nothing, as Hugging Face's padding_idx
         self.packed_head: Tensor | None = None  # a tied head in its product's layout, beside the embedding (``copies``)
         self.model = Backbone(config)
         self.lm_head = None if config.tie_word_embeddings else Projection(config.hidden_size, config.vocab_size, False)
@@ -192,6 +193,8 @@ class Decoder(nn.Module):
         angles_BTD = torch.cat((angles_BTd, angles_BTd), dim=-1)
         cos, sin = angles_BTD.cos(), angles_BTD.sin()
         x_BTE = kernels.embedding(tokens_BT, self.model.embed_tokens.weight)
+        if self.padding_row is not None and x_BTE.requires_grad:
+            x_BTE = torch.where((tokens_BT == self.padding_row).unsqueeze(-1), x_BTE.detach(), x_BTE)
         added_BTE: Tensor | None = None
         for index, layer in enumerate(self.model.layers):
             x_BTE, added_BTE = layer(x_BTE, added_BTE, cos, sin, index, attend, kernels)

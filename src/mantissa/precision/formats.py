@@ -221,6 +221,19 @@ def _int32(value: int, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=torch.int32, device=device)
 
 
+def round_bounded_(y: Tensor, fmt: NumberFormat) -> Tensor:
+    """Round ``y`` (fp32, |y| at most about ``fmt.largest``, or NaN) to the grid in place; every zero becomes +0.
+
+    The number added is 1.5 * 2^(e + 23 - m): the sum lies in a binade whose spacing is the grid's, 2^(e - m), and its
+    addition rounds to nearest, ties to even, as the format does. Below the smallest normal the spacing stays.
+    """
+    least = (128 - fmt.bias) << 23  # the bits of the smallest normal
+    raise_by = ((23 - fmt.mantissa_bits) << 23) + 0x400000
+    bits = y.view(torch.int32) & 0x7F800000
+    number = bits.clamp_min_(least).add_(raise_by).view(torch.float32)
+    return y.add_(number).sub_(number)
+
+
 def round_by_arithmetic(x: Tensor, fmt: NumberFormat) -> Tensor:
     """The reference: round onto the grid of ``fmt`` with float64 arithmetic only, in the dtype of ``x``.
 

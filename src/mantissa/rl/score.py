@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,7 @@ from mantissa.training import load_weights
 _LOGITS_AT_ONCE = 1 << 25  # 128 MiB of fp32
 _ENTROPY_AT_ONCE = 1 << 21  # values: what a cache holds
 
+Entropies = bool | Literal["differentiable"]
 OnLogits = Callable[[int, Tensor], None]  # is shown logits (n,V, detached) of the response tokens from this number on
 
 
@@ -116,8 +117,8 @@ def _first_alike(rows_BT: Tensor) -> Tensor:
 class Forward:
     """What a forward gives: ``logp_N`` (fp32, differentiable), and where it was asked for the rest (fp32).
 
-    ``entropy_N``: of the distributions that the log-probs are of, without gradient. ``prompt_BE``: the mean of the
-    final hidden states over each sequence's prompt.
+    ``entropy_N``: of the distributions that the log-probs are of, without gradient unless that was asked for.
+    ``prompt_BE``: the mean of the final hidden states over each sequence's prompt.
     """
 
     logp_N: Tensor
@@ -132,12 +133,13 @@ def forward(
     temperature: float,
     *,
     prompts: bool = False,
-    entropies: bool = False,
+    entropies: Entropies = False,
     look: OnLogits | None = None,
 ) -> Forward:
     """Log-prob of each response token, with ``prompts`` each prompt's mean hidden state, with ``entropies`` those too.
 
-    ``look`` is shown the logits, once, part by part.
+    Entropies have a gradient only where they are asked for as ``differentiable``. ``look`` is shown the logits, once,
+    part by part.
 
     A prompt that several sequences share is computed once, and only positions that predict a response token reach the
     output projection.
@@ -160,7 +162,7 @@ def _head(
     hidden_NE: Tensor,
     token_N: Tensor,
     temperature: float,
-    entropies: bool,
+    entropies: Entropies,
     look: OnLogits | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each token after its hidden state, and the entropy there where it is asked for; ``Forward``'s."""
@@ -175,7 +177,8 @@ def _head(
         logp_n = kernels.token_logprob(logits_nV, token_n, temperature)
         if not entropies:
             return logp_n, None
-        some = logits_nV.detach().split(max(1, _ENTROPY_AT_ONCE // len(weight_VE)))
+        watched_nV = logits_nV if entropies == "differentiable" else logits_nV.detach()
+        some = watched_nV.split(max(1, _ENTROPY_AT_ONCE // len(weight_VE)))
         return logp_n, torch.cat([entropy(logits, temperature) for logits in some])
 
     parts = -(-len(token_N) * len(weight_VE) // _LOGITS_AT_ONCE)

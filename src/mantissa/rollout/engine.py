@@ -71,6 +71,7 @@ class NativeEngine:
         self.slots, self.max_length = slots, max_length
         self.device = torch.device(device)
         self.keeps_calls = False
+        self.interrupted: Callable[[], bool] = lambda: False  # asked before every step of ``generate``
         self.calls: list[Call] = []
         self._decode_text = decode_text
         self._copies = CopiedPolicy(config, kernels, self.device, "sync", pack=True)
@@ -145,7 +146,7 @@ class NativeEngine:
     ) -> list[list[Completion]]:
         self._cache.restart()
         setup = (self.model, kernels, self.kv_format, self._cache, requests, params, self._version, self._decode_text)
-        generation = Generation(*setup, watched, forced)
+        generation = Generation(*setup, watched, forced, self.interrupted)
         try:
             with torch.no_grad():
                 return generation.run()

@@ -36,7 +36,7 @@ from mantissa.model import Decoder
 from mantissa.precision import NumberFormat, round_cached
 from mantissa.rollout.cache import KVCache
 from mantissa.rollout.sampling import request_keys, sample, uniforms
-from mantissa.rollout.types import Completion, Request, SamplingParams
+from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams
 
 _ROOM = 8  # characters at the start of a tail that may be rendered otherwise than in the whole text
 
@@ -89,6 +89,7 @@ class Generation:
 
     ``watched``: the number of a job (a sample; all of all requests, in order) that ``kernels``, traced, take notes of.
     ``forced``: for each job the tokens that it has to take, whatever is drawn; None where it may draw.
+    ``interrupted``: asked before every step; once it says so, what is not finished ends as it is.
     """
 
     model: Decoder
@@ -101,6 +102,7 @@ class Generation:
     decode_text: Callable[[Sequence[int]], str] | None
     watched: int | None = None
     forced: Sequence[Sequence[int] | None] | None = None
+    interrupted: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         self.slots, self.device = self.cache.slots, self.cache.device
@@ -138,9 +140,15 @@ class Generation:
 
     def run(self) -> list[list[Completion]]:
         """Sample everything."""
-        self._admit(np.arange(0))
-        while self._active:
-            self._admit(self._decode_step())
+        holes = np.arange(0)
+        while not self.interrupted():
+            self._admit(holes)
+            if not self._active:
+                break
+            holes = self._decode_step()
+        else:
+            self._close(holes)
+        self._abort()
         return [[completion for completion in row if completion is not None] for row in self._completions]
 
     # Decode
@@ -299,15 +307,24 @@ class Generation:
         length = self._forced_J[self._job_S[slots]]
         finished = np.where(length > 0, counts >= length, stopped | (counts >= self.params.max_tokens))
         for i in np.flatnonzero(finished):
-            self._complete(int(slots[i]), bool(stopped[i]))
+            self._complete(int(slots[i]), "stop" if stopped[i] else "length")
         return slots[finished]
 
-    def _complete(self, slot: int, stopped: bool) -> None:
+    def _abort(self) -> None:
+        """End what is not finished: rows in use with the tokens that they have, what waits with none."""
+        for slot in range(self._active):
+            self._complete(slot, "abort")
+        for job, (request, number) in enumerate(self._jobs):
+            if self._completions[request][number] is None:
+                nothing = Completion((), torch.zeros(0), "abort", self.version, self._key_of[job])
+                self._completions[request][number] = nothing
+
+    def _complete(self, slot: int, reason: FinishReason) -> None:
         count, (request, number) = int(self._count_S[slot]), self._jobs[self._job_S[slot]]
         self._completions[request][number] = Completion(
             tokens=tuple(self._tokens_ST[slot, :count].tolist()),
             logp_T=torch.tensor(self._logp_ST[slot, :count]),
-            finish_reason="stop" if stopped else "length",
+            finish_reason=reason,
             policy_version=self.version,
             key=self._key_of[self._job_S[slot]],
         )

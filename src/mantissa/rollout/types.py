@@ -15,7 +15,7 @@ from torch import Tensor
 from mantissa.base.errors import MantissaError
 from mantissa.model import CopiedPolicy
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class Completion:
     """One sampled response.
 
     ``tokens``: the response's token ids, a stop token included. ``logp_T``: fp32, CPU, under the distribution sampled
-    from. ``policy_version``: the weights that sampled it. ``finish_reason``: ``stop`` or ``length`` (truncated).
+    from. ``policy_version``: the weights that sampled it. ``finish_reason``: ``stop``, ``length`` (truncated) or, where
+    the engine was interrupted, ``abort``: then with the tokens that it had by then, perhaps none.
     ``key``: of the uniforms that its tokens were drawn by (``sampling.py``); None where another engine drew them.
     """
 

@@ -37,7 +37,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, cast
 from urllib.parse import urlencode
 
 import torch
@@ -384,7 +384,7 @@ class VllmEngine:
 
     def _completion(self, output: VllmOutput, params: SamplingParams) -> Completion:
         tokens, where = output.tokens, self._link.where
-        if output.finish_reason not in get_args(FinishReason):
+        if output.finish_reason not in ("stop", "length"):
             why = f"for another reason than its end or its length: {output.finish_reason}"
             raise MantissaError(f"{where} ended a sample {why}")
         reason = cast(FinishReason, output.finish_reason)

@@ -1,0 +1,79 @@
+"""What a verl job may say to Mantissa's engine, beyond verl's own keys.
+
+verl's section of an engine has one free dictionary, ``actor.fsdp_config.mixed_precision``, which its own FSDP engine
+reads its dtypes from. For ``strategy=mantissa`` it holds these keys; all of them have a default, and an unknown one is
+an error. Formats that it does not name are those of verl's keys: ``actor.fsdp_config.dtype`` of the learner and, until
+the options say another, of the rollout too, and ``ref.fsdp_config.dtype`` of a reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from mantissa.base.config import Section
+from mantissa.base.errors import MantissaError
+from mantissa.precision import PrecisionPolicy
+from mantissa.rl.config.sections import LossScalingConfig
+from mantissa.training import Masters, Moments
+
+WHERE = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
+
+
+class EngineOptions(Section):
+    """The keys of ``mixed_precision`` for ``strategy=mantissa``."""
+
+    called: ClassVar[str] = WHERE
+
+    precision: str | dict[str, Any] | None = Field(
+        None,
+        description="A preset's name, or fields of a policy (docs/precision.md); null: verl's dtype for learner and "
+        "rollout, with exact kernels. A rollout that is not named is as the learner.",
+    )
+    loss_scaling: LossScalingConfig | None = Field(None, description="Of an fp16 learner; null: the defaults.")
+    shard: Literal["fsdp2", "ddp"] = Field(
+        "fsdp2", description="Over verl's ranks: a slice of each tensor on each, or whole copies."
+    )
+    moments: Moments = Field("fp32", description="Adam's; 8bit: in blocks of 256, by torchao.")
+    masters: Masters = Field("fp32", description="bf16_stochastic, bf16_kahan: bf16 weights.")
+    eps: float = Field(1e-8, gt=0, description="Adam's epsilon, in fp32.")
+    length: int | None = Field(
+        None,
+        ge=2,
+        description="Tokens of the longest prompt and response together, which exact kernels are proven for; null: "
+        "the model's positions, which takes longer to prove.",
+    )
+    rows: int | None = Field(
+        None, ge=1, description="Positions of the largest product; null: those of the largest micro-batch."
+    )
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None) -> EngineOptions:
+        """From verl's dictionary, or what stands for none."""
+        values = {str(key): _plain(value) for key, value in dict(given or {}).items()}
+        if "param_dtype" in values or "reduce_dtype" in values or "buffer_dtype" in values:
+            raise MantissaError(
+                f"{WHERE}: param_dtype, reduce_dtype and buffer_dtype are FSDP's; with strategy=mantissa the learner's "
+                "format is precision.train, and masters and sums of gradients are fp32; leave them out"
+            )
+        return cls(**values)
+
+    def policy(self, dtype: str) -> PrecisionPolicy:
+        """The formats of the job's roles. ``dtype``: what verl's key says of the learner, where the options do not."""
+        if self.precision is None:
+            return PrecisionPolicy(train=dtype, rollout=dtype, kernels="exact")
+        if isinstance(self.precision, str) or "preset" in self.precision:
+            return PrecisionPolicy.parse(self.precision)
+        given = {"train": dtype, **self.precision}
+        return PrecisionPolicy.parse({"rollout": given["train"], **given})
+
+
+def _plain(value: Any) -> Any:
+    """omegaconf's containers as Python's: pydantic takes no others."""
+    if hasattr(value, "items"):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) or type(value).__name__ == "ListConfig":
+        return [_plain(each) for each in value]
+    return value

@@ -1,0 +1,17 @@
+"""What ``actor_rollout_ref.model.external_lib=mantissa.verl.plugin`` imports in each process that reads the model's
+configuration: it registers what a job names. An error here ends the job and is seen, as one in an entry point is not.
+"""
+
+from __future__ import annotations
+
+from mantissa.verl.version import check_version
+
+check_version()
+
+from mantissa.verl import agents, rollout  # noqa: E402 - what is wrong with verl is said first
+from mantissa.verl import engine as engine  # noqa: E402
+from mantissa.verl import fsdp as fsdp  # noqa: E402
+from mantissa.verl import transfer as transfer  # noqa: E402
+
+agents.register()
+rollout.register()

@@ -1,0 +1,277 @@
+"""One rollout server of a verl job, without Ray and verl: requests in, sampled tokens out.
+
+Requests that arrive one by one are sampled together: while a turn is sampled, in a thread of its own, others gather for
+the next one. What a request gets depends on its prompt, its parameters and its draws' key alone, and (with exact
+kernels) not on its company, so turns are a matter of speed.
+
+The key is made of the job's seed, what the agent loop says of the request (``seed`` among its parameters: a function
+of step, prompt and sample; ``agents.py``) and the prompt's tokens. So a job that is run again, or resumed, samples the
+same whatever the order of arrival. A request of another agent loop has no ``seed``: it is then keyed by how many with
+the same prompt came before it, which only repeats where they arrive alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mantissa.base.device import be_deterministic
+from mantissa.base.errors import MantissaError
+from mantissa.base.seeds import derive_seed
+from mantissa.kernels import probe, rollout_kernels
+from mantissa.model import Tokenizer, load_tokenizer
+from mantissa.model.config import ModelConfig, read_config
+from mantissa.model.hub import find_model
+from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.rollout import NativeEngine
+from mantissa.rollout.types import Completion, Request, SamplingParams
+from mantissa.verl.wire import Setup
+
+_LOG = logging.getLogger(__name__)
+# What verl and its agent loops send, with the one value that changes nothing, or None where any is honoured.
+_NEUTRAL: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_p": 0.0,
+    "min_tokens": 0,
+    "n": 1,
+    "best_of": 1,
+}
+_LENGTHS_AND_ENDS = ("max_tokens", "max_new_tokens", "stop", "stop_token_ids", "ignore_eos")
+_KNOWN = ("temperature", "top_p", "top_k", "seed", "logprobs", *_LENGTHS_AND_ENDS)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a server: tokens of prompt and response by verl's keys, rows decoded together, and the draws' first seed."""
+
+    prompt: int
+    response: int
+    slots: int
+    seed: int
+    ignore_eos: bool = False
+    most: int | None = None  # ``rollout.max_model_len``
+
+    @property
+    def longest(self) -> int:
+        """Tokens of one sample, prompt and response together."""
+        return min(self.prompt + self.response, self.most or self.prompt + self.response)
+
+
+def sampling(given: Mapping[str, Any], prompt: int, limits: Limits, eos: Sequence[int]) -> SamplingParams:
+    """The parameters of one request with ``prompt`` tokens, or ``MantissaError`` with the one that is not honoured.
+
+    verl's defaults: as many tokens as ``response_length``, and as prompt and response may have together; end tokens are
+    the model's own unless ``ignore_eos``. ``top_k`` of -1 is off.
+    """
+    for name, value in given.items():
+        if name not in _KNOWN and name not in _NEUTRAL:
+            raise MantissaError(f"rollout.name=mantissa: sampling parameter {name}={value!r} is not supported")
+        if name in _NEUTRAL and value not in (None, _NEUTRAL[name]):
+            raise MantissaError(
+                f"rollout.name=mantissa: sampling parameter {name}={value!r} is not supported, for the learner's "
+                f"log-probs know nothing of it; only {_NEUTRAL[name]} is"
+            )
+    wanted = given.get("max_tokens", given.get("max_new_tokens"))
+    if wanted is None:
+        wanted = min(limits.response, limits.prompt + limits.response - prompt)
+    room = limits.longest - prompt
+    if room < 1:
+        raise MantissaError(
+            f"a prompt of {prompt} tokens leaves no room in {limits.longest}; raise rollout.prompt_length, or shorten "
+            "it"
+        )
+    ends = () if given.get("ignore_eos", limits.ignore_eos) else tuple(eos)
+    stop = given.get("stop") or ()
+    return SamplingParams(
+        max_tokens=max(1, min(int(wanted), room)),
+        temperature=float(given.get("temperature", 1.0)),
+        top_k=max(int(given.get("top_k", -1)), 0),
+        top_p=float(given.get("top_p", 1.0)),
+        stop_token_ids=tuple(dict.fromkeys((*ends, *(given.get("stop_token_ids") or ())))),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+    )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``stopped``: verl's word for why it ended. ``step``: the trainer's step whose weights sampled it."""
+
+    tokens: list[int]
+    logprobs: list[float] | None
+    stopped: str
+    step: int | None
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    request: Request
+    params: SamplingParams
+    future: asyncio.Future[Completion]
+
+
+class Serving:
+    """A server of one replica. ``load`` gives it weights; every method is of one event loop."""
+
+    def __init__(self, model: str, limits: Limits, device: torch.device, replica: int = 0) -> None:
+        folder = find_model(model)
+        self.limits, self.device, self.replica = limits, device, replica
+        self.config: ModelConfig = read_config(folder)
+        self.tokenizer: Tokenizer = load_tokenizer(folder, self.config.vocab_size)
+        self.step: int | None = None
+        self.evidence = ""
+        self._setup: Setup | None = None
+        self._engine: NativeEngine | None = None
+        self._version = -1
+        self._waiting: list[_Waiting] = []
+        self._turns: asyncio.Task[None] | None = None
+        self._open, self._stopping = asyncio.Event(), False
+        self._open.set()
+        self._rejecting = False
+        self._seen: collections.Counter[bytes] = collections.Counter()
+        self._warned = False
+        # One thread for all that computes: torch's number of threads belongs to a thread, and the plan to that number.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mantissa-rollout")
+
+    # weights
+
+    async def load(self, setup: Setup, weights: Mapping[str, Tensor], step: int | None) -> None:
+        """Take new weights: fp32 masters by name, rounded once to the rollout's format."""
+        await self._in_thread(lambda: self._load(setup, weights))
+        self.step = step if step is not None else self.step
+        self._seen.clear()
+
+    def _load(self, setup: Setup, weights: Mapping[str, Tensor]) -> None:
+        if self._setup != setup or self._engine is None:
+            self._engine = self._new_engine(setup)
+            self._setup = setup
+        self._version += 1
+        self._engine.sync(weights, self._version)
+
+    def _new_engine(self, setup: Setup) -> NativeEngine:
+        torch.set_num_threads(setup.threads)
+        be_deterministic(self.device)
+        precision = resolve(PrecisionPolicy.parse(setup.policy), self.device)
+        kernels = rollout_kernels(precision, setup.plan)
+        if self._setup != setup:  # proven here: this may be another machine than the learner's
+            self.evidence = probe(kernels, self.device)
+        if precision.rollout.exact and setup.length < self.limits.longest:
+            raise MantissaError(
+                f"mixed_precision.length={setup.length}: prompt and response may have {self.limits.longest} tokens "
+                "(rollout.prompt_length + rollout.response_length), and exact kernels are proven for fewer; raise it"
+            )
+        engine = NativeEngine(
+            self.config,
+            kernels,
+            kv_format=precision.kv_cache.active,
+            slots=self.limits.slots,
+            max_length=self.limits.longest,
+            device=self.device,
+            decode_text=self.tokenizer.decode,
+        )
+        engine.interrupted = lambda: self._stopping
+        return engine
+
+    async def release(self) -> None:
+        """Give weights and cache back; the next ``load`` makes them anew."""
+
+        def drop() -> None:
+            self._engine = None
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+        await self._in_thread(drop)
+
+    # requests
+
+    async def generate(self, prompt: Sequence[int], given: Mapping[str, Any]) -> Answer:
+        """Sample one response. After ``abort`` it waits for ``go_on``, or is turned away where that was asked for."""
+        params = sampling(given, len(prompt), self.limits, self.tokenizer.eos_ids)
+        request = Request(tuple(map(int, prompt)), self._key(prompt, given.get("seed")))
+        while not self._open.is_set():
+            if self._rejecting:
+                return Answer([], None, "aborted", self.step)
+            await self._open.wait()
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiting(request, params, future))
+        if self._turns is None or self._turns.done():
+            self._turns = asyncio.create_task(self._work())
+        done = await future
+        logprobs = done.logp_T.tolist() if given.get("logprobs", False) else None
+        return Answer(
+            list(done.tokens), logprobs, "aborted" if done.finish_reason == "abort" else "completed", self.step
+        )
+
+    def _key(self, prompt: Sequence[int], seed: object) -> int:
+        """The seed of a request's draws."""
+        text = hashlib.sha256(",".join(map(str, prompt)).encode()).digest()
+        if seed is not None:
+            return derive_seed(self.limits.seed, "verl", str(seed), text.hex())
+        if not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "requests come without a seed, from an agent loop that is not Mantissa's: their draws follow the order "
+                "of arrival, and a second run may sample otherwise"
+            )
+        self._seen[text] += 1
+        return derive_seed(self.limits.seed, "arrival", self.replica, str(self.step), self._seen[text], text.hex())
+
+    async def _work(self) -> None:
+        """Turns, until nothing waits."""
+        await asyncio.sleep(0.005)  # what comes together is decoded together
+        while self._waiting:
+            turn = [each for each in self._waiting if each.params == self._waiting[0].params]
+            self._waiting = [each for each in self._waiting if each.params != turn[0].params]
+            try:
+                requests = [each.request for each in turn]
+                found = await self._in_thread(self._sampler(requests, turn[0].params))
+            except Exception as error:  # noqa: BLE001 - it is the requests' own, which wait for it
+                for each in turn:
+                    each.future.set_exception(error)
+                continue
+            for each, (completion,) in zip(turn, found, strict=True):
+                each.future.set_result(completion)
+
+    def _sampler(self, requests: list[Request], params: SamplingParams) -> Callable[[], list[list[Completion]]]:
+        def run() -> list[list[Completion]]:
+            if self._engine is None:
+                raise MantissaError(
+                    "the rollout server holds no weights: none came yet, or it sleeps; verl sends them with "
+                    "update_weights"
+                )
+            return self._engine.generate(requests, params, self._version)
+
+        return run
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    # stopping and going on
+
+    async def abort(self, reject: bool = False) -> None:
+        """End every request with the tokens that it has, and hold (or turn away) what comes until ``go_on``."""
+        self._open.clear()
+        self._rejecting, self._stopping = reject, True
+        if self._turns is not None:
+            await self._turns
+        self._stopping = False
+
+    async def drained(self) -> None:
+        """Wait until what is being sampled is done."""
+        if self._turns is not None:
+            await self._turns
+
+    async def go_on(self) -> None:
+        """The end of ``abort``."""
+        self._rejecting = False
+        self._open.set()

@@ -1,0 +1,74 @@
+"""What a rollout has to know of the learner besides its weights, and how both travel.
+
+Formats, the exact kernels' plan and the number of threads are found where the learner is, and hold for both or for
+neither. They travel as JSON: to a server of a hybrid job beside the weights, to a standalone one as one more tensor of
+bytes among them, for a checkpoint engine of verl carries tensors and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mantissa.base.bounds import boundary
+from mantissa.base.errors import MantissaError
+from mantissa.base.readers.json import parse_json
+from mantissa.kernels import ExactPlan
+from mantissa.kernels.exact.plan import AttentionChoice, Choice
+
+TENSOR = "mantissa.setup"  # the name of the tensor of bytes; no weight has a name like it
+
+
+@dataclass(frozen=True)
+class Setup:
+    """``policy``: the precision, as it was asked for. ``plan``: of exact kernels on a CPU, else None. ``threads``:
+    torch's, of the learner. ``length``: tokens of the longest sequence that they were proven for."""
+
+    policy: Mapping[str, Any]
+    plan: ExactPlan | None
+    threads: int
+    length: int
+
+    def to_json(self) -> str:
+        plan = None if self.plan is None else dataclasses.asdict(self.plan)
+        if plan is not None:
+            for field in ("products", "names"):
+                plan[field] = [[list(size), value] for size, value in plan[field].items()]
+        return json.dumps(dict(vars(self)) | {"policy": dict(self.policy), "plan": plan})
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Setup:
+        """The inverse of ``to_json``. ``MantissaError`` for anything else."""
+        with boundary("the learner's setup", "learner and rollout are of two versions of mantissa; install one"):
+            values = parse_json(text.encode() if isinstance(text, str) else text)
+            plan = values["plan"]
+            if plan is not None:
+                products = {tuple(size): _choice(Choice, each) for size, each in plan["products"]}
+                names = {tuple(size): name for size, name in plan["names"]}
+                attention, threads = _choice(AttentionChoice, plan["attention"]), tuple(plan["threads"])
+                plan = ExactPlan(products, attention, names, plan["checked"], threads, plan["length"])
+            return Setup(values["policy"], plan, values["threads"], values["length"])
+
+    def to_tensor(self) -> Tensor:
+        """As bytes: uint8, one dimension."""
+        return torch.frombuffer(bytearray(self.to_json().encode()), dtype=torch.uint8)
+
+    @staticmethod
+    def take_from(weights: dict[str, Tensor]) -> Setup:
+        """Take the tensor of bytes out of ``weights`` and read it. ``MantissaError`` where there is none."""
+        if TENSOR not in weights:
+            raise MantissaError(
+                "rollout.name=mantissa: weights came without their precision: the learner is not Mantissa's; set "
+                "actor_rollout_ref.actor.strategy=mantissa, or another rollout"
+            )
+        return Setup.from_json(bytes(weights.pop(TENSOR).cpu().tolist()))
+
+
+def _choice(kind: Any, values: dict[str, Any]) -> Any:
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

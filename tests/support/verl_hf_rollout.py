@@ -1,0 +1,116 @@
+"""Another rollout for the tests' verl jobs: transformers' model in a Ray actor, its weights by Ray's object store."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import ray
+import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.replica import RolloutReplica, TokenOutput
+
+
+class Server:
+    """Generates one request at a time, with a cache; the draws of a prompt's n-th request are the same in every run."""
+
+    def __init__(self, path: str, response_length: int, dtype: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(1)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        self.model.eval()
+        self.length, self.step = response_length, None
+        self.asked: dict[str, int] = {}
+
+    def _generator(self, prompt: Sequence[int]) -> torch.Generator:
+        key = f"{self.step} {list(prompt)}"
+        self.asked[key] = self.asked.get(key, 0) + 1
+        seed = int.from_bytes(hashlib.sha256(f"{key} {self.asked[key]}".encode()).digest()[:7], "big")
+        return torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def _forward(self, tokens: Sequence[int], cache: Any = None) -> Any:
+        return self.model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+
+    async def generate(self, request_id: str, prompt_ids: Any, sampling_params: Any, **_: Any) -> TokenOutput:
+        prompt = [int(token) for token in prompt_ids]
+        generator, tokens, logps = self._generator(prompt), [], []
+        temperature = float(sampling_params.get("temperature", 1.0))
+        out = self._forward(prompt)
+        for _ in range(int(sampling_params.get("max_tokens") or self.length)):
+            logits = out.logits[0, -1].float()
+            logp = torch.log_softmax(logits / (temperature or 1.0), -1)
+            greedy = temperature == 0
+            token = int(logits.argmax() if greedy else torch.multinomial(logp.exp(), 1, generator=generator))
+            tokens.append(token)
+            logps.append(float(logp[token]))
+            if token == self.model.config.eos_token_id:
+                break
+            out = self._forward([token], out.past_key_values)
+            await asyncio.sleep(0)
+        return TokenOutput(
+            token_ids=tokens,
+            log_probs=logps,
+            stop_reason="completed",
+            num_preempted=0,
+            extra_fields={"global_steps": self.step},
+        )
+
+    async def update_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        missing, unexpected = self.model.load_state_dict(weights, strict=False)
+        assert (missing, unexpected) == ([], [])
+
+    async def set_global_steps(self, step: int) -> None:
+        self.step = step
+
+    async def nothing(self, *arguments: Any, **named: Any) -> None:
+        """What a server with a cache of its own would do, when asked to free or to refill it."""
+
+    wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = nothing
+    abort_all_requests = resume_generation = start_profile = stop_profile = nothing
+
+
+class HfReplica(RolloutReplica):
+    async def launch_servers(self) -> None:
+        node = await self.workers[0].__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
+        server = (
+            ray.remote(Server)
+            .options(
+                name=f"hf_test_server_{self.replica_rank}",
+                num_cpus=0,
+                max_concurrency=self.max_concurrency,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+            )
+            .remote(self.model_config.path, self.config.response_length, self.config.dtype)
+        )
+        await server.clear_kv_cache.remote()
+        self.servers, self._server_handle, self._server_address = [server], server, f"ray:{self.replica_rank}"
+
+
+class ServerAdapter(BaseRollout):
+    """In the learner's process: hands its weights to the server of this rank's replica."""
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
+        super().__init__(config, model_config, device_mesh)
+        size = config.tensor_model_parallel_size * config.data_parallel_size * config.pipeline_model_parallel_size
+        self.replica, self.rank = divmod(int(os.environ["RANK"]), size)
+
+    async def resume(self, tags: Any) -> None:
+        return None
+
+    async def release(self) -> None:
+        return None
+
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], wire_format: str = "", global_steps: Any = None, **_: Any
+    ) -> None:
+        whole = {name: tensor.detach().cpu() for name, tensor in weights}  # on every rank: the gathering is collective
+        if self.rank == 0:
+            server = ray.get_actor(f"hf_test_server_{self.replica}")
+            await server.update_weights.remote(whole)
+            await server.set_global_steps.remote(global_steps)

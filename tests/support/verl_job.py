@@ -1,0 +1,266 @@
+"""One job of verl's own trainer on a tiny model, on this machine's processor: what the tests of the plugin run.
+
+``python -m verl.trainer.main_ppo`` starts a Ray of its own on the loopback, which ends with it. Each process of a job
+carries a tag in its environment, by which what may be left of it is found, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import string
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+_TAG = "MANTISSA_TEST_JOB"
+_CHARACTERS = string.digits + string.ascii_letters + " +-*/=.?!:\n"
+_LOOPBACK = "127.0.0.2"  # Ray puts the machine's outward address in the place of 127.0.0.1
+ACTOR, MODEL, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout", "ref"))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What became of a job. ``metrics``: by step, as verl's ``file`` logger wrote them."""
+
+    code: int
+    log: str
+    metrics: dict[int, dict[str, Any]]
+    folder: Path
+    seconds: float
+
+    def checkpoint(self, step: int) -> Path:
+        """The actor's folder in the checkpoint after ``step``."""
+        return self.folder / "checkpoints" / f"global_step_{step}" / "actor"
+
+
+class JobError(AssertionError):
+    """A job that ended otherwise than was expected; its text is the log's end."""
+
+
+def run_job(
+    folder: Path,
+    *overrides: str,
+    steps: int = 2,
+    ranks: int = 1,
+    rollout: str = "hf_test",
+    external_lib: str = "verl_test_parts",
+    environment: Mapping[str, str] | None = None,
+    seconds: float = 600,
+    fails: bool = False,
+    address: str | None = None,
+) -> Job:
+    """Run a GRPO job of ``steps`` steps, whose checkpoints are in ``folder``; a second call there resumes.
+
+    ``overrides``: verl's, after the defaults below, so they win. ``rollout``: the rollout's name, which
+    ``external_lib`` registers (``hf_test`` is transformers' generation, in ``verl_test_parts``). ``environment``: more
+    variables. ``fails``: the job must end with an error, which is not raised. ``address``: of a Ray
+    that is there (``verl_nodes``), of one of its own otherwise.
+    Raises ``JobError`` with the log's end where the job ends otherwise, or takes longer than ``seconds``.
+    """
+    make_inputs(folder)
+    tag, short = uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix="verl", dir="/tmp"))  # sockets want a short path
+    log, rows = folder / "job.log", folder / f"metrics-{tag[:8]}.jsonl"
+    defaults = _defaults(folder, short, steps, ranks, rollout)
+    if f"{ACTOR}.strategy=mantissa" in overrides:  # whose keys there are its own
+        defaults = [each for each in defaults if ".mixed_precision." not in each]
+    if address is not None:
+        defaults = [each for each in defaults if "ray_init" not in each]
+        defaults += [f"+ray_kwargs.ray_init.address={address}", "~ray_kwargs.ray_init.num_cpus"]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *defaults]
+    command += [f"{MODEL}.external_lib={external_lib}", *overrides]
+    begun = time.monotonic()
+    try:
+        with log.open("w") as out:
+            job = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=job_environment(rows, tag, environment or {}),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = job.wait(seconds)
+            except subprocess.TimeoutExpired:
+                code = -1
+    finally:
+        end_processes(tag)
+        shutil.rmtree(short, ignore_errors=True)
+    text = log.read_text(errors="replace")
+    if (code == 0) == fails:
+        said = "no end within its time" if code == -1 else f"exit status {code}"
+        raise JobError(f"{said} after {time.monotonic() - begun:.0f} s: {' '.join(overrides)}\n{text[-6000:]}")
+    lines = rows.read_text().splitlines() if rows.exists() else []
+    metrics = {row["step"]: row["data"] for row in map(json.loads, lines)}
+    return Job(code, text, metrics, folder, time.monotonic() - begun)
+
+
+def end_processes(tag: str) -> None:
+    """Kill every process whose environment has the tag, until none is left: Ray's raylet and its workers among them."""
+    for _ in range(50):
+        left = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _tagged(pid, tag)]
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+    raise AssertionError(f"processes {left} of job {tag} do not end")
+
+
+def _tagged(pid: int, tag: str) -> bool:
+    try:
+        return f"{_TAG}={tag}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def job_environment(rows: Path, tag: str, more: Mapping[str, str]) -> dict[str, str]:
+    """Of every process of a job, or of a Ray for one."""
+    paths = [str(ROOT / "src"), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "VERL_PLATFORM": "cpu",
+        "VERL_FILE_LOGGER_PATH": str(rows),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HYDRA_FULL_ERROR": "1",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        _TAG: tag,
+        **more,
+    }
+
+
+def _defaults(folder: Path, short: Path, steps: int, ranks: int, rollout: str) -> list[str]:
+    """GRPO on the tiny model: eight prompts of four answers a step, one update of them, everything in fp32."""
+    ray = "+ray_kwargs.ray_init."
+    return [
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={folder}/train.parquet",
+        f"data.val_files={folder}/val.parquet",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=16",
+        "data.max_response_length=16",
+        "data.dataloader_num_workers=0",
+        "data.shuffle=False",
+        f"{MODEL}.path={folder}/model",
+        f"{MODEL}.use_remove_padding=False",
+        f"{MODEL}.enable_gradient_checkpointing=False",
+        f"+{MODEL}.override_config.attn_implementation=sdpa",
+        f"{ACTOR}.strategy=fsdp2",
+        f"{ACTOR}.ppo_mini_batch_size=8",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
+        f"{ACTOR}.use_torch_compile=False",
+        f"{ACTOR}.fsdp_config.use_torch_compile=False",
+        f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp32",
+        f"{ACTOR}.optim.lr=1e-3",
+        f"{REF}.log_prob_micro_batch_size_per_gpu=8",
+        f"{REF}.fsdp_config.model_dtype=fp32",
+        f"{REF}.fsdp_config.use_torch_compile=False",
+        f"+{REF}.fsdp_config.mixed_precision.param_dtype=fp32",
+        f"{ROLLOUT}.name={rollout}",
+        f"{ROLLOUT}.n=4",
+        f"{ROLLOUT}.dtype=float32",
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=8",
+        f"{ROLLOUT}.agent.num_workers=1",
+        f"{ROLLOUT}.calculate_log_probs=True",
+        "reward.num_workers=1",
+        f"reward.custom_reward_function.path={ROOT}/tests/support/verl_test_reward.py",
+        "reward.custom_reward_function.name=compute_score",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "trainer.device=cpu",
+        f"trainer.n_gpus_per_node={ranks}",
+        "trainer.nnodes=1",
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=1",
+        "trainer.val_before_train=False",
+        "trainer.logger=[console,file]",
+        f"trainer.default_local_dir={folder}/checkpoints",
+        "ray_kwargs.ray_init.num_cpus=8",
+        f"{ray}num_gpus={ranks}",
+        f"{ray}_node_ip_address={_LOOPBACK}",
+        f"{ray}_temp_dir={short}",
+        f"{ray}include_dashboard=False",
+        f"{ray}object_store_memory=200000000",
+    ]
+
+
+def make_inputs(folder: Path) -> None:
+    """A Qwen3 of two layers with random weights (seed 0), a tokenizer of characters, and 64 sums as verl's columns."""
+    if (folder / "val.parquet").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    _make_model(folder / "model")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    draw, rows = random.Random(0), []
+    for index in range(64):
+        a, b = draw.randrange(100), draw.randrange(100)
+        rows.append(
+            {
+                "data_source": "sums",
+                "prompt": [{"role": "user", "content": f"{a}+{b}"}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+                "extra_info": {"index": index, "split": "train"},
+            }
+        )
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(rows[:8]), folder / "val.parquet")
+
+
+def _make_model(folder: Path) -> None:
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    special: Sequence[str] = ("<pad>", "<eos>", "<bos>", "<unk>")
+    vocabulary = {token: index for index, token in enumerate((*special, *_CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
+    )
+    wrapped.chat_template = (
+        "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}={% endif %}"
+    )
+    wrapped.save_pretrained(folder)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(vocabulary),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=256,
+            tie_word_embeddings=False,
+            bos_token_id=2,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+    )
+    # transformers makes the pad token's row zero, and a random policy samples it as any other.
+    model.model.embed_tokens.weight.data[0].normal_(0, 0.02)
+    model.save_pretrained(folder)

@@ -1,0 +1,212 @@
+"""verl's own trainer on our learner and engine: ``actor.strategy=mantissa``, ``rollout.name=mantissa``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_job import ACTOR, MODEL, REF, ROLLOUT, ROOT, Job, JobError, run_job
+from verl_nodes import ray_nodes
+
+pytestmark = [pytest.mark.verl, pytest.mark.slow]
+
+ORDERED = (
+    "trainer.v1.sampler.custom_sampler.path=pkg://mantissa.verl.replay",
+    "trainer.v1.sampler.custom_sampler.name=OrderedReplayBuffer",
+)
+_KILL = "MANTISSA_TEST_KILL"
+
+
+def mantissa_job(folder: Path, options: str, *overrides: str, **more: Any) -> Job:
+    """A job on our engine and rollout; ``options``: of ``mixed_precision``."""
+    ours = (f"{ACTOR}.strategy=mantissa", f"+{ACTOR}.fsdp_config.mixed_precision={options}")
+    return run_job(folder, *ours, *overrides, rollout="mantissa", external_lib="mantissa.verl.plugin", **more)
+
+
+def exact(name: str, *more: str) -> str:
+    """Options of a job in one format, exact."""
+    return "{" + ",".join((f"precision:{{train:{name},rollout:{name},kernels:exact}}", "length:32", *more)) + "}"
+
+
+def what_repeats(job: Job) -> dict[int, dict[str, Any]]:
+    """A job's metrics but for times, memory and throughput."""
+    timed = ("timing", "perf", "actor/perf", "actor/mfu")
+    return {step: {k: v for k, v in row.items() if not k.startswith(timed)} for step, row in job.metrics.items()}
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_rollout_old_and_update_have_equal_log_probs(tmp_path: Path, name: str) -> None:
+    """Every one of thousands: what the rollout said, verl's ``old_log_prob``, and the update's own forward."""
+    sizes = ("data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=32", f"{ROLLOUT}.n=8")
+    job = mantissa_job(tmp_path, exact(name), *sizes)
+    compared = sum(row["actor/mantissa/logprobs_compared"] for row in job.metrics.values())
+    different = [
+        row[f"actor/mantissa/logprobs_unlike_{of}"] for row in job.metrics.values() for of in ("rollout", "old")
+    ]
+    print(f"{name}: {different} of {compared:.0f} log-probs differ; {job.seconds:.0f} s")
+    assert sorted(job.metrics) == [1, 2]
+    assert compared > 5000
+    assert different == [0.0] * 4
+    assert all(row["training/rollout_probs_diff_max"] == 0.0 for row in job.metrics.values())
+    assert all(row["actor/mantissa/skipped"] == 0 for row in job.metrics.values())
+    assert job.metrics[1]["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("shard", ["fsdp2", "ddp"])
+def test_two_ranks_with_a_reference_and_an_entropy_bonus(tmp_path: Path, shard: str) -> None:
+    """Each rank has a server of its own; the policy that is saved is one that ``mantissa sample`` loads."""
+    job = mantissa_job(
+        tmp_path,
+        exact("bf16", f"shard:{shard}"),
+        *ORDERED,
+        f"{ACTOR}.use_kl_loss=True",
+        f"{ACTOR}.entropy_coeff=0.01",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+        f"{ACTOR}.optim.lr_warmup_steps=2",
+        f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        ranks=2,
+    )
+    for row in job.metrics.values():
+        assert row["actor/mantissa/logprobs_compared"] > 0
+        assert row["actor/mantissa/logprobs_unlike_rollout"] == 0
+        assert row["actor/entropy_loss"] > 0
+    assert job.metrics[1]["actor/lr"] == pytest.approx(0.5e-3)  # verl's warm-up: the next step's
+    assert job.metrics[2]["actor/lr"] == pytest.approx(1e-3)
+    assert job.metrics[1]["actor/kl_loss"] == 0  # the first policy is the reference
+    done = subprocess.run(
+        [sys.executable, "-m", "mantissa.cli", "sample", str(job.checkpoint(2) / "huggingface"), "12+34"],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}/src"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("victim", ["WorkerDict", "TaskRunner", "Server"])
+def test_a_killed_job_goes_on_with_the_metrics_of_an_undisturbed_one(
+    tmp_path: Path, undisturbed: Job, victim: str
+) -> None:
+    """SIGKILL of a learner's worker, of the trainer, of a rollout server, after the second step."""
+    with pytest.raises(JobError):
+        killed_job(tmp_path, victim)
+    resumed = what_repeats(mantissa_job(tmp_path, exact("fp16"), *ORDERED, steps=5))
+    expected = what_repeats(undisturbed)
+    assert set(resumed) <= set(expected)
+    assert max(resumed) == 5
+    for step, row in resumed.items():
+        assert row == expected[step], step
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Five steps in one go; and two of them once more, which gives the same."""
+    job = mantissa_job(tmp_path_factory.mktemp("undisturbed"), exact("fp16"), *ORDERED, steps=5)
+    assert sorted(job.metrics) == [1, 2, 3, 4, 5]
+    return job
+
+
+def killed_job(folder: Path, victim: str) -> None:
+    """A job of which one process is killed as soon as its second step is logged. Raises ``JobError``."""
+    tag = uuid.uuid4().hex
+    ended = threading.Event()
+
+    def kill() -> None:
+        while not ended.wait(0.2):
+            rows = [line for path in folder.glob("metrics-*.jsonl") for line in path.read_text().splitlines()]
+            if any(json.loads(row)["step"] >= 2 for row in rows if row.endswith("}")):
+                for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+                    if _is(pid, tag, victim):
+                        os.kill(pid, signal.SIGKILL)
+                        return
+
+    watcher = threading.Thread(target=kill)
+    watcher.start()
+    try:
+        mantissa_job(folder, exact("fp16"), *ORDERED, steps=5, environment={_KILL: tag}, seconds=300)
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def _is(pid: int, tag: str, victim: str) -> bool:
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+        return f"{_KILL}={tag}".encode() in Path(f"/proc/{pid}/environ").read_bytes() and f"ray::{victim}" in title
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (f"{MODEL}.lora_rank=8", "actor_rollout_ref.model.lora_rank: LoRA is not supported"),
+        (f"{ROLLOUT}.tensor_model_parallel_size=2", "tensor_model_parallel_size=2: a server is one process"),
+        (f"+{ACTOR}.fsdp_config.mixed_precision.lenght=3", "unknown setting 'lenght'; did you mean 'length'?"),
+    ],
+)
+def test_what_is_not_supported_ends_the_job_before_a_step(tmp_path: Path, override: str, said: str) -> None:
+    """By the name of its key, in the job's log."""
+    ranks = 2 if "parallel" in override else 1
+    job = mantissa_job(tmp_path, exact("fp32"), override, ranks=ranks, fails=True)
+    assert not job.metrics
+    assert said in job.log
+
+
+def test_a_spike_costs_verl_no_batch(tmp_path: Path) -> None:
+    """The loss scale begins where the first backward overflows: it is repeated lower, and the step is taken."""
+    job = mantissa_job(
+        tmp_path, exact("fp16", "loss_scaling:{initial:16777216.0,retries:12}"), f"{REF}.fsdp_config.dtype=float16"
+    )
+    first = job.metrics[1]
+    assert first["actor/mantissa/overflows"] > 0
+    assert first["actor/mantissa/retried"] == 1
+    assert first["actor/mantissa/skipped"] == 0
+    assert job.metrics[2]["actor/mantissa/loss_scale"] == first["actor/mantissa/loss_scale"]
+
+
+def test_a_standalone_server_is_given_formats_and_plan_with_the_weights(tmp_path: Path) -> None:
+    """verl's ``separate_async``: one worker learns, another process samples, and weights go through Ray's store."""
+    separate = "trainer.v1.separate_async"
+    job = mantissa_job(
+        tmp_path,
+        exact("fp16"),
+        "trainer.v1.trainer_mode=separate_async",
+        f"{separate}.parameter_sync_step=1",
+        f"{separate}.num_warmup_batches=0",
+        "actor_rollout_ref.hybrid_engine=False",
+        f"{ROLLOUT}.nnodes=1",
+        f"{ROLLOUT}.n_gpus_per_node=1",
+        f"{ROLLOUT}.checkpoint_engine.backend=mantissa_ray",
+        "++ray_kwargs.ray_init.num_gpus=2",
+    )
+    for row in job.metrics.values():
+        assert row["actor/mantissa/logprobs_compared"] > 0
+        assert row["training/rollout_probs_diff_max"] == 0
+
+
+def test_two_nodes_have_equal_log_probs(tmp_path: Path) -> None:
+    """A learner's rank and a server on each of two Ray nodes."""
+    sizes = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16", f"{ROLLOUT}.n=8", "trainer.nnodes=2")
+    with ray_nodes(tmp_path, 2) as address:
+        job = mantissa_job(tmp_path, exact("fp16"), *sizes, *ORDERED, address=address)
+    compared = sum(row["actor/mantissa/logprobs_compared"] for row in job.metrics.values())
+    print(f"two nodes: {compared:.0f} log-probs compared; {job.seconds:.0f} s")
+    for row in job.metrics.values():
+        assert row["actor/mantissa/logprobs_unlike_rollout"] == 0
+        assert row["training/rollout_probs_diff_max"] == 0
+    nodes = {
+        line.split("on node ")[1][:8]
+        for line in job.log.splitlines()
+        if ("mantissa server" in line and "on node" in line)
+    }
+    assert len(nodes) == 2

@@ -1,0 +1,363 @@
+"""The plugin's parts that need no verl: options, refusals, schedules, rows, the setup's way, a server's requests."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mantissa.base.errors import MantissaError
+from mantissa.base.seeds import generator
+from mantissa.model import Decoder, ModelConfig, byte_tokenizer, save_model
+from mantissa.precision import resolve
+from mantissa.rl.exact import exact_plan
+from mantissa.verl import refusals
+from mantissa.verl.batch import Rows, by_temperature
+from mantissa.verl.engine_options import EngineOptions
+from mantissa.verl.schedule import Schedule
+from mantissa.verl.serving import Answer, Limits, Serving, sampling
+from mantissa.verl.wire import TENSOR, Setup
+
+LIMITS = Limits(prompt=8, response=6, slots=4, seed=42)
+SHAPE = ModelConfig("qwen3", 258, 32, 48, 2, 4, 2, 8, qk_norm=True, initializer_range=0.3, max_position_embeddings=64)
+EXACT = {"train": "fp16", "rollout": "fp16", "kernels": "exact"}
+
+
+def optim(**fields: Any) -> SimpleNamespace:
+    """verl's section ``actor.optim``, with its defaults."""
+    defaults = {
+        "lr": 2.0,
+        "lr_scheduler_type": "constant",
+        "total_training_steps": -1,
+        "lr_warmup_steps": -1,
+        "lr_warmup_steps_ratio": 0.0,
+        "min_lr_ratio": None,
+        "num_cycles": 0.5,
+        "zero_indexed_step": True,
+    }
+    return SimpleNamespace(**defaults | fields)
+
+
+# Options
+
+
+def test_verl_s_dtype_is_the_format_of_what_the_options_do_not_name() -> None:
+    exact = EngineOptions.of(None).policy("float16")
+    assert (exact.train, exact.rollout, exact.kernels) == ("fp16", "fp16", "exact")
+    mixed = EngineOptions.of({"precision": {"rollout": "fp16"}}).policy("bfloat16")
+    assert (mixed.train, mixed.rollout, mixed.kernels) == ("bf16", "fp16", "fast")
+    one = EngineOptions.of({"precision": {"train": "fp16", "kernels": "exact"}}).policy("bfloat16")
+    assert (one.train, one.rollout) == ("fp16", "fp16")
+    assert EngineOptions.of({"precision": "bf16-train-fp16-rollout"}).policy("float32").rollout == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"lenght": 32}, "unknown setting 'lenght'; did you mean 'length'?"),
+        ({"precision": 16}, "precision"),
+        ({"param_dtype": "fp16"}, "precision.train"),
+        ({"shard": "zero3"}, "shard"),
+        ({"rows": 0}, "rows"),
+    ],
+)
+def test_a_wrong_option_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(MantissaError, match="mixed_precision") as caught:
+        EngineOptions.of(given)
+    assert said in str(caught.value)
+
+
+def test_a_wrong_key_of_the_precision_is_named() -> None:
+    with pytest.raises(MantissaError, match="trian"):
+        EngineOptions.of({"precision": {"trian": "fp16"}}).policy("float32")
+
+
+# Schedules
+
+
+def test_warm_up_rises_from_nothing_and_stays() -> None:
+    schedule = Schedule.of(optim(lr_warmup_steps=4))
+    assert [schedule.rate(step) for step in range(6)] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.0]
+    assert Schedule.of(optim(lr_warmup_steps_ratio=0.1, total_training_steps=20)).warmup == 2
+    assert Schedule.of(optim(lr_warmup_steps=None)).rate(0) == 2.0
+
+
+def test_a_cosine_falls_to_its_least() -> None:
+    schedule = Schedule.of(
+        optim(lr_scheduler_type="cosine", total_training_steps=10, lr_warmup_steps=2, min_lr_ratio=0.1)
+    )
+    assert schedule.rate(2) == pytest.approx(2.0)
+    assert schedule.rate(6) == pytest.approx(2.0 * 0.55)
+    assert schedule.rate(10) == pytest.approx(0.2)
+    assert schedule.rate(4) == pytest.approx(2.0 * (0.45 * math.cos(math.pi / 4) + 0.55))
+
+
+def test_a_cosine_without_an_end_is_refused() -> None:
+    with pytest.raises(MantissaError, match=r"trainer\.total_training_steps"):
+        Schedule.of(optim(lr_scheduler_type="cosine"))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "said"),
+    [
+        (refusals.of_model, {"lora_rank": 8}, "lora_rank"),
+        (refusals.of_model, {"lora": {"rank": 8}}, "lora_rank"),
+        (refusals.of_model, {"lora_adapter_path": "x"}, "lora_adapter_path"),
+        (refusals.of_model, {"hf_config": SimpleNamespace(vision_config={})}, "multimodal"),
+        (refusals.of_model, {"mtp": {"enable": True}}, "mtp"),
+        (refusals.of_model, {"use_liger": True}, "use_liger"),
+        (refusals.of_model, {"override_config": {"attn_implementation": "sdpa", "rope_theta": 1}}, "rope_theta"),
+        (refusals.of_optimizer, {"optimizer": "SGD"}, "SGD"),
+        (refusals.of_optimizer, {"override_optimizer_config": {"eps": 1}}, "mixed_precision.eps"),
+        (refusals.of_checkpoint, {"async_save": True}, "async_save"),
+        (refusals.of_checkpoint, {"save_contents": ["model", "weights"]}, "weights"),
+        (refusals.of_rollout, {"tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2"),
+        (refusals.of_rollout, {"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size=2"),
+        (refusals.of_rollout, {"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+        (refusals.of_rollout, {"quantization": "fp8"}, "quantization"),
+        (refusals.of_rollout, {"enable_rollout_routing_replay": True}, "routing_replay"),
+        (refusals.of_rollout, {"disaggregation": {"enabled": True}}, "disaggregation"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_its_key(section: Any, fields: dict[str, Any], said: str) -> None:
+    for form in (fields, SimpleNamespace(**fields)):
+        with pytest.raises(MantissaError, match="here: ") as caught:
+            refusals.refuse("here", section(form))
+        assert said in str(caught.value)
+    refusals.refuse("here", section({}))
+
+
+@pytest.mark.parametrize("fields", [{"param_offload": True}, {"ulysses_sequence_parallel_size": 2}, {"fsdp_size": 2}])
+def test_ways_to_shard_that_are_not_ours_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(MantissaError, match=next(iter(fields))):
+        refusals.refuse("here", refusals.of_engine(fields, ranks=4))
+    refusals.refuse("here", refusals.of_engine({"fsdp_size": 4}, ranks=4))
+
+
+def test_a_batch_of_another_kind_is_refused() -> None:
+    whole = {"prompts", "responses"}
+    refusals.refuse("here", refusals.of_batch({}, whole))
+    with pytest.raises(MantissaError, match="SFT"):
+        refusals.refuse("here", refusals.of_batch({}, {"input_ids"}))
+    with pytest.raises(MantissaError, match="router replay"):
+        refusals.refuse("here", refusals.of_batch({}, whole | {"routed_experts"}))
+
+
+# Rows
+
+
+def nested(rows: list[list[int]]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=6))
+def test_a_value_stands_one_place_before_its_token(lengths: list[tuple[int, int]]) -> None:
+    """verl reads the log-prob of the token at place i of a row at place i - 1."""
+    prompts = [[10 * row + j for j in range(size)] for row, (size, _) in enumerate(lengths)]
+    responses = [[100 * row + j + 7 for j in range(size)] for row, (_, size) in enumerate(lengths)]
+    ids = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    rows = Rows.of({"input_ids": nested(ids), "prompts": nested(prompts), "responses": nested(responses)})
+    position_N, token_N = rows.sequences.response_tokens()
+    assert token_N.tolist() == [token for response in responses for token in response]
+    values = token_N.float().requires_grad_()
+    got = rows.jagged(values)
+    for row, prompt, response in zip(got.unbind(), prompts, responses, strict=True):
+        expected = [0.0] * (len(prompt) - 1) + [float(token) for token in response] + [0.0]
+        assert row.tolist() == expected
+    got.values().sum().backward()
+    assert values.grad is not None
+    assert values.grad.eq(1).all()
+    assert len(position_N) == len(token_N)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    empty = torch.nested.nested_tensor_from_jagged(torch.tensor([1]), torch.tensor([0, 0, 1]))
+    with pytest.raises(MantissaError, match="empty"):
+        Rows.of({"input_ids": nested([[1], [2, 3]]), "prompts": empty, "responses": nested([[1], [2]])})
+
+
+def test_rows_go_by_their_temperature() -> None:
+    assert [(value, rows.tolist()) for value, rows in by_temperature(0.7, 3)] == [(0.7, [0, 1, 2])]
+    mixed = by_temperature(torch.tensor([1.0, 0.5, 1.0]), 3)
+    assert [(value, rows.tolist()) for value, rows in mixed] == [(0.5, [1]), (1.0, [0, 2])]
+    with pytest.raises(MantissaError, match=r"rollout\.temperature=0"):
+        by_temperature(0.0, 2)
+    with pytest.raises(MantissaError, match="2 temperatures of 3 rows"):
+        by_temperature(torch.tensor([1.0, 0.5]), 3)
+
+
+# What a request may ask
+
+
+def test_verl_s_defaults_of_a_request() -> None:
+    params = sampling({"temperature": 0.5, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0}, 5, LIMITS, (2, 3))
+    assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (6, 0.5, 0, 0.9)
+    assert params.stop_token_ids == (2, 3)
+    assert sampling({}, 10, LIMITS, ()).max_tokens == 4  # prompt and response share 14
+    assert sampling({"max_tokens": 3}, 10, LIMITS, ()).max_tokens == 3
+    assert sampling({"max_new_tokens": 99}, 10, LIMITS, ()).max_tokens == 4
+    assert sampling({"ignore_eos": True, "stop_token_ids": [9], "stop": "x"}, 5, LIMITS, (2,)).stop_token_ids == (9,)
+    assert sampling({}, 5, dataclasses.replace(LIMITS, most=7), ()).max_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2"),
+        ({"n": 2}, "n=2"),
+        ({"guided_json": "{}"}, "guided_json"),
+        ({"top_p": 0.0}, "top_p=0"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)
+def test_what_a_request_may_not_ask_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(MantissaError) as caught:
+        sampling(given, 5, LIMITS, ())
+    assert said in str(caught.value)
+
+
+def test_a_prompt_that_fills_everything_is_refused() -> None:
+    with pytest.raises(MantissaError, match="no room"):
+        sampling({}, 14, LIMITS, ())
+
+
+# The setup's way, and a server
+
+
+@pytest.fixture(scope="module")
+def policy() -> Decoder:
+    return Decoder(SHAPE).initialize(generator(3, "weights"))
+
+
+@pytest.fixture(scope="module")
+def setup(policy: Decoder) -> Setup:
+    precision = resolve(EngineOptions.of({"precision": EXACT}).policy("float32"), "cpu")
+    plan = exact_plan(precision, policy, torch.device("cpu"), 16, 64)
+    return Setup(EXACT, plan, torch.get_num_threads(), 16)
+
+
+def test_the_setup_travels_as_text_and_as_bytes(setup: Setup) -> None:
+    assert Setup.from_json(setup.to_json()) == setup
+    weights = {TENSOR: setup.to_tensor(), "w": torch.zeros(1)}
+    assert Setup.take_from(weights) == setup
+    assert list(weights) == ["w"]
+    with pytest.raises(MantissaError, match=r"actor\.strategy=mantissa"):
+        Setup.take_from(weights)
+    with pytest.raises(MantissaError, match="two versions"):
+        Setup.from_json(json.dumps({"plan": {}}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, policy: Decoder) -> Path:
+    path = tmp_path_factory.mktemp("model") / "model"
+    save_model(policy, byte_tokenizer(), path)
+    return path
+
+
+def served(
+    folder: Path,
+    setup: Setup,
+    policy: Decoder,
+    work: Callable[[Serving], Coroutine[Any, Any, Any]],
+    limits: Limits = LIMITS,
+) -> Any:
+    """What ``work`` gives with a server that holds the policy."""
+
+    async def run() -> Any:
+        serving = Serving(str(folder), limits, torch.device("cpu"))
+        await serving.load(setup, {name: p.detach() for name, p in policy.named_parameters()}, 3)
+        return await work(serving)
+
+    return asyncio.run(run())
+
+
+PROMPTS = [[5, 6, 7], [8], [5, 6, 7], [9, 10, 11, 12], [5, 6, 7]]
+
+
+async def ask(serving: Serving, order: list[int], **given: Any) -> dict[int, Answer]:
+    """Answers by number, the requests sent in this order; each with a seed of its own."""
+    tasks = {}
+    for number in order:
+        params = {"logprobs": True, "seed": number, **given}
+        tasks[number] = asyncio.create_task(serving.generate(PROMPTS[number], params))
+        await asyncio.sleep(0.01)  # some come while others are being sampled
+    return {number: await task for number, task in tasks.items()}
+
+
+def test_what_a_request_gets_does_not_depend_on_the_order_of_arrival(
+    folder: Path, setup: Setup, policy: Decoder
+) -> None:
+    """Same seeds, same draws, to the last bit of each log-prob; samples of one prompt are not each other's."""
+    forward = served(folder, setup, policy, lambda s: ask(s, [0, 1, 2, 3, 4]))
+    backward = served(folder, setup, policy, lambda s: ask(s, [4, 2, 3, 0, 1]))
+    assert forward == backward
+    assert len({tuple(forward[number].tokens) for number in (0, 2, 4)}) > 1
+    assert all(answer.step == 3 and answer.stopped == "completed" for answer in forward.values())
+    assert all(len(answer.logprobs or ()) == len(answer.tokens) > 0 for answer in forward.values())
+    without = served(folder, setup, policy, lambda s: ask(s, [0], logprobs=False))
+    assert without[0].logprobs is None
+    assert without[0].tokens == forward[0].tokens
+
+
+def test_a_request_without_a_seed_is_keyed_by_its_number_of_its_prompt(
+    folder: Path, setup: Setup, policy: Decoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def unseeded(serving: Serving) -> list[list[int]]:
+        return [(await serving.generate(PROMPTS[0], {})).tokens for _ in range(4)]
+
+    first = served(folder, setup, policy, unseeded)
+    assert served(folder, setup, policy, unseeded) == first
+    assert len(set(map(tuple, first))) > 1
+    assert "order of arrival" in caplog.text
+
+
+def test_an_abort_ends_what_is_sampled_and_holds_what_comes(folder: Path, setup: Setup, policy: Decoder) -> None:
+    async def work(serving: Serving) -> tuple[Answer, Answer, Answer, int]:
+        running = asyncio.create_task(serving.generate(PROMPTS[0], {"seed": 1, "logprobs": True, "ignore_eos": True}))
+        await asyncio.sleep(0.05)
+        await serving.abort(reject=True)
+        aborted = await running
+        turned_away = await serving.generate(PROMPTS[0], {"seed": 1})
+        await serving.abort()
+        held = asyncio.create_task(serving.generate(PROMPTS[1], {"seed": 1, "max_tokens": 2, "ignore_eos": True}))
+        await asyncio.sleep(0.05)
+        waiting = int(not held.done())
+        await serving.go_on()
+        return aborted, turned_away, await held, waiting
+
+    long = dataclasses.replace(LIMITS, response=50)
+    longer = dataclasses.replace(setup, length=64, plan=dataclasses.replace(setup.plan, length=64))
+    aborted, turned_away, held, waiting = served(folder, longer, policy, work, long)
+    assert aborted.stopped == "aborted"
+    assert len(aborted.tokens) == len(aborted.logprobs or ()) < 50
+    assert (turned_away.stopped, turned_away.tokens) == ("aborted", [])
+    assert waiting == 1
+    assert (held.stopped, len(held.tokens)) == ("completed", 2)
+
+
+def test_a_server_without_weights_says_so(folder: Path, setup: Setup, policy: Decoder) -> None:
+    async def work(serving: Serving) -> None:
+        await serving.release()
+        await serving.generate(PROMPTS[0], {"seed": 1})
+
+    with pytest.raises(MantissaError, match="holds no weights"):
+        served(folder, setup, policy, work)
+
+
+def test_a_plan_for_shorter_sequences_than_the_job_s_is_refused(folder: Path, setup: Setup, policy: Decoder) -> None:
+    with pytest.raises(MantissaError, match=r"mixed_precision\.length=16: .* 28 tokens"):
+        served(folder, setup, policy, lambda s: ask(s, [0]), dataclasses.replace(LIMITS, response=20))
