@@ -18,6 +18,7 @@ Legend: B rows, T tokens of a row, R response tokens right-padded, N response to
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -156,7 +157,9 @@ class MantissaEngine(BaseEngine):
             lambda _: self.schedule.rate(self.trainer_steps),
             clip,
             diagnose,
+            on_nonfinite=self.options.on_nonfinite,
             ranks=self.ranks,
+            given_up_level=logging.WARNING,
             masters=master_weights(self.options.masters, parameters, self.kernels.format, seed),
         )
 
@@ -227,6 +230,7 @@ class MantissaEngine(BaseEngine):
             "mantissa/overflows": [outcome.overflows],
             "mantissa/retried": [int(outcome.kind == "retried")],
             "mantissa/skipped": [int(not outcome.applied)],
+            "mantissa/lost_so_far": [self.step.skipped],
             "mantissa/max_scaled_grad": [outcome.max_scaled_grad],
         }
         return output

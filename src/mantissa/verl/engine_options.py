@@ -33,6 +33,10 @@ class EngineOptions(Section):
         "rollout, with exact kernels. A rollout that is not named is as the learner.",
     )
     loss_scaling: LossScalingConfig | None = Field(None, description="Of an fp16 learner; null: the defaults.")
+    on_nonfinite: Literal["skip", "stop"] = Field(
+        "skip",
+        description="A gradient that no lower scale makes finite: skip and count the batch, as verl does, or stop.",
+    )
     shard: Literal["fsdp2", "ddp"] = Field(
         "fsdp2", description="Over verl's ranks: a slice of each tensor on each, or whole copies."
     )
