@@ -208,3 +208,33 @@ def test_a_checkpoint_of_another_engine_is_refused(model: Path, tmp_path: Path) 
 
     with pytest.raises(MantissaError, match="written by another engine"):
         ours(model).load_checkpoint(str(tmp_path))
+
+
+def test_flowrl_s_update_is_that_of_the_other_engine(model: Path, tmp_path: Path) -> None:
+    """Loss, norm and head beside ``mantissa_fsdp2``'s, in fp32; and the head comes back from a checkpoint."""
+    from verl_engines import batch as flowrl_batch
+    from verl_engines import loss_of
+
+    def loss_function() -> Any:
+        return loss_of("flowrl", "seq-mean-token-mean", use_kl_loss=True, kl_loss_coef=0.0)
+
+    numbers = {"partition_lr": 5e-2}
+    mine = engine_of(model, "mantissa", {"precision": "fp32", "length": 32, "flowrl": numbers})
+    other = engine_of(model, "mantissa_fsdp2", {"param_dtype": "fp32", "flowrl": numbers})
+    outputs = []
+    for engine in (mine, other):
+        head = engine.flowrl.flow.weights["weight"].clone()
+        with engine.train_mode():
+            outputs.append(engine.train_batch(flowrl_batch(), loss_function()))
+        assert not torch.equal(engine.flowrl.flow.weights["weight"], head)
+    assert sum(outputs[0]["loss"]) == pytest.approx(sum(outputs[1]["loss"]), rel=1e-6)
+    assert outputs[0]["metrics"]["grad_norm"] == pytest.approx(outputs[1]["metrics"]["grad_norm"], rel=1e-5)
+    for name, value in mine.flowrl.flow.weights.items():
+        close = (value - other.flowrl.flow.weights[name]).abs() < 1e-3 * 5e-2
+        assert close.float().mean() > 0.95, name
+    mine.save_checkpoint(str(tmp_path / "actor"), global_step=1)
+    again = engine_of(model, "mantissa", {"precision": "fp32", "length": 32, "flowrl": numbers})
+    again.load_checkpoint(str(tmp_path / "actor"))
+    for name, value in mine.flowrl.flow.weights.items():
+        assert torch.equal(value, again.flowrl.flow.weights[name])
+    assert again.step.optimizer_tensors().keys() == mine.step.optimizer_tensors().keys()

@@ -210,3 +210,24 @@ def test_two_nodes_have_equal_log_probs(tmp_path: Path) -> None:
         if ("mantissa server" in line and "on node" in line)
     }
     assert len(nodes) == 2
+
+
+def test_flowrl_in_fp16_on_two_ranks(tmp_path: Path) -> None:
+    """Its loss, head and reference, with every log-prob equal to the rollout's."""
+    job = mantissa_job(
+        tmp_path,
+        exact("fp16", "flowrl:{partition_lr:0.01}"),
+        *ORDERED,
+        f"{ACTOR}.policy_loss.loss_mode=flowrl",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+        f"{ACTOR}.use_kl_loss=True",
+        f"{ACTOR}.kl_loss_coef=0",
+        f"{REF}.fsdp_config.dtype=float16",
+        ranks=2,
+    )
+    for row in job.metrics.values():
+        assert row["actor/mantissa/logprobs_unlike_rollout"] == 0
+        assert row["actor/mantissa/skipped"] == 0
+        assert row["actor/grad_norm"] > 0
+    assert job.metrics[1]["actor/kl_loss"] == 0  # the first policy is the reference, in the same format
+    assert job.metrics[1]["actor/flowrl/log_z"] != job.metrics[2]["actor/flowrl/log_z"]

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from mantissa.algorithms.losses.flowrl import FlowRLConfig
 from mantissa.base.config import Section
 from mantissa.base.errors import MantissaError
 from mantissa.precision import PrecisionPolicy
@@ -39,6 +40,9 @@ class EngineOptions(Section):
     )
     shard: Literal["fsdp2", "ddp"] = Field(
         "fsdp2", description="Over verl's ranks: a slice of each tensor on each, or whole copies."
+    )
+    flowrl: FlowRLConfig | None = Field(
+        None, description="FlowRL's numbers, with actor.policy_loss.loss_mode=flowrl: a recipe's algorithm.loss."
     )
     moments: Moments = Field("fp32", description="Adam's; 8bit: in blocks of 256, by torchao.")
     masters: Masters = Field("fp32", description="bf16_stochastic, bf16_kahan: bf16 weights.")
