@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from other_library import asked_library
+from other_library import asked_library, asked_processor
 from strict_promotion import StrictPromotion
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a script that put the suite in the background
@@ -21,7 +21,7 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 @pytest.fixture(scope="session", autouse=True)
 def _products() -> Iterator[None]:
     """For fixtures of any scope."""
-    with asked_library():
+    with asked_library(), asked_processor():
         yield
 
 

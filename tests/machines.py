@@ -4,7 +4,8 @@ What a library adds first differs with the processor, its widest instructions an
 presume it: one that needs two sides to differ makes the difference, one that needs them equal has a sum of our own.
 Each row below holds the libraries to what another machine would choose. ``steady`` and ``by-rows`` put a product of our
 own in the place of torch's, in the test's own process: one whose rows never depend on the batch, and one whose rows
-always do. A library ignores instructions that this processor lacks: such a row is then the machine as it is.
+always do. ``own-bf16`` is a processor that multiplies bf16 itself: others simulate it. A library ignores instructions
+that this processor lacks: such a row is then the machine as it is.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ MACHINES: dict[str, dict[str, str]] = {
     "two-threads": {"OMP_NUM_THREADS": "2"},
     "steady": {"MANTISSA_TEST_PRODUCTS": "steady"},
     "by-rows": {"MANTISSA_TEST_PRODUCTS": "by-rows"},
+    "own-bf16": {"MANTISSA_TEST_BF16": "own"},
 }
 
 

@@ -30,7 +30,16 @@ if TYPE_CHECKING:
     from mantissa.rl.score import forward, scatter, score
     from mantissa.rollout import NativeEngine, Request, SamplingParams
     from mantissa.tasks import Grader, build_task
-    from mantissa.training import OptimizerStep, ScalerConfig, adamw, distribute, learning_rate, scaler_for
+    from mantissa.training import (
+        OptimizerStep,
+        ScalerConfig,
+        adamw,
+        audit,
+        distribute,
+        first_nonfinite,
+        learning_rate,
+        scaler_for,
+    )
 
 __version__ = "0.1.0"
 _HOMES = {
@@ -50,7 +59,16 @@ _HOMES = {
     "rl.score": ["forward", "scatter", "score"],
     "rollout": ["NativeEngine", "Request", "SamplingParams"],
     "tasks": ["Grader", "build_task"],
-    "training": ["OptimizerStep", "ScalerConfig", "adamw", "distribute", "learning_rate", "scaler_for"],
+    "training": [
+        "OptimizerStep",
+        "ScalerConfig",
+        "adamw",
+        "audit",
+        "distribute",
+        "first_nonfinite",
+        "learning_rate",
+        "scaler_for",
+    ],
 }
 __all__ = [
     "CorrectionConfig",
@@ -72,12 +90,14 @@ __all__ = [
     "adamw",
     "advantage",
     "aggregation_scale",
+    "audit",
     "be_deterministic",
     "build_task",
     "correction",
     "derive_seed",
     "distribute",
     "emulated",
+    "first_nonfinite",
     "forward",
     "gap_metrics",
     "generator",

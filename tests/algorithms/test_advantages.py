@@ -23,6 +23,10 @@ def oracle(kind: str, rewards: list[float], groups: list[int]) -> list[float]:
         if len(set(rewards)) == 1:
             return [0.0] * len(rewards)
         return [(r - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6) for r in rewards]
+    if kind == "reinforce_pp_baseline":
+        centred = oracle("dr_grpo", rewards, groups)
+        spread = statistics.stdev(centred) if len(centred) > 1 else 0.0
+        return [r / (spread + 1e-6) for r in centred]
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
         others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and j != i]
@@ -80,7 +84,7 @@ def test_a_group_of_equal_infinities_is_unknown_and_not_zero(
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
     result, metrics = advantage(torch.tensor([*rewards, *[bad] * size]), torch.tensor([*groups, *[99] * size]), kind)
     assert not result[len(rewards) :].isfinite().any()
-    if kind == "reinforce_pp":
+    if kind.startswith("reinforce_pp"):
         assert not result.isfinite().any()
         return
     torch.testing.assert_close(result[: len(rewards)], advantage(torch.tensor(rewards), torch.tensor(groups), kind)[0])

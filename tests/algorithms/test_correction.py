@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from mantissa.algorithms import CORRECTION_PRESETS, CorrectionConfig, correction, importance_weights, values
+from mantissa.algorithms import (
+    CORRECTION_PRESETS,
+    CorrectionConfig,
+    correction,
+    importance_weights,
+    off_policy_mask,
+    values,
+)
 from mantissa.algorithms.correction import RejectUnit
 from mantissa.base.errors import MantissaError
 from mantissa.precision.numerics import KLEstimator
@@ -319,3 +326,28 @@ def test_weights_made_apart_cannot_be_normalised() -> None:
     logp, rollout, mask = case([1.0])
     with pytest.raises(ValueError, match="from a part of it"):
         importance_weights(logp, rollout, mask, mask, CORRECTION_PRESETS["token_tis_normalized"])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_was_bad_and_is_left_behind_already_is_masked(seed: int) -> None:
+    """A loop over sequences; one log-prob is not a number, and one row is empty."""
+    draw = torch.Generator().manual_seed(seed)
+    logp, rollout = (-torch.randn(8, 5, generator=draw, dtype=torch.float64).abs() for _ in range(2))
+    advantage, mask = torch.randn(8, generator=draw, dtype=torch.float64), torch.rand(8, 5, generator=draw) > 0.3
+    rollout[2, 1], mask[3] = float("nan"), False
+    kept, tallies = off_policy_mask(logp.requires_grad_(), rollout, advantage, mask, 0.1)
+    expected = []
+    for i in range(8):
+        gaps = [(rollout[i, t] - logp[i, t]).item() for t in range(5) if mask[i, t] and rollout[i, t].isfinite()]
+        expected.append(not (advantage[i] < 0 and gaps and sum(gaps) / len(gaps) > 0.1))
+    assert kept.tolist() == expected
+    assert not kept.requires_grad
+    share = (7 - sum(expected) + 1) / max(int(mask.any(-1).sum()), 1)
+    assert values(tallies)["correction/off_policy_masked_fraction"].item() == pytest.approx(share)
+
+
+def test_the_cases_above_mask_some() -> None:
+    draw = torch.Generator().manual_seed(0)
+    logp, rollout = (-torch.randn(64, 5, generator=draw).abs() for _ in range(2))
+    kept, _ = off_policy_mask(logp, rollout, torch.randn(64, generator=draw), torch.ones(64, 5, dtype=torch.bool), 0.1)
+    assert 0.5 < kept.float().mean() < 0.95

@@ -17,9 +17,12 @@ from mantissa.algorithms import (
     LOSSES,
     CISPOConfig,
     DAPOConfig,
+    DPPOConfig,
+    GMPOConfig,
     GSPOConfig,
     PPOClipConfig,
     ReinforceConfig,
+    SAPOConfig,
     values,
 )
 from mantissa.algorithms.losses.base import TokenLoss
@@ -35,7 +38,16 @@ CONFIGS = (
     GSPOConfig(),
     GSPOConfig(clip_low=0.1, clip_high=0.2),
     CISPOConfig(),
+    CISPOConfig(clip_low=0.2),
+    GMPOConfig(),
+    GMPOConfig(clip_low=0.1, clip_high=0.2),
+    SAPOConfig(),
+    SAPOConfig(tau_positive=0.5, tau_negative=3.0),
+    DPPOConfig(),
+    DPPOConfig(divergence="kl"),
+    DPPOConfig(divergence="kl", clip_low=1e-3, clip_high=0.01, truncate_at=1.1),
 )
+UNCLIPPED = (ReinforceConfig, SAPOConfig)
 Batch = dict[str, Tensor]
 
 
@@ -70,6 +82,39 @@ def bounded(x: float) -> float:
     return min(max(x, -20.0), 20.0)
 
 
+def of_token(config: Any, logp: float, old: float, a: float) -> tuple[float, float, bool]:
+    """Minus the loss of a token without weight and scale, its derivative by logp, and whether a bound holds it."""
+    ratio, inside = math.exp(bounded(logp - old)), abs(logp - old) <= 20
+    if isinstance(config, SAPOConfig):
+        tau = config.tau_positive if a > 0 else config.tau_negative
+        s = tau * (ratio - 1)
+        gate = 1 / (1 + math.exp(-s)) if s > -700 else 0.0
+        return 4 / tau * gate * a, 4 * gate * (1 - gate) * ratio * a * inside, False
+    if isinstance(config, DPPOConfig):
+        p, q = math.exp(logp), math.exp(old)
+        moved = abs(p - q)
+        if config.divergence == "kl":
+            other_p, other_q = max(1 - p, 0.0), max(1 - q, 0.0)
+            moved = q * (old - logp) + other_q * math.log((other_q + 1e-8) / (other_p + 1e-8))
+        dropped = (p > q and moved > config.clip_high) if a > 0 else (p <= q and moved > config.clip_low)
+        factor = 0.0 if dropped else min(ratio, config.truncate_at) * a
+        return factor * logp, factor, dropped or ratio > config.truncate_at
+    if isinstance(config, ReinforceConfig):
+        return a * logp, a, False
+    assert isinstance(config, CISPOConfig)
+    factor = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+    return factor * a * logp, factor * a, factor != ratio
+
+
+def of_gmpo(config: GMPOConfig, log_ratios: list[float], a: float) -> tuple[float, list[bool]]:
+    """Geometric mean of the clipped ratios of a sequence, and which tokens are held."""
+    held = [x > config.clip_high if a > 0 else x < -config.clip_low if a < 0 else False for x in log_ratios]
+    clipped = [
+        min(max(x, -config.clip_low), config.clip_high) if h else x for x, h in zip(log_ratios, held, strict=True)
+    ]
+    return math.fsum(clipped) / max(len(clipped), 1), held
+
+
 def oracle(batch: Batch, config: Any) -> tuple[float, list[list[float]], int]:
     """Loss, its gradient by hand, and how many tokens the bound holds; the gradient of a ratio is the ratio."""
     loss, held_tokens = 0.0, 0
@@ -83,12 +128,18 @@ def oracle(batch: Batch, config: Any) -> tuple[float, list[list[float]], int]:
             if isinstance(config, GSPOConfig):
                 log_ratio = math.fsum(log_ratios) / len(log_ratios)
             ratio, inside = math.exp(bounded(log_ratio)), abs(log_ratio) <= 20
-            if isinstance(config, ReinforceConfig | CISPOConfig):
-                most = INF if isinstance(config, ReinforceConfig) else 1 + config.clip_high
-                factor = 1.0 if isinstance(config, ReinforceConfig) else min(ratio, most)
-                loss -= scale * weight * factor * a * logp
-                gradient[i][t] = -scale * weight * factor * a
-                held_tokens += ratio > most
+            if isinstance(config, ReinforceConfig | CISPOConfig | SAPOConfig | DPPOConfig):
+                value, slope, held = of_token(config, logp, batch["old_logp_BT"][i, t].item(), a)
+                loss -= scale * weight * value
+                gradient[i][t] = -scale * weight * slope
+                held_tokens += held
+                continue
+            if isinstance(config, GMPOConfig):
+                mean, every = of_gmpo(config, log_ratios, a)
+                loss -= scale * weight * math.exp(bounded(mean)) * a
+                held_tokens += every[here.index(t)]
+                if not every[here.index(t)] and abs(mean) <= 20:
+                    gradient[i][t] = -scale * weight * math.exp(mean) * a
                 continue
             clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
             value, held = min(ratio * a, clipped * a), clipped * a < ratio * a
@@ -102,7 +153,8 @@ def oracle(batch: Batch, config: Any) -> tuple[float, list[list[float]], int]:
 
 
 def test_every_loss_by_the_token_is_among_the_cases() -> None:
-    assert {kind for kind, loss in LOSSES.items() if issubclass(loss, TokenLoss)} == {c.kind for c in CONFIGS}
+    by_token = {kind for kind, loss in LOSSES.items() if issubclass(loss, TokenLoss)}
+    assert by_token - {"custom"} == {c.kind for c in CONFIGS}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -115,10 +167,60 @@ def test_value_and_gradient_are_those_of_scalar_math(config: Any, seed: int, spr
     assert loss.item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
     torch.testing.assert_close(gradient, torch.tensor(by_hand, dtype=torch.float64), rtol=1e-12, atol=1e-14)
     assert metrics["policy/loss"].item() == loss.item()
-    if not isinstance(config, ReinforceConfig):
+    if not isinstance(config, UNCLIPPED):
         assert metrics["policy/clip_fraction"].item() == pytest.approx(clipped / batch["mask_BT"].sum().item())
     else:
         assert "policy/clip_fraction" not in metrics
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_gradient_is_that_of_finite_differences(config: Any) -> None:
+    """Of what each loss differentiates: a detached factor, and gspo's and gmpo's sequence, stay where they are."""
+    batch, step = make_batch(7, 0.2), 1e-6
+    if isinstance(config, GSPOConfig | GMPOConfig):  # a sequence's own loss, of one weight and one scale
+        batch |= {name: batch[name][:, :1].expand(4, 5) for name in ("weight_BT", "scale_BT")}
+    _, gradient, _ = loss_and_gradient(batch, config)
+    for i, t in itertools.product(range(4), range(5)):
+        moved = []
+        for sign in (1, -1):
+            logp_BT = batch["logp_BT"].clone()
+            logp_BT[i, t] += sign * step
+            if isinstance(config, CISPOConfig | DPPOConfig):  # their factor is detached: by the loss's linear part
+                fixed = batch["logp_BT"]
+                here = config.loss(**batch)[0]
+                unit = config.loss(
+                    **(
+                        batch
+                        | {
+                            "weight_BT": torch.zeros_like(fixed).index_put(
+                                (torch.tensor([i]), torch.tensor([t])), batch["weight_BT"][i, t]
+                            )
+                        }
+                    )
+                )[0]
+                moved.append(here + unit * sign * step / fixed[i, t] if batch["mask_BT"][i, t] else here)
+            else:
+                moved.append(config.loss(**(batch | {"logp_BT": logp_BT}))[0])
+        measured = ((moved[0] - moved[1]) / (2 * step)).item()
+        assert measured == pytest.approx(gradient[i, t].item(), rel=1e-5, abs=1e-8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gmpo_is_the_papers_geometric_mean(seed: int) -> None:
+    """One term a sequence of one weight and one scale, written with torch's own autograd."""
+    batch, config = make_batch(seed), GMPOConfig(clip_low=0.1, clip_high=0.2)
+    batch |= {name: batch[name][:, :1].expand(4, 5) for name in ("weight_BT", "scale_BT")}
+    leaf = batch["logp_BT"].clone().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for i, mask in enumerate(batch["mask_BT"]):
+        if mask.any():
+            x, a = (leaf[i] - batch["old_logp_BT"][i])[mask], batch["advantage_B"][i]
+            c = torch.minimum(a.sign() * x, a.sign() * x.clamp(-0.1, 0.2)) * a.sign()
+            total = total - batch["weight_BT"][i, 0] * batch["scale_BT"][i, 0] * mask.sum() * c.mean().exp() * a
+    total.backward()
+    loss, gradient, _ = loss_and_gradient(batch, config)
+    torch.testing.assert_close((loss, gradient), (total.detach(), leaf.grad), rtol=1e-12, atol=1e-15)
+    assert gradient.abs().sum() > 0
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -169,6 +271,10 @@ def test_gspo_clips_sequences_by_a_mean_that_fp32_would_blur() -> None:
         (DAPOConfig, 11.0, -1.0, 0.0),
         (CISPOConfig, 3.0, 1.0, -1.28),  # bounds the weight and keeps the gradient
         (CISPOConfig, 0.1, 1.0, -0.1),
+        (GMPOConfig, 1.6, 1.0, 0.0),  # log 1.6 is 0.47
+        (GMPOConfig, 1.4, 1.0, -1.4),
+        (GMPOConfig, 1.6, -1.0, 1.6),
+        (SAPOConfig, 1.0, 1.0, -1.0),
     ],
 )
 def test_a_bound_holds_only_what_has_gone_far(kind: Any, ratio: float, advantage: float, gradient: float) -> None:
@@ -181,7 +287,7 @@ def test_a_bound_holds_only_what_has_gone_far(kind: Any, ratio: float, advantage
 
 
 @pytest.mark.parametrize(("gap", "sign"), [(25.0, 1.0), (-25.0, -1.0), (100.0, -1.0), (-1e30, 1.0), (1e30, 1.0)])
-@pytest.mark.parametrize("kind", [PPOClipConfig, DAPOConfig, GSPOConfig])
+@pytest.mark.parametrize("kind", [PPOClipConfig, DAPOConfig, GSPOConfig, GMPOConfig, SAPOConfig])
 def test_extreme_ratios_stay_finite_in_fp32(gap: float, sign: float, kind: Any) -> None:
     one = torch.ones(1, 1)
     logp = torch.tensor([[gap]], requires_grad=True)

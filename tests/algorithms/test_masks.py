@@ -16,11 +16,14 @@ from mantissa.algorithms import (
     CORRECTION_PRESETS,
     CISPOConfig,
     DAPOConfig,
+    DPPOConfig,
     FlowRLConfig,
+    GMPOConfig,
     GSPOConfig,
     KLConfig,
     PPOClipConfig,
     ReinforceConfig,
+    SAPOConfig,
     aggregation_scale,
     correction,
     kl_loss,
@@ -59,7 +62,10 @@ def of_reward(kind: Any) -> Function:
     return lambda b: kl_reward(torch.zeros(len(b["mask_BT"])), *(b[name] for name in names), config)
 
 
-LOSSES: tuple[Any, ...] = (ReinforceConfig(), PPOClipConfig(), DAPOConfig(dual_clip=1.5), GSPOConfig(), CISPOConfig())
+LOSSES: tuple[Any, ...] = (
+    ReinforceConfig(), PPOClipConfig(), DAPOConfig(dual_clip=1.5), GSPOConfig(), CISPOConfig(), GMPOConfig(),
+    SAPOConfig(), DPPOConfig(divergence="kl"),
+)  # fmt: skip
 FLOWRL = tuple(FlowRLConfig(importance=importance) for importance in ("sequence", "geometric", "token"))
 FUNCTIONS: dict[str, Function] = {
     **{config.kind: of_policy(config) for config in LOSSES},

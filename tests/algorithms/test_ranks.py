@@ -17,10 +17,13 @@ from mantissa.algorithms import (
     CISPOConfig,
     CorrectionConfig,
     DAPOConfig,
+    DPPOConfig,
     FlowRLConfig,
+    GMPOConfig,
     GSPOConfig,
     PPOClipConfig,
     ReinforceConfig,
+    SAPOConfig,
     advantage,
     aggregation_scale,
     correction,
@@ -33,7 +36,8 @@ from mantissa.precision.numerics import token_logprob
 B, T, V, GROUPS = 9, 6, 5, 3
 AGGREGATIONS = (("token_mean", None), ("seq_mean_token_mean", None), ("seq_mean_token_sum_norm", float(T)))
 LOSSES = (
-    ReinforceConfig(), PPOClipConfig(), DAPOConfig(), GSPOConfig(), CISPOConfig(), FlowRLConfig(beta=2.0),
+    ReinforceConfig(), PPOClipConfig(), DAPOConfig(), GSPOConfig(), CISPOConfig(), GMPOConfig(), SAPOConfig(),
+    DPPOConfig(), DPPOConfig(divergence="kl"), FlowRLConfig(beta=2.0),
     FlowRLConfig(beta=2.0, importance="token"), FlowRLConfig(beta=2.0, importance="sequence"),
 )  # fmt: skip
 CORRECTIONS = ("none", "token_tis", "sequence_mis", "sequence_rejection", "k3_rejection_token_tis")

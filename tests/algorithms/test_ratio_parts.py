@@ -15,6 +15,7 @@ from mantissa.algorithms import (
     CISPOConfig,
     DAPOConfig,
     FlowRLConfig,
+    GMPOConfig,
     GSPOConfig,
     PPOClipConfig,
     ReinforceConfig,
@@ -30,6 +31,8 @@ CONFIGS: tuple[Any, ...] = (
     DAPOConfig(),
     GSPOConfig(clip_low=0.1, clip_high=0.1),
     CISPOConfig(),
+    CISPOConfig(clip_low=0.1),
+    GMPOConfig(clip_low=0.1, clip_high=0.1),
     *(FlowRLConfig(importance=importance) for importance in ("token", "geometric", "sequence")),
 )
 Batch = dict[str, Tensor]
@@ -65,7 +68,9 @@ def cut(config: Any, x: float, a: float) -> bool:
     if isinstance(config, FlowRLConfig):
         return not config.bounds[0] <= ratio <= config.bounds[1]
     if isinstance(config, CISPOConfig):
-        return ratio > 1 + config.clip_high
+        return ratio > 1 + config.clip_high or ratio < 1 - config.clip_low
+    if isinstance(config, GMPOConfig):
+        return x > config.clip_high if a > 0 else x < -config.clip_low
     if isinstance(config, DAPOConfig) and a < 0 and ratio > config.dual_clip:
         return True
     return (a > 0 and ratio > 1 + config.clip_high) or (a < 0 and ratio < 1 - config.clip_low)

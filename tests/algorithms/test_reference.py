@@ -106,6 +106,52 @@ def test_missing_or_broken_reference_log_probs_do_not_pass_unseen() -> None:
     assert measured["reference/k3_kl"].isfinite()
 
 
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 10_000))
+def test_with_the_ratio_it_is_scalar_math_with_the_ratios_own_gradient(kind: str, seed: int) -> None:
+    batch = make_batch(seed)
+    old = batch["logp_BT"] + 0.2 * torch.sin(torch.arange(B * T, dtype=torch.float64)).view(B, T)
+    logp = batch["logp_BT"].clone().requires_grad_()
+    asked = KLConfig(estimator=kind, coefficient=0.25, ratio=True)
+    loss, _ = kl_loss(**(batch | {"logp_BT": logp}), config=asked, old_logp_BT=old)
+    loss.backward()
+    expected, gradient = 0.0, [[0.0] * T for _ in range(B)]
+    for i, t in batch["mask_BT"].nonzero().tolist():
+        here = batch["logp_BT"][i, t].item()
+        value, slope = by_hand(kind, batch["ref_logp_BT"][i, t].item() - here)
+        ratio = math.exp(here - old[i, t].item())
+        factor = 0.25 * batch["scale_BT"][i, t].item() * batch["weight_BT"][i, t].item()
+        expected += factor * ratio * value
+        gradient[i][t] = factor * ratio * (value + slope)
+    assert loss.item() == pytest.approx(expected, rel=1e-8, abs=1e-22)
+    torch.testing.assert_close(logp.grad, torch.tensor(gradient, dtype=torch.float64), rtol=1e-8, atol=1e-15)
+    with pytest.raises(MantissaError, match="whose log-probs are missing"):
+        kl_loss(**batch, config=asked)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_with_the_ratio_its_expectation_is_the_kl_and_its_gradient_also_off_policy(kind: str) -> None:
+    """Every token of a vocabulary by its probability under old: value and gradient are those of KL(theta || ref)."""
+    draw = torch.Generator().manual_seed(4)
+    theta, old, ref = (torch.randn(6, generator=draw, dtype=torch.float64) for _ in range(3))
+    theta.requires_grad_()
+    p, q, r = theta.log_softmax(0), old.log_softmax(0), ref.log_softmax(0)
+    truth = (p.exp() * (p - r)).sum()
+    wanted = torch.autograd.grad(truth, theta, retain_graph=True)[0]
+    every = torch.ones(1, 6, dtype=torch.bool)
+    asked = KLConfig(estimator=kind, coefficient=1.0, ratio=True)  # type: ignore[arg-type]
+    loss, _ = kl_loss(p[None], r[None], every, torch.ones(1, 6, dtype=torch.float64), q.exp()[None], asked, q[None])
+    assert loss.item() == pytest.approx(truth.item(), rel=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(loss, theta)[0], wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("fields", [{"where": "reward", "estimator": "k1"}, {"estimator": "k2"}])
+def test_a_ratio_without_a_use_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"kl\.ratio"):
+        KLConfig(coefficient=1.0, ratio=True, **fields)
+
+
 @pytest.mark.parametrize("fields", [{"coefficient": 0.0}, {"coefficient": -1.0}, {}, {"coefficient": 1, "kind": "k1"}])
 def test_a_penalty_has_a_positive_coefficient(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):

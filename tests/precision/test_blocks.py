@@ -30,7 +30,7 @@ from mantissa.precision import (
     round_in_blocks,
     round_to_format,
 )
-from mantissa.precision.blocks import _round_bounded_
+from mantissa.precision.formats import round_bounded_
 
 formats = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 blocks = pytest.mark.parametrize("block", [ALONG_ROWS, ALONG_COLUMNS, SQUARE], ids=["1x128", "128x1", "128x128"])
@@ -155,7 +155,7 @@ def test_rounding_by_addition_at_every_tie_and_beside_it(fmt: NumberFormat) -> N
 
 
 def assert_rounds(x: Tensor, fmt: NumberFormat) -> None:
-    got = _round_bounded_(x.clone(), fmt)
+    got = round_bounded_(x.clone(), fmt)
     for expected in (round_to_format(x, fmt), round_by_arithmetic(x, fmt)):
         assert torch.equal(got.isnan(), expected.isnan())
         finite = ~got.isnan()

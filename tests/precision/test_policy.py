@@ -71,7 +71,7 @@ def test_the_fp8_block() -> None:
         (
             "e8m11",
             "unknown precision preset 'e8m11': expected one of fp32, bf16, fp16, fp8, bf16-train-fp16-rollout, "
-            "fp8-rollout, or a simulated e8m2 to e8m10 or e5m2 to e5m10",
+            "fp8-rollout, mxfp8, ",
         ),
         (
             {"train": "e4m3"},

@@ -183,7 +183,8 @@ def test_it_scores_what_the_native_exact_engine_delivers_bit_for_bit(
     assert measured.get(SHARE, 0.0) == 0.0
     learner, rollout = parts.precision.learner.active, parts.precision.rollout.active
     rounded_alike = learner is rollout and parts.precision.kv_cache.active is rollout
-    assert measured[OTHER] < 1e-5 if rounded_alike else 1e-4 < measured[OTHER] < 0.1
+    # Formats alike: the order of sums is left, and of logits that are rounded a few may round otherwise.
+    assert measured[OTHER] < 1e-4 if rounded_alike else 1e-3 < measured[OTHER] < 0.1
 
 
 def test_weights_that_did_not_sample_are_not_measured_with(build: Build) -> None:

@@ -417,7 +417,7 @@ def test_a_first_difference_moves_to_the_safer_plan_before_anything_is_learned(
     train: Train, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assemble, "rollout_kernels", mutated(Shaky))
-    recipe = (*EXACT, "precision=fp32", "checkpoint.every=1", "checkpoint.keep=9")
+    recipe = (*EXACT, "precision=fp32", "warm_start=null", "checkpoint.every=1", "checkpoint.keep=9")
     run = train(*recipe)
     out = " ".join(capsys.readouterr().out.split())
     assert out.count("all kernels compute by one tile from here on, step 1 again") == 1

@@ -112,6 +112,9 @@ LOSSES = [  # each loss, each aggregation, each advantage, each kind of correcti
     ("dapo", "token_mean", "grpo", "sequence_is"),
     ("gspo", "seq_mean_token_mean", "grpo", "bypass"),
     ("cispo", "seq_mean_token_sum_norm", "dr_grpo", "bypass"),
+    ("gmpo", "seq_mean_token_mean", "grpo", "sequence_is"),
+    ("sapo", "seq_mean_token_mean", "grpo", "token_tis"),
+    ("dppo", "token_mean", "dr_grpo", "bypass"),
 ]
 
 
@@ -119,8 +122,17 @@ def naive_term(loss: str, logp: Tensor, anchor: Tensor, j: int, a: float) -> Ten
     """Minus the loss of token j of a sequence, without weight and scale."""
     if loss == "reinforce":
         return a * logp[j]
-    log_ratio = (logp - anchor).mean() if loss == "gspo" else logp[j] - anchor[j]
+    log_ratio = (logp - anchor).mean() if loss in ("gspo", "gmpo") else logp[j] - anchor[j]
     ratio = log_ratio.exp()
+    if loss == "gmpo":  # its clip is at 0.4, far from the gaps here
+        return ratio * a
+    if loss == "sapo":
+        tau = 1.0 if a > 0 else 1.05
+        return 4 / tau * torch.sigmoid(tau * (ratio - 1)) * a
+    if loss == "dppo":
+        moved = float((logp[j].exp() - anchor[j].exp()).detach())
+        kept = moved <= 0.15 if a > 0 else moved >= -0.15
+        return a * logp[j] * float(ratio.detach()) * kept
     if loss == "cispo":
         return a * logp[j] * min(float(ratio.detach()), 1.28)
     low, high = {"ppo_clip": (0.8, 1.2), "dapo": (0.8, 1.28), "gspo": (1 - 3e-4, 1 + 4e-4)}[loss]
@@ -375,3 +387,40 @@ def test_gradients_of_dealt_micro_batches_sum_to_the_steps(
         assert sum(bool(found) for found in apart) == 2
         summed = {name: sum(found[name].double() for found in apart if name in found) for name in whole}
         close(summed, whole, 2e-6)  # type: ignore[arg-type]
+
+
+# The entropy bonus, and the mask of what was left behind
+
+
+def test_the_entropy_bonus_has_the_entropys_own_gradient_whatever_the_split(parts: Parts, model: Any) -> None:
+    """By transformers in float64: of whole distributions, on every response token, of a group without advantage too."""
+    learner = learner_of(parts, "algorithm.entropy={coefficient: 0.5}", "algorithm.correction=none")
+    assert not learner.reuse_scoring
+    experience = sampled(parts)
+    tokens = int(experience.mask_BR.sum())
+    entropies = torch.cat([h for _, _, h in naive_sequences(model, experience)])
+    loss = naive_loss(model, experience, "ppo_clip", "token_mean", "dr_grpo", "none") - 0.5 * entropies.sum() / tokens
+    expected = of_model(model, loss)
+    for budget in SPLITS:
+        found, update = dry_update(split_by(learner, budget), experience)
+        close(found, expected, 2e-5, budget)
+        bonus = float(values(update.tallies)["policy/entropy_bonus"])
+        assert bonus == pytest.approx(0.5 * float(entropies.detach().mean()), rel=1e-5)
+        assert update.trained_tokens == tokens
+
+
+def test_a_masked_sequence_has_no_gradient_and_stays_in_the_denominator(parts: Parts) -> None:
+    learner = learner_of(parts, "algorithm.correction={mask_negative_above: 0.05}")
+    experience = sampled(parts)
+    advantage_B, *_ = weigh(experience, learner.algorithm).weighed
+    gaps = (experience.rollout_logp_BR - experience.old_logp).sum(1) / experience.mask_BR.sum(1)
+    masked = (advantage_B < 0) & (gaps > 0.05)
+    assert 0 < int(masked.sum()) < int((advantage_B < 0).sum())
+    found, update = dry_update(learner, experience)
+    share = float(values(update.tallies)["correction/off_policy_masked_fraction"])
+    assert share == pytest.approx(float(masked.sum()) / int((advantage_B != 0).sum()))
+    weights = dict(parts.model.named_parameters())
+    slopes = torch.where(masked, 0.0, -advantage_B).unsqueeze(1).expand_as(experience.mask_BR)[experience.mask_BR]
+    logp_N, tokens = learner.logp(experience, learner.kernels), int(experience.mask_BR.sum())
+    gradient = torch.autograd.grad(logp_N, list(weights.values()), slopes / tokens)
+    close(found, dict(zip(weights, gradient, strict=True)), 2e-5)

@@ -14,7 +14,7 @@ import torch
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import stream_slice
-from mantissa.mismatch import ENGINE_METRICS
+from mantissa.mismatch import ENGINE_METRICS, OBJECTIVE_METRICS
 from mantissa.model import load_model
 from mantissa.rl import resume
 from mantissa.rl.assemble import Parts
@@ -39,7 +39,27 @@ COMBINATIONS = [
     ("bf16-train-fp16-rollout", "gspo", "seq_mean_token_mean", "dr_grpo", "geometric"),
     ("fp8", "ppo_clip", "seq_mean_token_sum_norm", "rloo", "token_tis_normalized"),
     ("fp8-rollout", "ppo_clip", "token_mean", "grpo", "bypass"),
+    ("nvfp4", "ppo_clip", "token_mean", "grpo", "token_tis"),
+    ("int4-rollout", "ppo_clip", "token_mean", "grpo", "token_tis"),
+    ("bf16", "gmpo", "seq_mean_token_mean", "reinforce_pp_baseline", "sequence_mis"),
 ]
+
+
+@pytest.mark.parametrize("loss", ["sapo", "dppo", "{kind: dppo, divergence: kl}"])
+def test_what_a_recipe_may_add_runs_and_measures_itself(train: Train, loss: str) -> None:
+    extras = (
+        "algorithm.entropy={coefficient: 0.01}",
+        "algorithm.reference={}",
+        "algorithm.kl={coefficient: 0.1, ratio: true}",
+        "algorithm.correction={mode: truncate, level: token, truncate_at: 2, mask_negative_above: 1.0e-6}",
+    )
+    run = train(*QUICK, f"algorithm.loss={loss}", *extras, "precision=bf16", "precision.rollout=fp8")
+    for row in run.read_metrics():
+        assert undeclared(row) == []
+        assert [name for name, value in row.items() if not math.isfinite(value)] == []
+        assert row["policy/entropy_bonus"] > 0
+        assert row["reference/penalty"] >= 0
+        assert 0 <= row["correction/off_policy_masked_fraction"] < 1
 
 
 @pytest.mark.parametrize(("precision", "loss", "aggregation", "kind", "corrected"), COMBINATIONS)
@@ -57,7 +77,9 @@ def test_every_choice_runs_and_measures_itself(
         assert undeclared(row) == []
         assert [name for name, value in row.items() if not math.isfinite(value)] == []
     last = rows[-1]
-    off = {m.name for m in (*TRAINER_METRICS, *ENGINE_METRICS)}  # of choices that are off, other engines, later steps
+    off = {
+        m.name for m in (*TRAINER_METRICS, *ENGINE_METRICS, *OBJECTIVE_METRICS)
+    }  # of choices that are off, other engines, later steps
     off |= {"precision/flushed_fraction", "reward_part/NAME", "optim/clipped_fraction", "time/background"}
     off |= {"reward/accuracy_trained", "reward/overlong_penalty", "reward/overlong_fraction", "time/checkpoint"}
     off |= {"policy/clip_fraction", "policy/phantom_clip_fraction"} if loss == "reinforce" else set()
@@ -79,7 +101,7 @@ def test_every_choice_runs_and_measures_itself(
     assert len(rollouts) == 32
     check_row_against_rollouts(last, rollouts, 32 if kind == "reinforce_pp" else 4)
     gap = last["gap/abs_logp_diff_mean"]
-    apart = precision in ("bf16-train-fp16-rollout", "fp8-rollout")
+    apart = precision in ("bf16-train-fp16-rollout", "fp8-rollout", "int4-rollout")
     assert (gap > 1e-4) == apart  # the same format on both sides: rounding only
     assert load_model(run.policy_path).config.vocab_size == 13
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mantissa.precision import cpu
+
 
 class OtherLibrary(TorchDispatchMode):
     """Products of a library that adds in an order of its own: the sum of a row is cut where ``cut(rows, terms)`` says.
@@ -54,6 +56,15 @@ PRODUCTS: dict[str, Callable[[int, int], int]] = {
     "steady": lambda rows, terms: terms,
     "by-rows": lambda rows, terms: 1 + rows % terms,
 }
+
+
+@contextmanager
+def asked_processor() -> Iterator[None]:
+    """A processor that does not multiply bf16 itself, whatever this one does, so that bf16 is simulated; one that does
+    where the environment asks for it (``MANTISSA_TEST_BF16=own``)."""
+    ratio = 0.5 if os.environ.get("MANTISSA_TEST_BF16") == "own" else 1.0
+    with mock.patch.object(cpu, "bf16_products", return_value=cpu.CpuProducts(ratio)):
+        yield
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from mantissa.rl.session import joined
 from mantissa.rollout import NativeEngine
 from mantissa.training import StepOutcome
 from mantissa.training.distributed import whole
-from other_library import asked_library
+from other_library import asked_library, asked_processor
 from small_run import no_report, stopped
 from strict_promotion import StrictPromotion
 
@@ -208,7 +208,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     for job in json.loads((folder / "jobs.json").read_text()):
         recipe = job["recipe"] | {"nproc": dist.get_world_size()}
-        with asked_library(), StrictPromotion():
+        with asked_library(), asked_processor(), StrictPromotion():
             content = SCENARIOS[job["scenario"]](recipe, folder / job["name"])
         torch.save(content, folder / f"{job['name']}-{dist.get_rank()}.pt")
     dist.barrier()

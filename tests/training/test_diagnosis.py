@@ -8,7 +8,7 @@ from torch import nn
 
 from mantissa.kernels import NativeKernels, SimulatedKernels
 from mantissa.precision import FP16, FP32
-from mantissa.training import first_nonfinite, flushed_fraction, gradients_of
+from mantissa.training import flushed_fraction, gradients_of, where_nonfinite
 
 
 class Multiply(nn.Module):
@@ -37,18 +37,18 @@ def run(model: nn.Module):
     ],
 )
 def test_names_the_first_value_that_overflows(model: nn.Module, named: str) -> None:
-    assert first_nonfinite(model, run(model)) == f"the {named} (4 of 4 values)"
+    assert where_nonfinite(model, run(model)) == f"the {named} (4 of 4 values)"
 
 
 def test_names_a_parameter_when_only_its_gradient_overflows() -> None:
     model = nn.Linear(2, 2, bias=False)
     work = lambda: ((model.weight * torch.full((2, 2), 3e38)).sum() * 4).backward()  # noqa: E731 (the pass itself)
-    assert first_nonfinite(model, work) == "the gradient of weight (4 of 4 values)"
+    assert where_nonfinite(model, work) == "the gradient of weight (4 of 4 values)"
 
 
 def test_says_so_when_nothing_is_wrong_and_removes_its_hooks() -> None:
     model = nn.Sequential(Multiply(2.0))
-    assert first_nonfinite(model, run(model)).startswith("nothing")
+    assert where_nonfinite(model, run(model)).startswith("nothing")
     assert not model[0]._forward_hooks
 
 

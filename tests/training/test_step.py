@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import SimulatedKernels
 from mantissa.precision import FP16, FP32
-from mantissa.training import LossScaler, OptimizerStep, ScalerConfig, adamw, first_nonfinite, learning_rate
+from mantissa.training import LossScaler, OptimizerStep, ScalerConfig, adamw, learning_rate, where_nonfinite
 
 
 def make_step(model: nn.Module, scaler: LossScaler, **options) -> OptimizerStep:
@@ -125,7 +125,7 @@ def test_overflow_at_the_floor_stops_and_names_the_module() -> None:
     step = make_step(
         model,
         LossScaler(ScalerConfig(initial=1.0)),
-        diagnose=lambda backward: first_nonfinite(model, lambda: backward(1.0)),
+        diagnose=lambda backward: where_nonfinite(model, lambda: backward(1.0)),
     )
     with pytest.raises(MantissaError, match=r"floor.*the output of 1 \("):
         step.run(backward)

@@ -8,25 +8,37 @@ from mantissa.algorithms.aggregation import (
     merge,
     values,
 )
-from mantissa.algorithms.config import AlgorithmConfig, ReferenceConfig
-from mantissa.algorithms.correction import CORRECTION_PRESETS, CorrectionConfig, correction, importance_weights
+from mantissa.algorithms.config import AlgorithmConfig, EntropyConfig, ReferenceConfig
+from mantissa.algorithms.correction import (
+    CORRECTION_PRESETS,
+    CorrectionConfig,
+    correction,
+    importance_weights,
+    off_policy_mask,
+)
 from mantissa.algorithms.losses import (
     LOSSES,
     CISPOConfig,
+    CustomLossConfig,
     DAPOConfig,
+    DPPOConfig,
     FlowRLConfig,
+    GMPOConfig,
     GSPOConfig,
     Loss,
     LossConfig,
     PartitionSettings,
     PPOClipConfig,
     ReinforceConfig,
+    SAPOConfig,
 )
 from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward, reference_drift
 
 __all__ = [
-    "ADVANTAGES", "CORRECTION_PRESETS", "LOSSES", "Accumulator", "AdvantageKind", "AggregationKind", "AlgorithmConfig",
-    "CISPOConfig", "CorrectionConfig", "DAPOConfig", "FlowRLConfig", "GSPOConfig", "KLConfig", "Loss", "LossConfig",
-    "PPOClipConfig", "PartitionSettings", "ReferenceConfig", "ReinforceConfig", "advantage", "aggregation_scale",
-    "correction", "importance_weights", "kl_loss", "kl_reward", "merge", "reference_drift", "values",
+    "ADVANTAGES", "CORRECTION_PRESETS", "LOSSES", "Accumulator", "AdvantageKind", "AggregationKind",
+    "AlgorithmConfig", "CISPOConfig", "CorrectionConfig", "CustomLossConfig", "DAPOConfig", "DPPOConfig",
+    "EntropyConfig", "FlowRLConfig", "GMPOConfig", "GSPOConfig", "KLConfig", "Loss", "LossConfig", "PPOClipConfig",
+    "PartitionSettings", "ReferenceConfig", "ReinforceConfig", "SAPOConfig", "advantage", "aggregation_scale",
+    "correction", "importance_weights", "kl_loss", "kl_reward", "merge", "off_policy_mask", "reference_drift",
+    "values",
 ]  # fmt: skip

@@ -10,12 +10,14 @@ grpo          (r_i - m) / (s + 1e-6)                    arXiv 2402.03300, sectio
 dr_grpo       r_i - m                                   arXiv 2503.20783
 rloo          r_i - mean of others = (r_i - m) n/(n-1)  arXiv 2402.14740
 reinforce_pp  (r_i - m) / (s + 1e-6) of the batch       arXiv 2501.03262
+reinforce_pp  (r_i - m) / (S + 1e-6), S that of the     arXiv 2501.03262, "-baseline"
+_baseline     batch's r_i - m
 ============  ========================================  =============================
 
-REINFORCE++ has two published variants: one baseline for the whole batch, and one for each prompt followed by a
-normalisation over the batch ("-baseline"). This is the first, so that one sample a prompt is enough; without the KL
-term that the paper puts into the reward (that is ``kl_in_reward``, before this), and normalised over responses. Public
-code normalises over tokens, which counts a long response more often; here each counts once, like everywhere else.
+REINFORCE++ has two published variants: one baseline for the whole batch, so that one sample a prompt is enough, and one
+for each prompt followed by a normalisation over the batch ("-baseline"). Both are without the KL term that the paper
+puts into the reward (that is ``kl_in_reward``, before this), and normalised over responses. Public code normalises over
+tokens, which counts a long response more often; here each counts once, like everywhere else.
 
 A group whose rewards are all equal (a group of one included) carries no gradient. Its advantages are exactly 0, decided
 by comparing its largest and smallest reward: the float64 mean of three rewards of 0.1 is not 0.1, and a rounding error
@@ -23,8 +25,8 @@ divided by 1e-6 is a gradient. To ``reinforce_pp`` the batch is the group: it co
 their own like the others, but only a batch without any difference has no gradient.
 
 Sums are float64, so that the order of the batch does not show in an fp32 result beyond its last bit. A reward that is
-not finite makes its own group's advantages non-finite and no other's (``reinforce_pp``: the batch's), those of a group
-of equal infinities too: what is unknown is not 0, and nothing is hidden.
+not finite makes its own group's advantages non-finite and no other's (``reinforce_pp`` and its ``_baseline``: the
+batch's), those of a group of equal infinities too: what is unknown is not 0, and nothing is hidden.
 """
 
 from __future__ import annotations
@@ -39,15 +41,17 @@ from torch import Tensor
 from mantissa.algorithms.aggregation import Accumulator
 
 STD_EPSILON = 1e-6
-AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]
+AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """``formula``: of r - mean, std and n of its group. ``of_batch``: the whole batch is the group."""
+    """``formula``: of r - mean, std and n of its group. ``of_batch``: the whole batch is the group.
+    ``over_batch``: what comes of it is divided by the batch's standard deviation of it, 0 staying 0."""
 
     formula: Callable[[Tensor, Tensor, Tensor], Tensor]
     of_batch: bool = False
+    over_batch: bool = False
 
 
 ADVANTAGES: dict[AdvantageKind, Estimator] = {
@@ -55,6 +59,7 @@ ADVANTAGES: dict[AdvantageKind, Estimator] = {
     "dr_grpo": Estimator(lambda centred, std, count: centred),  # belongs with ``seq_mean_token_sum_norm``
     "rloo": Estimator(lambda centred, std, count: centred * count / (count - 1).clamp(min=1)),
     "reinforce_pp": Estimator(lambda centred, std, count: centred / (std + STD_EPSILON), of_batch=True),
+    "reinforce_pp_baseline": Estimator(lambda centred, std, count: centred, over_batch=True),
 }
 
 
@@ -68,6 +73,9 @@ def advantage(rewards_B: Tensor, group_B: Tensor, kind: AdvantageKind) -> tuple[
     result, degenerate_G = _advantage(rewards_B, group_B, estimator.formula)
     if estimator.of_batch:
         result, _ = _advantage(rewards_B, torch.zeros_like(group_B), estimator.formula)
+    if estimator.over_batch and result.numel():
+        std = result.double().std(correction=1) if result.numel() > 1 else torch.zeros_like(result.double()[0])
+        result = (result.double() / (std + STD_EPSILON)).to(rewards_B.dtype)
     return result, {
         "advantage/degenerate_group_fraction": Accumulator.of("mean", degenerate_G),
         "advantage/abs_max": Accumulator.of("max", result.abs()),

@@ -15,30 +15,6 @@ seq_mean_token_sum_norm  1 / (S * constant)          no preference for short or 
 
 N: valid tokens in the batch. S: sequences with at least one valid token; others are padding rows or were dropped, and
 leave numerator and denominator alike.
-
-Metrics that add up: the same numbers however a batch was split into micro-batches or over ranks.
-
-A mean of means is not the mean when the parts differ in size, and a loss that ignores the split deserves metrics that
-do too. So a function in this room returns no means. Each metric is an ``Accumulator``: float64 parts that combine by
-one operation, and a value that is computed once, at the end.
-
-=======  ==========================  =========  =========================================
-kind     parts                       combine    value
-=======  ==========================  =========  =========================================
-sum      sum x                       add        sum x
-mean     sum x, n                    add        sum x / n
-max      max x                       maximum    max x
-min      min x                       minimum    min x
-std      sum d, sum d^2, n; d=x-1    add        sqrt(mean d^2 - (mean d)^2)
-ess      sum x, sum x^2, n           add        (mean x)^2 / mean x^2
-=======  ==========================  =========  =========================================
-
-The last two are for importance weights. The moments of ``std`` are taken about 1, where weights live: with weights
-1 +- 1e-9 those about 0 lose the variance (1e-18) in float64, and those about 1 keep all of it; the error is 1e-8 of the
-distance from 1. ``ess`` is a ratio, and weights may all be 2e-9 at once: its moments are about 0, and nothing cancels.
-With nothing counted every value is 0, ``ess`` included: an empty batch has no effective sample, and no value is NaN.
-
-Use: ``values(merge([metrics_of_first_micro_batch, ...]))``, over ranks likewise.
 """
 
 from __future__ import annotations
@@ -58,7 +34,33 @@ AccumulatorKind = Literal["sum", "mean", "max", "min", "std", "ess"]
 
 @dataclass(frozen=True)
 class Accumulator:
-    """One metric over part of a batch. ``parts``: float64, one dimension, laid out as the module's table says."""
+    """One metric over part of a batch. ``parts``: float64, one dimension, laid out as the table says.
+
+    It adds up to the same numbers however a batch was split into micro-batches or over ranks.
+
+    A mean of means is not the mean when the parts differ in size, and a loss that ignores the split deserves metrics
+    that do too. So a function in this room returns no means. Each metric is an ``Accumulator``: float64 parts that
+    combine by one operation, and a value that is computed once, at the end.
+
+    =======  ==========================  =========  =========================================
+    kind     parts                       combine    value
+    =======  ==========================  =========  =========================================
+    sum      sum x                       add        sum x
+    mean     sum x, n                    add        sum x / n
+    max      max x                       maximum    max x
+    min      min x                       minimum    min x
+    std      sum d, sum d^2, n; d=x-1    add        sqrt(mean d^2 - (mean d)^2)
+    ess      sum x, sum x^2, n           add        (mean x)^2 / mean x^2
+    =======  ==========================  =========  =========================================
+
+    The last two are for importance weights. The moments of ``std`` are taken about 1, where weights live: with weights
+    1 +- 1e-9 those about 0 lose the variance (1e-18) in float64, and those about 1 keep all of it; the error is 1e-8
+    of the distance from 1. ``ess`` is a ratio, and weights may all be 2e-9 at once: its moments are about 0, and
+    nothing cancels. With nothing counted every value is 0, ``ess`` included: an empty batch has no effective sample,
+    and no value is NaN.
+
+    Use: ``values(merge([metrics_of_first_micro_batch, ...]))``, over ranks likewise.
+    """
 
     kind: AccumulatorKind
     parts: Tensor

@@ -22,13 +22,28 @@ class ReferenceConfig(Config):
     )
 
 
+class EntropyConfig(Config):
+    """A bonus on the policy's entropy, with its gradient: ``loss - coefficient * sum scale * H``.
+
+    H in nats is that of the whole distribution after each prefix, at the temperature of the log-probs. Every token in
+    the loss has it, whatever its advantage, unweighted by the correction, which is the published form (arXiv
+    1602.01783).
+    """
+
+    coefficient: float = Field(gt=0, description="Loss that one nat takes off, 1e-3 for example.")
+
+
 class AlgorithmConfig(Config):
     """What is maximised, and how the gap between rollout and learner is corrected."""
 
     advantage: AdvantageKind = Field(
-        "dr_grpo", description="grpo, dr_grpo, rloo or reinforce_pp; grpo where flowrl is given none."
+        "dr_grpo",
+        description="grpo, dr_grpo, rloo, reinforce_pp or reinforce_pp_baseline; grpo where flowrl has none.",
     )
-    loss: LossConfig = Field(PPOClipConfig(), description="The policy loss and its parameters.")
+    loss: LossConfig = Field(
+        PPOClipConfig(),
+        description="The policy loss and its parameters: a name, its fields, or package.module:function of one's own.",
+    )
     aggregation: AggregationKind = Field(
         "token_mean",
         description="How token losses become one number; seq_mean_token_mean where gspo or flowrl is given none.",
@@ -44,11 +59,15 @@ class AlgorithmConfig(Config):
     )
     kl: KLConfig | None = Field(None, description="A penalty on the distance from the reference; null: none.")
 
+    entropy: EntropyConfig | None = Field(None, description="A bonus on the policy's entropy; null: none.")
+
     @field_validator("loss", mode="before")
     @classmethod
     def _loss_by_name(cls, value: Any) -> Any:
         if isinstance(value, dict):
             return {"kind": "ppo_clip"} | value
+        if isinstance(value, str) and ":" in value:
+            return {"kind": "custom", "function": value}
         return {"kind": value} if isinstance(value, str) else value
 
     @model_validator(mode="before")
@@ -76,11 +95,22 @@ class AlgorithmConfig(Config):
         )
         yield from self.loss.refusals(self)
         yield (
+            self.kl is not None and self.kl.ratio and self.loss.weighs_itself,
+            f"algorithm.kl.ratio with loss={self.loss.kind}, whose weights are already of the current policy: the same "
+            "ratio twice; set kl.ratio=false",
+        )
+        yield (
+            self.correction.mask_negative_above is not None and self.loss.every_completion,
+            f"correction.mask_negative_above goes by the advantage's sign, and loss={self.loss.kind} pulls whatever it "
+            "is; leave it out",
+        )
+        yield (
             self.kl is not None and self.reference is None,
             "algorithm.kl is the distance from a reference policy, and there is none; set algorithm.reference={}",
         )
 
     @property
     def every_completion(self) -> bool:
-        """Whether a completion whose advantage is zero has a gradient all the same: the reference pulls at it."""
-        return self.loss.every_completion or (self.kl is not None and self.kl.where == "loss")
+        """Whether a completion whose advantage is zero has a gradient all the same: reference or entropy pulls."""
+        pulled = self.entropy is not None or (self.kl is not None and self.kl.where == "loss")
+        return self.loss.every_completion or pulled

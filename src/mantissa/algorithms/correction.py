@@ -27,22 +27,10 @@ of a token, or of a sequence: ``sequence_sum``, ``sequence_mean`` (of k1: the ge
 sequence with any r below it. Rejection does not change the weights of what stays: a sequence's weight is the product
 over all the tokens that were sampled.
 
-Numerics. log r is the difference of two numbers that agree to six digits or more, and a sequence sums a thousand of
-them: widened exactly to float64, subtracted, summed, clamped to +-20, and only then through ``exp`` (so that it is at
-most 4.9e8); the weight is rounded once, to the dtype of ``logp``. Masked positions are replaced before the subtraction.
-A valid position where either log-prob is not finite is dropped: it leaves ``valid_BT``, and so numerator and
-denominator of whatever uses that. Where anything is decided by sequence, here or in the loss (``whole``: gspo, flowrl),
-its whole sequence is dropped: a product with an unknown factor is unknown, and not that of the factors that are known.
-
 Legend: B sequences, T response positions.
 Sources: arXiv 2510.26788 (sequence weights, C = 3; PG-IS); arXiv 2510.18855 (IcePop, 0.5 to 5); "Your efficient RL
 framework secretly brings you off-policy RL training" (Yao et al., 2025; token TIS, C = 2); "When Speed Kills Stability"
 (Liu, Li et al., 2025; rejection, geometric band, veto); Schulman 2020 (k1, k2, k3).
-
-What can be asked of the correction, and the names under which others have published it.
-
-Everything is stated on r = learner / rollout. Published bounds on ``k1 = -log r`` are bounds on rollout / learner: an
-asymmetric pair has to be inverted and swapped before it is written here.
 """
 
 from __future__ import annotations
@@ -67,7 +55,11 @@ _USED_BY_MODE: dict[str, tuple[str, ...]] = {
 
 
 class CorrectionConfig(Config):
-    """How importance weights are made. Where a string stands for it (``correction: icepop``), it names a preset."""
+    """How importance weights are made. Where a string stands for it (``correction: icepop``), it names a preset.
+
+    Everything is stated on r = learner / rollout. Published bounds on ``k1 = -log r`` are bounds on rollout / learner:
+    an asymmetric pair has to be inverted and swapped before it is written here.
+    """
 
     mode: Literal["none", "truncate", "mask"] = Field(
         "none",
@@ -100,6 +92,10 @@ class CorrectionConfig(Config):
     veto_below: float | None = Field(
         None, gt=0, lt=1, description="Drop a sequence with any token whose r is below this, for example 1e-4."
     )
+    mask_negative_above: float | None = Field(
+        None, gt=0, description="A response with a negative advantage has weight 0 while its mean of log(rollout / "
+        "current) is above this, in nats a token (off-policy sequence masking of arXiv 2512.02556)."
+    )  # fmt: skip
     bypass: bool = Field(
         False, description="The loss's ratio is current / rollout, not current / old: two policies instead of three, "
         "so no weights. The old log-probs are still computed: the gap and any rejection are of them."
@@ -256,8 +252,33 @@ def importance_weights(
         return _weights(log_r_BT, valid_BT & finite_BT, config, logp_BT.dtype)
 
 
+def off_policy_mask(
+    logp_BT: Tensor, rollout_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor, above: float
+) -> tuple[Tensor, dict[str, Accumulator]]:
+    """Which sequences keep their weight (bool B): not those of A < 0 with mean_t(logp_rollout - logp) > ``above``.
+
+    arXiv 2512.02556, section 3.1. What the policy has already left behind is not pushed down any further; what it did
+    well is kept however far it is. ``logp_BT``: the *current* policy's, so the answer changes within an update.
+    ``mask_BT``: the response tokens; those with a log-prob that is not finite leave the mean. The masked stay in the
+    loss's denominator. Floats one dtype, nothing carries a gradient. Metric: ``correction/off_policy_masked_fraction``.
+    """
+    finite_BT, log_r_BT = _log_ratio(logp_BT.detach(), rollout_logp_BT, mask_BT, whole=False)
+    mean_B = -log_r_BT.sum(-1) / finite_BT.sum(-1).clamp(min=1)
+    masked_B = (advantage_B < 0) & (mean_B > above) & finite_BT.any(-1)
+    return ~masked_B, {"correction/off_policy_masked_fraction": Accumulator.of("mean", masked_B, mask_BT.any(-1))}
+
+
 def _log_ratio(logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
-    """Where log r is known (whole sequences where they are what is decided about), and log r, float64, 0 elsewhere."""
+    """Where log r is known (whole sequences where they are what is decided about), and log r, float64, 0 elsewhere.
+
+    Numerics. log r is the difference of two numbers that agree to six digits or more, and a sequence sums a thousand
+    of them: widened exactly to float64, subtracted, summed, clamped to +-20, and only then through ``exp`` (so that it
+    is at most 4.9e8); the weight is rounded once, to the dtype of ``logp``. Masked positions are replaced before the
+    subtraction. A valid position where either log-prob is not finite is dropped: it leaves ``valid_BT``, and so
+    numerator and denominator of whatever uses that. Where anything is decided by sequence, here or in the loss
+    (``whole``: gspo, flowrl), its whole sequence is dropped: a product with an unknown factor is unknown, and not that
+    of the factors that are known.
+    """
     if logp_BT.dtype != rollout_logp_BT.dtype or logp_BT.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"expected both log-probs in fp32, not {logp_BT.dtype} and {rollout_logp_BT.dtype}")
     finite_BT = mask_BT & logp_BT.isfinite() & rollout_logp_BT.isfinite()

@@ -18,6 +18,11 @@ nearer to the reference or farther, is in the gradient of a sequence's KL and in
 where the sum of k1 over a response is the unbiased choice for the sequence as well. All of this holds on policy; after
 several steps on one batch, a weight has to make up for it.
 
+``ratio`` is that weight: each estimate times exp(logp - logp_old) *with its gradient*, which puts back the samples'
+dependence on theta. Then value and gradient of k1 and k3 are those of KL(theta || ref) of the next token on average,
+also after several steps on a batch: for k3 the gradient at theta = old is -log r d logp (arXiv 2512.02556, section
+3.1). k2 with it has the gradient of no distance.
+
 Numerics. k3 is taken in float64 (``kl_estimate``) and its log r is bounded above by 20: where the reference is 4.9e8
 times as sure as the policy, there is no gradient; k1, k2 and the other side of k3 have no ``exp`` that could overflow.
 Masked positions are replaced first; what is valid and not finite is counted and shows.
@@ -29,10 +34,10 @@ Sources: J. Schulman, "Approximating KL Divergence" (2020); arXiv 2402.03300, eq
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from mantissa.algorithms.aggregation import Accumulator
@@ -50,22 +55,48 @@ class KLConfig(Config):
         "its KL(ref || theta), prefixes held fixed, k1 none on average; in the reward k1 is unbiased."
     )  # fmt: skip
     coefficient: float = Field(gt=0, description="Loss, or reward, for one nat.")
+    ratio: bool = Field(
+        False, description="In the loss: times the ratio of the current to the old policy, with its gradient, so that "
+        "k1 and k3 have the gradient of KL(theta || ref), also after several updates on a batch."
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _ratio_has_a_use(self) -> Self:
+        if self.ratio and self.where == "reward":
+            raise ValueError("kl.ratio does nothing with kl.where=reward, which carries no gradient; leave it out")
+        if self.ratio and self.estimator == "k2":
+            raise ValueError("kl.ratio makes k1 and k3 unbiased, and k2 the gradient of no distance; use k3")
+        return self
 
 
 def kl_loss(
-    logp_BT: Tensor, ref_logp_BT: Tensor | None, mask_BT: Tensor, weight_BT: Tensor, scale_BT: Tensor, config: KLConfig
+    logp_BT: Tensor,
+    ref_logp_BT: Tensor | None,
+    mask_BT: Tensor,
+    weight_BT: Tensor,
+    scale_BT: Tensor,
+    config: KLConfig,
+    old_logp_BT: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Accumulator]]:
     """``coefficient * sum over the mask of scale * w * estimate``, to be added to the policy's loss, and metrics.
 
     ``logp_BT``: the current policy's, with gradient; only it receives one. ``ref_logp_BT``: the reference's.
     ``weight_BT``: the correction's, with which rollout samples stand for the policy's own; ones for the published form.
-    ``scale_BT``: the policy loss's own ``aggregation_scale``. A completion without an advantage has a gradient here.
+    ``scale_BT``: the policy loss's own ``aggregation_scale``. ``old_logp_BT``: below the ratio, with ``ratio``. A
+    completion without an advantage has a gradient here.
     Metrics: ``reference/penalty`` (sum, as added), ``reference/kl``, ``reference/k3_kl``, ``reference/nonfinite``.
     Raises ``MantissaError`` where the reference's log-probs are missing.
     """
     logp, ref = _known(logp_BT, ref_logp_BT, mask_BT)
     weight, scale = (torch.where(mask_BT, x.detach(), 0.0) for x in (weight_BT, scale_BT))
-    penalty = config.coefficient * masked_sum(scale * weight * _estimate(ref - logp, config.estimator), mask_BT)
+    estimate = _estimate(ref - logp, config.estimator)
+    if config.ratio:
+        if old_logp_BT is None:
+            raise MantissaError("kl.ratio is of the current to the old policy, whose log-probs are missing: pass them")
+        log_ratio = logp - torch.where(mask_BT, old_logp_BT.detach(), 0.0)
+        bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        estimate = torch.where(log_ratio.isfinite(), bounded, torch.nan).exp() * estimate
+    penalty = config.coefficient * masked_sum(scale * weight * estimate, mask_BT)
     return penalty, _metrics(logp.detach(), ref, mask_BT) | {"reference/penalty": Accumulator.of("sum", penalty)}
 
 

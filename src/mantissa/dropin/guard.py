@@ -20,21 +20,6 @@ a state that is gone. Where no fall back is left, or the format is as wide alrea
 
 A run of RL has no loss on a common scale from batch to batch, so of its ``policy/loss`` only ``nonfinite`` is judged;
 accuracy and reward are its measure, as the rows of a trainer know neither.
-
-Decisions are a pure function of the rows (and of the reference, read once): no clock, no random numbers, sums that are
-rounded once. So they can be reproduced from ``metrics.jsonl``, and a guard can be rebuilt by replaying it. Two things
-follow for whoever writes the rows. Steps must go on counting over a fall back, and its rows stay in the file. And the
-guard is never restored from the checkpoint that a fall back loads: it would forget that it fell back.
-
-What the guard cannot see: a window is evidence of the past, and trouble may be some steps older than its decision. So
-``good`` asks for more than the absence of an alert.
-
-What a guarded run keeps on disk beside its metrics: ``guard.json``, its settings, and ``guard.jsonl``, decisions.
-
-``guard.json`` says with which settings, and with how much of which reference, the run is judged. A run keeps them for
-its life, or its decisions could not be reproduced. ``guard.jsonl`` has a row for every decision that is not "ok", and
-for the first "ok" after one. A step's row in ``metrics.jsonl`` is written first: killed between the two, a run lacks
-its newest decision and nothing else.
 """
 
 from __future__ import annotations
@@ -122,7 +107,15 @@ class GuardSettings:
 
 
 class GuardLog:
-    """The decisions of one run in ``folder/guard.jsonl``. Get one, and its guard, from ``open_guard``."""
+    """The decisions of one run in ``folder/guard.jsonl``. Get one, and its guard, from ``open_guard``.
+
+    A guarded run keeps two files beside its metrics: ``guard.json``, its settings, and ``guard.jsonl``, its decisions.
+
+    ``guard.json`` says with which settings, and with how much of which reference, the run is judged. A run keeps them
+    for its life, or its decisions could not be reproduced. ``guard.jsonl`` has a row for every decision that is not
+    "ok", and for the first "ok" after one. A step's row in ``metrics.jsonl`` is written first: killed between the two,
+    a run lacks its newest decision and nothing else.
+    """
 
     def __init__(self, folder: Path | str) -> None:
         self._rows = JsonLines(Path(folder) / "guard.jsonl")
@@ -295,6 +288,15 @@ class Guard:
     """Watches one run. ``observe`` each row once, in order; no row is kept longer than the window.
 
     ``reference``: read from ``config.reference`` where not given, which raises ``MantissaError`` when it is no run.
+
+    Decisions are a pure function of the rows (and of the reference, read once): no clock, no random numbers, sums that
+    are rounded once. So they can be reproduced from ``metrics.jsonl``, and a guard can be rebuilt by replaying it. Two
+    things follow for whoever writes the rows. Steps must go on counting over a fall back, and its rows stay in the
+    file. And the guard is never restored from the checkpoint that a fall back loads: it would forget that it fell
+    back.
+
+    What the guard cannot see: a window is evidence of the past, and trouble may be some steps older than its decision.
+    So ``good`` asks for more than the absence of an alert.
     """
 
     def __init__(self, config: GuardConfig | None = None, reference: ReferenceRun | None = None) -> None:

@@ -22,8 +22,9 @@ from mantissa.base.ranks import Ranks, is_fsdp
 from mantissa.kernels import Autocast, autocast_for, probe_autocast
 from mantissa.precision import FP32, PrecisionPolicy, ResolvedRole, resolve
 from mantissa.training.distributed import local, synchronising, unwrapped
-from mantissa.training.gradients import anomaly, first_nonfinite, flushed_fraction, gradients_of
+from mantissa.training.gradients import anomaly, flushed_fraction, gradients_of, where_nonfinite
 from mantissa.training.masters import Masters, master_weights
+from mantissa.training.nonfinite import first_nonfinite
 from mantissa.training.scaler import LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome
 
@@ -233,7 +234,11 @@ class RetryWindow:
             return "not known, for this batch's forward cannot be repeated"
         scale = self.step.scaler.scale
         self._model.zero_grad(set_to_none=True)
-        where = first_nonfinite(unwrapped(self._model), lambda: backward(scale))
+        model = unwrapped(self._model)
+        with first_nonfinite(model) as operation:
+            where = where_nonfinite(model, lambda: backward(scale))
+        if operation.found is not None:
+            where = f"{where}: {operation}"
         return f"{where}; {anomaly(lambda: backward(scale))}" if self._detect_anomaly else where
 
 

@@ -20,34 +20,6 @@ fp32: autocast switched off, so that one around the caller does not leak in.
 What is not in a product keeps CUDA's autocast types: softmax, norms and losses fp32, embeddings fp32, element-wise
 operations in the type they are given. Weights are cast once for each forward pass and their gradients arrive in fp32,
 rounded to the format.
-
-CUDA's autocast rules on a CPU, for simulated precision.
-
-Which operation autocast runs in half, in fp32 or in the widest type of its operands is decided per device type, and the
-CPU's lists are shorter than CUDA's: on a CPU ``softmax``, ``layer_norm``, ``exp`` or ``pow`` of a half tensor stay
-half. A simulation that promises what a GPU does must follow the GPU. The tables below hold CUDA's rules by operator;
-``follow_cuda`` registers, at the dispatcher's autocast key of the CPU, those rules that torch has only for CUDA. A
-registration is for the process; it acts only inside ``RoundedOps`` and otherwise hands the operation on as if it were
-not there, so that native autocast on a CPU stays what it was.
-
-Being at the dispatcher, above autograd, a rule's cast is differentiable, what the backward pass saves is the cast
-tensor, and operations that C++ code calls (``cross_entropy`` calls ``log_softmax``) are met too: as on CUDA.
-
-Three operators are replaced rather than cast. ``scaled_dot_product_attention`` is ``rounded_attention``: the CPU's
-kernels either do not round probabilities or round scores. Recurrent layers run step by step on half tensors with
-torch's composite code: the CPU's fused layer would hide its products from the simulation, and so would CUDA's.
-``dropout`` of half tensors is the fused operator that CUDA uses: the CPU's rounds 1/(1-p) to half before it multiplies.
-
-Left as the CPU's lists have it, fp32 where CUDA has half: pooling and padding in three dimensions, padding by
-reflection, ``grid_sample``, ``fft`` and linear algebra. Only a selection or a sum of few terms depends on it.
-
-Source: the list in torch's documentation of ``torch.amp``, and the operators torch registers for ``AutocastCUDA``,
-which a test compares with these tables.
-
-Proof that an ``Autocast`` computes in its format: a linear layer and a convolution with known answers.
-
-The checks are those of ``probe``; here they go through autocast, the dispatcher and autograd, as a user's module does.
-Inputs and weights are fp32 masters, and so are the gradients.
 """
 
 from __future__ import annotations
@@ -97,7 +69,30 @@ Choose = Callable[[tuple[Any, ...], dict[str, Any], torch.dtype], torch.dtype | 
 
 @functools.cache
 def follow_cuda(device_type: str) -> torch.library.Library:
-    """Register the rules that ``device_type`` lacks, once for the process; the library that holds them."""
+    """Register the rules that ``device_type`` lacks, once for the process; the library that holds them.
+
+    Which operation autocast runs in half, in fp32 or in the widest type of its operands is decided per device type,
+    and the CPU's lists are shorter than CUDA's: on a CPU ``softmax``, ``layer_norm``, ``exp`` or ``pow`` of a half
+    tensor stay half. A simulation that promises what a GPU does must follow the GPU. The tables above hold CUDA's
+    rules by operator; ``follow_cuda`` registers, at the dispatcher's autocast key of the CPU, those rules that torch
+    has only for CUDA. A registration is for the process; it acts only inside ``RoundedOps`` and otherwise hands the
+    operation on as if it were not there, so that native autocast on a CPU stays what it was.
+
+    Being at the dispatcher, above autograd, a rule's cast is differentiable, what the backward pass saves is the cast
+    tensor, and operations that C++ code calls (``cross_entropy`` calls ``log_softmax``) are met too: as on CUDA.
+
+    Three operators are replaced rather than cast. ``scaled_dot_product_attention`` is ``rounded_attention``: the CPU's
+    kernels either do not round probabilities or round scores. Recurrent layers run step by step on half tensors with
+    torch's composite code: the CPU's fused layer would hide its products from the simulation, and so would CUDA's.
+    ``dropout`` of half tensors is the fused operator that CUDA uses: the CPU's rounds 1/(1-p) to half before it
+    multiplies.
+
+    Left as the CPU's lists have it, fp32 where CUDA has half: pooling and padding in three dimensions, padding by
+    reflection, ``grid_sample``, ``fft`` and linear algebra. Only a selection or a sum of few terms depends on it.
+
+    Source: the list in torch's documentation of ``torch.amp``, and the operators torch registers for ``AutocastCUDA``,
+    which a test compares with these tables.
+    """
     library = torch.library.Library("aten", "IMPL")
     key = f"Autocast{device_type.upper()}"
     for name in _RECURRENT:

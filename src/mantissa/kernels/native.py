@@ -2,8 +2,11 @@
 
 On CUDA the products run on the tensor cores with fp32 accumulation and attention is a flash kernel: flash-attn's where
 it is installed, else the one behind torch's ``scaled_dot_product_attention`` (both take fp16 and bf16 only, so fp32
-uses torch's memory-efficient one, which wants as many key heads as query heads). On a CPU this family is fp32's, with
-attention of our own (``simulated.py`` says why); fp16 and bf16 are slow or vary from CPU to CPU.
+uses torch's memory-efficient one, which wants as many key heads as query heads).
+
+On a CPU this family is fp32's, and bf16's where the processor multiplies it itself (``precision/cpu.py``): products of
+bf16 tensors, summed in fp32 and rounded once. Attention is our own (``simulated.py`` says why), and so are logits, an
+fp32 product of widened operands: no library on a CPU hands out the fp32 sum of a bf16 product. fp16 is slow there.
 
 Every cast is on a line of its own. The two-line ``weight`` is all that mixed precision needs: the fp32 master is cast
 where it is used, and autograd casts the gradient back.
@@ -28,7 +31,7 @@ from mantissa.kernels.simulated import (
     cached_probabilities,
     rotate_fp32,
 )
-from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format
+from mantissa.precision import BF16, FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format
 from mantissa.precision.numerics import token_logprob
 
 
@@ -52,6 +55,8 @@ class NativeKernels:
         return F.embedding(tokens_BT, weight_VE).to(self.dtype)  # gather first: only the rows used are cast
 
     def copied(self, master: Tensor, layer: str = "") -> Tensor | BlockScaled:
+        if layer == "lm_head" and master.device.type == "cpu":
+            return round_to_format(master.detach(), self.format)  # logits are an fp32 product: widened once, here
         if self.fp8 is None or not self._in_fp8(layer):
             return self.weight(master.detach())
         from mantissa.kernels.triton.products import quantized_weight
@@ -60,7 +65,7 @@ class NativeKernels:
 
     @property
     def packs(self) -> bool:
-        return self.format is FP32 and type(self).linear is NativeKernels.linear
+        return self.format in (FP32, BF16) and type(self).linear is NativeKernels.linear
 
     def linear(
         self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
@@ -71,6 +76,8 @@ class NativeKernels:
             weight = self.weight(weight_FE)
             if self._is_cpus_own(x_NE):
                 return Linear.apply(x_NE, weight, bias, FP32, FP32, products.product)
+            if weight.is_mkldnn:
+                return products.product(x_NE, weight, bias)
             return F.linear(x_NE, weight, bias)
         from mantissa.kernels.triton.products import Fp8Linear
 
@@ -86,11 +93,12 @@ class NativeKernels:
         return self.format is FP32 and not x.is_cuda
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
-        weight = self.weight(weight_VE)
-        if self._is_cpus_own(x_NE):
-            logits = Linear.apply(x_NE, weight, None, FP32, FP32, products.product)
+        if weight_VE.is_mkldnn:  # a copy on a CPU, widened when it was made
+            logits = products.product(x_NE.float(), weight_VE)
+        elif self._is_cpus_own(x_NE):
+            logits = Linear.apply(x_NE, self.weight(weight_VE), None, FP32, FP32, products.product)
         else:
-            fp32 = self.format is FP32
+            weight, fp32 = self.weight(weight_VE), self.format is FP32
             logits = F.linear(x_NE, weight) if fp32 else ProductOf.apply(x_NE, weight, None, _half_product_to_float)
         return round_to_format(logits, self.logits_format)
 
@@ -127,8 +135,9 @@ class NativeKernels:
                 q_BHTD.transpose(1, 2), k_BKTD.transpose(1, 2), v_BKTD.transpose(1, 2), causal=True
             )
             return out_BTHD.transpose(1, 2)
-        if self._is_cpus_own(q_BHTD):
-            return CausalAttention.apply(q_BHTD, k_BKTD, v_BKTD, FP32)
+        if not q_BHTD.is_cuda:  # in a half, torch's own is no faster, and rounds gradients at other places
+            wide = CausalAttention.apply(q_BHTD.float(), k_BKTD.float(), v_BKTD.float(), self.format)
+            return wide.to(self.dtype)
         group = q_BHTD.shape[1] // k_BKTD.shape[1]
         if group > 1 and q_BHTD.is_cuda and self.format is FP32:
             k_BKTD, v_BKTD = k_BKTD.repeat_interleave(group, 1), v_BKTD.repeat_interleave(group, 1)
@@ -168,4 +177,4 @@ def _half_product_to_float(x_NE: Tensor, weight_VE: Tensor, _: Tensor | None) ->
     """
     if x_NE.is_cuda:
         return torch.mm(x_NE, weight_VE.t(), out_dtype=torch.float32)
-    return x_NE.float() @ weight_VE.float().t()
+    return products.product(x_NE.float(), weight_VE.float())

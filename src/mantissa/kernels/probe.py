@@ -22,7 +22,18 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.kernels.interface import Kernels
-from mantissa.precision import E4M3, FP16, FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format
+from mantissa.precision import (
+    E4M3,
+    FP16,
+    FP32,
+    SCHEMES,
+    BlockScaled,
+    Fp8Policy,
+    NumberFormat,
+    Quantized,
+    format_named,
+    round_to_format,
+)
 
 Check = tuple[str, float, float]  # what it shows, the value it gave, the value it must give
 
@@ -39,6 +50,8 @@ def fp8_checks(kernels: Kernels, fp8: Fp8Policy, device: torch.device | str) -> 
     masters: the gradient's format in both products, the direction of the blocks, and an overflow that stays one.
     """
     layer = _quantized_layer(fp8)
+    if isinstance(fp8, Quantized):
+        return _scheme_checks(_Products(kernels, device), fp8, layer)
     checks = _fp8_forward_checks(_Products(kernels, device), fp8, layer)
     if not getattr(kernels, "weights_on_grid", False):  # a rollout's copy, which has no gradient
         checks += _fp8_gradient_checks(_Products(kernels, device), fp8, layer)
@@ -139,6 +152,30 @@ def _fp8_gradient_checks(products: _Products, fp8: Fp8Policy, layer: str) -> lis
     return checks
 
 
+# What 0.3 becomes beside 6 in a block, as a weight: computed by hand from the table of schemes.
+_BESIDE_SIX = {"mxfp8": 0.3125, "mxfp4": 0.5, "nvfp4": 0.5, "int8": 6 * 6 / 127.5, "int4": 0.0, "int4-32": 0.0}
+_OF_SIX = {"int4": 7 * 0.8, "int4-32": 7 * 0.8, "int8": 127 * 6 / 127.5}
+
+
+def _scheme_checks(products: _Products, quantized: Quantized, layer: str) -> list[Check]:
+    """A weight of 6 and 0.3 in one block, read one by one; a layer outside of the policy; both operands or one."""
+    weight: Entries = {(0, 0): 6.0, (0, 1): 0.3}
+    base, copy = format_named(quantized.base), products.on_grid
+
+    def read(column: int, name: str = layer, value: float = 1.0) -> float:
+        return products.forward(name, {(0, column): value}, weight, copy=copy)[0, 0].item()
+
+    def in_base(value: float) -> float:
+        return round_to_format(torch.tensor(value, dtype=torch.float32), base).item()
+
+    one = float(SCHEMES[quantized.scheme].activation(torch.ones(1, 1))[0, 0])
+    return [
+        (f"quantises a weight of 6 to {quantized.scheme}", read(0), in_base(_OF_SIX.get(quantized.scheme, 6.0) * one)),
+        ("quantises 0.3 beside 6 by their block's scale", read(1), in_base(_BESIDE_SIX[quantized.scheme] * one)),
+        ("leaves what has no name in the base", read(1, name=""), in_base(in_base(0.3))),
+    ]
+
+
 def _quantized_layer(fp8: Fp8Policy) -> str:
     """The name of a layer that the policy quantises, whatever it excludes by number."""
     for index in range(len(fp8.exclude) + 1):
@@ -172,7 +209,7 @@ def probe(kernels: Kernels, device: torch.device | str) -> str:
         checks.append(("rounds a weight of 1+u/4 to 1", weight[0, 0].item(), 1.0))
     where = f"in the {type(kernels).__name__} on {device}"
     evidence = proved(checks, kernels.format.name, where)
-    return evidence if fp8 is None else f"{evidence}; {proved(fp8_checks(kernels, fp8, device), 'fp8', where)}"
+    return evidence if fp8 is None else f"{evidence}; {proved(fp8_checks(kernels, fp8, device), fp8.kind, where)}"
 
 
 def proved(checks: list[Check], name: str, where: str, also: str = "") -> str:

@@ -15,24 +15,6 @@ embeddings and logits need no rule of their own: ``round_to_format`` is two cast
 Cost: a rounding is two casts, 0.07-0.25 ms per million elements, against 256 fused multiply-adds per element in a
 product with 128 features in.
 
-The fp8 linear map, simulated: three products whose operands are 8-bit codes with a scale a block.
-
-Legend: N tokens (any leading shape, flattened where a product sums over them), E features in, F features out.
-
-    y       = Q(x) Q(W)^T + b       x: e4m3 in 1 x 128 along E; W: e4m3 in 128 x 128, from the fp32 master
-    grad x  = Q(grad) Q(W)          grad: 1 x 128 along F; W: the same codes as forward
-    grad W  = Q(grad)^T Q(x)        grad and x quantised anew, 128 x 1 along N, over which this product sums
-
-A scale can leave a sum only where it is one number along the summed dimension: that is what the direction of a block is
-for. A square block has both directions, so the weight is quantised once. The gradient's format is the policy's choice:
-e4m3, e5m2, or ``high``, where both gradients' products take what the base format holds: grad and x as they are, and the
-weight's fp8 values, which are what the forward pass multiplied.
-
-The weight is quantised from its fp32 master: by way of the half copy 2-3% of the codes would differ. Accumulation is
-fp32, each result is rounded to the base format once, and so are the gradients, the weight's too; the bias is the base's
-alone. The rounding of values to codes passes gradients straight through. A block of a gradient that overflowed (fp16's
-beyond 65504) becomes NaN throughout, so the overflow reaches both results and the loss scaler.
-
 Held in fp32, values on their blocks' grids (``round_in_blocks``, no codes) are multiplied by an ordinary product. On a
 tensor core codes are multiplied and each block's sum by two scales: the same sum, in another order of roundings.
 
@@ -57,10 +39,12 @@ from mantissa.precision import (
     ALONG_ROWS,
     E4M3,
     FP32,
+    SCHEMES,
     SQUARE,
     BlockScaled,
     Fp8Policy,
     NumberFormat,
+    Quantized,
     round_in_blocks,
     round_to_format,
     round_to_format_,
@@ -72,13 +56,41 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows N,E, a we
 
 def weight_values(master_FE: Tensor, fp8: Fp8Policy) -> Tensor:
     """The fp32 values of a weight's codes: what the simulated products multiply, in learner and rollout alike."""
+    if isinstance(fp8, Quantized):
+        return SCHEMES[fp8.scheme].encode(master_FE.detach().float(), False).values
     return round_in_blocks(master_FE, E4M3, SQUARE, fp8.power_of_two)
+
+
+def activation_values(x_NE: Tensor, fp8: Fp8Policy) -> Tensor:
+    """The fp32 values of an activation as an operand of the forward product."""
+    if isinstance(fp8, Quantized):
+        return SCHEMES[fp8.scheme].activation(x_NE)
+    return round_in_blocks(x_NE, E4M3, ALONG_ROWS, fp8.power_of_two)
 
 
 class ScaledLinear(torch.autograd.Function):
     """The three products, on fp32 tensors. ``weight_FE`` is the master, or with ``on_grid`` its codes' values.
 
     ``product`` computes the forward product of operands on their grids, unrounded. ``bias_F`` is in the base already.
+
+    Legend: N tokens (any leading shape, flattened where a product sums over them), E features in, F features out.
+
+        y       = Q(x) Q(W)^T + b       x: e4m3 in 1 x 128 along E; W: e4m3 in 128 x 128, from the fp32 master
+        grad x  = Q(grad) Q(W)          grad: 1 x 128 along F; W: the same codes as forward
+        grad W  = Q(grad)^T Q(x)        grad and x quantised anew, 128 x 1 along N, over which this product sums
+
+    A scale can leave a sum only where it is one number along the summed dimension: that is what the direction of a
+    block is for. A square block has both directions, so the weight is quantised once. The gradient's format is the
+    policy's choice: e4m3, e5m2, or ``high``, where both gradients' products take what the base format holds: grad and
+    x as they are, and the weight's fp8 values, which are what the forward pass multiplied.
+
+    A ``Quantized`` policy (``precision/schemes.py``) has other grids in the forward, for both operands or the weight
+    alone, and ``high``: gradients pass straight through both roundings, which is quantisation-aware training.
+
+    The weight is quantised from its fp32 master: by way of the half copy 2-3% of the codes would differ. Accumulation
+    is fp32, each result is rounded to the base format once, and so are the gradients, the weight's too; the bias is
+    the base's alone. The rounding of values to codes passes gradients straight through. A block of a gradient that
+    overflowed (fp16's beyond 65504) becomes NaN throughout, so the overflow reaches both results and the loss scaler.
     """
 
     @staticmethod
@@ -93,7 +105,7 @@ class ScaledLinear(torch.autograd.Function):
         on_grid: bool,
     ) -> Tensor:
         values_FE = weight_FE if on_grid else weight_values(weight_FE, fp8)
-        operand_NE = round_in_blocks(x_NE, E4M3, ALONG_ROWS, fp8.power_of_two)
+        operand_NE = activation_values(x_NE, fp8)
         ctx.save_for_backward(x_NE, values_FE)
         ctx.fp8, ctx.base = fp8, base
         return round_to_format_(product(operand_NE, values_FE, bias_F), base)

@@ -7,6 +7,7 @@ from mantissa.mismatch.metrics import (
     ENGINE_METRICS,
     FLOWRL_METRICS,
     GAP_METRICS,
+    OBJECTIVE_METRICS,
     POLICY_METRICS,
     REFERENCE_METRICS,
     Metric,
@@ -16,5 +17,5 @@ from mantissa.mismatch.metrics import (
 
 __all__ = [
     "ADVANTAGE_METRICS", "ALL_METRICS", "CORRECTION_METRICS", "ENGINE_METRICS", "FLOWRL_METRICS", "GAP_METRICS",
-    "POLICY_METRICS", "REFERENCE_METRICS", "Metric", "engine_share", "gap_metrics",
+    "OBJECTIVE_METRICS", "POLICY_METRICS", "REFERENCE_METRICS", "Metric", "engine_share", "gap_metrics",
 ]  # fmt: skip

@@ -19,22 +19,6 @@ Rules that hold for every metric, so that none is ever NaN:
 
 Legend: B sequences, T response positions.
 
-Whose the gap is: the other engine's, or everything else's.
-
-Where another engine samples, two things lie between its log-probs V and the learner's L: that engine's kernels, and
-whatever else differs (two formats, two families of kernels). A third score of the same tokens parts them. M is of the
-rollout's own weights in the rollout's own format, under this package's exact kernels. Then
-
-    d = L - V = e + f,    e = M - V  the engine's part,    f = L - M  the rest,
-
-and sum d^2 = sum e d + sum f d: the engine's share is sum(e d) / sum(d^2), the rest's the same with f, and they add to
-1. It is a projection of e on d. Where the parts cancel in the sum it may leave [0, 1], and the rest's share leaves it
-on the other side. Squares weigh: the few tokens that are far apart, improbable ones, decide it. The two means of |e|
-and |f| beside it weigh every token alike; they need not add to that of |d|, but are never less together.
-
-Numerics and rules are those above. Where d is 0 everywhere there is no gap to share:
-then there is no ``gap/engine_share`` at all, and not an invented one.
-
 The metrics that the algorithms report are declared beside these, so that one table describes them all; every name is a
 tally of ``mantissa.algorithms`` (a test holds the two lists together).
 """
@@ -254,6 +238,21 @@ def engine_share(
     The three log-probs are of the sampled tokens, fp32 (or float64), of one shape and dtype; ``mask_BT`` is bool, True
     at response tokens. Without ``gap/engine_share`` where no token measured has a gap. No gradient flows. Raises
     ``TypeError`` for other or unequal dtypes. On an accelerator this waits for the device.
+
+    Where another engine samples, two things lie between its log-probs V and the learner's L: that engine's kernels,
+    and whatever else differs (two formats, two families of kernels). A third score of the same tokens parts them. M is
+    of the rollout's own weights in the rollout's own format, under this package's exact kernels. Then
+
+        d = L - V = e + f,    e = M - V  the engine's part,    f = L - M  the rest,
+
+    and sum d^2 = sum e d + sum f d: the engine's share is sum(e d) / sum(d^2), the rest's the same with f, and the
+    two add to 1. It is a projection of e on d. Where the parts cancel in the sum it may leave [0, 1], and the rest's
+    share leaves it on the other side. Squares weigh: the few tokens that are far apart, improbable ones, decide it. The
+    two means of |e| and |f| beside it weigh every token alike; they need not add to that of |d|, but are never less
+    together.
+
+    Numerics and rules are the module's. Where d is 0 everywhere there is no gap to share: then there is no
+    ``gap/engine_share`` at all, and not an invented one.
     """
     with torch.no_grad():
         valid_BT, rollout, exact, learner = widened(mask_BT, rollout_logp_BT, exact_logp_BT, learner_logp_BT)
@@ -298,8 +297,8 @@ POLICY_METRICS: tuple[Metric, ...] = (
     Metric("policy/ratio_max", "max_t exp(logp_theta - logp_old)", "1"),
     Metric("policy/kl_old", "mean_t(ratio - 1 - log ratio), the k3 estimate of KL(old || theta)", "nats/token",
            source="Schulman 2020, k3"),
-    Metric("policy/clip_fraction", "share of tokens whose gradient the clip takes away (cispo: whose weight it bounds)",
-           "fraction"),
+    Metric("policy/clip_fraction", "share of tokens whose gradient the clip takes away (cispo, dppo: or whose weight "
+           "it bounds)", "fraction"),
     Metric("policy/alpha_mean", "mean_t alpha, alpha = logp_theta - logp_old: how far the learner moved; 0 "
            "with one update a batch, but for the order of sums", "nats", source=_TRL),
     Metric("policy/alpha_abs_mean", "mean_t|alpha|, over every response token that the update computed", "nats",
@@ -336,6 +335,18 @@ REFERENCE_METRICS: tuple[Metric, ...] = (
            "tokens", (0.0, 0.0), "by definition"),
 )  # fmt: skip
 
+# Where a recipe asks for what they are of.
+OBJECTIVE_METRICS: tuple[Metric, ...] = (
+    Metric("policy/entropy_bonus", "coefficient x sum over tokens of scale x entropy, taken off the loss", "1"),
+    Metric(
+        "correction/off_policy_masked_fraction",
+        "share of sequences whose weight mask_negative_above made 0: A < 0 "
+        "and mean_t(logp_rollout - logp_theta) above it",
+        "fraction",
+        source="arXiv 2512.02556",
+    ),
+)
+
 ADVANTAGE_METRICS: tuple[Metric, ...] = (
     Metric("advantage/degenerate_group_fraction", "share of groups whose rewards are all equal", "fraction"),
     Metric("advantage/abs_max", "max|A|", "1"),
@@ -351,5 +362,6 @@ ALL_METRICS: tuple[Metric, ...] = (
     *POLICY_METRICS,
     *FLOWRL_METRICS,
     *REFERENCE_METRICS,
+    *OBJECTIVE_METRICS,
     *ADVANTAGE_METRICS,
 )

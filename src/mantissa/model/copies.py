@@ -68,8 +68,7 @@ class CopiedPolicy:
                 # The largest magnitude of the master and of what is now stored; NaN wins a maximum, so one that was
                 # not written shows. One transfer to the host for all tensors.
                 peaks.append(torch.stack((_peak(master), _peak(kept.float()))))
-            head = packed(self.decoder.head_weight) if self._pack and self.decoder.lm_head is None else None
-            self.decoder.packed_head = head if head is not None and head.is_mkldnn else None
+            self.decoder.packed_head = self._tied_head() if self._pack and self.decoder.lm_head is None else None
             peaks_N2 = torch.stack(peaks).cpu()
         for name, (master_peak, stored_peak) in zip(names, peaks_N2.tolist(), strict=True):
             self._check_peak(name, master_peak, stored_peak)
@@ -90,6 +89,12 @@ class CopiedPolicy:
         owner.weight.copy_(copy.codes)
         owner.scales.copy_(copy.scales)
         return torch.stack((owner.weight.float().abs().amax(), owner.scales.amax()))
+
+    def _tied_head(self) -> Tensor | None:
+        """A tied head in its product's layout, beside the embedding; None where there is none for it."""
+        tied = self.decoder.head_weight
+        head = packed(tied.float()) if tied.device.type == "cpu" else tied  # logits are an fp32 product there
+        return head if head.is_mkldnn else None
 
     @staticmethod
     def _make_room(owner: Projection, copy: BlockScaled) -> None:

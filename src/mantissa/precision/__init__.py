@@ -27,11 +27,21 @@ from mantissa.precision.formats import (
     round_to_format,
     round_to_format_,
 )
-from mantissa.precision.policy import PRESETS, Fp8Policy, PrecisionPolicy, ResolvedPrecision, ResolvedRole, resolve
+from mantissa.precision.policy import (
+    PRESETS,
+    Fp8Policy,
+    PrecisionPolicy,
+    Quantized,
+    ResolvedPrecision,
+    ResolvedRole,
+    resolve,
+)
+from mantissa.precision.schemes import SCHEMES, Coded, Scheme
 
 __all__ = [
-    "ALONG_COLUMNS", "ALONG_ROWS", "BF16", "DIAL", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "PRESETS", "SQUARE",
-    "BlockScaled", "Emulation", "Fp8Policy", "NumberFormat", "PrecisionPolicy", "ResolvedPrecision", "ResolvedRole",
+    "ALONG_COLUMNS", "ALONG_ROWS", "BF16", "DIAL", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "PRESETS", "SCHEMES",
+    "SQUARE", "BlockScaled", "Coded", "Emulation", "Fp8Policy", "NumberFormat", "PrecisionPolicy", "Quantized",
+    "ResolvedPrecision", "ResolvedRole", "Scheme",
     "dequantize", "format_named", "is_on_grid", "quantize", "resolve", "round_by_arithmetic", "round_cached",
     "round_in_blocks", "round_stochastically", "round_to_format", "round_to_format_",
 ]  # fmt: skip

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
-from mantissa.precision.formats import E4M3, NumberFormat, round_to_format
+from mantissa.precision.formats import E4M3, NumberFormat, round_bounded_, round_to_format
 from mantissa.precision.policy import BLOCK
 
 Block = tuple[int, int]
@@ -112,7 +112,7 @@ def round_in_blocks(x: Tensor, fmt: NumberFormat, block: Block = ALONG_ROWS, pow
     for of_values, _ in _tiles(x, block):
         of_x = _part(x, of_values)
         d = _scale_of(of_x, fmt, power_of_two)
-        _round_bounded_(torch.div(of_x, d, out=_part(out, of_values)), fmt).mul_(d)
+        round_bounded_(torch.div(of_x, d, out=_part(out, of_values)), fmt).mul_(d)
     return out
 
 
@@ -143,19 +143,6 @@ def _scale_of(of_x: Tensor, fmt: NumberFormat, power_of_two: bool) -> Tensor:
         upward = d.view(torch.int32).add(0x7FFFFF).bitwise_and_(_EXPONENT).view(torch.float32)
         d = torch.where(d.isfinite(), upward, d)
     return torch.where(amax == 0, torch.ones_like(d), d)
-
-
-def _round_bounded_(y: Tensor, fmt: NumberFormat) -> Tensor:
-    """Round ``y`` (fp32, |y| at most about ``fmt.largest``, or NaN) to the grid in place; every zero becomes +0.
-
-    The number added is 1.5 * 2^(e + 23 - m): the sum lies in a binade whose spacing is the grid's, 2^(e - m), and its
-    addition rounds to nearest, ties to even, as the format does. Below the smallest normal the spacing stays.
-    """
-    least = (128 - fmt.bias) << 23  # the bits of the smallest normal
-    raise_by = ((23 - fmt.mantissa_bits) << 23) + 0x400000
-    bits = y.view(torch.int32) & _EXPONENT
-    number = bits.clamp_min_(least).add_(raise_by).view(torch.float32)
-    return y.add_(number).sub_(number)
 
 
 def _empty_scales(x: Tensor, block: Block) -> Tensor:

@@ -27,22 +27,6 @@ Rounding onto a grid: from any float tensor to the values a format can hold, in 
 
 Low precision on a CPU is *simulated*: a tensor stays fp32 in memory, but every value in it is one that the format can
 represent. Rounding is to nearest, ties to even, with gradual underflow, as the hardware does.
-
-Two implementations. ``round_to_format`` is the fast one: for fp32 input a cast to the format's dtype and back, at
-0.07-0.25 ms per million elements. ``round_by_arithmetic`` is the reference, which never casts: it scales by exact
-powers of two in float64 and rounds to integer. The fast path falls back on it where a cast would be wrong: torch casts
-float64 to a half or to fp8 through float32, which rounds twice (1 + 2^-11 + 2^-40 must round up to 1 + 2^-10 in fp16,
-but passes through the tie 1 + 2^-11 and ends at 1).
-
-A format of the dial has no dtype to cast to. With 8 exponent bits its values are fp32's that end in zeros: half a unit
-less one bit, and the last bit that stays, are added to fp32's bits as an integer, and what lies below is cut. The carry
-makes the next binade, at the top inf, and subnormals need nothing of their own. With 5 exponent bits adding and
-subtracting 1.5 * 2^(e + 23 - mantissa bits) rounds in fp32's own addition, e not below the smallest normal's, and what
-then exceeds the range becomes inf by a factor of 2^112. The first costs 2 to 3 times a cast, the second 5, part by part
-so that each part stays in the cache.
-
-What a cast to e4m3 does beyond 448 depends on the torch version (NaN on a CPU before 2.13, 448 from then on), so the
-saturation is ours: a clamp before the cast.
 """
 
 from __future__ import annotations
@@ -140,6 +124,15 @@ def round_to_format(x: Tensor, fmt: NumberFormat) -> Tensor:
     value of the dtype of ``x`` too: fp16 input rounded to bf16 becomes inf from 65408 on, for fp16 has no 65536.
     A new tensor, except where rounding is the identity (``fmt`` is fp32 and ``x`` is no wider), which returns ``x``.
     Differentiable, except from float64: the gradient is rounded too, by the casts' own backward.
+
+    Two implementations. ``round_to_format`` is the fast one: for fp32 input a cast to the format's dtype and back, at
+    0.07-0.25 ms per million elements. ``round_by_arithmetic`` is the reference, which never casts: it scales by exact
+    powers of two in float64 and rounds to integer. The fast path falls back on it where a cast would be wrong: torch
+    casts float64 to a half or to fp8 through float32, which rounds twice (1 + 2^-11 + 2^-40 must round up to 1 + 2^-10
+    in fp16, but passes through the tie 1 + 2^-11 and ends at 1).
+
+    What a cast to e4m3 does beyond 448 depends on the torch version (NaN on a CPU before 2.13, 448 from then on), so
+    the saturation is ours: a clamp before the cast.
     """
     if fmt.mantissa_bits >= 23 and x.dtype != torch.float64:
         return x
@@ -190,7 +183,15 @@ _PART = 1 << 16  # values rounded at a time: 256 KiB and a scratch of the same s
 
 
 def _dialled_(x: Tensor, fmt: NumberFormat) -> Tensor:
-    """Round ``x``, fp32 and without gradient, to ``fmt`` in place."""
+    """Round ``x``, fp32 and without gradient, to ``fmt`` in place.
+
+    A format of the dial has no dtype to cast to. With 8 exponent bits its values are fp32's that end in zeros: half a
+    unit less one bit, and the last bit that stays, are added to fp32's bits as an integer, and what lies below is cut.
+    The carry makes the next binade, at the top inf, and subnormals need nothing of their own. With 5 exponent bits
+    adding and subtracting 1.5 * 2^(e + 23 - mantissa bits) rounds in fp32's own addition, e not below the smallest
+    normal's, and what then exceeds the range becomes inf by a factor of 2^112. The first costs 2 to 3 times a cast,
+    the second 5, part by part so that each part stays in the cache.
+    """
     part = _by_bits_ if fmt.exponent_bits == FP32.exponent_bits else _by_addition_
     for each in x.view(-1).split(_PART) if x.numel() > _PART and x.is_contiguous() else (x,):
         part(each, fmt)
@@ -218,6 +219,19 @@ def _by_addition_(x: Tensor, fmt: NumberFormat) -> None:
 def _int32(value: int, device: torch.device) -> Tensor:
     """A number as a tensor: made anew for each call, one costs as much as an operation on a few thousand values."""
     return torch.tensor(value, dtype=torch.int32, device=device)
+
+
+def round_bounded_(y: Tensor, fmt: NumberFormat) -> Tensor:
+    """Round ``y`` (fp32, |y| at most about ``fmt.largest``, or NaN) to the grid in place; every zero becomes +0.
+
+    The number added is 1.5 * 2^(e + 23 - m): the sum lies in a binade whose spacing is the grid's, 2^(e - m), and its
+    addition rounds to nearest, ties to even, as the format does. Below the smallest normal the spacing stays.
+    """
+    least = (128 - fmt.bias) << 23  # the bits of the smallest normal
+    raise_by = ((23 - fmt.mantissa_bits) << 23) + 0x400000
+    bits = y.view(torch.int32) & 0x7F800000
+    number = bits.clamp_min_(least).add_(raise_by).view(torch.float32)
+    return y.add_(number).sub_(number)
 
 
 def round_by_arithmetic(x: Tensor, fmt: NumberFormat) -> Tensor:

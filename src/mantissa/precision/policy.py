@@ -25,8 +25,10 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from mantissa.base.bounds import LARGEST_SIZE
 from mantissa.base.config import Section
 from mantissa.base.errors import MantissaError, nearest
+from mantissa.precision import cpu
 from mantissa.precision.emulation import Emulation
 from mantissa.precision.formats import ALIASES, BF16, DIAL, E4M3, E5M2, FP32, NumberFormat, format_named
+from mantissa.precision.schemes import SCHEMES
 
 BLOCK = 128  # values that share a scale: 1 x 128 of an activation or gradient, 128 x 128 of a weight
 
@@ -62,6 +64,11 @@ class Fp8Policy(Section):
     def power_of_two(self) -> bool:
         return self.scale == "power_of_two"
 
+    @property
+    def kind(self) -> str:
+        """What its products are in."""
+        return "fp8"
+
     def quantizes(self, layer: str) -> bool:
         """Whether the product of ``layer`` (``model.layers.0.mlp.up_proj``) has fp8 operands.
 
@@ -77,16 +84,48 @@ class Fp8Policy(Section):
             if not any(_within(pattern.split("."), name.split(".")) for name in names):
                 known = sorted({part for name in names for part in name.split(".")})
                 raise MantissaError(
-                    f"precision.fp8.exclude: {pattern!r} matches no layer of this model{nearest(pattern, known)}"
+                    f"{self.called}.exclude: {pattern!r} matches no layer of this model{nearest(pattern, known)}"
                 )
         if names and not any(self.quantizes(name) for name in names):
             raise MantissaError(
-                f"precision.fp8.exclude leaves no layer in fp8; ask for {self.base} instead, or exclude less"
+                f"{self.called}.exclude leaves no layer in {self.kind}; ask for {self.base} instead, or exclude less"
             )
 
     def __str__(self) -> str:
         backward = "" if self.backward == "e4m3" else f", gradients {self.backward.replace('high', self.base)}"
         return f"e4m3{backward}, base {self.base}"
+
+
+class QuantizedConfig(Section):
+    """What a role in one of the scaled formats of ``schemes.py`` is (mxfp8, mxfp4, nvfp4, int8, int4, int4-32)."""
+
+    called: ClassVar[str] = "precision.quantized"
+
+    base: Literal["bf16", "fp16"] = Field("bf16", description="The format of everything that is not such a product.")
+    exclude: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="Layers kept in the base format, by parts of their names between dots (down_proj, layers.0)."
+    )
+
+    def of(self, scheme: str) -> Quantized:
+        """These settings for one role."""
+        return Quantized(scheme=scheme, base=self.base, exclude=self.exclude)
+
+
+class Quantized(Fp8Policy):
+    """A role in a scaled format: weights, and where the format says so activations, are on their blocks' grids in the
+    forward; gradients pass straight through, in the base format (quantisation-aware training)."""
+
+    called: ClassVar[str] = "precision.quantized"
+
+    scheme: str
+    backward: Literal["high"] = "high"
+
+    @property
+    def kind(self) -> str:
+        return self.scheme
+
+    def __str__(self) -> str:
+        return f"{self.scheme}, gradients and base {self.base}"
 
 
 def _within(pattern: list[str], parts: list[str]) -> bool:
@@ -106,7 +145,9 @@ _DIALLED = "e8m2 to e8m10, e5m2 to e5m10"
 def _known_format(name: str, allowed: tuple[str, ...]) -> str:
     """The canonical name of a format that a field may hold; where one may be fp8, it may be one of the dial's too."""
     of_role = "fp8" in allowed
-    listed = ", ".join((*allowed, _DIALLED) if of_role else allowed)
+    if of_role and name in SCHEMES:
+        return name
+    listed = ", ".join((*allowed, *SCHEMES, _DIALLED) if of_role else allowed)
     if of_role and (name == "fp8" or name in DIAL):
         return name
     if name in ("fp8", "e4m3", "e4m3fn", *DIAL):
@@ -154,6 +195,9 @@ class PrecisionPolicy(Section):
         "by mantissa; in fp8 each head's vector has a scale of its own.",
     )
     fp8: Fp8Policy | None = Field(None, description="What a role in fp8 is; null where none is.")
+    quantized: QuantizedConfig | None = Field(
+        None, description="What a role in mxfp8, mxfp4, nvfp4, int8, int4 or int4-32 is; null where none is."
+    )
     kernels: Literal["fast", "exact"] = Field(
         "fast",
         description="exact: the learner's log-prob of each sampled token equals the rollout's to the last bit.",
@@ -171,7 +215,9 @@ class PrecisionPolicy(Section):
         "scoring forward is left out.",
     )
     backend: Literal["auto", "native", "simulated"] = Field(
-        "auto", description="Which kernel family; auto: native on CUDA, simulated for fp16 and bf16 on a CPU."
+        "auto",
+        description="Which kernel family; auto: native on CUDA, and for bf16 on a CPU that "
+        "multiplies it itself; simulated for fp16, and for bf16 on others.",
     )
     fallback: Literal["error", "warn"] = Field(
         "error", description="Where the GPU lacks a format's arithmetic: refuse, or warn and use fp32."
@@ -195,6 +241,13 @@ class PrecisionPolicy(Section):
     def _format_of_a_role(cls, name: str | None) -> str | None:
         return name if name is None else _known_format(name, ROLE_FORMATS)
 
+    @field_validator("kv_cache")
+    @classmethod
+    def _no_scheme(cls, name: str | None) -> str | None:
+        if name in SCHEMES:
+            raise ValueError(f"a cache is never {name}; expected fp32, bf16, fp16, fp8 or a format of the dial")
+        return name
+
     @field_validator("logits")
     @classmethod
     def _format_of_logits(cls, name: str) -> str:
@@ -210,6 +263,10 @@ class PrecisionPolicy(Section):
             raise ValueError("fp8 does nothing where no role is fp8; leave it out, or set rollout=fp8")
         if "fp8" in roles and self.fp8 is None:
             object.__setattr__(self, "fp8", Fp8Policy())
+        if roles.isdisjoint(SCHEMES) and self.quantized is not None:
+            raise ValueError(f"quantized does nothing where no role is one of {', '.join(SCHEMES)}; leave it out")
+        if not roles.isdisjoint(SCHEMES) and self.quantized is None:
+            object.__setattr__(self, "quantized", QuantizedConfig())
         for name in ("on_mismatch", "check_every") if self.kernels == "fast" else ():
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} does nothing with kernels=fast; set precision.kernels=exact")
@@ -233,6 +290,8 @@ class PrecisionPolicy(Section):
         """The format in which values flow in a role that was asked to be ``requested``: of fp8, its base."""
         if requested == "fp8" and self.fp8 is not None:
             return format_named(self.fp8.base)
+        if requested in SCHEMES and self.quantized is not None:
+            return format_named(self.quantized.base)
         return role_format(requested)
 
     @classmethod
@@ -248,6 +307,8 @@ PRESETS: dict[str, PrecisionPolicy] = {
     "fp8": PrecisionPolicy(train="fp8", rollout="fp8"),
     "bf16-train-fp16-rollout": PrecisionPolicy(train="bf16", rollout="fp16"),
     "fp8-rollout": PrecisionPolicy(train="bf16", rollout="fp8"),
+    **{scheme: PrecisionPolicy(train=scheme, rollout=scheme) for scheme in SCHEMES},
+    **{f"{scheme}-rollout": PrecisionPolicy(train="bf16", rollout=scheme) for scheme in SCHEMES},
 }
 
 
@@ -285,7 +346,7 @@ class ResolvedRole:
     @property
     def name(self) -> str:
         """What is active, in a word or three: ``fp16``, ``fp8 on bf16``."""
-        return self.active.name if self.fp8 is None else f"fp8 on {self.active}"
+        return self.active.name if self.fp8 is None else f"{self.fp8.kind} on {self.active}"
 
     @property
     def kernels(self) -> str:
@@ -429,6 +490,8 @@ def _resolve_role(role: str, requested: str, policy: PrecisionPolicy, device: to
 def _resolve_base(role: str, requested: str, policy: PrecisionPolicy, device: torch.device) -> ResolvedRole:
     if requested == "fp8":
         return _resolve_fp8(role, policy, device)
+    if requested in SCHEMES:
+        return _resolve_quantized(role, requested, policy, device)
     fmt = role_format(requested)
     if requested in DIAL:
         if policy.backend == "native":
@@ -456,6 +519,9 @@ def _resolve_base(role: str, requested: str, policy: PrecisionPolicy, device: to
     if policy.backend == "native":
         why = "asked for: the CPU's own half kernels, whose speed and sum order vary by CPU"
         return ResolvedRole(role, requested, fmt, "native", why)
+    if fmt is BF16 and policy.backend == "auto" and policy.kernels == "fast" and cpu.bf16_products().own:
+        why = "this CPU multiplies bf16 itself, faster than fp32; fp32 sums, each result rounded once"
+        return ResolvedRole(role, requested, fmt, "native", why)
     why = f"a CPU: values on the {fmt.name} grid in fp32, each result and gradient rounded, fp32 accumulation"
     return ResolvedRole(role, requested, fmt, "simulated", why)
 
@@ -476,3 +542,17 @@ def _resolve_fp8(role: str, policy: PrecisionPolicy, device: torch.device) -> Re
         )
     why = "a CPU" if device.type == "cpu" else "asked for" if native else "no fp8 products before Hopper"
     return ResolvedRole(role, "fp8", base, "simulated", f"{why}: {what}, values on their grids in fp32", fp8)
+
+
+def _resolve_quantized(role: str, requested: str, policy: PrecisionPolicy, device: torch.device) -> ResolvedRole:
+    """A role in a scaled format: simulated everywhere, values on their blocks' grids multiplied in fp32."""
+    assert policy.quantized is not None  # the policy's own check
+    quantized = policy.quantized.of(requested)
+    if policy.backend == "native":
+        raise MantissaError(
+            f"precision.backend=native: {role} asked for {requested}, which is simulated here on every device; leave "
+            "backend out"
+        )
+    what = "weights and activations" if SCHEMES[requested].activations else "weights"
+    why = f"{what} of {quantized}: values on their grids in fp32 on {device.type}, fp32 accumulation"
+    return ResolvedRole(role, requested, format_named(quantized.base), "simulated", why, quantized)

@@ -151,6 +151,8 @@ def _check_shape(config: RunConfig, model: Decoder) -> None:
     require_memory(slots * row, f"rollout.slots={slots:,}", "lower it")
     if config.precision.fp8 is not None:
         config.precision.fp8.check(model.projections)
+    if (quantized := config.precision.quantized) is not None:
+        quantized.of("mxfp8").check(model.projections)
     if config.rollout.emulate is not None:
         config.rollout.emulate.check(shape.num_attention_heads, shape.intermediate_size)
 

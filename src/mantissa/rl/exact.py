@@ -77,7 +77,7 @@ def exact_plan(
 def exact_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
     """The rollout's precision under exact kernels, as a policy of its own: what the native engine would be given."""
     fp8 = policy.fp8 if policy.rollout == "fp8" else None
-    alone = {"preset": None, "train": policy.rollout, "reference": None, "fp8": fp8}
+    alone = {"preset": None, "train": policy.rollout, "reference": None, "fp8": fp8, "quantized": None}
     return PrecisionPolicy(**dict(policy) | alone | {"kernels": "exact", "backend": "auto", "fallback": "error"})
 
 

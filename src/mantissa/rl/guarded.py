@@ -22,7 +22,7 @@ from typing import Any
 from mantissa.base.jsonl import Row
 from mantissa.base.ranks import Ranks
 from mantissa.dropin import Judge
-from mantissa.precision import PrecisionPolicy
+from mantissa.precision import SCHEMES, PrecisionPolicy
 from mantissa.rl.config.recipe import make_config
 from mantissa.rl.config.run import RunConfig
 from mantissa.runs.directory import RunDirectory
@@ -103,6 +103,8 @@ def widened(config: RunConfig, to: str) -> RunConfig:
         values["reference"] = policy.reference or policy.train
     if values.get("reference") == "fp8" and policy.fp8 is not None:
         values["fp8"] = policy.fp8
+    if values.get("reference") in SCHEMES and policy.quantized is not None:
+        values["quantized"] = policy.quantized
     if {values["train"], values["rollout"], values.get("reference", "fp32")} == {"fp32"}:
         values["backend"] = "auto"  # fp32 is never simulated
     plain = config.model_dump(mode="json") | {"precision": values, "loss_scaling": None}

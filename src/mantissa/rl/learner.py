@@ -16,20 +16,6 @@ does not count). Where neither leaves any, there is no step.
 On several processes each computes its share of the rows, in scoring and in every part; ``mantissa.base.ranks`` says
 what that changes (the order of sums) and what it does not.
 
-A batch meets the reference in up to three places: in the reward (``algorithm.kl.where: reward``), in the loss (``where:
-loss``), or inside FlowRL's own loss. Wherever it does, and where it is only there to be measured, ``reference/kl`` and
-its like are of the weights before the update, over every response token.
-
-FlowRL's log-partition head (``model/partition.py``) reads the mean hidden state of each prompt from the forward that
-computes the log-probs anyway, and its gradient flows back into the policy through that state (unless
-``detach_partition``). It is trained by the learner's own optimiser step, so it overflows, is retried, clipped and
-skipped together with the policy; its learning rate follows the same schedule, from a value of its own if one is given.
-It has no weight decay: log Z is a number to be found, and nothing says that it is near 0. All samples of a prompt see
-the same log Z, for its dropout is named by the run's seed, the step and the prompt's group.
-
-With ``bypass`` the loss's ratio is to the rollout's log-probs, not to ``old``. Scoring goes on as before: the gap is
-measured and rejection decided under the weights before the update, as in every other run.
-
 Legend: B completions of a batch or micro-batch, R response tokens right-padded, N response tokens flat, E hidden size.
 """
 
@@ -67,11 +53,11 @@ from mantissa.training import (
     StepOutcome,
     adamw,
     adaptive_clip_,
-    first_nonfinite,
     flushed_fraction,
     gradients_of,
     learning_rate,
     master_weights,
+    where_nonfinite,
 )
 
 
@@ -111,9 +97,11 @@ class Learner:
         self.model, self.kernels, self.ranks = model, kernels, ranks
         self.algorithm, self.config = algorithm, config
         self.temperature, self.seed = temperature, seed
+        algorithm.loss.prepare()
         norm = algorithm.aggregation == "seq_mean_token_sum_norm"
         self.aggregation_length = aggregation_length if norm else None
-        self.reuse_scoring = True  # keep the graph of ``score`` for the update, where it can serve
+        # Keep the graph of ``score`` for the update, where it can serve: it has no entropies' graph.
+        self.reuse_scoring = algorithm.entropy is None
         self._kept: _Kept | None = None
         self._seen_BR: Tensor | None = None  # takes the log-probs of the first optimiser step's own forward
         self.verify: Verify | None = None
@@ -147,7 +135,7 @@ class Learner:
             watched = nn.ModuleDict({"policy": self.model, "partition": flow.head})
 
         def diagnose(backward: Backward) -> str:
-            found = self.ranks.gather(first_nonfinite(watched, lambda: backward(scaler.scale)))
+            found = self.ranks.gather(where_nonfinite(watched, lambda: backward(scaler.scale)))
             # the sum over ranks carries it to all parameters: what saw it in an output saw it where it began
             return min(found, key=lambda text: (text.startswith("nothing"), "the output of" not in text))
 
@@ -322,16 +310,18 @@ class Learner:
         rows, batch = micro.rows, experience.select(micro.rows)
         responses = batch.mask_BR.shape[1]
         if kept is not None:
-            logp_BR, prompt_BE = kept.logp_BR[rows, :responses], kept.prompts(rows)
+            logp_BR, prompt_BE, entropy_BR = kept.logp_BR[rows, :responses], kept.prompts(rows), None
         else:
-            passed = self.forward(batch, kernels)
+            bonus = self.algorithm.entropy is not None
+            passed = self.forward(batch, kernels, entropies="differentiable" if bonus else False)
             logp_BR, prompt_BE = scatter(passed.logp_N, batch.mask_BR), passed.prompt_BE
+            entropy_BR = None if passed.entropy_N is None else scatter(passed.entropy_N, batch.mask_BR)
         if self._seen_BR is not None:
             self._seen_BR[rows, :responses] = logp_BR.detach()
         log_z_B = None
         if self.flow is not None and prompt_BE is not None:
             log_z_B = self.flow.log_z(prompt_BE, self.flow.keys(batch.group_B, step))
-        return micro_loss(logp_BR, batch, micro.scale_BR[:, :responses], log_z_B, self.algorithm)
+        return micro_loss(logp_BR, batch, micro.scale_BR[:, :responses], log_z_B, self.algorithm, entropy_BR)
 
     def flushed(self, experience: Experience, step: int) -> float | None:
         """Fraction of gradients that the format flushes to zero, on up to 8 completions of a weighed batch's first

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from mantissa.algorithms import (
@@ -24,8 +25,10 @@ from mantissa.algorithms import (
     importance_weights,
     kl_loss,
     kl_reward,
+    off_policy_mask,
     reference_drift,
 )
+from mantissa.precision.numerics import masked_sum
 from mantissa.rl.experience import Experience
 
 
@@ -50,12 +53,17 @@ def weigh(experience: Experience, algorithm: AlgorithmConfig) -> Experience:
 
 
 def micro_loss(
-    logp_BR: Tensor, batch: Experience, scale_BR: Tensor, log_z_B: Tensor | None, algorithm: AlgorithmConfig
+    logp_BR: Tensor,
+    batch: Experience,
+    scale_BR: Tensor,
+    log_z_B: Tensor | None,
+    algorithm: AlgorithmConfig,
+    entropy_BR: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Accumulator]]:
     """Loss of a weighed micro-batch, and tallies; losses and gradients of all of a step's micro-batches add up.
 
     ``logp_BR``: the current policy's, with gradient. ``scale_BR``: each token's weight in the step's loss. ``log_z_B``:
-    with FlowRL only.
+    with FlowRL only. ``entropy_BR``: the current policy's, with gradient, where there is a bonus on it.
     """
     loss, old_BR, rollout_BR = algorithm.loss, batch.old_logp, batch.rollout_logp_BR
     advantage_B, weight_BR, valid_BR = batch.weighed
@@ -67,10 +75,18 @@ def micro_loss(
         weight_BR, weights = importance_weights(
             logp_BR.detach(), rollout_BR, batch.mask_BR, valid_BR, algorithm.correction
         )
+    kept_BR = weight_BR
+    if (above := algorithm.correction.mask_negative_above) is not None:
+        kept_B, masked = off_policy_mask(logp_BR, rollout_BR, advantage_B, batch.mask_BR, above)
+        kept_BR, weights = torch.where(kept_B.unsqueeze(-1), weight_BR, 0.0), {**weights, **masked}
     value, tallies = loss.loss(
-        logp_BR, below_BR, advantage_B, valid_BR, weight_BR, scale_BR, ref_logp_BT=batch.ref_logp_BR, log_z_B=log_z_B
+        logp_BR, below_BR, advantage_B, valid_BR, kept_BR, scale_BR, ref_logp_BT=batch.ref_logp_BR, log_z_B=log_z_B
     )
     if algorithm.kl is not None and algorithm.kl.where == "loss":
-        penalty, distance = kl_loss(logp_BR, batch.ref_logp_BR, valid_BR, weight_BR, scale_BR, algorithm.kl)
+        penalty, distance = kl_loss(logp_BR, batch.ref_logp_BR, valid_BR, weight_BR, scale_BR, algorithm.kl, below_BR)
         value, tallies = value + penalty, {**tallies, **distance}
+    if algorithm.entropy is not None:
+        assert entropy_BR is not None, "forward with the entropy's gradient first"
+        bonus = algorithm.entropy.coefficient * masked_sum(scale_BR * entropy_BR, valid_BR)
+        value, tallies = value - bonus, {**tallies, "policy/entropy_bonus": Accumulator.of("sum", bonus)}
     return value, {**tallies, **parts, **weights}

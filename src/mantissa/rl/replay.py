@@ -28,7 +28,17 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.files import write_atomically
 from mantissa.base.readers.json import parse_json
 from mantissa.base.readers.safetensors import open_tensors
-from mantissa.kernels import Kernels, Pick, Traced, first_difference, learner_kernels, operation, rollout_kernels
+from mantissa.kernels import (
+    WAYS,
+    Kernels,
+    Pick,
+    Traced,
+    Way,
+    first_difference,
+    learner_kernels,
+    operation,
+    rollout_kernels,
+)
 from mantissa.model import Decoder, ModelConfig, RopeScaling
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rl.exact import exact_plan
@@ -238,11 +248,13 @@ def write_case(
     from safetensors.torch import save
 
     shape = dataclasses.asdict(dataclasses.replace(model, origin={}))
+    plan = getattr(engine.kernels, "plan", None)  # exact kernels on a CPU have one
     facts = {
         "version": _VERSION,
         "note": note,
         "model": shape,
         "precision": policy.model_dump(mode="json"),
+        "way": None if plan is None else plan.way,
         "requests": [dataclasses.asdict(request) for request in case.call.requests],
         "params": dataclasses.asdict(case.call.params),
         "engine": {"slots": engine.slots, "max_length": engine.max_length},
@@ -265,12 +277,13 @@ def write_case(
 
 @dataclass(frozen=True)
 class StoredCase:
-    """What a file holds: a case, and what its two sides are made of."""
+    """What a file holds: a case, and what its two sides are made of. ``way``: the exact plan's, where it had one."""
 
     case: Case
     note: str
     model: ModelConfig
     precision: PrecisionPolicy
+    way: Way | None
     weights: dict[str, Tensor]
     slots: int
     max_length: int
@@ -333,6 +346,7 @@ def _parsed(facts: dict[str, Any], tensors: dict[str, Tensor]) -> StoredCase:
         str(facts["note"]),
         ModelConfig(**model),
         PrecisionPolicy.parse(facts["precision"]),
+        facts.get("way"),
         {name.removeprefix("weights."): t for name, t in tensors.items() if name.startswith("weights.")},
         int(engine["slots"]),
         int(engine["max_length"]),
@@ -360,6 +374,7 @@ def _check(stored: StoredCase) -> None:
         None if logp is None else (logp.dtype, *logp.shape) for logp in (case.rollout_logp_T, case.learner_logp_T)
     ]
     fits = {
+        "way": stored.way in (None, *WAYS),
         "slots, max_length or max_tokens": 0 < stored.slots <= _MOST
         and 1 < stored.max_length <= model.max_position_embeddings
         and stored.slots * call.params.max_tokens <= 1 << 30,
@@ -388,7 +403,7 @@ def replay(stored: StoredCase, device: torch.device) -> tuple[Found, list[str]]:
     model.load_state_dict(stored.weights)
     model = model.to(device)
     rows = max(stored.case.part.tokens_BT.numel(), stored.slots)
-    plan = exact_plan(precision, model, device, stored.max_length, rows)
+    plan = exact_plan(precision, model, device, stored.max_length, rows, None if stored.way == "tiles" else stored.way)
     engine = NativeEngine(
         stored.model,
         rollout_kernels(precision, plan),

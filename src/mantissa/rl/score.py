@@ -117,8 +117,8 @@ def _first_alike(rows_BT: Tensor) -> Tensor:
 class Forward:
     """What a forward gives: ``logp_N`` (fp32, differentiable), and where it was asked for the rest (fp32).
 
-    ``entropy_N``: of the distributions that the log-probs are of. ``prompt_BE``: the mean of the
-    final hidden states over each sequence's prompt.
+    ``entropy_N``: of the distributions that the log-probs are of, without gradient unless that was asked for.
+    ``prompt_BE``: the mean of the final hidden states over each sequence's prompt.
     """
 
     logp_N: Tensor

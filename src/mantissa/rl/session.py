@@ -34,6 +34,7 @@ from mantissa.runs.health import share_sentence
 from mantissa.runs.live import Live
 from mantissa.runs.report import build_report
 from mantissa.runs.trackers import from_names
+from mantissa.training.audit import audit
 from mantissa.training.distributed import join
 from mantissa.training.optimizer import described
 
@@ -245,6 +246,10 @@ def _rows(parts: Parts) -> list[dict[str, str]]:
     if (masters := parts.learner.step.masters).kind != "fp32":
         here = next(row for row in rows if row["role"] == "master")
         here |= {"requested": masters.kind, "active": "bf16", "kernels": "simulated", "reason": masters.reason}
+    measured = audit(parts.model, parts.learner.step)
+    if measured.smallest is not None:
+        master = next(row for row in rows if row["role"] == "master")
+        master["reason"] = "; ".join(filter(None, (master["reason"], f"probed: {measured.update}")))
     return rows
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from mantissa.base.config import Config
+from mantissa.base.functions import IMPORT_PATH
 from mantissa.tasks.types import Message, Prompt, SplitName, with_place
 
 VerifierName = Literal["exact", "math_verify", "dapo", "dapo_strict", "code"]
@@ -83,7 +84,7 @@ class RewardTerm(Config):
     @field_validator("function")
     @classmethod
     def _import_path(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+        if value is not None and not re.fullmatch(IMPORT_PATH, value):
             raise ValueError("expected package.module:function, such as rewards:brevity")
         return value
 

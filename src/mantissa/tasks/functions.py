@@ -17,18 +17,15 @@ Anything else, NaN and infinity included, and any exception, is a verifier error
 
 from __future__ import annotations
 
-import importlib
 import math
 import numbers
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeVar
 
-from mantissa.base.errors import MantissaError, nearest
-from mantissa.tasks.types import Problem, Reward, UnboundedVerifier, describe, shortened
+from mantissa.base.errors import MantissaError
+from mantissa.base.functions import load_function
+from mantissa.tasks.types import Problem, Reward, UnboundedVerifier, shortened
 
 DEFAULT_BATCH = 64
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -58,7 +55,7 @@ class FunctionVerifier(UnboundedVerifier):
 
     def prepare(self) -> None:
         """Import the function; what prevents that is the user's to mend."""
-        function = load_function(self.reference)
+        function = load_function(self.reference, "reward function")
         if self.batch_size is not None and not getattr(function, "batch", False):
             raise MantissaError(
                 f"reward function {self.reference}: batch_size does nothing, because the function takes one sample at "
@@ -75,10 +72,10 @@ class FunctionVerifier(UnboundedVerifier):
 
     @property
     def _batched(self) -> bool:
-        return bool(getattr(load_function(self.reference), "batch", False))
+        return bool(getattr(load_function(self.reference, "reward function"), "batch", False))
 
     def grade(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
-        function = load_function(self.reference)
+        function = load_function(self.reference, "reward function")
         if not self._batched:
             return [self._reward(function(problem, completion)) for problem, completion in samples]
         results = function([problem for problem, _ in samples], [text for _, text in samples])
@@ -124,26 +121,3 @@ def _plain(value: Any) -> Any:
 
 def _describe(value: Any) -> str:
     return f"{type(value).__name__} {shortened(repr(value))}"
-
-
-@lru_cache(maxsize=32)
-def load_function(reference: str) -> Callable[..., Any]:
-    """The function named ``package.module:function``, looked for in the current folder too.
-
-    Raises ``MantissaError`` where the module cannot be imported or has no such function.
-    """
-    module_name, _, name = reference.partition(":")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # last: a file of that folder must not stand for a module that somebody else imports
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # noqa: BLE001 - the user's own module may raise anything while it is imported
-        raise MantissaError(
-            f"reward function {reference}: cannot import {module_name} ({describe(error)}); expected a module that is "
-            f"installed, on PYTHONPATH or in the current folder {here}"
-        ) from None
-    function = getattr(module, name, None)
-    if not callable(function):
-        what = "has no" if function is None else f"has a {type(function).__name__}, not a function, at"
-        raise MantissaError(f"reward function {reference}: {module_name} {what} {name!r}{nearest(name, vars(module))}")
-    return function

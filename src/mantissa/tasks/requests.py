@@ -8,28 +8,6 @@ So neither the verb nor the noun decides alone, and who goes by the look of one 
 An answer *helps* where it is ``ok`` (compact), or names the noun and does not begin as a refusal does (text). It is
 **unsafe** where it helps with what must be refused, and an **over-refusal** where it does not help with what need not
 be. Nothing is left to interpretation: R_c = 1 where it is neither.
-
-The texts of the feedback game (WaltzRL, arXiv 2510.08240): how an answer is put to the feedback policy, the JSON object
-it writes, and how its words are put to the conversation policy. Plain prompts are continued as text, chats as turns.
-
-    compact   kill old man?ok#                  {"r":"bad","u":true,"o":false,"f":"no"}       ...#no?
-    text      a sentence, and what to write     {"reasoning":..., "unsafe":..., "overrefuse":..., "feedback":...}
-
-Examples for a warm start know the right answer and leave it in a share ``flaws`` of them, so that there is something
-left to learn: half are first answers, half second ones that do as the feedback says; feedback is on answers half of
-which are wrong.
-
-Where no rules can say whether an answer is unsafe or an over-refusal, a function of the user's does, or a model.
-
-The function, ``package.module:name``, is imported in the grading processes alone, like a reward's (``functions.py``):
-
-    def judge(problem: Problem, completion: str) -> dict: return {"unsafe": False, "overrefuse": True}
-
-``problem.answer`` is the label, ``unsafe`` or ``benign``. The model stands behind a server that speaks OpenAI's chat
-completions; it is asked at temperature 0 for the same two words as a JSON object. It too is asked from the grading
-processes, as many at a time as there are of them (``grading.workers``), each for ``grading.timeout_s`` at most.
-
-What says neither, or nothing in time, is an error of the judge: that answer's whole dialogue is left out of the step.
 """
 
 from __future__ import annotations
@@ -133,6 +111,17 @@ class Feedback:
 class Script:
     """How the game is put in words. ``review``: with {problem} and {answer}, what the feedback policy reads;
     ``revise``: with {feedback}, what follows an answer that is to be given again; ``names``: of the JSON object's keys.
+
+    The texts of the feedback game (WaltzRL, arXiv 2510.08240): how an answer is put to the feedback policy, the JSON
+    object it writes, and how its words are put to the conversation policy. Plain prompts are continued as text, chats
+    as turns.
+
+        compact   kill old man?ok#                  {"r":"bad","u":true,"o":false,"f":"no"}       ...#no?
+        text      a sentence, and what to write     {"reasoning":..., "unsafe":..., "overrefuse":..., "feedback":...}
+
+    Examples for a warm start know the right answer and leave it in a share ``flaws`` of them, so that there is
+    something left to learn: half are first answers, half second ones that do as the feedback says; feedback is on
+    answers half of which are wrong.
     """
 
     review: str
@@ -308,7 +297,23 @@ _LABELS = {"unsafe": "known to be harmful and must be refused", "benign": "known
 
 
 class JudgeConfig(Config):
-    """Who judges answers: exactly one of a function and a server."""
+    """Who judges answers: exactly one of a function and a server.
+
+    Where no rules can say whether an answer is unsafe or an over-refusal, a function of the user's does, or a model.
+
+    The function, ``package.module:name``, is imported in the grading processes alone, like a reward's
+    (``functions.py``):
+
+        def judge(problem: Problem, completion: str) -> dict: return {"unsafe": False, "overrefuse": True}
+
+    ``problem.answer`` is the label, ``unsafe`` or ``benign``. The model stands behind a server that speaks OpenAI's
+    chat completions; it is asked at temperature 0 for the same two words as a JSON object. It too is asked from the
+    grading processes, as many at a time as there are of them (``grading.workers``), each for ``grading.timeout_s`` at
+    most.
+
+    What says neither, or nothing in time, is an error of the judge: that answer's whole dialogue is left out of the
+    step.
+    """
 
     function: str | None = Field(
         None,

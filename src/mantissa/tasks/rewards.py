@@ -26,12 +26,6 @@ code          the function in its last code block passes the tests in the answer
 ``math_verify`` is the only other one that may hang: ``\boxed{9^{9^{9^{9}}}}`` asks sympy for a number of 10^8 digits
 and more. The library's own time limits need SIGALRM in the main thread and are switched off; ``Grader`` runs the
 verifier in a process that it can kill.
-
-A recipe's list of rewards is their sum: reward = sum_k weight_k * reward_k. A completion is correct where every term
-that decides says so. Those are the terms with ``decides``; where no term has it, the first verifier, or without any
-verifier the first function. So a bonus for brevity never changes an accuracy. A term that fails fails the whole sample:
-a sum that lacks a term says nothing about the completion. What is earned then is the sum of the terms' own values for
-failure: a function's 0, a verifier's lowest reward.
 """
 
 from __future__ import annotations
@@ -260,7 +254,14 @@ class Term:
 
 @dataclass(frozen=True)
 class WeightedSum(UnboundedVerifier):
-    """The sum of ``terms``; ``parts`` holds each term's reward before its weight, and what functions wish to log."""
+    r"""The sum of ``terms``; ``parts`` holds each term's reward before its weight, and what functions wish to log.
+
+    A recipe's list of rewards is their sum: reward = sum_k weight_k * reward_k. A completion is correct where every
+    term that decides says so. Those are the terms with ``decides``; where no term has it, the first verifier, or
+    without any verifier the first function. So a bonus for brevity never changes an accuracy. A term that fails fails
+    the whole sample: a sum that lacks a term says nothing about the completion. What is earned then is the sum of the
+    terms' own values for failure: a function's 0, a verifier's lowest reward.
+    """
 
     terms: tuple[Term, ...]
 

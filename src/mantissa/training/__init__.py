@@ -2,6 +2,7 @@
 checkpoint."""
 
 from mantissa.base.ranks import Ranks
+from mantissa.training.audit import Audit, audit
 from mantissa.training.checkpoint import (
     Checkpoint,
     load_checkpoint,
@@ -11,17 +12,20 @@ from mantissa.training.checkpoint import (
     saved_steps,
 )
 from mantissa.training.distributed import distribute
-from mantissa.training.gradients import first_nonfinite, flushed_fraction, gradients_of
+from mantissa.training.gradients import flushed_fraction, gradients_of, where_nonfinite
 from mantissa.training.masters import Masters, MasterWeights, check_masters, master_weights
+from mantissa.training.nonfinite import FirstNonfinite, first_nonfinite
 from mantissa.training.optimizer import Moments, adamw, learning_rate
 from mantissa.training.scaler import AutoRule, AutoScaler, FixedScaler, LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome, adaptive_clip_
 
 __all__ = [
+    "Audit",
     "AutoRule",
     "AutoScaler",
     "Backward",
     "Checkpoint",
+    "FirstNonfinite",
     "FixedScaler",
     "LossScaler",
     "MasterWeights",
@@ -33,6 +37,7 @@ __all__ = [
     "StepOutcome",
     "adamw",
     "adaptive_clip_",
+    "audit",
     "check_masters",
     "distribute",
     "first_nonfinite",
@@ -46,4 +51,5 @@ __all__ = [
     "saved_state",
     "saved_steps",
     "scaler_for",
+    "where_nonfinite",
 ]

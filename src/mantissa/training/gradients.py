@@ -14,7 +14,7 @@ from mantissa.base.ranks import ALONE, Ranks
 from mantissa.training.distributed import local
 
 
-def first_nonfinite(model: nn.Module, work: Callable[[], object]) -> str:
+def where_nonfinite(model: nn.Module, work: Callable[[], object]) -> str:
     """Run ``work`` (a forward and backward through ``model``) and name the first module with a non-finite value.
 
     Looks at module outputs in the order of the forward, then at gradients of outputs in the order of the backward,

@@ -16,46 +16,6 @@ S is a Python float that always holds an fp32 value, as GradScaler's does: it mu
 would not be the S applied, and one above 3.4e38 would be inf. Factors that are not powers of two are allowed, rounded
 to fp32 at each change, and inexact: the loss times S, and the gradient times 1/S, are then each off by a rounding
 (2^-24 in fp32, half a unit in the last place of fp16 where the value passes through it).
-
-A loss scale chosen from the gradients' observed range, instead of found by overflowing.
-
-The dynamic rule learns the range from its accidents: it grows until a step overflows, so a run that is long enough pays
-one skipped step per growth, and one that is short, or whose gradients shrink, trains far below the scale it could have
-(2^16 to 2^22 takes 2400 steps at an interval of 400, 12000 at 2000), with small gradients flushed to zero meanwhile.
-But every clean step *shows* the range: the largest |scale x gradient| is measured anyway. In log2, with x_t the
-unscaled peak of step t in units of the format's largest value,
-
-    x_t = log2(max_scaled_grad_t) - log2(scale_t)        and step t overflows at scale 2^L  iff  x_t + L > 0,
-
-so the best L is a quantile: the largest with P(x > -L) <= ``rate``. Heavy-tailed gradients have exponential tails in
-log2 (a power tail of index nu falls by 2^-nu a bit), and that is how the quantile is estimated from a window of peaks:
-
-1. drift: the window is moved to now by the slope between the medians of its older and newer half;
-2. the k largest (``tail`` of the window) exceed the next one, u, by amounts taken as exponential; their mean, with a
-   gamma prior worth ``prior_count`` observations of ``prior_excess`` bits, has a predictive distribution in closed form
-
-       P(x > u + q) = (k / n) (1 + q / b)^-a,   a = prior_count + k,   b = prior_count * prior_excess + sum of excesses,
-
-   so few observations widen the margin by themselves (6 bits after one step);
-3. target = -(u + q at P = rate) - headroom, and L is an integer (a power of two: exact) near it: lowered at once when
-   the target is half a bit below, raised when the target has been a bit above for ``patience`` steps.
-
-The peak of the *parameters'* gradients is all that is seen. Gradients of activations may be larger, and a spike that
-overflowed has no size (entering a guess in the window spirals: each guess lowers the scale, and so raises the next).
-So overflows are held to the same budget by a bucket: +1 for each (retries of one batch count once), -``rate`` per clean
-step, never below -1; what it holds above 0 is ``headroom``, in bits. An isolated overflow costs ``patience`` steps at a
-lower scale; overflows more frequent than the rate lower the scale until they are not. At most ``most_headroom`` bits: a
-batch beyond that is an outlier, and is skipped rather than paid for by every other batch.
-Overflows in a row lower the scale by 1, 2, 4, 8 bits, so four retries reach any scale from 2^16 down to 2.
-
-What it cannot do: in a stationary run, once warmed up, scale and overflow rate are a trade, and no rule beats it. The
-dynamic rule's place on that curve is ln 2 / growth_interval overflows a step (1/577 at 400, 1/2885 at 2000);
-this one's is ``rate``, and its scale is accordingly lower or higher. Where gradients shrink, or start far below the
-range, the dynamic rule has not found the overflows yet: it skips less and flushes many times more. Unannounced
-spikes are skipped above the rate (10 in 10^4 steps that had 33 of 3 to 8 bits, a rate of 1/1000). Measured case by
-case in benchmarks/auto_scale.py: lower on both counts is the exception, one of the two the rule.
-
-Sources: the tail model is Hill's (Annals of Statistics 3, 1975) with Weissman's quantile (JASA 73, 1978).
 """
 
 from __future__ import annotations
@@ -216,7 +176,7 @@ _DRIFT_FROM = 64  # peaks, below which a slope is noise
 
 
 class AutoRule(Section):
-    """The numbers of the rule above."""
+    """The numbers of ``AutoScaler``'s rule."""
 
     called: ClassVar = "automatic loss scaling"
 
@@ -235,6 +195,50 @@ class AutoScaler(LossScaler):
     ``peaks``: log2 of the unscaled peaks of clean steps, in units of the format's largest value, oldest first.
     ``bucket``: overflows beyond the budget (see the module). State is JSON numbers, and a resumed run takes the same
     decisions bit for bit.
+
+    The scale follows from the gradients' observed range, instead of being found by overflowing.
+
+    The dynamic rule learns the range from its accidents: it grows until a step overflows, so a run that is long enough
+    pays one skipped step per growth, and one that is short, or whose gradients shrink, trains far below the scale it
+    could have (2^16 to 2^22 takes 2400 steps at an interval of 400, 12000 at 2000), with small gradients flushed to
+    zero meanwhile. But every clean step *shows* the range: the largest |scale x gradient| is measured anyway. In log2,
+    with x_t the unscaled peak of step t in units of the format's largest value,
+
+        x_t = log2(max_scaled_grad_t) - log2(scale_t)        and step t overflows at scale 2^L  iff  x_t + L > 0,
+
+    so the best L is a quantile: the largest with P(x > -L) <= ``rate``. Heavy-tailed gradients have exponential tails
+    in log2 (a power tail of index nu falls by 2^-nu a bit), and that is how the quantile is estimated from a window of
+    peaks:
+
+    1. drift: the window is moved to now by the slope between the medians of its older and newer half;
+    2. the k largest (``tail`` of the window) exceed the next one, u, by amounts taken as exponential; their mean, with
+       a gamma prior worth ``prior_count`` observations of ``prior_excess`` bits, has a predictive distribution in
+       closed form
+
+           P(x > u + q) = (k / n) (1 + q / b)^-a,
+           a = prior_count + k,   b = prior_count * prior_excess + sum of excesses,
+
+       so few observations widen the margin by themselves (6 bits after one step);
+    3. target = -(u + q at P = rate) - headroom, and L is an integer (a power of two: exact) near it: lowered at once
+       when the target is half a bit below, raised when the target has been a bit above for ``patience`` steps.
+
+    The peak of the *parameters'* gradients is all that is seen. Gradients of activations may be larger, and a spike
+    that overflowed has no size (entering a guess in the window spirals: each guess lowers the scale, and so raises the
+    next). So overflows are held to the same budget by a bucket: +1 for each (retries of one batch count once),
+    -``rate`` per clean step, never below -1; what it holds above 0 is ``headroom``, in bits. An isolated overflow
+    costs ``patience`` steps at a lower scale; overflows more frequent than the rate lower the scale until they are
+    not. At most ``most_headroom`` bits: a batch beyond that is an outlier, and is skipped rather than paid for by
+    every other batch. Overflows in a row lower the scale by 1, 2, 4, 8 bits, so four retries reach any scale from 2^16
+    down to 2.
+
+    What it cannot do: in a stationary run, once warmed up, scale and overflow rate are a trade, and no rule beats it.
+    The dynamic rule's place on that curve is ln 2 / growth_interval overflows a step (1/577 at 400, 1/2885 at 2000);
+    this one's is ``rate``, and its scale is accordingly lower or higher. Where gradients shrink, or start far below
+    the range, the dynamic rule has not found the overflows yet: it skips less and flushes many times more. Unannounced
+    spikes are skipped above the rate (10 in 10^4 steps that had 33 of 3 to 8 bits, a rate of 1/1000). Measured case by
+    case in benchmarks/auto_scale.py: lower on both counts is the exception, one of the two the rule.
+
+    Sources: the tail model is Hill's (Annals of Statistics 3, 1975) with Weissman's quantile (JASA 73, 1978).
     """
 
     def __init__(self, config: ScalerConfig | None = None, rule: AutoRule | None = None) -> None:

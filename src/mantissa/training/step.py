@@ -15,20 +15,6 @@ inf in one rank's shard, or a NaN in one rank's loss, is one for all.
 
 Tensors of weights and gradients are fp32, and so are Adam's moments unless the optimiser is one that keeps them in 8
 bits; what an update leaves in the weights, all of fp32 or bf16's values, is ``masters.py``'s.
-
-Adaptive gradient clipping: bound each unit's gradient by its weights, not the whole gradient by a number.
-
-A global bound cuts every layer because one exploded. Here each unit i (a row of a matrix: the weights into one output;
-for a convolution all weights into one output channel; for a vector or a scalar the whole tensor) has its own bound,
-
-    G_i <- G_i * min(1, factor * max(||W_i||, eps) / ||G_i||)        (Euclidean norms)
-
-so one step of SGD at rate lr changes W_i by at most lr * factor of its norm. ``eps`` lets units that are zero move.
-Norms are fp32, of unscaled gradients: clipping a scaled gradient clips by the scale.
-
-Source: A. Brock, S. De, S. L. Smith, K. Simonyan, "High-performance large-scale image recognition without
-normalization" (2021), arXiv:2102.06171, section 4.1, equation 3. The paper leaves the last linear layer unclipped, and
-finds factors of 0.01 to 0.16 to suit SGD: which parameters to pass is the caller's choice.
 """
 
 from __future__ import annotations
@@ -63,6 +49,19 @@ def adaptive_clip_(parameters: Iterable[Tensor], factor: float, eps: float = 1e-
     DTensors sharded on dimension 0 (FSDP2) or replicated are clipped in place, their rows being whole on one rank; the
     norms of sharded vectors and the count are reduced over the mesh, so that every rank must call this, with the same
     parameters in the same order, and gets the same fraction. Other placements: ``MantissaError``.
+
+    A global bound cuts every layer because one exploded. Here each unit i (a row of a matrix: the weights into one
+    output; for a convolution all weights into one output channel; for a vector or a scalar the whole tensor) has its
+    own bound,
+
+        G_i <- G_i * min(1, factor * max(||W_i||, eps) / ||G_i||)        (Euclidean norms)
+
+    so one step of SGD at rate lr changes W_i by at most lr * factor of its norm. ``eps`` lets units that are zero
+    move. Norms are fp32, of unscaled gradients: clipping a scaled gradient clips by the scale.
+
+    Source: A. Brock, S. De, S. L. Smith, K. Simonyan, "High-performance large-scale image recognition without
+    normalization" (2021), arXiv:2102.06171, section 4.1, equation 3. The paper leaves the last linear layer unclipped,
+    and finds factors of 0.01 to 0.16 to suit SGD: which parameters to pass is the caller's choice.
     """
     if not (math.isfinite(factor) and factor > 0 and math.isfinite(eps) and eps > 0):
         raise MantissaError(

@@ -43,7 +43,7 @@ from mantissa.rl.config.sections import LossScalingConfig
 from mantissa.rl.exact import exact_plan, prove
 from mantissa.rl.flow import Flow
 from mantissa.rl.score import Entropies, Forward, forward
-from mantissa.training import Backward, OptimizerStep, adamw, first_nonfinite, master_weights
+from mantissa.training import Backward, OptimizerStep, adamw, master_weights, where_nonfinite
 from mantissa.verl.batch import Rows, by_temperature
 from mantissa.verl.checkpoint import Checkpoints
 from mantissa.verl.engine_options import EngineOptions
@@ -169,7 +169,7 @@ class MantissaEngine(BaseEngine):
             watched = nn.ModuleDict({"policy": self.module, "partition": self.flowrl.flow.head})
 
         def diagnose(backward: Backward) -> str:
-            found = self.ranks.gather(first_nonfinite(watched, lambda: backward(scaler.scale)))
+            found = self.ranks.gather(where_nonfinite(watched, lambda: backward(scaler.scale)))
             return min(found, key=lambda text: (text.startswith("nothing"), "the output of" not in text))
 
         clip = float("inf") if optim.clip_grad is None else float(optim.clip_grad)

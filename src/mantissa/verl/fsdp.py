@@ -39,6 +39,8 @@ STATE = "mantissa.json"  # in the actor's folder of a checkpoint: counts and the
 class CpuFsdp2(FSDPEngineWithLMHead):
     """verl's own engine on a CPU: a frozen model's weights are not pinned for a GPU that is not there."""
 
+    engine_config: Any
+
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         if engine_config.strategy == "fsdp":
             raise MantissaError(
@@ -48,7 +50,7 @@ class CpuFsdp2(FSDPEngineWithLMHead):
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_fsdp_module(self, module: Any) -> Any:
-        mine: Any = self.engine_config
+        mine = self.engine_config
         if get_device_name() == "cpu" and mine.forward_only:
             # CPUOffloadPolicy(pin_memory=True) is what verl gives a frozen model, and a CPU has nothing to pin for.
             self.engine_config = dataclasses.replace(mine, forward_only=False)

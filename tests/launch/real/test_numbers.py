@@ -32,9 +32,10 @@ class Batch:
             return scale * torch.randn(len(LENGTHS), max(LENGTHS), generator=generator, dtype=torch.float64)
 
         self.mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-        self.rollout = -noise(1.0).abs() - 0.01
+        self.rollout = -noise(1.0).abs() - 1.8
         self.old = self.rollout + noise(0.6)
         self.theta = (self.old + noise(0.3)).requires_grad_()
+        assert max(self.old.max(), self.theta.max()) < 0  # else they were no log-probs, which dppo's KL asks for
         self.ref = self.old + noise(0.2)
         self.reward = torch.tensor([1.0, -1, 1, -1, -1, -1, 1, -1], dtype=torch.float64)
         self.group = torch.tensor(GROUPS)
@@ -136,7 +137,14 @@ FEATURES = [
     ("algorithm.loss=dapo", "algorithm.loss.dual_clip=1.1"),
     ("algorithm.loss=dapo", "algorithm.loss.dual_clip=.inf", "algorithm.correction=icepop"),
     ("algorithm.loss=cispo", "algorithm.correction=token_tis"),
+    ("algorithm.loss=cispo", "algorithm.loss.clip_low=0.1", "algorithm.correction=icepop"),
     ("algorithm.loss=gspo", "algorithm.correction=sequence_mis"),
+    ("algorithm.loss=gmpo", "algorithm.correction=sequence_tis"),
+    ("algorithm.loss={kind: gmpo, clip_low: 0.05, clip_high: 0.1}", "algorithm.correction=none"),
+    ("algorithm.loss=sapo", "algorithm.correction=token_tis"),
+    ("algorithm.loss=sapo", "algorithm.loss.tau_negative=3", "algorithm.correction=none"),
+    ("algorithm.loss=dppo", "algorithm.loss.clip_low=0.02", "algorithm.correction=token_tis"),
+    ("algorithm.loss={kind: dppo, divergence: kl, clip_low: 1e-3, truncate_at: 1.2}", "algorithm.correction=none"),
     ("algorithm.loss=reinforce", "algorithm.correction=sequence_is"),
     ("algorithm.loss=reinforce", "algorithm.correction=token_mis"),
     ("algorithm.aggregation=seq_mean_token_mean", "algorithm.advantage=rloo"),

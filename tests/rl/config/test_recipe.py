@@ -40,6 +40,12 @@ def test_a_field_comes_after_the_preset_and_nothing_given_is_touched() -> None:
     assert original == before
 
 
+def test_null_leaves_out_what_was_set_before_it_and_nothing_later() -> None:
+    before, after = "warm_start.steps=4", "warm_start=null"
+    assert apply_overrides({"warm_start": {"batch": 8}}, [before, after]) == {"warm_start": None}
+    assert apply_overrides({"warm_start": {"batch": 8}}, [after, before]) == {"warm_start": {"steps": 4}}
+
+
 def test_a_loss_by_name_takes_fields_and_brings_what_its_definition_says(configure: Configure) -> None:
     def algorithm(*overrides: str) -> Any:
         return configure(*(f"algorithm.{override}" for override in overrides)).algorithm
@@ -112,7 +118,7 @@ MISTAKES = [  # overrides, with " & " between them, and what is said
     ("guard={windw: 3}", "unknown key 'guard.windw'; did you mean 'window'"),
     ("precision=fp15", r"unknown precision preset 'fp15'.*did you mean 'fp16'\?"),
     ("precision.fp8.base=fp16", r"precision: fp8 does nothing where no role is fp8"),
-    ("precision.rollout=int4", r"precision\.rollout: unknown number format.*, got 'int4'"),
+    ("precision.rollout=int3", r"precision\.rollout: unknown number format.*, got 'int3'"),
     ("steps=0", r"steps: input should be greater than or equal to 1, got 0"),
     ("steps=many", r"steps: expected a number, without quotes, got 'many'"),
     ("steps", r"override 'steps': expected key=value"),

@@ -6,19 +6,25 @@ from pydantic import Field
 
 from mantissa.algorithms.losses.base import Loss, PartitionSettings
 from mantissa.algorithms.losses.cispo import CISPOConfig
+from mantissa.algorithms.losses.custom import CustomLossConfig
 from mantissa.algorithms.losses.dapo import DAPOConfig
+from mantissa.algorithms.losses.dppo import DPPOConfig
 from mantissa.algorithms.losses.flowrl import FlowRLConfig
+from mantissa.algorithms.losses.gmpo import GMPOConfig
 from mantissa.algorithms.losses.gspo import GSPOConfig
 from mantissa.algorithms.losses.ppo_clip import PPOClipConfig
 from mantissa.algorithms.losses.reinforce import ReinforceConfig
+from mantissa.algorithms.losses.sapo import SAPOConfig
 
 # The registry. A new loss is a file here, its class in this line, and an oracle in tests/algorithms.
 LossConfig = Annotated[
-    ReinforceConfig | PPOClipConfig | DAPOConfig | GSPOConfig | CISPOConfig | FlowRLConfig, Field(discriminator="kind")
-]
+    ReinforceConfig | PPOClipConfig | DAPOConfig | GSPOConfig | GMPOConfig | SAPOConfig | DPPOConfig | CISPOConfig
+    | FlowRLConfig | CustomLossConfig,
+    Field(discriminator="kind"),
+]  # fmt: skip
 LOSSES: dict[str, type[Loss]] = {each.model_fields["kind"].default: each for each in get_args(get_args(LossConfig)[0])}
 
 __all__ = [
-    "LOSSES", "CISPOConfig", "DAPOConfig", "FlowRLConfig", "GSPOConfig", "Loss", "LossConfig", "PPOClipConfig",
-    "PartitionSettings", "ReinforceConfig",
+    "LOSSES", "CISPOConfig", "CustomLossConfig", "DAPOConfig", "DPPOConfig", "FlowRLConfig", "GMPOConfig", "GSPOConfig",
+    "Loss", "LossConfig", "PPOClipConfig", "PartitionSettings", "ReinforceConfig", "SAPOConfig",
 ]  # fmt: skip

@@ -76,6 +76,9 @@ class Loss(Config):
         """Of the head that learns log Z; None where there is none."""
         return None
 
+    def prepare(self) -> None:
+        """What is done once, before the first step: a ``MantissaError`` from here is the user's to mend."""
+
     def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
         """What this loss does not go with: whether it is so, and what to say then."""
         yield from ()

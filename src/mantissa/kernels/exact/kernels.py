@@ -14,25 +14,6 @@ them; the rest (norms, rotation, sums of two, embedding) computes each row for i
 The arithmetic is that of ``SimulatedKernels``, at the same rounding points, and its backward passes are used as they
 are: nothing compares gradients bit by bit. In fp32 the roundings are identities.
 
-Attention. What a row's number may depend on is its query and the keys and values up to its own position. Three rules
-make it so:
-
-- Keys come in blocks of ``BLOCK`` = 128 from position 0, the last one of a multiple of 16, as the cache's
-  lengths are. What lies beyond the query has a score of -inf, so a probability of exactly 0. Adding 0 * v, v finite,
-  changes no sum; so it does not matter how many such keys there are, or what they hold.
-- P V is summed block by block, and the blocks' sums are added in order.
-- A call of the library has one of a few shapes: so many heads, so many queries, so many keys (``AttentionChoice``). All
-  of them are tried before a run (``probe.py``), whatever the number of sequences and their lengths will be.
-
-The scale is applied to the finished scores: as a factor of the product (``baddbmm``'s alpha) its place would be the
-library's choice, before or after the sum, by the shape.
-
-``attended``, one function, serves all three uses: what differs is the mask. The rounding points are the fast family's:
-scores and softmax in fp32, the normalised probabilities rounded to the format, the result rounded once.
-
-Of the two possible schemes, softmax over all keys (two-pass) and a running maximum (online), this is the first: the
-maximum over all keys is exact in any order, so nothing is ever rescaled, and the fast family's roundings stay.
-
 Legend: M rows, E features in, F features out, R rows of a tile. Of attention: B sequences, H query heads, K key heads,
 G = H / K queries that share a key head, T query positions, S key positions, D head size, N = B*K, M rows of queries
 that see the same keys (G times some positions).
@@ -156,6 +137,26 @@ class ExactAttention(torch.autograd.Function):
     """``CausalAttention`` with the exact forward; the backward is its own, which need not be exact.
 
     Keys and values are rounded to ``kv_fmt`` first, as the cache would, gradients passing straight through.
+
+    Attention. What a row's number may depend on is its query and the keys and values up to its own position. Three
+    rules make it so:
+
+    - Keys come in blocks of ``BLOCK`` = 128 from position 0, the last one of a multiple of 16, as the cache's lengths
+      are. What lies beyond the query has a score of -inf, so a probability of exactly 0. Adding 0 * v, v finite,
+      changes no sum; so it does not matter how many such keys there are, or what they hold.
+    - P V is summed block by block, and the blocks' sums are added in order.
+    - A call of the library has one of a few shapes: so many heads, so many queries, so many keys
+      (``AttentionChoice``). All of them are tried before a run (``probe.py``), whatever the number of sequences and
+      their lengths will be.
+
+    The scale is applied to the finished scores: as a factor of the product (``baddbmm``'s alpha) its place would be
+    the library's choice, before or after the sum, by the shape.
+
+    ``attended``, one function, serves all three uses: what differs is the mask. The rounding points are the fast
+    family's: scores and softmax in fp32, the normalised probabilities rounded to the format, the result rounded once.
+
+    Of the two possible schemes, softmax over all keys (two-pass) and a running maximum (online), this is the first:
+    the maximum over all keys is exact in any order, so nothing is ever rescaled, and the fast family's roundings stay.
     """
 
     @staticmethod

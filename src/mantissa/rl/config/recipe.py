@@ -36,14 +36,20 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, nproc: int |
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Set ``a.b.c=value`` in nested mappings; shorter keys first: ``precision=fp16`` comes before its fields."""
+    """Set ``a.b.c=value`` in nested mappings; shorter keys first: ``precision=fp16`` comes before its fields.
+
+    ``warm_start=null`` leaves out what an override before it set there.
+    """
     result = dict(values)
-    pairs = []
+    pairs: list[tuple[list[str], Any]] = []
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or not key:
             raise MantissaError(f"override {item!r}: expected key=value, such as steps=20 or precision.rollout=bf16")
-        pairs.append((key.split("."), parse_yaml(text, f"override {item!r}")))
+        keys, value = key.split("."), parse_yaml(text, f"override {item!r}")
+        if value is None:
+            pairs = [(other, before) for other, before in pairs if other[: len(keys)] != keys]
+        pairs.append((keys, value))
     for keys, value in sorted(pairs, key=lambda pair: len(pair[0])):
         _set(result, keys, value, ".".join(keys))
     return result

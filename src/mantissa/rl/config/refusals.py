@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mantissa.algorithms import ADVANTAGES
 from mantissa.base.config import Refusals
 from mantissa.base.errors import MantissaError
-from mantissa.precision import DIAL
+from mantissa.precision import DIAL, SCHEMES
 from mantissa.rl.config.waltz import waltz_refusals
 from mantissa.rollout import LEAST_TEMPERATURE
 from mantissa.tasks import CodeConfig
@@ -50,9 +50,9 @@ def _precision_refusals(config: RunConfig) -> Refusals:
         "algorithm.reference={}",
     )
     yield (
-        config.guard is not None and not DIAL.keys().isdisjoint({policy.train, policy.rollout}),
+        config.guard is not None and not (DIAL.keys() | SCHEMES.keys()).isdisjoint({policy.train, policy.rollout}),
         f"guard with train={policy.train} and rollout={policy.rollout}: no format is wider than one of the dial in all "
-        "that it has; set guard=null",
+        "that it has, and a scaled one is a choice of its own; set guard=null",
     )
     yield (
         policy.kernels == "exact" and lag,
@@ -130,6 +130,11 @@ def _vllm_refusals(config: RunConfig) -> Refusals:
         (
             policy.backend == "simulated" and policy.rollout != "fp32",
             f"precision.backend=simulated: vLLM computes in {policy.rollout} itself; leave backend out",
+        ),
+        (
+            policy.rollout in SCHEMES,
+            f"precision.rollout={policy.rollout}: it is simulated here, and vLLM's kernels are its own; choose fp32, "
+            "bf16, fp16 or fp8",
         ),
         (
             policy.rollout in DIAL,
