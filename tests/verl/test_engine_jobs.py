@@ -83,7 +83,16 @@ def test_two_ranks_with_a_reference_and_an_entropy_bonus(tmp_path: Path, shard: 
     assert job.metrics[2]["actor/lr"] == pytest.approx(1e-3)
     assert job.metrics[1]["actor/kl_loss"] == 0  # the first policy is the reference
     done = subprocess.run(
-        [sys.executable, "-m", "mantissa.cli", "sample", str(job.checkpoint(2) / "huggingface"), "12+34"],
+        [
+            sys.executable,
+            "-m",
+            "mantissa",
+            "sample",
+            str(job.checkpoint(2) / "huggingface"),
+            "12+34",
+            "--max-tokens",
+            "8",
+        ],
         env=os.environ | {"PYTHONPATH": f"{ROOT}/src"},
         capture_output=True,
         text=True,
