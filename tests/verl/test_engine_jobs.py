@@ -196,6 +196,7 @@ def test_a_standalone_server_is_given_formats_and_plan_with_the_weights(tmp_path
         f"{ROLLOUT}.nnodes=1",
         f"{ROLLOUT}.n_gpus_per_node=1",
         f"{ROLLOUT}.checkpoint_engine.backend=mantissa_ray",
+        f"{ROLLOUT}.checkpoint_engine.custom_backend_module=mantissa.verl.plugin",
         "++ray_kwargs.ray_init.num_gpus=2",
     )
     for row in job.metrics.values():
