@@ -126,10 +126,14 @@ $(VERL_VENV)/.installed: constraints.txt
 	$(VERL_PIP) "ray[default]==2.60.0" megatron-core==0.16.1 pytest==9.2.0 typer==0.29.2 rich
 	$(VERL_PIP) "TransferQueue>=0.1.10" cachetools pyzmq msgspec uvicorn fastapi
 	$(if $(filter 0.8.0,$(VERL)),$(VERL_PIP) pyarrow==21.0.0)
+	$(VERL_PIP) --no-deps --editable .
 	touch $@
 
+# The exporter against the real verl; and, for a verl with plugin points, the plugin inside it, with jobs of verl's own
+# trainer on this machine's processor, each under a Ray of its own: a minute or two each.
 test-verl: $(VERL_VENV)/.installed
 	PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest tests/launch
+	$(if $(filter 0.9.%,$(VERL)),OMP_NUM_THREADS=1 PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest tests/verl -m "verl")
 
 # vLLM on a CPU in an environment of its own. Torch first, so that no CUDA build comes with it. With its image and audio
 # packages, which are built for another torch, transformers cannot import Qwen3.
