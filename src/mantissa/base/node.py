@@ -82,7 +82,7 @@ class Node:
         found: str | None = None
         with suppress(OSError, UnicodeDecodeError):
             found = Path(shared).read_text()
-        return {"host": socket.gethostname(), "versions": versions, "found": found, "cwd": Path(cwd).is_dir()}
+        return {"versions": versions, "found": found, "cwd": Path(cwd).is_dir()}
 
     def free_port(self, address: str) -> int:
         """A port of this machine that nobody listens on now."""

@@ -25,20 +25,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from mantissa.base.environ import LAUNCHER, STORE, threads_each
-from mantissa.base.errors import MantissaError, StoppedError
+from mantissa.base.errors import MantissaError, RankError, StoppedError
 
 _LOST = 3  # exit code of a rank that lost another
 _USER, _FAILED = 2, 1
 RESUME = "mantissa train --resume"
-
-
-class RankError(MantissaError):
-    """A process of the run died. No mistake of the user's that is known: exit code 1."""
-
-    exit_code: ClassVar[int] = _FAILED
 
 
 def launch(arguments: Sequence[str], nproc: int, run_dir: str) -> None:
@@ -115,6 +109,20 @@ def go_on(run_dir: str, resume: str = RESUME) -> str:
     if not (Path(run_dir) / "config.yaml").is_file():
         return "; nothing was begun that needs to be resumed"
     return f"; continue with: {resume} {shlex.quote(run_dir)}"
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """SIGTERM is Ctrl-C within: what was started elsewhere is ended too. Ray's own handler would leave at once."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
