@@ -91,8 +91,11 @@ class Node:
             return int(found.getsockname()[1])
 
     def run(self, share: Share) -> dict[int, Failure]:
-        """Start this node's ranks and wait until all have ended: by themselves, because one failed, because ``stop`` was
-        called, or because nobody called ``beat`` for ``patience_s``. Returns those that failed, by rank."""
+        """Start this node's ranks and wait until all have ended; returns those that failed, by rank.
+
+        They end by themselves, because one failed, because ``stop`` was called, or because nobody called ``beat`` for
+        ``patience_s``.
+        """
         self._beat = time.monotonic()
         for name, text in share.files.items():
             (self._folder / name).write_text(text)

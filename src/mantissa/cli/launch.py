@@ -63,8 +63,8 @@ def launch(
 ) -> None:
     """Run a recipe on a cluster.
 
-    --on verl: verl's trainer and engines, as a job on Ray. Every field becomes a key that this verl, with these engines,
-    really reads. What would be ignored there, or cannot be done, is refused with the reason.
+    --on verl: verl's trainer and engines, as a job on Ray. Every field becomes a key that this verl, with these
+    engines, really reads. What would be ignored there, or cannot be done, is refused with the reason.
 
     --on ray: Mantissa's own training, on --nodes machines of a Ray cluster, nproc processes in all (one a machine, if
     the recipe does not say). Run it on a node of the cluster. The run's folder must be shared.
@@ -81,9 +81,22 @@ def launch(
 
     mantissa launch --resume /shared/demo --on ray --address head:6379 --nodes 2 --trust-network
     """
-    given = dict(address=address, options=options, engine=engine, rollout=rollout, verl_version=verl_version, nodes=nodes,
-                 gpus=gpus, hardware=hardware, cuda=cuda, working_dir=working_dir, wait=wait, resume=resume, local=local,
-                 trust_network=trust_network)  # fmt: skip
+    given = {
+        "address": address,
+        "options": options,
+        "engine": engine,
+        "rollout": rollout,
+        "verl_version": verl_version,
+        "nodes": nodes,
+        "gpus": gpus,
+        "hardware": hardware,
+        "cuda": cuda,
+        "working_dir": working_dir,
+        "wait": wait,
+        "resume": resume,
+        "local": local,
+        "trust_network": trust_network,
+    }
     said = {name: value for name, value in given.items() if value is not None}
     if on not in _ENGINES:
         raise MantissaError(f"--on {on}: expected {' or '.join(_ENGINES)}{nearest(on, _ENGINES)}")

@@ -1,10 +1,10 @@
 """A run on the machines of a Ray cluster: Mantissa's own training, in processes that Ray places.
 
-Ray finds the machines (a placement group of one bundle for each, every one on another machine), and carries an actor to
-each. The actor is a ``Node`` (``mantissa.base.node``): it starts the command ``mantissa train`` there with the
-environment that ``torchrun`` would give, and watches it. So what trains is what trains everywhere else, and a run goes on
-from its folder on another number of machines, or without Ray. Nothing is retried here: one failure ends all, and one
-line says whose it was.
+Ray finds the machines (a placement group of one bundle for each, every one on another machine), and carries an actor
+to each. The actor is a ``Node`` (``mantissa.base.node``): it starts the command ``mantissa train`` there with the
+environment that ``torchrun`` would give, and watches it. So what trains is what trains everywhere else, and a run goes
+on from its folder on another number of machines, or without Ray. Nothing is retried here: one failure ends all, and
+one line says whose it was.
 
 Three things are watched, each by itself, for Ray takes up to minutes to give one up: that every node answers within
 ``PATIENCE_S`` (a node in turn ends its ranks where it is not asked for as long), that the head takes connections, and
@@ -239,8 +239,8 @@ def placed(plan: Plan, head: tuple[str, int]) -> Iterator[Placed]:
     try:
         if not group.wait(_PLACE_S):
             raise MantissaError(
-                f"the cluster has the machines, but for {_PLACE_S:g} s not {plan.nodes} with {_said(needed)} free: other "
-                "jobs have them; ray status shows which"
+                f"the cluster has the machines, but for {_PLACE_S:g} s not {plan.nodes} with {_said(needed)} free: "
+                "other jobs have them; ray status shows which"
             )
         here = [PlacementGroupSchedulingStrategy(group, index) for index in range(plan.nodes)]
         remote: Any = ray.remote(max_concurrency=4, max_restarts=0)(Node)
@@ -301,8 +301,8 @@ def _check_alike(abouts: Mapping[str, Mapping[str, Any]], plan: Plan) -> None:
             )
         if about["found"] != text:
             raise MantissaError(
-                f"node {address} does not see {path.parent}: the run's folder must be one that all nodes share, such as "
-                "a network file system; say run_dir=FOLDER"
+                f"node {address} does not see {path.parent}: the run's folder must be one that all nodes share, such "
+                "as a network file system; say run_dir=FOLDER"
             )
         if not about["cwd"]:
             raise MantissaError(
@@ -326,8 +326,17 @@ def run(plan: Plan, nodes: Placed, show: Callable[[str], None]) -> Outcome:
         master = (first, ray.get(nodes.actors[0].free_port.remote(first), timeout=PATIENCE_S))
     ended: dict[Any, int] = {}
     for index, actor in enumerate(nodes.actors):
-        share = Share(index * plan.processes, plan.processes, plan.world, master, plan.arguments, plan.files, os.getcwd(),
-                      threads, PATIENCE_S)  # fmt: skip
+        share = Share(
+            first=index * plan.processes,
+            count=plan.processes,
+            world=plan.world,
+            master=master,
+            arguments=plan.arguments,
+            files=plan.files,
+            cwd=os.getcwd(),
+            threads=threads,
+            patience_s=PATIENCE_S,
+        )
         ended[actor.run.remote(share)] = index
     watch = _Watch(plan, nodes, ended, show)
     try:
