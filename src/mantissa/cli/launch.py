@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -136,26 +137,27 @@ def _on_ray(recipe: Path | None, overrides: list[str], said: dict[str, Any], dry
     nodes, local = said.get("nodes", 1), said.get("local", False)
     if local and ("address" in said or nodes > 1):
         raise MantissaError("--local is a Ray of one machine: leave out --address, and --nodes above 1")
-    with planned(recipe, overrides, said.get("resume"), nodes, keep=not dry_run) as plan:
-        lines = listens(nodes, local)
+    lines = listens(nodes, local)
+    trusted = not lines or said.get("trust_network", False)
+    with planned(recipe, overrides, said.get("resume"), nodes, keep=trusted and not dry_run) as plan:
         for line in lines:
             typer.echo(f"network: {line}")
         if dry_run:
             typer.echo(plan.dry_run())
             return
-        if lines and not said.get("trust_network"):
+        if not trusted:
             raise MantissaError(
                 "this listens beyond the loopback interface, as is said above: allow it, --trust-network"
             )
         again = ["mantissa launch --on ray", "--local" if local else f"--address {said.get('address', 'auto')}"]
         again += [f"--nodes {nodes}"] if nodes > 1 else []
         resume = " ".join([*again, *(["--trust-network"] if lines else []), "--resume"])
-        run_dir = str(plan.run_dir)
+        run_dir, screen = str(plan.run_dir), sys.stdout  # which is Ray's own, and unread, within
         with cluster(said.get("address"), local) as head, stopping(), placed(plan, head) as there:
             for line in plan.lines(there.addresses):
-                typer.echo(line)
+                print(line, file=screen, flush=True)
             try:
-                outcome = run(plan, there, lambda text: typer.echo(text, nl=False))
+                outcome = run(plan, there, lambda text: print(text, end="", file=screen, flush=True))
             except KeyboardInterrupt:
                 raise StoppedError(f"interrupted{go_on(run_dir, resume)}") from None
             except RankError as lost:

@@ -19,7 +19,7 @@ import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ _BEAT_S = 1.0
 _PLACE_S = 60.0  # that machines which are there may take to be free
 _BEGIN_S = 120.0  # for an actor's process to come up, with the package brought to it
 _LAST_WORDS_S = 12.0  # that nodes may take to end their ranks and say how they ended
+GONE = "is lost: the machine, or Ray's process there, is gone"
 _LOST = 3  # exit code of a rank that lost another
 
 
@@ -158,6 +159,9 @@ def listens(nodes: int, local: bool) -> list[str]:
 def cluster(address: str | None, local: bool) -> Iterator[tuple[str, int]]:
     """Connected to the cluster at ``address``, or to a Ray of its own; gives the head's host and port.
 
+    What Ray prints meanwhile (its word on every death, with its log) is dropped with what else goes to ``sys.stdout``:
+    print to the stream that it was before.
+
     Raises ``MantissaError`` where Ray is not installed, nobody answers, or Ray refuses the connection.
     """
     try:
@@ -170,16 +174,17 @@ def cluster(address: str | None, local: bool) -> Iterator[tuple[str, int]]:
     where = "local" if local else _address(address)
     if local:
         _guard_with_token()
-    try:
-        ray.init(address=where, **options)
-    except Exception as error:  # noqa: BLE001 - Ray raises errors of many kinds, and asserts
-        raise MantissaError(_refused(where, error)) from None
-    try:
-        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-        yield host.strip("[]"), int(port)
-    finally:
-        with suppress(Exception):
-            ray.shutdown()
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        try:
+            ray.init(address=where, **options)
+        except Exception as error:  # noqa: BLE001 - Ray raises errors of many kinds, and asserts
+            raise MantissaError(_refused(where, error)) from None
+        try:
+            host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+            yield host.strip("[]"), int(port)
+        finally:
+            with suppress(Exception):
+                ray.shutdown()
 
 
 def _guard_with_token() -> None:
@@ -237,11 +242,14 @@ def placed(plan: Plan, head: tuple[str, int]) -> Iterator[Placed]:
     needed = _bundle(plan, ray.nodes())
     group = placement_group([needed] * plan.nodes, strategy="STRICT_SPREAD")
     try:
-        if not group.wait(_PLACE_S):
-            raise MantissaError(
-                f"the cluster has the machines, but for {_PLACE_S:g} s not {plan.nodes} with {_said(needed)} free: "
-                "other jobs have them; ray status shows which"
-            )
+        begin = time.monotonic()
+        while not group.wait(5.0):
+            _bundle(plan, ray.nodes())  # a machine may only now be known to be gone
+            if time.monotonic() - begin > _PLACE_S:
+                raise MantissaError(
+                    f"the cluster has the machines, but for {_PLACE_S:g} s not {plan.nodes} with {_said(needed)} free: "
+                    "other jobs have them; ray status shows which"
+                )
         here = [PlacementGroupSchedulingStrategy(group, index) for index in range(plan.nodes)]
         remote: Any = ray.remote(max_concurrency=4, max_restarts=0)(Node)
         resources = {"num_cpus": needed["CPU"], "num_gpus": needed.get("GPU", 0)}
@@ -343,6 +351,8 @@ def run(plan: Plan, nodes: Placed, show: Callable[[str], None]) -> Outcome:
         watch.until_first_failure()
     finally:
         watch.end()
+    if watch.outcome.lost and not _answers(nodes.head, 2.0):
+        raise RankError(_headless(nodes.head))
     return watch.outcome
 
 
@@ -400,9 +410,9 @@ class _Watch:
         index = self.beats.pop(reference) if reference in self.beats else self.ended[reference]
         try:
             said = ray.get(reference, timeout=1.0)
-        except ray.exceptions.RayError as error:
+        except ray.exceptions.RayError:
             if index in self.ended.values():
-                self._lose(index, _why(error))
+                self._lose(index, GONE)
             return
         self.answered[index] = time.monotonic()
         if isinstance(said, str):
@@ -427,14 +437,17 @@ class _Watch:
         if _answers(self.nodes.head, 2.0):
             self.head_answered = time.monotonic()
         elif time.monotonic() - self.head_answered > PATIENCE_S / 3:
-            host, port = self.nodes.head
-            raise RankError(f"the Ray head at {host}:{port} is gone; the processes were stopped")
+            raise RankError(_headless(self.nodes.head))
 
     def _show_rest(self, index: int) -> None:
         import ray
 
         with suppress(ray.exceptions.RayError):
             self.show(ray.get(self.nodes.actors[index].rest.remote(), timeout=_LAST_WORDS_S))
+
+
+def _headless(head: tuple[str, int]) -> str:
+    return f"the Ray head at {head[0]}:{head[1]} is gone; the processes were stopped"
 
 
 def _answers(address: tuple[str, int], seconds: float) -> bool:
@@ -444,14 +457,6 @@ def _answers(address: tuple[str, int], seconds: float) -> bool:
             return True
     except OSError:
         return False
-
-
-def _why(error: Exception) -> str:
-    """What became of a node's actor, in our words where Ray's mean one thing."""
-    text = str(error)
-    if "node" in text and ("died" in text or "dead" in text or "terminated" in text) and "node is dead" in text.lower():
-        return "is gone"
-    return f"is lost: {_line(error)}"
 
 
 def _line(error: object) -> str:
