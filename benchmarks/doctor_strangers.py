@@ -36,7 +36,8 @@ def _small(name: str) -> Any:
     """A random transformers model of a family, small, with logits as wide as a trained one's."""
     import transformers as hf
 
-    small: dict[str, Any] = dict(hidden_size=96, intermediate_size=160, num_hidden_layers=3, num_attention_heads=6,
+    small: dict[str, Any] = dict(  # noqa: C408
+        hidden_size=96, intermediate_size=160, num_hidden_layers=3, num_attention_heads=6,
                                  num_key_value_heads=2, max_position_embeddings=512, vocab_size=512,
                                  initializer_range=0.09, bos_token_id=1, eos_token_id=2, pad_token_id=0)  # fmt: skip
     kinds: dict[str, tuple[str, dict[str, Any]]] = {

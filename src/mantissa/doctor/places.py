@@ -83,7 +83,8 @@ def onset(e: Evidence, tests: int) -> Finding:
     count = np.bincount(t.sequence[after])
     sizes = np.sqrt(np.bincount(t.sequence[after], weights=square[after]) / np.maximum(count, 1))[count >= 3]
     most = len(sizes) > 0 and (sizes > max(e.usual, 3 * before.size)).mean() > 0.85  # else it is of some sequences
-    said = f"the two sides agree before {word} {at + 1} and from it on |d| is {np.exp(min(found.value, 50)):.3g} times as large"
+    times = float(np.exp(min(found.value, 50)))
+    said = f"the two sides agree before {word} {at + 1} and from it on |d| is {times:.3g} times as large"
     holds = bool(step and most) and before.size <= e.usual / 1.5
     return times_as(
         "onset", found, e.too_large(t.where(after), tests), before.size, said, holds, claimed(e, place >= at)
@@ -91,7 +92,7 @@ def onset(e: Evidence, tests: int) -> Finding:
 
 
 def _step(place: Array, square: Array) -> tuple[float, int]:
-    """(gain in log-likelihood, position) of the best step; minus infinity where none has thirty tokens on both sides."""
+    """(gain in log-likelihood, position) of the best step; minus infinity where none has thirty tokens on each side."""
     order = np.argsort(place, kind="stable")
     sums, p = np.cumsum(square[order]), place[order]
     total, count = sums[-1], len(p)
@@ -189,8 +190,8 @@ def some_sequences(e: Evidence, tests: int) -> Finding:
     share, apart = float(bad.mean()), float(sizes[bad].mean() - sizes[~bad].mean()) if 0 < bad.sum() < len(bad) else 0.0
     rest = t.where(np.isin(t.sequence, known[~bad]))
     lasting = _lasting(t, known, e.usual / 300)
-    said = (f"{int(bad.sum())} of {len(known)} sequences differ throughout, by {np.exp(min(apart, 50)):.3g} times the others, "
-            f"whose size of u is {rest.size:.2g}{_which(e, known, bad)}")  # fmt: skip
+    said = (f"{int(bad.sum())} of {len(known)} sequences differ throughout, {np.exp(min(apart, 50)):.3g} times as "
+            f"much as the others, whose size of u is {rest.size:.2g}{_which(e, known, bad)}")  # fmt: skip
     least = max(3, 0.03 * len(known))
     holds = apart > np.log(1.8) and least <= bad.sum() and share < 0.6 and rest.size <= e.usual / 1.5 and lasting > 0.5
     p = float(np.exp(-max(gain, 0.0) / 2)) if holds else 1.0
@@ -249,7 +250,7 @@ def _which(e: Evidence, known: Array, bad: Array) -> str:
 
 
 def padding(e: Evidence, tests: int) -> Finding:
-    """Only the longest prompts are healthy: prompts are padded to the longest of the dump, and padding is attended to."""
+    """Only the longest prompts are healthy: the others are padded to them, and padding is attended to."""
     from scipy.special import gammaln
 
     t = e.clean.telling
@@ -297,8 +298,8 @@ def repetition(e: Evidence, tests: int) -> Finding:
     found = tested(means, lean, 0.5, tests)
     size = float(np.sqrt(np.square(u[s]).mean()))
     side = SIDES[1] if sign < 0 else SIDES[0]
-    said = (f"{float((sign * d[s] > 0).mean()):.0%} of tokens that had stood in their sequence before are less likely by the {side}, "
-            f"and {float((sign * d[~s] < 0).mean()):.0%} of the others more likely")  # fmt: skip
+    said = (f"{float((sign * d[s] > 0).mean()):.0%} of tokens that had stood in their sequence before are less likely "
+            f"by the {side}, and {float((sign * d[~s] < 0).mean()):.0%} of the others more likely")  # fmt: skip
     rest = np.where((sign * t.d > 0) == seen, 0.0, t.d)
     return found_as("repetition", found, "of d leans", said, also=e.too_large(t.where(seen), tests).p, holds=size > 0,
                     detectable=0.5, rest=rest)  # fmt: skip
