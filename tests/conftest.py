@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mantissa.precision import cpu
 from other_library import asked_library, asked_processor
 from strict_promotion import StrictPromotion
 
@@ -25,6 +26,12 @@ def _products() -> Iterator[None]:
     """For fixtures of any scope."""
     with asked_library(), asked_processor():
         yield
+
+
+@pytest.fixture
+def bf16_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this processor too, for tests of what roles become on one that does not multiply bf16 itself."""
+    monkeypatch.setattr(cpu, "bf16_products", lambda: cpu.CpuProducts(1.0))
 
 
 @pytest.fixture(autouse=True)

@@ -83,7 +83,16 @@ def test_two_ranks_with_a_reference_and_an_entropy_bonus(tmp_path: Path, shard: 
     assert job.metrics[2]["actor/lr"] == pytest.approx(1e-3)
     assert job.metrics[1]["actor/kl_loss"] == 0  # the first policy is the reference
     done = subprocess.run(
-        [sys.executable, "-m", "mantissa.cli", "sample", str(job.checkpoint(2) / "huggingface"), "12+34"],
+        [
+            sys.executable,
+            "-m",
+            "mantissa",
+            "sample",
+            str(job.checkpoint(2) / "huggingface"),
+            "12+34",
+            "--max-tokens",
+            "8",
+        ],
         env=os.environ | {"PYTHONPATH": f"{ROOT}/src"},
         capture_output=True,
         text=True,
@@ -187,6 +196,7 @@ def test_a_standalone_server_is_given_formats_and_plan_with_the_weights(tmp_path
         f"{ROLLOUT}.nnodes=1",
         f"{ROLLOUT}.n_gpus_per_node=1",
         f"{ROLLOUT}.checkpoint_engine.backend=mantissa_ray",
+        f"{ROLLOUT}.checkpoint_engine.custom_backend_module=mantissa.verl.plugin",
         "++ray_kwargs.ray_init.num_gpus=2",
     )
     for row in job.metrics.values():
@@ -210,3 +220,24 @@ def test_two_nodes_have_equal_log_probs(tmp_path: Path) -> None:
         if ("mantissa server" in line and "on node" in line)
     }
     assert len(nodes) == 2
+
+
+def test_flowrl_in_fp16_on_two_ranks(tmp_path: Path) -> None:
+    """Its loss, head and reference, with every log-prob equal to the rollout's."""
+    job = mantissa_job(
+        tmp_path,
+        exact("fp16", "flowrl:{partition_lr:0.01}"),
+        *ORDERED,
+        f"{ACTOR}.policy_loss.loss_mode=flowrl",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+        f"{ACTOR}.use_kl_loss=True",
+        f"{ACTOR}.kl_loss_coef=0",
+        f"{REF}.fsdp_config.dtype=float16",
+        ranks=2,
+    )
+    for row in job.metrics.values():
+        assert row["actor/mantissa/logprobs_unlike_rollout"] == 0
+        assert row["actor/mantissa/skipped"] == 0
+        assert row["actor/grad_norm"] > 0
+    assert job.metrics[1]["actor/kl_loss"] == 0  # the first policy is the reference, in the same format
+    assert job.metrics[1]["actor/flowrl/log_z_mean"] != job.metrics[2]["actor/flowrl/log_z_mean"]

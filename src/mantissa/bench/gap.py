@@ -202,6 +202,8 @@ class _Bench:
             precision = emulated(precision, emulation)
         if policy.fp8 is not None:
             policy.fp8.check(self.model.projections)
+        if policy.quantized is not None:
+            policy.quantized.of("mxfp8").check(self.model.projections)
         longest = max(map(len, self.prompts)) + config.max_tokens
         plan = exact_plan(precision, self.model, device, longest, _MICRO_BATCH)
         evidence = prove(precision, device, plan, vllm)

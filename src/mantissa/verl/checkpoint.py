@@ -1,7 +1,8 @@
 """The engine's part of verl's checkpoint ``global_step_N/actor``.
 
-- ``mantissa/step-N``   our own checkpoint (``training/checkpoint.py``): fp32 masters, the optimiser's tensors, and the
-  counters, loss scale and schedule as plain numbers; all or nothing, with digests, and no pickle
+- ``mantissa/step-N``   our own checkpoint (``training/checkpoint.py``): fp32 masters, FlowRL's head (``partition``)
+  where there is one, the optimiser's tensors, and the counters, loss scale and schedule as plain numbers; all or
+  nothing, with digests, and no pickle
 - ``huggingface``       config and tokenizer, and with ``hf_model`` in ``actor.checkpoint.save_contents`` the weights:
   the folder that ``mantissa sample`` and transformers load
 
@@ -47,6 +48,7 @@ class Checkpoints:
         engine.ranks.check_alike(weights)
         policy = engine.whole_tensors(weights)
         optimizer = engine.whole_tensors(engine.step.optimizer_tensors())
+        more = {} if engine.flowrl is None else {"partition": engine.flowrl.flow.weights}
         state = {
             "step": engine.step.state_dict(),
             "trainer_steps": engine.trainer_steps,
@@ -58,7 +60,7 @@ class Checkpoints:
                 return
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "mantissa").mkdir(exist_ok=True)
-            save_checkpoint(folder / "mantissa", Checkpoint(step, policy, optimizer, state), keep=1)
+            save_checkpoint(folder / "mantissa", Checkpoint(step, policy, optimizer, state, more), keep=1)
             self._huggingface(folder / "huggingface", policy)
             self._forget(folder, keep)
 
@@ -105,6 +107,8 @@ class Checkpoints:
             engine.step.load_state_dict(state["step"])
             engine.trainer_steps = steps
         if "model" in self.loaded:
+            if engine.flowrl is not None:
+                engine.flowrl.flow.load(checkpoint.part("partition"))
             load_weights({name: p.detach() for name, p in engine.module.named_parameters()}, checkpoint.policy)
 
 

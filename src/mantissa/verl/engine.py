@@ -18,18 +18,20 @@ Legend: B rows, T tokens of a row, R response tokens right-padded, N response to
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
+from mantissa.algorithms.losses.flowrl import FlowRLConfig
 from mantissa.base.device import be_deterministic
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import Ranks
@@ -39,11 +41,13 @@ from mantissa.precision import resolve
 from mantissa.rl.assemble import place
 from mantissa.rl.config.sections import LossScalingConfig
 from mantissa.rl.exact import exact_plan, prove
+from mantissa.rl.flow import Flow
 from mantissa.rl.score import Entropies, Forward, forward
 from mantissa.training import Backward, OptimizerStep, adamw, master_weights, where_nonfinite
 from mantissa.verl.batch import Rows, by_temperature
 from mantissa.verl.checkpoint import Checkpoints
 from mantissa.verl.engine_options import EngineOptions
+from mantissa.verl.flowrl import FlowRL
 from mantissa.verl.refusals import get, of_batch, of_checkpoint, of_engine, of_model, of_optimizer, refuse
 from mantissa.verl.schedule import Schedule
 from mantissa.verl.wire import TENSOR, Setup
@@ -75,6 +79,19 @@ class _Context(BaseEngineCtx):
             self.engine.optimizer_zero_grad()
 
 
+class _Head(FlowRL):
+    """FlowRL's head beside our decoder, whose forward gives the prompts' mean states itself."""
+
+    def __init__(self, config: FlowRLConfig, hidden_size: int, seed: int, device: torch.device) -> None:
+        self.config = config
+        self.flow = Flow(hidden_size, config.partition, seed, device)
+        self.parameters = {}
+
+    def join(self, optimizer: torch.optim.Optimizer, lr: float) -> None:
+        """Add the head to the optimiser; its rate follows the schedule, from ``partition_lr``."""
+        self.parameters = self.flow.join(optimizer, lr)
+
+
 class MantissaEngine(BaseEngine):
     """The learner of one rank. Made by verl with its own four sections; ``initialize`` loads the model."""
 
@@ -95,6 +112,7 @@ class MantissaEngine(BaseEngine):
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
+        self.flowrl: _Head | None = None
         self.sent = -1  # updates of the weights that were last given to a rollout
         self.device = torch.device("cpu" if get_device_name() == "cpu" else f"cuda:{torch.cuda.current_device()}")
 
@@ -141,12 +159,19 @@ class MantissaEngine(BaseEngine):
             weight_decay=optim.weight_decay,
             moments=self.options.moments,
         )
+        seed = int(get(self.engine_config, "seed", 42))
+        masters = master_weights(self.options.masters, parameters, self.kernels.format, seed)
+        watched: nn.Module = self.module
+        if self.options.flowrl is not None:
+            self.flowrl = _Head(self.options.flowrl, self.module.config.hidden_size, seed, self.device)
+            self.flowrl.join(optimizer, optim.lr)
+            parameters |= self.flowrl.parameters
+            watched = nn.ModuleDict({"policy": self.module, "partition": self.flowrl.flow.head})
 
         def diagnose(backward: Backward) -> str:
-            found = self.ranks.gather(where_nonfinite(self.module, lambda: backward(scaler.scale)))
+            found = self.ranks.gather(where_nonfinite(watched, lambda: backward(scaler.scale)))
             return min(found, key=lambda text: (text.startswith("nothing"), "the output of" not in text))
 
-        seed = int(get(self.engine_config, "seed", 42))
         clip = float("inf") if optim.clip_grad is None else float(optim.clip_grad)
         return OptimizerStep(
             parameters,
@@ -156,8 +181,10 @@ class MantissaEngine(BaseEngine):
             lambda _: self.schedule.rate(self.trainer_steps),
             clip,
             diagnose,
+            on_nonfinite=self.options.on_nonfinite,
             ranks=self.ranks,
-            masters=master_weights(self.options.masters, parameters, self.kernels.format, seed),
+            given_up_level=logging.WARNING,
+            masters=masters,
         )
 
     # what verl asks of every engine
@@ -227,6 +254,7 @@ class MantissaEngine(BaseEngine):
             "mantissa/overflows": [outcome.overflows],
             "mantissa/retried": [int(outcome.kind == "retried")],
             "mantissa/skipped": [int(not outcome.applied)],
+            "mantissa/lost_so_far": [self.step.skipped],
             "mantissa/max_scaled_grad": [outcome.max_scaled_grad],
         }
         return output
@@ -264,7 +292,14 @@ class MantissaEngine(BaseEngine):
         entropies: Entropies = bool(self._flag(micro, "calculate_entropy"))
         if entropies and torch.is_grad_enabled():
             entropies = "differentiable"  # for verl's entropy_coeff
-        passed = self._forward(rows, micro["temperature"], entropies)
+        learns = self.flowrl is not None and loss_function is not None and torch.is_grad_enabled()
+        passed = self._forward(rows, micro["temperature"], entropies, prompts=learns)
+        if learns:
+            assert self.flowrl is not None
+            assert loss_function is not None
+            prompt_BE = passed.prompt_BE
+            assert prompt_BE is not None
+            loss_function = self.flowrl.wrap(loss_function, self.step.updates, lambda _: prompt_BE)
         given = {"log_probs": rows.jagged(passed.logp_N)}
         if passed.entropy_N is not None:
             given["entropy"] = rows.jagged(passed.entropy_N)
@@ -291,13 +326,15 @@ class MantissaEngine(BaseEngine):
             found[f"mantissa/logprobs_unlike_{name}"] = float((theirs_N != logp_N)[written_N].sum())
         return found
 
-    def _forward(self, rows: Rows, temperature: Any, entropies: Entropies) -> Forward:
+    def _forward(self, rows: Rows, temperature: Any, entropies: Entropies, prompts: bool) -> Forward:
         """A forward for each temperature that occurs; of sharded weights each rank has as many, for each is an
         exchange."""
         parts = by_temperature(temperature, len(rows.sequences))
         wanted = int(self.ranks.max_of(float(len(parts)))) if self.ranks.sharded else len(parts)
         if wanted == 1:
-            return forward(self.module, self.kernels, rows.sequences, parts[0][0], entropies=entropies)
+            return forward(self.module, self.kernels, rows.sequences, parts[0][0], entropies=entropies, prompts=prompts)
+        if prompts:
+            raise MantissaError(f"{_CALLED}: loss_mode=flowrl with {wanted} temperatures in a batch; sample with one")
         logp_BR = torch.zeros(rows.sequences.mask_BR.shape, dtype=torch.float32, device=self.device)
         entropy_BR = torch.zeros_like(logp_BR)
         for number in range(wanted):

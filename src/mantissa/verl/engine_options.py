@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from mantissa.algorithms.losses.flowrl import FlowRLConfig
 from mantissa.base.config import Section
 from mantissa.base.errors import MantissaError
 from mantissa.precision import PrecisionPolicy
@@ -33,8 +34,15 @@ class EngineOptions(Section):
         "rollout, with exact kernels. A rollout that is not named is as the learner.",
     )
     loss_scaling: LossScalingConfig | None = Field(None, description="Of an fp16 learner; null: the defaults.")
+    on_nonfinite: Literal["skip", "stop"] = Field(
+        "skip",
+        description="A gradient that no lower scale makes finite: skip and count the batch, as verl does, or stop.",
+    )
     shard: Literal["fsdp2", "ddp"] = Field(
         "fsdp2", description="Over verl's ranks: a slice of each tensor on each, or whole copies."
+    )
+    flowrl: FlowRLConfig | None = Field(
+        None, description="FlowRL's numbers, with actor.policy_loss.loss_mode=flowrl: a recipe's algorithm.loss."
     )
     moments: Moments = Field("fp32", description="Adam's; 8bit: in blocks of 256, by torchao.")
     masters: Masters = Field("fp32", description="bf16_stochastic, bf16_kahan: bf16 weights.")

@@ -3,6 +3,9 @@
 verl's own ways (NCCL, NIXL and others) need a GPU or another library; this one needs Ray alone, and so serves a CPU.
 The learner's first rank puts the weights into the store, a bucket at a time, and hangs each bucket's reference into a
 mailbox, an actor that lives for one sync; each worker beside a server takes them out in order.
+
+Such a worker reads no model configuration, so it has to be told of the plugin, whatever the backend:
+``rollout.checkpoint_engine.custom_backend_module=mantissa.verl.plugin``.
 """
 
 from __future__ import annotations
