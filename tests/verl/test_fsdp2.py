@@ -1,4 +1,4 @@
-"""``mantissa_fsdp2`` beside verl's own ``fsdp2``: the same engine, another optimiser step. One and two ranks, no Ray."""
+"""``mantissa_fsdp2`` beside verl's own ``fsdp2``: the same engine, another step. One and two ranks, no Ray."""
 
 from __future__ import annotations
 

@@ -39,6 +39,8 @@ STATE = "mantissa.json"  # in the actor's folder of a checkpoint: counts and the
 class CpuFsdp2(FSDPEngineWithLMHead):
     """verl's own engine on a CPU: a frozen model's weights are not pinned for a GPU that is not there."""
 
+    engine_config: Any
+
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         if engine_config.strategy == "fsdp":
             raise MantissaError(
@@ -48,7 +50,7 @@ class CpuFsdp2(FSDPEngineWithLMHead):
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_fsdp_module(self, module: Any) -> Any:
-        mine: Any = self.engine_config
+        mine = self.engine_config
         if get_device_name() == "cpu" and mine.forward_only:
             # CPUOffloadPolicy(pin_memory=True) is what verl gives a frozen model, and a CPU has nothing to pin for.
             self.engine_config = dataclasses.replace(mine, forward_only=False)
@@ -193,6 +195,9 @@ def _metrics(outcome: StepOutcome, step: OptimizerStep) -> dict[str, Metric]:
     return Metric.from_dict({f"mantissa/{name}": value for name, value in found.items()}, aggregation="max")
 
 
+_DTYPES = {"param_dtype", "reduce_dtype", "buffer_dtype"}  # what verl reads of the section
+
+
 def _refuse(options: Any, model_config: Any, engine_config: Any) -> None:
     """``MantissaError`` for what this engine does not do, before anything is loaded."""
     qat = getattr(engine_config, "qat", None)
@@ -204,8 +209,7 @@ def _refuse(options: Any, model_config: Any, engine_config: Any) -> None:
             "what is computed in is mixed_precision.param_dtype",
         ),
         (
-            engine_config.forward_only
-            and not options.model_fields_set <= {"param_dtype", "reduce_dtype", "buffer_dtype"},
+            engine_config.forward_only and not options.model_fields_set <= _DTYPES,
             "ref.fsdp_config.mixed_precision: a frozen model takes param_dtype, reduce_dtype and buffer_dtype alone",
         ),
     ]
@@ -213,7 +217,7 @@ def _refuse(options: Any, model_config: Any, engine_config: Any) -> None:
         refused += [
             (
                 model_config.use_fused_kernels,
-                "model.use_fused_kernels=True with flowrl: the hidden states are not seen",
+                "model.use_fused_kernels=True with flowrl: it hides the hidden states",
             ),
             (engine_config.ulysses_sequence_parallel_size > 1, "ulysses_sequence_parallel_size > 1 with flowrl"),
             (model_config.lora_rank > 0, "model.lora_rank > 0 with flowrl: not tried"),
