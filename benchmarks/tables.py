@@ -129,7 +129,7 @@ def smollm2_runs(rows: Sequence[Row]) -> str:
 
 def gap(rows: Sequence[Row]) -> str:
     """One line a pair of formats, the newest of it, in the command's order: each figure with its interval."""
-    from mantissa.bench.gap import PAIRS
+    from mantissa.bench.options import PAIRS
     from mantissa.runs.gap_page import TITLES, figure_text
 
     newest = {r["pair"]: r for r in rows if r["benchmark"] == "gap"}
@@ -138,6 +138,22 @@ def gap(rows: Sequence[Row]) -> str:
         figures = (figure_text(r, name) for name in TITLES)
         lines.append([r["pair"], *(f"{value} ({interval})" for value, interval in figures)])
     return table(("learner/rollout", *(title.replace("|", "\\|") for title in TITLES.values())), lines)
+
+
+README_PAIRS = ("fp32+serving", "fp16+serving", "bf16+serving", "fp8", "bf16/fp8", "exact")
+
+
+def short_gap(rows: Sequence[Row]) -> str:
+    """The README's: the pairs that show the range, and three figures of each."""
+    from mantissa.runs.gap_page import figure_text
+
+    newest = {r["pair"]: r for r in rows if r["benchmark"] == "gap"}
+    lines = []
+    for pair in README_PAIRS:
+        mean, interval = figure_text(newest[pair], "abs_logp_diff_mean")
+        others = (figure_text(newest[pair], name)[0] for name in ("seq_log_ratio_std", "phantom_clip_fraction"))
+        lines.append([f"`{pair}`", f"{mean} ({interval})", *others])
+    return table(("learner/rollout", "mean \\|Δ log-prob\\|", "spread over a sequence", "clipped"), lines)
 
 
 def auto_scale(rows: Sequence[Row]) -> str:
@@ -211,7 +227,7 @@ def main() -> None:
             devices = ", ".join(sorted({r["device"] for r in mine}))
             text += f"\n## {title}\n\nDevice: {devices}. torch {mine[-1]['torch']}.\n\n{content}"
     (RESULTS / "README.md").write_text(text)
-    write_between(ROOT / "README.md", "gap", gap(rows))
+    write_between(ROOT / "README.md", "gap", short_gap(rows))
     print(RESULTS / "README.md")
 
 

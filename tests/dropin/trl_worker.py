@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
-from mantissa.dropin.trl import record_logps
+from mantissa.dropin.trl import gate, record_logps
 
 torch.manual_seed(0)
 words = {f"w{n}": n for n in range(30)} | {"<pad>": 30, "<eos>": 31}
@@ -38,12 +38,27 @@ def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[list[flo
     return answers
 
 
-given = None if len(sys.argv) > 2 else rollout
-config = GRPOConfig(output_dir=sys.argv[1] + "/trl", per_device_train_batch_size=8, num_generations=4, max_steps=1,
-                    max_completion_length=5, temperature=0.8, report_to=[], use_cpu=True, save_strategy="no",
+kind = sys.argv[2] if len(sys.argv) > 2 else ""
+given = None if kind else rollout
+config = GRPOConfig(output_dir=sys.argv[1] + "/trl", per_device_train_batch_size=8, num_generations=4,
+                    max_steps=6 if kind == "stop" else 1, max_completion_length=5,
+                    temperature=0.8, report_to=[], use_cpu=True, save_strategy="no",
                     logging_strategy="no", disable_tqdm=True, bf16=False)  # fmt: skip
 trainer = GRPOTrainer(model, lambda completions, **_: [float(len(each)) for each in completions], config,
                       Dataset.from_dict({"prompt": [f"w{n} w{n + 1} w3" for n in range(8)]}),
                       processing_class=tokenizer, rollout_func=given)  # fmt: skip
 record_logps(trainer, Path(sys.argv[1]) / "logps")
+watching = gate(trainer, every=1, on_fault="stop", sequences=16)
+if kind == "stop":  # a learner that leaves the temperature out
+    scored = trainer._get_per_token_logps_and_entropies
+
+    def hot(*args, **named):
+        args_temperature, trainer.temperature = trainer.temperature, 0.1
+        try:
+            return scored(*args, **named)
+        finally:
+            trainer.temperature = args_temperature
+
+    trainer._get_per_token_logps_and_entropies = hot
 trainer.train()
+print("steps", trainer.state.global_step, "stop", watching.stop, watching.last and watching.last.headline)

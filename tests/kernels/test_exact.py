@@ -226,6 +226,7 @@ def test_in_fp32_a_decoder_and_its_gradients_are_the_native_familys() -> None:
         assert (mine[name] - grad).norm() <= 2e-5 * grad.norm(), name
 
 
+@pytest.mark.usefixtures("bf16_is_simulated")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_kernels_are_chosen_by_role_and_prove_their_format(precision: str) -> None:
     resolved, plan = exactly(precision, kv_cache="bf16", logits="bf16"), plan_for()

@@ -167,6 +167,7 @@ def test_an_operation_with_one_way_only_must_pass(monkeypatch: pytest.MonkeyPatc
         plan_exact(SHAPES, ROLE, "cpu")
 
 
+@pytest.mark.usefixtures("bf16_is_simulated")
 def test_a_role_that_is_not_exact_or_not_on_a_cpu_is_a_programmers_error() -> None:
     with pytest.raises(ValueError, match="an exact role on a CPU, not for simulated learner on cpu"):
         plan_exact(SHAPES, resolve(PrecisionPolicy(train="bf16"), "cpu").learner, "cpu")

@@ -72,6 +72,7 @@ def test_every_honest_family_passes(family: object, logits_format: NumberFormat,
     assert ("accumulates wider than it stores" in evidence) == (kernels.format is not FP32)
 
 
+@pytest.mark.usefixtures("bf16_is_simulated")
 def test_roles_get_their_backend_logits_format_and_whether_weights_are_rounded() -> None:
     native = resolve(PrecisionPolicy(train="fp16", rollout="bf16", logits="bf16", backend="native"), "cpu")
     assert isinstance(learner_kernels(native), NativeKernels)

@@ -72,6 +72,17 @@ def test_cells_are_the_product_of_the_axes_seed_by_seed(there: Path) -> None:
     assert len({cell.digest for cell in lab.cells}) == 8
 
 
+def test_a_base_is_found_by_the_lab_s_own_place_from_any_folder(
+    there: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = there / written()
+    digests = [cell.digest for cell in load_lab(path).cells]
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert [cell.digest for cell in load_lab(path).cells] == digests
+    path.write_text(yaml.safe_dump(FILE | {"base": "demo"}, sort_keys=False))
+    assert load_lab(path).cells[0].config.steps == 150, "one that comes with Mantissa"
+
+
 def test_cells_of_a_seed_share_one_warm_start_whatever_their_precision(there: Path) -> None:
     lab = load_lab(written())
     folders, models = set(), set()

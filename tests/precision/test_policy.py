@@ -189,6 +189,7 @@ TABLE: list[tuple[str, str, dict[str, Any], tuple[int, ...], tuple[str, ...]]] =
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("bf16_is_simulated")
 @pytest.mark.parametrize(("train", "rollout", "fields", "capability", "active"), TABLE, ids=str)
 def test_what_roles_become(
     gpu: pytest.MonkeyPatch, train: str, rollout: str, fields: dict[str, Any], capability: tuple[int, ...], active: Any
@@ -213,6 +214,7 @@ def test_logits_in_half_are_so_on_both_sides() -> None:
     assert "rounded to bf16 on both sides" in row["reason"]
 
 
+@pytest.mark.usefixtures("bf16_is_simulated")
 @pytest.mark.parametrize(("train", "reference"), [("bf16", None), ("bf16", "bf16"), ("fp16", "fp32"), ("bf16", "fp8")])
 def test_a_reference_is_as_the_learner_unless_asked_for(train: str, reference: str | None) -> None:
     policy = PrecisionPolicy(train=train, reference=reference)

@@ -23,6 +23,7 @@ EMULATED = "rollout.engine=emulated"
 SERVING = "norm=fused, rope=half, products=split, attention=blocks, activation=fp32, logits=half"
 
 
+@pytest.mark.usefixtures("bf16_is_simulated")
 def test_the_rollout_alone_has_the_switches(made: Callable[..., Parts]) -> None:
     parts = made(EMULATED, "rollout.emulate={norm: fused, tensor_parallel: 2}", "precision=bf16-train-fp16-rollout")
     engine, learner = parts.sampler.engine.kernels, parts.learner.kernels
@@ -36,6 +37,7 @@ def test_the_rollout_alone_has_the_switches(made: Callable[..., Parts]) -> None:
     assert (in_fp8.fp8 is not None, in_fp8.logits_format.name) == (True, "bf16")
 
 
+@pytest.mark.usefixtures("bf16_is_simulated")
 def test_a_run_says_which_switches_are_on_and_shows_the_gap(
     train: Train, with_report: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -424,3 +424,22 @@ def test_a_masked_sequence_has_no_gradient_and_stays_in_the_denominator(parts: P
     logp_N, tokens = learner.logp(experience, learner.kernels), int(experience.mask_BR.sum())
     gradient = torch.autograd.grad(logp_N, list(weights.values()), slopes / tokens)
     close(found, dict(zip(weights, gradient, strict=True)), 2e-5)
+
+
+@pytest.mark.parametrize("loss", ["{kind: kl_cov, share: 0.2}", "{kind: clip_cov, share: 0.3, low: 0.0}"])
+def test_tokens_are_chosen_of_a_whole_step_whatever_the_split(parts: Parts, loss: str) -> None:
+    learner = learner_of(parts, f"algorithm.loss={loss}", "optimizer.updates_per_batch=2")
+    experience = sampled(parts)
+    rollout = experience.rollout_logp_BR  # half a nat from old: a ratio, so that what is held has a gradient
+    experience = dataclasses.replace(experience, old_logp_BR=rollout)
+    weighed = learner._with_choice(weigh(experience, learner.algorithm), 1)
+    chosen, *_, valid = weighed.chosen_BR, weighed.weighed[2]
+    assert chosen is not None
+    for rows in learner._parts(weighed, 1):
+        assert 0 < int(chosen[rows].sum()) <= max(0.3 * int(valid[rows].sum()), 1)
+    assert not bool((chosen & ~valid).any())
+    found = [gradients(split_by(learner, tokens), experience) for tokens in SPLITS]
+    for other in found[1:]:
+        close(other, {name: gradient.double() for name, gradient in found[0].items()}, 1e-5)
+    plain = gradients(learner_of(parts, "optimizer.updates_per_batch=2"), experience)
+    assert any(not torch.allclose(plain[name], found[0][name], rtol=1e-3) for name in plain)

@@ -45,6 +45,14 @@ COMBINATIONS = [
 ]
 
 
+@pytest.mark.parametrize("scheme", ["mxfp8", "nvfp4", "int8", "int4-32"])
+def test_exact_kernels_hold_for_scaled_formats(train: Train, scheme: str) -> None:
+    run = train(*QUICK, f"precision={{preset: {scheme}, kernels: exact, on_mismatch: stop}}")
+    for row in run.read_metrics():
+        assert row["exact/mismatched_tokens"] == 0
+        assert row["gap/abs_logp_diff_max"] == 0
+
+
 @pytest.mark.parametrize("loss", ["sapo", "dppo", "{kind: dppo, divergence: kl}"])
 def test_what_a_recipe_may_add_runs_and_measures_itself(train: Train, loss: str) -> None:
     extras = (

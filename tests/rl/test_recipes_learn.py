@@ -69,6 +69,8 @@ ALGORITHMS: dict[str, tuple[str, float]] = {
         "{loss: ppo_clip, reference: {}, kl: {coefficient: 0.01, ratio: true}, correction: {mask_negative_above: 0.1}}",
         0.10,
     ),
+    "clip-cov": ("{loss: {kind: clip_cov, share: 0.02, low: 0.5}, correction: token_tis}", 0.10),
+    "kl-cov": ("{loss: {kind: kl_cov, share: 0.02}, correction: token_tis}", 0.10),
     "custom": ("{loss: 'test_custom_loss:clip', correction: token_tis}", 0.10),
 }
 Row = dict[str, Any]

@@ -13,13 +13,13 @@ from typing import Any
 os.environ["VERL_PLATFORM"] = "cpu"
 
 import torch
-import verl  # noqa: F401 - before its parts: it loads the plugin's platform
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
 import mantissa.verl.plugin  # noqa: F401
+import verl  # noqa: F401 - before its parts: it loads the plugin's platform
 
 
 def join(folder: Path) -> tuple[int, int]:
@@ -54,7 +54,9 @@ def engine(folder: Path, strategy: str, lr: float = 1e-3, clip: float = 1.0, **m
         model_config=model,
         engine_config=section,
         optimizer_config=optimizer,
-        checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra"], load_contents=["model", "optimizer", "extra"]),
+        checkpoint_config=CheckpointConfig(
+            save_contents=["model", "optimizer", "extra"], load_contents=["model", "optimizer", "extra"]
+        ),
     )
     made.initialize()
     return made
@@ -97,14 +99,18 @@ def batch(rank: int = 0, world: int = 1, groups: int = 4, samples: int = 4, seed
         "prompts": prompts,
         "responses": responses,
         "response_mask": [torch.ones(len(r), dtype=torch.int64) for r in responses],
-        "loss_mask": [torch.cat([torch.zeros(len(p)), torch.ones(len(r))]).long() for p, r in zip(prompts, responses, strict=True)],
+        "loss_mask": [
+            torch.cat([torch.zeros(len(p)), torch.ones(len(r))]).long() for p, r in zip(prompts, responses, strict=True)
+        ],
         "old_log_probs": values(),
         "ref_log_prob": values(),
         "rollout_is_weights": values(0.1, 1.0),
         "advantages": [a.expand(len(r)).clone() for a, r in zip(reward, responses, strict=True)],
     }
     rows = slice(rank * len(prompts) // world, (rank + 1) * len(prompts) // world)
-    nested = {name: torch.nested.as_nested_tensor(column[rows], layout=torch.jagged) for name, column in columns.items()}
+    nested = {
+        name: torch.nested.as_nested_tensor(column[rows], layout=torch.jagged) for name, column in columns.items()
+    }
     settings = dict(
         temperature=1.0,
         calculate_entropy=False,

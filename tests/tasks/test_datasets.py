@@ -115,7 +115,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"problem": "q", "answer": None}, "'answer' is missing or null"),
     ({"problem": "q", "answer": "  "}, "'answer' is '': expected text or a finite number"),
     ({"problem": "q", "answer": True}, "'answer' is True"),
-    ({"problem": "q", "answer": ["1"]}, "'answer' is ['1']"),
+    ({"problem": "q", "answer": ["1", "2"]}, "'answer' is a list of 2 answers"),
     ('{"problem": "q", "answer": NaN}', "'answer' is nan"),
     ({"problem": "", "answer": "1"}, "'problem' is ''"),
     ({"problem": 5, "answer": "1"}, "'problem' is 5"),
@@ -376,3 +376,15 @@ def test_ten_times_the_rows_take_little_more_memory(tmp_path: Path) -> None:
         assert (read, kept) == (rows, 500)
         peaks.append(peak_mib)
     assert peaks[1] < peaks[0] + 25, peaks  # 18,000 rows of 3,000 characters are 54 MB of text alone
+
+
+def test_a_list_of_one_answer_is_that_answer_and_a_list_of_more_is_left_out_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "lists.jsonl"
+    rows = [{"problem": "1 + 1", "answer": ["2"]}, {"problem": "2 + 2", "answer": ["4", "four"]},
+            {"problem": "0", "answer": []}, {"problem": "3", "answer": [3.0]}]  # fmt: skip
+    path.write_text("\n".join(map(json.dumps, rows)))
+    problems, summary = read_problems([path], on_bad_row="skip")
+    assert [problem.answer for problem in problems] == ["2", "3"]
+    assert [bad.row for bad in summary.bad_rows] == [2, 3]
+    with pytest.raises(MantissaError, match=r"a list of 2 answers: expected one .*set on_bad_row: skip"):
+        read_problems([path])

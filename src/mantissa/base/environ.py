@@ -29,6 +29,18 @@ def end_with_launcher() -> None:
         os._exit(1)
 
 
+def threads_each(nproc: int, said: str | None = None) -> int:
+    """Threads of each of ``nproc`` processes: as many as OMP_NUM_THREADS says, else an equal share of the cores.
+
+    ``said``: in the place of that variable, which Ray sets in its workers whatever the user said.
+    """
+    said = os.environ.get("OMP_NUM_THREADS", "") if said is None else said
+    if said.isdigit() and int(said) > 0:
+        return int(said)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // nproc)
+
+
 @contextmanager
 def changed_environment(values: Mapping[str, str | None]) -> Iterator[None]:
     """Environment variables for processes that begin within; put back afterwards. None: the variable is not there."""

@@ -37,6 +37,12 @@ class StoppedError(MantissaError):
     exit_code: ClassVar[int] = 130
 
 
+class RankError(MantissaError):
+    """A process of the run, or its machine, died. No mistake of the user's that is known: exit code 1."""
+
+    exit_code: ClassVar[int] = 1
+
+
 def pip_install(extra: str) -> str:
     """Return the command that installs one of our extras. PyPI's own ``mantissa`` is somebody else's package."""
     return f"pip install 'mantissa-rl[{extra}]'"

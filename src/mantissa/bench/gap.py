@@ -98,7 +98,8 @@ def read_prompts(path: Path | None) -> list[str]:
         return importlib.resources.files("mantissa.bench").joinpath("gap_prompts.txt").read_text("utf-8").splitlines()
     if not path.is_file():
         what = "a folder" if path.is_dir() else "not there"
-        raise MantissaError(f"--prompts {path} is {what}: expected a text file with one prompt a line")
+        hint = "; it takes no count: without it our own prompts are asked" if path.name.isdecimal() else ""
+        raise MantissaError(f"--prompts {path} is {what}: expected a text file with one prompt a line{hint}")
     if path.stat().st_size > _MOST_BYTES:
         raise MantissaError(f"--prompts {path}: more than {_MOST_BYTES >> 20} MiB; choose some dozens of its prompts")
     try:
@@ -201,6 +202,8 @@ class _Bench:
             precision = emulated(precision, emulation)
         if policy.fp8 is not None:
             policy.fp8.check(self.model.projections)
+        if policy.quantized is not None:
+            policy.quantized.of("mxfp8").check(self.model.projections)
         longest = max(map(len, self.prompts)) + config.max_tokens
         plan = exact_plan(precision, self.model, device, longest, _MICRO_BATCH)
         evidence = prove(precision, device, plan, vllm)

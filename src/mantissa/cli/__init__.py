@@ -4,28 +4,77 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import cast
+from typing import Annotated, cast
 
 import typer
 
+from mantissa import __version__
 from mantissa.base.errors import MantissaError, printable
-from mantissa.cli import data, worldmodel
 from mantissa.cli.machine import spin_briefly
 
-COMMANDS = ("train", "sample", "serve", "report", "replay", "compare", "guard", "bench", "gap", "precision", "metrics",
-            "launch", "check_verl", "doctor", "tune", "lab", "evolve")  # fmt: skip
+# Each command's line in the list of --help, under its group.
+GROUPS = {
+    "Train": {
+        "demo": "The demo: train a small policy, measure a real model.",
+        "recipes": "List the recipes that come with Mantissa.",
+        "train": "Train a policy by RL from a recipe; resume a run.",
+        "sample": "Sample completions of a prompt.",
+        "report": "Write a run's report, also while it runs.",
+        "compare": "Compare runs on one page.",
+        "lab": "Run a grid of recipes with paired seeds.",
+        "bench": "Time each precision on this device.",
+        "data": "Prepare files of problems for training.",
+    },
+    "Understand the gap": {
+        "gap": "Measure a model's gap in each pair of formats.",
+        "doctor": "Say whether a gap is noise or a fault, and which.",
+        "replay": "Name the operation where two sides part.",
+        "precision": "Show which format each role would use here, and why.",
+        "metrics": "Explain every figure that a run logs.",
+    },
+    "Correct and guard": {
+        "tune": "Choose the layers that may be fp8, by a budget.",
+        "guard": "Say when a run should have fallen back.",
+    },
+    "Cluster": {
+        "launch": "Run a recipe on verl and Ray.",
+        "check-verl": "Say which settings of a verl script take effect.",
+        "serve": "Start a vLLM server for runs of a recipe.",
+    },
+    "Programs": {
+        "evolve": "Improve programs against tests in the sandbox.",
+        "worldmodel": "Predict how actions end, from trajectories.",
+    },
+}
 app = typer.Typer(
     name="mantissa",
-    help="Reinforcement learning of language models in the precision you choose for each role, with the gap measured.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for name in COMMANDS:
-    module = importlib.import_module(f"mantissa.cli.{name}")
-    app.command(cls=getattr(module, "Command", None))(getattr(module, name))
-app.add_typer(data.app, name="data")
-app.add_typer(worldmodel.app, name="worldmodel")
+for group, lines in GROUPS.items():
+    for name, line in lines.items():
+        stem = name.replace("-", "_")
+        module = importlib.import_module(f"mantissa.cli.{stem}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name, short_help=line, rich_help_panel=group)
+            continue
+        kind = getattr(module, "Command", None)
+        app.command(name, cls=kind, short_help=line, rich_help_panel=group)(getattr(module, stem))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mantissa {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def mantissa(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Reinforcement learning of language models in the precision you choose for each role, with the gap measured."""
+
 
 # Typer has used click and, since 0.26, a copy of its own: this is the base of usage errors in either.
 _UsageError = cast(type[Exception], typer.BadParameter.__base__)

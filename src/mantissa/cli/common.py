@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
@@ -91,10 +92,21 @@ def split(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(",") if name.strip())
 
 
+_QUIET_SECONDS = 20.0  # without a terminal: so long nothing is said, and then a line each time
+_spoken: list[float] = []
+
+
 def progress(line: str) -> None:
-    """One line on stderr that is overwritten, on a terminal only."""
+    """One line on stderr that is overwritten; where that is no terminal, a line every 20 seconds."""
     if sys.stderr.isatty():
         print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+        return
+    now = time.monotonic()
+    if not _spoken:
+        _spoken.append(now)
+    elif line and now - _spoken[0] > _QUIET_SECONDS:
+        _spoken[0] = now
+        print(line, file=sys.stderr, flush=True)
 
 
 def echo_warning(warning: str | None, err: bool = False) -> None:

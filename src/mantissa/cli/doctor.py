@@ -25,7 +25,8 @@ _From = Annotated[
                  show_default="found by looking"),
 ]  # fmt: skip
 _Out = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Where the page and its numbers go.", show_default="doctor-TIME")
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Write a page with pictures and the numbers there.", show_default="nothing is"),
 ]
 _MODEL = "Of the tokens: find causes by scoring them again. A run's own folder: its checkpoints."
 _OTHER = "Weights that one side may have had in place of these."
@@ -44,6 +45,7 @@ def doctor(
     engine: Annotated[str | None, typer.Option(metavar="URL", help=_ENGINE)] = None,
     by_layer: Annotated[bool, typer.Option("--by-layer", help=_BY_LAYER)] = False,
     sequences: Annotated[int, typer.Option(min=8, help="How many are scored with the model.")] = 48,
+    explain: Annotated[bool, typer.Option("--explain", help="Show every test and what it explains.")] = False,
     device: Device = "auto",
 ) -> None:
     """Diagnose the log-probs of rollout and learner: noise or a fault, its name, and what to set.
@@ -69,7 +71,6 @@ def doctor(
     reading = Reading(source, framework)  # in a process of its own, while this one imports the rest
     from mantissa.doctor.diagnosis import Verdict
     from mantissa.doctor.examine import examine
-    from mantissa.doctor.page import write_page
 
     dump, further = reading.dump(), list["Block"]()
     for name, given in (("--engine", engine), ("--other", other), ("--by-layer", by_layer)):
@@ -77,15 +78,25 @@ def doctor(
             raise MantissaError(f"{name} needs the model that the tokens are of: give --model too")
     if model is None:
         diagnosis = examine(dump)
-        _show(diagnosis)
+        _show(diagnosis, explain)
     else:
-        dump, diagnosis, further = _with_model(dump, model, other, engine, by_layer, sequences, device)
-    typer.echo(f"page: {write_page(dump, diagnosis, out, further)}")
+        dump, diagnosis, further = _with_model(dump, model, other, engine, by_layer, sequences, device, explain)
+    if out is not None:
+        from mantissa.doctor.page import write_page
+
+        typer.echo(f"page: {write_page(dump, diagnosis, out, further)}")
     raise typer.Exit(0 if diagnosis.verdict in (Verdict.HEALTHY, Verdict.UNKNOWN) else 1)
 
 
 def _with_model(
-    dump: Dump, model: str, other: str | None, engine: str | None, by_layer: bool, sequences: int, device: str
+    dump: Dump,
+    model: str,
+    other: str | None,
+    engine: str | None,
+    by_layer: bool,
+    sequences: int,
+    device: str,
+    explain: bool,
 ) -> tuple[Dump, Diagnosis, list[Block]]:
     """Score the tokens again, say what was found, and return it with the page's further blocks."""
     from mantissa.base.device import be_deterministic, choose_device
@@ -108,13 +119,13 @@ def _with_model(
     def text(token: int) -> str:
         return repr(policy.tokenizer.decode([token]))
 
-    _show(found.diagnosis)
+    _show(found.diagnosis, explain)
     if by_layer:
         _show_layers(found.layers, text)
     return dump, found.diagnosis, blocks(found, text)
 
 
-def _show(diagnosis: Diagnosis) -> None:
+def _show(diagnosis: Diagnosis, explain: bool) -> None:
     """The answer, in the order in which it is needed."""
     from rich.text import Text
 
@@ -131,11 +142,10 @@ def _show(diagnosis: Diagnosis) -> None:
     )
     if diagnosis.fault is not None:
         console.print(facts().faults[diagnosis.fault.name].means)
-    others = [each for each in diagnosis.findings if each.found and each is not diagnosis.fault]
-    if others:
-        console.print(
-            Text("also seen, as it would be with the above: " + "; ".join(each.said for each in others), style="dim")
-        )
+    if diagnosis.second is not None:
+        console.print(facts().faults[diagnosis.second.name].means)
+    for said in diagnosis.remarks:
+        console.print(Text(f"by the way: {said}", style="dim"))
     for cause in diagnosis.causes:
         said = ": ".join(filter(None, (cause.name, cause.note)))
         console.print(f"  {cause.share:6.1%}  ({cause.low:.1%} to {cause.high:.1%})  {said}")
@@ -147,6 +157,20 @@ def _show(diagnosis: Diagnosis) -> None:
     console.print(Text("What this cannot know:", style="dim"))
     for said in diagnosis.unknown:
         console.print(Text(f"  - {said}", style="dim"))
+    if explain:
+        _show_tests(diagnosis)
+
+
+def _show_tests(diagnosis: Diagnosis) -> None:
+    """Every test: whether it was found, the share of the squared gap that it explains, and what it says."""
+    from mantissa.runs.tables import terminal
+
+    rows = [
+        (each.name, "found" if each.found else "no" if each.tested else "not tested",
+         f"{each.share:.1%}" if each.found and each.share else "", f"{each.p:.1g}" if each.tested else "", each.said)
+        for each in sorted(diagnosis.findings, key=lambda each: (not each.found, not each.tested, -each.share))
+    ]  # fmt: skip
+    screen(100).print(terminal(("signature", "result", "explains", "p", "what it says"), rows))
 
 
 def _show_layers(found: ByLayer | None, text: Callable[[int], str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +14,28 @@ from mantissa.cli.machine import crowded, keep_freed_memory
 if TYPE_CHECKING:
     from mantissa.bench.gap import GapResult
 
-_TABLE_WIDTH = 120  # a narrower terminal wraps lines
+_WIDE = 112  # columns from which an interval is one line
+
+
+def _explain(wanted: bool) -> None:
+    """What each column says, and its formula."""
+    if not wanted:
+        return
+    from rich.text import Text
+
+    from mantissa.mismatch.estimates import GAP_FIGURES
+    from mantissa.runs.gap_page import MEANINGS, TITLES
+
+    console = screen()
+    console.print(
+        "learner/rollout: the formats of the two sides; one name is both. d = logp_learner - logp_rollout of one "
+        "token, in nats; r = exp(d); S = the sum of d over a completion. Below each figure its 95% interval."
+    )
+    for figure in GAP_FIGURES:
+        console.print(Text(f"\n{TITLES[figure.name]}", style="bold"))
+        console.print(MEANINGS[figure.name])
+        console.print(Text(f"{figure.formula} ({figure.unit}; in the rows {figure.name})", style="dim"))
+    raise typer.Exit
 
 
 class Command(ModelCommand):
@@ -28,6 +49,9 @@ def gap(
     model: Model,
     device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON, one a line.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", callback=_explain, is_eager=True, help="Say what each column means, and end.")
+    ] = False,
 ) -> None:
     """Measure how far a model's sampling policy is from its learning policy, in each pair of formats. Trains nothing.
 
@@ -43,6 +67,11 @@ def gap(
 
     mantissa gap runs/mine --pairs fp16,bf16,bf16/fp16,fp16+exact --prompts prompts.txt --samples 4
     """  # fmt: skip
+    measure(context.obj, model, device, as_json)
+
+
+def measure(options: dict[str, Any], model: str, device: str, as_json: bool) -> None:
+    """Measure, and print what was found."""
     keep_freed_memory()
     import torch
 
@@ -50,7 +79,7 @@ def gap(
     from mantissa.bench.gap import run_gap
     from mantissa.bench.options import GapConfig
 
-    config = GapConfig(model=model, device=str(choose_device(device)), **context.obj)
+    config = GapConfig(model=model, device=str(choose_device(device)), **options)
     echo_warning(crowded(torch.get_num_threads()), err=True)
     result = run_gap(config, progress)
     progress("")
@@ -72,17 +101,23 @@ def _show(result: GapResult) -> None:
     from mantissa.runs.tables import terminal
 
     found = GapRows(result.rows, result.completions)
-    console = screen(_TABLE_WIDTH)
+    console = screen()
     console.print(Text(found.title, style="bold"))
     console.print(Text(found.where, style="dim"))
     rows = []
     for row in found.rows:
-        cells = ("\n".join(figure_text(row, name)).rstrip() for name in TITLES)
-        rows.append([row["pair"], *cells, f"{row['tokens']:,}"])
-    console.print(terminal(("learner/\nrollout", *TITLES.values(), "tokens"), rows))
+        cells = [f"{row['pair']}\n{row['tokens']:,} tokens"]
+        cells += ("\n".join(figure_text(row, name)).rstrip() for name in TITLES)
+        rows.append(cells if console.width >= _WIDE else list(map(_folded, cells)))
+    console.print(terminal(("learner/\nrollout", *TITLES.values()), rows))
     if said := independent(found):
         console.print(Text(said))
     console.print(Text(gap_note(found), style="dim"))
-    console.print(f"page: {result.folder / PAGE}")
+    typer.echo(f"page: {result.folder / PAGE}")
     if result.report is not None:
-        console.print(f"report, which begins with it: {result.report}")
+        typer.echo(f"report, which begins with it: {result.report}")
+
+
+def _folded(cell: str) -> str:
+    """A cell with its interval in two lines, so that six figures fit into 80 columns and no number is cut in two."""
+    return cell.replace("..", "..\n").replace("+serving", "\n+serving")

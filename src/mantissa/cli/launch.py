@@ -2,46 +2,73 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, StoppedError, nearest
 from mantissa.cli.common import Overrides
+from mantissa.cli.processes import RankError, blame, go_on, stopping
 
 if TYPE_CHECKING:
     from mantissa.launch import Plan
 
 
 def launch(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/cluster/*.yaml.")],
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/cluster/*.yaml.", show_default=False),
+    ] = None,
     overrides: Overrides = None,
-    on: Annotated[str, typer.Option(metavar="ENGINE", help="The cluster's engine: verl.")] = "verl",
+    on: Annotated[
+        str, typer.Option(metavar="ENGINE", help="What trains: verl, or ray (Mantissa's own training on Ray).")
+    ] = "verl",
     address: Annotated[
-        str | None, typer.Option(metavar="URL", help="The Ray head's dashboard, such as http://head:8265.")
+        str | None,
+        typer.Option(metavar="URL", help="The Ray head: for verl its dashboard, http://head:8265; for ray head:6379."),
     ] = None,
     options: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Launch options in YAML; RECIPE's .launch.yml where there is one."),
+        typer.Option(metavar="FILE", help="verl: launch options in YAML; RECIPE's .launch.yml where there is one."),
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="The learner's: fsdp, fsdp2 or megatron.")] = None,
-    rollout: Annotated[str | None, typer.Option(help="The rollout's: vllm or sglang.")] = None,
+    engine: Annotated[str | None, typer.Option(help="verl: the learner's: fsdp, fsdp2 or megatron.")] = None,
+    rollout: Annotated[str | None, typer.Option(help="verl: the rollout's: vllm or sglang.")] = None,
     verl_version: Annotated[str | None, typer.Option(metavar="VERSION", help="verl's version there.")] = None,
-    nodes: Annotated[int | None, typer.Option(metavar="N", help="Machines.")] = None,
-    gpus: Annotated[int | None, typer.Option(metavar="N", help="GPUs of each.")] = None,
-    hardware: Annotated[str | None, typer.Option(metavar="GPU", help="Their name, such as h100; fp8 needs it.")] = None,
-    cuda: Annotated[str | None, typer.Option(metavar="VERSION", help="The nodes' CUDA, such as 12.9.")] = None,
-    working_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A folder that travels with the job; there is none by default.")
+    nodes: Annotated[int | None, typer.Option(metavar="N", help="Machines.", min=1)] = None,
+    gpus: Annotated[int | None, typer.Option(metavar="N", help="verl: GPUs of each.")] = None,
+    hardware: Annotated[
+        str | None, typer.Option(metavar="GPU", help="verl: their name, such as h100; fp8 needs it.")
     ] = None,
-    wait: Annotated[bool, typer.Option(help="Follow the job to its end, and exit as it does.")] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, and from what.")] = False,
+    cuda: Annotated[str | None, typer.Option(metavar="VERSION", help="verl: the nodes' CUDA, such as 12.9.")] = None,
+    working_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="verl: a folder that travels with the job; there is none by default."),
+    ] = None,
+    wait: Annotated[
+        bool | None, typer.Option("--wait/--no-wait", help="verl: follow the job to its end, and exit as it does.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="ray: continue this run, bit for bit, from its last checkpoint.")
+    ] = None,
+    local: Annotated[
+        bool | None, typer.Option("--local", help="ray: start a Ray of its own on this machine, for this run.")
+    ] = None,
+    trust_network: Annotated[
+        bool | None,
+        typer.Option("--trust-network", help="ray: let it listen beyond this machine's loopback; it says what does."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and where.")] = False,
 ) -> None:
-    """Run a recipe on a cluster, through verl on Ray.
+    """Run a recipe on a cluster.
 
-    Every field becomes a key that this verl, with these engines, really reads.
-    What would be ignored there, or cannot be done, is refused with the reason.
+    --on verl: verl's trainer and engines, as a job on Ray. Every field becomes a key that this verl, with these
+    engines, really reads. What would be ignored there, or cannot be done, is refused with the reason.
+
+    --on ray: Mantissa's own training, on --nodes machines of a Ray cluster, nproc processes in all (one a machine, if
+    the recipe does not say). Run it on a node of the cluster. The run's folder must be shared.
 
     Exit code: the job's own; 2 for bad input, a head that does not answer, a job that Ray refuses.
 
@@ -50,26 +77,112 @@ def launch(
     mantissa launch recipes/cluster/qwen3-8b-fp16-fsdp2.yaml --dry-run
 
     mantissa launch recipes/cluster/qwen3-8b-fp16-fsdp2.yaml --address http://head:8265
+
+    mantissa launch recipes/demo.yaml run_dir=/shared/demo --on ray --address head:6379 --nodes 2 --trust-network
+
+    mantissa launch --resume /shared/demo --on ray --address head:6379 --nodes 2 --trust-network
     """
-    if on != "verl":
-        raise MantissaError(f"--on {on}: expected verl, the one engine that recipes can be launched on")
+    given = {
+        "address": address,
+        "options": options,
+        "engine": engine,
+        "rollout": rollout,
+        "verl_version": verl_version,
+        "nodes": nodes,
+        "gpus": gpus,
+        "hardware": hardware,
+        "cuda": cuda,
+        "working_dir": working_dir,
+        "wait": wait,
+        "resume": resume,
+        "local": local,
+        "trust_network": trust_network,
+    }
+    said = {name: value for name, value in given.items() if value is not None}
+    if on not in _ENGINES:
+        raise MantissaError(f"--on {on}: expected {' or '.join(_ENGINES)}{nearest(on, _ENGINES)}")
+    run, takes = _ENGINES[on]
+    for name in said:
+        if name not in takes:
+            raise MantissaError(f"--{name.replace('_', '-')} does nothing with --on {on}; leave it out")
+    run(recipe, overrides or [], said, dry_run)
+
+
+def _on_verl(recipe: Path | None, overrides: list[str], said: dict[str, Any], dry_run: bool) -> None:
+    address, working_dir, options = (said.pop(name, None) for name in ("address", "working_dir", "options"))
+    wait = said.pop("wait", True)
+    if recipe is None:
+        raise MantissaError("expected a recipe, such as recipes/cluster/qwen3-8b-fp16-fsdp2.yaml")
     if address is None and not dry_run:
         raise MantissaError("expected --address URL of the Ray head, such as http://head:8265, or --dry-run")
     if working_dir is not None and not working_dir.is_dir():
         raise MantissaError(f"--working-dir {working_dir}: expected a folder")
+    from mantissa.base.shipped import find_recipe
     from mantissa.launch import export, launch_file, load_options
     from mantissa.rl import load_recipe
 
-    config = load_recipe(recipe, overrides or [])
+    recipe = find_recipe(recipe)
+    config = load_recipe(recipe, overrides)
     if options is None and launch_file(recipe).is_file():
         options = launch_file(recipe)
-    given = {"engine": engine, "rollout": rollout, "version": verl_version, "nodes": nodes, "gpus": gpus}
-    given |= {"hardware": hardware, "cuda": cuda}
-    plan = export(config, load_options(options, {name: value for name, value in given.items() if value is not None}))
+    given = {name.removeprefix("verl_"): value for name, value in said.items()}
+    plan = export(config, load_options(options, given))
     if dry_run:
         typer.echo(plan.dry_run(address, working_dir))
     else:
         _submit(plan, str(address), working_dir, wait)
+
+
+def _on_ray(recipe: Path | None, overrides: list[str], said: dict[str, Any], dry_run: bool) -> None:
+    from mantissa.launch.on_ray import cluster, listens, placed, planned, run
+
+    nodes, local = said.get("nodes", 1), said.get("local", False)
+    if local and ("address" in said or nodes > 1):
+        raise MantissaError("--local is a Ray of one machine: leave out --address, and --nodes above 1")
+    lines = listens(nodes, local)
+    trusted = not lines or said.get("trust_network", False)
+    with planned(recipe, overrides, said.get("resume"), nodes, keep=trusted and not dry_run) as plan:
+        for line in lines:
+            typer.echo(f"network: {line}")
+        if dry_run:
+            typer.echo(plan.dry_run())
+            return
+        if not trusted:
+            raise MantissaError(
+                "this listens beyond the loopback interface, as is said above: allow it, --trust-network"
+            )
+        again = ["mantissa launch --on ray", "--local" if local else f"--address {said.get('address', 'auto')}"]
+        again += [f"--nodes {nodes}"] if nodes > 1 else []
+        resume = " ".join([*again, *(["--trust-network"] if lines else []), "--resume"])
+        run_dir, screen = str(plan.run_dir), sys.stdout  # which is Ray's own, and unread, within
+        with cluster(said.get("address"), local) as head, stopping(), placed(plan, head) as there:
+            for line in plan.lines(there.addresses):
+                print(line, file=screen, flush=True)
+            try:
+                outcome = run(plan, there, lambda text: print(text, end="", file=screen, flush=True))
+            except KeyboardInterrupt:
+                raise StoppedError(f"interrupted{go_on(run_dir, resume)}") from None
+            except RankError as lost:
+                raise RankError(f"{lost}{go_on(run_dir, resume)}") from None
+        if outcome.lost:
+            index, why = min(outcome.lost.items())
+            raise RankError(f"node {there.addresses[index]} {why}; the processes were stopped{go_on(run_dir, resume)}")
+        if outcome.failures:
+            hosts = {rank: f"node {there.addresses[rank // plan.processes]}" for rank in range(plan.world)}
+            raise blame(outcome.failures, run_dir, hosts=hosts, resume=resume)
+
+
+# What each engine is, and the options that do something for it.
+_ENGINES: dict[str, tuple[Callable[[Path | None, list[str], dict[str, Any], bool], None], frozenset[str]]] = {
+    "verl": (
+        _on_verl,
+        frozenset(
+            ("address", "options", "engine", "rollout", "verl_version", "nodes", "gpus", "hardware", "cuda",
+             "working_dir", "wait")
+        ),
+    ),
+    "ray": (_on_ray, frozenset(("address", "nodes", "resume", "local", "trust_network"))),
+}  # fmt: skip
 
 
 def _submit(plan: Plan, address: str, working_dir: Path | None, wait: bool) -> None:

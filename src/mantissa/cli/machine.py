@@ -1,4 +1,4 @@
-"""What a command tells this machine first: the allocator to keep memory, OpenMP how long a thread waits awake.
+"""What a command sets before torch is loaded: the allocator to keep memory, OpenMP how long a thread waits awake.
 
 glibc gives blocks of megabytes back to the system as soon as they are freed, and takes them again page by page, each
 at the price of a fault and of zeroing it. A step on a CPU frees and takes hundreds of such blocks. Told to keep them,
@@ -17,7 +17,7 @@ completions, hidden 128, simulated fp16, 4 threads):
     none (OMP_WAIT_POLICY=passive)  2.0                         3.0
 
 So fewer threads than free cores is what really helps (2 threads beside the two: 1.2); this takes the worst off a
-mistake that is easily made. A second session found it to cost 4-8% alone, and less gain beside others (8.7 to 7.7).
+mistake that is easily made. Measured again, it costs 4-8% alone, and less gain beside others (8.7 to 7.7).
 """
 
 from __future__ import annotations

@@ -25,19 +25,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from mantissa.base.environ import LAUNCHER, STORE
-from mantissa.base.errors import MantissaError, StoppedError
+from mantissa.base.environ import LAUNCHER, STORE, threads_each
+from mantissa.base.errors import MantissaError, RankError, StoppedError
 
 _LOST = 3  # exit code of a rank that lost another
 _USER, _FAILED = 2, 1
-
-
-class RankError(MantissaError):
-    """A process of the run died. No mistake of the user's that is known: exit code 1."""
-
-    exit_code: ClassVar[int] = _FAILED
+RESUME = "mantissa train --resume"
 
 
 def launch(arguments: Sequence[str], nproc: int, run_dir: str) -> None:
@@ -66,7 +61,7 @@ def launch(arguments: Sequence[str], nproc: int, run_dir: str) -> None:
             if ranks is not None:
                 ranks.close(signum)
             how = "interrupted" if signum == signal.SIGINT else f"stopped by {signum.name}"
-            raise StoppedError(f"{how}{_go_on(run_dir)}") from None
+            raise StoppedError(f"{how}{go_on(run_dir)}") from None
         finally:
             if ranks is not None:
                 ranks.close()
@@ -78,17 +73,13 @@ def launch(arguments: Sequence[str], nproc: int, run_dir: str) -> None:
             raise blame(result.failures, run_dir)
 
 
-def threads_each(nproc: int) -> int:
-    """Threads of each of ``nproc`` processes: as many as OMP_NUM_THREADS says, else an equal share of the cores."""
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    if said.isdigit() and int(said) > 0:
-        return int(said)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // nproc)
+def blame(
+    failures: Mapping[int, Any], run_dir: str, *, hosts: Mapping[int, str] | None = None, resume: str = RESUME
+) -> MantissaError:
+    """The error of the rank that failed by itself. ``failures``: torch's ``ProcessFailure``, or a node's, by rank.
 
-
-def blame(failures: Mapping[int, Any], run_dir: str) -> MantissaError:
-    """The error of the rank that failed by itself. ``failures``: torch's ``ProcessFailure`` by rank."""
+    ``hosts``: the machine of each rank, where there are several; ``resume``: the command that continues the run.
+    """
 
     def order(item: tuple[int, Any]) -> tuple[int, int]:
         rank, failure = item
@@ -99,7 +90,7 @@ def blame(failures: Mapping[int, Any], run_dir: str) -> MantissaError:
     if failure.exitcode == _USER:
         return MantissaError(failure.message)
     if failure.exitcode == StoppedError.exit_code:
-        return StoppedError(f"interrupted{_go_on(run_dir)}")
+        return StoppedError(f"interrupted{go_on(run_dir, resume)}")
     if failure.exitcode < 0:
         what = f"was killed by {signal.Signals(-failure.exitcode).name}"
         if failure.exitcode == -signal.SIGKILL:
@@ -108,13 +99,30 @@ def blame(failures: Mapping[int, Any], run_dir: str) -> MantissaError:
         what = f"lost another one: {failure.message}"
     else:
         what = f"failed with exit code {failure.exitcode}; what it printed stands above"
-    return RankError(f"process {rank} (pid {failure.pid}) {what}; the others were stopped{_go_on(run_dir)}")
+    where = f" on {hosts[rank]}" if hosts else ""
+    ended = f"process {rank} (pid {failure.pid}{where}) {what}; the others were stopped"
+    return RankError(ended + go_on(run_dir, resume))
 
 
-def _go_on(run_dir: str) -> str:
+def go_on(run_dir: str, resume: str = RESUME) -> str:
+    """The end of a message that a run is over: the command that continues it, where there is something to continue."""
     if not (Path(run_dir) / "config.yaml").is_file():
         return "; nothing was begun that needs to be resumed"
-    return f"; continue with: mantissa train --resume {shlex.quote(run_dir)}"
+    return f"; continue with: {resume} {shlex.quote(run_dir)}"
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """SIGTERM is Ctrl-C within: what was started elsewhere is ended too. Ray's own handler would leave at once."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

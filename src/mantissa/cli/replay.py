@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
+from mantissa.base.errors import MantissaError
 from mantissa.cli.common import Device
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="RUN/mismatch-step-N.safetensors.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="RUN/mismatch-step-N.safetensors, or RUN: its first one.")
+    ],
     device: Device = "auto",
 ) -> None:
     """Run both sides of a mismatch again on the recorded tokens, and name the first operation that differs.
@@ -24,7 +27,7 @@ def replay(
 
     chosen = choose_device(device)
     be_deterministic(chosen)
-    stored = read_case(file)
+    stored = read_case(_first_of(file) if file.is_dir() else file)
     typer.echo(f"seen by the run: {stored.note}")
     found, plan = run_again(stored, chosen)
     for line in plan:
@@ -34,3 +37,15 @@ def replay(
     typer.echo(f"{'reproduced' if found.reproduced else 'not reproduced'} here ({chosen}): {found}")
     if found.reproduced:
         raise typer.Exit(1)
+
+
+def _first_of(run: Path) -> Path:
+    """The earliest mismatch that a run wrote: later ones may follow from it."""
+    found = {path: path.stem.rpartition("-")[2] for path in run.glob("mismatch-step-*.safetensors")}
+    steps = {int(step): path for path, step in found.items() if step.isdecimal()}
+    if not steps:
+        raise MantissaError(
+            f"{run}: no mismatch-step-N.safetensors there: the run saw no mismatch, or did not look for one; "
+            "precision.kernels=exact looks"
+        )
+    return steps[min(steps)]

@@ -19,17 +19,20 @@ if TYPE_CHECKING:
 def train(
     recipe: Annotated[
         Path | None,
-        typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/demo.yaml.", show_default=False),
+        typer.Argument(metavar="RECIPE", help="A recipe: a file, or a name such as demo.", show_default=False),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
         Path | None,
         typer.Option(metavar="RUN", help="Continue this run, bit for bit, from its last checkpoint."),
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="As run_dir=FOLDER.", show_default="runs/NAME-TIME")
+    ] = None,
 ) -> None:
     """Train a policy by reinforcement learning, measure the gap between rollout and learner, write a report.
 
-    All of it goes into one folder: runs/NAME-TIME, or run_dir=FOLDER.
+    All of it goes into one folder: runs/NAME-TIME, or --out FOLDER.
     A run that was stopped or killed goes on with --resume, if need be on another number of processes (nproc=N), or with
     another vLLM server (rollout.vllm.server=URL).
 
@@ -46,16 +49,19 @@ def train(
     mantissa train recipes/demo.yaml nproc=2
     """
     keep_freed_memory()
+    if out is not None and resume is not None:
+        raise MantissaError("--out and --resume: a run goes on in its own folder; leave --out out")
+    given = [*(overrides or []), *([] if out is None else [f"run_dir={out}"])]
     from mantissa.base.ranks import world_size
 
     world = world_size()
     if world is None:
-        _run(recipe, overrides or [], resume, None)
+        _run(recipe, given, resume, None)
         return
     from mantissa.cli.processes import as_rank
 
     with as_rank():
-        _run(recipe, overrides or [], resume, world)
+        _run(recipe, given, resume, world)
 
 
 def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: int | None) -> None:
@@ -70,7 +76,7 @@ def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: 
     if resume is not None:
         config = resumed_config(resume, given, world)
     elif recipe is None:
-        raise MantissaError("expected a recipe, such as recipes/demo.yaml, or --resume RUN")
+        raise MantissaError("expected a recipe, such as demo (mantissa recipes lists them), or --resume RUN")
     else:
         config = load_recipe(recipe, overrides, nproc=world)
     if world is None and config.nproc > 1:

@@ -7,7 +7,7 @@ dump, by the names in ``remedies`` (``remedies.yaml``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -50,7 +50,9 @@ class Finding:
     ``found``: the null hypothesis is rejected at the family's level, and the effect is large enough to matter.
     ``p``: the test's p-value (before the correction for their number). ``effect``: its size in ``unit``;
     ``detectable``: the smallest effect that this sample shows with probability 0.95, None where that is not known.
-    ``tested``: False where the dump does not hold what the test needs; ``said`` is then why.
+    ``tested``: False where the dump does not hold what the test needs; ``said`` is then why. ``share``: of sum d^2,
+    what it explains. ``also``: other signatures that the numbers cannot tell from it. ``rest``: what it leaves of d,
+    float64 [N], NaN where it says where and not how much; None where it explains no values.
     """
 
     name: str
@@ -61,12 +63,20 @@ class Finding:
     detectable: float | None
     said: str
     tested: bool = True
+    share: float = 0.0
+    also: tuple[str, ...] = ()
+    rest: Any = field(default=None, repr=False, compare=False)
+
+    def or_else(self, *names: str) -> Finding:
+        """The finding where the numbers cannot tell it from ``names``."""
+        return replace(self, also=names)
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     """``fault``: the finding that explains the others, None unless the verdict is ``FAULT``. ``headline``: first line.
 
+    ``second``: another fault, in what the first does not explain. ``remarks``: habits that explain little.
     ``figures``: of the gap, by name (``runs.metrics``' words). ``unknown``: sentences on what could not be tested.
     """
 
@@ -80,6 +90,8 @@ class Diagnosis:
     remedies: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)
+    second: Finding | None = None
+    remarks: tuple[str, ...] = ()
 
 
 class DoctorConfig(Config):

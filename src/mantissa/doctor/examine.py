@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mantissa.doctor.diagnosis import Diagnosis, Finding, Verdict
 from mantissa.doctor.dump import Dump
+from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import Usual, coarser, facts, usual
 from mantissa.doctor.sample import Tokens
-from mantissa.doctor.signatures import Evidence, findings
+from mantissa.doctor.signatures import EXACT, causes, findings
 
 _NOTHING = 1e-5  # nats: below it nothing is to be done, whatever the formats
 _BLIND = 10.0  # times what is usual: a sample that would not show so much says nothing
-_SIZES = ("too_large",)
+_BY_SIZE = ("experts",)  # healthy where the whole gap is: any mixture of experts has some
 
 
 def examine(dump: Dump) -> Diagnosis:
@@ -24,28 +27,69 @@ def examine(dump: Dump) -> Diagnosis:
     every = findings(dump, expected.bound)
     clean = Evidence.of(dump, expected.bound).clean
     figures = _figures(clean)
-    found = [finding for finding in every if finding.found]
-    fault = next((finding for finding in found if finding.name not in _SIZES), None)
     size = next(finding for finding in every if finding.name == "too_large")
-    table = facts().faults
+    large = [each for each in every if each.found and each.name in ("forward", "too_large")]
+    beyond = bool(large) or figures["u_rms"] > expected.bound
+    named = causes(dump, [each for each in every if beyond or each.name not in _BY_SIZE], expected.bound)
+    table, fault = facts().faults, named[0] if named else None
     if fault is not None:
-        verdict, headline = Verdict.FAULT, f"a fault: {table[fault.name].title} ({fault.said})"
-    elif found:
-        fault, verdict = found[0], Verdict.LARGE
-        headline = f"{Verdict.LARGE}: {size.said}"
+        verdict, headline = Verdict.FAULT, _named(named)
+    elif large:
+        fault, verdict = large[0], Verdict.LARGE
+        headline = _not_known(figures, every, expected)
     elif not size.tested or (size.detectable or math.inf) > _BLIND * expected.bound:
         few = f"{figures['tokens']:,} tokens of {figures['sequences']:,} sequences are too few to tell"
         verdict, headline = Verdict.UNKNOWN, f"not known: {few}; {size.said}"
     else:
         verdict, headline = Verdict.HEALTHY, _healthy(figures, dump, expected)
-    remedies = () if fault is None else table[fault.name].remedies
+    causing = [*named, *(large[:1] if not named else ())]
+    remedies = tuple(
+        dict.fromkeys(r for each in causing for name in (each.name, *each.also) for r in table[name].remedies)
+    )
     formats = {dump.settings.learner_format, dump.settings.rollout_format} - {None}
     if len(formats) == 2 and verdict in (Verdict.HEALTHY, Verdict.LARGE) and figures["d_rms"] > _NOTHING:
         remedies = ("one_format", *remedies)  # healthy for two formats, and many times what one format would have
     return Diagnosis(
-        verdict, headline, dump.framework, fault, tuple(every), figures,
+        verdict, headline, dump.framework, fault, tuple(replace(each, rest=None) for each in every), figures,
         remedies=remedies, unknown=_unknown(dump, every, size), notes=dump.notes,
+        second=named[1] if len(named) > 1 else None, remarks=_remarks(every, causing, bool(large)),
     )  # fmt: skip
+
+
+def _named(named: Sequence[Finding]) -> str:
+    """The first line: what is wrong, how much of the gap it explains, and a second fault where there is one."""
+    table, parts = facts().faults, []
+    for each in named:
+        titles = " or ".join(table[name].title for name in (each.name, *each.also))
+        share = f", which explains {each.share:.0%} of the squared gap" if each.name not in EXACT else ""
+        parts.append(f"{titles}{share} ({each.said})")
+    first = "two faults: " if len(parts) > 1 else "a fault: "
+    return first + "; and ".join(parts)
+
+
+def _not_known(figures: dict[str, Any], every: Sequence[Finding], expected: Usual) -> str:
+    """The first line where there is more than noise and nothing that was tried explains it."""
+    tried = [each for each in every if each.found and each.rest is not None]
+    best = max(tried, key=lambda each: each.share, default=None)
+    most = "nothing that was tried explains it"
+    if best is not None and best.share > 0:
+        most = f"the most that one cause explains is {best.share:.0%} ({facts().faults[best.name].title})"
+    return (
+        f"not known: d of {figures['d_rms']:.2g} nats is no rounding (size of u {figures['u_rms']:.2g}, up to "
+        f"{expected.bound:g} is usual), and {most}"
+    )
+
+
+def _remarks(every: Sequence[Finding], causing: Sequence[Finding], large: bool) -> tuple[str, ...]:
+    """Habits and places that were found and are not the cause, with what they explain."""
+    table, names = facts().faults, {each.name for each in causing}
+    kept = [
+        each for each in every if each.found and each.name not in names and each.name not in ("forward", "too_large")
+    ]
+    habits = [each for each in kept if each.name in ("half_logits", "coarse_logprobs") or not large]
+    return tuple(
+        f"{table[each.name].title}: {each.said}; it explains {each.share:.1%} of the squared gap" for each in habits
+    )
 
 
 def _healthy(figures: dict[str, Any], dump: Dump, expected: Usual) -> str:

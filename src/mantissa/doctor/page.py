@@ -14,10 +14,10 @@ import numpy as np
 from mantissa.base.files import atomic_file, disk_errors, write_atomically
 from mantissa.doctor.diagnosis import Diagnosis, Verdict
 from mantissa.doctor.dump import Dump
+from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.examine import remedies_for
 from mantissa.doctor.facts import facts, usual
 from mantissa.doctor.sample import Tokens
-from mantissa.doctor.signatures import Evidence
 from mantissa.runs.directory import default_path
 from mantissa.runs.page import Block, block, code, noted, pill, plots, render, table
 from mantissa.runs.plots import BLUE, GREEN, GREY, MUTED, ORANGE, PINK, Plot, agreement, figure, styled, to_svg

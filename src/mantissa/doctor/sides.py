@@ -79,8 +79,14 @@ class Side:
     def kernels(self, device: torch.device | str) -> Kernels:
         """A learner's kernels in this side's formats (weights given are masters), with its habits."""
         fp8 = Fp8Policy(base="fp16" if self.base == "fp16" else "bf16", exclude=self.exclude)
+        # On a CPU simulated, whatever this one multiplies itself: layers of two sides are put together in fp32 tensors.
+        here = torch.device(device).type == "cpu" and self.format != "fp32"
         policy = PrecisionPolicy(
-            train=self.format, rollout=self.format, logits=self.logits, fp8=fp8 if self.format == "fp8" else None
+            train=self.format,
+            rollout=self.format,
+            logits=self.logits,
+            fp8=fp8 if self.format == "fp8" else None,
+            backend="simulated" if here else "auto",
         )
         resolved = resolve(policy, device)
         if not self.habits:

@@ -67,6 +67,9 @@ def resolved_role(precision: str, backend: Any, fallback: Any, device: torch.dev
     if precision == "fp8":
         raise MantissaError("precision=fp8: modules run in fp32, fp16 or bf16; fp8 is for the policies of a recipe")
     policy = PrecisionPolicy(train=precision, rollout=precision, backend=backend, fallback=fallback)
+    if backend == "auto" and device.type == "cpu" and policy.train == "bf16":
+        # Torch's autocast on a CPU leaves norms and softmax in bf16, where CUDA's does not.
+        policy = policy.model_copy(update={"backend": "simulated"})
     role = resolve(policy, device).learner
     if fallback == "warn" and backend == "auto" and device.type == "cpu" and role.backend == "simulated":
         reason = f"no GPU here, and a CPU would only simulate {role.active}"

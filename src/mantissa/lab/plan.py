@@ -208,12 +208,13 @@ def _lab(path: Path, values: Any) -> Lab:
                 if known
                 else f"control.{axis}: no axis has this name{nearest(axis, axes)}"
             )
+    base = file.base if file.kind == "gap" else _base(path, file.base)
     cells = []
     for seed in file.seeds:
         for point in itertools.product(*(bundles.items() for bundles in axes.values())):
             chosen = dict(zip(axes, (name for name, _ in point), strict=True))
             settings = {key: value for _, bundle in point for key, value in bundle.items()}
-            cells.append(_cell(file, chosen, file.set | settings, seed))
+            cells.append(_cell(file, base, chosen, file.set | settings, seed))
     seen: dict[str, str] = {}
     for cell in cells:
         if cell.digest in seen:
@@ -270,12 +271,19 @@ def _name(values: Mapping[str, str]) -> str:
     return "+".join(values.values())
 
 
-def _cell(file: LabFile, values: dict[str, str], settings: dict[str, Any], seed: int) -> Cell:
+def _base(path: Path, given: str) -> str:
+    """The recipe that ``given`` names: beside the lab's file, in the nearest folder above it that has it, from the
+    current folder, or among those that come with Mantissa."""
+    found = next((folder / given for folder in path.resolve().parents if (folder / given).is_file()), None)
+    return given if found is None or found == Path(given).absolute() else str(found)
+
+
+def _cell(file: LabFile, base: str, values: dict[str, str], settings: dict[str, Any], seed: int) -> Cell:
     name = _name(values)
     if file.kind == "gap":
-        config, content = None, {"model": file.base, "seed": seed} | _gap_options(settings, name)
+        config, content = None, {"model": base, "seed": seed} | _gap_options(settings, name)
     else:
-        config = _config(file.base, settings, name, seed)
+        config = _config(base, settings, name, seed)
         content = config.model_dump(mode="json", exclude={"name", "run_dir"}, exclude_unset=True)
     return Cell(name, seed, values, settings, digest_of(content), config)
 

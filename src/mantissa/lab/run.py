@@ -249,7 +249,7 @@ def bill(lab: Lab, cells: Sequence[Cell], say: Say) -> dict[str, float | None]:
     failed, which is said. Measured one at a time. Neither warm starts nor evaluations are in it.
     """
     rows, found = Rows(lab), dict[str, float | None]()
-    work = _Work(lab)
+    work, kinds = _Work(lab), len({cell.name for cell in cells})
     for cell in cells:
         if cell.name in found:
             continue
@@ -257,6 +257,7 @@ def bill(lab: Lab, cells: Sequence[Cell], say: Say) -> dict[str, float | None]:
         if finished:
             found[cell.name] = sum(row["seconds"] for row in finished) / len(finished)
             continue
+        say(f"measuring a step of {cell.name}, {len(found) + 1} of {kinds}")
         try:
             with tempfile.TemporaryDirectory() as temporary:
                 found[cell.name] = work.measured(cell, Path(temporary))

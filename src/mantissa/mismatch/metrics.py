@@ -337,6 +337,7 @@ REFERENCE_METRICS: tuple[Metric, ...] = (
 
 # Where a recipe asks for what they are of.
 OBJECTIVE_METRICS: tuple[Metric, ...] = (
+    Metric("policy/selected_fraction", "share of tokens that clip_cov leaves out, or kl_cov holds", "fraction"),
     Metric("policy/entropy_bonus", "coefficient x sum over tokens of scale x entropy, taken off the loss", "1"),
     Metric(
         "correction/off_policy_masked_fraction",

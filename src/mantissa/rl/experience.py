@@ -117,6 +117,7 @@ class Experience(Sequences):
     not checked has the rollout's log-probs there, and no entropy); ``ref_logp_BR``, the reference's, None without one.
 
     Of weighing: ``advantage_B``; ``weight_BR`` and ``valid_BR`` (bool), the correction's; ``tallies``, what it counted.
+    ``chosen_BR`` (bool): the tokens that a loss which selects some has chosen of each optimiser step.
     """
 
     rollout_logp_BR: Tensor
@@ -130,6 +131,7 @@ class Experience(Sequences):
     advantage_B: Tensor | None = None
     weight_BR: Tensor | None = None
     valid_BR: Tensor | None = None
+    chosen_BR: Tensor | None = None
     tallies: Tallies = field(default_factory=dict)
 
     @staticmethod

@@ -222,6 +222,7 @@ class Learner:
         self._seen_BR = None if self.verify is None else experience.old_logp.clone()
         outcomes: list[StepOutcome] = []
         losses, trained = [], 0
+        experience = self._with_choice(experience, step)
         for rows in self._parts(experience, step):
             batches = self._micro_batches(experience, rows, self.ranks)
             trained += sum(int(valid_BR[micro.rows].sum()) for micro in batches if micro.counts)
@@ -237,6 +238,18 @@ class Learner:
         before = {name: tally for name, tally in experience.tallies.items() if name.startswith("reference/")}
         tallies = {**experience.tallies, **merge(losses), **before}
         return Update(tuple(outcomes), tallies, int(self.ranks.sum_of(trained)))
+
+    def _with_choice(self, experience: Experience, step: int) -> Experience:
+        """With the tokens that the loss treats otherwise, chosen of each whole optimiser step; ranks agree."""
+        if not self.algorithm.loss.selects:
+            return experience
+        advantage_B, _, valid_BR = experience.weighed
+        chosen_BR = torch.zeros_like(valid_BR)
+        for number, rows in enumerate(self._parts(experience, step)):
+            draw = generator(self.seed, "chosen tokens", step, number)
+            each = experience.old_logp[rows], advantage_B[rows], valid_BR[rows]
+            chosen_BR[rows] = self.algorithm.loss.select(*each, draw)
+        return replace(experience, chosen_BR=chosen_BR)
 
     def _parts(self, experience: Experience, step: int) -> list[Tensor]:
         """The rows of each optimiser step on a batch."""
@@ -329,6 +342,7 @@ class Learner:
 
         Every rank computes the same ones: the figure does not depend on their number.
         """
+        experience = self._with_choice(experience, step)
         batches = self._micro_batches(experience, self._parts(experience, step)[0], ALONE)
         if self.kernels.format is FP32 or not batches:
             return None

@@ -80,7 +80,15 @@ def micro_loss(
         kept_B, masked = off_policy_mask(logp_BR, rollout_BR, advantage_B, batch.mask_BR, above)
         kept_BR, weights = torch.where(kept_B.unsqueeze(-1), weight_BR, 0.0), {**weights, **masked}
     value, tallies = loss.loss(
-        logp_BR, below_BR, advantage_B, valid_BR, kept_BR, scale_BR, ref_logp_BT=batch.ref_logp_BR, log_z_B=log_z_B
+        logp_BR,
+        below_BR,
+        advantage_B,
+        valid_BR,
+        kept_BR,
+        scale_BR,
+        ref_logp_BT=batch.ref_logp_BR,
+        log_z_B=log_z_B,
+        chosen_BT=batch.chosen_BR,
     )
     if algorithm.kl is not None and algorithm.kl.where == "loss":
         penalty, distance = kl_loss(logp_BR, batch.ref_logp_BR, valid_BR, weight_BR, scale_BR, algorithm.kl, below_BR)

@@ -40,6 +40,16 @@ TITLES = {
     "equal_fraction": "equal tokens",
     "phantom_clip_fraction": "clipped at 0.2",
 }
+MEANINGS = {
+    "abs_logp_diff_mean": "How far the two sides are apart at one token.",
+    "k3_kl": "The same as a divergence, KL(rollout || learner), which weighs the large differences.",
+    "seq_log_ratio_std": "How far whole completions are apart: an importance weight of a sequence is the exponential "
+    "of this. It grows with length; near 1 such weights say little.",
+    "log_ratio_slope": "How the log-ratio of a completion drifts over its tokens. Known exactly it is -1,000 times the "
+    "KL, so a few hundred tokens tell it from 0 only where the gap is large.",
+    "equal_fraction": "Tokens to which both sides give the same number, bit for bit.",
+    "phantom_clip_fraction": "Tokens that PPO's clip would cut from the update although nothing was learned.",
+}
 
 
 @dataclass(frozen=True)
@@ -158,7 +168,8 @@ def gap_table(found: GapRows) -> Block:
         cells = [noted(*figure_text(row, name)) for name in TITLES]
         lines.append([noted(Markup("<strong>{}</strong>").format(row["pair"]), row["kernels"]), *cells,
                       f"{row['tokens']:,}"])  # fmt: skip
-    return page.table(("learner/rollout", *TITLES.values(), "tokens"), lines)
+    titles = (Markup('<abbr title="{}">{}</abbr>').format(MEANINGS[name], title) for name, title in TITLES.items())
+    return page.table(("learner/rollout", *titles, "tokens"), lines)
 
 
 def gap_note(found: GapRows) -> str:

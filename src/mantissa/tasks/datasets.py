@@ -7,7 +7,8 @@ moves no other prompt), and held-out prompts from a file of their own are taken 
 
 Rows of jsonl and parquet files come in three schemas, and a row that cannot be read is named, with the reason:
 
-- ``plain``: ``problem`` (or ``question``) and ``answer``. An answer with ``####`` in it (GSM8K) counts from there on.
+- ``plain``: ``problem`` (or ``question``) and ``answer``, which may be a list of one. An answer with ``####`` in it
+  (GSM8K) counts from there on.
 - ``labelled``: ``prompt`` (text) and ``label``, ``unsafe`` or ``benign``: requests to be judged, asked as they stand.
 - ``dapo``: ``prompt`` as a list of ``{role, content}``, ``reward_model.ground_truth``, and ``data_source``.
 
@@ -214,7 +215,12 @@ def _text(value: Any, column: str) -> str:
 
 
 def _answer(value: Any, column: str) -> str:
-    """An answer as text. A number that is whole loses its point: a column of doubles has no spelling to keep."""
+    """An answer as text, or a list of one. A number that is whole loses its point: a column of doubles has no spelling
+    to keep. Several are refused: whether one of them would do or all are asked for, a list does not say."""
+    if isinstance(value, (list, tuple)):
+        if len(value) != 1:
+            raise _UnreadableError(f"'{column}' is a list of {len(value)} answers: expected one")
+        (value,) = value
     if isinstance(value, str):
         value = value.rpartition("####")[2].strip()
         if value:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -88,18 +89,44 @@ def join(backend: str, **options: Any) -> None:
     """``init_process_group`` for the ranks that the environment describes.
 
     Those that ``mantissa train`` started find each other through its file, others as ``torchrun`` says. Where all are
-    on one machine they talk over its loopback interface, unless ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` say
-    another.
+    on one machine they talk over its loopback interface, on several gloo over the one that leads to ``MASTER_ADDR``,
+    unless ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` say another. By itself gloo takes the one of the machine's
+    own name, which is often the loopback's.
     """
     world = os.environ.get("WORLD_SIZE", "")
     if os.environ.get("LOCAL_WORLD_SIZE") == world:
         loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
         for library in ("GLOO", "NCCL") if loopback else ():
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", str(loopback))
+    elif (name := _interface_to(os.environ.get("MASTER_ADDR", ""))) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if STORE in os.environ:
         store = dist.FileStore(os.environ[STORE], int(world))
         options |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(world)}
     dist.init_process_group(backend, **options)
+
+
+def _interface_to(host: str) -> str | None:
+    """The network interface by which this machine reaches ``host``, by IPv4 on Linux; None where it is not known.
+
+    And where it is the loopback's, by which no other machine reaches this one.
+    """
+    if sys.platform != "linux" or not host:
+        return None
+    import fcntl
+
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # an interface without an address
+                    found = fcntl.ioctl(probe, 0x8915, name.encode().ljust(256, b"\0"))  # SIOCGIFADDR
+                    if socket.inet_ntoa(found[20:24]) == own and not own.startswith("127."):
+                        return name
+    except OSError:
+        pass
+    return None
 
 
 def joined(backend: str) -> Ranks:

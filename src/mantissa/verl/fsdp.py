@@ -195,6 +195,9 @@ def _metrics(outcome: StepOutcome, step: OptimizerStep) -> dict[str, Metric]:
     return Metric.from_dict({f"mantissa/{name}": value for name, value in found.items()}, aggregation="max")
 
 
+_DTYPES = {"param_dtype", "reduce_dtype", "buffer_dtype"}  # what verl reads of the section
+
+
 def _refuse(options: Any, model_config: Any, engine_config: Any) -> None:
     """``MantissaError`` for what this engine does not do, before anything is loaded."""
     qat = getattr(engine_config, "qat", None)
@@ -206,13 +209,16 @@ def _refuse(options: Any, model_config: Any, engine_config: Any) -> None:
             "what is computed in is mixed_precision.param_dtype",
         ),
         (
-            engine_config.forward_only and not options.model_fields_set <= {"param_dtype", "reduce_dtype", "buffer_dtype"},
+            engine_config.forward_only and not options.model_fields_set <= _DTYPES,
             "ref.fsdp_config.mixed_precision: a frozen model takes param_dtype, reduce_dtype and buffer_dtype alone",
         ),
     ]
     if options.flowrl is not None:
         refused += [
-            (model_config.use_fused_kernels, "model.use_fused_kernels=True with flowrl: the hidden states are not seen"),
+            (
+                model_config.use_fused_kernels,
+                "model.use_fused_kernels=True with flowrl: it hides the hidden states",
+            ),
             (engine_config.ulysses_sequence_parallel_size > 1, "ulysses_sequence_parallel_size > 1 with flowrl"),
             (model_config.lora_rank > 0, "model.lora_rank > 0 with flowrl: not tried"),
         ]

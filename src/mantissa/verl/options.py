@@ -19,6 +19,13 @@ from mantissa.rl.config.sections import LossScalingConfig
 _Float = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
 
 
+class JobScaling(LossScalingConfig):
+    """A recipe's ``loss_scaling``, but that a batch of RL is repeated down to the floor before it is given up: it was
+    sampled, and a backward pass is cheap beside that."""
+
+    retries: int = Field(16, ge=0, description="Backward passes repeated on one batch before it is given up.")
+
+
 class Fsdp2Options(Section):
     """``+actor_rollout_ref.actor.fsdp_config.mixed_precision.KEY=VALUE`` with ``strategy=mantissa_fsdp2``."""
 
@@ -27,8 +34,8 @@ class Fsdp2Options(Section):
     param_dtype: _Float = Field("bf16", description="What matrices are multiplied in (autocast); the masters are fp32.")
     reduce_dtype: _Float = Field("fp32", description="What gradients are averaged over ranks in.")
     buffer_dtype: _Float = Field("fp32", description="Of buffers; read by FSDP1 alone.")
-    loss_scaling: LossScalingConfig = Field(
-        default_factory=LossScalingConfig, description="Loss scaling of fp16: the keys of a recipe's loss_scaling."
+    loss_scaling: JobScaling = Field(
+        default_factory=JobScaling, description="Loss scaling of fp16: the keys of a recipe's loss_scaling."
     )
     on_nonfinite: Literal["skip", "stop"] = Field(
         "skip",

@@ -194,3 +194,10 @@ def test_sampling_a_large_buffer_takes_milliseconds(tmp_path: Path) -> None:
             assert len(buffer.sample(32, seed)) == 32
             times.append(time.process_time() - began)
         assert sorted(times)[4] < 0.02
+
+
+def test_the_common_interface_says_how_a_buffer_is_opened() -> None:
+    from mantissa.genesis.worldmodel import ReplayBuffer
+
+    with pytest.raises(MantissaError, match=r"open_buffer\('FILE.db'\)"):
+        ReplayBuffer()

@@ -176,6 +176,28 @@ def test_the_features_differ_from_one_another(recipe: Callable[..., RunConfig], 
     assert len(set(losses)) == len(losses)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    ["{kind: kl_cov, share: 0.3}", "{kind: clip_cov, share: 1, low: 0.05, high: 0.8}"],
+)
+def test_verl_chooses_the_tokens_that_we_choose_and_has_our_loss(
+    loss: str, told: Callable[..., Any], recipe: Callable[..., RunConfig], batch: Batch
+) -> None:
+    """Near enough to old that the order of covariances is one; verl's random draw is of all that are eligible."""
+    features = (f"algorithm.loss={loss}", "algorithm.correction=token_tis")
+    config = recipe(*features)
+    batch.theta = (batch.old + 1e-6 * torch.sin(torch.arange(72.0, dtype=torch.float64)).view(8, 9)).requires_grad_()
+    advantage_B, _ = advantage(batch.reward, batch.group, config.algorithm.advantage)
+    theirs = verl_loss(told(*features), batch, advantage_B)
+    weight, valid, _ = correction(batch.old, batch.rollout, batch.mask, config.algorithm.correction)
+    scale = aggregation_scale(batch.mask, "token_mean", dtype=torch.float64)
+    chosen = config.algorithm.loss.select(batch.old, advantage_B, valid, torch.Generator().manual_seed(0))
+    assert 0 < int(chosen.sum()) < int(valid.sum())
+    ours, _ = config.algorithm.loss.loss(batch.theta, batch.old, advantage_B, valid, weight, scale, chosen_BT=chosen)
+    torch.testing.assert_close(theirs, ours, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(batch.gradient(theirs), batch.gradient(ours), rtol=1e-8, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
 def test_verl_s_advantages_are_ours(kind: str, told: Callable[..., Any], batch: Batch) -> None:
     import numpy as np

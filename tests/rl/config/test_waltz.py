@@ -69,7 +69,7 @@ def test_the_feedback_policy_has_the_recipes_settings_but_for_its_own() -> None:
         ({"feedback": {"optimizer": {"lr": -1}}}, {}, "waltz.feedback.optimizer.lr: Input should be greater than 0"),
         ({"feedback": {"precision": "bf16"}}, {"loss_scaling": {}}, "waltz.feedback: loss_scaling does nothing for"),
         ({"label": 1}, {}, "waltz: label is lambda of the first stage, which"),
-        ({"label_later": 1, "conversation_frozen": 4}, {}, "waltz with waltz.label_later: all steps"),
+        ({"label_later": 1, "conversation_frozen": 4}, {}, "waltz.label_later=1 does nothing in steps=4"),
         ({"review": "{problem}"}, {}, "waltz: review lacks {answer}"),
         ({"judge": {}}, {}, "waltz.judge: expected exactly one of function and server"),
         ({"judge": {"server": "file:///etc/passwd", "model": "x"}}, {}, "expected a base URL"),

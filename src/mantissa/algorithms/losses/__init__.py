@@ -6,6 +6,7 @@ from pydantic import Field
 
 from mantissa.algorithms.losses.base import Loss, PartitionSettings
 from mantissa.algorithms.losses.cispo import CISPOConfig
+from mantissa.algorithms.losses.covariance import ClipCovConfig, KLCovConfig
 from mantissa.algorithms.losses.custom import CustomLossConfig
 from mantissa.algorithms.losses.dapo import DAPOConfig
 from mantissa.algorithms.losses.dppo import DPPOConfig
@@ -19,12 +20,13 @@ from mantissa.algorithms.losses.sapo import SAPOConfig
 # The registry. A new loss is a file here, its class in this line, and an oracle in tests/algorithms.
 LossConfig = Annotated[
     ReinforceConfig | PPOClipConfig | DAPOConfig | GSPOConfig | GMPOConfig | SAPOConfig | DPPOConfig | CISPOConfig
-    | FlowRLConfig | CustomLossConfig,
+    | ClipCovConfig | KLCovConfig | FlowRLConfig | CustomLossConfig,
     Field(discriminator="kind"),
 ]  # fmt: skip
 LOSSES: dict[str, type[Loss]] = {each.model_fields["kind"].default: each for each in get_args(get_args(LossConfig)[0])}
 
 __all__ = [
-    "LOSSES", "CISPOConfig", "CustomLossConfig", "DAPOConfig", "DPPOConfig", "FlowRLConfig", "GMPOConfig", "GSPOConfig",
-    "Loss", "LossConfig", "PPOClipConfig", "PartitionSettings", "ReinforceConfig", "SAPOConfig",
+    "LOSSES", "CISPOConfig", "ClipCovConfig", "CustomLossConfig", "DAPOConfig", "DPPOConfig", "FlowRLConfig",
+    "GMPOConfig", "GSPOConfig", "KLCovConfig", "Loss", "LossConfig", "PPOClipConfig", "PartitionSettings",
+    "ReinforceConfig", "SAPOConfig",
 ]  # fmt: skip

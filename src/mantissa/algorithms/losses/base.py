@@ -50,6 +50,7 @@ class Masked(NamedTuple):
     scale_BT: Tensor
     ref_logp_BT: Tensor | None
     log_z_B: Tensor | None
+    chosen_BT: Tensor | None = None  # bool, of a loss that selects
 
 
 class Loss(Config):
@@ -64,6 +65,7 @@ class Loss(Config):
     of_sequences: ClassVar[bool] = False  # about whole responses: a token that is unknown makes its sequence unknown
     every_completion: ClassVar[bool] = False  # whether one whose advantage is 0 has a gradient all the same
     weighs_itself: ClassVar[bool] = False  # by the current policy over the rollout's: there is no ratio, and no clip
+    selects: ClassVar[bool] = False  # some tokens of each optimiser step are chosen before it: ``select``
     verl_mode: ClassVar[str | None] = None  # verl's policy_loss.loss_mode; None: it has no such loss
 
     @property
@@ -78,6 +80,13 @@ class Loss(Config):
 
     def prepare(self) -> None:
         """What is done once, before the first step: a ``MantissaError`` from here is the user's to mend."""
+
+    def select(self, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor, draw: torch.Generator) -> Tensor:
+        """Of a loss that ``selects``: which tokens of a whole optimiser step it treats otherwise; bool BT.
+
+        ``old_logp_BT``: the policy's before the update. ``draw``: on the CPU, the same on every rank.
+        """
+        raise NotImplementedError
 
     def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
         """What this loss does not go with: whether it is so, and what to say then."""
@@ -94,13 +103,15 @@ class Loss(Config):
         *,
         ref_logp_BT: Tensor | None = None,
         log_z_B: Tensor | None = None,
+        chosen_BT: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Accumulator]]:
         """Loss of a micro-batch, ``sum over the mask of scale * loss_of_token``, and metrics.
 
         ``logp_BT``: the current policy's, with gradient. ``old_logp_BT``: the policy's at the start of the update (pass
         ``logp_BT.detach()`` for a single on-policy step). ``weight_BT`` and ``mask_BT``: from ``correction`` (its
         ``valid_BT``). ``scale_BT``: this micro-batch's rows of ``aggregation_scale``; with it, losses and gradients add
-        up to those of the whole batch, for whole sequences. ``ref_logp_BT``, ``log_z_B``: of a loss that needs them.
+        up to those of the whole batch, for whole sequences. ``ref_logp_BT``, ``log_z_B``, ``chosen_BT``: of a loss
+        that needs them.
         All floats one dtype (fp32, or float64). Only ``logp_BT`` (and ``log_z_B``) receives a gradient.
 
         Metrics: the ``policy/...`` of ``mantissa.mismatch``, but for those of ``ratio_parts``; a loss without a clip
@@ -111,7 +122,8 @@ class Loss(Config):
         )
         ref = None if ref_logp_BT is None else torch.where(mask_BT, ref_logp_BT.detach(), 0.0)
         log_z = None if log_z_B is None else torch.where(mask_BT.any(-1), log_z_B, 0.0)
-        loss, metrics = self.of_batch(Masked(logp, old, advantage_B.detach(), mask_BT, weight, scale, ref, log_z))
+        given = Masked(logp, old, advantage_B.detach(), mask_BT, weight, scale, ref, log_z, chosen_BT)
+        loss, metrics = self.of_batch(given)
         return loss, metrics | drift(logp.detach(), old, mask_BT) | {"policy/loss": Accumulator.of("sum", loss)}
 
     @abstractmethod

@@ -32,6 +32,14 @@ _FIELDS = ("task", "agent", "final_outcome", "final_reward", "created")
 class ReplayBuffer(ABC):
     """Trajectories, at most ``capacity`` of them. A context manager; may be used by several threads and processes."""
 
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        if cls is ReplayBuffer:
+            raise MantissaError(
+                "ReplayBuffer is what the kinds of buffer have in common: open_buffer('FILE.db') opens one in SQLite, "
+                "open_buffer('redis://HOST:PORT/0') one on a Redis server"
+            )
+        return super().__new__(cls)
+
     def __init__(self, capacity: int = CAPACITY) -> None:
         good = number(capacity, 1, _LARGEST_CAPACITY, whole=True)
         check_values("replay buffer", {"capacity": capacity}, {"capacity": (good, "a whole number from 1 on")})

@@ -42,7 +42,8 @@ def cross_validate(
     tasks = sorted({each.task for each in known})
     if not 2 <= folds <= len(tasks):
         raise MantissaError(
-            f"folds={folds} over {len(tasks)} tasks: expected at least 2 and no more than there are tasks"
+            f"folds={folds} over {len(tasks)} tasks: expected at least 2 and no more than there are tasks; "
+            + (f"--folds {len(tasks)} divides these" if len(tasks) > 1 else "trajectories of more tasks are needed")
         )
     random.Random(seed).shuffle(tasks)
     began, overflows, batches = time.perf_counter(), 0, 0

@@ -13,21 +13,21 @@ from mantissa.base.bounds import boundary
 from mantissa.base.config import PLAIN
 from mantissa.base.errors import MantissaError, nearest
 from mantissa.base.readers.yaml import parse_yaml, read_yaml
+from mantissa.base.shipped import find_recipe
 from mantissa.rl.config.run import RunConfig
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, nproc: int | None = None) -> RunConfig:
     """Read a recipe and apply ``key=value`` overrides (dotted keys, YAML values), then validate the whole.
 
+    ``path``: a YAML file, or the name of a recipe that comes with Mantissa, such as ``demo``.
     ``nproc``: where the recipe does not say, there are this many processes.
 
     Relative paths of datasets and models in a recipe are relative to the current folder, as on a command line.
     Raises ``MantissaError`` for a missing file, bad YAML, unknown keys (with the nearest right one) and bad values.
     """
-    path = Path(path)
     with boundary(f"recipe {path}", "expected a YAML file of UTF-8 text, such as recipes/demo.yaml"):
-        if not path.is_file():
-            raise MantissaError(f"no recipe at {path}: expected a YAML file, such as recipes/demo.yaml")
+        path = find_recipe(path)
         values = read_yaml(path)
     if not isinstance(values, dict):
         raise MantissaError(f"{path}: expected keys and values, got {type(values).__name__}")

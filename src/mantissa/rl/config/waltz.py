@@ -174,7 +174,9 @@ def waltz_refusals(config: RunConfig) -> Refusals:
         ),
         (
             waltz.label_later > 0 and waltz.conversation_frozen >= config.steps,
-            "waltz.label_later: all steps are of the first stage; leave it out",
+            f"waltz.label_later={waltz.label_later:g} does nothing in steps={config.steps}: they are all of the first "
+            f"stage, which has waltz.conversation_frozen={waltz.conversation_frozen}; set that below steps, or "
+            "waltz.label_later=0",
         ),
         (
             adapters and fresh and config.warm_start is not None,

@@ -1,0 +1,152 @@
+"""How often the doctor is right on dumps that transformers' models made, by family: a confusion matrix.
+
+    python benchmarks/doctor_held_out.py                                 # families held out of the choice of thresholds
+    python benchmarks/doctor_held_out.py --families llama,qwen2,mixtral  # those on which they were
+    python benchmarks/doctor_held_out.py --families smollm2 --prompts 16 --length 40
+
+Every mistake of ``doctor_strangers.py`` on each side, blind. What is asked of an answer:
+
+- *right*: it names the mistake, alone or as one of two that log-probs cannot tell apart;
+- *undecided*: it says that there is more than noise and that it does not know what;
+- *too small*: it says healthy, and the mistake's size of u is below twice the healthy one's of this family and format;
+- *half*: of two mistakes it names one;
+- *wrong*: it names another mistake, or calls one healthy that is not too small, or a healthy dump a fault.
+
+Expected before any held-out family was looked at: right, half or undecided >= 95% of the mistakes that are not too
+small; wrong <= 1%; healthy dumps called healthy >= 99%. Intervals are over families: one model's dumps are alike.
+Rows go to results/doctor_held_out.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from doctor_strangers import HELD_OUT, TUNED, Case, Family, cases, swapped
+from rows import append
+
+from mantissa.doctor.diagnosis import Diagnosis, Verdict
+from mantissa.doctor.dump import Dump, Scored, Settings
+from mantissa.doctor.examine import examine
+
+RESULTS = "doctor_held_out.jsonl"
+
+
+def names_of(found: Diagnosis) -> tuple[str, ...]:
+    """What the answer names: the fault and what it cannot be told from, with a second fault as ``first+second``."""
+    if found.verdict is not Verdict.FAULT or found.fault is None:
+        return ()
+    named = (found.fault.name, *found.fault.also)
+    return named if found.second is None else (*named, f"{found.fault.name}+{found.second.name}")
+
+
+def outcome(case: Case, found: Diagnosis, healthy_size: float, size: float) -> str:
+    """The answer's kind, as above. ``size``: of u in the dump, over every token that both sides scored."""
+    named = names_of(found)
+    if not case.right:
+        return "wrong" if named else {Verdict.HEALTHY: "right", Verdict.LARGE: "wrong"}.get(found.verdict, "undecided")
+    if set(named) & set(case.right):
+        return "right"
+    if set(named) & {each for one in case.right for each in one.split("+")}:
+        return "half"
+    if named:
+        return "wrong"
+    if found.verdict is Verdict.HEALTHY:
+        return "too small" if size < 2 * healthy_size else "wrong"
+    return "undecided"
+
+
+def diagnosed(sequences: list[Scored], temperature: float, name: str) -> Diagnosis:
+    settings = Settings(temperature, rollout_format=name, learner_format=name)
+    return examine(Dump("plain", Path("blind"), sequences, settings))
+
+
+def of_family(every: Sequence[Case], family: str, name: str) -> Iterator[dict[str, Any]]:
+    """A row for each mistake and side."""
+    healthy = 0.0
+    for case in every:
+        for side, sequences in (("learner", case.sequences), ("rollout", swapped(case.sequences))):
+            started = time.perf_counter()
+            found = diagnosed(sequences, case.temperature, name)
+            seconds = time.perf_counter() - started
+            size = float(found.figures["u_rms"])
+            healthy = size if case.name == "healthy" and side == "learner" else healthy
+            yield {"family": family, "held_out": family not in TUNED, "format": name, "kind": case.name, "side": side,
+                   "right": list(case.right), "named": list(names_of(found)), "verdict": found.verdict.value,
+                   "outcome": outcome(case, found, healthy, size), "u_rms": size, "sequences": len(sequences),
+                   "seconds": round(seconds, 2), "headline": found.headline[:240]}  # fmt: skip
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float, float]]:
+    """(share, low, high) of: mistakes named right, right or undecided, wrong; healthy called so. The interval is the
+    bootstrap's over families, 2.5% to 97.5%."""
+    families = sorted({row["family"] for row in rows})
+    draw = np.random.default_rng(0)
+
+    def shares(given: Sequence[str]) -> Any:
+        faults, healthy = np.zeros(4), np.zeros(2)
+        for family in given:
+            for row in (each for each in rows if each["family"] == family):
+                if not row["right"]:
+                    healthy += [row["outcome"] == "right", 1]
+                elif row["outcome"] != "too small":
+                    kind = row["outcome"]
+                    faults += [kind == "right", kind in ("right", "half", "undecided"), kind == "wrong", 1]
+        return np.array([*(faults[:3] / max(faults[3], 1)), healthy[0] / max(healthy[1], 1)])
+
+    value = shares(families)
+    drawn = np.stack([shares(draw.choice(families, len(families)).tolist()) for _ in range(500)])
+    low, high = np.quantile(drawn, [0.025, 0.975], axis=0)
+    names = ("named right", "right or undecided", "wrong", "healthy called healthy")
+    return {name: (float(value[k]), float(low[k]), float(high[k])) for k, name in enumerate(names)}
+
+
+def made(family: str, name: str, options: argparse.Namespace) -> list[Case]:
+    """The family's dumps; from ``--dumps`` where they were kept there."""
+    kept = None if options.dumps is None else Path(options.dumps) / f"{family}-{name}.pkl"
+    if kept is not None and kept.is_file():
+        return pickle.loads(kept.read_bytes())
+    found = list(cases(Family(family, name, options.seed, options.prompts, options.samples, options.length)))
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(pickle.dumps(found))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default=",".join(HELD_OUT))
+    parser.add_argument("--formats", default="bf16,fp32")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--length", type=int, default=48)
+    parser.add_argument("--dumps", help="a folder where dumps are kept between runs (pickles of this script's own)")
+    parser.add_argument("--run", default="", help="a name for these rows, such as the first run on held-out families")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    every: list[dict[str, Any]] = []
+    for family in options.families.split(","):
+        for name in options.formats.split(","):
+            for row in of_family(made(family, name, options), family, name):
+                append(
+                    RESULTS, [{"benchmark": "doctor_held_out", "run": options.run, "seed": options.seed} | row], "cpu"
+                )
+                every.append(row)
+                if row["outcome"] != "right":
+                    print(
+                        f"{family} {name} {row['side']} {row['kind']}: {row['outcome']}; {row['headline'][:140]}",
+                        flush=True,
+                    )
+    for name, (value, low, high) in summary(every).items():
+        print(f"{name}: {value:.1%} ({low:.1%} to {high:.1%} over families)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""A dump as the tests see it, and how a finding is made of a test.
+
+Legend: N compared tokens that both sides scored, d = learner's log-prob - rollout's, P pairs of words in one
+context.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from mantissa.doctor.diagnosis import Finding
+from mantissa.doctor.dump import Dump
+from mantissa.doctor.sample import (
+    CERTAIN,
+    FEWEST,
+    Array,
+    Tested,
+    Tokens,
+    log_rms,
+    same_contexts,
+    sums_by,
+    tested,
+    tokens_of,
+)
+
+SIDES = ("rollout", "learner")
+_PAIRS = 20_000
+_WORST = 20.0  # nats: what is further apart counts as so much
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """``usual``: the largest size of u of a healthy gap in its formats.
+
+    ``all``: every compared position; ``there``: bool [2, all], where the rollout and the learner have a number;
+    ``zeros``: bool [all], where one side has a 0 that is no probability; ``clean``: those that both sides scored.
+    """
+
+    dump: Dump
+    usual: float
+    all: Tokens
+    there: Array
+    zeros: Array
+    clean: Tokens
+
+    @staticmethod
+    def of(dump: Dump, usual: float) -> Evidence:
+        found, x_there, y_there = tokens_of(dump)
+        x, y = np.nan_to_num(found.x, nan=0.0), np.nan_to_num(found.y, nan=0.0)
+        # A law cut by top-p may be sure where the whole one is not, and by top-p of 0.37 at the least. Where one side
+        # is sure of less, its zeros are no probabilities.
+        zero = np.zeros(len(x), dtype=bool)
+        for one, other in ((x, y), (y, x)):
+            if ((one == 0) & (other < -1)).any():
+                zero |= (one == 0) & (other < -1e-3)
+        zero &= x_there & y_there
+        clean = found.where(x_there & y_there & ~zero)
+        return Evidence(dump, usual, found, np.stack([x_there, y_there]), zero, clean)
+
+    @property
+    def one_sided(self) -> Array:
+        """Where only one side scored."""
+        return (self.there[0] != self.there[1]) | self.zeros
+
+    def too_large(self, tokens: Tokens, tests: int, factor: float = 1.0) -> Tested:
+        """Whether the size of u is beyond the usual."""
+        t = tokens.telling
+        return tested(sums_by(t.unit, t.u**2, np.ones_like(t.u)), log_rms, float(np.log(self.usual * factor)), tests)
+
+    @cached_property
+    def telling(self) -> Array:
+        """bool [N]: tokens with 1 - p above ``CERTAIN``."""
+        return self.clean.uncertain > CERTAIN
+
+    def explained(self, rest_N: Array) -> float:
+        """The share of sum d^2 that a hypothesis explains which leaves ``rest_N``.
+
+        NaN is a token whose place alone is explained, and not its value: such a claim counts by how much more it holds
+        than as many tokens taken anywhere, (s - f) / (1 - f), with f of the tokens and s of the sum.
+        """
+        if not len(rest_N):
+            return 0.0
+        square, claimed = np.clip(self.clean.d, -_WORST, _WORST) ** 2, np.isnan(rest_N)
+        total, f = max(float(square.sum()), 1e-30), float(claimed.mean())
+        left = np.clip(np.where(claimed, 0.0, rest_N), -_WORST, _WORST) ** 2
+        value = float((square - left)[~claimed].sum()) / total
+        place = (float(square[claimed].sum()) / total - f) / (1 - f) if f < 1 else 0.0
+        return float(np.clip(value + max(place, 0.0), 0.0, 1.0))
+
+    def after(self, rest_N: Array) -> Dump:
+        """The dump without what is explained: claimed tokens are not compared, others differ by the rest."""
+        t = self.clean
+        left = [
+            (each.rollout_logp.copy(), each.learner_logp.copy(), np.zeros_like(each.mask))
+            for each in self.dump.sequences
+        ]
+        y = np.minimum(t.x + rest_N, -1e-3)  # a log-prob still
+        for at in np.flatnonzero(~np.isnan(rest_N)):
+            rollout, learner, mask = left[t.sequence[at]]
+            rollout[t.position[at]], learner[t.position[at]] = min(y[at] - rest_N[at], -1e-6), y[at]
+            mask[t.position[at]] = True
+        changed = zip(self.dump.sequences, left, strict=True)
+        return replace(
+            self.dump, sequences=[replace(s, rollout_logp=x, learner_logp=y, mask=m) for s, (x, y, m) in changed]
+        )
+
+    @cached_property
+    def _contexts(self) -> tuple[list[tuple[float, ...]], list[tuple[int, int, Array]]]:
+        """Of contexts that several sequences share: pairs of different tokens, and tokens that were drawn again."""
+        different: list[tuple[float, ...]] = []
+        again: list[tuple[int, int, Array]] = []
+        for members, at in same_contexts(self.dump):
+            if len(different) > _PAIRS:
+                break
+            by: dict[int, list[tuple[float, float]]] = {}
+            unit = 0
+            for number in members:
+                each = self.dump.sequences[number]
+                x, y = float(each.rollout_logp[at]), float(each.learner_logp[at])
+                if each.mask[at] and np.isfinite(x + y):
+                    unit = int(each.group or 0)
+                    by.setdefault(int(each.tokens[each.prompt_length + at]), []).append((x, y))
+            again += [(unit, at, np.array(values)) for values in by.values() if len(values) > 1]
+            for one, other in itertools.pairwise(values[-1] for values in by.values()):
+                different.append((unit, one[0], other[0], one[1], other[1]))
+        return different, again
+
+    @cached_property
+    def pairs(self) -> Array:
+        """[P, 5]: prompt, rollout's log-probs of two words in one context, and the learner's."""
+        return np.array(self._contexts[0]).reshape(-1, 5)
+
+    @property
+    def again(self) -> list[tuple[int, int, Array]]:
+        """(prompt, position, [samples, 2] both sides' log-probs) of each word drawn more than once in one context."""
+        return self._contexts[1]
+
+
+Test = Callable[[Evidence, int], Finding]
+
+
+def untested(name: str, said: str) -> Finding:
+    return Finding(name, False, 1.0, 0.0, "", None, said, tested=False)
+
+
+def few(name: str, units: int) -> Finding:
+    return untested(name, f"{units} sequences are too few to tell; {FEWEST} at least")
+
+
+def found_as(name: str, of: Tested, unit: str, said: str, *, effect: float | None = None, also: float = 0.0,
+             detectable: float | None = None, holds: bool = True, rest: Array | None = None) -> Finding:  # fmt: skip
+    """``also``: the p of a second condition, which must hold too; ``holds``: one that is plainly true or not."""
+    p = max(of.p, also) if holds else 1.0
+    found = of.value if effect is None else effect
+    reach = of.detectable if detectable is None else detectable
+    return Finding(name, True, p, found, unit, None if not np.isfinite(reach) else float(reach), said, rest=rest)
+
+
+def times_as(name: str, of: Tested, size: Tested, quiet: float, said: str, holds: bool = True,
+             rest: Array | None = None) -> Finding:  # fmt: skip
+    """A ratio of sizes, that is found where the larger is also ``size``d beyond the usual; ``quiet``: the smaller."""
+    reach = max(of.detectable, size.detectable - float(np.log(max(quiet, 1e-7))))
+    return found_as(name, of, "times", said, effect=float(np.exp(of.value)), also=size.p, holds=holds, rest=rest,
+                    detectable=float(np.exp(min(reach, 50.0))))  # fmt: skip
+
+
+def claimed(e: Evidence, where_N: Array) -> Array:
+    """What a hypothesis leaves that says where the gap is: NaN there, the rest as it was."""
+    return np.where(where_N, np.nan, e.clean.d)

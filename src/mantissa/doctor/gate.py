@@ -1,0 +1,131 @@
+"""The doctor beside a training that is running, in any framework: batches in, a verdict out, and whether to stop.
+
+    gate = Gate(every=25, on_fault="stop")
+    found = gate.check(step, prompts, responses, mask, rollout_logps, learner_logps, temperature=1.0)
+    if gate.stop:
+        ...
+
+Due are the first batches (of a run, and of a resumed one), those after ``after_sync``, and those of every ``every``-th
+step. One batch is often too few to tell, so a due gate gathers them until it has ``sequences``. It never raises: what
+it cannot read is said, and the training goes on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from mantissa.base.errors import MantissaError
+from mantissa.doctor.diagnosis import Diagnosis, Verdict
+from mantissa.doctor.dump import Dump, Scored, Settings
+
+Table = Any  # B rows of R numbers: a tensor, an array or lists
+_UNREADABLE = (MantissaError, ValueError, TypeError, IndexError, RuntimeError, AttributeError)
+
+
+def _warned(line: str) -> None:
+    warnings.warn(line, stacklevel=3)
+
+
+class Gate:
+    """``every``: steps between two diagnoses. ``on_fault``: ``warn`` says it, ``stop`` also sets ``stop``.
+
+    ``sequences``: how many are gathered for one diagnosis. ``say``: gets each line (a warning unless given).
+    ``last``: the newest diagnosis. A gap that is too large and has no name ("not known") counts as a fault.
+    """
+
+    def __init__(
+        self, every: int = 25, on_fault: Literal["warn", "stop"] = "warn", *, sequences: int = 64,
+        framework: str = "plain", say: Callable[[str], None] = _warned,
+    ) -> None:  # fmt: skip
+        if every < 1 or sequences < 8 or on_fault not in ("warn", "stop"):
+            raise MantissaError(
+                f"Gate(every={every}, on_fault={on_fault!r}, sequences={sequences}): expected every of 1 or more, "
+                'on_fault "warn" or "stop", sequences of 8 or more'
+            )
+        self.every, self.on_fault, self.sequences, self.framework, self.say = every, on_fault, sequences, framework, say
+        self.stop, self.last = False, None  # type: bool, Diagnosis | None
+        self._due, self._at, self._said = True, -1, False
+        self._kept: list[Scored] = []
+
+    def after_sync(self) -> None:
+        """Weights were sent, or a run was resumed: look at the next batches."""
+        self._due = True
+
+    def due(self, step: int) -> bool:
+        """Whether ``check`` would look at a batch of this step."""
+        return self._due or (step % self.every == 0 and step != self._at)
+
+    def check(
+        self, step: int, prompts: Sequence[Sequence[int]], responses: Table, mask: Table, rollout: Table,
+        learner: Table, *, temperature: float | None = None, rollout_format: str | None = None,
+        learner_format: str | None = None, rollout_version: int | None = None,
+    ) -> Diagnosis | None:  # fmt: skip
+        """Look at one batch: B prompts' token ids, and B,R tables of response ids, mask (1 where the policy sampled),
+        both sides' log-probs in nats. None where the gate is not due, or has gathered too few.
+
+        Rows of one prompt are a group. ``rollout_version``: of the weights that sampled, where it is known.
+        """
+        if not self.due(step):
+            return None
+        try:
+            self._kept += _rows(prompts, responses, mask, rollout, learner, rollout_version, step)
+        except _UNREADABLE as error:
+            self._due, self._at = False, step
+            if not self._said:
+                self._said = True
+                self.say(f"mantissa doctor: this batch cannot be read ({error}); the training goes on")
+            return None
+        self._due = True  # until there are enough
+        if len(self._kept) < self.sequences:
+            return None
+        settings = Settings(temperature, rollout_format=rollout_format, learner_format=learner_format)
+        kept, self._kept, self._due, self._at = self._kept, [], False, step
+        return self._answer(step, kept, settings)
+
+    def _answer(self, step: int, kept: list[Scored], settings: Settings) -> Diagnosis | None:
+        from mantissa.doctor.examine import examine, remedies_for
+
+        try:
+            found = examine(Dump(self.framework, Path("live"), kept, settings))
+        except _UNREADABLE as error:
+            self.say(f"mantissa doctor: step {step}: no verdict ({error}); the training goes on")
+            return None
+        self.last = found
+        if found.verdict in (Verdict.FAULT, Verdict.LARGE):
+            advice = "; ".join(do for do, _ in remedies_for(found)[:2])
+            self.stop = self.stop or self.on_fault == "stop"
+            self.say(f"mantissa doctor: step {step}: {found.headline}. What helps: {advice}")
+        return found
+
+
+def _rows(
+    prompts: Sequence[Sequence[int]], responses: Table, mask: Table, rollout: Table, learner: Table,
+    version: int | None, step: int,
+) -> list[Scored]:  # fmt: skip
+    ids, real, x, y = (_array(each) for each in (responses, mask, rollout, learner))
+    if not ids.shape == real.shape == x.shape == y.shape or ids.ndim != 2 or len(prompts) != len(ids):
+        raise MantissaError(
+            f"expected tables of one shape B,R and B prompts; got responses {ids.shape}, mask {real.shape}, rollout "
+            f"{x.shape}, learner {y.shape} and {len(prompts)} prompts"
+        )
+    numbers = {key: place for place, key in enumerate(dict.fromkeys(tuple(map(int, p)) for p in prompts))}
+    found = []
+    for prompt, tokens, row, a, b in zip(prompts, ids, real.astype(bool), x, y, strict=True):
+        length = int(np.flatnonzero(row).max(initial=-1)) + 1
+        if length:
+            whole = np.array([*prompt, *tokens[:length]], dtype=np.int64)
+            sides = [np.where(np.isfinite(side[:length]), side[:length], np.nan) for side in (a, b)]
+            group = step * 1_000_000 + numbers[tuple(map(int, prompt))]  # another step has other weights
+            found.append(Scored(whole, len(prompt), sides[0], sides[1], row[:length], version, group=group))
+    return found
+
+
+def _array(table: Table) -> np.ndarray:
+    if hasattr(table, "detach"):
+        table = table.detach().cpu().double().numpy()
+    return np.asarray(table, dtype=np.float64)

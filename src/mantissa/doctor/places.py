@@ -1,0 +1,376 @@
+"""Where a fault stands: at which tokens, positions and sequences; and what is known where it stands everywhere.
+
+These tests say which tokens differ and not by how much; what the values become is in ``values.py``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mantissa.doctor.diagnosis import Finding
+from mantissa.doctor.dump import Dump
+from mantissa.doctor.evidence import SIDES, Evidence, Test, claimed, few, found_as, times_as, untested
+from mantissa.doctor.sample import (
+    CERTAIN,
+    FEWEST,
+    LEVEL,
+    POWER,
+    Array,
+    Tokens,
+    detectable_beyond,
+    rms_ratio,
+    sums_by,
+    tested,
+)
+from mantissa.doctor.values import unscored
+
+
+def edge(name: str, place: str) -> Test:
+    """|u| at the last (or first) token against the others, where the others are healthy."""
+
+    def test(e: Evidence, tests: int) -> Finding:
+        t = e.clean.telling
+        at = (t.left if name == "end_token" else t.position) == 0
+        if min(len(np.unique(t.unit[at])), len(np.unique(t.unit[~at]))) < FEWEST:
+            return untested(name, f"fewer than {FEWEST} sequences have an uncertain {place} token and others")
+        square = t.u**2
+        sums = sums_by(t.unit, square * at, at, square * ~at, ~at)
+        found = tested(sums, rms_ratio(0, 2), float(np.log(3)), tests)
+        rest, size = t.where(~at), e.too_large(t.where(at), tests)
+        said = f"|d| at the {place} token is {np.exp(found.value):.3g} times that of the others"
+        everywhere = (e.clean.left if name == "end_token" else e.clean.position) == 0
+        return times_as(name, found, size, rest.size, said, rest.size <= e.usual, claimed(e, everywhere))
+
+    return test
+
+
+def end_token(e: Evidence, tests: int) -> Finding:
+    scored = unscored(e, tests, "end_token")
+    return scored if scored.p == 0.0 else edge("end_token", "last")(e, tests)
+
+
+def onset(e: Evidence, tests: int) -> Finding:
+    """Healthy before a position and far beyond from it on, with a step there; of the response or the whole sequence.
+
+    The position is the one that two sizes, one before and one from it on, fit best (the likelihood of two normals).
+    """
+    t, best = e.clean.telling, (-np.inf, "", 0, e.clean.position)
+    if t.units < FEWEST or len(t.u) < 60:
+        return few("onset", t.units)
+    prompts = np.array([each.prompt_length for each in e.dump.sequences])
+    places = {
+        "response token": e.clean.position,
+        "token of the whole sequence,": e.clean.position + prompts[e.clean.sequence],
+    }
+    for word, place in places.items():
+        gain, at = _step(place[e.telling], t.u**2)
+        if gain > best[0]:
+            best = gain, word, at, place
+    _, word, at, place = best
+    if not word:
+        return untested("onset", "no position parts the tokens into two halves of thirty or more")
+    own = place[e.telling]
+    after = own >= at
+    width = max(3, int(0.15 * (own.max() - own.min() + 1)))
+    close = np.abs(own - at + 0.5) < width
+    square = t.u**2
+    found = tested(
+        sums_by(t.unit, square * after, after, square * ~after, ~after), rms_ratio(0, 2), float(np.log(3)), tests
+    )
+    before = t.where(~after)
+    near = [float(np.sqrt(square[close & part].mean())) if (close & part).any() else 0.0 for part in (~after, after)]
+    step = near[1] > 3 * near[0] and near[1] > 0.4 * float(np.sqrt(square[after].mean()))
+    count = np.bincount(t.sequence[after])
+    sizes = np.sqrt(np.bincount(t.sequence[after], weights=square[after]) / np.maximum(count, 1))[count >= 3]
+    most = len(sizes) > 0 and (sizes > max(e.usual, 3 * before.size)).mean() > 0.85  # else it is of some sequences
+    times = float(np.exp(min(found.value, 50)))
+    said = f"the two sides agree before {word} {at + 1} and from it on |d| is {times:.3g} times as large"
+    holds = bool(step and most) and before.size <= e.usual / 1.5
+    return times_as(
+        "onset", found, e.too_large(t.where(after), tests), before.size, said, holds, claimed(e, place >= at)
+    )
+
+
+def _step(place: Array, square: Array) -> tuple[float, int]:
+    """(gain in log-likelihood, position) of the best step; minus infinity where none has thirty tokens on each side."""
+    order = np.argsort(place, kind="stable")
+    sums, p = np.cumsum(square[order]), place[order]
+    total, count = sums[-1], len(p)
+    cuts = np.flatnonzero(np.diff(p)) + 1
+    cuts = cuts[(cuts >= 30) & (count - cuts >= 30)]
+    if not len(cuts):
+        return -np.inf, 0
+    one, other = sums[cuts - 1] / cuts, (total - sums[cuts - 1]) / (count - cuts)
+    gain = count * np.log(total / count + 1e-14) - cuts * np.log(one + 1e-14) - (count - cuts) * np.log(other + 1e-14)
+    best = int(np.argmax(np.where(other > one, gain, -np.inf)))
+    return float(gain[best]), int(p[cuts[best]])
+
+
+def experts(e: Evidence, tests: int) -> Finding:
+    """Tokens far beyond what is usual, here and there, and the rest quiet; the dump may say where experts differed.
+
+    Far: |u| beyond four times the bound, which in a healthy gap is twelve of its root mean squares. H0: at most one
+    token in 10,000 is so, independently.
+    """
+    from scipy.special import pdtrc, pdtri
+
+    t = e.clean.telling
+    if t.units < FEWEST:
+        return few("experts", t.units)
+    far = (np.abs(t.u) > 4 * e.usual) & (np.abs(t.d) > 2 * e.usual)
+    count, expected = int(far.sum()), 1e-4 * len(t.u)
+    least = next(k for k in range(1, len(t.u) + 2) if pdtrc(k - 1, expected) < LEVEL / tests)
+    spread = len(np.unique(t.sequence[far])) / max(1, count)
+    rest = t.where(np.abs(t.u) <= 4 * e.usual)  # nearly certain tokens that flip are far in u and not in d
+    said = f"{count} of {len(t.u):,} uncertain tokens are far beyond the others, whose size of u is {rest.size:.2g}"
+    told = _flipped(e.dump)
+    if told is not None:
+        said += f"; other experts were chosen at {told[0]:.2%} of tokens, which hold {told[1]:.0%} of sum d^2"
+    apart = t.where(far).size > 8 * rest.size  # else it is the tail of something that is everywhere
+    inner = float(((t.position > 0) & (t.left > 0))[far].mean()) if count else 0.0  # routers know no first or last
+    holds = apart and rest.size <= 0.65 * e.usual and count <= 0.03 * len(t.u) and spread > 0.6 and inner > 0.4
+    p = float(pdtrc(count - 1, expected)) if count and holds else 1.0
+    everywhere = (np.abs(e.clean.u) > 4 * e.usual) & (np.abs(e.clean.d) > 2 * e.usual)
+    return Finding("experts", True, p, count / len(t.u), "of tokens",
+                   float(pdtri(least - 1, 1 - POWER)) / len(t.u), said, rest=claimed(e, everywhere))  # fmt: skip
+
+
+def _flipped(dump: Dump) -> tuple[float, float] | None:
+    """Share of tokens with other experts, and their share of sum d^2; None where the dump does not say."""
+    parts = [(each.flipped[each.mask], (each.learner_logp - each.rollout_logp)[each.mask])
+             for each in dump.sequences if each.flipped is not None]  # fmt: skip
+    if not parts:
+        return None
+    flipped, d = (np.concatenate(column) for column in zip(*parts, strict=True))
+    square = np.nan_to_num(d) ** 2
+    return float(flipped.mean()), float(square[flipped].sum() / max(square.sum(), 1e-30))
+
+
+def stale(e: Evidence, tests: int) -> Finding:
+    """|u| of sequences that older weights sampled against that of the newest."""
+    versions = [(each.rollout_version, each.learner_version) for each in e.dump.sequences]
+    if any(rollout is None for rollout, _ in versions):
+        return untested("stale", "the dump does not say which weights sampled")
+    newest = max(rollout for rollout, _ in versions if rollout is not None)
+    lags = np.array([(newest if learner is None else learner) - (rollout or 0) for rollout, learner in versions])
+    t = e.clean.telling
+    lag = lags[t.sequence]
+    fresh, old = lag == lag.min(initial=0), lag > lag.min(initial=0)
+    counts = [len(np.unique(t.sequence[part])) for part in (fresh, old)]
+    if min(counts) < FEWEST:
+        return untested(
+            "stale", f"{counts[0]} sequences of the newest weights and {counts[1]} of older; 8 of each at least"
+        )
+    square = t.u**2
+    sums = sums_by(t.sequence, square * old, old, square * fresh, fresh)
+    found = tested(sums, rms_ratio(0, 2), float(np.log(1.5)), tests)
+    size = e.too_large(t.where(old), tests)
+    said = f"|d| of sequences sampled by older weights is {np.exp(found.value):.3g} times that of the newest"
+    everywhere = lags[e.clean.sequence] > lags.min(initial=0)
+    return times_as("stale", found, size, t.where(fresh).size, said, True, claimed(e, everywhere))
+
+
+def some_sequences(e: Evidence, tests: int) -> Finding:
+    """Sequences of two kinds: their sizes fall into two heaps, and those that are large in their even tokens are large
+    in their odd ones too.
+
+    A healthy sequence's size is lognormal, so two normals of one width are fitted to the logarithms, against one, by
+    BIC.
+    The smaller heap of sizes must be healthy; the larger need not be beyond the usual, 1.8 times the other is enough.
+    """
+    t = e.clean.telling
+    count = np.bincount(t.sequence, minlength=len(e.dump.sequences))
+    known = np.flatnonzero(count >= (8 if (count >= 8).sum() >= 4 * FEWEST else 4))
+    if len(known) < 4 * FEWEST:
+        return untested("some_sequences", f"{len(known)} sequences with four uncertain tokens or more; 32 at least")
+    total = np.bincount(t.sequence, weights=t.u**2, minlength=len(count))
+    sizes = np.log(np.sqrt(total[known] / count[known]) + e.usual / 300)
+    cut, gain = _two_heaps(sizes)
+    bad = sizes > cut
+    share, apart = float(bad.mean()), float(sizes[bad].mean() - sizes[~bad].mean()) if 0 < bad.sum() < len(bad) else 0.0
+    rest = t.where(np.isin(t.sequence, known[~bad]))
+    lasting = _lasting(t, known, e.usual / 300)
+    said = (f"{int(bad.sum())} of {len(known)} sequences differ throughout, {np.exp(min(apart, 50)):.3g} times as "
+            f"much as the others, whose size of u is {rest.size:.2g}{_which(e, known, bad)}")  # fmt: skip
+    least = max(3, 0.03 * len(known))
+    holds = apart > np.log(1.8) and least <= bad.sum() and share < 0.6 and rest.size <= e.usual / 1.5 and lasting > 0.5
+    p = float(np.exp(-max(gain, 0.0) / 2)) if holds else 1.0
+    return Finding("some_sequences", True, p, share, "of sequences", FEWEST / len(known), said,
+                   rest=claimed(e, np.isin(e.clean.sequence, known[bad])))  # fmt: skip
+
+
+def _two_heaps(values: Array) -> tuple[float, float]:
+    """(where two heaps part, by how much BIC prefers them to one): normals of one width, each value in the nearer."""
+    ordered, count = np.sort(values), len(values)
+    best = (float(ordered[-1]), -np.inf)
+    one = count * np.log(max(float(values.var()), 1e-6))
+    sums, squares, k = np.cumsum(ordered), np.cumsum(ordered**2), np.arange(1, count)
+    left = squares[:-1] - sums[:-1] ** 2 / k
+    right = (squares[-1] - squares[:-1]) - (sums[-1] - sums[:-1]) ** 2 / (count - k)
+    share = k / count
+    # each value's own heap has a probability of its share: without it, half a normal would be better than the whole
+    two = count * np.log(np.maximum((left + right) / count, 1e-6)) - 2 * count * (
+        share * np.log(share) + (1 - share) * np.log(1 - share)
+    )
+    at = int(np.argmin(two))
+    if one - two[at] > best[1]:
+        best = float((ordered[at] + ordered[at + 1]) / 2), float(one - two[at] - 2 * np.log(count))
+    return best
+
+
+def _lasting(t: Tokens, known: Array, floor: float) -> float:
+    """Correlation over sequences of the log of sizes between their even and their odd tokens."""
+    sizes = []
+    for part in (t.where(t.position % 2 == 0), t.where(t.position % 2 == 1)):
+        count = np.bincount(part.sequence, minlength=known.max() + 1)[known]
+        total = np.bincount(part.sequence, weights=part.u**2, minlength=known.max() + 1)[known]
+        sizes.append(np.where(count > 0, np.log(np.sqrt(total / np.maximum(count, 1)) + floor), np.nan))
+    both = np.isfinite(sizes[0]) & np.isfinite(sizes[1])
+    one, other = sizes[0][both], sizes[1][both]
+    return float(np.corrcoef(one, other)[0, 1]) if len(one) > 2 and one.std() and other.std() else 0.0
+
+
+def _which(e: Evidence, known: Array, bad: Array) -> str:
+    """Which sequences these are, where their numbers, their prompts or their versions say it."""
+    hit = known[bad]
+    for ranks in (2, 3, 4, 8, 16):
+        for rank in range(ranks):
+            own = known % ranks == rank
+            if own.sum() >= 3 and bad[own].mean() > 0.85 and bad[~own].mean() < 0.1:
+                return f"; they are every {ranks}th, from number {rank} on: one rank or engine of {ranks}"
+    if len(hit) >= 4 and (hit[-1] - hit[0] + 1) * 0.9 <= len(hit) / max(1e-9, len(known) / len(e.dump.sequences)):
+        return f"; they are numbers {hit[0]} to {hit[-1]}: one engine's or rank's share"
+    groups = [e.dump.sequences[number].group for number in known]
+    if None not in groups:
+        ids = np.unique(np.array(groups), return_inverse=True)[1]
+        whole = np.bincount(ids, weights=bad) / np.bincount(ids)
+        if (np.bincount(ids) > 1).mean() > 0.5 and ((whole > 0.9) | (whole < 0.1)).mean() > 0.9:
+            return "; all samples of their prompts are among them: an engine that these prompts went to"
+    return ""
+
+
+def padding(e: Evidence, tests: int) -> Finding:
+    """Only the longest prompts are healthy: the others are padded to them, and padding is attended to."""
+    from scipy.special import gammaln
+
+    t = e.clean.telling
+    numbers = np.unique(t.sequence)
+    prompts = np.array([each.prompt_length for each in e.dump.sequences])[numbers]
+    longest = prompts == prompts.max(initial=0)
+    if len(np.unique(prompts)) < 4 or longest.sum() < 2 or longest.mean() > 0.5:
+        return untested("padding", "prompts have too few lengths to see what padding does")
+    count = np.bincount(t.sequence)[numbers]
+    sizes = np.sqrt(np.bincount(t.sequence, weights=t.u**2)[numbers] / count)
+    good = sizes <= e.usual
+    k, n = int(longest.sum()), len(numbers)
+    p = float(np.exp(gammaln(k + 1) + gammaln(n - k + 1) - gammaln(n + 1)))
+    holds = bool(good[longest].all()) and good[~longest].mean() < 0.2
+    said = (
+        f"the {k} sequences of the longest prompt are healthy and {1 - good[~longest].mean():.0%} of the others are not"
+    )
+    where = np.isin(e.clean.sequence, numbers[~longest])
+    return Finding("padding", True, p if holds else 1.0, 1 - float(good.mean()), "of sequences", None, said,
+                   rest=claimed(e, where))  # fmt: skip
+
+
+def repetition(e: Evidence, tests: int) -> Finding:
+    """Tokens that stood in the sequence before are less likely on one side, all others a little more likely."""
+    t = e.clean
+    seen = np.zeros(len(t.x), dtype=bool)
+    for number, each in enumerate(e.dump.sequences):
+        first, last = np.searchsorted(t.sequence, [number, number + 1])
+        if first < last:
+            known, fresh = np.unique(each.tokens, return_index=True)
+            own = each.tokens[each.prompt_length + t.position[first:last]]
+            seen[first:last] = fresh[np.searchsorted(known, own)] < each.prompt_length + t.position[first:last]
+    keep = e.telling
+    s, d, u = seen[keep], t.d[keep], t.u[keep]
+    if min(len(np.unique(t.unit[keep][s])), len(np.unique(t.unit[keep][~s]))) < FEWEST or s.sum() < 20:
+        return untested("repetition", "too few tokens had stood in their sequence before")
+    sign = 1.0 if d[s].sum() > d[~s].sum() else -1.0
+    means = sums_by(t.unit[keep], sign * d * s, np.abs(d) * s, sign * d * ~s, np.abs(d) * ~s)
+
+    def lean(sums: Array) -> Array:
+        """By how much the seen tokens lean to one side and the others to the other, 1 where all do."""
+        one, other = sums[..., 0] / np.maximum(sums[..., 1], 1e-30), sums[..., 2] / np.maximum(sums[..., 3], 1e-30)
+        return np.minimum(one, -other)
+
+    found = tested(means, lean, 0.5, tests)
+    size = float(np.sqrt(np.square(u[s]).mean()))
+    side = SIDES[1] if sign < 0 else SIDES[0]
+    said = (f"{float((sign * d[s] > 0).mean()):.0%} of tokens that had stood in their sequence before are less likely "
+            f"by the {side}, and {float((sign * d[~s] < 0).mean()):.0%} of the others more likely")  # fmt: skip
+    rest = np.where((sign * t.d > 0) == seen, 0.0, t.d)
+    return found_as("repetition", found, "of d leans", said, also=e.too_large(t.where(seen), tests).p, holds=size > 0,
+                    detectable=0.5, rest=rest)  # fmt: skip
+
+
+def position(e: Evidence, tests: int) -> Finding:
+    """|u| in the last third of the longest sequences against the first third, where the last is beyond the usual."""
+    t = e.clean.telling
+    longest = t.position.max(initial=0) + 1
+    if longest < 24:
+        return untested("position", f"responses of at most {longest} tokens are too short to see growth; 24 at least")
+    early, late = t.position < longest / 3, t.position >= 2 * longest / 3
+    if min(len(np.unique(t.unit[part])) for part in (early, late)) < FEWEST:
+        return untested("position", "fewer than 8 sequences reach the last third of the longest")
+    square = t.u**2
+    found = tested(
+        sums_by(t.unit, square * late, late, square * early, early), rms_ratio(0, 2), float(np.log(2)), tests
+    )
+    size = e.too_large(t.where(late), tests)
+    said = f"|d| in the last third of {longest} positions is {np.exp(found.value):.3g} times that of the first"
+    after = e.clean.position >= longest / 3
+    return times_as("position", found, size, t.where(early).size, said, True, claimed(e, after))
+
+
+def nondeterministic(e: Evidence, tests: int) -> Finding:
+    """The same token in the same context has another d each time: correlation of u over such pairs below 0.7."""
+    shared, later = list[tuple[float, ...]](), list[tuple[float, ...]]()
+    for unit, at, both in e.again:
+        q = -np.expm1(np.minimum(both.min(1), 0.0))
+        values = (both[:, 1] - both[:, 0])[q > CERTAIN] / q[q > CERTAIN]
+        if len(values) > 1:  # over all pairs: u_i u_j, and (u_i^2 + u_j^2) / 2
+            total, squares = values.sum(), np.square(values).sum()
+            row = unit, (total**2 - squares) / 2, (len(values) - 1) * squares / 2
+            (later if at else shared).append(row)
+    # A prompt that samples share may have been computed once: there, likeness proves nothing, and unlikeness does.
+    pairs = np.array(later if len({row[0] for row in later}) >= FEWEST else shared + later).reshape(-1, 3)
+    if len(set(pairs[:, 0])) < FEWEST:
+        return untested("nondeterministic", "fewer than 8 prompts have a token twice in one context")
+    sums = sums_by(pairs[:, 0], pairs[:, 1], pairs[:, 2])
+    apart = tested(sums, lambda s: 1 - s[..., 0] / np.maximum(s[..., 1], 1e-30), 0.3, tests)
+    said = f"d of one token in one context correlates by {1 - apart.value:.2f} between samples"
+    rest = e.clean.d * np.sqrt(1 - np.clip(np.nan_to_num(apart.value), 0, 1))
+    return found_as("nondeterministic", apart, "1 - correlation", said, also=e.too_large(e.clean, tests).p, rest=rest)
+
+
+def forward(e: Evidence, tests: int) -> Finding:
+    """The two sides' log-probs hardly belong together: residual of logit p against logit p beyond a tenth."""
+    t = e.clean.telling
+    if t.units < FEWEST:
+        return few("forward", t.units)
+    a, b = (side - np.log(np.maximum(-np.expm1(np.minimum(side, -1e-6)), 1e-6)) for side in (t.x, t.y))
+    sums = sums_by(t.unit, np.ones_like(a), a, b, a * a, b * b, a * b)
+
+    def apart(s: Array) -> Array:
+        n = np.maximum(s[..., 0], 1)
+        aa, bb = s[..., 3] / n - (s[..., 1] / n) ** 2, s[..., 4] / n - (s[..., 2] / n) ** 2
+        return 1 - (s[..., 5] / n - s[..., 1] * s[..., 2] / n**2) / np.sqrt(np.maximum(aa * bb, 1e-12))
+
+    found = tested(sums, apart, 0.04, tests)
+    said = f"log-odds of the two sides correlate by {1 - found.value:.3f}"
+    return found_as("forward", found, "1 - correlation", said, also=e.too_large(t, tests, 2.0).p)
+
+
+def size(e: Evidence, tests: int) -> Finding:
+    """The size of u against the usual of the formats."""
+    t = e.clean
+    if t.telling.units < FEWEST:
+        return few("too_large", t.telling.units)
+    found = e.too_large(t, tests)
+    said = f"size of u {np.exp(found.value):.2g}; in these formats up to {e.usual:.2g} is usual"
+    # Of a gap that is too large, with the tails of a healthy one (kurtosis 12), each unit counted as one token.
+    reach = detectable_beyond(np.sqrt(11 / 4 / t.telling.units), t.telling.units, tests)
+    return found_as("too_large", found, "nats", said, effect=float(np.exp(found.value)),
+                  detectable=e.usual * float(np.exp(reach)))  # fmt: skip

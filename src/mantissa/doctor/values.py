@@ -1,0 +1,447 @@
+"""What each fault makes of the values: another order, another law, another logarithm, a coarser grid.
+
+These tests say what the one side's log-probs would be, given the other's; where a fault stands is in ``places.py``.
+
+**Two words in one context.** Samples of one prompt share contexts, and there the normaliser falls out: log p_a -
+log p_b = (z_a - z_b) / T. So a temperature scales these differences, a top-k or top-p leaves them as they are,
+soft-capping bends them, the argmax's log-prob has none. Where a dump has ten of them they decide.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+
+from mantissa.doctor.diagnosis import Finding
+from mantissa.doctor.evidence import SIDES, Evidence, few, found_as, untested
+from mantissa.doctor.sample import CERTAIN, FEWEST, LEVEL, POWER, Array, Tested, Tokens, grid_of, sums_by, tested
+
+_SHIFTS = (-2, -1, 1, 2)
+_UNITS = {"base 2": 1 / np.log(2), "base 10": 1 / np.log(10)}
+_CAP = 5.0  # of |u| where only agreement counts
+_ROWS, _ROW = 600, 24  # sequences that are compared with one another, and tokens of each, at most
+_ALIKE = 10  # sequences, at least
+_SAME = 1e-6  # nats: a certain token's log-prob, or two that are one
+_SURE = float(np.log(0.55))  # above it a token is the likeliest of its context, whatever the others are
+_PAIRS = 10  # of words in one context, for a decision by them
+
+
+# what no noise can do
+
+
+def not_logprobs(e: Evidence, tests: int) -> Finding:
+    """Log-probs above 0: logits, probabilities, or losses with their sign turned."""
+    share = [float((np.nan_to_num(side, nan=-1.0) > 1e-3).mean()) for side in (e.all.x, e.all.y)]
+    side = SIDES[int(np.argmax(share))]
+    said = f"{max(share):.1%} of the {side}'s log-probs are above 0"
+    return Finding("not_logprobs", True, 0.0 if max(share) > 0 else 1.0, max(share), "of tokens", 0.0, said)
+
+
+def nonfinite(e: Evidence, tests: int) -> Finding:
+    """No number on one side, alone or to the sequence's end: in a causal model a NaN goes on into all that follows."""
+    one = e.there[0] != e.there[1]
+    like, _ = _runs(e, one)
+    share = float((one & like).mean())
+    sides = [float((~there & one & like).mean()) for there in e.there]
+    said = f"the {SIDES[int(np.argmax(sides))]} has no number (NaN or infinite) for {share:.2%} of tokens"
+    return Finding("nonfinite", True, 0.0 if share > 0 else 1.0, share, "of tokens", 0.0, said)
+
+
+def _runs(e: Evidence, missing: Array) -> tuple[Array, Array]:
+    """bool [all] twice: of missing numbers, those that an overflow can have left out, and those at last tokens alone.
+
+    What is missing for two tokens or more and is there again after them was left out on purpose.
+    """
+    overflow, last = np.zeros(len(missing), dtype=bool), np.zeros(len(missing), dtype=bool)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], missing.astype(int), [0]])))
+    for begin, end in zip(edges[::2], edges[1::2], strict=True):
+        ends = np.flatnonzero(e.all.left[begin:end] == 0) + begin
+        if len(ends) and end - begin == 1:
+            last[begin] = True
+        overflow[begin:end] = bool(len(ends)) or end - begin == 1
+    few_last = last.sum() < 0.8 * max(1, missing.sum())
+    return (overflow, last) if few_last else (np.zeros_like(last), last)
+
+
+def unscored(e: Evidence, tests: int, name: str = "unscored") -> Finding:
+    """Exactly 0 (or no number) on one side where the other is no certainty; at last tokens: ``end_token``."""
+    one = e.one_sided
+    overflow, _ = _runs(e, e.there[0] != e.there[1])
+    one = one & ~overflow
+    share = float(one.mean()) if len(one) else 0.0
+    last = float((e.all.left[one] == 0).mean()) if share else 0.0
+    there = share > 0 and (last >= 0.8) == (name == "end_token") and not _unnormalised(e)
+    said = f"{share:.2%} of tokens are scored on one side only" + (f", {last:.0%} of them last ones" if share else "")
+    return Finding(name, True, 0.0 if there else 1.0, share if there else 0.0, "of tokens", 0.0, said)
+
+
+def _unnormalised(e: Evidence) -> str:
+    """The side, if one, whose log-probs are logits less their largest: 0 at the likeliest token and above the other."""
+    both = e.there.all(0)
+    x, y = e.all.x[both], e.all.y[both]
+    for name, one, other in (("rollout", x, y), ("learner", y, x)):
+        zero, sure = np.abs(one) < _SAME, other > _SURE
+        above = (one - other > -6 * e.usual).mean() if len(one) else 0.0
+        bulk = ((other < -0.1) & zero).mean() if len(one) else 0.0
+        if zero.mean() < 0.9 and bulk > 0.03 and above > 0.97 and (not sure.any() or zero[sure].mean() > 0.95):
+            return name
+    return ""
+
+
+def unnormalised(e: Evidence, tests: int) -> Finding:
+    """log p_v = z_v - max z in place of z_v - log sum exp z: exactly 0 for the likeliest token of each context."""
+    side = _unnormalised(e) if len(e.all.x) else ""
+    zero = float((np.abs(np.nan_to_num(e.all.y if side == "learner" else e.all.x, nan=-1)) < _SAME).mean())
+    said = f"{zero:.0%} of the {side}'s are exactly 0, every token of more than half among them" if side else "no"
+    return Finding("unnormalised", True, 0.0 if side else 1.0, zero if side else 0.0, "of tokens", 0.03, said,
+                   rest=np.zeros(len(e.clean.x)))  # fmt: skip
+
+
+def units(e: Evidence, tests: int) -> Finding:
+    """y = c x for nearly all tokens, c that of another base of logarithms."""
+    from scipy.special import bdtrc
+
+    t = e.clean
+    known = (t.x < -0.5) & (t.y < -0.1)
+    if len(np.unique(t.unit[known])) < FEWEST:
+        return few("units", len(np.unique(t.unit[known])))
+    ratio = t.y[known] / t.x[known]
+    c = float(np.median(ratio))
+    near_N = np.abs(t.y - c * t.x) < 0.02 * np.abs(t.y) + 4 * e.usual * np.minimum(1, t.uncertain)
+    name, off = min(((n, abs(np.log(max(c, 1e-9) / v))) for n, k in _UNITS.items() for v in (k, 1 / k)),
+                    key=lambda pair: pair[1])  # fmt: skip
+    share, hits = float(near_N.mean()), int(near_N.sum())
+    p = float(bdtrc(hits - 1, len(near_N), 0.5)) if share > 0.8 and off < 0.02 else 1.0
+    said = f"the learner's log-probs are {c:.4f} times the rollout's at {share:.0%} of tokens, as {name} does"
+    return Finding("units", True, p, abs(c - 1), "times", 0.05, said, rest=t.y / c - t.x)
+
+
+# order
+
+
+def shift(e: Evidence, tests: int) -> Finding:
+    """d_k: mean of min(|u|, 5) between x at t and y at t + k. Effect: log(d_0 / d_k) at the best k."""
+    t = e.clean
+    if t.units < FEWEST:
+        return few("shift", t.units)
+    best, at, floor = None, 0, e.usual / 4  # a healthy gap's own size, or its few large tokens would be the error
+    rest = t.d
+    for k in _SHIFTS:
+        one, other = (slice(None, -k), slice(k, None)) if k > 0 else (slice(-k, None), slice(None, k))
+        same = (t.sequence[one] == t.sequence[other]) & (t.position[other] - t.position[one] == k)
+        # where x is at ``one`` and y at ``other``, compared with y at x's own place
+        moved = Tokens(t.x[one], t.y[other], *(getattr(t, n)[one] for n in ("sequence", "unit", "position", "left")))
+        moved, own = moved.where(same), t.where(np.arange(len(t.x)))
+        own = Tokens(*(getattr(t, n)[one] for n in ("x", "y", "sequence", "unit", "position", "left"))).where(same)
+        if moved.units < FEWEST:
+            continue
+        columns = [np.minimum(np.abs(each.u), _CAP) for each in (own, moved)] + [np.ones_like(own.u)]
+        found = tested(sums_by(moved.unit, *columns), lambda s: np.log(s[..., 0] / (s[..., 1] + floor * s[..., 2])),
+                       float(np.log(2)), tests * len(_SHIFTS))  # fmt: skip
+        if best is None or found.value > best.value:
+            best, at = found, k
+            rest = np.full(len(t.x), np.nan)
+            rest[np.arange(len(t.x))[one][same]] = moved.d
+    if best is None:
+        return untested("shift", "sequences of one token cannot be shifted")
+    times = float(np.exp(min(best.value, 50.0)))
+    said = f"moved by {at:+d} the two sides agree {times:.3g} times as well" if times > 1 else "no shift agrees better"
+    return found_as("shift", best, "times", said, effect=times, also=e.too_large(t, tests).p, rest=rest,
+                    detectable=float(np.exp(min(best.detectable, 50.0))))  # fmt: skip
+
+
+def rows(e: Evidence, tests: int) -> Finding:
+    """Of sequences beyond a healthy size, how many learner's rows fit another sequence's of the dump.
+
+    Compared are the first tokens of both, for a row of a padded table may be longer than the sequence that it came to.
+    To fit is to be as near as the nearest twentieth of the rollout's own rows are to one another, and within a healthy
+    size. H0: no more of them fit than of those, which is chance. Mates may be outside the dump, and rows may be too
+    alike to be told apart: what is detectable is so where two fifths of those that moved are known again.
+    """
+    from scipy.special import bdtrc, pdtri
+
+    t = e.clean
+    count = np.bincount(t.sequence)
+    long = np.flatnonzero(count >= 3)[:_ROWS]
+    if len(long) < _ALIKE:
+        return untested("rows", f"{len(long)} sequences of three tokens or more; {_ALIKE} at least")
+    first = np.searchsorted(t.sequence, long)
+    width = int(min(_ROW, count[long].max()))
+    at, real = first[:, None] + np.arange(width), np.arange(width) < np.minimum(count[long], width)[:, None]
+    at = np.minimum(at, len(t.x) - 1)
+    x, y = np.where(real, t.x[at], np.nan), np.where(real, t.y[at], np.nan)
+    texts = np.unique([e.dump.sequences[row].tokens.tobytes() for row in long], return_inverse=True)[1]
+    twins = texts[:, None] == texts
+    if twins.all(1).any():
+        return untested("rows", "every sequence is the same")
+    apart = _apart(y, x)
+    own, mate = np.diag(apart), np.where(twins, np.inf, apart).argmin(1)
+    other = apart[np.arange(len(own)), mate]
+    nearest = np.where(twins, np.inf, _apart(x, x)).min(1)
+    close = min(e.usual, float(np.quantile(nearest, 0.05, method="lower")))
+    bad = own > e.usual
+    hit = bad & (other <= np.minimum(close, own / 2))
+    hits, tried, by_chance = int(hit.sum()), int(bad.sum()), (float((nearest <= close).sum()) + 1) / (len(nearest) + 2)
+    beyond = hits / max(tried, 1) - by_chance > 0.25 and len(set(t.unit[first[hit]])) >= 3
+    good = len(own) - tried
+    if by_chance > 0.3 or (not beyond and good >= FEWEST and (own <= close).sum() < 0.4 * good):
+        return untested("rows", "sequences are too alike to say whose row one is")
+    least = next(k for k in itertools.count(3) if bdtrc(k - 1, round(k / 0.4), by_chance) < LEVEL / tests)
+    group = [e.dump.sequences[row].group for row in long]
+    near = np.mean([group[n] == group[mate[n]] and group[n] is not None for n in np.flatnonzero(hit)]) if hits else 0.0
+    where = "of the same prompt" if near > 0.8 else "of the dump"
+    said = f"{hits} of {len(own)} sequences fit another row {where} and not their own"
+    return Finding("rows", True, float(bdtrc(hits - 1, tried, by_chance)) if beyond else 1.0, hits / len(own),
+                   "of sequences", float(pdtri(least - 1, 1 - POWER)) / len(own), said,
+                   rest=np.where(np.isin(t.sequence, long[hit]), 0.0, t.d))  # fmt: skip
+
+
+def _apart(one_RT: Array, other_RT: Array) -> Array:
+    """Root mean square of u between every row of ``one`` and every row of ``other`` over the tokens that both have,
+    |u| up to 5; R,R. Two rows of less than three such tokens are far apart."""
+    found = []
+    for a in one_RT:
+        least = np.minimum(np.minimum(a, other_RT), 0.0)
+        u = np.clip((a - other_RT) / np.maximum(-np.expm1(least), CERTAIN), -_CAP, _CAP)
+        count = np.isfinite(u).sum(1)
+        found.append(np.where(count >= 3, np.sqrt(np.nansum(u**2, 1) / np.maximum(count, 1)), _CAP))
+    return np.stack(found)
+
+
+# another law
+
+
+def argmax(e: Evidence, tests: int) -> Finding:
+    """One side's is the log-prob of the likeliest token: the same where the token is the likeliest, above elsewhere."""
+    from scipy.special import bdtrc
+
+    t, usual = e.clean, e.usual
+    if t.units < FEWEST:
+        return few("argmax", t.units)
+    best: tuple[float, str, float, Array] = (0.0, "", 1.0, t.d)
+    for side, one, other, pair in (("rollout", t.x, t.y, (1, 2, 3, 4)), ("learner", t.y, t.x, (3, 4, 1, 2))):
+        sure = other > _SURE
+        above = one - other > -4 * usual
+        far = ~sure & (one - other > 4 * usual)
+        moved, fixed = (np.abs(e.pairs[:, pair[k]] - e.pairs[:, pair[k + 1]]) for k in (0, 2))
+        telling = fixed > max(0.5, 6 * usual)
+        alike = (moved[telling] < 0.02 + usual).mean() if telling.sum() >= _PAIRS else 1.0
+        healthy = sure.sum() < 20 or np.median(np.abs(t.u[sure])) <= usual
+        decided = sure.sum() >= 20 or telling.sum() >= _PAIRS
+        if decided and alike > 0.9 and healthy and above.mean() > 0.98 and far.mean() > 0.1 and one.max() < -_SAME:
+            p = float(bdtrc(int(above.sum()) - 1, len(above), 0.8))
+            best = max(best, (float(far.mean()), side, p, np.where(far, 0.0, t.d)), key=lambda each: each[0])
+    share, side, p, rest = best
+    said = f"the {side}'s are above the other's at {share:.0%} of tokens and never below" if side else "no side's are"
+    return Finding("argmax", True, p, share, "of tokens", 0.1, said, rest=rest)
+
+
+def _line(
+    unit: Array, value: Array, against: Array
+) -> tuple[Array, Callable[[Array], Array], Callable[[Array], Array]]:
+    """Sums for value = a + b against; figures b and R^2 of them."""
+    sums = sums_by(unit, np.ones_like(value), against, against**2, value, value**2, value * against)
+
+    def parts(s: Array) -> tuple[Array, Array, Array]:
+        n = np.maximum(s[..., 0], 1.0)
+        vv, dd = s[..., 2] / n - (s[..., 1] / n) ** 2, s[..., 4] / n - (s[..., 3] / n) ** 2
+        return s[..., 5] / n - s[..., 1] * s[..., 3] / n**2, np.maximum(vv, 1e-12), np.maximum(dd, 1e-24)
+
+    def slope(s: Array) -> Array:
+        c, vv, _ = parts(s)
+        return c / vv
+
+    def explained(s: Array) -> Array:
+        c, vv, dd = parts(s)
+        return c**2 / (vv * dd)
+
+    return sums, slope, explained
+
+
+class _Pairs:
+    """How differences between two words of one context go over from the rollout to the learner.
+
+    ``scale``: c of dy = c dx. ``line``: the share of sum (dy - dx)^2 that it explains; ``bend``: that of a cubic.
+    ``moved``: root mean square of dy - dx; ``left``: of dy - c dx.
+    """
+
+    def __init__(self, e: Evidence) -> None:
+        p = e.pairs[np.abs(e.pairs[:, 1] - e.pairs[:, 2]) > 0.05]
+        self.count, self.unit = len(p), p[:, 0]
+        self.dx, self.dy = p[:, 1] - p[:, 2], p[:, 3] - p[:, 4]
+        self.enough = self.count >= _PAIRS
+        if not self.enough:
+            return
+        self.scale = float((self.dx * self.dy).sum() / (self.dx**2).sum())
+        apart = max(float(((self.dy - self.dx) ** 2).sum()), 1e-30)
+        columns = np.stack([p[:, 1] ** k - p[:, 2] ** k for k in (1, 2, 3)], 1)
+        fitted = columns @ np.linalg.lstsq(columns, self.dy, rcond=None)[0]
+        self.line = 1 - float(((self.dy - self.scale * self.dx) ** 2).sum()) / apart
+        self.bend = 1 - float(((self.dy - fitted) ** 2).sum()) / apart
+        self.moved = float(np.sqrt(apart / self.count))
+        self.left = float(np.sqrt(np.square(self.dy - self.scale * self.dx).mean()))
+        firm = np.abs(self.dx) > 0.1
+        self.ordered = float((self.dx[firm] * self.dy[firm] > 0).mean()) if firm.any() else 0.0
+
+
+def _scaled(e: Evidence, tests: int) -> tuple[str, Tested, float, str, Array]:
+    """Which of ``temperature``, ``soft_cap``, ``either`` or nothing scales the log-probs; its test, the ratio, what the
+    line explains in words, and what is left."""
+    whole = e.clean.telling
+    t = whole.where((whole.left > 0) & (whole.position > 0))
+    m, all_m = (t.x + t.y) / 2, (e.clean.x + e.clean.y) / 2
+    sums, slope, _ = _line(t.unit, t.d, m)
+    b = float(slope(sums.sum(0)))
+    ratio = (1 + b / 2) / max(1 - b / 2, 1e-3)  # d = b m with m = (x + y) / 2
+    sums, _, explained = _line(t.unit, t.u, m)
+    share = tested(sums, explained, 0.4, tests)
+    curve = np.polynomial.Polynomial.fit(m, t.d, 3) if len(m) > 20 else np.polynomial.Polynomial([0.0])
+    rest = e.clean.d - (curve(np.clip(all_m, m.min(), m.max())) if len(m) > 20 else 0.0)
+    said = f"a line explains {share.value:.0%}"
+    pairs = _Pairs(e)
+    if not pairs.enough:
+        together = float(np.corrcoef(t.x, t.y)[0, 1]) if len(m) > 2 and t.x.std() and t.y.std() else 0.0
+        kind = "either" if abs(b) > 0.02 and together > 0.9 else ""
+        return kind, share, ratio, said, rest
+    words = f"of {pairs.count} pairs of words in one context the differences are {pairs.scale:.3g} times the other's"
+    noise = max(e.usual, 0.03 * float(np.sqrt(np.square(pairs.dy).mean())))
+    scaled = abs(np.log(max(pairs.scale, 1e-3))) > 0.02 and pairs.moved > e.usual / 2 and pairs.ordered > 0.9
+    kind = ""
+    if scaled and pairs.line > 0.8 and pairs.left <= noise:
+        kind = "temperature"
+    elif scaled and pairs.ordered > 0.97 and max(pairs.bend, pairs.line) > 0.8:
+        gained = (1 - pairs.line) / max(1 - pairs.bend, 1e-9)
+        kind = "soft_cap" if gained > 2 and pairs.bend > 0.9 else "either"
+    sums = sums_by(pairs.unit, pairs.dx**2, pairs.dx * pairs.dy, pairs.dy**2)
+    found = tested(sums, _pair_share, 0.4, tests) if kind else share
+    return kind, found, pairs.scale, f"{words}, {pairs.line:.0%} explained", rest
+
+
+def _pair_share(s: Array) -> Array:
+    """1 - sum (dy - c dx)^2 / sum (dy - dx)^2 with the best c, from (dx^2, dx dy, dy^2)."""
+    xx, xy, yy = (np.maximum(s[..., k], 1e-30) if k != 1 else s[..., k] for k in range(3))
+    return 1 - (yy - xy**2 / xx) / np.maximum(yy - 2 * xy + xx, 1e-30)
+
+
+def temperature(e: Evidence, tests: int) -> Finding:
+    """d grows with the log-prob m, the mean of the two sides': d log p / d log T is -(log p + entropy).
+
+    By pairs of words in one context; where there are none, more than 0.4 of the variance of u is on its line in m, and
+    the slope of d is beyond 0.02; first and last tokens aside.
+    """
+    if e.clean.telling.units < FEWEST or len(e.clean.telling.x) < 30:
+        return few("temperature", e.clean.telling.units)
+    kind, share, ratio, words, rest = _scaled(e, tests)
+    known, hint, off = e.dump.settings.temperature, "", np.log(max(ratio, 1e-3))
+    if known not in (None, 0.0, 1.0) and min(abs(off - np.log(known)), abs(off + np.log(known))) < 0.15:
+        hint = f"; the temperature {known:g} left out on one side would be so"
+    said = f"the learner's log-probs are about {ratio:.3g} times the rollout's: {words}{hint}"
+    noise = min(e.clean.telling.size, e.usual) / max(float((e.clean.telling.x).std()), 1e-9)
+    made = found_as("temperature", share, "relative slope", said, effect=ratio - 1, detectable=max(0.02, 2 * noise),
+                    holds=kind in ("temperature", "either"), rest=rest)  # fmt: skip
+    return made if hint or kind != "either" else made.or_else("soft_cap")
+
+
+def soft_cap(e: Evidence, tests: int) -> Finding:
+    """Differences of two words in one context keep their order and are not in proportion: cap * tanh(z / cap)."""
+    if e.clean.telling.units < FEWEST or len(e.pairs) < _PAIRS:
+        return untested("soft_cap", f"{len(e.pairs)} pairs of words in one context; {_PAIRS} at least")
+    kind, share, ratio, words, rest = _scaled(e, tests)
+    return found_as("soft_cap", share, "relative slope", words, effect=ratio - 1, detectable=0.05,
+                    holds=kind == "soft_cap", rest=rest)  # fmt: skip
+
+
+def support(e: Evidence, tests: int) -> Finding:
+    """One sign has nearly all of sum u^2, the other sign is noise, and d is one for all words of a context; first and
+    last tokens aside."""
+    t = e.clean.telling
+    t = t.where((t.left > 0) & (t.position > 0))
+    if t.units < FEWEST:
+        return few("support", t.units)
+    negative = t.d < 0
+    sums = sums_by(t.unit, t.u**2 * negative, t.u**2 * ~negative)
+    down = sums[:, 0].sum() >= sums[:, 1].sum()
+    share = tested(sums if down else sums[:, ::-1], lambda s: s[..., 0] / np.maximum(s.sum(-1), 1e-30), 0.8, tests)
+    other = t.where(~negative if down else negative)
+    lean = abs(float(t.d.sum())) / max(float(np.abs(t.d).sum()), 1e-30)
+    side = "rollout" if down else "learner"
+    square = np.sort(t.u**2)[::-1]
+    alone = float(square[: max(1, len(square) // 50)].sum()) > 0.7 * float(square.sum())  # then it is of single tokens
+    quiet = not alone and other.size <= e.usual and float(np.abs(other.u).max(initial=0.0)) <= 6 * max(e.usual, 1e-6)
+    pairs = _Pairs(e)
+    size = float(np.sqrt(np.square(t.d).mean()))
+    constant = not pairs.enough or pairs.moved < max(2 * e.usual, 0.5 * size)
+    said = f"{share.value:.0%} of the squared difference has one sign: the {side}'s probabilities are the larger"
+    # The tokens that were cut are everywhere: an effect that a fiftieth of all tokens makes is of another kind.
+    broad = float(np.sqrt(square[len(square) // 50 :].mean()))
+    sign = e.clean.d < 0 if down else e.clean.d > 0
+    return found_as("support", share, "nats", said, effect=broad, detectable=max(3 * other.size, e.usual / 2),
+                    holds=quiet and lean > 0.5 and t.size > e.usual / 2 and constant,
+                    rest=np.where(sign, 0.0, e.clean.d))  # fmt: skip
+
+
+# grids
+
+
+def coarse(e: Evidence, tests: int) -> Finding:
+    """One side's log-probs lie on the grid of a half, or on decimals. By chance: 2^-13 of them and less.
+
+    Rounding to a grid of step q leaves an error of q / sqrt(12); so much of d it explains.
+    """
+    grids = [grid_of(side[np.isfinite(side) & (side < -1e-6)]) for side in (e.all.x, e.all.y)]
+    said = "; ".join(f"the {name}'s lie on {grid}" for name, grid in zip(SIDES, grids, strict=True) if grid)
+    one = sum(grid is not None for grid in grids) == 1
+    both = all(grids) and grids[0] == grids[1]
+    if both:
+        said += ": differences below that grid cannot be seen"
+    error = np.zeros(len(e.clean.x))
+    for grid, side in zip(grids, (e.clean.x, e.clean.y), strict=True):
+        if grid is not None:
+            bits = {"the bf16 grid": 7, "the fp16 grid": 10}.get(grid)
+            step = 10.0 ** -int(grid[0]) if bits is None else 2.0 ** (np.floor(np.log2(np.abs(side) + 1e-12)) - bits)
+            error += step**2 / 12
+    rest = np.sign(e.clean.d) * np.sqrt(np.maximum(e.clean.d**2 - error * _kept(e.clean.d**2, error), 0.0))
+    return Finding("coarse_logprobs", True, 0.0 if any(grids) and (one or not both) else 1.0, float(one), "sides", 1.0,
+                   said or "neither side's log-probs lie on a coarse grid", rest=rest)  # fmt: skip
+
+
+def _kept(square: Array, error: Array) -> float:
+    """By how much to scale ``error`` so that no token's part is more than the token: their sums are compared."""
+    return 1.0 if not len(square) or error.sum() <= square.sum() else float(square.sum() / error.sum())
+
+
+def half_logits(e: Evidence, tests: int) -> Finding:
+    """In one context log-probs differ as logits do: on a half's grid where the logits are. One side only is a fault.
+
+    A logit of 16 to 32 has a step of 1/8 in bf16, one of 2 to 4 of 1/64: the step says nothing of the format. Rounding
+    to a step q leaves an error of q / sqrt(12) in u; so much of the gap it explains.
+    """
+    from scipy.special import bdtrc
+
+    heat = e.dump.settings.temperature or 1.0
+    if len(e.pairs) < _PAIRS:
+        return untested("half_logits", f"{len(e.pairs)} pairs of tokens in one context; 10 at least")
+    found, said = list[tuple[float, float, float]](), list[str]()
+    for name, columns in zip(SIDES, ((1, 2), (3, 4)), strict=True):
+        d = (e.pairs[:, columns[0]] - e.pairs[:, columns[1]]) * heat
+        best = (0.0, 0.0, 1.0)
+        for step in (2.0**-7, 2.0**-10):
+            hits = int((np.abs(d / step - np.round(d / step)) * step < 6e-6).sum())
+            if hits / len(d) > 0.7 and hits / len(d) > best[0] + 0.02:
+                best = hits / len(d), step, float(bdtrc(hits - 1, len(d), 2 * 6e-6 / step))
+        found.append(best)
+        if best[1]:
+            said.append(f"{best[0]:.0%} of {len(d)} differences between the {name}'s logits lie on a half's grid")
+    one = sum(step > 0 for _, step, _ in found) == 1
+    side = int(np.argmax([share for share, _, _ in found]))
+    d = (e.pairs[:, 1 + 2 * side] - e.pairs[:, 2 + 2 * side]) * heat
+    # The coarsest step on which most differences lie is that of the finer of two words; the other's is larger.
+    steps = [2.0**-k for k in range(1, 11) if (np.abs(d * 2**k - np.round(d * 2**k)) < 6e-6 * 2**k).mean() > 0.5]
+    error = 2 * max(steps, default=0.0) ** 2 / 12 * np.square(e.clean.uncertain)
+    rest = np.sign(e.clean.d) * np.sqrt(np.maximum(e.clean.d**2 * (1 - min(1.0, float(error.sum() / max(
+        np.square(e.clean.d).sum(), 1e-30)))), 0.0))  # fmt: skip
+    return Finding("half_logits", True, min(p for *_, p in found) if one else 1.0,
+                   max(share for share, *_ in found), "of pairs", 0.7,
+                   "; ".join(said) or "no side's logits lie on a half's grid", rest=rest)  # fmt: skip

@@ -1,0 +1,83 @@
+"""The gate: when it looks, what it says, that it stops only when it is told to, and that it never raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dumps
+from mantissa.base.errors import MantissaError
+from mantissa.doctor.diagnosis import Verdict
+from mantissa.doctor.gate import Gate
+
+
+def batch(size: float = 0.05, by: float = 0.0) -> tuple[Any, ...]:
+    """96 rows as a trainer has them; ``by`` is added to the learner's last token."""
+    rows = dumps.healthy(size=size)
+    learner = np.stack([each.learner_logp for each in rows])
+    learner[:, -1] += by
+    return (
+        [[*each.tokens[:3].tolist(), each.group] for each in rows],
+        torch.tensor(np.stack([r.tokens[3:] for r in rows])),
+        torch.ones(len(rows), 16), torch.tensor(np.stack([r.rollout_logp for r in rows])), learner,
+    )  # fmt: skip
+
+
+def test_a_healthy_batch_is_called_healthy_and_nothing_is_said() -> None:
+    lines: list[str] = []
+    gate = Gate(every=10, on_fault="stop", say=lines.append)
+    found = gate.check(0, *batch(), temperature=1.0, rollout_format="bf16", learner_format="bf16")
+    assert found is not None
+    assert found.verdict is Verdict.HEALTHY
+    assert not gate.stop
+    assert not lines
+
+
+@pytest.mark.parametrize(("on_fault", "stops"), [("warn", False), ("stop", True)])
+def test_a_fault_is_said_with_what_helps(on_fault: Any, stops: bool) -> None:
+    lines: list[str] = []
+    gate = Gate(on_fault=on_fault, say=lines.append)
+    found = gate.check(3, *batch(by=-4.0), rollout_format="bf16")
+    assert found is not None
+    assert found.fault is not None
+    assert found.fault.name == "end_token"
+    assert gate.stop is stops
+    assert "step 3" in lines[0]
+    assert "What helps: " in lines[0]
+
+
+def test_it_looks_first_then_every_so_many_steps_and_after_a_sync() -> None:
+    gate = Gate(every=5, say=lambda line: None)
+    looked = []
+    for step in range(12):
+        if step == 7:
+            gate.after_sync()
+        if gate.check(step, *batch()) is not None:
+            looked.append(step)
+    assert looked == [0, 5, 7, 10]
+
+
+def test_small_batches_are_gathered() -> None:
+    gate = Gate(every=100, sequences=64)
+    prompts, *tables = batch()
+    found = [gate.check(step, prompts[:32], *(each[:32] for each in tables)) for step in range(4)]
+    assert [each is not None for each in found] == [False, True, False, False]
+
+
+def test_what_cannot_be_read_is_said_once_and_never_raised() -> None:
+    lines: list[str] = []
+    gate = Gate(every=1, say=lines.append)
+    prompts, responses, mask, x, y = batch()
+    for step in range(3):
+        assert gate.check(step, prompts, responses, mask, x[:, :3], y) is None
+    assert len(lines) == 1
+    assert "expected tables of one shape" in lines[0]
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"on_fault": "panic"}, {"sequences": 1}])
+def test_what_does_nothing_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(MantissaError, match="expected every of 1 or more"):
+        Gate(**wrong)

@@ -1,0 +1,300 @@
+"""One rank of a scenario with verl's engines: ``python verl_engine_worker.py SCENARIO FOLDER``; what it saw as JSON.
+
+A process of its own, since verl fixes its platform as it is imported and a process group is one a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Seen = dict[str, Any]
+TOGETHER = {"agg": "seq-mean-token-mean", "use_kl_loss": True, "kl_loss_coef": 0.0}
+
+
+def see(scenario: str, folder: Path, ranks: int = 1, seconds: float = 400) -> Seen:
+    """Run a scenario on ``ranks`` processes; what rank 0 saw."""
+    from verl_job import ROOT, make_inputs
+
+    make_inputs(folder)
+    (folder / "store").unlink(missing_ok=True)
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "support")])
+    command = [sys.executable, "-W", "ignore", __file__, scenario, str(folder)]
+    common = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
+    logs = [(folder / f"{scenario}-{rank}.log").open("w+") for rank in range(ranks)]
+    processes = [
+        subprocess.Popen(command, env=common | {"RANK": str(rank)}, stdout=log, stderr=subprocess.STDOUT)
+        for rank, log in enumerate(logs)
+    ]
+    end = time.monotonic() + seconds
+    try:
+        codes = [process.wait(max(1.0, end - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+    for code, log in zip(codes, logs, strict=True):
+        log.seek(0)
+        assert code == 0, log.read()[-6000:]
+        log.close()
+    return json.loads((folder / f"{scenario}.json").read_text())
+
+
+def _step(engine: Any, data: Any, loss: Callable[..., Any], times: float = 1.0) -> Seen:
+    """One training step of an engine, with the loss multiplied by ``times``."""
+
+    def louder(**arguments: Any) -> Any:
+        value, metrics = loss(**arguments)
+        return value * times, metrics
+
+    before = _weights(engine)
+    with engine.train_mode():
+        found = engine.train_batch(data, louder)
+    after, metrics = _weights(engine), found["metrics"]
+    changed = [name for name in after if not after[name].equal(before[name])]
+    finite = all(bool(value.isfinite().all()) for value in after.values())
+    said = {name.partition("/")[2]: value.values[0] for name, value in metrics.items() if name.startswith("mantissa/")}
+    return {"changed": len(changed), "of": len(after), "finite": finite, "norm": metrics["grad_norm"], **said}
+
+
+def _weights(engine: Any) -> dict[str, Any]:
+    return {name: p.full_tensor().detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    left, right = _weights(one), _weights(other)
+    return all(left[name].equal(right[name]) for name in left)
+
+
+def spikes(folder: Path, rank: int, world: int) -> Seen:
+    """A loss 2^12 times too large for the first scale, as verl's engine takes it and as ours does."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    import verl_engines as ve
+
+    loss, data = ve.loss_of(), [ve.batch(rank, world, seed=i) for i in range(4)]
+    alone = ve.engine(folder, "fsdp2", param_dtype="fp16")
+    seen: Seen = {"verl's scaler is on": alone.scaler.is_enabled()}
+    theirs = ve.engine(folder, "fsdp2", param_dtype="fp16")
+    theirs.scaler = ShardedGradScaler(device="cpu", growth_interval=400)  # as it is on a GPU
+    seen["verl"] = [_step(theirs, each, loss, 256.0) for each in data]
+    seen["verl's scale"] = theirs.scaler.get_scale()
+    theirs.save_checkpoint(str(folder / f"theirs{world}"))
+    again = ve.engine(folder, "fsdp2", param_dtype="fp16")
+    again.scaler = ShardedGradScaler(device="cpu", growth_interval=400)
+    again.load_checkpoint(str(folder / f"theirs{world}"))
+    seen["verl's scale, resumed"] = again.scaler.get_scale()
+
+    ours = ve.engine(folder, "mantissa_fsdp2", param_dtype="fp16")
+    seen["ours"] = [_step(ours, each, loss, 256.0) for each in data[:2]]
+    lower = ve.engine(
+        folder, "mantissa_fsdp2", param_dtype="fp16", loss_scaling={"initial": seen["ours"][0]["loss_scale"]}
+    )
+    for each in data[:2]:
+        _step(lower, each, loss, 256.0)
+    seen["as if the scale had been lower"] = _equal(ours, lower)
+    seen["given up"] = _step(ours, data[2], loss, float("inf"))
+    ours.save_checkpoint(str(folder / f"ours{world}"))
+    resumed = ve.engine(folder, "mantissa_fsdp2", param_dtype="fp16")
+    resumed.load_checkpoint(str(folder / f"ours{world}"))
+    state = [engine.step.state_dict() for engine in (ours, resumed)]
+    seen["state"], seen["state, resumed"] = state
+    for engine in (ours, resumed):
+        _step(engine, data[3], loss)
+    seen["goes on equal"] = _equal(ours, resumed)
+    return seen
+
+
+def flowrl(folder: Path, rank: int, world: int) -> Seen:
+    """One FlowRL step in fp32 against the native learner's on the same rows; then bf16, fp16, a retry, a resume."""
+    import verl_engines as ve
+
+    settings = {"partition_dropout": 0.0, "partition_lr": 3e-3}
+    loss, data = ve.loss_of("flowrl", **TOGETHER), ve.batch(rank, world)
+    mine = ve.engine(folder, "mantissa_fsdp2", param_dtype="fp32", flowrl=settings)
+    with mine.train_mode():
+        found = mine.train_batch(data, loss)
+    moments = {name: mine.optimizer.state[p]["exp_avg"] for name, p in mine.step.parameters.items()}
+    moments = {name: m.full_tensor() if hasattr(m, "full_tensor") else m for name, m in moments.items()}
+    native, reference = _native(folder, settings, ve.batch())
+    largest = max(float(m.abs().max()) for m in reference.values())
+    gap = {name: float((moments[name] - reference[name]).abs().max()) / largest for name in reference}
+    apart = sum(float((moments[name] - reference[name]).double().square().sum()) for name in reference) ** 0.5
+    length = sum(float(reference[name].double().square().sum()) for name in reference) ** 0.5
+    total = torch_mean(sum(found["loss"]))
+    seen: Seen = {
+        "loss": total,
+        "native": native,
+        "norm": found["metrics"]["grad_norm"],
+        "same names": sorted(moments) == sorted(reference),
+        "gap of gradients": apart / length,
+        "largest gap of gradients": max(gap.values()),
+        "rates": [group["lr"] for group in mine.optimizer.param_groups],
+    }
+    for dtype in ("bf16", "fp16"):
+        low = ve.engine(folder, "mantissa_fsdp2", param_dtype=dtype, flowrl={})
+        seen[dtype] = _step(low, data, loss)
+    head = low.flowrl.flow.weights  # of fp16
+    seen["fp16, louder"] = _step(low, ve.batch(rank, world, seed=1), loss, 256.0)
+    low.save_checkpoint(str(folder / f"flowrl{world}"))
+    resumed = ve.engine(folder, "mantissa_fsdp2", param_dtype="fp16", flowrl={})
+    resumed.load_checkpoint(str(folder / f"flowrl{world}"))
+    for engine in (low, resumed):
+        _step(engine, ve.batch(rank, world, seed=2), loss)
+    after = resumed.flowrl.flow.weights
+    seen["goes on equal"] = _equal(low, resumed) and all(after[name].equal(head[name]) for name in head)
+    gathered: list[Any] = [None] * world
+    import torch
+
+    torch.distributed.all_gather_object(gathered, {name: value.clone() for name, value in after.items()})
+    seen["one head"] = all(other[name].equal(gathered[0][name]) for other in gathered for name in after)
+    return seen
+
+
+def torch_mean(value: float) -> float:
+    """The mean of a number over ranks."""
+    import torch
+
+    tensor = torch.tensor(value, dtype=torch.float64)
+    torch.distributed.all_reduce(tensor)
+    return float(tensor) / torch.distributed.get_world_size()
+
+
+def _native(folder: Path, settings: Seen, data: Any) -> tuple[Seen, dict[str, Any]]:
+    """The native learner's FlowRL step on the whole batch in one process: its numbers, and the first moments."""
+    import torch
+
+    from mantissa.algorithms import AlgorithmConfig
+    from mantissa.kernels import NativeKernels
+    from mantissa.model import load_model
+    from mantissa.precision import FP32
+    from mantissa.rl.config.sections import OptimizerConfig
+    from mantissa.rl.experience import Experience, Sequences
+    from mantissa.rl.learner import Learner
+    from mantissa.training import LossScaler
+
+    algorithm = AlgorithmConfig(loss={"kind": "flowrl", **settings}, reference={}, advantage="grpo")
+    optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=1.0, weight_decay=0.01, betas=(0.9, 0.999), warmup=0)
+    learner = Learner(
+        load_model(folder / "model"), NativeKernels(FP32), algorithm, optimizer, LossScaler.disabled(),
+        temperature=1.0, aggregation_length=1.0, seed=42, steps=100,
+    )  # fmt: skip
+    prompts, responses = ([row.tolist() for row in data[name].unbind()] for name in ("prompts", "responses"))
+    whole = Sequences.build(prompts, responses, torch.device("cpu"))
+
+    def padded(name: str) -> Any:
+        return torch.nested.to_padded_tensor(data[name], 0.0)
+
+    rows = len(whole)
+    experience = Experience(
+        **{name: getattr(whole, name) for name in ("tokens_BT", "prompt_length_B", "length_B", "mask_BR")},
+        rollout_logp_BR=padded("old_log_probs"),
+        reward_B=torch.zeros(rows),
+        group_B=torch.arange(rows) // 4,
+        version_B=torch.zeros(rows, dtype=torch.int64),
+        old_logp_BR=padded("old_log_probs"),
+        ref_logp_BR=padded("ref_log_prob"),
+        advantage_B=padded("advantages")[:, 0],
+        weight_BR=padded("rollout_is_weights"),
+        valid_BR=whole.mask_BR,
+    )
+    update = learner.learn(experience, 0)
+    outcome = update.outcomes[0]
+    loss = float(update.tallies["policy/loss"].value())
+    moments = {name: learner.step.optimizer.state[p]["exp_avg"] for name, p in learner.step.parameters.items()}
+    return {"loss": loss, "norm": outcome.grad_norm}, copy.deepcopy(moments)
+
+
+def fixed_point(folder: Path, rank: int, world: int) -> Seen:
+    """Many steps on one batch: delta goes to 0 where the reference, tilted by the reward, is what the policy says."""
+    import verl_engines as ve
+
+    data, loss = ve.batch(rank, world), ve.loss_of("flowrl", **TOGETHER)
+    engine = ve.engine(
+        folder, "mantissa_fsdp2", lr=3e-3, param_dtype="fp32", flowrl={"beta": 1.0, "partition_dropout": 0.0}
+    )
+    seen = []
+    for _ in range(120):
+        with engine.train_mode():
+            found = engine.train_batch(data, loss)
+        values = found["metrics"]["flowrl/delta_abs_mean"].values
+        seen.append(sum(values) / len(values))
+    return {"delta": seen}
+
+
+def refusals(folder: Path, rank: int, world: int) -> Seen:
+    """What each mistake is answered with."""
+    import verl_engines as ve
+    from mantissa.base.errors import MantissaError
+
+    data = ve.batch()
+    flow = ve.engine(folder, "mantissa_fsdp2", param_dtype="fp32", flowrl={})
+    verls = ve.engine(folder, "fsdp2", param_dtype="fp32")
+    lacking = data.exclude("ref_log_prob")
+    uneven = data.clone()
+    uneven["advantages"].values()[0] += 1
+    ours = "mantissa_fsdp2"
+    attempts: dict[str, Callable[[], Any]] = {
+        "unknown": lambda: ve.engine(folder, ours, param_dtpye="fp16"),
+        "nested": lambda: ve.engine(folder, ours, param_dtype="fp16", loss_scaling={"growth": 3}),
+        "no effect": lambda: ve.engine(folder, ours, param_dtype="bf16", loss_scaling={"initial": 4.0}),
+        "no head": lambda: _step(verls, data, ve.loss_of("flowrl", **TOGETHER)),
+        "no reference": lambda: _step(flow, lacking, ve.loss_of("flowrl", **TOGETHER)),
+        "another loss": lambda: _step(flow, data, ve.loss_of()),
+        "another mean": lambda: _step(flow, data, ve.loss_of("flowrl")),
+        "not grpo": lambda: _step(flow, uneven, ve.loss_of("flowrl", **TOGETHER)),
+        "a penalty": lambda: _step(flow, data, ve.loss_of("flowrl", **(TOGETHER | {"kl_loss_coef": 0.1}))),
+    }
+    seen: Seen = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            seen[name] = "nothing"
+        except MantissaError as error:
+            seen[name] = str(error)
+    return seen
+
+
+def overhead(folder: Path, rank: int, world: int) -> Seen:
+    """Seconds of a step by verl's engine and by ours in fp32, interleaved, on the same batch."""
+    import verl_engines as ve
+
+    data, loss = ve.batch(groups=8), ve.loss_of()
+    engines = {name: ve.engine(folder, name, param_dtype="fp32") for name in ("fsdp2", "mantissa_fsdp2")}
+    taken: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(60):
+        for name in sorted(engines, reverse=bool(turn % 2)):
+            with engines[name].train_mode():
+                begun = time.perf_counter()
+                engines[name].train_batch(data, loss)
+                taken[name].append(time.perf_counter() - begun)
+    return {name: sorted(values[10:]) for name, values in taken.items()}
+
+
+SCENARIOS = {each.__name__: each for each in (spikes, flowrl, fixed_point, refusals, overhead)}
+
+
+def main() -> None:
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    import verl_engines as ve
+
+    rank, world = ve.join(folder)
+    seen = SCENARIOS[name](folder, rank, world)
+    if rank == 0:
+        (folder / f"{name}.json").write_text(json.dumps(seen))
+    import torch
+
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""FlowRL on verl's FSDP2 engine: equal to the native learner's step, and to the fixed point of its loss. No Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from verl_engine_worker import see
+
+pytestmark = [pytest.mark.verl, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_is_the_native_learner_s(tmp_path: Path, ranks: int) -> None:
+    """Loss, norm, and every gradient (as Adam's first moment) of policy and head, on the same rows and weights."""
+    seen = see("flowrl", tmp_path, ranks)
+    assert seen["loss"] == pytest.approx(seen["native"]["loss"], rel=1e-6)
+    assert seen["norm"] == pytest.approx(seen["native"]["norm"], rel=1e-6)
+    assert seen["same names"]
+    assert seen["gap of gradients"] < 1e-6
+    assert seen["largest gap of gradients"] < 1e-5
+    assert seen["rates"] == [1e-3, 3e-3], "the head has a rate of its own"
+    for dtype in ("bf16", "fp16"):
+        assert seen[dtype]["changed"] == seen[dtype]["of"]
+        assert seen[dtype]["skipped"] == 0
+    assert seen["fp16"]["norm"] == pytest.approx(seen["bf16"]["norm"], rel=0.02)
+    louder = seen["fp16, louder"]
+    assert (louder["retried"], louder["skipped"]) == (1, 0)
+    assert seen["goes on equal"], "policy, head, moments and scale come back from the checkpoint"
+    assert seen["one head"], "the head is the same on every rank"
+
+
+def test_its_loss_has_the_tilted_reference_as_fixed_point(tmp_path: Path) -> None:
+    """delta, in nats, goes to 0 for every response of a batch that is learned over and over."""
+    delta = see("fixed_point", tmp_path)["delta"]
+    assert delta[0] > 0.5
+    assert min(delta[-10:]) < 0.05 * delta[0]

@@ -1,0 +1,64 @@
+"""``mantissa_fsdp2`` beside verl's own ``fsdp2``: the same engine, another optimiser step. One and two ranks, no Ray."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from verl_engine_worker import see
+
+pytestmark = [pytest.mark.verl, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_spike_costs_no_batch_where_verl_loses_each(tmp_path: Path, ranks: int) -> None:
+    seen = see("spikes", tmp_path, ranks)
+    # verl's own, as it is on a CPU: nothing is scaled, and nothing is said; as it is on a GPU: each batch is lost
+    assert seen["verl's scaler is on"] is False
+    assert [step["changed"] for step in seen["verl"]] == [0, 0, 0, 0]
+    assert all(math.isnan(step["norm"]) for step in seen["verl"])
+    # and its checkpoint forgets what the scale was
+    assert (seen["verl's scale"], seen["verl's scale, resumed"]) == (4096, 65536)
+    # ours, on the same batches
+    for step in seen["ours"]:
+        assert step["changed"] == step["of"]
+        assert step["finite"]
+        assert (step["retried"], step["skipped"]) == (1, 0)
+        assert step["overflows"] >= 1
+    assert seen["as if the scale had been lower"], "a step after retries is the step of the lower scale, bit for bit"
+
+
+def test_what_no_scale_cures_is_skipped_and_counted_and_the_scale_is_saved(tmp_path: Path) -> None:
+    seen = see("spikes", tmp_path)
+    given_up = seen["given up"]
+    assert (given_up["changed"], given_up["skipped"], given_up["lost_so_far"]) == (0, 1, 1)
+    assert seen["state, resumed"] == seen["state"]
+    assert seen["state"]["scaler"]["scale"] < 65536
+    assert seen["goes on equal"], "the resumed engine's next step is the other's, bit for bit"
+
+
+def test_mistakes_are_named_before_or_in_the_first_step(tmp_path: Path) -> None:
+    seen = see("refusals", tmp_path)
+    said = {
+        "unknown": "unknown setting 'param_dtpye'; did you mean 'param_dtype'?",
+        "nested": "unknown setting 'loss_scaling.growth'",
+        "no effect": "loss_scaling does nothing with param_dtype=bf16",
+        "no head": "set actor.strategy=mantissa_fsdp2",
+        "no reference": "set actor.use_kl_loss=True actor.kl_loss_coef=0",
+        "another loss": "set it to flowrl, or leave flowrl out",
+        "another mean": "set actor.loss_agg_mode=seq-mean-token-mean",
+        "not grpo": "set algorithm.adv_estimator=grpo",
+        "a penalty": "actor.kl_loss_coef=0.1: set it to 0",
+    }
+    for name, text in said.items():
+        assert text in seen[name], name
+    assert set(seen) == set(said)
+
+
+def test_a_step_in_fp32_costs_what_verl_s_own_does(tmp_path: Path) -> None:
+    """On a tiny model, where the step's own work is a larger part than anywhere; a bound that load does not break."""
+    seen = see("overhead", tmp_path)
+    assert median(seen["mantissa_fsdp2"]) < 1.25 * median(seen["fsdp2"])
