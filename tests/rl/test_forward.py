@@ -227,7 +227,7 @@ def update_of(learner: Learner, batch: Experience) -> tuple[Update, dict[str, Te
     """What learning gave, the weights after it, and how many forwards it did."""
     calls: list[Any] = []
     real = learner.forward
-    learner.forward = lambda *given: (calls.append(given), real(*given))[1]  # type: ignore[method-assign,assignment]
+    learner.forward = lambda *given, **also: (calls.append(given), real(*given, **also))[1]  # type: ignore[method-assign]
     update = learned(learner, batch)
     return update, {n: p.detach().clone() for n, p in learner.model.named_parameters()}, len(calls)
 

@@ -59,14 +59,12 @@ def run_job(
     environment: Mapping[str, str] | None = None,
     seconds: float = 600,
     fails: bool = False,
-    address: str | None = None,
 ) -> Job:
     """Run a GRPO job of ``steps`` steps, whose checkpoints are in ``folder``; a second call there resumes.
 
     ``overrides``: verl's, after the defaults below, so they win. ``rollout``: the rollout's name, which
     ``external_lib`` registers (``hf_test`` is transformers' generation, in ``verl_test_parts``). ``environment``: more
-    variables. ``fails``: the job must end with an error, which is not raised. ``address``: of a Ray
-    that is there (``verl_nodes``), of one of its own otherwise.
+    variables. ``fails``: the job must end with an error, which is not raised.
     Raises ``JobError`` with the log's end where the job ends otherwise, or takes longer than ``seconds``.
     """
     make_inputs(folder)
@@ -75,9 +73,6 @@ def run_job(
     defaults = _defaults(folder, short, steps, ranks, rollout)
     if f"{ACTOR}.strategy=mantissa" in overrides:  # whose keys there are its own
         defaults = [each for each in defaults if ".mixed_precision." not in each]
-    if address is not None:
-        defaults = [each for each in defaults if "ray_init" not in each]
-        defaults += [f"+ray_kwargs.ray_init.address={address}", "~ray_kwargs.ray_init.num_cpus"]
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *defaults]
     command += [f"{MODEL}.external_lib={external_lib}", *overrides]
     begun = time.monotonic()
