@@ -381,8 +381,8 @@ class _Watch:
         for index in self.ended.values():
             self.nodes.actors[index].stop.remote()
         self._until(time.monotonic() + _LAST_WORDS_S)
-        only_lost = {failure.exitcode for failure in self.outcome.failures.values()} <= {_LOST, -15}
-        if only_lost:  # whose connection was lost: a node that is gone answers to nothing
+        codes = {failure.exitcode for failure in self.outcome.failures.values()}
+        if codes and codes <= {_LOST, -15}:  # whose connection was lost: a node that is gone answers to nothing
             self._until(time.monotonic() + PATIENCE_S)
         for index in self.answered.keys() - self.outcome.lost.keys() - set(self.ended.values()):
             self._show_rest(index)
