@@ -706,7 +706,16 @@ def doctor_families() -> str:
         small = sum(row["outcome"] == "too small" for row in own)
         told = f"{healthy.count('right')} of {len(healthy)}"
         lines.append([f"`{family}`", "chosen on" if held else "held out", formats, *counts, str(small), told])
-    names = ["family", "thresholds", "formats", "right", "not known, or half", "wrong", "too small", "healthy called so"]
+    names = [
+        "family",
+        "thresholds",
+        "formats",
+        "right",
+        "not known, or half",
+        "wrong",
+        "too small",
+        "healthy called so",
+    ]
     return table(names, lines)
 
 
