@@ -706,8 +706,17 @@ def doctor_families() -> str:
         small = sum(row["outcome"] == "too small" for row in own)
         told = f"{healthy.count('right')} of {len(healthy)}"
         lines.append([f"`{family}`", "chosen on" if held else "held out", formats, *counts, str(small), told])
-    counted = ["right", "not known, or half", "wrong", "too small", "healthy called so"]
-    return table(["family", "thresholds", "formats", *counted], lines)
+    names = [
+        "family",
+        "thresholds",
+        "formats",
+        "right",
+        "not known, or half",
+        "wrong",
+        "too small",
+        "healthy called so",
+    ]
+    return table(names, lines)
 
 
 def doctor_held_out() -> str:
