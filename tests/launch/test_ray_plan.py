@@ -45,9 +45,9 @@ def test_the_recipe_travels_as_it_was_resolved(recipe: Path, tmp_path: Path) -> 
     with planned(recipe, ("nproc=4", f"run_dir={run}"), None, 2, keep=False) as made:
         assert made.lines(["a", "b"]) == ["process 0-1 on node a", "process 2-3 on node b"]
         assert not made.shared[0].exists()
-    with pytest.raises(MantissaError, match="nproc=1: --nodes 2 cannot share them evenly"):
-        with planned(recipe, ("nproc=1",), None, 2, keep=False):
-            pass
+    uneven = planned(recipe, ("nproc=1",), None, 2, keep=False)
+    with pytest.raises(MantissaError, match="nproc=1: --nodes 2 cannot share them evenly"), uneven:
+        pass
 
 
 def test_a_bundle_is_what_a_nodes_processes_need() -> None:
@@ -84,9 +84,9 @@ def test_what_listens_is_said() -> None:
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MantissaError, match=r"needs Ray, which is not installed: pip install 'mantissa-rl\[ray\]'"):
-        with cluster("auto", False):
-            pass
+    missing = r"needs Ray, which is not installed: pip install 'mantissa-rl\[ray\]'"
+    with pytest.raises(MantissaError, match=missing), cluster("auto", False):
+        pass
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(MantissaError, match="--on ray without a cluster: expected the head's HOST:6379"):
         on_ray._address(None)
