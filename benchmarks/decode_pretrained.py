@@ -59,8 +59,9 @@ def hugging_face(folder: Path, rows: int, samples: int) -> Sample:
     return run
 
 
-def native(model: Decoder, rows: int, samples: int, precision: str) -> tuple[Sample, dict[str, str]]:
-    resolved = resolve(PrecisionPolicy.parse(precision), "cpu")
+def native(model: Decoder, rows: int, samples: int, precision: str | PrecisionPolicy) -> tuple[Sample, dict[str, str]]:
+    policy = precision if isinstance(precision, PrecisionPolicy) else PrecisionPolicy.parse(precision)
+    resolved = resolve(policy, "cpu")
     kernels = rollout_kernels(resolved)
     probe(kernels, "cpu")  # a row whose precision did not engage is refused
     cache = resolved.kv_cache.active

@@ -198,6 +198,9 @@ SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
     ("Sampling from SmolLM2-135M against transformers' generate",
      lambda r: generic(r, ["decode_pretrained"], COMMON), {"decode_pretrained"}),
     ("A simulated training step against fp32", lambda r: generic(r, ["simulated_step"], COMMON), {"simulated_step"}),
+    ("A CPU's own bf16 and simulated bf16 against fp32: training steps, prefill and decoding",
+     lambda r: generic(r, ["native_bf16"], ("case", "requested", "kernels", "threads")),
+     {"native_bf16"}),
     ("A training step with simulated fp8 products against fp32", lambda r: generic(r, ["fp8_step"], COMMON),
      {"fp8_step"}),
     ("Exact kernels against fast ones: 64 prompts of 16 tokens x 8 samples x 24 tokens, sampled, scored and trained on "

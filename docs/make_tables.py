@@ -104,6 +104,20 @@ _DRIFT = {
 }
 
 
+def native_bf16() -> str:
+    """A CPU's own bf16 beside simulated bf16, over fp32's time; newest rows of each processor."""
+    newest: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in _rows("native_bf16"):
+        if row["requested"] == "bf16":
+            place = row["case"], f"{row['device']}, threads: {row['threads']}"
+            newest.setdefault(place, {})[row["kernels"]] = row
+    lines = [
+        [what, device, *(f"{rows[kernels]['value']:.2f}" for kernels in ("simulated", "native"))]
+        for (what, device), rows in newest.items()
+    ]
+    return table(["of fp32's time", "measured on", "bf16 simulated", "the processor's own bf16"], lines)
+
+
 def exact_cost() -> str:
     """What exact kernels cost over fast ones, by the newest row of each format and size."""
     rows = [r for r in _rows("exact_cost") if r["metric"] == "time_over_fast"]
@@ -764,6 +778,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "doctor_families": doctor_families,
         "doctor_held_out": doctor_held_out,
     },
+    "precision.md": {"native_bf16": native_bf16},
     "emulated.md": {"switch_sizes": switch_sizes, "switches_on_vllm": switches_on_vllm},
     "substitution.md": {"causes": lambda: causes("cause"), "alone": lambda: causes("alone")},
     "tune.md": {"tuned": tuned},
