@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"
 PATIENCE_S = 60  # within which a loss must be told of
 STEPS = 8
+SOURCE = str(Path(__file__).parents[2] / "src")  # wherever a command is started
 
 
 class Cluster:
@@ -42,7 +43,7 @@ class Cluster:
             "RAY_GRAFANA_HOST": "",
             "RAY_USAGE_STATS_ENABLED": "0",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": SOURCE,
         }
         self.address = f"{HEAD}:{free_port()}"
         self.head = self.start(f"--node-ip-address={HEAD}", "--head", "--include-dashboard=false",
@@ -244,7 +245,7 @@ def test_a_ray_of_its_own_and_a_head_that_is_not_there(recipe: Path, undisturbed
     """``--local``: two processes on one machine, guarded by a token, and nothing of it is left."""
     pytest.importorskip("ray", reason="needs the real Ray: make test-verl")
     run = tmp_path / "run"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": SOURCE}
     command = [sys.executable, "-m", "mantissa", "launch", str(recipe), f"run_dir={run}", "nproc=2", "--on", "ray"]
     process = subprocess.Popen(
         [*command, "--local", "--trust-network"],

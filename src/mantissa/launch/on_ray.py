@@ -164,6 +164,8 @@ def cluster(address: str | None, local: bool) -> Iterator[tuple[str, int]]:
 
     Raises ``MantissaError`` where Ray is not installed, nobody answers, or Ray refuses the connection.
     """
+    if local:
+        _guard_with_token()  # before Ray is imported, which is when it looks
     try:
         import ray
     except ImportError:
@@ -172,8 +174,6 @@ def cluster(address: str | None, local: bool) -> Iterator[tuple[str, int]]:
     options: dict[str, Any] = {"runtime_env": {"py_modules": [str(package)]}, "log_to_driver": False}
     options |= {"logging_level": "CRITICAL", "include_dashboard": False if local else None}
     where = "local" if local else _address(address)
-    if local:
-        _guard_with_token()
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         try:
             ray.init(address=where, **options)
