@@ -686,57 +686,51 @@ def doctor_usual() -> str:
     return table(["format", "size of u", "too large beyond", "source"], rows)
 
 
-_CHOSEN_ON = ("runs/demo-short", "runs/heldout", "runs/smollm2-bf16-1", "runs/smollm2-fp16-1")
+def _held_out() -> list[Row]:
+    """The first run's row of each family, format, kind and side: later ones may have been looked at."""
+    rows: dict[tuple[Any, ...], Row] = {}
+    for row in _rows("doctor_held_out"):
+        rows.setdefault((row["family"], row["format"], row["kind"], row["side"]), row)
+    return list(rows.values())
 
 
-def _confusions() -> list[Row]:
-    """The newest row of each policy, format, kind and strength."""
-    rows = _rows("doctor_confusion")
-    return list({(r["source"], r["format"], r["kind"], r["strength"]): r for r in rows}.values())
+def doctor_families() -> str:
+    """By family: what became of the mistakes that are not too small, and of the healthy dumps."""
+    rows, lines = _held_out(), []
+    for held, family in sorted({(not row["held_out"], row["family"]) for row in rows}):
+        own = [row for row in rows if row["family"] == family]
+        faults = [row["outcome"] for row in own if row["right"] and row["outcome"] != "too small"]
+        healthy = [row["outcome"] for row in own if not row["right"]]
+        formats = ", ".join(sorted({row["format"] for row in own}))
+        counts = [str(sum(each in kinds for each in faults)) for kinds in (["right"], ["half", "undecided"], ["wrong"])]
+        small = sum(row["outcome"] == "too small" for row in own)
+        told = f"{healthy.count('right')} of {len(healthy)}"
+        lines.append([f"`{family}`", "chosen on" if held else "held out", formats, *counts, str(small), told])
+    names = [
+        "family",
+        "thresholds",
+        "formats",
+        "right",
+        "not known, or half",
+        "wrong",
+        "too small",
+        "healthy called so",
+    ]
+    return table(names, lines)
 
 
-def doctor_policies() -> str:
-    """By policy: healthy ones, false alarms, faults within the stated power and in all."""
-    lines, sources = [], sorted({r["source"] for r in _confusions()}, key=lambda s: (s in _CHOSEN_ON, s))
-    for source in sources:
-        rows = [r for r in _confusions() if r["source"] == source]
-        healthy, faults = ([r for r in rows if r["kind"].startswith("healthy") is kind] for kind in (True, False))
-        trials, right, unknown = (sum(row) for row in zip(
-            *((r["trials"], r["right"], r["given"].get("unknown", 0)) for r in healthy), strict=True))  # fmt: skip
-        within = [r for r in faults if r["within"]]
-        counts = [f"{sum(r['right'] for r in part):,} of {sum(r['trials'] for r in part):,}"
-                  for part in (within, faults)]  # fmt: skip
-        told = f"{right} of {trials}" + (f" ({unknown} not known)" if unknown else "")
-        chosen = "chosen on" if source in _CHOSEN_ON else "held out"
-        lines.append([f"`{source.removeprefix('runs/')}`", chosen, told, str(trials - right - unknown), *counts])
-    return table(["policy", "thresholds", "healthy called so", "false alarms", "right, within power", "in all"], lines)
-
-
-def doctor_confusion() -> str:
-    """The confusion matrix of the held-out policies: what each kind of fault was called."""
-    kinds: dict[tuple[bool, str], list[Row]] = {}
-    for row in _confusions():
-        if row["source"] in _CHOSEN_ON:
-            continue
-        kinds.setdefault((not row["kind"].startswith("healthy"), row["kind"]), []).append(row)
-    lines, totals = [], {True: [0, 0], False: [0, 0]}
-    for (fault, kind), rows in sorted(kinds.items(), key=lambda item: item[0]):
-        named: dict[str, int] = {}
-        for row in rows:
-            for name, count in row["given"].items():
-                named[name] = named.get(name, 0) + count
-        within = [row for row in rows if row["within"]]
-        right, tried = (sum(row[name] for row in within) for name in ("right", "trials"))
-        totals[fault][0] += right
-        totals[fault][1] += tried
-        share = f"{right} of {tried}" if tried else "none"
-        right_names = " or ".join(f"`{name}`" for name in rows[0]["names"])
-        called = ", ".join(f"{name} {count}" for name, count in sorted(named.items(), key=lambda item: -item[1]))
-        lines.append([kind, right_names, share, called])
-    for fault, what in ((False, "all healthy"), (True, "all faults")):
-        right, tried = totals[fault]
-        lines.append([f"**{what}**", "", f"**{right} of {tried}, {right / max(tried, 1):.1%}**", ""])
-    return table(["put in", "right name", "right, within power", "called, in all trials"], lines)
+def doctor_held_out() -> str:
+    """The confusion matrix of the held-out families: what each mistake was called, healthy ones last."""
+    rows, lines = [row for row in _held_out() if row["held_out"]], []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        own, called = [row for row in rows if row["kind"] == kind], dict[str, int]()
+        for row in own:
+            name = " or ".join(row["named"]) or ("healthy" if row["verdict"] == "healthy noise" else "not known")
+            called[name] = called.get(name, 0) + 1
+        right = " or ".join(f"`{name}`" for name in own[0]["right"]) or "healthy"
+        told = ", ".join(f"{name} {count}" for name, count in sorted(called.items(), key=lambda item: -item[1]))
+        lines.append([kind, right, told, str(sum(row["outcome"] == "wrong" for row in own))])
+    return table(["put in", "right name", "called", "wrong"], lines)
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
@@ -767,8 +761,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "doctor.md": {
         "doctor_signatures": doctor_signatures,
         "doctor_usual": doctor_usual,
-        "doctor_confusion": doctor_confusion,
-        "doctor_policies": doctor_policies,
+        "doctor_families": doctor_families,
+        "doctor_held_out": doctor_held_out,
     },
     "emulated.md": {"switch_sizes": switch_sizes, "switches_on_vllm": switches_on_vllm},
     "substitution.md": {"causes": lambda: causes("cause"), "alone": lambda: causes("alone")},

@@ -47,7 +47,7 @@ ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts sha
     "demo_runs", "final_policy", "gpu", "gpu_sizes", "rl_step", "rl_step_vs_trl", "run_all", "tables", "trl_step",
     "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap", "emulated",
     "doctor_confusion", "doctor_faults", "substitution", "tune", "waltz", "soak", "soak_job", "soak_load",
-    "soak_report",
+    "soak_report", "doctor_strangers", "doctor_held_out",
 }  # fmt: skip
 
 
@@ -200,6 +200,17 @@ def test_the_peak_is_measured_by_both_libraries(tmp_path: Path) -> None:
     lines = run(tmp_path, "peak", *THREAD, "--dry").splitlines()
     values = {line.split(":")[1].split("  ")[0].strip() for line in lines}
     assert values == {"square", "step", "square onednn", "step onednn", "memory"}
+
+
+@pytest.mark.variants
+def test_the_doctor_is_tried_on_a_family_of_transformers(tmp_path: Path) -> None:
+    small = ("--families", "llama", "--formats", "fp32", "--prompts", "8", "--length", "16")
+    said = run(tmp_path, "doctor_held_out", *small)
+    rows = list(map(json.loads, (tmp_path / "doctor_held_out.jsonl").read_text().splitlines()))
+    assert {row["side"] for row in rows} == {"learner", "rollout"}
+    assert len({row["kind"] for row in rows}) > 40
+    assert all(row["outcome"] == "right" for row in rows if row["kind"] == "base-2 logarithm")
+    assert "healthy called healthy: " in said
 
 
 @pytest.mark.variants

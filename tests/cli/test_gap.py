@@ -252,7 +252,7 @@ def test_the_table_of_long_intervals_cuts_no_number_in_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     made = [json.loads(line) for line in (ROOT / "results" / "gap.jsonl").read_text().splitlines()][-9:]
     _show(command.GapResult(tmp_path, made))
-    out = capsys.readouterr().out
+    out, _, _ = capsys.readouterr().out.partition("page: ")  # a folder's name may be as long as it likes
     assert max(map(len, out.splitlines())) <= 80
     assert "…" not in out
     for row in made:

@@ -31,7 +31,7 @@ def script(name: str) -> ModuleType:
 
 
 make_tables, make_figures = script("make_tables"), script("make_figures")
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), ROOT / "results" / "README.md"]
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), ROOT / "results" / "README.md"]
 
 
 @pytest.fixture(scope="module")

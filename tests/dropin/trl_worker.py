@@ -49,15 +49,12 @@ trainer = GRPOTrainer(model, lambda completions, **_: [float(len(each)) for each
                       processing_class=tokenizer, rollout_func=given)  # fmt: skip
 record_logps(trainer, Path(sys.argv[1]) / "logps")
 watching = gate(trainer, every=1, on_fault="stop", sequences=16)
-if kind == "stop":  # a learner that leaves the temperature out
+if kind == "stop":  # a learner whose log-probs are three times what they should be
     scored = trainer._get_per_token_logps_and_entropies
 
     def hot(*args, **named):
-        args_temperature, trainer.temperature = trainer.temperature, 0.1
-        try:
-            return scored(*args, **named)
-        finally:
-            trainer.temperature = args_temperature
+        logps, *more = scored(*args, **named)
+        return (logps * 3.0, *more)
 
     trainer._get_per_token_logps_and_entropies = hot
 trainer.train()

@@ -161,7 +161,7 @@ def ranks_of(run: Path, cluster: Cluster) -> list[int]:
     return [found[rank] for rank in sorted(found)]
 
 
-@pytest.mark.parametrize("victim", ["rank", "worker", "node"])
+@pytest.mark.parametrize("victim", ["rank", "worker", "node", "launcher"])
 def test_a_loss_ends_in_one_line_and_the_run_goes_on(
     victim: str, cluster: Cluster, recipe: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -179,10 +179,13 @@ def test_a_loss_ends_in_one_line_and_the_run_goes_on(
         parent = int(Path(f"/proc/{ranks[1]}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(parent, signal.SIGKILL)
         least = r"node 127\.0\.0\.[23] is lost"
+    elif victim == "launcher":
+        process.kill()
+        least = ""
     else:
         cluster.kill(cluster.other)
         least = r"node 127\.0\.0\.3 is lost"
-    said = failed(process, since, least, run)
+    said = failed(process, since, least, run) if least else process.communicate()[0]
     assert "network: process 0 listens on every interface" in said
     assert sorted(re.findall(r"process \d on node (\S+)", said)) == [HEAD, OTHER]
     until(lambda: not any(map(alive, ranks)), seconds=PATIENCE_S)
@@ -235,3 +238,49 @@ def test_ctrl_c_and_what_a_cluster_does_not_have(cluster: Cluster, recipe: Path,
     assert "each with 1 CPU and 1 GPU, but 0 of" in refused(recipe, new, "--nodes", 2, "device=cuda")
     assert "rollout.prompts" in refused(recipe, new, "--nodes", 2, "nproc=4", "rollout.prompts=2")
     assert not list(tmp_path.glob(".*.seen")), "the mark by which nodes see the folder goes"
+
+
+def test_a_ray_of_its_own_and_a_head_that_is_not_there(recipe: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """``--local``: two processes on one machine, guarded by a token, and nothing of it is left."""
+    pytest.importorskip("ray", reason="needs the real Ray: make test-verl")
+    run = tmp_path / "run"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mantissa", "launch", str(recipe), f"run_dir={run}", "nproc=2", "--on", "ray"]
+    process = subprocess.Popen(
+        [*command, "--local", "--trust-network"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
+    family: dict[int, str] = {}
+
+    def at_step_2() -> bool:
+        family.update(descendants(process.pid))
+        return (run / "checkpoints" / "step-2").exists()
+
+    until(at_step_2, process, seconds=120)
+    (head,) = (pid for pid, name in family.items() if name == "gcs_server")
+    assert b"RAY_AUTH_MODE=token" in Path(f"/proc/{head}/environ").read_bytes().split(b"\0")
+    said = finished(process, run, undisturbed)
+    assert "network: a Ray of this launch's own listens on every interface" in said
+    assert "process 0-1 on node " in said
+    until(lambda: not any(map(alive, family)), seconds=60)
+
+    for address, words in (
+        (f"127.0.0.1:{free_port()}", "no Ray head answers at 127.0.0.1:"),
+        ("http://head:8265", "ray job submit --address http://head:8265 -- mantissa launch RECIPE --on ray"),
+        ("head", "expected the head's HOST:6379, or auto"),
+    ):
+        wrong = subprocess.run(
+            [*command, f"run_dir={tmp_path / 'new'}", "--address", address],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=False,
+            timeout=60,
+        )
+        assert wrong.returncode == 2
+        assert words in wrong.stderr
+        assert wrong.stderr.count("\n") == 1

@@ -124,19 +124,17 @@ def flowrl(folder: Path, rank: int, world: int) -> Seen:
         found = mine.train_batch(data, loss)
     moments = {name: mine.optimizer.state[p]["exp_avg"] for name, p in mine.step.parameters.items()}
     moments = {name: m.full_tensor() if hasattr(m, "full_tensor") else m for name, m in moments.items()}
-    native, reference = _native(folder, settings, ve.batch())
-    largest = max(float(m.abs().max()) for m in reference.values())
-    gap = {name: float((moments[name] - reference[name]).abs().max()) / largest for name in reference}
-    apart = sum(float((moments[name] - reference[name]).double().square().sum()) for name in reference) ** 0.5
-    length = sum(float(reference[name].double().square().sum()) for name in reference) ** 0.5
+    native, theirs = _native(folder, settings, ve.batch())
+    exact = _oracle(folder, settings, ve.batch())
     total = torch_mean(sum(found["loss"]))
     seen: Seen = {
         "loss": total,
         "native": native,
         "norm": found["metrics"]["grad_norm"],
-        "same names": sorted(moments) == sorted(reference),
-        "gap of gradients": apart / length,
-        "largest gap of gradients": max(gap.values()),
+        "same names": sorted(moments) == sorted(theirs) == sorted(exact),
+        "gap to native": _apart(moments, theirs),
+        "gap to float64": _apart(moments, exact),
+        "native's gap to float64": _apart(theirs, exact),
         "rates": [group["lr"] for group in mine.optimizer.param_groups],
     }
     for dtype in ("bf16", "fp16"):
@@ -213,14 +211,47 @@ def _native(folder: Path, settings: Seen, data: Any) -> tuple[Seen, dict[str, An
     return {"loss": loss, "norm": outcome.grad_norm}, copy.deepcopy(moments)
 
 
+def _apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """||one - other|| / ||other|| over all tensors."""
+    apart = sum(float((one[name].double() - other[name].double()).square().sum()) for name in other)
+    return (apart / sum(float(other[name].double().square().sum()) for name in other)) ** 0.5
+
+
+def _oracle(folder: Path, settings: Seen, data: Any) -> dict[str, Any]:
+    """Adam's first moments after FlowRL's step, everything in float64 through transformers' model, row by row."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from mantissa.algorithms.losses.flowrl import FlowRLConfig
+    from mantissa.base.seeds import generator
+    from mantissa.model import LogPartition
+
+    config = FlowRLConfig(**settings)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64, attn_implementation="eager")
+    head = LogPartition(64, 0.0).initialize(generator(42, "partition")).double()
+    total = torch.zeros((), dtype=torch.float64)
+    columns = ("input_ids", "prompts", "old_log_probs", "ref_log_prob", "rollout_is_weights", "advantages")
+    for ids, prompt, old, ref, weight, advantage in zip(*(data[name].unbind() for name in columns), strict=True):
+        hidden = model.model(input_ids=ids.unsqueeze(0)).last_hidden_state[0]
+        logp = torch.log_softmax(model.lm_head(hidden[len(prompt) - 1 : -1]), -1)
+        logp = logp.gather(1, ids[len(prompt) :].unsqueeze(1)).squeeze(1)
+        delta = head(hidden[: len(prompt)].mean(0, keepdim=True))[0] + (logp - ref.double()).mean()
+        delta = delta - config.beta * advantage[0].double()
+        ratio = (logp.detach() - old.double()).mean().exp().clamp(*config.bounds)
+        total = total + ratio * weight.double().mean() * delta.square() / len(data)
+    total.backward()
+    parameters = dict(model.named_parameters()) | {f"partition.{n}": p for n, p in head.named_parameters()}
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values()])
+    return {name: 0.1 * p.grad / norm.clamp(min=1) for name, p in parameters.items()}
+
+
 def fixed_point(folder: Path, rank: int, world: int) -> Seen:
     """Many steps on one batch: delta goes to 0 where the reference, tilted by the reward, is what the policy says."""
     import verl_engines as ve
 
     data, loss = ve.batch(rank, world), ve.loss_of("flowrl", **TOGETHER)
-    engine = ve.engine(
-        folder, "mantissa_fsdp2", lr=3e-3, param_dtype="fp32", flowrl={"beta": 1.0, "partition_dropout": 0.0}
-    )
+    settings = {"beta": 1.0, "partition_dropout": 0.0}
+    engine = ve.engine(folder, "mantissa_fsdp2", lr=3e-3, param_dtype="fp32", flowrl=settings)
     seen = []
     for _ in range(120):
         with engine.train_mode():
@@ -264,19 +295,21 @@ def refusals(folder: Path, rank: int, world: int) -> Seen:
 
 
 def overhead(folder: Path, rank: int, world: int) -> Seen:
-    """Seconds of a step by verl's engine and by ours in fp32, interleaved, on the same batch."""
+    """Seconds of a step by verl's engine and by ours in fp32, interleaved, on one batch; and whether they agree."""
     import verl_engines as ve
 
     data, loss = ve.batch(groups=8), ve.loss_of()
     engines = {name: ve.engine(folder, name, param_dtype="fp32") for name in ("fsdp2", "mantissa_fsdp2")}
-    taken: dict[str, list[float]] = {name: [] for name in engines}
+    taken: Seen = {name: [] for name in engines}
     for turn in range(60):
         for name in sorted(engines, reverse=bool(turn % 2)):
             with engines[name].train_mode():
                 begun = time.perf_counter()
                 engines[name].train_batch(data, loss)
                 taken[name].append(time.perf_counter() - begun)
-    return {name: sorted(values[10:]) for name, values in taken.items()}
+        if turn == 2:
+            taken["same bits"] = _equal(*engines.values())
+    return taken
 
 
 SCENARIOS = {each.__name__: each for each in (spikes, flowrl, fixed_point, refusals, overhead)}

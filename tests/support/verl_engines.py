@@ -48,15 +48,14 @@ def engine(folder: Path, strategy: str, lr: float = 1e-3, clip: float = 1.0, **m
     )
     object.__setattr__(section, "strategy", strategy)  # as verl's actor section does
     optimizer = FSDPOptimizerConfig(lr=lr, clip_grad=clip, total_training_steps=100, weight_decay=0.01)
+    contents = ["model", "optimizer", "extra"]
     made = EngineRegistry.new(
         model_type="language_model",
         backend=strategy,
         model_config=model,
         engine_config=section,
         optimizer_config=optimizer,
-        checkpoint_config=CheckpointConfig(
-            save_contents=["model", "optimizer", "extra"], load_contents=["model", "optimizer", "extra"]
-        ),
+        checkpoint_config=CheckpointConfig(save_contents=contents, load_contents=contents),
     )
     made.initialize()
     return made
@@ -78,7 +77,7 @@ def loss_of(mode: str = "vanilla", agg: str = "token-mean", **settings: Any) -> 
 
 
 def batch(rank: int = 0, world: int = 1, groups: int = 4, samples: int = 4, seed: int = 0) -> Any:
-    """This rank's rows of a batch drawn from ``seed``: ragged prompts and responses, as verl's trainer hands them over."""
+    """This rank's rows of a batch drawn from ``seed``: ragged, as verl's trainer hands it over."""
     draw = torch.Generator().manual_seed(seed)
 
     def ids(low: int, high: int) -> torch.Tensor:
@@ -111,13 +110,13 @@ def batch(rank: int = 0, world: int = 1, groups: int = 4, samples: int = 4, seed
     nested = {
         name: torch.nested.as_nested_tensor(column[rows], layout=torch.jagged) for name, column in columns.items()
     }
-    settings = dict(
-        temperature=1.0,
-        calculate_entropy=False,
-        global_batch_size=len(prompts),
-        use_dynamic_bsz=False,
-        use_remove_padding=False,
-        micro_batch_size_per_gpu=len(prompts) // world // 2,
-        use_fused_kernels=False,
-    )
+    settings = {
+        "temperature": 1.0,
+        "calculate_entropy": False,
+        "global_batch_size": len(prompts),
+        "use_dynamic_bsz": False,
+        "use_remove_padding": False,
+        "micro_batch_size_per_gpu": len(prompts) // world // 2,
+        "use_fused_kernels": False,
+    }
     return tu.get_tensordict(nested, settings)

@@ -18,8 +18,10 @@ def test_a_step_is_the_native_learner_s(tmp_path: Path, ranks: int) -> None:
     assert seen["loss"] == pytest.approx(seen["native"]["loss"], rel=1e-6)
     assert seen["norm"] == pytest.approx(seen["native"]["norm"], rel=1e-6)
     assert seen["same names"]
-    assert seen["gap of gradients"] < 1e-6
-    assert seen["largest gap of gradients"] < 1e-5
+    # gradients: no farther from float64's than the native learner's are, and the two as near to each other as that
+    assert seen["gap to float64"] < 1.5 * seen["native's gap to float64"]
+    assert seen["native's gap to float64"] < 5e-6
+    assert seen["gap to native"] < 5e-6
     assert seen["rates"] == [1e-3, 3e-3], "the head has a rate of its own"
     for dtype in ("bf16", "fp16"):
         assert seen[dtype]["changed"] == seen[dtype]["of"]

@@ -68,7 +68,8 @@ class Gate:
         """Look at one batch: B prompts' token ids, and B,R tables of response ids, mask (1 where the policy sampled),
         both sides' log-probs in nats. None where the gate is not due, or has gathered too few.
 
-        Rows of one prompt are a group. ``rollout_version``: of the weights that sampled, where it is known.
+        Rows of one prompt are a group; without prompts (empty lists) there is none. ``rollout_version``: of the weights
+        that sampled, where it is known.
         """
         if not self.due(step):
             return None
@@ -120,7 +121,8 @@ def _rows(
         if length:
             whole = np.array([*prompt, *tokens[:length]], dtype=np.int64)
             sides = [np.where(np.isfinite(side[:length]), side[:length], np.nan) for side in (a, b)]
-            group = step * 1_000_000 + numbers[tuple(map(int, prompt))]  # another step has other weights
+            place = numbers[tuple(map(int, prompt))]
+            group = step * 1_000_000 + place if len(prompt) else None  # another step has other weights
             found.append(Scored(whole, len(prompt), sides[0], sides[1], row[:length], version, group=group))
     return found
 

@@ -114,7 +114,8 @@ def units(e: Evidence, tests: int) -> Finding:
                     key=lambda pair: pair[1])  # fmt: skip
     share, hits = float(near_N.mean()), int(near_N.sum())
     p = float(bdtrc(hits - 1, len(near_N), 0.5)) if share > 0.8 and off < 0.02 else 1.0
-    said = f"the learner's log-probs are {c:.4f} times the rollout's at {share:.0%} of tokens, as {name} does"
+    said = f"the learner's log-probs are {c:.4f} times the rollout's at {share:.0%} of tokens"
+    said += f", as with {name} on one side" if off < 0.02 else ""
     return Finding("units", True, p, abs(c - 1), "times", 0.05, said, rest=t.y / c - t.x)
 
 

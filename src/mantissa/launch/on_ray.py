@@ -90,17 +90,17 @@ def planned(
     elif recipe is None:
         raise MantissaError("expected a recipe, such as recipes/demo.yaml, or --resume RUN")
     else:
-        config = load_recipe(recipe, overrides)
+        config = load_recipe(recipe, overrides, nproc=nodes)
         run_dir = Path(config.run_dir or default_path(config.name)).absolute()
-    world = config.nproc if config.nproc > 1 else nodes
+    world = config.nproc
     if world % nodes:
-        raise MantissaError(f"nproc={world} processes cannot be shared by --nodes {nodes}: expected a multiple of it")
+        raise MantissaError(f"nproc={world}: --nodes {nodes} cannot share them evenly; set nproc to a multiple of it")
     about: dict[str, Any] = {"nodes": nodes, "processes": world // nodes, "device": config.device, "run_dir": run_dir}
     if resume is not None:
         seen = run_dir / "config.yaml"
         yield Plan(("train", "--resume", str(run_dir), *given), {}, (seen, seen.read_text()), **about)
         return
-    values = {**config.model_dump(mode="json"), "run_dir": str(run_dir), "nproc": world}
+    values = {**config.model_dump(mode="json"), "run_dir": str(run_dir)}
     files = {"recipe.yaml": yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}
     seen, mark = run_dir.parent / f".{run_dir.name}-{secrets.token_hex(4)}.seen", secrets.token_hex(16)
     plan = Plan(("train", "{folder}/recipe.yaml"), files, (seen, mark), **about)
@@ -381,8 +381,8 @@ class _Watch:
         for index in self.ended.values():
             self.nodes.actors[index].stop.remote()
         self._until(time.monotonic() + _LAST_WORDS_S)
-        only_lost = {failure.exitcode for failure in self.outcome.failures.values()} <= {_LOST, -15}
-        if only_lost:  # whose connection was lost: a node that is gone answers to nothing
+        codes = {failure.exitcode for failure in self.outcome.failures.values()}
+        if codes and codes <= {_LOST, -15}:  # whose connection was lost: a node that is gone answers to nothing
             self._until(time.monotonic() + PATIENCE_S)
         for index in self.answered.keys() - self.outcome.lost.keys() - set(self.ended.values()):
             self._show_rest(index)

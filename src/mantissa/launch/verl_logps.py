@@ -1,63 +1,127 @@
-"""Log-probs of both sides out of verl's trainer, for ``mantissa doctor``: verl's own rollout dump holds none.
+"""Log-probs of both sides out of verl's trainer: written for ``mantissa doctor``, or looked at while the job runs.
 
-    VERL_USE_EXTERNAL_MODULES=mantissa.launch.verl_logps MANTISSA_LOGPS=/shared/logps python -m verl.trainer.main_ppo
+    export VERL_USE_EXTERNAL_MODULES=mantissa.launch.verl_logps
+    MANTISSA_LOGPS=/shared/logps python -m verl.trainer.main_ppo ...     # then: mantissa doctor /shared/logps
+    MANTISSA_GATE=stop python -m verl.trainer.main_ppo ...               # or warn, or stop:10: every 10 steps, not 25
 
-verl imports the module in each of its processes; in the one that trains, what verl hands to its own comparison of both
-sides (``calculate_debug_metrics``, called where ``actor_rollout_ref.rollout.calculate_log_probs`` is on, and not in
-bypass mode) is also written to the folder, in the plain schema. Nothing else is changed; ``mantissa doctor FOLDER``
-reads it. What verl's newer trainer (``ppo.v1``) compares comes without prompts and temperature, so neither is written.
+verl imports the module in each of its processes; in the one that trains, it looks at what verl hands to its own
+comparison of both sides (``calculate_debug_metrics``, called where ``actor_rollout_ref.rollout.calculate_log_probs`` is
+on, and not in bypass mode). Nothing else is changed. What verl's newer trainer (``ppo.v1``) compares comes without
+prompts and temperature, so neither is known. The gate adds ``mantissa/gate_fault`` (0 or 1) to verl's metrics at the
+steps that it diagnoses; verl syncs the weights after each step, so the first batches are looked at in any case.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mantissa.base.errors import MantissaError
+from mantissa.doctor.diagnosis import Verdict
+from mantissa.doctor.gate import Gate
 from mantissa.doctor.record import write_batch
 
-FOLDER = "MANTISSA_LOGPS"
+FOLDER, GATE = "MANTISSA_LOGPS", "MANTISSA_GATE"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What verl compares: B prompts' token ids, B,R tensors, and the temperature where verl says it."""
+
+    prompts: list[list[int]]
+    responses: Any
+    mask: Any
+    rollout: Any
+    learner: Any
+    temperature: float | None
 
 
 def record(folder: Path | str) -> None:
-    """From here on in this process, write each batch that verl compares into ``folder``.
+    """From here on in this process, write each batch that verl compares into ``folder``, in the plain schema."""
+    folder, batches = Path(folder), [0]
+
+    def write(found: Compared) -> dict[str, float]:
+        batches[0] += 1
+        path = folder / f"batch-{batches[0]}-{os.getpid()}.jsonl"
+        settings = {"framework": "verl", "temperature": found.temperature}
+        write_batch(path, found.prompts, found.responses, found.mask, found.rollout, found.learner, settings)
+        return {}
+
+    _watch(write)
+
+
+def gate(asked: str) -> Gate:
+    """From here on in this process, diagnose batches as they are compared. ``asked``: ``stop`` or ``warn``, with
+    ``:N`` for every how many steps. With ``stop`` a fault ends the job: ``MantissaError`` names it and what helps."""
+    on_fault, _, every = asked.partition(":")
+    if on_fault not in ("stop", "warn") or not (every or "25").isdecimal() or int(every or "25") < 1:
+        raise MantissaError(f"{GATE}={asked!r}: expected stop or warn, or one with a number of steps, such as stop:10")
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, file=sys.stderr, flush=True)
+
+    made = Gate(int(every or "25"), "stop" if on_fault == "stop" else "warn", framework="verl", say=say)
+    step = [0]
+
+    def look(found: Compared) -> dict[str, float]:
+        step[0] += 1
+        tables = found.responses, found.mask, found.rollout, found.learner
+        diagnosis = made.check(step[0], found.prompts, *tables, temperature=found.temperature)
+        if made.stop:
+            raise MantissaError(f"{lines[-1]}; {GATE}=warn goes on in spite of it")
+        return (
+            {}
+            if diagnosis is None
+            else {"mantissa/gate_fault": float(diagnosis.verdict in (Verdict.FAULT, Verdict.LARGE))}
+        )
+
+    _watch(look)
+    return made
+
+
+def _watch(look: Callable[[Compared], dict[str, float]]) -> None:
+    """Have ``look`` see each batch that verl compares; its metrics join verl's.
 
     Where a trainer's module has taken verl's function by name already, it is replaced there too.
     """
-    import sys
-
     from verl.utils.debug import metrics
 
     original = metrics.calculate_debug_metrics
-    folder, batches = Path(folder), [0]
 
     @functools.wraps(original)
-    def recorded(data: Any) -> Any:
-        batch = data.batch
-        missing = [name for name in ("responses", "rollout_log_probs", "old_log_probs") if name not in batch]
-        if missing:
-            raise MantissaError(f"record: verl's batch has no {missing[0]}; expected a verl from 0.8 to 0.9")
-        responses = batch["responses"]
-        mask = batch["response_mask"] if "response_mask" in batch else batch["attention_mask"][:, -responses.size(1) :]
-        prompts: list[list[int]] = [[] for _ in responses]
-        if "prompts" in batch and "attention_mask" in batch:
-            width = batch["prompts"].size(1)
-            real = batch["attention_mask"][:, :width].bool()
-            prompts = [row[kept].tolist() for row, kept in zip(batch["prompts"], real, strict=True)]
-        batches[0] += 1
-        path = folder / f"batch-{batches[0]}-{os.getpid()}.jsonl"
-        sides = batch["rollout_log_probs"], batch["old_log_probs"]
-        settings = {"framework": "verl", "temperature": data.meta_info.get("temperature")}
-        write_batch(path, prompts, responses, mask, *sides, settings)
-        return original(data)
+    def watched(data: Any) -> Any:
+        return original(data) | look(_compared(data))
 
-    metrics.calculate_debug_metrics = recorded
+    metrics.calculate_debug_metrics = watched
     for name, module in list(sys.modules.items()):
         if name.startswith("verl.") and getattr(module, "calculate_debug_metrics", None) is original:
-            module.calculate_debug_metrics = recorded  # type: ignore[attr-defined]
+            module.calculate_debug_metrics = watched  # type: ignore[attr-defined]
+
+
+def _compared(data: Any) -> Compared:
+    batch = data.batch
+    missing = [name for name in ("responses", "rollout_log_probs", "old_log_probs") if name not in batch]
+    if missing:
+        raise MantissaError(f"verl's batch has no {missing[0]}; expected a verl from 0.8 to 0.9")
+    responses = batch["responses"]
+    mask = batch["response_mask"] if "response_mask" in batch else batch["attention_mask"][:, -responses.size(1) :]
+    prompts: list[list[int]] = [[] for _ in responses]
+    if "prompts" in batch and "attention_mask" in batch:
+        width = batch["prompts"].size(1)
+        real = batch["attention_mask"][:, :width].bool()
+        prompts = [row[kept].tolist() for row, kept in zip(batch["prompts"], real, strict=True)]
+    sides = batch["rollout_log_probs"], batch["old_log_probs"]
+    return Compared(prompts, responses, mask, *sides, data.meta_info.get("temperature"))
 
 
 if os.environ.get(FOLDER):
     record(os.environ[FOLDER])
+if os.environ.get(GATE):
+    gate(os.environ[GATE])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +53,40 @@ def test_what_verl_compares_is_recorded(tmp_path: Path) -> None:
     assert classic.sequences[3].tokens[:2].tolist() == [4, 5]
     assert len({each.group for each in classic.sequences}) == 20
     assert {each.group for each in newer.sequences} == {None}
+
+
+GATED = """
+import torch, verl
+from verl import DataProto
+from verl.trainer.ppo.v1 import trainer_base
+draw = torch.Generator().manual_seed(0)
+for step in range(3):
+    rollout = -3 * torch.rand(64, 12, generator=draw).double() - 0.01
+    noise = 1e-3 * torch.randn(64, 12, generator=draw)
+    learner = (rollout if step < 2 else rollout.roll(1, 1)) + noise
+    both = {"responses": torch.arange(768).view(64, 12), "response_mask": torch.ones(64, 12).long(),
+        "rollout_log_probs": rollout, "old_log_probs": learner}
+    print("step", step, trainer_base.calculate_debug_metrics(DataProto.from_dict(both)).get("mantissa/gate_fault"))
+"""
+
+
+@pytest.mark.parametrize(("asked", "faults", "ends"), [("stop:1", ["0.0", "0.0"], True),
+                                                       ("warn:1", ["0.0", "0.0", "1.0"], False)])  # fmt: skip
+def test_a_gate_stops_or_warns_at_shifted_log_probs(asked: str, faults: list[str], ends: bool) -> None:
+    pytest.importorskip("verl")
+    environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "mantissa.launch.verl_logps", "MANTISSA_GATE": asked}
+    done = subprocess.run([sys.executable, "-c", GATED], env=environment, capture_output=True, text=True, timeout=300,
+                          check=False)  # fmt: skip
+    assert re.findall(r"^step \d (\S+)$", done.stdout, re.M) == faults, done.stderr[-2000:]
+    assert (done.returncode != 0) == ends
+    assert "the two sides are shifted against each other" in done.stderr
+    assert ("MantissaError" in done.stderr) == ends
+
+
+def test_what_is_no_wish_for_a_gate_is_refused() -> None:
+    from mantissa.base.errors import MantissaError
+    from mantissa.launch.verl_logps import gate
+
+    for asked in ("halt", "stop:0", "stop:x", "warn:-1"):
+        with pytest.raises(MantissaError, match="expected stop or warn"):
+            gate(asked)
