@@ -191,6 +191,8 @@ def test_a_standalone_server_is_given_formats_and_plan_with_the_weights(tmp_path
         "trainer.v1.trainer_mode=separate_async",
         f"{separate}.parameter_sync_step=1",
         f"{separate}.num_warmup_batches=0",
+        # else verl's worker keeps old weights, which it can of its own engines alone
+        "algorithm.rollout_correction.bypass_mode=True",
         "actor_rollout_ref.hybrid_engine=False",
         f"{ROLLOUT}.nnodes=1",
         f"{ROLLOUT}.n_gpus_per_node=1",
@@ -199,9 +201,10 @@ def test_a_standalone_server_is_given_formats_and_plan_with_the_weights(tmp_path
         "++ray_kwargs.ray_init.num_gpus=2",
         environment={"VERL_LOGGING_LEVEL": "WARNING"},  # its line about this mode passes logging an unknown argument
     )
-    for row in job.metrics.values():
-        assert row["actor/mantissa/logprobs_compared"] > 0
-        assert row["training/rollout_probs_diff_max"] == 0
+    assert sorted(job.metrics) == [1, 2]
+    first = job.metrics[1]  # a later batch may be of older weights than those that learn
+    assert first["actor/mantissa/logprobs_compared"] > 0
+    assert first["actor/mantissa/logprobs_unlike_rollout"] == 0
 
 
 def test_flowrl_in_fp16_on_two_ranks(tmp_path: Path) -> None:
