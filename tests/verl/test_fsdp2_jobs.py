@@ -27,13 +27,15 @@ def test_fp16_loses_no_batch_and_goes_on_at_its_scale_after_a_resume(tmp_path: P
     assert second.metrics[2]["actor/mantissa/lost_so_far"] == 0
 
 
-def test_flowrl_trains_in_fp16_on_two_ranks(tmp_path: Path) -> None:
-    """FlowRL as it was first asked for: learner, reference and rollout each with a format, growth after 400 steps."""
+@pytest.mark.parametrize(("learner", "ranks"), [("fp16", 2), ("bf16", 1)])
+def test_flowrl_trains_with_a_format_for_each_role(tmp_path: Path, learner: str, ranks: int) -> None:
+    """As it was first asked for: fp16 throughout, growth after 400 steps; and bf16 that samples in fp16."""
     free = f"+{ACTOR}.fsdp_config.mixed_precision"
+    scaling = [f"{free}.loss_scaling={{growth_interval:400}}"] if learner == "fp16" else []
     job = run_job(
         tmp_path,
         OURS,
-        FP16,
+        f"{ACTOR}.fsdp_config.mixed_precision.param_dtype={learner}",
         f"{REF}.fsdp_config.model_dtype=fp16",
         f"{REF}.fsdp_config.mixed_precision.param_dtype=fp16",
         f"{ROLLOUT}.dtype=float16",
@@ -42,9 +44,9 @@ def test_flowrl_trains_in_fp16_on_two_ranks(tmp_path: Path) -> None:
         f"{ACTOR}.use_kl_loss=True",
         f"{ACTOR}.kl_loss_coef=0.0",
         f"{free}.flowrl={{partition_lr:3e-3}}",
-        f"{free}.loss_scaling={{growth_interval:400}}",
+        *scaling,
         "algorithm.rollout_correction.rollout_is=token",
-        ranks=2,
+        ranks=ranks,
     )
     for step in (1, 2):
         row = job.metrics[step]
