@@ -20,9 +20,10 @@ import pytest
 import yaml
 
 from killable import Server
-from mantissa.rl import resume
+from mantissa.precision import cpu
+from mantissa.rl import resume, start
 from mantissa.runs.directory import RunDirectory
-from small_run import QUICK, configure, contents
+from small_run import QUICK, configure, contents, rows_of, stopped
 
 Moment = Callable[[Path], bool]
 
@@ -251,3 +252,17 @@ def test_one_writer_at_a_time_and_ctrl_c_says_how_to_go_on(
     done = RunDirectory.open(run)
     assert done.checkpoint_steps()[-1] >= 1
     assert len(done.read_metrics()) >= 2
+
+
+def test_a_resume_keeps_the_bf16_that_the_run_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measurement that comes out otherwise the second time changes no bit."""
+    quick = (*QUICK, "precision=bf16", "evaluation=null", "checkpoint.every=1", "trackers=[]")
+    for own in (True, False):
+        monkeypatch.setattr(cpu, "bf16_products", lambda own=own: cpu.CpuProducts(0.5 if own else 1.0))
+        start(configure(*quick, f"run_dir={tmp_path / str(own)}"))
+        half = stopped(tmp_path / str(own), 1, tmp_path / f"{own}-half")
+        monkeypatch.setattr(cpu, "bf16_products", lambda own=own: cpu.CpuProducts(1.0 if own else 0.5))
+        resume(half)
+        assert rows_of(half) == rows_of(tmp_path / str(own))
+        kernels = {row["role"]: row["kernels"] for row in RunDirectory.open(half).environment["precision"]}
+        assert kernels["learner"] == ("native" if own else "simulated")

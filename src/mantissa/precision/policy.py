@@ -385,14 +385,17 @@ class ResolvedPrecision:
         ]
 
 
-def resolve(policy: PrecisionPolicy, device: torch.device | str, *, reference: bool = False) -> ResolvedPrecision:
+def resolve(
+    policy: PrecisionPolicy, device: torch.device | str, *, reference: bool = False, own_bf16: bool | None = None
+) -> ResolvedPrecision:
     """Decide what each role will really use on ``device``. Raises ``MantissaError`` where the answer would differ.
 
     ``reference``: whether there will be a reference policy; a ``policy`` that names its format says so too.
+    ``own_bf16``: whether a CPU multiplies bf16 itself; None: measured here (``cpu.py``).
     """
     device = _existing(device)
-    learner = _resolve_role("learner", policy.train, policy, device)
-    rollout = _resolve_role("rollout", policy.rollout, policy, device)
+    learner = _resolve_role("learner", policy.train, policy, device, own_bf16)
+    rollout = _resolve_role("rollout", policy.rollout, policy, device, own_bf16)
     if policy.kernels == "exact" and (learner.active, learner.fp8) != (rollout.active, rollout.fp8):
         raise AssertionError("one request resolved to two formats")  # a fallback applies to both or to neither
     why = "weights and Adam moments: one step at lr 1e-6 is below half a bf16 or fp16 ulp"
@@ -402,17 +405,19 @@ def resolve(policy: PrecisionPolicy, device: torch.device | str, *, reference: b
     else:
         why = f"asked for: logits are rounded to {policy.logits} on both sides before the fp32 log-softmax"
     logits = ResolvedRole("logits", policy.logits, format_named(policy.logits), rollout.backend, why)
-    frozen = _resolve_reference(policy, learner, device) if reference or policy.reference else None
+    frozen = _resolve_reference(policy, learner, device, own_bf16) if reference or policy.reference else None
     cache = _resolve_kv_cache(policy, rollout)
     return ResolvedPrecision(policy, str(device), learner, rollout, master, logits, cache, frozen)
 
 
-def _resolve_reference(policy: PrecisionPolicy, learner: ResolvedRole, device: torch.device) -> ResolvedRole:
+def _resolve_reference(
+    policy: PrecisionPolicy, learner: ResolvedRole, device: torch.device, own_bf16: bool | None
+) -> ResolvedRole:
     """The reference's role; where no format was asked for, the learner's own, fallback included."""
     if policy.reference is None:
         why = "as the learner: equal weights give equal log-probs, to the last bit"
         return dataclasses.replace(learner, role="reference", requested="as learner", reason=why)
-    role = _resolve_role("reference", policy.reference, policy, device)
+    role = _resolve_role("reference", policy.reference, policy, device, own_bf16)
     if (role.active, role.backend, role.fp8) == (learner.active, learner.backend, learner.fp8):
         return role
     why = f"asked for: beside a {learner.name} learner its log-probs differ by rounding, from the first step"
@@ -469,8 +474,10 @@ def _resolve_kv_cache(policy: PrecisionPolicy, rollout: ResolvedRole) -> Resolve
     return ResolvedRole("kv_cache", policy.kv_cache, fmt, rollout.backend, why)
 
 
-def _resolve_role(role: str, requested: str, policy: PrecisionPolicy, device: torch.device) -> ResolvedRole:
-    resolved = _resolve_base(role, requested, policy, device)
+def _resolve_role(
+    role: str, requested: str, policy: PrecisionPolicy, device: torch.device, own_bf16: bool | None
+) -> ResolvedRole:
+    resolved = _resolve_base(role, requested, policy, device, own_bf16)
     if policy.kernels == "fast":
         return resolved
     exact_on_cpu = resolved.backend == "simulated" or resolved.active is FP32  # fp32 is never simulated
@@ -487,7 +494,9 @@ def _resolve_role(role: str, requested: str, policy: PrecisionPolicy, device: to
     return dataclasses.replace(resolved, exact=True)
 
 
-def _resolve_base(role: str, requested: str, policy: PrecisionPolicy, device: torch.device) -> ResolvedRole:
+def _resolve_base(
+    role: str, requested: str, policy: PrecisionPolicy, device: torch.device, own_bf16: bool | None
+) -> ResolvedRole:
     if requested == "fp8":
         return _resolve_fp8(role, policy, device)
     if requested in SCHEMES:
@@ -519,7 +528,8 @@ def _resolve_base(role: str, requested: str, policy: PrecisionPolicy, device: to
     if policy.backend == "native":
         why = "asked for: the CPU's own half kernels, whose speed and sum order vary by CPU"
         return ResolvedRole(role, requested, fmt, "native", why)
-    if fmt is BF16 and policy.backend == "auto" and policy.kernels == "fast" and cpu.bf16_products().own:
+    free = fmt is BF16 and policy.backend == "auto" and policy.kernels == "fast"
+    if free and (cpu.bf16_products().own if own_bf16 is None else own_bf16):
         why = "this CPU multiplies bf16 itself, faster than fp32; fp32 sums, each result rounded once"
         return ResolvedRole(role, requested, fmt, "native", why)
     why = f"a CPU: values on the {fmt.name} grid in fp32, each result and gradient rounded, fp32 accumulation"
