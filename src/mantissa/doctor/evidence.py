@@ -145,10 +145,12 @@ Test = Callable[[Evidence, int], Finding]
 
 
 def untested(name: str, said: str) -> Finding:
+    """The finding of a signature that could not be looked for; ``said``: why."""
     return Finding(name, False, 1.0, 0.0, "", None, said, tested=False)
 
 
 def few(name: str, units: int) -> Finding:
+    """Where there are too few sequences."""
     return untested(name, f"{units} sequences are too few to tell; {FEWEST} at least")
 
 

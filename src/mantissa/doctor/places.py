@@ -45,6 +45,7 @@ def edge(name: str, place: str) -> Test:
 
 
 def end_token(e: Evidence, tests: int) -> Finding:
+    """The last token alone: not scored on one side, or otherwise."""
     scored = unscored(e, tests, "end_token")
     return scored if scored.p == 0.0 else edge("end_token", "last")(e, tests)
 

@@ -15,28 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.gate import Gate
-from mantissa.doctor.record import write_batch
+from mantissa.doctor.record import ScoredBatch, write_batch
 
 _LATER = (MantissaError, OSError, ValueError, TypeError, KeyError, IndexError, RuntimeError, AttributeError)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What TRL scored: ``prompts`` as token ids, B,R tensors, and what every row of it shares."""
-
-    prompts: list[list[int]]
-    responses: Any
-    mask: Any
-    rollout: Any
-    learner: Any
-    settings: Mapping[str, Any]
 
 
 def record_logps(trainer: Any, folder: Path | str) -> None:
@@ -46,11 +33,10 @@ def record_logps(trainer: Any, folder: Path | str) -> None:
     """
     folder, batches = Path(folder), [0]
 
-    def write(batch: Batch) -> None:
+    def write(batch: ScoredBatch) -> None:
         batches[0] += 1
         name = f"step-{trainer.state.global_step}-{batches[0]}-rank-{trainer.accelerator.process_index}.jsonl"
-        sides = batch.rollout, batch.learner
-        write_batch(folder / name, batch.prompts, batch.responses, batch.mask, *sides, batch.settings)
+        write_batch(folder / name, batch)
 
     _watch(trainer, write, lambda: True)
 
@@ -72,7 +58,7 @@ def gate(trainer: Any, *, every: int = 25, on_fault: Literal["warn", "stop"] = "
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             control.should_training_stop = control.should_training_stop or made.stop
 
-    def look(batch: Batch) -> None:
+    def look(batch: ScoredBatch) -> None:
         named = {name: batch.settings.get(name) for name in ("temperature", "rollout_format", "learner_format")}
         tables = batch.responses, batch.mask, batch.rollout, batch.learner
         made.check(trainer.state.global_step, batch.prompts, *tables, **named)
@@ -82,7 +68,7 @@ def gate(trainer: Any, *, every: int = 25, on_fault: Literal["warn", "stop"] = "
     return made
 
 
-def _watch(trainer: Any, take: Callable[[Batch], None], wanted: Callable[[], bool]) -> None:
+def _watch(trainer: Any, take: Callable[[ScoredBatch], None], wanted: Callable[[], bool]) -> None:
     """Call ``take`` with each batch that ``trainer`` scores, where it is ``wanted``; what goes wrong is one warning."""
     original, said = trainer._generate_and_score_completions, [False]
 
@@ -104,7 +90,7 @@ def _watch(trainer: Any, take: Callable[[Batch], None], wanted: Callable[[], boo
     trainer._generate_and_score_completions = watched
 
 
-def _batch(trainer: Any, output: Any, sampled: _Sampled) -> Batch:
+def _batch(trainer: Any, output: Any, sampled: _Sampled) -> ScoredBatch:
     ids = output["completion_ids"]
     rollout = output.get("sampling_per_token_logps")
     rollout = sampled.table(ids) if rollout is None else rollout
@@ -120,7 +106,7 @@ def _batch(trainer: Any, output: Any, sampled: _Sampled) -> Batch:
     settings: dict[str, Any] = {"framework": "trl", **_formats(trainer)}
     settings |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k or 0}
     mask = output["completion_mask"] * output.get("tool_mask", 1)
-    return Batch([row[real.bool()].tolist() for row, real in rows], ids, mask, rollout, learner, settings)
+    return ScoredBatch([row[real.bool()].tolist() for row, real in rows], ids, mask, rollout, learner, settings)
 
 
 def _formats(trainer: Any) -> dict[str, str]:

@@ -17,39 +17,24 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.diagnosis import Verdict
 from mantissa.doctor.gate import Gate
-from mantissa.doctor.record import write_batch
+from mantissa.doctor.record import ScoredBatch, write_batch
 
 FOLDER, GATE = "MANTISSA_LOGPS", "MANTISSA_GATE"
-
-
-@dataclass(frozen=True)
-class Compared:
-    """What verl compares: B prompts' token ids, B,R tensors, and the temperature where verl says it."""
-
-    prompts: list[list[int]]
-    responses: Any
-    mask: Any
-    rollout: Any
-    learner: Any
-    temperature: float | None
 
 
 def record(folder: Path | str) -> None:
     """From here on in this process, write each batch that verl compares into ``folder``, in the plain schema."""
     folder, batches = Path(folder), [0]
 
-    def write(found: Compared) -> dict[str, float]:
+    def write(found: ScoredBatch) -> dict[str, float]:
         batches[0] += 1
-        path = folder / f"batch-{batches[0]}-{os.getpid()}.jsonl"
-        settings = {"framework": "verl", "temperature": found.temperature}
-        write_batch(path, found.prompts, found.responses, found.mask, found.rollout, found.learner, settings)
+        write_batch(folder / f"batch-{batches[0]}-{os.getpid()}.jsonl", found)
         return {}
 
     _watch(write)
@@ -70,10 +55,10 @@ def gate(asked: str) -> Gate:
     made = Gate(int(every or "25"), "stop" if on_fault == "stop" else "warn", framework="verl", say=say)
     step = [0]
 
-    def look(found: Compared) -> dict[str, float]:
+    def look(found: ScoredBatch) -> dict[str, float]:
         step[0] += 1
         tables = found.responses, found.mask, found.rollout, found.learner
-        diagnosis = made.check(step[0], found.prompts, *tables, temperature=found.temperature)
+        diagnosis = made.check(step[0], found.prompts, *tables, temperature=found.settings["temperature"])
         if made.stop:
             raise MantissaError(f"{lines[-1]}; {GATE}=warn goes on in spite of it")
         return (
@@ -86,7 +71,7 @@ def gate(asked: str) -> Gate:
     return made
 
 
-def _watch(look: Callable[[Compared], dict[str, float]]) -> None:
+def _watch(look: Callable[[ScoredBatch], dict[str, float]]) -> None:
     """Have ``look`` see each batch that verl compares; its metrics join verl's.
 
     Where a trainer's module has taken verl's function by name already, it is replaced there too.
@@ -105,7 +90,7 @@ def _watch(look: Callable[[Compared], dict[str, float]]) -> None:
             module.calculate_debug_metrics = watched  # type: ignore[attr-defined]
 
 
-def _compared(data: Any) -> Compared:
+def _compared(data: Any) -> ScoredBatch:
     batch = data.batch
     missing = [name for name in ("responses", "rollout_log_probs", "old_log_probs") if name not in batch]
     if missing:
@@ -118,7 +103,8 @@ def _compared(data: Any) -> Compared:
         real = batch["attention_mask"][:, :width].bool()
         prompts = [row[kept].tolist() for row, kept in zip(batch["prompts"], real, strict=True)]
     sides = batch["rollout_log_probs"], batch["old_log_probs"]
-    return Compared(prompts, responses, mask, *sides, data.meta_info.get("temperature"))
+    settings = {"framework": "verl", "temperature": data.meta_info.get("temperature")}
+    return ScoredBatch(prompts, responses, mask, *sides, settings)
 
 
 if os.environ.get(FOLDER):
