@@ -107,7 +107,7 @@ TRL_VENV := .venv-trl
 $(TRL_VENV)/.installed: constraints.txt
 	$(PYTHON) -m venv $(TRL_VENV)
 	$(TRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(TRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl==1.16.0
+	$(TRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl==1.16.0 scipy
 	touch $@
 
 # What bf16 gains on this processor: one table.
