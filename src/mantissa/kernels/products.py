@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mantissa.precision import cpu
+
 _ONEDNN = torch.backends.mkldnn.is_available()
 _SMALL_PRODUCT = 1 << 21  # multiplications below which a call's overhead is more than what oneDNN saves
 _SMALL_WEIGHT = 1 << 16
@@ -49,7 +51,8 @@ def packable(shape: tuple[int, ...]) -> bool:
 
 def packed(weight_FE: Tensor) -> Tensor:
     """``weight_FE`` in the layout that ``product`` reads fastest; itself where that is the one it has."""
-    known = weight_FE.device.type == "cpu" and weight_FE.dtype in (torch.float32, torch.bfloat16)
+    own = weight_FE.dtype is torch.bfloat16 and cpu.bf16_products().own  # else oneDNN may have no such product
+    known = weight_FE.device.type == "cpu" and (weight_FE.dtype is torch.float32 or own)
     if not known or not packable(tuple(weight_FE.shape)):
         return weight_FE
     layout: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_FE.contiguous())
