@@ -45,8 +45,10 @@ def bf16_products() -> CpuProducts:
 
 
 def measured() -> CpuProducts:
-    """Time one product in bf16 and in fp32, in turn: some 50 ms. There is none without oneDNN, nor where oneDNN has none
-    for this processor (held to AVX2, say)."""
+    """Time one product in bf16 and in fp32, in turn: some 50 ms.
+
+    The ratio is inf without oneDNN, or where it has no such product for this processor (held to AVX2, say).
+    """
     if not torch.backends.mkldnn.is_available():
         return CpuProducts(float("inf"))
     generator = torch.Generator().manual_seed(0)
