@@ -103,6 +103,6 @@ def test_the_wheel_works_outside_of_the_checkout(installed: Path, tmp_path: Path
     plan = run("launch", "cluster/qwen3-8b-fp16-fsdp2", "--dry-run")
     assert "actor_rollout_ref" in plan, "with the launch file beside the recipe"
     assert "healthy" in run("metrics")
-    page = run("doctor", "run")
+    page = run("doctor", "run", "--out", "examined")
     assert "page: " in page
     assert run("check-verl", "--help")
