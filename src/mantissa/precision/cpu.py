@@ -18,7 +18,7 @@ import torch
 
 _ROWS, _IN, _OUT = 256, 576, 1536  # a small model's projection: 0.45 GFLOP, milliseconds
 _ROUNDS = 7
-# Of fp32's time: what is slower than this is not the processor's own. Seen: 0.5 where it is, 1 and more where it is not.
+# Of fp32's time: what is slower than this is not the processor's own. Seen: 0.5 where it is, 1 and more elsewhere.
 _GAIN = 0.8
 
 
