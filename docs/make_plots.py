@@ -2,7 +2,7 @@
 
 python docs/make_plots.py
 
-Each plot's data is a function of the rows; its fingerprint stands in the picture, and a test compares it with the rows'.
+Each plot's data is a function of the rows; its fingerprint stands in the picture, and a test compares the two.
 Colours are Okabe and Ito's, which the colour-blind can tell apart; shape or place says the same again.
 """
 
@@ -18,11 +18,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from make_figures import held_out
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-from make_figures import held_out
-from measured import field, over_seeds, paired, rows, select
+from measured import over_seeds, paired, rows, select
 
 FOLDER = Path(__file__).resolve().parent / "images" / "findings"
 BLUE, ORANGE, GREEN, RED, SKY, PURPLE, GREY = (
@@ -65,7 +64,8 @@ def gap_by_length() -> Data:
     for pair in [f"{fmt}{engine}" for fmt in ("fp16", "bf16") for engine in _ENGINES] + ["bf16-fp8"]:
         for name in ("abs_logp_diff_mean", "seq_log_ratio_std"):
             found = [
-                over_seeds("lab/gap", {"cell": f"{pair}+max_tokens={n}"}, f"final.{name}").values() for n in (16, 64, 256)
+                over_seeds("lab/gap", {"cell": f"{pair}+max_tokens={n}"}, f"final.{name}").values()
+                for n in (16, 64, 256)
             ]
             data.setdefault(pair, {})[name] = [sum(values) / len(values) for values in found]
     return data
@@ -73,7 +73,10 @@ def gap_by_length() -> Data:
 
 def draw_gap_by_length(data: Data) -> Figure:
     figure, axes = _new(2, 3.0, sharex=True)
-    titles = {"abs_logp_diff_mean": "at one token: mean |Δ log-prob|", "seq_log_ratio_std": "over a sequence: std of log-ratio"}
+    titles = {
+        "abs_logp_diff_mean": "at one token: mean |Δ log-prob|",
+        "seq_log_ratio_std": "over a sequence: std of log-ratio",
+    }
     for axis, (name, title) in zip(axes, titles.items(), strict=True):
         for pair, values in data.items():
             fmt = "fp8" if pair == "bf16-fp8" else pair[:4]
@@ -140,7 +143,9 @@ def draw_habits(data: Data) -> Figure:
         axis.plot([size for _, size in found], [at for at, _ in found], marker, color=colour, label=fmt)
         axis.axvline(dict(map(tuple, data[fmt]))["vLLM itself"], color=colour, linestyle=":", linewidth=1)
     axis.set_yticks(list(places.values()), [said.get(name, name) for name in places])
-    axis.set(xscale="log", title="mean |Δ log-prob| that one habit alone makes; dotted: vLLM itself", xlim=(0.0018, 0.06))
+    axis.set(
+        xscale="log", title="mean |Δ log-prob| that one habit alone makes; dotted: vLLM itself", xlim=(0.0018, 0.06)
+    )
     axis.set_xticks([0.002, 0.005, 0.01, 0.02, 0.05], ["0.002", "0.005", "0.01", "0.02", "0.05"])
     axis.minorticks_off()
     axis.legend(loc="center", bbox_to_anchor=(0.5, 0.5))
@@ -153,16 +158,19 @@ _DOSE = ("e8m10", "e8m7", "e8m6", "e8m5", "e8m4", "e8m3", "e8m2")
 
 
 def small_steps() -> Data:
-    learned = {"lab": "dose"}
+    exact = ("exact-e8m7", "exact-e8m4", "exact-e8m2")
+    seen = ("lab/dose", {}, "final.reward/accuracy")
+    learned = ("final_policy", {"lab": "dose"}, "accuracy_fp32")
+
+    def points(cells: tuple[str, ...], file: str, where: dict[str, str], name: str) -> list[list[float]]:
+        """Bits, and the difference from fp32 with its interval."""
+        return [[int(c.rpartition("m")[2]), *_estimate(file, where | {"cell": f"{c} - fp32"}, name)] for c in cells]
+
     return {
-        "the run's own reward, sampled in the rollout's format":
-            [[int(c[3:]), *_estimate("lab/dose", {"cell": f"{c} - fp32"}, "final.reward/accuracy")] for c in _DOSE],
-        "what was learned: the same weights sampled in fp32":
-            [[int(c[3:]), *_estimate("final_policy", learned | {"cell": f"{c} - fp32"}, "accuracy_fp32")] for c in _DOSE],
-        "the same bits on both sides, gap 0; sampled in fp32":
-            [[int(c[9:]), *_estimate("final_policy", learned | {"cell": f"{c} - fp32"}, "accuracy_fp32")]
-             for c in ("exact-e8m7", "exact-e8m4", "exact-e8m2")],
-    }  # fmt: skip
+        "the run's own reward, sampled in the rollout's format": points(_DOSE, *seen),
+        "what was learned: the same weights sampled in fp32": points(_DOSE, *learned),
+        "the same bits on both sides, gap 0; sampled in fp32": points(exact, *learned),
+    }
 
 
 def draw_small_steps(data: Data) -> Figure:
@@ -174,8 +182,8 @@ def draw_small_steps(data: Data) -> Figure:
     axis.axhline(0, color=GREY, linewidth=0.8)
     axis.invert_xaxis()
     axis.set_xticks([10, 7, 6, 5, 4, 3, 2])
-    axis.set(xlabel="mantissa bits of the rollout (fp32 learner), or of both sides", title="accuracy less fp32's, after 600 steps at 3e-5",
-             ylim=(-0.34, 0.08))  # fmt: skip
+    axis.set(xlabel="mantissa bits of the rollout (fp32 learner), or of both sides", ylim=(-0.34, 0.08))
+    axis.set_title("accuracy less fp32's, after 600 steps at 3e-5")
     axis.legend(loc="lower left")
     return figure
 
@@ -189,7 +197,9 @@ _RATE = {"fp32": "fp32", "e8m3": "rollout of\n3 bits", "e8m2": "rollout of\n2 bi
 def large_steps() -> Data:
     return {
         rate: {
-            cell: list(over_seeds("final_policy", {"lab": "rate", "cell": f"{cell}+lr={rate}"}, "accuracy_fp32").values())
+            cell: list(
+                over_seeds("final_policy", {"lab": "rate", "cell": f"{cell}+lr={rate}"}, "accuracy_fp32").values()
+            )
             for cell in _RATE
         }
         for rate in ("0.0003", "0.001")
@@ -279,7 +289,8 @@ _COSTS = (
     ("optimizer", "bf16", "bf16"), ("optimizer", "fp16-eps-8", "fp16"),
     ("optimizer", "bf16-stochastic", "bf16, weights rounded by chance"),
     ("optimizer", "bf16-kahan", "bf16, weights with Kahan's compensation"),
-    ("optimizer", "fp32-eps-15", "fp32, Adam's epsilon 1e-15"), ("optimizer", "fp16-eps-15", "fp16, Adam's epsilon 1e-15"),
+    ("optimizer", "fp32-eps-15", "fp32, Adam's epsilon 1e-15"),
+    ("optimizer", "fp16-eps-15", "fp16, Adam's epsilon 1e-15"),
     ("scaling", "auto-retry", "fp16, automatic scale"), ("scaling", "fixed-1", "fp16, scale 1"),
     ("scaling", "fixed-1024", "fp16, scale 1,024"), ("scaling", "dynamic-retry", "fp16, overflows retried"),
     ("scaling", "dynamic-skip", "fp16, overflows skipped"),
@@ -288,7 +299,8 @@ _COSTS = (
 
 def formats() -> Data:
     return [
-        [said, *_estimate(f"lab/{lab}", {"cell": f"{cell} - fp32"}, "final.reward/accuracy")] for lab, cell, said in _COSTS
+        [said, *_estimate(f"lab/{lab}", {"cell": f"{cell} - fp32"}, "final.reward/accuracy")]
+        for lab, cell, said in _COSTS
     ]
 
 
@@ -321,7 +333,7 @@ def draw_tune(data: Data) -> Figure:
     figure, (axis,) = _new(height=3.0)
     looks = {"tuned": (BLUE, "o"), "first": (GREEN, "s"), "by the": (ORANGE, "^"), "everything in fp8": (RED, "D")}
     seen = set()
-    for budget, name, share, *point in data:
+    for _, name, share, *point in data:
         look = next((look for begin, look in looks.items() if name.startswith(begin)), None)
         if look is None or not point[0] or (name, share) in seen:
             continue
@@ -340,8 +352,8 @@ def draw_tune(data: Data) -> Figure:
 
 # 10. The doctor
 
-_OUTCOMES = {"right": (BLUE, "named rightly"), "half": (SKY, "half of a double fault"), "undecided": ("#bbbbbb", "not known"),
-             "wrong": (RED, "confidently wrong")}  # fmt: skip
+_OUTCOMES = {"right": (BLUE, "named rightly"), "half": (SKY, "half of a double fault"),
+             "undecided": ("#bbbbbb", "not known"), "wrong": (RED, "confidently wrong")}  # fmt: skip
 
 
 def doctor() -> Data:
@@ -364,7 +376,11 @@ def draw_doctor(data: Data) -> Figure:
         left = [a + 100 * s for a, s in zip(left, shares, strict=True)]
     names = [f"{family} ({sum(counts.values())} dumps)" for family, counts in data.items()]
     axis.set_yticks(range(len(data)), names)
-    axis.set(xlim=(50, 100), xlabel="% of dumps with a fault large enough to be seen", title="families held out from all thresholds")
+    axis.set(
+        xlim=(50, 100),
+        xlabel="% of dumps with a fault large enough to be seen",
+        title="families held out from all thresholds",
+    )
     axis.grid(axis="y", visible=False)
     axis.legend(loc="upper center", ncol=4, bbox_to_anchor=(0.4, -0.3))
     return figure
@@ -392,7 +408,9 @@ def draw_brake(data: Data) -> Figure:
         axis.plot(*zip(*mine, strict=True), marker, color=colour, label=label)
     axis.axhline(0, color=GREY, linewidth=0.8)
     axis.set_xticks([seed for _, seed, _ in data])
-    axis.set(xlabel="seed", title="tokens by which bf16's own gap makes responses longer (mean of 60 steps)", ylim=(-2, 3.6))
+    axis.set(
+        xlabel="seed", title="tokens by which bf16's own gap makes responses longer (mean of 60 steps)", ylim=(-2, 3.6)
+    )
     axis.legend(loc="upper center", ncol=3)
     return figure
 

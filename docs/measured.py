@@ -26,7 +26,9 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 Row = dict[str, Any]
-_QUERY = re.compile(r"(?:(?P<verb>[a-z]+) )?(?P<file>[\w/]+)\{(?P<where>[^{}]*)\}\.(?P<field>[^:]+)(?::(?P<format>.+))?")
+_QUERY = re.compile(
+    r"(?:(?P<verb>[a-z]+) )?(?P<file>[\w/]+)\{(?P<where>[^{}]*)\}\.(?P<field>[^:]+)(?::(?P<format>.+))?"
+)
 _BOUNDS = (("{}_low", "{}_high"), ("quartile_low", "quartile_high"), ("low", "high"), ("min", "max"))
 
 
@@ -85,9 +87,7 @@ def shown(value: float, spec: str) -> str:
 
 def _interval(found: Sequence[Row], name: str, spec: str) -> str:
     row = found[-1]
-    low, high = next(
-        (low.format(name), high.format(name)) for low, high in _BOUNDS if low.format(name) in row
-    )
+    low, high = next((low.format(name), high.format(name)) for low, high in _BOUNDS if low.format(name) in row)
     return f"{shown(field(row, name), spec)} ({shown(row[low], spec)}..{shown(row[high], spec)})"
 
 
