@@ -52,6 +52,17 @@ def _over_vllm(length: int) -> str:
     return shown(sum(ours.values()) / sum(theirs.values()) - 1, ".0%")
 
 
+def _begins() -> str:
+    """The spread of the sequence log-ratio over the first steps of the runs with a rollout of 2 bits at 1e-3."""
+    first = [
+        row["curves"]["gap/seq_log_ratio_std"]["value"][0]
+        for lab in ("rate", "advantage", "habits")
+        for row in rows(f"lab/{lab}")
+        if "e8m2" in row["cell"] and "exact" not in row["cell"] and not row["cell"].endswith("lr=0.0003")
+    ]
+    return f"{min(first):.1f} to {max(first):.1f}"
+
+
 def _brake(labs: tuple[str, ...]) -> Callable[[], str]:
     """bf16/bf16's mean length less that of the same bf16 with exact kernels, over the seeds of several labs."""
 
@@ -216,6 +227,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "bf16-over-fp16-plain": _ratio_by_length(""),
     "over-vllm-64": lambda: _over_vllm(64),
     "over-vllm-256": lambda: _over_vllm(256),
+    "begins-2-bits": _begins,
     "brake-first": _brake(("clipping", "pace")),
     "brake-second": _brake(("pace2",)),
     "brake-all": _brake(("clipping", "pace", "pace2")),
