@@ -23,10 +23,10 @@ KEYS = (
 HEAD = """# Results
 
 Every figure in these pages comes from a row in this folder (`results/`): one measurement, with its device, threads,
-versions and commit. A file is written by the script of its name in `benchmarks/`, this page by `python
-benchmarks/tables.py`. First the files; then tables that no other page has, of the newest row of each measurement:
-value, and quartiles or range in brackets. The machine is shared, so ratios (taken within a round) say more than times, and
-times are left out where there is a ratio.
+versions and commit. A file is written by the script of its name in `benchmarks/`, this page by
+`python benchmarks/tables.py`. First the files; then tables that no other page has, of the newest row of each
+measurement: value, and quartiles or range in brackets. The machine is shared, so ratios (taken within a round) say more
+than times, and times are left out where there is a ratio.
 
 """
 
