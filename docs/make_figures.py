@@ -204,11 +204,6 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} seconds" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 
-def _first_page(page: str) -> Callable[[], str]:
-    """The processor time of a page's commands."""
-    return lambda: _duration(select("first_use", {"page": page})[-1]["page_processor_seconds"])
-
-
 FIGURES: dict[str, Callable[[], str]] = {
     "waltz-power": _waltz_power,
     "native-step": _native_step,
@@ -216,9 +211,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "model-download": lambda: _first_use("model_bytes"),
     "install-time": lambda: _first_use("install_processor_seconds"),
     "demo-time": lambda: _first_use("demo_processor_seconds"),
-    "start-laptop": _first_page("laptop"),
-    "start-own-loop": _first_page("own-loop"),
-    "start-format": _first_page("format"),
     "fp16-of-bf16": lambda: _PARTS[
         round(_newest("bf16+serving", "abs_logp_diff_mean") / _newest("fp16+serving", "abs_logp_diff_mean"))
     ],
