@@ -237,6 +237,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "a-bit-7-to-5": lambda: _bits("e8m5", "bf16"),
     "a-bit-5-to-3": lambda: _bits("e8m3", "e8m5"),
     "doctor-wrong": lambda: _told("wrong"),
+    "doctor-families": lambda: str(len({row["family"] for row in held_out()})),
     "doctor-faults": lambda: str(sum(bool(r["right"]) and r["outcome"] != "too small" for r in held_out())),
     "matrix-within": lambda: _within_seeds("matrix", "train=fp32+rollout=fp32"),
 }
