@@ -16,6 +16,7 @@ from docs_scripts import script
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 measured, make_figures, make_plots = script("measured"), script("make_figures"), script("make_plots")
+make_tables = script("make_tables")
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 GENERATED = {"recipes.md", "results.md"}  # written whole by a script, which tests hold to its sources
 # Pages in which some figures have no mark yet. Nothing is added here; a page is taken out once its figures have one.
@@ -42,6 +43,13 @@ def test_figures_in_sentences_are_those_of_the_rows(page: Path) -> None:
 def test_every_figure_in_a_sentence_has_a_row(page: Path) -> None:
     """Put it between <!--=QUERY--> and <!--/--> (docs/measured.py), or say by <!--given: WHAT--> what gives it."""
     assert make_figures.bare(page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_made_table_is_one_that_a_script_makes(page: Path) -> None:
+    """Otherwise typed figures could stand between two such marks."""
+    made = set(make_tables.TABLES.get(name(page), {})) | ({"gap"} if page.name == "README.md" else set())
+    assert set(re.findall(r"<!-- /([\w-]+) -->", page.read_text())) <= made
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
