@@ -184,6 +184,16 @@ def _waltz_power() -> str:
     return shown((2.776 + 0.941) * stdev(off) / math.sqrt(5), ".2f")
 
 
+def _scoring_share() -> str:
+    """The learner's scoring, of a step with fast kernels in small decoders: least and largest over formats and sizes."""
+    newest = {
+        (row["hidden"], row["requested"], row["case"]): row["value"]
+        for row in select("exact_cost", {"metric": "seconds", "contender": "fast", "hidden": "64|256"})
+    }
+    shares = [took / newest[hidden, fmt, "step"] for (hidden, fmt, case), took in newest.items() if case == "score"]
+    return f"{min(shares):.0%} to {max(shares):.0%}"
+
+
 def _native_step() -> str:
     """A training step on a CPU's own bf16, of fp32's time: least and largest of the newest row of each size."""
     newest = {
@@ -206,6 +216,7 @@ def _duration(seconds: float) -> str:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "waltz-power": _waltz_power,
+    "scoring-share": _scoring_share,
     "native-step": _native_step,
     "package-download": lambda: _first_use("package_bytes"),
     "model-download": lambda: _first_use("model_bytes"),
