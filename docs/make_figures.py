@@ -185,7 +185,7 @@ def _waltz_power() -> str:
 
 
 def _scoring_share() -> str:
-    """The learner's scoring, of a step with fast kernels in small decoders: least and largest over formats and sizes."""
+    """The learner's share of scoring in a step with fast kernels in small decoders: least and largest."""
     newest = {
         (row["hidden"], row["requested"], row["case"]): row["value"]
         for row in select("exact_cost", {"metric": "seconds", "contender": "fast", "hidden": "64|256"})
