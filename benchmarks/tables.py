@@ -53,7 +53,7 @@ def newest() -> list[Row]:
     latest: dict[tuple[Any, ...], Row] = {}
     for path in sorted(RESULTS.glob("*.jsonl")):
         for line in path.read_text().splitlines():
-            row = json.loads(line)
+            row = {"benchmark": path.stem} | json.loads(line)
             latest[tuple(row.get(key) for key in KEYS)] = row
     return list(latest.values())
 
