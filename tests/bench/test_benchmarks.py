@@ -33,6 +33,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "demo_memory": ((*THREAD, "--dry"), {"IMPORTS": ("mantissa",)}),
     "exact_cost": ((*THREAD, "--rounds", "1", "--precisions", "fp16"), {"SAMPLES": 2, "NEW_TOKENS": 4}),
     "fp8_step": ((*THREAD, "--rounds", "1", "--hidden", "128"), {}),
+    "genesis": (("ranking",), {"EXECUTIONS": 16, "ROUNDS": 2, "TASKS": "clamp"}),
     "gpu_demo": (("--device", "cpu", "--steps", "3", "--warm-start", "4", "--dry"), {}),
     "gpu_exact": (("--dry", "--seconds", "4"), {}),
     "lora_step": ((*THREAD, "--rounds", "1"), {}),

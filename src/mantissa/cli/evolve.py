@@ -61,7 +61,7 @@ def _profiles(values: dict[str, Any], folder: Path) -> None:
     from mantissa.genesis.evolution.profiles import HEADER, precision_row, profiles
     from mantissa.runs.tables import terminal
 
-    rows = [precision_row(name, values, folder, progress) for name in profiles()]
+    rows = [precision_row(name, values, folder, progress).cells for name in profiles()]
     progress("")
     screen(120).print(terminal(HEADER, rows))
 
