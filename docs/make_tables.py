@@ -191,7 +191,8 @@ def environment() -> str:
     from mantissa.dropin.compat import ENVIRONMENT, FP16TrainingConfig
 
     fields = {field.name: field for field in dataclasses.fields(FP16TrainingConfig)}
-    kinds = {bool: "`true` or `false`; `1`, `0`, `yes`, `no`, `on`, `off`", float: "a number", int: "a whole number"}
+    kinds = {bool: "`true` or `false`; `1`, `0`, `yes`, `no`, `on`, `off`", float: "a number",
+             int: "a whole number, or `auto`"}  # fmt: skip
     lines = [
         [f"`{variable}`", f"`{name}`", kinds[type(fields[name].default)], f"`{str(fields[name].default).lower()}`"]
         for variable, name in ENVIRONMENT.items()

@@ -105,4 +105,4 @@ def _list() -> None:
 
     typer.echo(f"tasks: {', '.join(shipped())}\nprofiles: {', '.join(profiles())}\nsettings:")
     for name, field in EvolutionConfig.model_fields.items():
-        typer.echo(f"  {name}={field.default!r}: {field.description or 'of every draw'}")
+        typer.echo(f"  {name}={field.get_default(call_default_factory=True)!r}: {field.description or 'of every draw'}")
