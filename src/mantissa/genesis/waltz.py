@@ -425,6 +425,9 @@ class _Aside(Live):
     def note(self, text: str) -> None:
         self._live.note(f"feedback policy: {text}")
 
+    def doing(self, what: str, step: int = 0) -> None:
+        self._live.doing(f"feedback policy {what}", step)
+
     def step(self, row: Mapping[str, Any]) -> None:
         """Nothing: the other policy's row has the game's figures."""
 

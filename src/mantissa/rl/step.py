@@ -43,6 +43,13 @@ from mantissa.runs.metrics import undeclared
 from mantissa.runs.trackers import Trackers
 from mantissa.tasks import Problem
 
+_SAID = {  # of a step's long phases, on the screen
+    "rollout": "sampling",
+    "learner_logp": "scoring",
+    "reference_logp": "scoring by the reference",
+    "update": "learning",
+    "eval": "evaluating",
+}
 _SILENT = 3  # first steps without any advantage after which it is said
 MOST_REJECTED = 0.5  # of a step's tokens, beyond which it is said what a correction leaves out
 
@@ -115,7 +122,7 @@ class Steps(ABC):
     def _collect(self, step: int) -> Batch:
         """The step's graded completions."""
         self._started = self._started or time.perf_counter()
-        with self._timed("rollout"):
+        with self._timed("rollout", step):
             batch = self.source.take(step)
         if self.config.steps_behind:
             self._seconds["background"] = sum(batch.seconds.values())
@@ -129,12 +136,12 @@ class Steps(ABC):
         if exact is not None and not exact.due(step):  # what the rollout delivered is the learner's, to the last bit
             experience = experience.with_learner(experience.rollout_logp_BR, None)
         else:
-            with self._timed("learner_logp"):
+            with self._timed("learner_logp", step):
                 look = None if exact is None else exact.look(experience)
                 experience = experience.with_learner(*self.learner.score(experience, look))
         if self.reference is None:
             return experience
-        with self._timed("reference_logp"):
+        with self._timed("reference_logp", step):
             return replace(experience, ref_logp_BR=self.reference.score(experience))
 
     def _observe(self, step: int, experience: Experience) -> dict[str, float]:
@@ -147,7 +154,7 @@ class Steps(ABC):
         return observed
 
     def _learn(self, step: int, experience: Experience) -> Update:
-        with self._timed("update"):
+        with self._timed("update", step):
             return self.learner.learn(experience, step)
 
     def _publish(
@@ -161,7 +168,7 @@ class Steps(ABC):
         row["advantage/silent_steps"] = self._silence(step, row)
         self._warn_of_rejection(step, row)
         if config.evaluation and (step % config.evaluation.every == 0 or last):
-            with self._timed("eval"), self.source.engine(self.learner.weights, self.learner.version):
+            with self._timed("eval", step), self.source.engine(self.learner.weights, self.learner.version):
                 row |= self._evaluate(step)
         with self._timed("sync"):  # after the evaluation, which would wait for the batch that this begins
             self.source.hand_over(step, self.learner.weights, self.learner.version)
@@ -264,11 +271,14 @@ class Steps(ABC):
         return row
 
     @contextmanager
-    def _timed(self, phase: str | None) -> Iterator[None]:
-        """Counts what is done in it as ``phase``; as nothing of its own where that is None."""
+    def _timed(self, phase: str | None, step: int = 0) -> Iterator[None]:
+        """Counts what is done in it as ``phase``; as nothing of its own where that is None. Of what takes long, the
+        screen says that it is at work: there ``step`` is given."""
         if phase is None:
             yield
             return
+        if step:
+            self.live.doing(_SAID[phase], step)
         start = time.perf_counter()
         try:
             yield
