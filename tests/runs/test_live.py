@@ -85,7 +85,7 @@ def test_what_is_at_work_is_said_in_the_bar_and_on_a_pipe_after_a_while(monkeypa
         live.step(ROW | {"step": 1})
         live.doing("learning", 2)
         live._progress.refresh()
-        assert "learning, left 3.00 s" in written(screen)
+        assert "learning, left 3 s" in written(screen)
 
 
 def test_a_terminal_gets_aligned_columns_and_red_where_out_of_range() -> None:
