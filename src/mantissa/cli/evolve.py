@@ -63,7 +63,7 @@ def _profiles(values: dict[str, Any], folder: Path) -> None:
 
     rows = [precision_row(name, values, folder, progress).cells for name in profiles()]
     progress("")
-    screen(120).print(terminal(HEADER, rows))
+    screen().print(terminal(HEADER, rows))
 
 
 def _evolve(config: EvolutionConfig, folder: Path, seeds: int) -> None:
