@@ -41,7 +41,7 @@ def configured(profile: str, overrides: Mapping[str, Any]) -> EvolutionConfig:
 class ProfileRow:
     """A profile's run, and the last epoch's loss of a world model trained on its trajectories in fp32 and in fp16.
 
-    ``overflow``: of fp16's steps; ``time``: fp16's processor time over fp32's, the median of interleaved trainings.
+    ``overflow``: of fp16's steps; ``time_over_fp32``: fp16's processor time over fp32's, the median of interleaved trainings.
     """
 
     profile: str
@@ -52,7 +52,7 @@ class ProfileRow:
     fp32_loss: float
     fp16_loss: float
     overflow: float
-    time: float
+    time_over_fp32: float
 
     @property
     def cells(self) -> list[str]:
@@ -60,7 +60,7 @@ class ProfileRow:
         return [
             self.profile, f"{self.solved} of {self.tasks}", f"{self.held_out:.2f}", str(self.trajectories),
             f"{self.fp32_loss:.4f}", f"{self.fp16_loss:.4f}", f"{self.fp16_loss / self.fp32_loss:.4f}",
-            f"{self.overflow:.1%}", f"{self.time:.2f}",
+            f"{self.overflow:.1%}", f"{self.time_over_fp32:.2f}",
         ]  # fmt: skip
 
 
@@ -93,5 +93,5 @@ def precision_row(
         fp32_loss=losses["fp32"],
         fp16_loss=losses["fp16"],
         overflow=overflow,
-        time=median(h / f for f, h in zip(seconds["fp32"], seconds["fp16"], strict=True)),
+        time_over_fp32=median(h / f for f, h in zip(seconds["fp32"], seconds["fp16"], strict=True)),
     )
