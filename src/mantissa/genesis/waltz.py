@@ -10,6 +10,8 @@ reference, its rows and completions. The conversation policy's are in the run's 
 ``feedback/`` inside it, which reads like any run. What they have together is the game that brings both their batches,
 and the checkpoint: one folder with both, so that a kill finds them at the same step. An overflow is one scaler's, and a
 skipped step one optimiser's.
+
+Source: "The alignment waltz: jointly training agents to collaborate for safety" (2025), arXiv:2510.08240.
 """
 
 from __future__ import annotations

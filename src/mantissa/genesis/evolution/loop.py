@@ -7,6 +7,9 @@ generations. A trajectory's state is the parent (its scores, its failures, its s
 of such a change (``history``), its actions are the changes, and a success is a child that scores above its parent.
 
 Every draw follows from (seed, task, generation), so what a killed run has not committed it draws again.
+
+Sources: the archive that keeps every program, and how parents are drawn: J. Zhang et al., "Darwin Goedel Machine"
+(2025), arXiv:2505.22954. The three operators: J. Lin et al., "SE-Agent" (2025), arXiv:2508.02085.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def configured(profile: str, overrides: Mapping[str, Any]) -> EvolutionConfig:
 class ProfileRow:
     """A profile's run, and the last epoch's loss of a world model trained on its trajectories in fp32 and in fp16.
 
-    ``overflow``: of fp16's steps; ``time_over_fp32``: fp16's processor time over fp32's, the median of interleaved trainings.
+    ``overflow``: of fp16's steps. ``time_over_fp32``: of processor time, the median of trainings in turn.
     """
 
     profile: str
