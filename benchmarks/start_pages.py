@@ -2,7 +2,7 @@
 
     python benchmarks/start_pages.py laptop own-loop format
 
-Nothing is expected of the times but that each page is a matter of minutes. Rows have the load of the machine beside them.
+Nothing is expected of the times but minutes at most. Rows have the load of the machine beside them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-
 from start_pages import commands, run
 
 ROOT = Path(__file__).parents[2]
