@@ -244,7 +244,7 @@ def _against(rows: Rows, x: Measure, y: Measure) -> Plot:
         if len(both):
             points[name] = both
     if not points:
-        return Plot(title, "Not logged.")
+        return Plot(title, f"No finished run has both {_title(x)} and {_title(y)}.")
     every = np.concatenate(list(points.values()))
     with styled():
         drawing = figure(5.6, 3.4)
