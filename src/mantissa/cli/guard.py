@@ -65,7 +65,9 @@ def guard(
     if judge.reference is not None:
         console.print(f"reference {judge.reference.path}: {described(judge.reference)}")
     _print_decisions(console, decisions, every)
-    console.print(terminal(("rule", "worst", "thresholds"), rules(rows, decisions, judge)), soft_wrap=False)
+    table = terminal(("rule", "worst", "thresholds"), rules(rows, decisions, judge))
+    table.columns[0].no_wrap = True
+    console.print(table, soft_wrap=False)
     console.print()
     state = "may" if judge.good else "may not yet"
     console.print(f"after step {decisions[-1].step}: {decisions[-1].action}; a checkpoint {state} be called good")
