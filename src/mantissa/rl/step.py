@@ -78,6 +78,7 @@ class Steps(ABC):
         self.room = Reserve(self._checkpoints, f"{self._checkpoints}, where room for the next checkpoint is kept")
         self._seconds: dict[str, float] = {}
         self._started: float | None = None  # when the present step was, its first try
+        self._at = 0  # the present step
 
     def _probes(self) -> list[Probe]:
         """What observes the steps of this run."""
@@ -121,8 +122,8 @@ class Steps(ABC):
 
     def _collect(self, step: int) -> Batch:
         """The step's graded completions."""
-        self._started = self._started or time.perf_counter()
-        with self._timed("rollout", step):
+        self._at, self._started = step, self._started or time.perf_counter()
+        with self._timed("rollout"):
             batch = self.source.take(step)
         if self.config.steps_behind:
             self._seconds["background"] = sum(batch.seconds.values())
@@ -136,12 +137,12 @@ class Steps(ABC):
         if exact is not None and not exact.due(step):  # what the rollout delivered is the learner's, to the last bit
             experience = experience.with_learner(experience.rollout_logp_BR, None)
         else:
-            with self._timed("learner_logp", step):
+            with self._timed("learner_logp"):
                 look = None if exact is None else exact.look(experience)
                 experience = experience.with_learner(*self.learner.score(experience, look))
         if self.reference is None:
             return experience
-        with self._timed("reference_logp", step):
+        with self._timed("reference_logp"):
             return replace(experience, ref_logp_BR=self.reference.score(experience))
 
     def _observe(self, step: int, experience: Experience) -> dict[str, float]:
@@ -154,7 +155,7 @@ class Steps(ABC):
         return observed
 
     def _learn(self, step: int, experience: Experience) -> Update:
-        with self._timed("update", step):
+        with self._timed("update"):
             return self.learner.learn(experience, step)
 
     def _publish(
@@ -168,7 +169,7 @@ class Steps(ABC):
         row["advantage/silent_steps"] = self._silence(step, row)
         self._warn_of_rejection(step, row)
         if config.evaluation and (step % config.evaluation.every == 0 or last):
-            with self._timed("eval", step), self.source.engine(self.learner.weights, self.learner.version):
+            with self._timed("eval"), self.source.engine(self.learner.weights, self.learner.version):
                 row |= self._evaluate(step)
         with self._timed("sync"):  # after the evaluation, which would wait for the batch that this begins
             self.source.hand_over(step, self.learner.weights, self.learner.version)
@@ -271,14 +272,14 @@ class Steps(ABC):
         return row
 
     @contextmanager
-    def _timed(self, phase: str | None, step: int = 0) -> Iterator[None]:
+    def _timed(self, phase: str | None) -> Iterator[None]:
         """Counts what is done in it as ``phase``; as nothing of its own where that is None. Of what takes long, the
-        screen says that it is at work: there ``step`` is given."""
+        screen says that it is at work."""
         if phase is None:
             yield
             return
-        if step:
-            self.live.doing(_SAID[phase], step)
+        if phase in _SAID:
+            self.live.doing(_SAID[phase], self._at)
         start = time.perf_counter()
         try:
             yield
