@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from statistics import stdev
+from typing import Any
 
 from measured import answer, field, over_seeds, rows, select, shown
 
@@ -184,14 +185,21 @@ def _waltz_power() -> str:
     return shown((2.776 + 0.941) * stdev(off) / math.sqrt(5), ".2f")
 
 
-def _scoring_share() -> str:
-    """The learner's share of scoring in a step with fast kernels in small decoders: least and largest."""
-    newest = {
-        (row["hidden"], row["requested"], row["case"]): row["value"]
-        for row in select("exact_cost", {"metric": "seconds", "contender": "fast", "hidden": "64|256"})
-    }
-    shares = [took / newest[hidden, fmt, "step"] for (hidden, fmt, case), took in newest.items() if case == "score"]
-    return f"{min(shares):.0%} to {max(shares):.0%}"
+def _exact_logprobs() -> str:
+    """What ``benchmarks/exact_logprobs.py`` has compared, all rows together."""
+    compared, different = (sum(row[key] for row in rows("exact_logprobs")) for key in ("compared", "different"))
+    formats = ", ".join(dict.fromkeys(row["requested"] for row in rows("exact_logprobs")))
+    return f"{compared:,} log-probs of SmolLM2-135M ({formats}; 1 and 2 threads; AVX2, AVX-512), {different} different"
+
+
+def _verl(kind: str) -> dict[str, Any]:
+    """The newest row of one kind of verl's jobs."""
+    return select("verl", {"kind": kind})[-1]
+
+
+def _verl_run() -> str:
+    curves = _verl("run")["curves"]
+    return f"{sum(curves['unlike']):.0f} of {sum(curves['compared']):,.0f}"
 
 
 def _native_step() -> str:
@@ -222,7 +230,10 @@ def _duration(seconds: float) -> str:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "waltz-power": _waltz_power,
-    "scoring-share": _scoring_share,
+    "exact_logprobs": _exact_logprobs,
+    "verl-run-unlike": _verl_run,
+    "verl-vllm-verdict": lambda: " and ".join(dict.fromkeys(_verl("vllm-mantissa-bf16")["verdicts"])),
+    "verl-vllm-size": lambda: f"{_verl('vllm-mantissa-bf16')['size_of_u']:.1g}",
     "native-step": _native_step,
     "package-download": lambda: _first_use("package_bytes"),
     "model-download": lambda: _first_use("model_bytes"),
