@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -49,6 +50,29 @@ def test_what_generate_samples_is_recorded(tmp_path: Path) -> None:
     assert dump.settings.rollout_format == dump.settings.learner_format == "fp32"
     for each in dump.sequences:
         assert np.abs(each.learner_logp - each.rollout_logp)[each.mask].max() < 1e-5
+        assert (each.rollout_version, each.learner_version) == (0, 0)
+    row = json.loads(next((tmp_path / "logps").glob("*.jsonl")).read_text().splitlines()[0])
+    assert row["libraries"].keys() >= {"trl", "transformers", "torch"}
+
+
+def test_bf16_generate_differs_from_the_forward_that_learns(tmp_path: Path) -> None:
+    """One model on both sides: with autocast to bf16 its cached decoding is another sum than its whole forward."""
+    done = run(tmp_path, "bf16")
+    assert done.returncode == 0, done.stderr[-2000:]
+    dump = read_dump(tmp_path / "logps")
+    assert dump.settings.rollout_format == dump.settings.learner_format == "bf16"
+    d = np.concatenate([(each.learner_logp - each.rollout_logp)[each.mask] for each in dump.sequences])
+    assert 1e-5 < np.sqrt(np.square(d).mean()) < 0.1
+    assert {each.learner_version for each in dump.sequences} == {0, 1}
+
+
+def test_a_samplers_own_temperature_is_seen(tmp_path: Path) -> None:
+    """generation_kwargs' temperature is the sampler's alone: TRL's learner divides by the field."""
+    done = run(tmp_path, "hot")
+    assert done.returncode == 0, done.stderr[-2000:]
+    dump = read_dump(tmp_path / "logps")
+    assert dump.settings.temperature == 0.4
+    assert max(np.abs(each.learner_logp - each.rollout_logp)[each.mask].max() for each in dump.sequences) > 0.01
 
 
 def test_a_fault_stops_the_training_after_a_step(tmp_path: Path) -> None:
@@ -57,3 +81,25 @@ def test_a_fault_stops_the_training_after_a_step(tmp_path: Path) -> None:
     steps = int(done.stdout.split("steps ")[1].split()[0])
     assert 1 <= steps < 6
     assert "stop True" in done.stdout
+
+
+def test_looks_at_the_start_after_the_first_update_and_after_a_resume(tmp_path: Path) -> None:
+    done = run(tmp_path / "whole", "watched")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "looked [0, 1] stop False" in done.stdout
+    resumed = run(tmp_path / "resumed", "resume")
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
+    assert "looked [2]" in resumed.stdout
+
+
+def test_watching_changes_no_bit_of_the_training(tmp_path: Path) -> None:
+    watched, unwatched = (run(tmp_path / kind, kind) for kind in ("watched", "unwatched"))
+    assert watched.returncode == unwatched.returncode == 0, watched.stderr[-2000:] + unwatched.stderr[-2000:]
+    assert watched.stdout.split("steps")[1] == unwatched.stdout.split("steps")[1]
+
+
+def test_a_recorder_that_fails_is_a_warning_and_no_end(tmp_path: Path) -> None:
+    done = run(tmp_path, "broken")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "steps 1" in done.stdout
+    assert "TRL's batch is left out, and the training goes on" in done.stderr

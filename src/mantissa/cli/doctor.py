@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _From = Annotated[
     str | None,
-    typer.Option("--from", metavar="NAME", help="mantissa, nemo-rl, prime-rl, slime, skyrl, plain, verl or trl.",
+    typer.Option("--from", metavar="NAME", help="mantissa, nemo-rl, prime-rl, slime, miles, skyrl, plain, verl, trl, ...",
                  show_default="found by looking"),
 ]  # fmt: skip
 _Out = Annotated[
@@ -50,7 +50,7 @@ def doctor(
 ) -> None:
     """Diagnose the log-probs of rollout and learner: noise or a fault, its name, and what to set.
 
-    Reads runs of mantissa train, dumps of NeMo-RL, prime-rl, slime and SkyRL, and the plain schema, jsonl or parquet:
+    Reads runs of mantissa train, dumps of NeMo-RL, prime-rl, slime, miles and SkyRL, and the plain schema, jsonl or parquet:
     tokens, prompt_length, rollout_logp, learner_logp, optional mask, temperature and more (docs/doctor.md).
     Exit code: 0 healthy, 1 a fault or too large, 2 unreadable.
 
@@ -72,7 +72,8 @@ def doctor(
     from mantissa.doctor.diagnosis import Verdict
     from mantissa.doctor.examine import examine
 
-    dump, further = reading.dump(), list["Block"]()
+    dump, further = reading.dump(progress), list["Block"]()
+    progress("")
     for name, given in (("--engine", engine), ("--other", other), ("--by-layer", by_layer)):
         if given and model is None:
             raise MantissaError(f"{name} needs the model that the tokens are of: give --model too")
