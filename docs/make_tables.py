@@ -594,7 +594,8 @@ def _each(values: Iterable[float]) -> str:
 def _engine_plan(preset: str, engine: str) -> str:
     """What the exporter says of a preset on an engine: the keys of its precision, or why not."""
     from mantissa.base.errors import MantissaError
-    from mantissa.launch import LaunchOptions, export
+    from mantissa.launch import LaunchOptions
+    from mantissa.launch.export import export
     from mantissa.launch.facts import PRECISION_KEYS, short
     from mantissa.rl import make_config
 

@@ -103,3 +103,19 @@ def test_a_recorder_that_fails_is_a_warning_and_no_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "steps 1" in done.stdout
     assert "TRL's batch is left out, and the training goes on" in done.stderr
+
+
+def test_the_example_runs_with_generate(tmp_path: Path) -> None:
+    """On a small Llama of random weights, written as a folder; the doctor reads what it leaves."""
+    if not PYTHON.is_file():
+        pytest.skip(f"{PYTHON} is not there; make .venv-trl/.installed makes it")
+    made = run(tmp_path, "folder")
+    assert made.returncode == 0, made.stderr[-2000:]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+    command = [str(PYTHON), str(ROOT / "examples" / "trl_doctor.py"), str(tmp_path / "model"), "generate", "logps", "1"]
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "the gate said:" in done.stdout
+    assert len(read_dump(tmp_path / "logps").sequences) == 16

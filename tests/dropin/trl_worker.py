@@ -24,6 +24,12 @@ if kind == "bf16":  # as a checkpoint in bf16 is loaded; with logits of some siz
     model.bfloat16().lm_head.weight.data *= 20.0
 
 
+if kind == "folder":
+    model.save_pretrained(sys.argv[1] + "/model")
+    tokenizer.save_pretrained(sys.argv[1] + "/model")
+    sys.exit()
+
+
 def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[list[float]]]:
     """A sampler with a head in bf16: what it samples, and its log-probs."""
     answers: dict[str, list[list[float]]] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}

@@ -202,7 +202,7 @@ _UNKNOWN = object()
 
 
 def _constant(node: ast.expr, constants: Mapping[str, Any]) -> Any:
-    """The value of a constant, of a name of one, of a dict of them, or of ``torch.float16``; else ``_UNKNOWN``."""
+    """The value of a constant, a name of one, a list or dict of them, or ``torch.float16``; else ``_UNKNOWN``."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
@@ -211,6 +211,9 @@ def _constant(node: ast.expr, constants: Mapping[str, Any]) -> Any:
         return f"-{plain(node.operand.value)}"
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
         return node.attr
+    if isinstance(node, ast.List | ast.Tuple):
+        inner = [_constant(each, constants) for each in node.elts]
+        return _UNKNOWN if _UNKNOWN in inner else str(inner)
     if isinstance(node, ast.Dict):
         pairs = zip(node.keys, node.values, strict=True)
         return {key.value: _constant(value, constants) for key, value in pairs if isinstance(key, ast.Constant)}

@@ -289,7 +289,8 @@ def settings_text(found: Checked) -> str:
     if found.unknown:
         lines += ["", f"not in the table, so nothing is said of: {', '.join(found.unknown)}"]
     if found.others:
-        lines += ["", f"{found.others} other settings are not about precision"]
+        one = found.others == 1
+        lines += ["", f"{found.others} other setting{' is' if one else 's are'} not about precision"]
     return "\n".join(lines)
 
 
