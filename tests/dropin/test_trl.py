@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def test_a_samplers_own_temperature_is_seen(tmp_path: Path) -> None:
 def test_a_fault_stops_the_training_after_a_step(tmp_path: Path) -> None:
     done = run(tmp_path, "stop")
     assert done.returncode == 0, done.stderr[-2000:]
-    steps = int(done.stdout.split("steps ")[1].split()[0])
+    steps = int(re.search(r"^steps (\d+)", done.stdout, re.M)[1])
     assert 1 <= steps < 6
     assert "stop True" in done.stdout
 
@@ -96,7 +97,10 @@ def test_looks_at_the_start_after_the_first_update_and_after_a_resume(tmp_path: 
 def test_watching_changes_no_bit_of_the_training(tmp_path: Path) -> None:
     watched, unwatched = (run(tmp_path / kind, kind) for kind in ("watched", "unwatched"))
     assert watched.returncode == unwatched.returncode == 0, watched.stderr[-2000:] + unwatched.stderr[-2000:]
-    assert watched.stdout.split("steps")[1] == unwatched.stdout.split("steps")[1]
+    last = [re.search(r"^steps 2 weights .*$", done.stdout, re.M) for done in (watched, unwatched)]
+    assert last[0] is not None
+    assert last[1] is not None
+    assert last[0][0] == last[1][0]
 
 
 def test_a_recorder_that_fails_is_a_warning_and_no_end(tmp_path: Path) -> None:
