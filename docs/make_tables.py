@@ -478,7 +478,7 @@ def waltz() -> str:
 COMMAND_PAGES = {
     "recipes": "recipes.md", "train": "recipes.md", "lab": "lab.md", "bench": "bench.md", "gap": "gap.md",
     "doctor": "doctor.md", "metrics": "metrics.md", "precision": "guide.md", "tune": "tune.md", "guard": "rollback.md",
-    "launch": "cluster.md", "check-verl": "cluster.md", "serve": "vllm.md", "evolve": "evolution.md",
+    "launch": "cluster.md", "check": "integrations.md", "check-verl": "cluster.md", "serve": "vllm.md", "evolve": "evolution.md",
     "worldmodel": "worldmodel.md", "sample": "models.md", "demo": "start/laptop.md", "replay": "exactness.md",
 }  # fmt: skip
 
@@ -508,7 +508,8 @@ def commands() -> str:
 def _engine_plan(preset: str, engine: str) -> str:
     """What the exporter says of a preset on an engine: the keys of its precision, or why not."""
     from mantissa.base.errors import MantissaError
-    from mantissa.launch import LaunchOptions, export
+    from mantissa.launch import LaunchOptions
+    from mantissa.launch.export import export
     from mantissa.launch.facts import PRECISION_KEYS, short
     from mantissa.rl import make_config
 
