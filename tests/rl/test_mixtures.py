@@ -11,7 +11,7 @@ import torch
 
 from mantissa.base.errors import MantissaError
 from mantissa.model import Decoder
-from mantissa.rl import RunConfig, resume
+from mantissa.rl import RunConfig, load_recipe, resume, start
 from mantissa.rl.assemble import Parts, _check_shape
 from mantissa.rl.experience import Experience
 from mantissa.runs.directory import RunDirectory
@@ -24,6 +24,8 @@ FRESH = (
 )
 # Its lengths alone make advantages, which a random policy's sums would not.
 MIXTURE = (FRESH, "steps=2", "warm_start=null", "rollout.overlong.buffer=5", "evaluation=null")
+RECIPES = Path(__file__).parents[2] / "recipes"
+TASK = "task={kind: running_sum, min_digits: 1, max_digits: 3, train_size: 200, heldout_size: 8, warm_start_size: 8}"
 COARSE = "precision={train: fp32, rollout: e8m3}"  # three bits: its router and the learner's often disagree
 
 
@@ -115,3 +117,18 @@ def test_a_mixture_is_not_sent_to_vllm() -> None:
     assert config.model.fresh is not None
     with pytest.raises(MantissaError, match="a policy with mixtures of experts is not sent to vLLM"):
         _check_shape(config, Decoder(config.model.fresh.model(20)))
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b-dapo-fp8-rollout", "qwen3-30b-a3b-dapo-fp8"])
+def test_the_recipes_of_a_30b_mixture_run_on_a_small_stand_in(name: str, tmp_path: Path) -> None:
+    """Their own precision, loss, correction, dynamic sampling and overlong penalty, on a small policy and task."""
+    stand_in = FRESH.replace("hidden_size: 32", "hidden_size: 128").replace("size: 24", "size: 128")
+    recipe = RECIPES / "cluster" / f"{name}.yaml"
+    small = ("rollout.prompts=2", "rollout.samples=4", "rollout.max_tokens=6", "rollout.overlong.buffer=5")
+    quick = ("steps=1", "evaluation=null", "trackers=[]", "optimizer.warmup=0", f"run_dir={tmp_path / 'run'}")
+    given = ("model.path=null", stand_in, "model.tokenizer=characters", TASK, *small, *quick)
+    start(load_recipe(recipe, [*given, "rollout.dynamic.when_exhausted=continue"]))
+    (row,) = RunDirectory.open(tmp_path / "run").read_metrics()
+    assert 0 < row["optim/grad_norm"] < float("inf")
+    assert 0 <= row["gap/router_flips"] < 0.5
+    assert row["precision/skipped"] == 0
