@@ -57,6 +57,14 @@ def noisy(size: float) -> Callable[[Scored], tuple[np.ndarray, np.ndarray]]:
     return lambda s: (s.rollout_logp, moved(s.learner_logp, draw.normal(0, size, len(s.mask))))
 
 
+SHIFT = np.random.default_rng(6).normal(0, 0.1, 64)
+
+
+def fading(logp: np.ndarray) -> np.ndarray:
+    """Errors of the logit, one a context, that are largest where the response begins."""
+    return 1.5 * np.sin(97 * logp) * np.exp(-np.arange(len(logp)) / 3)
+
+
 def flipped(s: Scored) -> tuple[np.ndarray, np.ndarray]:
     hit = DRAW.random(len(s.mask)) < 0.006
     return s.rollout_logp, moved(s.learner_logp, np.where(hit, DRAW.normal(0, 3, len(s.mask)), 0.0))
@@ -83,7 +91,13 @@ MISTAKES: dict[str, Callable[[], list[Scored]]] = {
     ),
     "experts": lambda: changed(flipped),
     "nondeterministic": lambda: changed(noisy(0.6)),
-    "forward": lambda: changed(lambda s: (s.rollout_logp, s.learner_logp[::-1].copy())),
+    "weights": lambda: changed(lambda s: (s.rollout_logp, moved(s.learner_logp, SHIFT[s.tokens[s.prompt_length :]]))),
+    "prompt": lambda: changed(lambda s: (s.rollout_logp, moved(s.learner_logp, fading(s.rollout_logp)))),
+    "cut_off": lambda: changed(lambda s: (s.rollout_logp, np.where(s.rollout_logp < -3, np.nan, s.learner_logp))),
+    "after_sync": lambda: [
+        dataclasses.replace(w if s.group % 2 else s, rollout_version=s.group % 2)  # type: ignore[operator]
+        for s, w in zip(HEALTHY, changed(noisy(1.5)), strict=True)
+    ],
     "stale": lambda: [
         dataclasses.replace(s, rollout_version=4 - s.group % 2, learner_version=4)  # type: ignore[operator]
         for n, s in enumerate([*HEALTHY, *dumps.healthy(size=0.6, seed=8)])
@@ -102,10 +116,10 @@ MISTAKES: dict[str, Callable[[], list[Scored]]] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_called_by_its_name(name: str) -> None:
-    diagnosis = examine(dumps.dump_of(MISTAKES[name](), rollout_format="bf16"))
+    diagnosis = examine(dumps.dump_of(MISTAKES[name](), rollout_format="bf16", learner_format="bf16"))
     assert diagnosis.fault is not None, diagnosis.headline
     assert diagnosis.fault.name == name, diagnosis.headline
-    assert diagnosis.verdict is (Verdict.LARGE if name in ("forward", "too_large") else Verdict.FAULT)
+    assert diagnosis.verdict is (Verdict.LARGE if name == "too_large" else Verdict.FAULT)
     assert remedies_for(diagnosis)
 
 
