@@ -416,7 +416,8 @@ def size(e: Evidence, tests: int) -> Finding:
         return few("too_large", t.telling.units)
     found = e.too_large(t, tests)
     said = f"size of u {np.exp(found.value):.2g}; in these formats up to {e.usual:.2g} is usual"
-    # Of a gap like this one, and so much larger.
-    reach = detectable_beyond(found.error, t.telling.units, tests)
+    # Of a gap like this one, and so much larger; with tails of kurtosis 12 at most, each unit counted as one token.
+    error = min(found.error, np.sqrt(11 / 4 / t.telling.units))
+    reach = detectable_beyond(error, t.telling.units, tests)
     return found_as("too_large", found, "nats", said, effect=float(np.exp(found.value)),
                   detectable=e.usual * float(np.exp(reach)))  # fmt: skip

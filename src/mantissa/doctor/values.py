@@ -322,8 +322,7 @@ def _scaled(e: Evidence, tests: int) -> tuple[str, Tested, float, str, Array]:
     ratio = (1 + b / 2) / max(1 - b / 2, 1e-3)  # d = b m with m = (x + y) / 2
     sums, _, explained = _line(t.unit, t.u, m)
     share = tested(sums, explained, 0.4, tests)
-    curve = np.polynomial.Polynomial.fit(m, t.d, 3) if len(m) > 20 else np.polynomial.Polynomial([0.0])
-    rest = e.clean.d - (curve(np.clip(all_m, m.min(), m.max())) if len(m) > 20 else 0.0)
+    rest = e.clean.d - (_cubic(m, t.d, np.clip(all_m, m.min(), m.max())) if len(m) > 20 else 0.0)
     said = f"a line explains {share.value:.0%}"
     pairs = _Pairs(e)
     if not pairs.enough:
@@ -342,6 +341,13 @@ def _scaled(e: Evidence, tests: int) -> tuple[str, Tested, float, str, Array]:
     sums = sums_by(pairs.unit, pairs.dx**2, pairs.dx * pairs.dy, pairs.dy**2)
     found = tested(sums, _pair_share, 0.4, tests) if kind else share
     return kind, found, pairs.scale, f"{words}, {pairs.line:.0%} explained", rest
+
+
+def _cubic(x: Array, y: Array, at: Array) -> Array:
+    """Values at ``at`` of the cubic in x that fits y best; of the smallest coefficients where x has few values."""
+    middle, half = (x.max() + x.min()) / 2, max((x.max() - x.min()) / 2, 1e-9)
+    columns, wanted = (np.stack([((z - middle) / half) ** k for k in range(4)], 1) for z in (x, at))
+    return wanted @ np.linalg.lstsq(columns, y, rcond=None)[0]
 
 
 def _pair_share(s: Array) -> Array:
