@@ -29,11 +29,13 @@ _MOST = 0.5  # of sum d^2
 _SURE = 0.8
 _SURELY = 1e-6  # probability of samples so low in a whole law
 # Of which the kind or the place alone is known.
-_OPEN = ("weights", "prompt", "too_large", "nondeterministic", "position", "onset", "padding", "first_token")
+_OPEN = ("weights", "prompt", "too_large", "nondeterministic", "position", "onset", "padding", "first_token",
+         "soft_cap")  # fmt: skip
 _KINDS = {"without its first token": "prompt", "with its first token twice": "prompt",
           "without its first half": "prompt", "padded on the left without a mask": "padding"}  # fmt: skip
 _MOVED = (-3, -2, -1, 1, 2, 3)
 _THETAS = {"100 times as large": 100.0, "10 times as large": 10.0, "a tenth": 0.1, "a hundredth": 0.01}
+_OTHERS = "its weights, adapter or head are not this model's"
 _CAPS = (10.0, 15.0, 20.0, 30.0, 50.0)
 
 
@@ -104,10 +106,11 @@ def decided(diagnosis: Diagnosis, found: Substitution, comes: Comes) -> Diagnosi
     kept = f"{comes.rms[comes.which]:.2g} nats beside {comes.rms[at_fault]:.2g}"
     name = diagnosis.fault.name if diagnosis.fault is not None else ""
     rest = {
-        "weights": "its weights, adapter or head are not this model's (give the ones it may have had by --other)",
+        "weights": f"{_OTHERS} (give the ones it may have had by --other)",
         "prompt": "it saw another prompt than the dump says, or other positions, of none of the kinds tried",
         "onset": "what was computed before that place is lost, and no prompt and no position explains it",
-    }.get(name, "dropout, or arithmetic coarser than any that was tried")
+        "too_large": f"{_OTHERS}, or it is random (dropout: score twice), or coarser than what was tried",
+    }.get(name, "no cause that was tried explains it")
     headline = (
         f"{Verdict.FAULT} in the {at_fault}: the {comes.which}'s log-probs come back from this model ({kept}); {rest}"
     )
