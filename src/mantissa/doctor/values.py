@@ -405,11 +405,13 @@ def support(e: Evidence, tests: int) -> Finding:
     size = float(np.sqrt(np.square(t.d).mean()))
     constant = not pairs.enough or pairs.moved < max(2 * e.usual, 0.5 * size)
     said = f"{share.value:.0%} of the squared difference has one sign: the {side}'s probabilities are the larger"
+    # Cut or not, a probable token is the more probable one: without that it is another law altogether.
+    together = float(np.corrcoef(t.x, t.y)[0, 1]) if len(t.x) > 2 and t.x.std() and t.y.std() else 0.0
     # The tokens that were cut are everywhere: an effect that a fiftieth of all tokens makes is of another kind.
     broad = float(np.sqrt(square[len(square) // 50 :].mean()))
     sign = e.clean.d < 0 if down else e.clean.d > 0
     return found_as("support", share, "nats", said, effect=broad, detectable=max(3 * other.size, e.usual / 2),
-                    holds=quiet and lean > 0.5 and t.size > e.usual / 2 and constant,
+                    holds=quiet and lean > 0.5 and t.size > e.usual / 2 and constant and together > 0.5,
                     rest=np.where(sign, 0.0, e.clean.d))  # fmt: skip
 
 
