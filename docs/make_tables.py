@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -721,6 +722,19 @@ def _outcomes(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def doctor_summary() -> str:
+    """Shares over the held-out families with the bootstrap's intervals over families, and what had been expected."""
+    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+    from doctor_held_out import summary
+
+    expected = {"named right": ">= 75%", "right or undecided": ">= 97%", "wrong": "<= 1%", "strictly wrong": "<= 6%",
+                "healthy called healthy": ">= 99%"}  # fmt: skip
+    found = summary(_held_out())
+    lines = [[name, f"{value:.1%}", f"{low:.1%}..{high:.1%}", expected[name]]
+             for name, (value, low, high) in found.items()]  # fmt: skip
+    return table(["", "share", "over families", "expected"], lines)
+
+
 def doctor_families() -> str:
     """By held-out family: what became of the mistakes and of the healthy dumps."""
     rows = _held_out()
@@ -806,6 +820,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "doctor.md": {
         "doctor_signatures": doctor_signatures,
         "doctor_usual": doctor_usual,
+        "doctor_summary": doctor_summary,
         "doctor_families": doctor_families,
         "doctor_held_out": doctor_held_out,
         "doctor_partial": doctor_partial,

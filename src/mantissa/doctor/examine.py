@@ -20,7 +20,7 @@ from mantissa.doctor.signatures import EXACT, SHAPES, causes, findings
 _NOTHING = 1e-5  # nats: below it nothing is to be done, whatever the formats
 _BLIND = 10.0  # times what is usual: a sample that would not show so much says nothing
 _CURVE = 0.6  # of sum d^2 on a curve in the log-prob: a law is in it, and a shape may be the law's
-_BY_SIZE = ("experts",)  # healthy where the whole gap is: any mixture of experts has some
+_BY_SIZE = ("experts", "half_logits")  # healthy where the whole gap is: remarks there
 
 
 def examine(dump: Dump) -> Diagnosis:
