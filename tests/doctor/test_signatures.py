@@ -137,7 +137,10 @@ def test_logits_in_a_half_are_seen_by_their_grid() -> None:
         for _ in range(6):
             token = int(draw.choice(40, p=np.exp(y) / np.exp(y).sum()))
             made.append(Scored(np.array([1, token]), 1, x[[token]], y[[token]], np.ones(1, bool), group=group))
-    assert name_of(made, rollout_format="bf16") == "half_logits"
+    assert name_of(made, rollout_format="fp32", learner_format="fp32") == "half_logits"
+    small = examine(dumps.dump_of(made, rollout_format="bf16"))  # usual in bf16, so it is a remark there
+    assert small.verdict is Verdict.HEALTHY
+    assert "logits are in a half" in small.remarks[0]
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-6, 0.003, 0.05, 0.1])
