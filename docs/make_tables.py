@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -409,7 +410,8 @@ def causes(metric: str) -> str:
         r = newest.get((pair, name))
         return "" if r is None else f"{r['share']:.1%}<br>{r['share_low']:.1%}..{r['share_high']:.1%}"
 
-    names, pairs = dict.fromkeys(r["name"] for r in rows), sorted({r["pair"] for r in rows})
+    names = list(dict.fromkeys(r["name"] for r in rows))[:6]
+    pairs = sorted({r["pair"] for r in rows})
     return table(("hypothesis", *pairs), [[name, *(shown(pair, name) for pair in pairs)] for name in names])
 
 
@@ -617,50 +619,93 @@ def doctor_usual() -> str:
 
 
 def _held_out() -> list[Row]:
-    """The first run's row of each family, format, kind and side: later ones may have been looked at."""
+    """The second run's first row of each held-out family, format, kind and side: later ones may have been looked at."""
     rows: dict[tuple[Any, ...], Row] = {}
     for row in _rows("doctor_held_out"):
-        rows.setdefault((row["family"], row["format"], row["kind"], row["side"]), row)
+        if row.get("run") == "second" and row["benchmark"] == "doctor_held_out" and row["held_out"]:
+            rows.setdefault((row["family"], row["format"], row["kind"], row["side"]), row)
     return list(rows.values())
 
 
-def doctor_families() -> str:
-    """By family: what became of the mistakes that are not too small, and of the healthy dumps."""
-    rows, lines = _held_out(), []
-    for held, family in sorted({(not row["held_out"], row["family"]) for row in rows}):
-        own = [row for row in rows if row["family"] == family]
-        faults = [row["outcome"] for row in own if row["right"] and row["outcome"] != "too small"]
-        healthy = [row["outcome"] for row in own if not row["right"]]
-        formats = ", ".join(sorted({row["format"] for row in own}))
-        counts = [str(sum(each in kinds for each in faults)) for kinds in (["right"], ["half", "undecided"], ["wrong"])]
-        small = sum(row["outcome"] == "too small" for row in own)
-        told = f"{healthy.count('right')} of {len(healthy)}"
-        lines.append([f"`{family}`", "chosen on" if held else "held out", formats, *counts, str(small), told])
-    names = [
-        "family",
-        "thresholds",
-        "formats",
-        "right",
-        "not known, or half",
-        "wrong",
-        "too small",
-        "healthy called so",
+def _outcomes(rows: Sequence[Row]) -> list[str]:
+    """Counts: named right, undecided or half, said, wrong, too small; and healthy ones called so."""
+    faults = [row["outcome"] for row in rows if row["right"]]
+    healthy = [row["outcome"] for row in rows if not row["right"]]
+    kinds = (["right"], ["half", "undecided"], ["said"], ["wrong"], ["too small"])
+    return [
+        *(str(sum(each in kind for each in faults)) for kind in kinds),
+        f"{healthy.count('right')} of {len(healthy)}",
     ]
+
+
+def doctor_summary() -> str:
+    """Shares over the held-out families with the bootstrap's intervals over families, and what had been expected."""
+    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+    from doctor_held_out import summary
+
+    expected = {"named right": ">= 75%", "right or undecided": ">= 97%", "wrong": "<= 1%", "strictly wrong": "<= 6%",
+                "healthy called healthy": ">= 99%"}  # fmt: skip
+    found = summary(_held_out())
+    lines = [[name, f"{value:.1%}", f"{low:.1%}..{high:.1%}", expected[name]]
+             for name, (value, low, high) in found.items()]  # fmt: skip
+    return table(["", "share", "over families", "expected"], lines)
+
+
+def doctor_families() -> str:
+    """By held-out family: what became of the mistakes and of the healthy dumps."""
+    rows = _held_out()
+    lines = []
+    for family in sorted({row["family"] for row in rows}):
+        own = [row for row in rows if row["family"] == family]
+        lines.append([f"`{family}`", ", ".join(sorted({row["format"] for row in own})), *_outcomes(own)])
+    names = ["family", "formats", "right", "undecided, or half", "said", "wrong", "too small", "healthy called so"]
     return table(names, lines)
 
 
 def doctor_held_out() -> str:
-    """The confusion matrix of the held-out families: what each mistake was called, healthy ones last."""
-    rows, lines = [row for row in _held_out() if row["held_out"]], []
-    for kind in dict.fromkeys(row["kind"] for row in rows):
+    """Of the held-out families: the mistakes that were not named right each time, and what they were called."""
+    rows, lines = _held_out(), []
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    odd = [kind for kind in kinds if any(row["outcome"] != "right" for row in rows if row["kind"] == kind)]
+    for kind in odd:
         own, called = [row for row in rows if row["kind"] == kind], dict[str, int]()
         for row in own:
-            name = " or ".join(row["named"]) or ("healthy" if row["verdict"] == "healthy noise" else "not known")
+            healthy, fault = row["verdict"] == "healthy noise", row["verdict"] == "a fault"
+            name = " or ".join(row["named"]) if fault else "healthy" if healthy else "not known"
             called[name] = called.get(name, 0) + 1
-        right = " or ".join(f"`{name}`" for name in own[0]["right"]) or "healthy"
         told = ", ".join(f"{name} {count}" for name, count in sorted(called.items(), key=lambda item: -item[1]))
-        lines.append([kind, right, told, str(sum(row["outcome"] == "wrong" for row in own))])
-    return table(["put in", "right name", "called", "wrong"], lines)
+        lines.append([kind, told, str(sum(row["outcome"] == "wrong" for row in own))])
+    count = sum(row["kind"] not in odd for row in rows)
+    always = f"the {len(kinds) - len(odd)} other kinds, healthy ones among them"
+    return table(["put in", "called", "wrong"], [*lines, [always, f"by their names {count}", "0"]])
+
+
+def doctor_partial() -> str:
+    """How often a quarter of the sequences is found, by how much larger they are."""
+    rows: dict[tuple[Any, ...], Row] = {}
+    for row in _rows("doctor_held_out"):
+        if row["benchmark"] == "doctor_partial":
+            rows[row["family"], row["format"], row["asked"]] = row
+    factors = sorted({key[2] for key in rows})
+    lines = []
+    for family, name in dict.fromkeys(key[:2] for key in rows):
+        own = [rows.get((family, name, factor)) for factor in factors]
+        cells = ["" if row is None else f"{row['found']} of {row['trials']} ({row['times']:.2g}x)" for row in own]
+        lines.append([f"`{family}`, {name}", *cells])
+    return table(["family", *(f"about {factor:g}x" for factor in factors)], lines)
+
+
+def doctor_healthy() -> str:
+    """Healthy gaps by other programs and what the doctor called them."""
+    rows: dict[tuple[Any, ...], Row] = {}
+    for row in _rows("doctor_healthy"):
+        rows[row["program"], row["format"]] = row
+    lines = [
+        [row["program"], row["format"], f"{row['tokens']:,}", f"{row['u_rms']:.2g}", f"{row['equal']:.1%}",
+         row["verdict"], f"{row['right']} of {row['trials']}"]
+        for row in rows.values()
+    ]  # fmt: skip
+    return table(["program", "format", "tokens", "size of u", "equal", "whole dump", "halves called healthy"], lines)
 
 
 # evolution.md, worldmodel.md
@@ -711,8 +756,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "doctor.md": {
         "doctor_signatures": doctor_signatures,
         "doctor_usual": doctor_usual,
+        "doctor_summary": doctor_summary,
         "doctor_families": doctor_families,
         "doctor_held_out": doctor_held_out,
+        "doctor_partial": doctor_partial,
+        "doctor_healthy": doctor_healthy,
     },
     "precision.md": {"native_bf16": native_bf16},
     "emulated.md": {"switches": switches},
