@@ -61,12 +61,7 @@ class Setup:
 
     @staticmethod
     def take_from(weights: dict[str, Tensor]) -> Setup:
-        """Take the tensor of bytes out of ``weights`` and read it. ``MantissaError`` where there is none."""
-        if TENSOR not in weights:
-            raise MantissaError(
-                "rollout.name=mantissa: weights came without their precision: the learner is not Mantissa's; set "
-                "actor_rollout_ref.actor.strategy=mantissa, or another rollout"
-            )
+        """Take the tensor of bytes out of ``weights`` and read it."""
         return Setup.from_json(bytes(weights.pop(TENSOR).cpu().tolist()))
 
 
