@@ -121,6 +121,11 @@ class Plan:
         words = ["ray", "job", "submit", "--address", address or "URL", "--runtime-env-json", environment, "--"]
         return shlex.join([*words, *self.arguments])
 
+    def warnings(self) -> str:
+        """What verl does otherwise than the recipe says: to be known before a job starts."""
+        rows = [(remark.field, remark.text) for remark in self.remarks if remark.kind == "differs"]
+        return "\n".join(["verl does otherwise than the recipe says:", *_two_columns(rows)]) if rows else ""
+
     def dry_run(self, address: str | None, working_dir: Path | None) -> str:
         """Everything that a launch would do, and where each part of it comes from."""
         options = self.options
@@ -271,7 +276,9 @@ class Draft:
             if self.options.engine not in fact.engines or not read_by:
                 return
         value = self._evaluate(value)
-        assert not (fact and fact.values) or hydra_value(value) in fact.values, f"{key}={value}: not of {fact}"
+        assert not (fact and fact.values) or hydra_value(value).strip("'") in fact.values, (
+            f"{key}={value}: not of {fact}"
+        )
         assert all(one.key != full(key) for one in self.overrides), f"{key} is set twice"
         self.overrides.append(Override(full(key), value, source, fact is not None and fact.new))
 
@@ -295,7 +302,7 @@ class Draft:
         return found
 
     def _text(self, source: str) -> str:
-        return _template(source).render(self._names) if "{{" in source else source
+        return _template(source).render(self._names) if "{" in source else source
 
     def _value(self, path: str) -> Any:
         """The value of a field by its dotted name; None where a section is null, or for an option of the launch."""

@@ -76,7 +76,7 @@ class LaunchOptions(Config):
     @model_validator(mode="after")
     def _of_its_engine(self) -> Self:
         megatron = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel")
-        other = ("sequence_parallel",) if self.engine == "megatron" else megatron
+        other: tuple[str, ...] = ("sequence_parallel",) if self.engine == "megatron" else megatron
         if self.engine == "mantissa":
             other = (*megatron, "sequence_parallel")
             if self.rollout != "mantissa":
@@ -153,6 +153,8 @@ def load_options(path: Path | None, given: dict[str, Any]) -> LaunchOptions:
             values = read_yaml(path) or {}
         if not isinstance(values, dict):
             raise MantissaError(f"{path}: expected keys and values, got {type(values).__name__}")
+        if given.get("engine") == "mantissa":  # whose rollout is its own, whatever the file's engine goes with
+            values.pop("rollout", None)
     try:
         return LaunchOptions.model_validate(values | given)
     except ValidationError as error:

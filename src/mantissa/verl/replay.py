@@ -40,6 +40,8 @@ class OrderedReplayBuffer(ReplayBuffer):
     def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: Any) -> Any:
         """As verl, until as many groups were sampled for one step as ``max_generation_batches`` has. Raises then."""
         evicted, stale, alike, metrics = super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
+        if partition_id == "val":
+            return evicted, stale, alike, metrics
         dropped = self.dropped.get(global_steps, 0) + alike
         self.dropped = {global_steps: dropped}
         kept = len(self._sampleable_terminal_keys(partition_id, eviction_reasons))

@@ -222,7 +222,7 @@ def setup_of(weights: dict[str, Tensor], rollout: Any) -> Setup:
     quantization = get(rollout, "quantization")
     if setup is None:
         dtype = str(get(rollout, "dtype", "bfloat16"))
-        policy: dict[str, Any] = {"train": dtype, "rollout": dtype}
+        policy: dict[str, Any] = {"train": dtype, "rollout": dtype, "logits": dtype}  # which verl's engines round too
         if quantization is not None:
             policy |= {"rollout": quantization, "fp8": {"base": "fp16" if dtype in ("float16", "half") else "bf16"}}
         return Setup(policy, None, torch.get_num_threads(), limits_of(rollout).longest)

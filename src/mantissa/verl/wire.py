@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from mantissa.base.bounds import boundary
-from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import parse_json
 from mantissa.kernels import ExactPlan
 from mantissa.kernels.exact.plan import AttentionChoice, Choice
