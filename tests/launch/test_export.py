@@ -210,7 +210,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("algorithm.reference={}", "algorithm.loss=flowrl"), {}, "flowrl: verl has no such loss, and its fsdp2 engine"),
     (("algorithm.loss=my.losses:clipped",), {}, "custom: verl has no such loss; train it with mantissa train"),
     (FLOW, {"engine": "mantissa_fsdp2", "sequence_parallel": 2}, "the head of log Z wants whole sequences"),
-    ((*FLOW, "model.lora={rank: 8, alpha: 16}"), {"engine": "mantissa_fsdp2"}, "mantissa_fsdp2 with flowrl takes no ad"),
+    ((*FLOW, "model.lora={rank: 8, alpha: 16}"), {"engine": "mantissa_fsdp2"}, "with flowrl takes no adapters"),
     (("model.lora={rank: 8, alpha: 16}",), {"engine": "mantissa"}, "strategy=mantissa takes no adapters"),
     (("model.lora={rank: 8, alpha: 16}",), {"rollout": "mantissa"}, "the mantissa rollout takes no adapters"),
     (("optimizer.decay=linear",), {"engine": "mantissa"}, "verl's FSDP engines know constant and cosine"),
