@@ -31,6 +31,10 @@ _HERE = {  # of verl and its Ray: as few processes as there can be
     "+ray_kwargs.ray_init.include_dashboard": False,
     "+ray_kwargs.ray_init.object_store_memory": 200_000_000,
 }
+# One machine, on which the model lies whole.
+_ALONE: dict[str, Any] = {"nodes": 1, "cuda": None, "offload": False, "rollout_tensor_parallel": 1} | dict.fromkeys(
+    ("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel", "sequence_parallel"), 1
+)
 
 
 @dataclass(frozen=True)
@@ -69,38 +73,23 @@ def rehearse(recipe: Path, overrides: Sequence[str], options: Path | None, given
     """
     asked = load_recipe(recipe, overrides)
     keys = {item.partition("=")[0] for item in overrides}
-    engine = load_options(options, {name: given[name] for name in ("engine",) if name in given}).engine
-    if engine in ("megatron", "fsdp"):
+    processes = given.get("gpus", 1)
+    alone = dict(given) | _ALONE | {"gpus": processes}
+    there = load_options(options, alone)
+    if there.engine in ("megatron", "fsdp"):
         raise MantissaError(
-            f"--local runs on a processor, and verl's engine {engine} needs GPUs: rehearse the recipe with --engine "
-            "fsdp2, mantissa_fsdp2 or mantissa"
+            f"--local runs on a processor, and verl's engine {there.engine} needs GPUs: rehearse the recipe with "
+            "--engine fsdp2, mantissa_fsdp2 or mantissa"
         )
     folder = Path(asked.run_dir or default_path(f"{asked.name}-on-verl")).absolute()
-    theirs = any(key == "task" or key.startswith("task.files") for key in keys)
     sizes = _sizes(asked, folder, keys)
-    processes = given.get("gpus", 1)
-    machine = {
-        "engine": engine,
-        "rollout": "mantissa",
-        "nodes": 1,
-        "gpus": processes,
-        "hardware": "cpu",
-        "cuda": None,
-        "rollout_tensor_parallel": 1,
-        "tensor_parallel": 1,
-        "pipeline_parallel": 1,
-        "expert_parallel": 1,
-        "context_parallel": 1,
-        "sequence_parallel": 1,
-        "offload": False,
-    }
-    in_file = load_options(options, dict(given)) if options is not None else None
-    if not theirs:
-        machine["max_prompt_tokens"] = _PROMPT_TOKENS
-    mine = {key: value for key, value in (in_file.overrides if in_file else {}).items() if ".megatron." not in key}
+    mine = {key: value for key, value in there.overrides.items() if ".megatron." not in key}
+    machine: dict[str, Any] = {"engine": there.engine, "rollout": "mantissa", "hardware": "cpu"}
     machine["overrides"] = mine | _HERE | {"+ray_kwargs.ray_init.num_gpus": processes}
+    if "task.files" in sizes:
+        machine["max_prompt_tokens"] = _PROMPT_TOKENS
     config = load_recipe(recipe, [*(f"{key}={value}" for key, value in sizes.items()), *overrides])
-    plan = export(config, load_options(options, dict(given) | machine))
+    plan = export(config, load_options(options, alone | machine))
     replaced = [(key, _short(value, folder)) for key, value in sizes.items() if key not in keys]
     replaced.append(("machine", f"{processes} process{'es' if processes > 1 else ''} on cpu, rollout=mantissa"))
     made = [name for name, key in (("model", "model.path"), ("problems", "task.files")) if key in sizes]
