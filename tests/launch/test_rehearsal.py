@@ -217,7 +217,7 @@ def test_the_last_error_of_a_log_is_one_line(tmp_path: Path) -> None:
         "(TaskRunnerV1 pid=7) mantissa.base.errors.MantissaError: rollout.dynamic: none is left\n"
         "ray.exceptions.RayTaskError(MantissaError): ray::run()\n  more\nValueError: later and less\n"
     )
-    assert _last_error(log) == "mantissa.base.errors.MantissaError: rollout.dynamic: none is left"
+    assert _last_error(log) == "rollout.dynamic: none is left"
     log.write_text("no end\n")
     assert _last_error(log) == "it names no error"
 

@@ -186,5 +186,5 @@ def _last_error(log: Path) -> str:
     """The last error that the log names, in one line; Ray repeats one in many words."""
     text = log.read_text(errors="replace")
     found = _ERROR.findall(text)
-    ours = [line for line in found if "MantissaError" in line]
+    ours = [line.partition("MantissaError: ")[2] for line in found if "MantissaError: " in line]
     return (ours or found or ["it names no error"])[-1].strip()[:600]
