@@ -1,11 +1,11 @@
-"""Rehearsals of recipes on verl, one of each kind: seconds, and the gap that verl saw; rows in results/verl_rehearsals.jsonl.
+"""Rehearsals of recipes on verl, one of each kind: seconds, and the gap that verl saw.
 
     python benchmarks/verl_rehearsals.py              # every kind, in the environment of make test-verl
     python benchmarks/verl_rehearsals.py dapo-fp16 flowrl-fp16
 
-Each is the command that a user would type (``mantissa launch RECIPE --on verl --local``): two steps of verl's trainer on
-this machine's processor, of a random Qwen3 of two layers, so seconds are of verl's machinery and not of arithmetic.
-``tests/verl/test_local_jobs.py`` runs the same kinds.
+Rows go to results/verl_rehearsals.jsonl. Each is the command that a user would type (``mantissa launch RECIPE --on verl
+--local``): two steps of verl's trainer on this machine's processor, of a random Qwen3 of two layers, so seconds are of
+verl's machinery and not of arithmetic. ``tests/verl/test_local_jobs.py`` runs the same kinds.
 """
 
 from __future__ import annotations
