@@ -221,11 +221,7 @@ def setup_of(weights: dict[str, Tensor], rollout: Any) -> Setup:
     setup = Setup.take_from(weights) if TENSOR in weights else LEARNER.get("setup")
     quantization = get(rollout, "quantization")
     if setup is None:
-        dtype = str(get(rollout, "dtype", "bfloat16"))
-        policy: dict[str, Any] = {"train": dtype, "rollout": dtype, "logits": dtype}  # which verl's engines round too
-        if quantization is not None:
-            policy |= {"rollout": quantization, "fp8": {"base": "fp16" if dtype in ("float16", "half") else "bf16"}}
-        return Setup(policy, None, torch.get_num_threads(), limits_of(rollout).longest)
+        return Setup.of_keys(str(get(rollout, "dtype", "bfloat16")), quantization, limits_of(rollout).longest)
     if quantization is not None:
         raise MantissaError(
             f"rollout.quantization={quantization}: with actor.strategy=mantissa the learner's precision says the "

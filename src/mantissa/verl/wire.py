@@ -34,6 +34,15 @@ class Setup:
     threads: int
     length: int
 
+    @staticmethod
+    def of_keys(dtype: str, quantization: str | None, length: int) -> Setup:
+        """Beside a learner of verl's own: the formats of ``rollout.dtype`` and ``rollout.quantization``, logits rounded
+        as verl's engines round theirs."""
+        policy: dict[str, Any] = {"train": dtype, "rollout": dtype, "logits": dtype}
+        if quantization is not None:
+            policy |= {"rollout": quantization, "fp8": {"base": "fp16" if dtype in ("float16", "half") else "bf16"}}
+        return Setup(policy, None, torch.get_num_threads(), length)
+
     def to_json(self) -> str:
         plan = None if self.plan is None else dataclasses.asdict(self.plan)
         if plan is not None:
