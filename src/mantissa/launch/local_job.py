@@ -26,6 +26,7 @@ from typing import Any
 from mantissa.base import loopback
 from mantissa.base.errors import MantissaError, RankError, pip_install
 from mantissa.base.readers.json import parse_json
+from mantissa.launch.export import hydra_value
 from mantissa.launch.rehearsal import Rehearsal
 
 _TAG = "MANTISSA_LOCAL_JOB"
@@ -109,6 +110,7 @@ def _job(rehearsal: Rehearsal, log: Path, metrics: Path, isolated: bool) -> Iter
     ray = {"_node_ip_address": _HOST, "_temp_dir": short}
     command = [sys.executable, *rehearsal.plan.arguments[1:]]
     command += [f"+ray_kwargs.ray_init.{name}={value}" for name, value in ray.items()]
+    command += [f"hydra.run.dir={hydra_value(str(rehearsal.folder / 'hydra'))}"]  # else it makes outputs/ here
     if isolated:
         command = [sys.executable, loopback.__file__, *command]
     variables = {one.name: one.value for one in rehearsal.plan.environment}
@@ -116,7 +118,6 @@ def _job(rehearsal: Rehearsal, log: Path, metrics: Path, isolated: bool) -> Iter
         with log.open("wb") as out:
             job = subprocess.Popen(
                 command,
-                cwd=rehearsal.folder,
                 env=_environment(variables | {_TAG: tag, "VERL_FILE_LOGGER_PATH": str(metrics)}),
                 stdout=out,
                 stderr=subprocess.STDOUT,

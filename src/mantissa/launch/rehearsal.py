@@ -18,6 +18,7 @@ from mantissa.base.files import disk_errors
 from mantissa.launch.export import Plan, export
 from mantissa.launch.options import load_options
 from mantissa.launch.tiny import write_policy, write_problems
+from mantissa.model.hub import find_model
 from mantissa.rl import RunConfig, load_recipe
 from mantissa.runs.directory import default_path
 
@@ -88,11 +89,15 @@ def rehearse(recipe: Path, overrides: Sequence[str], options: Path | None, given
     machine["overrides"] = mine | _HERE | {"+ray_kwargs.ray_init.num_gpus": processes}
     if "task.files" in sizes:
         machine["max_prompt_tokens"] = _PROMPT_TOKENS
+    if str(asked.model.path).startswith("hub:") and "model.path" not in sizes:
+        sizes["model.path"] = str(find_model(str(asked.model.path)))  # the job itself has no network
+        overrides = [item for item in overrides if not item.startswith("model.path=")]
     config = load_recipe(recipe, [*(f"{key}={value}" for key, value in sizes.items()), *overrides])
     plan = export(config, load_options(options, alone | machine))
     replaced = [(key, _short(value, folder)) for key, value in sizes.items() if key not in keys]
     replaced.append(("machine", f"{processes} process{'es' if processes > 1 else ''} on cpu, rollout=mantissa"))
-    made = [name for name, key in (("model", "model.path"), ("problems", "task.files")) if key in sizes]
+    inputs = {"model": sizes.get("model.path", ""), "problems": sizes.get("task.files", "")}
+    made = [name for name, value in inputs.items() if str(folder / "inputs") in value]
     return Rehearsal(plan, folder, config.steps, tuple(replaced), tuple(made))
 
 

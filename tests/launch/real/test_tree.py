@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verl_rehearsals import KINDS, command
 
 import mantissa
 from mantissa.launch import Plan, export, launch_file, load_options
 from mantissa.launch.facts import FACTS, IGNORED, Engine, Fact, full
+from mantissa.launch.rehearsal import rehearse
 from mantissa.rl import load_recipe
 
 pytestmark = pytest.mark.verl
@@ -204,3 +206,20 @@ def test_verl_itself_accepts_nonsense(compose: Compose) -> None:
          "actor_rollout_ref.rollout.quantization=bogus", "algorithm.rollout_correction.rollout_is=bogus"]
     )  # fmt: skip
     validated(tree)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_rehearsal_composes(kind: str, tmp_path: Path, compose: Compose, verl_version: str) -> None:
+    """With what a processor needs beside it: platform, Ray, sizes."""
+    if verl_version == "0.8.0":
+        pytest.skip("0.8 has no plugin points")
+    words = command(kind, tmp_path / "run")
+    recipe = Path(words[4])
+    engine = KINDS[kind].engine
+    file = launch_file(recipe) if launch_file(recipe).is_file() else None
+    overrides = [f"run_dir={tmp_path}/run", *KINDS[kind].overrides]
+    plan = rehearse(recipe, overrides, file, {} if engine is None else {"engine": engine}).plan
+    tree = compose([str(one) for one in plan.overrides])
+    validated(tree)
+    says(tree, plan)
+    assert tree.ray_kwargs.ray_init.num_gpus == 1
