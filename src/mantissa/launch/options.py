@@ -36,11 +36,10 @@ class LaunchOptions(Config):
     version: Version = Field("0.9.1", description="verl's version on the cluster.")
     engine: Engine = Field(
         "fsdp2",
-        description="The learner's engine: verl's fsdp, fsdp2, megatron; mantissa_fsdp2, verl's FSDP2 with Mantissa's "
-        "step; or mantissa.",
+        description="The learner's: fsdp, fsdp2, megatron, mantissa_fsdp2 or mantissa.",
     )
     rollout: Literal["vllm", "sglang", "mantissa"] = Field(
-        "vllm", description="The rollout's engine; mantissa by default where the learner's is."
+        "vllm", description="The rollout's: vllm, sglang or mantissa, which it is where the learner's is."
     )
     nodes: int = Field(1, ge=1, description="Machines.")
     gpus: int = Field(8, ge=1, description="GPUs of each machine; processes, where the hardware is cpu.")
