@@ -636,7 +636,7 @@ def engines_by_precision() -> str:
 
 
 def keys_of_roles() -> str:
-    """What the exporter writes of a recipe in fp16 for each role: of FlowRL, or of GRPO where an engine has no FlowRL."""
+    """What the exporter writes of a recipe in fp16 for each role: of FlowRL where an engine has it, else of GRPO."""
     from mantissa.launch.facts import short
 
     flow = ("algorithm.loss=flowrl", "algorithm.reference={}")
@@ -656,7 +656,7 @@ def keys_of_roles() -> str:
 
 
 def verl_traps() -> str:
-    """The precision keys of verl's FSDP engines and rollouts that surprise people; ``check-verl`` says Megatron's too."""
+    """The precision keys of verl's FSDP engines and rollouts that surprise people; ``check-verl`` knows Megatron's."""
     from mantissa.launch.facts import FACTS, PRECISION_KEYS
 
     facts = [f for key, f in FACTS.items() if key in PRECISION_KEYS and f.trap and "fsdp2" in f.engines]
@@ -678,20 +678,20 @@ def verl_ignored() -> str:
     lines = []
     for (section, why), where in found.items():
         given = list(dict.fromkeys(names[section, why]))
-        key = f"{section}.{given[0]}" if len(given) == 1 else f"{section}.{{{', '.join(given)}}}"
-        lines.append([f"`{key}`", ", ".join(dict.fromkeys(where)), why])
-    return table(("key", "on", "why nothing happens"), lines)
+        key = f"{section}.{given[0]}" if len(given) == 1 else f"{section}.{{{','.join(given)}}}"
+        on = "" if where[0] == "every engine" else f" ({', '.join(dict.fromkeys(where))})"
+        lines.append([f"`{key}`{on}", why])
+    return table(("key", "why nothing happens"), lines)
 
 
 def rehearsals() -> str:
     """The newest rehearsal of each kind."""
     found = {row["kind"]: row for row in _rows("verl_rehearsals")}
-    lines = [
-        [row["what"], f"`{row['recipe']}`" if row["recipe"] else "a few lines", f"`{row['engine']}`"]
-        + [f"{row['seconds']:.0f}", f"{row['probability_difference']:.1g}"]
-        for row in found.values()
-    ]
-    return table(("what", "recipe", "engine", "seconds", "learner and rollout differ by at most"), lines)
+    lines = []
+    for row in found.values():
+        what = row["what"] + (f" (`{row['recipe']}`)" if row["recipe"] else "")
+        lines.append([what, f"`{row['engine']}`", f"{row['seconds']:.0f}", f"{row['probability_difference']:.1g}"])
+    return table(("recipe", "engine", "seconds", "differ by at most"), lines)
 
 
 def verl_variables() -> str:
@@ -703,14 +703,17 @@ def verl_variables() -> str:
 
 
 def launch_options() -> str:
-    """What a launch file may hold."""
+    """What a launch file may hold; Megatron's sizes in one line."""
     from mantissa.launch import LaunchOptions
 
-    lines = []
+    lines, sizes = [], []
     for name, field in LaunchOptions.model_fields.items():
-        default = "" if field.default in (None, {}) else f"`{str(field.default).lower()}`"
-        lines.append([f"`{name}`", default, str(field.description)])
-    return table(("option", "default", "what it says"), lines)
+        default = "" if field.default in (None, {}) else f" ({str(field.default).lower()})"
+        if str(field.description).startswith("Megatron: "):
+            sizes.append(f"`{name}`")
+        else:
+            lines.append([f"`{name}`{default}", str(field.description)])
+    return table(("option", "what it says"), [*lines, [", ".join(sizes), "Megatron's layout (1 each)."]])
 
 
 # doctor.md
