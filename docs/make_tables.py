@@ -598,7 +598,8 @@ _ENGINES = ("fsdp2", "megatron", "mantissa_fsdp2", "mantissa")
 def _verl_plan(engine: str, *features: str) -> Any:
     """The exporter's plan for a recipe with these overrides, on H100s with CUDA 12.9; or the reasons why not."""
     from mantissa.base.errors import MantissaError
-    from mantissa.launch import LaunchOptions, export
+    from mantissa.launch import LaunchOptions
+    from mantissa.launch.export import export
     from mantissa.rl import make_config
     from mantissa.rl.config.recipe import apply_overrides
 

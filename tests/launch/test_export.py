@@ -11,8 +11,8 @@ import pytest
 from pydantic import BaseModel
 
 from mantissa.base.errors import MantissaError
-from mantissa.launch import LaunchOptions, Plan, export, launch_file, load_options
-from mantissa.launch.export import Draft, fields_of, hydra_value, table
+from mantissa.launch import LaunchOptions, Plan, launch_file, load_options
+from mantissa.launch.export import Draft, export, fields_of, hydra_value, table
 from mantissa.launch.facts import FACTS, full, short
 from mantissa.precision import PrecisionPolicy
 from mantissa.rl import RunConfig, load_recipe

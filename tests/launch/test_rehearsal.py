@@ -14,7 +14,8 @@ import pytest
 
 from mantissa.base import loopback
 from mantissa.base.errors import MantissaError, RankError
-from mantissa.launch import Plan, export, launch_file, load_options
+from mantissa.launch import Plan, launch_file, load_options
+from mantissa.launch.export import export
 from mantissa.launch.facts import short
 from mantissa.launch.local_job import _last_error, end_processes, resumed_from, run_local
 from mantissa.launch.rehearsal import Rehearsal, rehearse

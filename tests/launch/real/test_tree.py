@@ -11,7 +11,8 @@ import pytest
 from verl_rehearsals import KINDS, command
 
 import mantissa
-from mantissa.launch import Plan, export, launch_file, load_options
+from mantissa.launch import Plan, launch_file, load_options
+from mantissa.launch.export import export
 from mantissa.launch.facts import FACTS, IGNORED, Engine, Fact, full
 from mantissa.launch.rehearsal import rehearse
 from mantissa.rl import load_recipe
