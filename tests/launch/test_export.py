@@ -176,6 +176,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("optimizer.micro_batch_tokens=1024",), {}, "a sequence may have 3072 tokens"),
     (("rollout.prompts=4",), {"nodes": 3}, "1 prompts x 8 samples cannot be shared by 24"),
     (("rollout.stop=[END]",), {}, "takes no stop strings"),
+    (("rollout.replay_routing=ids",), {}, "on Megatron alone, by actor.megatron.router_replay.mode=R3"),
     (("rollout.max_policy_lag=4",), {}, "rollout.max_policy_lag"),
     (("rollout.dynamic={}",), {"version": "0.8.0"}, "verl 0.8.0 has no dynamic sampling"),
     (("rollout.dynamic={when_exhausted: continue}",), {}, "verl always fills the batch"),
