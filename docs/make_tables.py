@@ -508,18 +508,20 @@ def commands() -> str:
 # cluster.md
 
 
-def _engine_plan(preset: str, engine: str) -> str:
-    """What the exporter says of a preset on an engine: the keys of its precision, or why not."""
+_ENGINES = ("fsdp2", "megatron", "mantissa_fsdp2", "mantissa")
+
+
+def _verl_plan(engine: str, *features: str) -> Any:
+    """The exporter's plan for a recipe with these overrides, on H100s with CUDA 12.9; or the reasons why not."""
     from mantissa.base.errors import MantissaError
     from mantissa.launch import LaunchOptions
     from mantissa.launch.export import export
-    from mantissa.launch.facts import PRECISION_KEYS, short
     from mantissa.rl import make_config
+    from mantissa.rl.config.recipe import apply_overrides
 
     recipe = {
         "name": "table",
         "steps": 1,
-        "precision": preset,
         "model": {"path": "policy"},
         "task": {"kind": "dataset", "files": "train.parquet", "heldout_files": "heldout.parquet"},
         "rollout": {"prompts": 8, "samples": 8, "max_tokens": 1024},
@@ -528,52 +530,86 @@ def _engine_plan(preset: str, engine: str) -> str:
     }
     options = LaunchOptions(engine=engine, hardware="h100", cuda="12.9")  # type: ignore[arg-type]
     try:
-        plan = export(make_config(recipe, "table"), options)
+        return export(make_config(apply_overrides(recipe, features), "table"), options)
     except MantissaError as error:
-        return "refused: " + str(error).partition(": ")[2].partition(": ")[2]
-    silent = ("actor.strategy", "rollout.logprobs_mode", "rollout.calculate_log_probs")
-    shown = [one for one in plan.overrides if short(one.key) in PRECISION_KEYS and short(one.key) not in silent]
-    said = [f"`{short(one.key)}={one.value}`" for one in shown]
-    return ", ".join([*said, *(f"`{one.name}={one.value}`" for one in plan.environment)])
+        return str(error)
 
 
 def engines_by_precision() -> str:
-    """Every preset on every learner's engine of verl, by the exporter itself, for H100s with CUDA 12.9 and vLLM."""
-    from mantissa.launch.facts import ENGINES
+    """Which preset runs on which learner's engine of verl, by the exporter itself; equal presets in one line."""
     from mantissa.precision import PRESETS
 
-    lines = [[f"`{name}`", engine, _engine_plan(name, engine)] for name in PRESETS for engine in ENGINES]
-    return table(("precision", "learner's engine", "what is written (below `actor_rollout_ref`)"), lines)
+    def cell(plan: Any) -> str:
+        if not isinstance(plan, str):
+            return "yes"
+        reason = plan.rpartition("precision.")[2].partition(": ")[2]  # the last one, after its field
+        reason = re.sub(r"^\w+-?\w*: ", "", reason) if "simulated" in reason else reason.rpartition(": ")[2]
+        return "no: " + re.split(r"; |, and no", reason)[0]
+
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name in PRESETS:
+        found.setdefault(tuple(cell(_verl_plan(engine, f"precision={name}")) for engine in _ENGINES), []).append(name)
+    lines = [[", ".join(f"`{name}`" for name in names), *row] for row, names in found.items()]
+    return table(("precision", *(f"`{engine}`" for engine in _ENGINES)), lines)
+
+
+def keys_of_roles() -> str:
+    """What the exporter writes of a recipe in fp16 for each role: of FlowRL where an engine has it, else of GRPO."""
+    from mantissa.launch.facts import short
+
+    flow = ("algorithm.loss=flowrl", "algorithm.reference={}")
+    kl = ("algorithm.reference={}", "algorithm.kl={coefficient: 0.01}")
+    options, lines = ".fsdp_config.mixed_precision.", []
+    for engine in _ENGINES:
+        plan = _verl_plan(engine, "precision=fp16", *(flow if "mantissa" in engine else kl))
+        keys = {short(one.key): str(one).replace("actor_rollout_ref.", "") for one in plan.overrides}
+        groups = [
+            [f"actor{options}param_dtype", "actor.megatron.dtype", f"actor{options}precision"],
+            [f"ref{options}param_dtype", "ref.megatron.dtype", f"ref{options}precision"],
+            ["rollout.dtype"],
+        ]
+        said = [", ".join(f"`{keys[key]}`" for key in group if key in keys) for group in groups]
+        lines.append([f"`{engine}`", *said[:2], said[2] or "as the learner's `precision` says"])
+    return table(("engine", "learner", "reference", "rollout"), lines)
 
 
 def verl_traps() -> str:
-    """The precision keys of the exporter's table that surprise people."""
+    """The precision keys of verl's FSDP engines and rollouts that surprise people; ``check-verl`` knows Megatron's."""
     from mantissa.launch.facts import FACTS, PRECISION_KEYS
 
-    facts = [fact for key, fact in FACTS.items() if key in PRECISION_KEYS and fact.trap]
-    lines = [[f"`{'+' if f.new else ''}{f.key}`", ", ".join(f.engines), f.what, f.trap] for f in facts]
-    return table(("key", "read by", "what it decides", "mind"), lines)
+    facts = [f for key, f in FACTS.items() if key in PRECISION_KEYS and f.trap and "fsdp2" in f.engines]
+    return table(("key", "mind"), [[f"`{'+' if f.new else ''}{f.key}`", f.trap] for f in facts])
 
 
 def verl_ignored() -> str:
-    """Keys that verl accepts and that nobody reads."""
-    from mantissa.launch.facts import IGNORED, ROLLOUTS
+    """Keys that verl accepts and that nobody reads; several of a section in one line."""
+    from mantissa.launch.facts import ENGINES, IGNORED, ROLLOUTS
 
-    lines = []
+    found: dict[tuple[str, str], list[str]] = {}
+    names: dict[tuple[str, str], list[str]] = {}
     for row in IGNORED:
-        where = row.engines if row.rollouts == ROLLOUTS else row.rollouts
-        lines.append([f"`{'+' if row.new else ''}{row.key}`", ", ".join(where), row.why])
-    return table(("key", "on", "why nothing happens"), lines)
-
-
-def verl_handed() -> str:
-    """Keys that verl hands on unread, and what Megatron and the rollout's engine do with them."""
-    from mantissa.launch.facts import FACTS, HANDED_KEYS
-
+        section, _, name = row.key.rpartition(".")
+        where = ("every engine",) if row.engines == ENGINES else row.engines
+        key = ("+" if row.new else "") + section, row.why
+        names.setdefault(key, []).append(name)
+        found.setdefault(key, []).extend(where if row.rollouts == ROLLOUTS else row.rollouts)
     lines = []
-    for fact in (FACTS[key] for key in FACTS if key in HANDED_KEYS):
-        lines.append([f"`{'+' if fact.new else ''}{fact.key}`", fact.what, fact.trap])
-    return table(("key", "what it decides", "mind"), lines)
+    for (section, why), where in found.items():
+        given = list(dict.fromkeys(names[section, why]))
+        key = f"{section}.{given[0]}" if len(given) == 1 else f"{section}.{{{','.join(given)}}}"
+        on = "" if where[0] == "every engine" else f" ({', '.join(dict.fromkeys(where))})"
+        lines.append([f"`{key}`{on}", why])
+    return table(("key", "why nothing happens"), lines)
+
+
+def rehearsals() -> str:
+    """The newest rehearsal of each kind."""
+    found = {row["kind"]: row for row in _rows("verl_rehearsals")}
+    lines = []
+    for row in found.values():
+        what = row["what"] + (f" (`{row['recipe']}`)" if row["recipe"] else "")
+        lines.append([what, f"`{row['engine']}`", f"{row['seconds']:.0f}", f"{row['probability_difference']:.1g}"])
+    return table(("recipe", "engine", "seconds", "differ by at most"), lines)
 
 
 def verl_variables() -> str:
@@ -585,14 +621,17 @@ def verl_variables() -> str:
 
 
 def launch_options() -> str:
-    """What a launch file may hold."""
+    """What a launch file may hold; Megatron's sizes in one line."""
     from mantissa.launch import LaunchOptions
 
-    lines = []
+    lines, sizes = [], []
     for name, field in LaunchOptions.model_fields.items():
-        default = "" if field.default in (None, {}) else f"`{str(field.default).lower()}`"
-        lines.append([f"`{name}`", default, str(field.description)])
-    return table(("option", "default", "what it says"), lines)
+        default = "" if field.default in (None, {}) else f" ({str(field.default).lower()})"
+        if str(field.description).startswith("Megatron: "):
+            sizes.append(f"`{name}`")
+        else:
+            lines.append([f"`{name}`{default}", str(field.description)])
+    return table(("option", "what it says"), [*lines, [", ".join(sizes), "Megatron's layout (1 each)."]])
 
 
 # doctor.md
@@ -772,10 +811,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "evolution.md": {"profiles": profiles},
     "worldmodel.md": {"predicted": predicted},
     "cluster.md": {
+        "rehearsals": rehearsals,
         "engines": engines_by_precision,
+        "roles": keys_of_roles,
         "traps": verl_traps,
         "ignored": verl_ignored,
-        "handed": verl_handed,
         "variables": verl_variables,
         "launch_options": launch_options,
     },
