@@ -246,19 +246,26 @@ def _oracle(folder: Path, settings: Seen, data: Any) -> dict[str, Any]:
 
 
 def fixed_point(folder: Path, rank: int, world: int) -> Seen:
-    """Many steps on one batch: delta goes to 0 where the reference, tilted by the reward, is what the policy says."""
+    """Many steps on one batch, by each engine in each format: delta goes to 0 where the reference, tilted by the
+    reward, is what the policy says; and there the gradient is 0."""
     import verl_engines as ve
 
     data, loss = ve.batch(rank, world), ve.loss_of("flowrl", **TOGETHER)
-    settings = {"beta": 1.0, "partition_dropout": 0.0}
-    engine = ve.engine(folder, "mantissa_fsdp2", lr=3e-3, param_dtype="fp32", flowrl=settings)
-    seen = []
-    for _ in range(120):
-        with engine.train_mode():
-            found = engine.train_batch(data, loss)
-        values = found["metrics"]["flowrl/delta_abs_mean"].values
-        seen.append(sum(values) / len(values))
-    return {"delta": seen}
+    settings = {"flowrl": {"beta": 1.0, "partition_dropout": 0.0}}
+    found: Seen = {}
+    for strategy in ("mantissa_fsdp2", "mantissa"):
+        for name in ("fp32", "bf16", "fp16"):
+            given = {"param_dtype": name} if strategy == "mantissa_fsdp2" else {"precision": name, "length": 32}
+            engine = ve.engine(folder, strategy, lr=3e-3, **given, **settings)
+            delta, norm = [], []
+            for _ in range(120):
+                with engine.train_mode():
+                    seen = engine.train_batch(data, loss)
+                values = seen["metrics"]["flowrl/delta_abs_mean"].values
+                delta.append(sum(values) / len(values))
+                norm.append(seen["metrics"]["grad_norm"])
+            found[f"{strategy} {name}"] = {"delta": delta, "norm": norm}
+    return found
 
 
 def refusals(folder: Path, rank: int, world: int) -> Seen:
