@@ -58,7 +58,7 @@ def rows_of(folder: Path) -> dict[int, dict[str, Any]]:
 def job(folder: Path, nodes: Nodes, steps: int) -> None:
     run_job(
         folder, *OURS, steps=steps, ranks=2, rollout="mantissa", external_lib="mantissa.verl.plugin",
-        address=nodes.address, seconds=900 + 30 * steps,
+        address=nodes.address, environment=nodes.token, seconds=900 + 30 * steps,
     )  # fmt: skip
 
 

@@ -67,8 +67,8 @@ def run_job(
     ``overrides``: verl's, after the defaults below, so they win. ``rollout``: the rollout's name, which
     ``external_lib`` registers (``hf_test`` is transformers' generation, in ``verl_test_parts``). ``environment``: more
     variables. ``fails``: the job must end with an error, which is not raised. ``head_dim``: of the model; vLLM has no
-    16 on a processor. ``address``: of a Ray of two nodes (``verl_nodes``), over which the ranks are spread evenly;
-    ``environment`` is then that Ray's.
+    16 on a processor. ``address``: of a Ray of two nodes (``verl_nodes``), over which the ranks are spread evenly; what
+    the job's processes see is then that Ray's environment.
     Raises ``JobError`` with the log's end where the job ends otherwise, or takes longer than ``seconds``.
     """
     make_inputs(folder, head_dim)

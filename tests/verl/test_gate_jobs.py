@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from verl_job import ROLLOUT, Job, run_job
+from verl_job import ACTOR, ROLLOUT, Job, run_job
 
 pytestmark = [pytest.mark.verl, pytest.mark.slow]
-ENOUGH = f"{ROLLOUT}.n=8"  # 64 sequences a step: each step's batch is one diagnosis
+# 64 sequences of 16 prompts a step: each step's batch is one diagnosis
+ENOUGH = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16")
 
 
 def gated(folder: Path, asked: str, fault: str, *overrides: str, **more: Any) -> Job:
-    given = (f"+trainer.gate={asked}", ENOUGH, f"{ROLLOUT}.temperature=0.7", *overrides)
+    given = (f"+trainer.gate={asked}", *ENOUGH, f"{ROLLOUT}.temperature=0.7", *overrides)
     return run_job(folder, *given, environment={"MANTISSA_TEST_FAULT": fault}, **more)
 
 
@@ -72,7 +73,7 @@ def test_in_bypass_mode_the_gate_scores_for_itself_and_a_mistake_in_the_key_is_s
     assert "MantissaError: mantissa doctor: step 1: " in job.log
     assert page_of(job, 1)[1]["fault"] == "temperature"
     for asked, key, said in (
-        ("halt", ENOUGH, "trainer.gate=halt: expected stop or warn"),
+        ("halt", f"{ROLLOUT}.n=4", "trainer.gate=halt: expected stop or warn"),
         ("stop", f"{ROLLOUT}.calculate_log_probs=False", "set actor_rollout_ref.rollout.calculate_log_probs=True"),
     ):
         assert said in gated(tmp_path / asked, asked, "", key, fails=True).log

