@@ -747,6 +747,55 @@ def doctor_held_out() -> str:
     return table(["put in", "right name", "called", "wrong"], lines)
 
 
+_VERL = {"verl alone": "fsdp2", "`mantissa_fsdp2`": "mantissa_fsdp2", "`mantissa`": "mantissa"}
+
+
+def _verl_rows() -> dict[str, Row]:
+    """The newest row of each kind of job."""
+    return {row["kind"]: row for row in _rows("verl")}
+
+
+def verl_gains() -> str:
+    """What each way of a job comes to: verl's engine, ours over it, our own learner and engine."""
+    rows = _verl_rows()
+    spikes, overhead = rows["spikes"], rows["overhead"]
+    lost = {"fsdp2": "verl", "mantissa_fsdp2": "ours", "mantissa": "mantissa"}
+    lines = [
+        ["four batches in a row whose loss is 256 times too large for fp16: lost"]
+        + [f"{spikes['lost'][lost[way]]} of {spikes['batches'][lost[way]]}" for way in _VERL.values()]
+    ]
+    for name in ("fp32", "bf16", "fp16"):
+        of = [rows[f"{way}-{name}"] for way in _VERL.values()]
+        lines.append([f"log-probs of rollout and learner that differ, {name}"]
+                     + [f"{row['unlike']:,} of {row['tokens']:,}" for row in of])  # fmt: skip
+        lines.append([f"largest difference of a probability, {name}"]
+                     + [f"{row['probs_diff_max']:.1g}" if row["probs_diff_max"] else "0" for row in of])  # fmt: skip
+    lines.append(["time of an optimiser step in fp32, of verl's", "1", f"{overhead['value']:.2f}", "not comparable"])
+    lines.append(["two steps in fp16, seconds"]
+                 + [f"{rows[f'{way}-fp16']['step_seconds']:.0f}" for way in _VERL.values()])  # fmt: skip
+    return table(["", *_VERL], lines)
+
+
+def verl_jobs() -> str:
+    """Every kind of job that was run, its seconds, and what the doctor said of it."""
+    lines = []
+    for kind, row in _verl_rows().items():
+        if "verdicts" in row:
+            said = ", ".join(dict.fromkeys(row["verdicts"])) or "not asked"
+            size = "" if row["size_of_u"] is None else f"{row['size_of_u']:.1g}"
+            lines.append(
+                [f"`{kind}`", row["verl"], f"{row['step_seconds']:.0f}", f"{row['job_seconds']:.0f}", said, size]
+            )
+    return table(["job", "verl", "two steps, s", "whole job, s", "the doctor", "size of u"], lines)
+
+
+def verl_kills() -> str:
+    """Kills of each kind, by the newest row."""
+    row = _rows("verl_kills")[-1]
+    lines = [[victim, str(count)] for victim, count in row["kills"].items()]
+    return table(["killed", "times"], lines)
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "guide.md": {
         "formats": formats,
@@ -782,6 +831,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "emulated.md": {"switch_sizes": switch_sizes, "switches_on_vllm": switches_on_vllm},
     "substitution.md": {"causes": lambda: causes("cause"), "alone": lambda: causes("alone")},
     "tune.md": {"tuned": tuned},
+    "verl.md": {"gains": verl_gains, "jobs": verl_jobs},
     "cluster.md": {
         "engines": engines_by_precision,
         "traps": verl_traps,

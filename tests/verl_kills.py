@@ -3,11 +3,11 @@
     python tests/verl_kills.py [--seed N] [--kills K] [--out ROWS.jsonl]
 
 A job with our learner and engine, one rank on each node, is first left alone. Then the same job is begun elsewhere and
-killed over and over, K times each: a learner's worker, the whole second node, and the trainer, in turn. After each kill
-the job is given again, and resumes from verl's checkpoint; it is killed at a random instant after its next step was
-logged. In the end every step's metrics must be the undisturbed job's to the last bit (but times, memory and
-throughput), and each kill must have ended the job within ``PATIENCE_S``. A row a kill; exit code 1 where that does not
-hold.
+killed over and over, K times each: a learner's worker, the whole second node, and the trainer, in turn (or of
+``--victims``). After each kill the job is given again, and resumes from verl's checkpoint; it is killed at a random
+instant after its next step was logged. In the end every step's metrics must be the undisturbed job's to the last bit
+(but times, memory and throughput), and each kill must have ended the job within ``PATIENCE_S``. A row a kill; exit code
+1 where that does not hold.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OURS = (
     "trainer.v1.sampler.custom_sampler.name=OrderedReplayBuffer",
     f"{ROLLOUT}.n=2",
 )
-VICTIMS = {"worker": "WorkerDict", "trainer": "TaskRunner", "node": ""}
+VICTIMS = {"worker": "WorkerDict", "trainer": "TaskRunner", "node": "", "server": "Server"}
 TIMED = ("timing", "perf", "actor/perf", "actor/mfu")
 
 
@@ -105,14 +105,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--kills", type=int, default=10, help="of each kind")
+    parser.add_argument("--victims", nargs="*", default=["worker", "node", "trainer"], choices=VICTIMS)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     draw, nodes = random.Random(given.seed), Nodes()
-    order = [victim for _ in range(given.kills) for victim in draw.sample(sorted(VICTIMS), len(VICTIMS))]
+    order = [victim for _ in range(given.kills) for victim in draw.sample(given.victims, len(given.victims))]
     steps = 2 * len(order) + 2  # a kill comes one or two steps after the one before
     place = Path(tempfile.mkdtemp(prefix="verl-kills-"))
     print(f"seed {given.seed}: {len(order)} kills of a job of {steps} steps, in {place}", flush=True)
-    counts, slow = dict.fromkeys(VICTIMS, 0), list[str]()
+    counts, slow = dict.fromkeys(given.victims, 0), list[str]()
     try:
         begun = time.monotonic()
         job(place / "undisturbed", nodes, steps)

@@ -146,6 +146,11 @@ def job_environment(rows: Path, tag: str, more: Mapping[str, str]) -> dict[str, 
     }
 
 
+def overrides(folder: Path, short: Path, steps: int = 2, ranks: int = 1, rollout: str = "hf_test") -> list[str]:
+    """Those of a whole job with a Ray of its own, which keeps its files in ``short``."""
+    return [*_defaults(folder, steps, ranks, rollout), *_ray_of_its_own(short, ranks)]
+
+
 def _ray_of_its_own(short: Path, ranks: int) -> list[str]:
     ray = "+ray_kwargs.ray_init."
     return [

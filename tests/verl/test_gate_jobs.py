@@ -29,7 +29,7 @@ def page_of(job: Job, step: int) -> tuple[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("fault", "step", "name", "helps"),
     [
-        ("unsynced", 1, "forward", "weights"),
+        pytest.param("unsynced", 1, "forward", "weights", marks=pytest.mark.variants),
         ("temperature", 1, "temperature", "logprobs_mode"),
         ("stale", 2, "stale", "sync"),
     ],
@@ -67,6 +67,7 @@ def test_a_healthy_job_goes_on_and_a_resumed_one_is_looked_at_again(tmp_path: Pa
     assert not groups, "prompts are known"
 
 
+@pytest.mark.variants
 def test_in_bypass_mode_the_gate_scores_for_itself_and_a_mistake_in_the_key_is_said(tmp_path: Path) -> None:
     bypass = "algorithm.rollout_correction.bypass_mode=True"
     job = gated(tmp_path, "stop", "temperature", bypass, fails=True)

@@ -20,7 +20,10 @@ def nodes() -> Iterator[Nodes]:
     made.close()
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+VARIANT = pytest.mark.variants
+
+
+@pytest.mark.parametrize("name", [pytest.param("fp32", marks=VARIANT), pytest.param("bf16", marks=VARIANT), "fp16"])
 def test_rollout_old_and_update_have_equal_log_probs_on_two_nodes(tmp_path: Path, nodes: Nodes, name: str) -> None:
     """A rank and a server on each node, the weights in slices over both."""
     job = run_job(

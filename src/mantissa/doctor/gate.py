@@ -109,7 +109,8 @@ class Gate:
         if found.verdict is Verdict.HEALTHY:
             self._healthy = kept
         if found.verdict in (Verdict.FAULT, Verdict.LARGE):
-            advice = "; ".join(do for do, _ in remedies_for(found)[:2])
+            known = [(do, f" ({', '.join(keys)})" if keys else "") for do, keys in remedies_for(found)[:2]]
+            advice = "; ".join(do + keys for do, keys in known)
             self.stop = self.stop or self.on_fault == "stop"
             self.say(f"mantissa doctor: step {step}: {found.headline}. What helps: {advice}")
         return found
