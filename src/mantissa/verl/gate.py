@@ -9,7 +9,8 @@ then the batches that are looked at are scored once more for the gate. A fault e
 set (``warn`` only says it); each diagnosis is a page, ``doctor/step-N/doctor.html`` in the checkpoints' folder, and
 ``mantissa/gate_fault`` (0 or 1) and the gap's size join verl's metrics.
 
-Not seen are validation, and what the policy did not sample itself (tools' answers).
+Not seen are validation, what the policy did not sample itself (tools' answers), and, of a trainer that runs ahead, what
+older weights sampled.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class TrainerGate:
                 "actor_rollout_ref.rollout.calculate_log_probs=True"
             )
         self.bypassed = bool(get(config, "algorithm.rollout_correction.bypass_mode", False))
+        self.ahead = get(config, "trainer.v1.trainer_mode", "sync") != "sync"
         self.folder = Path(config.trainer.default_local_dir) / "doctor"
         self.formats = _formats(config.actor_rollout_ref)
         self.lines: list[str] = []
@@ -70,15 +72,21 @@ class TrainerGate:
         if not self.gate.due(step):
             return {}
         self.looked += 1
-        prompts, tables = self._read(trainer, batch)
-        versions = [tag.get("min_global_steps") for tag in batch.tags]
+        rows = self._rows(trainer, batch, step - 1)
+        if not rows:
+            return {}
+        try:
+            prompts, tables = self._read(trainer, batch, rows)
+        except (KeyError, ValueError, RuntimeError) as error:
+            self._say(f"mantissa doctor: the batch of step {step} cannot be read ({error}); the training goes on")
+            return {}
         found = self.gate.check(
             step,
             prompts,
             *tables,
             temperature=float(self.rollout.temperature),
             **self.formats,
-            rollout_version=versions,
+            rollout_version=[batch.tags[row].get("min_global_steps") for row in rows],
             learner_version=step - 1,  # verl numbers weights by the step after which they were sent
         )
         if found is None:
@@ -88,11 +96,20 @@ class TrainerGate:
             raise MantissaError(f"{self.lines[-1]}. Page: {page}. {KEY}=warn goes on in spite of it")
         return _metrics(found)
 
-    def _read(self, trainer: Any, batch: Any) -> tuple[list[list[int]], list[Tensor]]:
+    def _rows(self, trainer: Any, batch: Any, newest: int) -> list[int]:
+        """Which of the batch to compare. Of a trainer that runs ahead (``trainer.v1.trainer_mode``): those that the
+        newest weights sampled, for an older one's gap is what was learned since."""
+        rows = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+        if self.bypassed and getattr(trainer, "local_trigger_step", 0):
+            return []  # the learner has gone on from the weights of this batch
+        if self.ahead:
+            rows = [row for row in rows if batch.tags[row].get("min_global_steps") == newest]
+        return rows
+
+    def _read(self, trainer: Any, batch: Any, rows: list[int]) -> tuple[list[list[int]], list[Tensor]]:
         """The prompts, and four tables: responses, mask, both sides' log-probs."""
         import transfer_queue as tq
 
-        rows = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
         learner = "old_log_probs"
         if self.bypassed:
             batch.extra_info.update(calculate_entropy=False, compute_loss=False, temperature=self.rollout.temperature)
@@ -149,7 +166,7 @@ def register() -> None:
     @functools.wraps(score)
     def gated_score(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
         scored = score(self, batch, metrics)
-        if self.mantissa_gate is not None:
+        if getattr(self, "mantissa_gate", None) is not None:
             metrics.update(self.mantissa_gate.look(self, scored))
         return scored
 
