@@ -100,7 +100,7 @@ class TrainerGate:
         """Which of the batch to compare. Of a trainer that runs ahead (``trainer.v1.trainer_mode``): those that the
         newest weights sampled, for an older one's gap is what was learned since."""
         rows = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
-        if self.bypassed and getattr(trainer, "local_trigger_step", 0):
+        if self.bypassed and trainer.__dict__.get("local_trigger_step"):
             return []  # the learner has gone on from the weights of this batch
         if self.ahead:
             rows = [row for row in rows if batch.tags[row].get("min_global_steps") == newest]
