@@ -6,10 +6,10 @@
         ...
 
 Due are the first batches (of a run, and of a resumed one), those after ``after_sync``, and those of every ``every``-th
-step. One batch is often too few to tell, so a due gate gathers them until it has ``sequences``, of twelve prompts at
-least. Where all of them were
-sampled by weights older than those of the last healthy verdict, that one's sequences stand beside them: a gap that age
-makes is seen by comparison. It never raises: what it cannot read is said, and the training goes on.
+step. One batch is often too few to tell, so a due gate gathers them until it has ``sequences`` (and, for 64 of those,
+twelve prompts). Where all of them were sampled by weights older than those of the last healthy verdict, that one's
+sequences stand beside them: a gap that age makes is seen by comparison. It never raises: what it cannot read is said,
+and the training goes on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mantissa.doctor.dump import Dump, Scored, Settings
 
 Table = Any  # B rows of R numbers: a tensor, an array or lists
 Versions = int | Sequence[int | None] | None
-_PROMPTS = 12  # with fewer, no test's p can be small enough: whole prompts are what is independent
+_PROMPTS = 3 / 16  # of ``sequences``: 12 of 64; with 8, no p is small enough, for whole prompts are what is independent
 _UNREADABLE = (MantissaError, ValueError, TypeError, IndexError, RuntimeError, AttributeError)
 
 
@@ -90,7 +90,7 @@ class Gate:
             return None
         self._due = True  # until there are enough
         groups = {each.group for each in self._kept}
-        if len(self._kept) < self.sequences or (None not in groups and len(groups) < _PROMPTS):
+        if len(self._kept) < self.sequences or (None not in groups and len(groups) < _PROMPTS * self.sequences):
             return None
         settings = Settings(temperature, rollout_format=rollout_format, learner_format=learner_format)
         kept, self._kept, self._due, self._at = self._kept, [], False, step
