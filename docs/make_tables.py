@@ -790,10 +790,11 @@ def verl_jobs() -> str:
 
 
 def verl_kills() -> str:
-    """Kills of each kind, by the newest row."""
-    row = _rows("verl_kills")[-1]
-    lines = [[victim, str(count)] for victim, count in row["kills"].items()]
-    return table(["killed", "times"], lines)
+    """Kills of each kind, by all rows of runs in which every step was equal."""
+    rows = [row for row in _rows("verl_kills") if not row["unlike"]]
+    victims = {"worker": "a learner's worker", "node": "a whole node", "trainer": "the trainer"}
+    counted = [[what, str(sum(row["kills"].get(name, 0) for row in rows))] for name, what in victims.items()]
+    return table(["killed", "times, each resumed with every metric of an undisturbed job"], counted)
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
@@ -831,7 +832,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "emulated.md": {"switch_sizes": switch_sizes, "switches_on_vllm": switches_on_vllm},
     "substitution.md": {"causes": lambda: causes("cause"), "alone": lambda: causes("alone")},
     "tune.md": {"tuned": tuned},
-    "verl.md": {"gains": verl_gains, "jobs": verl_jobs},
+    "verl.md": {"gains": verl_gains, "jobs": verl_jobs, "kills": verl_kills},
     "cluster.md": {
         "engines": engines_by_precision,
         "traps": verl_traps,
