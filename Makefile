@@ -148,7 +148,7 @@ test-verl-variants: $(VERL_VENV)/.installed
 	$(VERL_TESTS) "verl and variants"
 
 test-verl-kills: $(VERL_VENV)/.installed
-	OMP_NUM_THREADS=1 PYTHONPATH=src $(VERL_VENV)/bin/python tests/verl_kills.py $(if $(SEED),--seed $(SEED))
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests/support:benchmarks $(VERL_VENV)/bin/python tests/verl_kills.py $(if $(SEED),--seed $(SEED))
 
 # vLLM on a CPU in an environment of its own. Torch first, so that no CUDA build comes with it. With its image and audio
 # packages, which are built for another torch, transformers cannot import Qwen3.

@@ -1,6 +1,6 @@
 """SIGKILL at random instants of a verl job on two Ray nodes: ``make test-verl-kills``; ``SEED=N`` draws others.
 
-    python tests/verl_kills.py [--seed N] [--kills K] [--victims ...] [--record]
+    PYTHONPATH=src:tests/support:benchmarks python tests/verl_kills.py [--seed N] [--kills K] [--victims ...] [--record]
 
 A job with our learner and engine, one rank on each node, is first left alone. Then the same job is begun elsewhere and
 killed over and over, K times each: a learner's worker, the whole second node, and the trainer, in turn (or of
@@ -24,8 +24,6 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).parent / "support"), str(Path(__file__).parents[1] / "benchmarks")]
 
 from verl_job import ACTOR, ROLLOUT, JobError, run_job
 from verl_nodes import Nodes

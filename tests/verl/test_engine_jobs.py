@@ -94,8 +94,14 @@ def test_two_ranks_with_a_reference_and_an_entropy_bonus(tmp_path: Path, shard: 
 def test_killed_jobs_go_on_with_the_metrics_of_an_undisturbed_one() -> None:
     """A short run of ``make test-verl-kills``, on two nodes: a rollout server, a learner's worker, the trainer."""
     script = [sys.executable, str(ROOT / "tests" / "verl_kills.py"), "--kills", "1", "--seed", "1"]
+    paths = os.pathsep.join(str(ROOT / each) for each in ("src", "tests/support", "benchmarks"))
     done = subprocess.run(
-        [*script, "--victims", "server", "worker", "trainer"], capture_output=True, text=True, check=False, timeout=1800
+        [*script, "--victims", "server", "worker", "trainer"],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "0 of them unlike the undisturbed job's" in done.stdout
