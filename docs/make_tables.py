@@ -781,14 +781,14 @@ def verl_gains() -> str:
 def verl_jobs() -> str:
     """Every kind of job that was run, its seconds, and what the doctor said of it."""
     lines = []
-    for kind, row in _verl_rows().items():
+    for kind, row in sorted(_verl_rows().items()):
         if "verdicts" in row:
             said = ", ".join(dict.fromkeys(row["verdicts"])) or "not asked"
-            size = "" if row["size_of_u"] is None else f"{row['size_of_u']:.1g}"
-            lines.append(
-                [f"`{kind}`", row["verl"], f"{row['step_seconds']:.0f}", f"{row['job_seconds']:.0f}", said, size]
-            )
-    return table(["job", "verl", "two steps, s", "whole job, s", "the doctor", "size of u"], lines)
+            apart = (row["unlike"], row["tokens"]) if row["tokens"] else (
+                int(row["logprobs_unlike_rollout"]), int(row["logprobs_compared"]))  # fmt: skip
+            seconds = (f"{row['step_seconds']:.0f}", f"{row['job_seconds']:.0f}")
+            lines.append([f"`{kind}`", row["verl"], f"{apart[0]:,} of {apart[1]:,}", said, *seconds])
+    return table(["job", "verl", "log-probs that differ", "the doctor", "two steps, s", "whole job, s"], lines)
 
 
 def verl_kills() -> str:
