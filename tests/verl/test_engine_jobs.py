@@ -32,7 +32,8 @@ def exact(name: str, *more: str) -> str:
     return "{" + ",".join((f"precision:{{train:{name},rollout:{name},kernels:exact}}", "length:32", *more)) + "}"
 
 
-@pytest.mark.parametrize("name", [pytest.param("fp32", marks=VARIANT), "bf16", pytest.param("fp16", marks=VARIANT)])
+@VARIANT
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_rollout_old_and_update_have_equal_log_probs(tmp_path: Path, name: str) -> None:
     """Every one of thousands: what the rollout said, verl's ``old_log_prob``, and the update's own forward."""
     sizes = ("data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=32", f"{ROLLOUT}.n=12")

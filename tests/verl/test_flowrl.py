@@ -33,7 +33,7 @@ def test_a_step_is_the_native_learner_s(tmp_path: Path, ranks: int) -> None:
     assert seen["one head"], "the head is the same on every rank"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.variants)])
 def test_its_loss_has_the_tilted_reference_as_fixed_point(tmp_path: Path, ranks: int) -> None:
     """delta, in nats, goes to 0 for every response of a batch that is learned over and over, and the gradient with it:
     on both engines, in each format."""

@@ -30,7 +30,7 @@ def page_of(job: Job, step: int) -> tuple[str, dict[str, Any]]:
     ("fault", "step", "name", "helps"),
     [
         pytest.param("unsynced", 1, "forward", "weights", marks=pytest.mark.variants),
-        ("temperature", 1, "temperature", "logprobs_mode"),
+        pytest.param("temperature", 1, "temperature", "logprobs_mode", marks=pytest.mark.variants),
         ("stale", 2, "stale", "sync"),
     ],
 )

@@ -7,8 +7,9 @@
 verl imports the module in each of its processes; in the one that trains, it looks at what verl hands to its own
 comparison of both sides (``calculate_debug_metrics``, called where ``actor_rollout_ref.rollout.calculate_log_probs`` is
 on, and not in bypass mode). Nothing else is changed. What verl's newer trainer (``ppo.v1``) compares comes without
-prompts and temperature, so neither is known; the plugin's gate (``+trainer.gate=stop``) knows both. The gate adds ``mantissa/gate_fault`` (0 or 1) to verl's metrics at the
-steps that it diagnoses; verl syncs the weights after each step, so the first batches are looked at in any case.
+prompts and temperature, so neither is known; the plugin's gate (``+trainer.gate=stop``) knows both. The gate here adds
+``mantissa/gate_fault`` (0 or 1) to verl's metrics at the steps that it diagnoses; verl syncs the weights after each
+step, so the first batches are looked at in any case.
 """
 
 from __future__ import annotations
