@@ -160,7 +160,7 @@ def picture() -> None:
     again = [(step, scale) for step, scale, r in zip(steps, curves["loss_scale"], curves["retried"], strict=True) if r]
     if again:
         panels[1].plot(*zip(*again, strict=True), "o", color="#c2453d", markersize=4)
-        panels[1].annotate("red: overflowed, the same batch\nrepeated at this lower scale", (0.03, 0.04), fontsize=7,
+        panels[1].annotate("red: overflowed, the same\nbatch repeated lower", (0.4, 0.06), fontsize=7,
                            xycoords="axes fraction", color="#c2453d")  # fmt: skip
     panels[1].set_yscale("log", base=2)
     panels[1].set_title("actor/mantissa/loss_scale", fontsize=9)
