@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,16 @@ def test_sequences_of_older_weights_are_seen_beside_the_last_healthy_ones(tmp_pa
 def test_a_page_before_a_diagnosis_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MantissaError, match="no diagnosis yet"):
         Gate().write_page(tmp_path)
+
+
+def test_a_habit_of_rounding_stops_nothing_within_its_formats_size() -> None:
+    gate = Gate(on_fault="stop", say=lambda line: None)
+    found = gate.check(1, *batch(by=-4.0), rollout_format="bf16")
+    assert found is not None
+    assert found.fault is not None
+    assert gate.wrong(found)
+    named = dataclasses.replace(found.fault, name="half_logits")
+    habit = dataclasses.replace(found, fault=named, figures=found.figures | {"u_rms": 0.1})
+    assert not gate.wrong(habit)
+    assert gate.wrong(dataclasses.replace(habit, figures=found.figures | {"u_rms": 0.2}))
+    assert gate.wrong(dataclasses.replace(habit, second=found.fault))

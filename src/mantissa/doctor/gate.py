@@ -28,6 +28,7 @@ from mantissa.doctor.dump import Dump, Scored, Settings
 Table = Any  # B rows of R numbers: a tensor, an array or lists
 Versions = int | Sequence[int | None] | None
 _PROMPTS = 3 / 16  # of ``sequences``: 12 of 64; with 8, no p is small enough, for whole prompts are what is independent
+_HABITS = ("half_logits", "coarse_logprobs")  # of rounding: within the usual size they are said and stop nothing
 _UNREADABLE = (MantissaError, ValueError, TypeError, IndexError, RuntimeError, AttributeError)
 
 
@@ -39,7 +40,8 @@ class Gate:
     """``every``: steps between two diagnoses. ``on_fault``: ``warn`` says it, ``stop`` also sets ``stop``.
 
     ``sequences``: how many are gathered for one diagnosis. ``say``: gets each line (a warning unless given).
-    ``last``: the newest diagnosis. A gap that is too large and has no name ("not known") counts as a fault.
+    ``last``: the newest diagnosis. A gap that is too large and has no name ("not known") counts as a fault;
+    a habit of rounding (logits in a half) within the usual size of the formats is said, and stops nothing.
     """
 
     def __init__(
@@ -106,14 +108,25 @@ class Gate:
             self.say(f"mantissa doctor: step {step}: no verdict ({error}); the training goes on")
             return None
         self.last, self._dump = found, dump
-        if found.verdict is Verdict.HEALTHY:
+        if found.verdict is not Verdict.UNKNOWN and not self.wrong(found):
             self._healthy = kept
         if found.verdict in (Verdict.FAULT, Verdict.LARGE):
             known = [(do, f" ({', '.join(keys)})" if keys else "") for do, keys in remedies_for(found)[:2]]
             advice = "; ".join(do + keys for do, keys in known)
-            self.stop = self.stop or self.on_fault == "stop"
+            self.stop = self.stop or (self.on_fault == "stop" and self.wrong(found))
             self.say(f"mantissa doctor: step {step}: {found.headline}. What helps: {advice}")
         return found
+
+    def wrong(self, found: Diagnosis) -> bool:
+        """Whether a diagnosis of this gate's is one to stop for: a fault, or a gap that is too large; not a habit of
+        rounding whose gap is within the usual size of its formats."""
+        from mantissa.doctor.facts import usual
+
+        if found.verdict is not Verdict.FAULT:
+            return found.verdict is Verdict.LARGE
+        names = {each.name for each in (found.fault, found.second) if each is not None}
+        bound = usual(self._dump.settings if self._dump is not None else Settings()).bound
+        return not (names <= set(_HABITS) and found.figures["u_rms"] <= bound)
 
     def _fresher(self, kept: Sequence[Scored]) -> list[Scored]:
         """The last healthy sequences, where every one of ``kept`` is of weights older than theirs."""

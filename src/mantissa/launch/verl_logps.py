@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.base.errors import MantissaError
-from mantissa.doctor.diagnosis import Verdict
 from mantissa.doctor.gate import Gate
 from mantissa.doctor.record import ScoredBatch, write_batch
 
@@ -62,11 +61,7 @@ def gate(asked: str) -> Gate:
         diagnosis = made.check(step[0], found.prompts, *tables, temperature=found.settings["temperature"])
         if made.stop:
             raise MantissaError(f"{lines[-1]}; {GATE}=warn goes on in spite of it")
-        return (
-            {}
-            if diagnosis is None
-            else {"mantissa/gate_fault": float(diagnosis.verdict in (Verdict.FAULT, Verdict.LARGE))}
-        )
+        return {} if diagnosis is None else {"mantissa/gate_fault": float(made.wrong(diagnosis))}
 
     _watch(look)
     return made

@@ -23,7 +23,6 @@ from typing import Any
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
-from mantissa.doctor.diagnosis import Diagnosis, Verdict
 from mantissa.doctor.gate import Gate
 from mantissa.verl.refusals import get
 
@@ -94,7 +93,11 @@ class TrainerGate:
         page = self.gate.write_page(self.folder / f"step-{step}")
         if self.gate.stop:
             raise MantissaError(f"{self.lines[-1]}. Page: {page}. {KEY}=warn goes on in spite of it")
-        return _metrics(found)
+        return {
+            "mantissa/gate_fault": float(self.gate.wrong(found)),
+            "mantissa/gate_size_of_u": float(found.figures["u_rms"]),
+            "mantissa/gate_tokens": float(found.figures["tokens"]),
+        }
 
     def _rows(self, trainer: Any, batch: Any, newest: int) -> list[int]:
         """Which of the batch to compare. Of a trainer that runs ahead (``trainer.v1.trainer_mode``): those that the
@@ -138,14 +141,6 @@ def _formats(section: Any) -> dict[str, str]:
         learner, rollout = policy.train, policy.rollout if section.rollout.name == "mantissa" else rollout
     return {f"{side}_format": _NAMES.get(str(name), str(name)) for side, name in
             (("learner", learner), ("rollout", rollout))}  # fmt: skip
-
-
-def _metrics(found: Diagnosis) -> dict[str, float]:
-    return {
-        "mantissa/gate_fault": float(found.verdict in (Verdict.FAULT, Verdict.LARGE)),
-        "mantissa/gate_size_of_u": float(found.figures["u_rms"]),
-        "mantissa/gate_tokens": float(found.figures["tokens"]),
-    }
 
 
 def register() -> None:
