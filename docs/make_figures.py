@@ -51,6 +51,18 @@ def _share(pair: str) -> Callable[[], str]:
     return lambda: f"{gap_rows()[pair]['phantom_clip_fraction']:.0%}"
 
 
+@functools.cache
+def verl_rows() -> dict[str, Row]:
+    """The newest row of each kind of verl's jobs."""
+    lines = (ROOT / "results" / "verl.jsonl").read_text().splitlines()
+    return {row["kind"]: row for row in map(json.loads, lines)}
+
+
+def _verl_run() -> str:
+    curves = verl_rows()["run"]["curves"]
+    return f"{sum(curves['unlike']):.0f} of {sum(curves['compared']):,.0f}"
+
+
 _MEAN, _SPREAD = "abs_logp_diff_mean", "seq_log_ratio_std"
 FIGURES: dict[str, Callable[[], str]] = {
     "fp16-of-bf16": lambda: _PARTS[round(_ratio(_MEAN, "bf16+serving", "fp16+serving"))],
@@ -62,6 +74,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "clipped-fp8": _share("fp8"),
     "clipped-bf16/fp8": _share("bf16/fp8"),
     "device": lambda: f"{gap_rows()['bf16']['threads']} thread{'s' * (gap_rows()['bf16']['threads'] > 1)}",
+}
+FIGURES |= {
+    "verl-run-unlike": _verl_run,
+    "verl-vllm-verdict": lambda: " and ".join(dict.fromkeys(verl_rows()["vllm-mantissa-bf16"]["verdicts"])),
+    "verl-vllm-size": lambda: f"{verl_rows()['vllm-mantissa-bf16']['size_of_u']:.1g}",
 }
 FIGURES |= {f"mean-{pair}": _gap(pair, _MEAN) for pair in gap_rows()}
 FIGURES |= {f"mean-interval-{pair}": _interval(pair, _MEAN) for pair in gap_rows()}

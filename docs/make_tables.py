@@ -779,16 +779,18 @@ def verl_gains() -> str:
 
 
 def verl_jobs() -> str:
-    """Every kind of job that was run, its seconds, and what the doctor said of it."""
+    """Every kind of job that was run: log-probs of rollout and learner that differ, and its seconds."""
     lines = []
     for kind, row in sorted(_verl_rows().items()):
         if "verdicts" in row:
-            said = ", ".join(dict.fromkeys(row["verdicts"])) or "not asked"
-            apart = (row["unlike"], row["tokens"]) if row["tokens"] else (
-                int(row["logprobs_unlike_rollout"]), int(row["logprobs_compared"]))  # fmt: skip
+            looked = row["tokens"] > 0  # by the gate; else by the engine itself
+            unlike, of = (
+                row[name]
+                for name in (("unlike", "tokens") if looked else ("logprobs_unlike_rollout", "logprobs_compared"))
+            )
             seconds = (f"{row['step_seconds']:.0f}", f"{row['job_seconds']:.0f}")
-            lines.append([f"`{kind}`", row["verl"], f"{apart[0]:,} of {apart[1]:,}", said, *seconds])
-    return table(["job", "verl", "log-probs that differ", "the doctor", "two steps, s", "whole job, s"], lines)
+            lines.append([f"`{kind}`", row["verl"], f"{unlike:,.0f} of {of:,.0f}", *seconds])
+    return table(["job", "verl", "log-probs that differ", "two steps, s", "whole job, s"], lines)
 
 
 def verl_kills() -> str:
