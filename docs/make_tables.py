@@ -191,7 +191,8 @@ def environment() -> str:
     from mantissa.dropin.compat import ENVIRONMENT, FP16TrainingConfig
 
     fields = {field.name: field for field in dataclasses.fields(FP16TrainingConfig)}
-    kinds = {bool: "`true` or `false`; `1`, `0`, `yes`, `no`, `on`, `off`", float: "a number", int: "a whole number"}
+    kinds = {bool: "`true` or `false`; `1`, `0`, `yes`, `no`, `on`, `off`", float: "a number",
+             int: "a whole number, or `auto`"}  # fmt: skip
     lines = [
         [f"`{variable}`", f"`{name}`", kinds[type(fields[name].default)], f"`{str(fields[name].default).lower()}`"]
         for variable, name in ENVIRONMENT.items()
@@ -747,6 +748,8 @@ def doctor_held_out() -> str:
     return table(["put in", "right name", "called", "wrong"], lines)
 
 
+# verl.md
+
 _VERL = {"verl alone": "fsdp2", "`mantissa_fsdp2`": "mantissa_fsdp2", "`mantissa`": "mantissa"}
 
 
@@ -801,6 +804,38 @@ def verl_kills() -> str:
     return table(["killed", "times, each resumed with every metric of an undisturbed job"], counted)
 
 
+# evolution.md, worldmodel.md
+
+
+def _genesis(benchmark: str) -> list[Row]:
+    return [row for row in _rows("genesis") if row["benchmark"] == benchmark]
+
+
+def predicted() -> str:
+    """How well the world model predicts, by seed and format: the newest row of each."""
+    newest = {(row["seed"], row["requested"]): row for row in _genesis("worldmodel")}
+    lines = [
+        [str(seed), f"`{name}`", f"{r['auroc']:.3f}", f"{r['counting_auroc']:.3f}",
+         f"{r['gain']:+.3f} ({r['gain_low']:.3f} to {r['gain_high']:.3f})", f"{r['brier']:.3f}", f"{r['ece']:.3f}",
+         f"{r['overflow_rate']:.1%}"]
+        for (seed, name), r in sorted(newest.items())
+    ]  # fmt: skip
+    return table(("seed", "format", "AUROC", "by counting", "gain (95%)", "Brier", "ECE", "overflow"), lines)
+
+
+def profiles() -> str:
+    """fp16 beside fp32 in each profile: the newest row of each."""
+    newest = {row["profile"]: row for row in _genesis("evolution_profile")}
+    lines = [
+        [name, f"{r['solved']} of {r['tasks']}", f"{r['held_out']:.2f}", str(r["trajectories"]),
+         f"{r['fp16_loss'] / r['fp32_loss']:.4f}", f"{r['overflow']:.1%}", f"{r['time_over_fp32']:.2f}"]
+        for name, r in newest.items()
+    ]  # fmt: skip
+    header = ("profile", "tasks solved", "held-out tests", "trajectories", "fp16/fp32 loss", "overflow",
+              "fp16/fp32 time")  # fmt: skip
+    return table(header, lines)
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "guide.md": {
         "formats": formats,
@@ -837,6 +872,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "substitution.md": {"causes": lambda: causes("cause"), "alone": lambda: causes("alone")},
     "tune.md": {"tuned": tuned},
     "verl.md": {"gains": verl_gains, "jobs": verl_jobs, "kills": verl_kills},
+    "evolution.md": {"profiles": profiles},
+    "worldmodel.md": {"predicted": predicted},
     "cluster.md": {
         "engines": engines_by_precision,
         "traps": verl_traps,

@@ -45,6 +45,7 @@ initializer_range: 0.08}}"
 MARGINS: dict[str, tuple[int, float]] = {
     "demo": (20, 0.12),
     "reinforce": (20, 0.10),
+    "oat": (20, 0.08),
     "dapo": (20, 0.13),
     "gspo": (20, 0.10),
     "cispo": (20, 0.13),
