@@ -6,7 +6,7 @@ Looked at are the batches of the first steps of a job, also of a resumed one (ea
 then of every 25th step: where verl has computed its ``old_log_prob``, whose batch lies in its TransferQueue with
 prompts, responses and both sides' log-probs. In ``bypass_mode`` verl takes the rollout's log-probs for the old ones;
 then the batches that are looked at are scored once more for the gate. A fault ends the job with its name and what to
-set (``warn`` only says it); each diagnosis is a page, ``doctor/step-N/doctor.html`` in the checkpoints' folder, and
+set (``warn`` only says it); each diagnosis is a line and a page, ``doctor/step-N/doctor.html`` in the checkpoints' folder, and
 ``mantissa/gate_fault`` (0 or 1) and the gap's size join verl's metrics.
 
 Not seen are validation, what the policy did not sample itself (tools' answers), and, of a trainer that runs ahead, what
@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
+from mantissa.doctor.diagnosis import Verdict
 from mantissa.doctor.gate import Gate
 from mantissa.verl.refusals import get
 
@@ -91,6 +92,8 @@ class TrainerGate:
         if found is None:
             return {}
         page = self.gate.write_page(self.folder / f"step-{step}")
+        if found.verdict not in (Verdict.FAULT, Verdict.LARGE):  # those have been said
+            self._say(f"mantissa doctor: step {step}: {found.headline}")
         if self.gate.stop:
             raise MantissaError(f"{self.lines[-1]}. Page: {page}. {KEY}=warn goes on in spite of it")
         return {
