@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -68,9 +69,10 @@ class Nodes:
 
     def alive(self) -> int:
         script = f"import ray; ray.init('{self.address}', logging_level='CRITICAL', log_to_driver=False); "
-        script += "print(sum(n['Alive'] for n in ray.nodes()))"
+        script += "print('nodes:', sum(n['Alive'] for n in ray.nodes()))"
         said = subprocess.run([sys.executable, "-c", script], env=self.environment, capture_output=True, check=False)
-        return int(said.stdout or 0)
+        found = re.search(rb"nodes: (\d+)", said.stdout)  # Ray's own messages stand there too
+        return int(found[1]) if found else 0
 
     def switch_off(self, node: subprocess.Popen[bytes] | None) -> None:
         """A machine that is switched off: all of it at once."""

@@ -6,8 +6,8 @@ Looked at are the batches of the first steps of a job, also of a resumed one (ea
 then of every 25th step: where verl has computed its ``old_log_prob``, whose batch lies in its TransferQueue with
 prompts, responses and both sides' log-probs. In ``bypass_mode`` verl takes the rollout's log-probs for the old ones;
 then the batches that are looked at are scored once more for the gate. A fault ends the job with its name and what to
-set (``warn`` only says it); each diagnosis is a line and a page, ``doctor/step-N/doctor.html`` in the checkpoints' folder, and
-``mantissa/gate_fault`` (0 or 1) and the gap's size join verl's metrics.
+set (``warn`` only says it); each diagnosis is a line and a page, ``doctor/step-N/doctor.html`` in the checkpoints'
+folder, and ``mantissa/gate_fault`` (0 or 1) and the gap's size join verl's metrics.
 
 Not seen are validation, what the policy did not sample itself (tools' answers), and, of a trainer that runs ahead, what
 older weights sampled.
