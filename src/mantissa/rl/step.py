@@ -215,6 +215,8 @@ class Steps(ABC):
         if experience.entropy_BR is not None:  # scored: what was not measured is not logged
             gap = gap_metrics(experience.rollout_logp_BR, experience.old_logp, mask_BR)
             row |= {name: float(value) for name, value in gap.items()}
+            if self.learner.router_flips is not None:
+                row["gap/router_flips"] = self.learner.router_flips
             row["policy/entropy"] = float(experience.entropy_BR[mask_BR].double().mean())
         outcomes = update.outcomes
         applied = [outcome for outcome in outcomes if outcome.applied]
