@@ -11,13 +11,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from mantissa.algorithms import Accumulator
 from mantissa.base.ranks import ALONE, Ranks
+from mantissa.rollout.support import Support
 from mantissa.rollout.types import Completion
 
 Tallies = Mapping[str, Accumulator]
@@ -29,13 +30,15 @@ class Sequences:
 
     ``tokens_BT``: int64, right-padded with 0. ``prompt_length_B``, ``length_B``: int64, prompt tokens and all tokens.
     ``mask_BR``: bool, True at response tokens. The log-prob of response token j is read at position
-    ``prompt_length + j - 1``, the one that predicts it.
+    ``prompt_length + j - 1``, the one that predicts it. ``support``: of each sequence, what its response tokens were
+    chosen from; whoever scores the sequences renormalises over it. None: from the whole vocabulary.
     """
 
     tokens_BT: Tensor
     prompt_length_B: Tensor
     length_B: Tensor
     mask_BR: Tensor
+    support: tuple[Support, ...] | None = None
 
     @staticmethod
     def build(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], device: torch.device) -> Sequences:
@@ -61,7 +64,9 @@ class Sequences:
     def select(self, rows: Tensor) -> Self:
         """These rows of every field, with padding trimmed to the longest of them."""
         widths = {"BT": int(self.length_B[rows].max()), "BR": int(self.mask_BR[rows].sum(1).max())}
-        chosen = {}
+        chosen: dict[str, Any] = {}
+        if self.support is not None:
+            chosen["support"] = tuple(self.support[row] for row in rows.tolist())
         for each in fields(self):
             value, layout = getattr(self, each.name), each.name.rpartition("_")[2]  # a name ends in its dimensions
             if isinstance(value, Tensor):
@@ -105,7 +110,7 @@ class Sequences:
         return parts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Experience(Sequences):
     """Sequences with what is known of each completion; floats are fp32.
 
@@ -148,8 +153,10 @@ class Experience(Sequences):
         for row, completion in zip(logp_BR, completions, strict=True):
             row[: len(completion.tokens)] = completion.logp_T
         keys = [completion.key for completion in completions if completion.key is not None]
+        known = {each.name: getattr(sequences, each.name) for each in fields(sequences)}
+        supports = [completion.support for completion in completions if completion.support is not None]
         return Experience(
-            **{each.name: getattr(sequences, each.name) for each in fields(sequences)},
+            **known | {"support": tuple(supports) if len(supports) == len(completions) else None},
             rollout_logp_BR=logp_BR.to(device),
             reward_B=torch.tensor(rewards, dtype=torch.float32, device=device),
             group_B=torch.tensor(groups, device=device),

@@ -44,6 +44,7 @@ from mantissa.rl.config.sections import OptimizerConfig
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.flow import Flow
 from mantissa.rl.objective import micro_loss
+from mantissa.rl.probes.interface import OnTokenLogits
 from mantissa.rl.score import Forward, forward, scatter, score
 from mantissa.training import (
     Backward,
@@ -70,8 +71,6 @@ class Update:
     trained_tokens: int
 
 
-# Row and column (N) of each response token that was scored, and its logits (N,V).
-OnTokenLogits = Callable[[Tensor, Tensor, Tensor], None]
 # A step, its batch, and the log-probs (B,R) that its first optimiser step's own forward gave: the batch's old ones
 # where it computed none. Before the weights change, on every rank.
 Verify = Callable[[int, Experience, Tensor], None]

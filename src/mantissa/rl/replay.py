@@ -46,9 +46,11 @@ from mantissa.rl.experience import Sequences
 from mantissa.rl.score import Packed, forward
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams
 from mantissa.rollout.sampling import drawn_otherwise, sample, uniforms
+from mantissa.rollout.support import Support
 from mantissa.rollout.types import check_requests
 
 _VERSION = 2
+_PART = ("tokens_BT", "prompt_length_B", "length_B", "mask_BR")  # tensors of the learner's micro-batch, in a file
 _MOST = 1 << 20  # samples or slots that a file may speak of
 
 
@@ -195,7 +197,7 @@ def _draw(engine: NativeEngine, case: Case, logits_TV: Tensor) -> Draw | None:
     if case.key is None:
         return None
     device, response = logits_TV.device, case.response
-    params = SamplingParams(1, case.temperature)
+    params = dataclasses.replace(case.call.params, max_tokens=1, temperature=case.temperature)
     uniform_T = uniforms(torch.tensor(case.key, device=device), torch.arange(len(response), device=device))
     otherwise_T = drawn_otherwise(logits_TV, torch.tensor(response, device=device), params, uniform_T)
     if not bool(otherwise_T.any()):
@@ -264,8 +266,11 @@ def write_case(
         "key": case.key,
     }
     tensors = {f"weights.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    for field in dataclasses.fields(Sequences):
-        tensors[f"part.{field.name}"] = getattr(case.part, field.name).cpu().contiguous()
+    for name in _PART:
+        tensors[f"part.{name}"] = getattr(case.part, name).cpu().contiguous()
+    if case.part.support is not None:
+        support = Support.join(case.part.support)
+        tensors |= {"support.words": support.words, "support.counts": support.counts}
     answers = [tokens or () for tokens in case.call.tokens]
     tensors["call.tokens"] = torch.tensor([token for tokens in answers for token in tokens], dtype=torch.int64)
     tensors["call.lengths"] = torch.tensor([len(tokens) for tokens in answers], dtype=torch.int64)
@@ -317,7 +322,13 @@ def read_case(path: Path | str) -> StoredCase:
 def _parsed(facts: dict[str, Any], tensors: dict[str, Tensor]) -> StoredCase:
     requests = tuple(Request(tuple(r["prompt_tokens"]), int(r["seed"]), int(r["samples"])) for r in facts["requests"])
     params: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in facts["params"].items()}
-    part = Sequences(**{field.name: tensors[f"part.{field.name}"] for field in dataclasses.fields(Sequences)})
+    part = Sequences(**{name: tensors[f"part.{name}"] for name in _PART})
+    if "support.words" in tensors:
+        support = Support(tensors["support.words"], tensors["support.counts"])
+        lengths = (part.length_B - part.prompt_length_B).tolist()
+        if not support.fits(part.response_tokens()[1].tolist(), int(facts["model"]["vocab_size"])):
+            raise MantissaError("supports: they are not those of the responses")
+        part = dataclasses.replace(part, support=tuple(support.split(lengths)))
     model = dict(facts["model"])
     if model["rope_scaling"] is not None:
         model["rope_scaling"] = RopeScaling(**model["rope_scaling"])
@@ -414,6 +425,6 @@ def replay(stored: StoredCase, device: torch.device) -> tuple[Found, list[str]]:
     )
     engine.sync(dict(model.named_parameters()), 0)
     case = stored.case
-    part = Sequences(**{f.name: getattr(case.part, f.name).to(device) for f in dataclasses.fields(Sequences)})
+    part = dataclasses.replace(case.part, **{name: getattr(case.part, name).to(device) for name in _PART})
     found = examine(engine, model, learner_kernels(precision, plan), dataclasses.replace(case, part=part))
     return found, plan.lines() if plan else []

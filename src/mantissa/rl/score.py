@@ -45,6 +45,7 @@ from mantissa.kernels import Kernels, Traced
 from mantissa.model import CopiedPolicy, Decoder, ModelConfig
 from mantissa.precision.numerics import entropy
 from mantissa.rl.experience import Sequences
+from mantissa.rollout.support import Support, truncated
 from mantissa.training import load_weights
 
 _LOGITS_AT_ONCE = 1 << 25  # 128 MiB of fp32
@@ -139,18 +140,19 @@ def forward(
     """Log-prob of each response token, with ``prompts`` each prompt's mean hidden state, with ``entropies`` those too.
 
     Entropies have a gradient only where they are asked for as ``differentiable``. ``look`` is shown the logits, once,
-    part by part.
+    part by part, of the whole vocabulary; log-probs and entropies are of the sequences' supports where they have some.
 
     A prompt that several sequences share is computed once, and only positions that predict a response token reach the
     output projection.
     """
     position_N, token_N = sequences.response_tokens()
     packed = Packed.of(sequences)
+    support = None if sequences.support is None else Support.join(sequences.support)
 
     def work() -> tuple[Tensor, Tensor | None, Tensor | None]:
         hidden_ME = packed.hidden(model, kernels)
         hidden_NE = F.embedding(packed.packed_BT.flatten()[position_N], hidden_ME)
-        logp_N, entropy_N = _head(model.head_weight, kernels, hidden_NE, token_N, temperature, entropies, look)
+        logp_N, entropy_N = _head(model.head_weight, kernels, hidden_NE, token_N, temperature, entropies, look, support)
         return logp_N, entropy_N, prompt_mean(packed, hidden_ME, sequences.prompt_length_B) if prompts else None
 
     return Forward(*model.within(work))
@@ -164,6 +166,7 @@ def _head(
     temperature: float,
     entropies: Entropies,
     look: OnLogits | None,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each token after its hidden state, and the entropy there where it is asked for; ``Forward``'s."""
 
@@ -174,6 +177,9 @@ def _head(
         if look is not None and start not in shown:
             shown.add(start)
             look(start, logits_nV.detach())
+        if support is not None:
+            kept_nV = support.mask(start, start + len(token_n), len(weight_VE), logits_nV.device)
+            logits_nV = truncated(logits_nV, kept_nV)
         logp_n = kernels.token_logprob(logits_nV, token_n, temperature)
         if not entropies:
             return logp_n, None

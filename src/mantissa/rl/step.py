@@ -34,7 +34,8 @@ from mantissa.rl.learner import Update
 from mantissa.rl.objective import weigh
 from mantissa.rl.probes.engine_share import EngineShare
 from mantissa.rl.probes.exactness import Exactness
-from mantissa.rl.probes.interface import Probe
+from mantissa.rl.probes.interface import OnTokenLogits, Probe
+from mantissa.rl.probes.kept_mass import KeptMass
 from mantissa.rl.probes.small import Diagnose, Flushed, Lag, Refresh
 from mantissa.rollout.types import CopyingEngine
 from mantissa.runs.directory import RunDirectory
@@ -54,8 +55,7 @@ class Steps(ABC):
         self.config, self.parts, self.run, self.trackers, self.live = config, parts, run, trackers, live
         self.learner, self.sampler, self.reference = parts.learner, parts.sampler, parts.reference
         self.ranks = parts.ranks
-        rollout = config.rollout
-        self.params = self.sampler.params(rollout.max_tokens, rollout.temperature, rollout.stop)
+        self.params = self.sampler.params_of(config.rollout)
         self.heldout: Sequence[Problem] = parts.task.split("heldout")
         self.position = 0  # prompts sampled for the steps taken
         self.silent = 0  # the step up to which every advantage was 0, from the first on
@@ -85,6 +85,8 @@ class Steps(ABC):
             probes.append(EngineShare(engine, parts.twin, *how))
         if self.reference is not None:
             probes.append(Refresh(self.reference, learner))
+        if self.params.truncates:
+            probes.append(KeptMass(learner))
         if config.doctor is not None:
             probes.append(Diagnose(config, learner, self.run, self.live.note))
         return [*probes, Flushed(learner)]
@@ -130,8 +132,8 @@ class Steps(ABC):
             experience = experience.with_learner(experience.rollout_logp_BR, None)
         else:
             with self._timed("learner_logp"):
-                look = None if exact is None else exact.look(experience)
-                experience = experience.with_learner(*self.learner.score(experience, look))
+                looks = [look for probe in self.probes if (look := probe.look(experience)) is not None]
+                experience = experience.with_learner(*self.learner.score(experience, _all(looks)))
         if self.reference is None:
             return experience
         with self._timed("reference_logp"):
@@ -253,8 +255,7 @@ class Steps(ABC):
         evaluation = self.config.evaluation
         assert evaluation is not None
         problems = self.heldout[: evaluation.problems]
-        rollout, seed = self.config.rollout, self.config.seed
-        greedy = self.sampler.params(rollout.max_tokens, 0.0, rollout.stop)
+        seed, greedy = self.config.seed, replace(self.params, temperature=0.0)
         version = self.learner.version
         row = {"eval/greedy_accuracy": self.sampler.accuracy(problems, 1, greedy, version, seed, "greedy", step)}
         if evaluation.samples:
@@ -287,6 +288,16 @@ class Steps(ABC):
         row["rate/learner_tokens_per_s"] = trained_tokens / self._seconds["update"]
         self._seconds, self._started = {}, None
         return row
+
+
+def _all(looks: Sequence[OnTokenLogits]) -> OnTokenLogits | None:
+    """All of them as one; None where there is none."""
+
+    def look(*seen: torch.Tensor) -> None:
+        for each in looks:
+            each(*seen)
+
+    return look if looks else None
 
 
 def left_out(row: Mapping[str, Any]) -> float:

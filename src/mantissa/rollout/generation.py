@@ -23,11 +23,12 @@ tail counts only when the whole text has it too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
@@ -35,7 +36,8 @@ from mantissa.kernels import Kernels, Pick, Traced
 from mantissa.model import Decoder
 from mantissa.precision import NumberFormat, round_cached
 from mantissa.rollout.cache import KVCache
-from mantissa.rollout.sampling import request_keys, sample, uniforms
+from mantissa.rollout.sampling import filter_logits, request_keys, sample, uniforms
+from mantissa.rollout.support import Support, encode
 from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams
 
 _ROOM = 8  # characters at the start of a tail that may be rendered otherwise than in the whole text
@@ -132,6 +134,9 @@ class Generation:
         self._length_S = np.zeros(self.slots, dtype=np.int64)  # positions cached
         self._tokens_ST = np.zeros((self.slots, self.params.max_tokens), dtype=np.int64)
         self._logp_ST = np.zeros((self.slots, self.params.max_tokens), dtype=np.float32)
+        self._unfiltered = replace(self.params, top_k=0, top_p=1.0)
+        # Of each slot the words of its tokens' supports, token after token; None where nothing is truncated.
+        self._support_S = np.full(self.slots, None) if self.params.truncates else None
         self._stops_V = np.zeros(self.model.config.vocab_size, dtype=bool)
         self._stops_V[list(self.params.stop_token_ids)] = True
         self._stop_strings = None
@@ -175,10 +180,18 @@ class Generation:
             uniforms(state_4B[_KEY], state_4B[_COUNT]),
             self._forced(self._job_S[:rows], self._count_S[:rows]),
         )
-        tokens_B, logp_B = sample(logits_BV, self.params, u_B, self.kernels.token_logprob, forced_B)
+        tokens_B, logp_B, kept = self._sample(logits_BV, u_B, forced_B)
         state_4B[_TOKEN] = tokens_B
         state_4B[_POSITION : _COUNT + 1] += 1
-        return self._record(np.arange(rows), tokens_B, logp_B)
+        return self._record(np.arange(rows), tokens_B, logp_B, kept)
+
+    def _sample(
+        self, logits_BV: Tensor, u_B: Tensor, forced_B: Tensor | None
+    ) -> tuple[Tensor, Tensor, list[NDArray[np.int32]] | None]:
+        """Tokens, their log-probs, and the words of their supports where sampling is truncated."""
+        kept_BV = filter_logits(logits_BV, self.params)
+        drawn = sample(kept_BV, self._unfiltered, u_B, self.kernels.token_logprob, forced_B)
+        return *drawn, None if kept_BV is logits_BV else encode(kept_BV != -torch.inf)
 
     def _forced(self, jobs: np.ndarray, counts: np.ndarray) -> Tensor | None:
         """The token that each of ``jobs`` has to take next, -1 where it may draw; None where all may."""
@@ -218,11 +231,14 @@ class Generation:
         first = torch.zeros_like(keys_B)
         self._watch(jobs, lambda row: _token_in(row, int(lengths_B[row]) - 1))
         u_B, forced_B = uniforms(keys_B, first), self._forced(jobs, np.zeros_like(jobs))
-        tokens_B, logp_B = sample(ready.logits[rows_B], self.params, u_B, self.kernels.token_logprob, forced_B)
+        tokens_B, logp_B, kept = self._sample(ready.logits[rows_B], u_B, forced_B)
         self._state_4S[:, slots_B] = torch.stack((tokens_B, lengths_B, first + 1, keys_B))
         self._job_S[slots], self._count_S[slots] = jobs, 0
         self._length_S[slots] = lengths_B.cpu().numpy()
-        return self._record(slots, tokens_B, logp_B)
+        if self._support_S is not None:
+            for slot in slots:
+                self._support_S[slot] = []
+        return self._record(slots, tokens_B, logp_B, kept)
 
     def _prefill(self, free: int) -> _Prefilled:
         """Compute the next prompts: enough samples for ``free`` slots, or a quarter of all, within the token limit."""
@@ -274,8 +290,9 @@ class Generation:
         source_B, target_B = torch.from_numpy(source).to(self.device), torch.from_numpy(target).to(self.device)
         self.cache.move(source_B, target_B)
         self._state_4S[:, target_B] = self._state_4S[:, source_B]
-        for per_slot in (self._job_S, self._count_S, self._length_S, self._tokens_ST, self._logp_ST):
-            per_slot[target] = per_slot[source]
+        for per_slot in (self._job_S, self._count_S, self._length_S, self._tokens_ST, self._logp_ST, self._support_S):
+            if per_slot is not None:
+                per_slot[target] = per_slot[source]
 
     def _watch(self, jobs_of_rows: Iterable[Any], pick: Callable[[int], Pick]) -> None:
         """Before a forward: tell the kernels which row is the watched sample's. A row has one job or several."""
@@ -286,7 +303,9 @@ class Generation:
 
     # Results
 
-    def _record(self, slots: np.ndarray, tokens_B: Tensor, logp_B: Tensor) -> np.ndarray:
+    def _record(
+        self, slots: np.ndarray, tokens_B: Tensor, logp_B: Tensor, kept: list[NDArray[np.int32]] | None
+    ) -> np.ndarray:
         """Take the sampled tokens to the host, turn finished rows into completions, and return their slots."""
         tokens, logp = torch.stack((tokens_B.double(), logp_B.double())).cpu().numpy()  # one transfer; both exact
         if self.forced is None and not np.isfinite(logp).all():  # a token that has to be taken may be impossible
@@ -299,6 +318,9 @@ class Generation:
         counts = self._count_S[slots]
         self._tokens_ST[slots, counts] = tokens
         self._logp_ST[slots, counts] = logp
+        if self._support_S is not None and kept is not None:
+            for slot, words in zip(slots, kept, strict=True):
+                self._support_S[slot].append(words)
         self._count_S[slots] = counts = counts + 1
         stopped = self._stops_V[tokens]
         if self._stop_strings is not None:
@@ -327,6 +349,7 @@ class Generation:
             finish_reason=reason,
             policy_version=self.version,
             key=self._key_of[self._job_S[slot]],
+            support=Support.of(self._support_S[slot]) if self._support_S is not None and self._support_S[slot] else None,
         )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.model import CopiedPolicy
+from mantissa.rollout.support import Support
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -33,6 +34,11 @@ class SamplingParams:
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a filter is on."""
+        return self.top_k > 0 or self.top_p < 1
 
     def __post_init__(self) -> None:
         checks = (
@@ -64,6 +70,7 @@ class Completion:
     from. ``policy_version``: the weights that sampled it. ``finish_reason``: ``stop``, ``length`` (truncated) or, where
     the engine was interrupted, ``abort``: then with the tokens that it had by then, perhaps none.
     ``key``: of the uniforms that its tokens were drawn by (``sampling.py``); None where another engine drew them.
+    ``support``: what top-k and top-p left to choose from at each token (``support.py``); None without them.
     """
 
     tokens: tuple[int, ...]
@@ -71,6 +78,7 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     key: int | None = None
+    support: Support | None = None
 
 
 class RolloutEngine(Protocol):

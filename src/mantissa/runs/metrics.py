@@ -52,6 +52,10 @@ LOOP_METRICS: tuple[Metric, ...] = (
     Metric("advantage/silent_steps", "steps since the run began, while every advantage of all of them was 0; 0 once "
            "one was not", "steps", (0, 2), _OURS),
     Metric("policy/entropy", "mean_t of -sum_v p_theta(v) log p_theta(v)", "nats/token"),
+    Metric("support/tokens", "mean_t of the tokens that top-k and top-p kept to draw t from", "tokens"),
+    Metric("support/log_mass", "mean_t of log p_theta(S), S what they kept: what each log-prob of a learner that "
+           "ignored S would be off by", "nats/token"),
+    Metric("support/log_mass_min", "the smallest of these", "nats/token"),
     Metric("exact/checked_tokens", "log-probs compared bit by bit, with exact kernels, in a step that is checked",
            "tokens"),
     Metric("exact/replans", "times that exact kernels moved to a safer way after a difference", "times", (0, 0), _OURS),

@@ -25,6 +25,7 @@ from mantissa.rl.collect.sampler import Sample, Sampler, _packed, _unpacked, by_
 from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rl.experience import Experience
 from mantissa.rollout import SamplingParams
+from mantissa.rollout.support import Support
 from mantissa.runs.metrics import REWARD_PART
 from mantissa.tasks import Problem, Reward
 
@@ -147,8 +148,10 @@ def pack(batches: Iterable[Batch]) -> tuple[dict[str, Tensor], list[dict[str, An
     tensors: dict[str, Tensor] = {}
     plain = []
     for batch in batches:
-        tokens, lengths, logp, reasons, *_ = _packed([sample.completion for sample in batch.samples])
+        tokens, lengths, logp, reasons, *_, support = _packed([sample.completion for sample in batch.samples])
         packed = {"tokens": tokens, "lengths": torch.tensor(lengths), "logp": logp}
+        if support is not None:
+            packed |= {"support_words": support.words, "support_counts": support.counts}
         tensors |= {f"ahead/{batch.step}/{name}": tensor for name, tensor in packed.items()}
         plain.append(
             {
@@ -189,10 +192,14 @@ def _one_unpacked(
     step, version, position = (count(state[name], name) for name in ("step", "version", "position"))
     tokens, lengths, logp = (tensors[f"ahead/{step}/{name}"] for name in ("tokens", "lengths", "logp"))
     indices, reasons = state["indices"], state["finish_reasons"]
+    support = None
+    if f"ahead/{step}/support_counts" in tensors:
+        support = Support(*(tensors[f"ahead/{step}/support_{name}"] for name in ("words", "counts")))
     checks = {
         "tokens": tokens.dtype == torch.int64 and bool(((tokens >= 0) & (tokens < embeddings)).all()),
         "lengths": lengths.dtype == torch.int64 and bool((lengths >= 1).all()) and int(lengths.sum()) == len(tokens),
         "logp": logp.dtype == torch.float32 and logp.shape == tokens.shape,
+        "support": support is None or support.fits(tokens.tolist(), embeddings),
         "indices": all(number(index, 0, len(problems) - 1, whole=True) for index in indices),
         "groups": len(indices) > 0 and len(lengths) % len(indices) == 0,
         "finish_reasons": len(reasons) == len(lengths) and set(reasons) <= {"stop", "length"},
@@ -205,7 +212,7 @@ def _one_unpacked(
         raise MantissaError(f"checkpoint's batch of step {step} has wrong {wrong}; it is damaged")
     size = len(lengths) // len(indices)
     prompts = [sampler.encode(problems[index]) for index in indices]
-    completions = _unpacked((tokens, lengths.tolist(), logp, reasons, version, [None] * len(lengths)))
+    completions = _unpacked((tokens, lengths.tolist(), logp, reasons, version, [None] * len(lengths), support))
     samples = []
     for place, completion in enumerate(completions):
         group = place // size

@@ -13,7 +13,9 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.seeds import derive_seed
 from mantissa.model import Tokenizer
+from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rollout import Completion, Request, RolloutEngine, SamplingParams
+from mantissa.rollout.support import Support
 from mantissa.tasks import Grader, Problem, Reward
 
 T = TypeVar("T")
@@ -50,9 +52,15 @@ class Sampler:
     def __init__(self, engine: RolloutEngine, tokenizer: Tokenizer, grader: Grader, ranks: Ranks = ALONE) -> None:
         self.engine, self.tokenizer, self.grader, self.ranks = engine, tokenizer, grader, ranks
 
-    def params(self, max_tokens: int, temperature: float, stop: tuple[str, ...] = ()) -> SamplingParams:
+    def params(
+        self, max_tokens: int, temperature: float, stop: tuple[str, ...] = (), top_k: int = 0, top_p: float = 1.0
+    ) -> SamplingParams:
         """Sampling parameters that end at the tokenizer's end tokens."""
-        return SamplingParams(max_tokens, temperature, stop_token_ids=tuple(self.tokenizer.eos_ids), stop=stop)
+        return SamplingParams(max_tokens, temperature, top_k, top_p, tuple(self.tokenizer.eos_ids), stop)
+
+    def params_of(self, rollout: RolloutConfig) -> SamplingParams:
+        """Those of a recipe."""
+        return self.params(rollout.max_tokens, rollout.temperature, rollout.stop, rollout.top_k, rollout.top_p)
 
     def sample(
         self,
@@ -116,17 +124,21 @@ class Sampler:
 
 
 def _packed(group: Sequence[Completion]) -> tuple[Any, ...]:
-    """A group as few objects, to travel: tokens, lengths, log-probs, finish reasons, version, keys."""
+    """A group as few objects, to travel: tokens, lengths, log-probs, finish reasons, version, keys, support."""
     tokens = torch.tensor([token for completion in group for token in completion.tokens], dtype=torch.int64)
     logp = torch.cat([completion.logp_T for completion in group])
     lengths = [len(completion.tokens) for completion in group]
     reasons, keys = [completion.finish_reason for completion in group], [completion.key for completion in group]
-    return tokens, lengths, logp, reasons, group[0].policy_version, keys
+    supports = [completion.support for completion in group if completion.support is not None]
+    support = Support.join(supports) if len(supports) == len(group) else None
+    return tokens, lengths, logp, reasons, group[0].policy_version, keys, support
 
 
 def _unpacked(packed: tuple[Any, ...]) -> list[Completion]:
-    tokens, lengths, logp, reasons, version, keys = packed
+    tokens, lengths, logp, reasons, version, keys, support = packed
+    supports = [None] * len(lengths) if support is None else support.split(lengths)
+    each = zip(tokens.split(lengths), logp.split(lengths), reasons, keys, supports, strict=True)
     return [
-        Completion(tuple(part.tolist()), logp_T.clone(), reason, version, key)
-        for part, logp_T, reason, key in zip(tokens.split(lengths), logp.split(lengths), reasons, keys, strict=True)
+        Completion(tuple(part.tolist()), logp_T.clone(), reason, version, key, kept)
+        for part, logp_T, reason, key, kept in each
     ]

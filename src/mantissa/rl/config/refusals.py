@@ -11,6 +11,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.precision import DIAL, SCHEMES
 from mantissa.rl.config.waltz import waltz_refusals
 from mantissa.rollout import LEAST_TEMPERATURE
+from mantissa.rollout.support import ignored
 from mantissa.tasks import CodeConfig
 from mantissa.training.masters import check_masters
 
@@ -116,6 +117,11 @@ def _vllm_refusals(config: RunConfig) -> Refusals:
             policy.kernels == "exact",
             "precision.kernels=exact: vLLM's kernels add in another order than the learner's, so their log-probs are "
             "not equal to the last bit; use kernels=fast and read the gap",
+        ),
+        (
+            rollout.top_k > 0 or rollout.top_p < 1,
+            f"{'rollout.top_k' if rollout.top_k else 'rollout.top_p'}={rollout.top_k or rollout.top_p:g}: which tokens "
+            f"vLLM kept is not returned here, and a {ignored(rollout.top_k, rollout.top_p)}; leave it out",
         ),
         (
             policy.kv_cache not in (None, base, "fp8"),

@@ -67,14 +67,18 @@ class VllmConfig(Config):
 class RolloutConfig(Config):
     """How each step samples. Log-probs are under softmax(logits / temperature), on both sides.
 
-    There is no top-k or top-p here: the learner cannot renormalise over a set that only the sampler knows, so its
-    log-probs would be of another distribution. ``mantissa sample`` and evaluation have no learner and may filter.
+    With ``top_k`` or ``top_p`` they are of the tokens that those kept, on both sides: what each token was chosen from is
+    kept with it, and the learner (and a reference) renormalise over that.
     """
 
     prompts: int = Field(64, ge=1, description="Prompts a step.")
     samples: int = Field(8, ge=1, description="Completions of each prompt: its group.")
     max_tokens: int = Field(ge=1, description="Longest response, the stop token included.")
     temperature: float = Field(1.0, gt=0, description="Divides the logits, for the rollout and the learner alike.")
+    top_k: int = Field(0, ge=0, description="Draws from the k most probable tokens; 0: off. The learner as well.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Draws from the fewest tokens of this probability; 1: off. The learner as well."
+    )
     stop: tuple[str, ...] = Field((), description="Strings that end a completion, besides the end token.")
     slots: int = Field(256, ge=1, description="Rows decoded together; a finished row is refilled from the queue.")
     engine: Literal["native", "vllm", "emulated"] = Field(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
 
 from mantissa.rl.experience import Experience
 
 Metrics = Mapping[str, float]
+# Row and column (N) of each response token that was scored, and its logits (N,V), of the whole vocabulary.
+OnTokenLogits = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class Probe:
@@ -17,6 +21,10 @@ class Probe:
     def due(self, step: int) -> bool:
         """Whether ``step`` is observed."""
         return True
+
+    def look(self, experience: Experience) -> OnTokenLogits | None:
+        """What is shown the logits as a batch is scored, where this observes the scoring; None where it does not."""
+        return None
 
     def observe(self, step: int, experience: Experience) -> Metrics:
         """Of a weighed batch, before anything is learned from it."""
