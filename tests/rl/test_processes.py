@@ -55,11 +55,12 @@ RUNS: dict[str, tuple[str, ...]] = {
         "precision=fp32",
     ),
     "exact": (*RUN, "precision={preset: bf16, kernels: exact}", "optimizer.micro_batch_tokens=100"),
+    "truncated": (*RUN, "precision=fp32", "rollout.top_p=0.8", "algorithm={reference: {}, correction: token_tis}"),
     "more": (*RUN, "precision=fp32", DYNAMIC, "model.lora={rank: 2, alpha: 4}", "optimizer.lr=1e-3", WARM),
 }
 # Which jobs are tried how, each with the kind that could break it: slices (fsdp2) are gathered for exact kernels, lie
 # beside a head that is whole, and show an overflow to one rank alone; adapters are for ddp.
-AMONG = {("ddp", 2): {"plain", "fp16", "more"}, ("fsdp2", 2): {*RUNS} - {"more"}} | {(k, 3): {"plain"} for k in KINDS}
+AMONG = {("ddp", 2): {"plain", "fp16", "truncated", "more"}, ("fsdp2", 2): {*RUNS} - {"more"}} | {(k, 3): {"plain"} for k in KINDS}
 SPLIT = {2: set(GRADIENTS), 3: {"untied", "few"}}
 OVERFLOW = (*RUN, "optimizer.updates_per_batch=1", "precision=fp16", "loss_scaling={initial: 1024}")
 GUARDED = (*RUN, "precision=fp16", "loss_scaling={growth_interval: 4, growth_factor: 1.0e+18, retries: 0}")
