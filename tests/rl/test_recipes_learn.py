@@ -53,6 +53,7 @@ MARGINS: dict[str, tuple[int, float]] = {
     "async": (20, 0.12),
     "fp8": (20, 0.12),
     "top_p": (20, 0.05),
+    "gdpo": (20, 0.05),
     "code": (24, 0.04),
 }
 # What has no recipe of its own, on the demo's: its algorithm, and the rise that the mean of three seeds must reach.
@@ -81,6 +82,8 @@ END = 2  # <|im_end|>
 def run(recipe: str, folder: Path, seed: int, steps: int, *overrides: str) -> RunDirectory:
     """The recipe's run on its small task, with one evaluation, at its end."""
     small = CODE if recipe == "code" else SUMS
+    if recipe == "gdpo":  # SUMS replaces the task, its two rewards as well
+        overrides = ("task.reward=[{verifier: task}, {function: 'mantissa.tasks.functions:leading'}]", *overrides)
     fixed = ("trackers=[]", f"run_dir={folder}", f"seed={seed}", f"steps={steps}")
     evaluation = f"evaluation={{every: {steps}, problems: 64, samples: 8}}"
     start(load_recipe(RECIPES / f"{recipe}.yaml", [*small, *fixed, evaluation, *overrides]))

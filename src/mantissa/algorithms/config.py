@@ -38,7 +38,7 @@ class AlgorithmConfig(Config):
 
     advantage: AdvantageKind = Field(
         "dr_grpo",
-        description="grpo, dr_grpo, rloo, reinforce_pp or reinforce_pp_baseline; grpo where flowrl has none.",
+        description="grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline or gdpo; grpo where flowrl has none.",
     )
     loss: LossConfig = Field(
         PPOClipConfig(),
@@ -103,6 +103,11 @@ class AlgorithmConfig(Config):
             self.correction.mask_negative_above is not None and self.loss.every_completion,
             f"correction.mask_negative_above goes by the advantage's sign, and loss={self.loss.kind} pulls whatever it "
             "is; leave it out",
+        )
+        yield (
+            self.advantage == "gdpo" and self.kl is not None and self.kl.where == "reward",
+            "advantage=gdpo with kl.where=reward: each reward is normalised by itself, and a penalty off their sum is "
+            "none of them; set kl.where=loss",
         )
         yield (
             self.kl is not None and self.reference is None,

@@ -114,7 +114,8 @@ class Sequences:
 class Experience(Sequences):
     """Sequences with what is known of each completion; floats are fp32.
 
-    Of the sampler: ``rollout_logp_BR``, from the engine; ``reward_B``; ``group_B`` (int64), its prompt's number in the
+    Of the sampler: ``rollout_logp_BR``, from the engine; ``reward_B``; ``terms_BK`` and ``term_weights_BK``, its K
+    summands and their weights, None where it is one number; ``group_B`` (int64), its prompt's number in the
     batch; ``version_B`` (int64), the weights that sampled it; ``key_B`` (int64), of the uniforms that drew it, None
     where another engine did.
 
@@ -129,6 +130,8 @@ class Experience(Sequences):
     reward_B: Tensor
     group_B: Tensor
     version_B: Tensor
+    terms_BK: Tensor | None = None
+    term_weights_BK: Tensor | None = None
     key_B: Tensor | None = None
     old_logp_BR: Tensor | None = None
     entropy_BR: Tensor | None = None
@@ -146,19 +149,23 @@ class Experience(Sequences):
         groups: Sequence[int],
         rewards: Sequence[float],
         device: torch.device,
+        terms: Sequence[Sequence[tuple[float, float]]] = (),
     ) -> Experience:
-        """Pad and stack completions, each with its prompt, its group's number and its reward."""
+        """Pad and stack completions, each with its prompt, its group's number, its reward, and that one's terms."""
         sequences = Sequences.build(prompts, [c.tokens for c in completions], device)
         logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32)
         for row, completion in zip(logp_BR, completions, strict=True):
             row[: len(completion.tokens)] = completion.logp_T
         keys = [completion.key for completion in completions if completion.key is not None]
         known = {each.name: getattr(sequences, each.name) for each in fields(sequences)}
+        summands = torch.tensor([list(each) for each in terms], dtype=torch.float32, device=device)
         supports = [completion.support for completion in completions if completion.support is not None]
         return Experience(
             **known | {"support": tuple(supports) if len(supports) == len(completions) else None},
             rollout_logp_BR=logp_BR.to(device),
             reward_B=torch.tensor(rewards, dtype=torch.float32, device=device),
+            terms_BK=summands[..., 0] if summands.numel() else None,
+            term_weights_BK=summands[..., 1] if summands.numel() else None,
             group_B=torch.tensor(groups, device=device),
             version_B=torch.tensor([completion.policy_version for completion in completions], device=device),
             key_B=torch.tensor(keys, device=device) if len(keys) == len(completions) else None,

@@ -38,7 +38,8 @@ def weigh(experience: Experience, algorithm: AlgorithmConfig) -> Experience:
     Advantages are after the KL penalty where it is taken off the reward; ``reward/...`` is before it.
     """
     old, ref, mask = experience.old_logp, experience.ref_logp_BR, experience.mask_BR
-    advantage_B, tallies = advantage(experience.reward_B, experience.group_B, algorithm.advantage)
+    terms = experience.terms_BK, experience.term_weights_BK
+    advantage_B, tallies = advantage(experience.reward_B, experience.group_B, algorithm.advantage, *terms)
     if algorithm.kl is not None and algorithm.kl.where == "reward":
         shaped_B, penalty = kl_reward(experience.reward_B, old, ref, mask, algorithm.kl)
         advantage_B, shaped = advantage(shaped_B, experience.group_B, algorithm.advantage)

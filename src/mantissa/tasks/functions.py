@@ -21,6 +21,7 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any, TypeVar
 
 from mantissa.base.errors import MantissaError
@@ -43,6 +44,12 @@ def batched(function: _Function) -> _Function:
 def silent(problem: Problem, completion: str) -> bool:
     """Whether nothing was said: the right answer where every token costs (``mantissa.tasks.functions:silent``)."""
     return completion == ""
+
+
+def leading(problem: Problem, completion: str) -> float:
+    """Leading characters that are the answer's / length of the longer text; beside the verdict in a list of rewards."""
+    got, want = completion.strip(), problem.answer
+    return len(commonprefix([got, want])) / max(len(got), len(want), 1)
 
 
 @dataclass(frozen=True)

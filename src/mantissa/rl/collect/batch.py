@@ -58,6 +58,7 @@ class Batch:
             [numbers[sample.group] for sample in self.samples],
             [reward.value for reward in self.rewards],
             device,
+            [reward.terms for reward in self.rewards],
         )
 
 
@@ -160,7 +161,7 @@ def pack(batches: Iterable[Batch]) -> tuple[dict[str, Tensor], list[dict[str, An
                 "position": batch.position,
                 "indices": list(batch.indices),
                 "finish_reasons": reasons,
-                "rewards": [[r.value, r.correct, r.error, dict(r.parts)] for r in batch.rewards],
+                "rewards": [[r.value, r.correct, r.error, dict(r.parts), r.terms] for r in batch.rewards],
                 "metrics": dict(batch.metrics),
             }
         )
@@ -218,5 +219,10 @@ def _one_unpacked(
         group = place // size
         text = sampler.tokenizer.decode(completion.tokens)
         samples.append(Sample(problems[indices[group]], group, prompts[group], completion, text))
-    rewards = [Reward(*reward) for reward in state["rewards"]]
+    rewards = [_reward(*reward) for reward in state["rewards"]]
     return Batch(step, version, position, indices, samples, rewards, state["metrics"], {})
+
+
+def _reward(value: float, correct: bool, error: str | None, parts: dict[str, float], terms: Sequence[Any] = ()) -> Reward:
+    """A reward as a checkpoint holds it; those of earlier versions hold no terms."""
+    return Reward(value, correct, error, parts, tuple((float(term), float(weight)) for term, weight in terms))

@@ -105,6 +105,17 @@ def _rollout_refusals(config: RunConfig) -> Refusals:
         f"algorithm.advantage={kind} needs rollout.samples of 2 or more: it compares the completions of a prompt, and "
         "of one alone every advantage is 0; raise it, or use reinforce_pp, which compares the whole batch",
     )
+    terms = getattr(config.task, "reward", None)
+    yield (
+        ADVANTAGES[kind].decoupled and not (isinstance(terms, (list, tuple)) and len(terms) > 1),
+        f"algorithm.advantage={kind} normalises several rewards apart, and task.reward is one; give task.reward a list "
+        "of terms, or use grpo",
+    )
+    yield (
+        ADVANTAGES[kind].decoupled and rollout.dynamic is not None,
+        f"algorithm.advantage={kind} with rollout.dynamic: that drops groups whose sums are equal, in which the "
+        "rewards apart may differ; leave one of them out",
+    )
     yield completions < 2, f"algorithm.advantage={kind} compares completions, and a step has one; raise rollout.prompts"
 
 
