@@ -73,6 +73,7 @@ ALGORITHMS: dict[str, tuple[str, float]] = {
     ),
     "clip-cov": ("{loss: {kind: clip_cov, share: 0.02, low: 0.5}, correction: token_tis}", 0.10),
     "kl-cov": ("{loss: {kind: kl_cov, share: 0.02}, correction: token_tis}", 0.10),
+    "centering": ("{loss: {kind: reinforce, centering: 8}, correction: token_tis}", 0.10),
     "custom": ("{loss: 'test_custom_loss:clip', correction: token_tis}", 0.10),
 }
 Row = dict[str, Any]

@@ -8,6 +8,7 @@ from mantissa.algorithms.aggregation import (
     merge,
     values,
 )
+from mantissa.algorithms.centering import centre
 from mantissa.algorithms.config import AlgorithmConfig, EntropyConfig, ReferenceConfig
 from mantissa.algorithms.correction import (
     CORRECTION_PRESETS,
@@ -65,6 +66,7 @@ __all__ = [
     "SAPOConfig",
     "advantage",
     "aggregation_scale",
+    "centre",
     "correction",
     "importance_weights",
     "kl_loss",

@@ -340,6 +340,12 @@ OBJECTIVE_METRICS: tuple[Metric, ...] = (
     Metric("policy/selected_fraction", "share of tokens that clip_cov leaves out, or kl_cov holds", "fraction"),
     Metric("policy/entropy_bonus", "coefficient x sum over tokens of scale x entropy, taken off the loss", "1"),
     Metric(
+        "policy/centering",
+        "mean_t sum_v |c_v|, c the coefficients of what score centering takes off",
+        "1",
+        source="arXiv 2609.20807",
+    ),
+    Metric(
         "correction/off_policy_masked_fraction",
         "share of sequences whose weight mask_negative_above made 0: A < 0 "
         "and mean_t(logp_rollout - logp_theta) above it",

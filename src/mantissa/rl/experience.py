@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mantissa.algorithms import Accumulator
 from mantissa.base.ranks import ALONE, Ranks
+from mantissa.rollout.most_probable import MostProbable
 from mantissa.rollout.support import Support
 from mantissa.rollout.types import Completion
 
@@ -51,7 +52,9 @@ class Sequences:
         mask_BR = torch.arange(int(response_length_B.max())) < response_length_B.unsqueeze(1)
         prompt_length_B = torch.tensor([len(prompt) for prompt in prompts])
         length_B = prompt_length_B + response_length_B
-        return Sequences(*(t.to(device) for t in (tokens, prompt_length_B, length_B, mask_BR)))
+        known = tokens, prompt_length_B, length_B, mask_BR
+        tokens_BT, prompt_B, length_B, mask_BR = (each.to(device) for each in known)
+        return Sequences(tokens_BT, prompt_B, length_B, mask_BR)
 
     def __len__(self) -> int:
         return self.tokens_BT.shape[0]
@@ -65,8 +68,10 @@ class Sequences:
         """These rows of every field, with padding trimmed to the longest of them."""
         widths = {"BT": int(self.length_B[rows].max()), "BR": int(self.mask_BR[rows].sum(1).max())}
         chosen: dict[str, Any] = {}
-        if self.support is not None:
-            chosen["support"] = tuple(self.support[row] for row in rows.tolist())
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, tuple):  # one of each sequence
+                chosen[each.name] = tuple(value[row] for row in rows.tolist())
         for each in fields(self):
             value, layout = getattr(self, each.name), each.name.rpartition("_")[2]  # a name ends in its dimensions
             if isinstance(value, Tensor):
@@ -117,7 +122,7 @@ class Experience(Sequences):
     Of the sampler: ``rollout_logp_BR``, from the engine; ``reward_B``; ``terms_BK`` and ``term_weights_BK``, its K
     summands and their weights, None where it is one number; ``group_B`` (int64), its prompt's number in the
     batch; ``version_B`` (int64), the weights that sampled it; ``key_B`` (int64), of the uniforms that drew it, None
-    where another engine did.
+    where another engine did; ``most_probable``, the sampler's most probable tokens, of a loss that needs them.
 
     Of scoring: ``old_logp_BR`` and ``entropy_BR``, the learner's before the update (with exact kernels a step that is
     not checked has the rollout's log-probs there, and no entropy); ``ref_logp_BR``, the reference's, None without one.
@@ -130,6 +135,7 @@ class Experience(Sequences):
     reward_B: Tensor
     group_B: Tensor
     version_B: Tensor
+    most_probable: tuple[MostProbable, ...] | None = None
     terms_BK: Tensor | None = None
     term_weights_BK: Tensor | None = None
     key_B: Tensor | None = None
@@ -160,8 +166,10 @@ class Experience(Sequences):
         known = {each.name: getattr(sequences, each.name) for each in fields(sequences)}
         summands = torch.tensor([list(each) for each in terms], dtype=torch.float32, device=device)
         supports = [completion.support for completion in completions if completion.support is not None]
+        tops = [completion.most_probable for completion in completions if completion.most_probable is not None]
         return Experience(
             **known | {"support": tuple(supports) if len(supports) == len(completions) else None},
+            most_probable=tuple(tops) if len(tops) == len(completions) else None,
             rollout_logp_BR=logp_BR.to(device),
             reward_B=torch.tensor(rewards, dtype=torch.float32, device=device),
             terms_BK=summands[..., 0] if summands.numel() else None,

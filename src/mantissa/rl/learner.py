@@ -33,6 +33,7 @@ from mantissa.algorithms import (
     Accumulator,
     AlgorithmConfig,
     aggregation_scale,
+    centre,
     merge,
 )
 from mantissa.base.ranks import ALONE, Ranks
@@ -45,7 +46,8 @@ from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.flow import Flow
 from mantissa.rl.objective import micro_loss
 from mantissa.rl.probes.interface import OnTokenLogits
-from mantissa.rl.score import Forward, forward, scatter, score
+from mantissa.rl.score import Forward, OfLogits, forward, scatter, score
+from mantissa.rollout.most_probable import MostProbable
 from mantissa.training import (
     Backward,
     Checkpoint,
@@ -99,8 +101,8 @@ class Learner:
         algorithm.loss.prepare()
         norm = algorithm.aggregation == "seq_mean_token_sum_norm"
         self.aggregation_length = aggregation_length if norm else None
-        # Keep the graph of ``score`` for the update, where it can serve: it has no entropies' graph.
-        self.reuse_scoring = algorithm.entropy is None
+        # Keep the graph of ``score`` for the update, where it can serve: it has log-probs alone.
+        self.reuse_scoring = algorithm.entropy is None and not algorithm.loss.most_probable
         self._kept: _Kept | None = None
         self._seen_BR: Tensor | None = None  # takes the log-probs of the first optimiser step's own forward
         self.verify: Verify | None = None
@@ -323,17 +325,43 @@ class Learner:
         responses = batch.mask_BR.shape[1]
         if kept is not None:
             logp_BR, prompt_BE, entropy_BR = kept.logp_BR[rows, :responses], kept.prompts(rows), None
+            also_NM = None
         else:
             bonus = self.algorithm.entropy is not None
-            passed = self.forward(batch, kernels, entropies="differentiable" if bonus else False)
+            passed = self.forward(
+                batch, kernels, entropies="differentiable" if bonus else False, also=self._drift(batch)
+            )
             logp_BR, prompt_BE = scatter(passed.logp_N, batch.mask_BR), passed.prompt_BE
             entropy_BR = None if passed.entropy_N is None else scatter(passed.entropy_N, batch.mask_BR)
+            also_NM = passed.also_NM
         if self._seen_BR is not None:
             self._seen_BR[rows, :responses] = logp_BR.detach()
         log_z_B = None
         if self.flow is not None and prompt_BE is not None:
             log_z_B = self.flow.log_z(prompt_BE, self.flow.keys(batch.group_B, step))
-        return micro_loss(logp_BR, batch, micro.scale_BR[:, :responses], log_z_B, self.algorithm, entropy_BR)
+        centre_BR = None if also_NM is None else scatter(also_NM[:, 0], batch.mask_BR)
+        scale_BR = micro.scale_BR[:, :responses]
+        loss, tallies = micro_loss(logp_BR, batch, scale_BR, log_z_B, self.algorithm, entropy_BR, centre_BR)
+        if also_NM is not None:
+            sizes_BR, (*_, valid_BR) = scatter(also_NM[:, 1].detach(), batch.mask_BR), batch.weighed
+            tallies = {**tallies, "policy/centering": Accumulator.of("mean", sizes_BR, valid_BR)}
+        return loss, tallies
+
+    def _drift(self, batch: Experience) -> OfLogits | None:
+        """Of a loss that centres the score: each token's drift, and the size of its coefficients; n,2."""
+        if not self.algorithm.loss.most_probable:
+            return None
+        assert batch.most_probable is not None, "sample with the most probable tokens first"
+        top, temperature = MostProbable.join(batch.most_probable), self.temperature
+
+        def drift(start: int, logits_nV: Tensor) -> Tensor:
+            here = slice(start, start + len(logits_nV))
+            ids_nK = top.ids_TK[here].long().to(logits_nV.device)
+            logp_nV = torch.log_softmax(logits_nV if temperature == 1.0 else logits_nV / temperature, -1)
+            rollout_nK = top.logp_TK[here].to(logits_nV.device)
+            return torch.stack(centre(logp_nV.gather(-1, ids_nK), rollout_nK, self.algorithm.correction), -1)
+
+        return drift
 
     def flushed(self, experience: Experience, step: int) -> float | None:
         """Fraction of gradients that the format flushes to zero, on up to 8 completions of a weighed batch's first

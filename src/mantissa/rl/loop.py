@@ -7,6 +7,7 @@ seed and the position, so they come out the same, bit for bit.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -89,7 +90,8 @@ class Loop(Steps):
     def _source(self) -> SyncSource:
         """Where batches come from, at the position after the last that was sampled."""
         config, engine = self.config, self.sampler.engine
-        collector = Collector(self.sampler, self.train, self.kept, config.rollout, self.params, config.seed)
+        params = dataclasses.replace(self.params, most_probable=config.algorithm.loss.most_probable)
+        collector = Collector(self.sampler, self.train, self.kept, config.rollout, params, config.seed)
         collector.position = self.ahead[-1].position if self.ahead else self.position
         if config.steps_behind == 0:
             return SyncSource(collector, engine)

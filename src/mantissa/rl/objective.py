@@ -60,11 +60,13 @@ def micro_loss(
     log_z_B: Tensor | None,
     algorithm: AlgorithmConfig,
     entropy_BR: Tensor | None = None,
+    centre_BR: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Accumulator]]:
     """Loss of a weighed micro-batch, and tallies; losses and gradients of all of a step's micro-batches add up.
 
     ``logp_BR``: the current policy's, with gradient. ``scale_BR``: each token's weight in the step's loss. ``log_z_B``:
     with FlowRL only. ``entropy_BR``: the current policy's, with gradient, where there is a bonus on it.
+    ``centre_BR``: of a loss that centres the score, its drift, with gradient.
     """
     loss, old_BR, rollout_BR = algorithm.loss, batch.old_logp, batch.rollout_logp_BR
     advantage_B, weight_BR, valid_BR = batch.weighed
@@ -91,6 +93,10 @@ def micro_loss(
         log_z_B=log_z_B,
         chosen_BT=batch.chosen_BR,
     )
+    if loss.most_probable:
+        assert centre_BR is not None, "forward with the sampler's most probable tokens first"
+        drift_BR = torch.where(valid_BR, scale_BR * advantage_B.unsqueeze(-1), 0.0).detach() * centre_BR
+        value = value + masked_sum(drift_BR, valid_BR)
     if algorithm.kl is not None and algorithm.kl.where == "loss":
         penalty, distance = kl_loss(logp_BR, batch.ref_logp_BR, valid_BR, weight_BR, scale_BR, algorithm.kl, below_BR)
         value, tallies = value + penalty, {**tallies, **distance}

@@ -322,7 +322,8 @@ def read_case(path: Path | str) -> StoredCase:
 def _parsed(facts: dict[str, Any], tensors: dict[str, Tensor]) -> StoredCase:
     requests = tuple(Request(tuple(r["prompt_tokens"]), int(r["seed"]), int(r["samples"])) for r in facts["requests"])
     params: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in facts["params"].items()}
-    part = Sequences(**{name: tensors[f"part.{name}"] for name in _PART})
+    tokens_BT, prompt_B, length_B, mask_BR = (tensors[f"part.{name}"] for name in _PART)
+    part = Sequences(tokens_BT, prompt_B, length_B, mask_BR)
     if "support.words" in tensors:
         support = Support(tensors["support.words"], tensors["support.counts"])
         lengths = (part.length_B - part.prompt_length_B).tolist()

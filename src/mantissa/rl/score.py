@@ -52,6 +52,8 @@ _LOGITS_AT_ONCE = 1 << 25  # 128 MiB of fp32
 _ENTROPY_AT_ONCE = 1 << 21  # values: what a cache holds
 
 Entropies = bool | Literal["differentiable"]
+# Of the logits (n,V) of the response tokens from this number on, numbers of each: n,M, differentiable.
+OfLogits = Callable[[int, Tensor], Tensor]
 OnLogits = Callable[[int, Tensor], None]  # is shown logits (n,V, detached) of the response tokens from this number on
 
 
@@ -119,12 +121,14 @@ class Forward:
     """What a forward gives: ``logp_N`` (fp32, differentiable), and where it was asked for the rest (fp32).
 
     ``entropy_N``: of the distributions that the log-probs are of, without gradient unless that was asked for.
-    ``prompt_BE``: the mean of the final hidden states over each sequence's prompt.
+    ``prompt_BE``: the mean of the final hidden states over each sequence's prompt. ``also_NM``: what was asked for of
+    the logits.
     """
 
     logp_N: Tensor
     entropy_N: Tensor | None = None
     prompt_BE: Tensor | None = None
+    also_NM: Tensor | None = None
 
 
 def forward(
@@ -136,11 +140,13 @@ def forward(
     prompts: bool = False,
     entropies: Entropies = False,
     look: OnLogits | None = None,
+    also: OfLogits | None = None,
 ) -> Forward:
     """Log-prob of each response token, with ``prompts`` each prompt's mean hidden state, with ``entropies`` those too.
 
     Entropies have a gradient only where they are asked for as ``differentiable``. ``look`` is shown the logits, once,
-    part by part, of the whole vocabulary; log-probs and entropies are of the sequences' supports where they have some.
+    part by part, of the whole vocabulary; log-probs, entropies and what is ``also`` asked for are of the sequences'
+    supports where they have some.
 
     A prompt that several sequences share is computed once, and only positions that predict a response token reach the
     output projection.
@@ -149,11 +155,13 @@ def forward(
     packed = Packed.of(sequences)
     support = None if sequences.support is None else Support.join(sequences.support)
 
-    def work() -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def work() -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         hidden_ME = packed.hidden(model, kernels)
         hidden_NE = F.embedding(packed.packed_BT.flatten()[position_N], hidden_ME)
-        logp_N, entropy_N = _head(model.head_weight, kernels, hidden_NE, token_N, temperature, entropies, look, support)
-        return logp_N, entropy_N, prompt_mean(packed, hidden_ME, sequences.prompt_length_B) if prompts else None
+        given = (model.head_weight, kernels, hidden_NE, token_N, temperature, entropies, look, support, also)
+        logp_N, entropy_N, also_NM = _head(*given)
+        prompt_BE = prompt_mean(packed, hidden_ME, sequences.prompt_length_B) if prompts else None
+        return logp_N, entropy_N, prompt_BE, also_NM
 
     return Forward(*model.within(work))
 
@@ -167,12 +175,13 @@ def _head(
     entropies: Entropies,
     look: OnLogits | None,
     support: Support | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each token after its hidden state, and the entropy there where it is asked for; ``Forward``'s."""
+    also: OfLogits | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log-prob of each token after its hidden state, the entropy there and more where asked for; ``Forward``'s."""
 
     shown: set[int] = set()  # a backward pass computes a part once more
 
-    def part(start: int, hidden_nE: Tensor, token_n: Tensor) -> tuple[Tensor, Tensor | None]:
+    def part(start: int, hidden_nE: Tensor, token_n: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logits_nV = kernels.logits(hidden_nE, weight_VE)
         if look is not None and start not in shown:
             shown.add(start)
@@ -181,11 +190,12 @@ def _head(
             kept_nV = support.mask(start, start + len(token_n), len(weight_VE), logits_nV.device)
             logits_nV = truncated(logits_nV, kept_nV)
         logp_n = kernels.token_logprob(logits_nV, token_n, temperature)
+        also_nM = None if also is None else also(start, logits_nV)
         if not entropies:
-            return logp_n, None
+            return logp_n, None, also_nM
         watched_nV = logits_nV if entropies == "differentiable" else logits_nV.detach()
         some = watched_nV.split(max(1, _ENTROPY_AT_ONCE // len(weight_VE)))
-        return logp_n, torch.cat([entropy(logits, temperature) for logits in some])
+        return logp_n, torch.cat([entropy(logits, temperature) for logits in some]), also_nM
 
     parts = -(-len(token_N) * len(weight_VE) // _LOGITS_AT_ONCE)
     if parts <= 1 or isinstance(kernels, Traced):  # who takes notes sees each operation once
@@ -194,7 +204,8 @@ def _head(
     for hidden_nE, token_n in zip(hidden_NE.tensor_split(parts), token_N.tensor_split(parts), strict=True):
         done.append(checkpoint(part, start, hidden_nE, token_n, use_reentrant=False, preserve_rng_state=False))
         start += len(token_n)
-    return torch.cat([logp_n for logp_n, _ in done]), torch.cat([h for _, h in done]) if entropies else None
+    logp, entropy_, numbers = zip(*done, strict=True)
+    return torch.cat(logp), torch.cat(entropy_) if entropies else None, torch.cat(numbers) if also else None
 
 
 def score(

@@ -36,6 +36,7 @@ from mantissa.kernels import Kernels, Pick, Traced
 from mantissa.model import Decoder
 from mantissa.precision import NumberFormat, round_cached
 from mantissa.rollout.cache import KVCache
+from mantissa.rollout.most_probable import MostProbable, most_probable
 from mantissa.rollout.sampling import filter_logits, request_keys, sample, uniforms
 from mantissa.rollout.support import Support, encode
 from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams
@@ -67,6 +68,7 @@ class StopStrings:
 
 
 _PREFILL_TOKENS = 16384  # of one prefill, padding included: bounds its activations
+_Beside = tuple[NDArray[np.int32] | None, MostProbable | None]  # of one token: its support's words, the most probable
 _TOKEN, _POSITION, _COUNT, _KEY = range(4)  # rows of the device's state
 
 
@@ -135,8 +137,9 @@ class Generation:
         self._tokens_ST = np.zeros((self.slots, self.params.max_tokens), dtype=np.int64)
         self._logp_ST = np.zeros((self.slots, self.params.max_tokens), dtype=np.float32)
         self._unfiltered = replace(self.params, top_k=0, top_p=1.0)
-        # Of each slot the words of its tokens' supports, token after token; None where nothing is truncated.
-        self._support_S = np.full(self.slots, None) if self.params.truncates else None
+        # Of each slot what is kept beside its tokens, token after token; None where nothing is.
+        draws = self.params.temperature > 0 and (self.params.truncates or self.params.most_probable > 0)
+        self._beside_S = np.full(self.slots, None) if draws else None
         self._stops_V = np.zeros(self.model.config.vocab_size, dtype=bool)
         self._stops_V[list(self.params.stop_token_ids)] = True
         self._stop_strings = None
@@ -187,11 +190,18 @@ class Generation:
 
     def _sample(
         self, logits_BV: Tensor, u_B: Tensor, forced_B: Tensor | None
-    ) -> tuple[Tensor, Tensor, list[NDArray[np.int32]] | None]:
-        """Tokens, their log-probs, and the words of their supports where sampling is truncated."""
+    ) -> tuple[Tensor, Tensor, list[_Beside] | None]:
+        """Tokens, their log-probs, and what is kept beside each."""
         kept_BV = filter_logits(logits_BV, self.params)
         drawn = sample(kept_BV, self._unfiltered, u_B, self.kernels.token_logprob, forced_B)
-        return *drawn, None if kept_BV is logits_BV else encode(kept_BV != -torch.inf)
+        if self._beside_S is None:
+            return *drawn, None
+        rows, count = len(logits_BV), self.params.most_probable
+        supports = [None] * rows if kept_BV is logits_BV else encode(kept_BV != -torch.inf)
+        tops: Sequence[MostProbable | None] = [None] * rows
+        if count:
+            tops = most_probable(kept_BV, self.params.temperature, count).split([1] * rows)
+        return *drawn, list(zip(supports, tops, strict=True))
 
     def _forced(self, jobs: np.ndarray, counts: np.ndarray) -> Tensor | None:
         """The token that each of ``jobs`` has to take next, -1 where it may draw; None where all may."""
@@ -235,9 +245,9 @@ class Generation:
         self._state_4S[:, slots_B] = torch.stack((tokens_B, lengths_B, first + 1, keys_B))
         self._job_S[slots], self._count_S[slots] = jobs, 0
         self._length_S[slots] = lengths_B.cpu().numpy()
-        if self._support_S is not None:
+        if self._beside_S is not None:
             for slot in slots:
-                self._support_S[slot] = []
+                self._beside_S[slot] = []
         return self._record(slots, tokens_B, logp_B, kept)
 
     def _prefill(self, free: int) -> _Prefilled:
@@ -290,7 +300,7 @@ class Generation:
         source_B, target_B = torch.from_numpy(source).to(self.device), torch.from_numpy(target).to(self.device)
         self.cache.move(source_B, target_B)
         self._state_4S[:, target_B] = self._state_4S[:, source_B]
-        for per_slot in (self._job_S, self._count_S, self._length_S, self._tokens_ST, self._logp_ST, self._support_S):
+        for per_slot in (self._job_S, self._count_S, self._length_S, self._tokens_ST, self._logp_ST, self._beside_S):
             if per_slot is not None:
                 per_slot[target] = per_slot[source]
 
@@ -303,9 +313,7 @@ class Generation:
 
     # Results
 
-    def _record(
-        self, slots: np.ndarray, tokens_B: Tensor, logp_B: Tensor, kept: list[NDArray[np.int32]] | None
-    ) -> np.ndarray:
+    def _record(self, slots: np.ndarray, tokens_B: Tensor, logp_B: Tensor, kept: list[_Beside] | None) -> np.ndarray:
         """Take the sampled tokens to the host, turn finished rows into completions, and return their slots."""
         tokens, logp = torch.stack((tokens_B.double(), logp_B.double())).cpu().numpy()  # one transfer; both exact
         if self.forced is None and not np.isfinite(logp).all():  # a token that has to be taken may be impossible
@@ -318,9 +326,9 @@ class Generation:
         counts = self._count_S[slots]
         self._tokens_ST[slots, counts] = tokens
         self._logp_ST[slots, counts] = logp
-        if self._support_S is not None and kept is not None:
-            for slot, words in zip(slots, kept, strict=True):
-                self._support_S[slot].append(words)
+        if self._beside_S is not None and kept is not None:
+            for slot, beside in zip(slots, kept, strict=True):
+                self._beside_S[slot].append(beside)
         self._count_S[slots] = counts = counts + 1
         stopped = self._stops_V[tokens]
         if self._stop_strings is not None:
@@ -342,6 +350,8 @@ class Generation:
                 self._completions[request][number] = nothing
 
     def _complete(self, slot: int, reason: FinishReason) -> None:
+        beside = list(zip(*(self._beside_S[slot] or ()), strict=True)) if self._beside_S is not None else []
+        words, tops = beside or ((None,), (None,))
         count, (request, number) = int(self._count_S[slot]), self._jobs[self._job_S[slot]]
         self._completions[request][number] = Completion(
             tokens=tuple(self._tokens_ST[slot, :count].tolist()),
@@ -349,7 +359,8 @@ class Generation:
             finish_reason=reason,
             policy_version=self.version,
             key=self._key_of[self._job_S[slot]],
-            support=Support.of(self._support_S[slot]) if self._support_S is not None and self._support_S[slot] else None,
+            support=None if words[0] is None else Support.of(words),
+            most_probable=None if tops[0] is None else MostProbable.join(tops),
         )
 
 

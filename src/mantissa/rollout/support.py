@@ -6,10 +6,8 @@ learner that takes them over the whole vocabulary is off by
     log p(v) - log p_S(v) = log p(S) <= 0        nats, at every token, at equal weights
 
 which grows over a response, favours short ones, and is taken for the gap between two engines. So S is kept with each
-token, and the learner's logits outside it are -inf before the same log-prob function. Its gradient is that of p_S with S
-held fixed, of which a support that moves with the policy has no other: the probability of S is no function of the logits
-but where a token enters or leaves it. DeepSeek-V3.2 calls this keeping the sampling mask (arXiv 2512.02556, section
-3.1).
+token, and the learner's logits outside it are -inf before the same log-prob function. Its gradient is that of p_S with
+S held fixed. DeepSeek-V3.2 calls this keeping the sampling mask (arXiv 2512.02556, section 3.1).
 
 Memory. A support is its token ids (int32, ascending), or where those would take more, a bitmap of the vocabulary in
 words of 32 bits: at most V / 8 bytes a token, and 80 bytes for twenty ids. Which of the two follows from its length.

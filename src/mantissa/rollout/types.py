@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.model import CopiedPolicy
+from mantissa.rollout.most_probable import MostProbable
 from mantissa.rollout.support import Support
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -26,6 +27,7 @@ class SamplingParams:
     Order: logits / temperature, then top-k, then top-p (the smallest set of tokens, most probable first, whose mass
     reaches ``top_p``), then renormalisation over what is kept. A completion ends with a stop token (kept as its last
     token), with a stop string (the tokens up to the one that completes it are kept), or at ``max_tokens``.
+    ``most_probable``: how many of the most probable tokens are kept with each, where it is drawn; 0: none.
     """
 
     max_tokens: int
@@ -34,6 +36,7 @@ class SamplingParams:
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    most_probable: int = 0
 
     @property
     def truncates(self) -> bool:
@@ -71,6 +74,7 @@ class Completion:
     the engine was interrupted, ``abort``: then with the tokens that it had by then, perhaps none.
     ``key``: of the uniforms that its tokens were drawn by (``sampling.py``); None where another engine drew them.
     ``support``: what top-k and top-p left to choose from at each token (``support.py``); None without them.
+    ``most_probable``: as many of the sampler's most probable tokens as were asked for; None where none were.
     """
 
     tokens: tuple[int, ...]
@@ -79,6 +83,7 @@ class Completion:
     policy_version: int
     key: int | None = None
     support: Support | None = None
+    most_probable: MostProbable | None = None
 
 
 class RolloutEngine(Protocol):

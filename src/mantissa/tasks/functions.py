@@ -17,11 +17,11 @@ Anything else, NaN and infinity included, and any exception, is a verifier error
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import Any, TypeVar
 
 from mantissa.base.errors import MantissaError
@@ -49,7 +49,8 @@ def silent(problem: Problem, completion: str) -> bool:
 def leading(problem: Problem, completion: str) -> float:
     """Leading characters that are the answer's / length of the longer text; beside the verdict in a list of rewards."""
     got, want = completion.strip(), problem.answer
-    return len(commonprefix([got, want])) / max(len(got), len(want), 1)
+    agree = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(got, want, strict=False)))
+    return agree / max(len(got), len(want), 1)
 
 
 @dataclass(frozen=True)

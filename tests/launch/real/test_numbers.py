@@ -308,9 +308,7 @@ def test_gdpo_is_verls() -> None:
         zeros, mask, groups.numpy(), config=config, non_tensor_batch=extra, batch=batch
     )
     ours, _ = advantage((terms * weights).sum(1), groups, "gdpo", terms, weights.expand(24, 3))
-    one = sum(
-        weights[k] * advantage(terms[:, k].contiguous(), groups, "grpo")[0] for k in range(3)
-    )
+    one = sum(weights[k] * advantage(terms[:, k].contiguous(), groups, "grpo")[0] for k in range(3))
     over_tokens = one[:, None].expand(24, 5).flatten()
     theirs_once_more = theirs[:, 0].double() * (over_tokens.var(correction=1) + 1e-8).sqrt()
     torch.testing.assert_close(theirs_once_more, ours * (one.std(correction=1) + 1e-6), rtol=1e-6, atol=1e-6)

@@ -69,6 +69,11 @@ class Loss(Config):
     verl_mode: ClassVar[str | None] = None  # verl's policy_loss.loss_mode; None: it has no such loss
 
     @property
+    def most_probable(self) -> int:
+        """How many of the sampler's most probable tokens it needs with each token; 0: none."""
+        return 0
+
+    @property
     def clip_by_token(self) -> bool:
         """Whether the clip looks at each token's ratio by itself, and not at its sequence's."""
         return not self.of_sequences

@@ -25,6 +25,7 @@ from mantissa.rl.collect.sampler import Sample, Sampler, _packed, _unpacked, by_
 from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rl.experience import Experience
 from mantissa.rollout import SamplingParams
+from mantissa.rollout.most_probable import MostProbable
 from mantissa.rollout.support import Support
 from mantissa.runs.metrics import REWARD_PART
 from mantissa.tasks import Problem, Reward
@@ -149,10 +150,12 @@ def pack(batches: Iterable[Batch]) -> tuple[dict[str, Tensor], list[dict[str, An
     tensors: dict[str, Tensor] = {}
     plain = []
     for batch in batches:
-        tokens, lengths, logp, reasons, *_, support = _packed([sample.completion for sample in batch.samples])
+        tokens, lengths, logp, reasons, _, _, support, top = _packed([sample.completion for sample in batch.samples])
         packed = {"tokens": tokens, "lengths": torch.tensor(lengths), "logp": logp}
         if support is not None:
             packed |= {"support_words": support.words, "support_counts": support.counts}
+        if top is not None:
+            packed |= {"top_ids": top.ids_TK, "top_logp": top.logp_TK}
         tensors |= {f"ahead/{batch.step}/{name}": tensor for name, tensor in packed.items()}
         plain.append(
             {
@@ -196,11 +199,15 @@ def _one_unpacked(
     support = None
     if f"ahead/{step}/support_counts" in tensors:
         support = Support(*(tensors[f"ahead/{step}/support_{name}"] for name in ("words", "counts")))
+    top = None
+    if f"ahead/{step}/top_ids" in tensors:
+        top = MostProbable(*(tensors[f"ahead/{step}/top_{name}"] for name in ("ids", "logp")))
     checks = {
         "tokens": tokens.dtype == torch.int64 and bool(((tokens >= 0) & (tokens < embeddings)).all()),
         "lengths": lengths.dtype == torch.int64 and bool((lengths >= 1).all()) and int(lengths.sum()) == len(tokens),
         "logp": logp.dtype == torch.float32 and logp.shape == tokens.shape,
         "support": support is None or support.fits(tokens.tolist(), embeddings),
+        "most probable tokens": top is None or top.fits(len(tokens), embeddings),
         "indices": all(number(index, 0, len(problems) - 1, whole=True) for index in indices),
         "groups": len(indices) > 0 and len(lengths) % len(indices) == 0,
         "finish_reasons": len(reasons) == len(lengths) and set(reasons) <= {"stop", "length"},
@@ -213,7 +220,7 @@ def _one_unpacked(
         raise MantissaError(f"checkpoint's batch of step {step} has wrong {wrong}; it is damaged")
     size = len(lengths) // len(indices)
     prompts = [sampler.encode(problems[index]) for index in indices]
-    completions = _unpacked((tokens, lengths.tolist(), logp, reasons, version, [None] * len(lengths), support))
+    completions = _unpacked((tokens, lengths.tolist(), logp, reasons, version, [None] * len(lengths), support, top))
     samples = []
     for place, completion in enumerate(completions):
         group = place // size
@@ -223,6 +230,6 @@ def _one_unpacked(
     return Batch(step, version, position, indices, samples, rewards, state["metrics"], {})
 
 
-def _reward(value: float, correct: bool, error: str | None, parts: dict[str, float], terms: Sequence[Any] = ()) -> Reward:
+def _reward(value: float, correct: bool, error: str | None, parts: dict[str, float], terms: Any = ()) -> Reward:
     """A reward as a checkpoint holds it; those of earlier versions hold no terms."""
     return Reward(value, correct, error, parts, tuple((float(term), float(weight)) for term, weight in terms))

@@ -15,6 +15,7 @@ from mantissa.base.seeds import derive_seed
 from mantissa.model import Tokenizer
 from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rollout import Completion, Request, RolloutEngine, SamplingParams
+from mantissa.rollout.most_probable import MostProbable
 from mantissa.rollout.support import Support
 from mantissa.tasks import Grader, Problem, Reward
 
@@ -124,21 +125,23 @@ class Sampler:
 
 
 def _packed(group: Sequence[Completion]) -> tuple[Any, ...]:
-    """A group as few objects, to travel: tokens, lengths, log-probs, finish reasons, version, keys, support."""
+    """A group as few objects, to travel: tokens, lengths, log-probs, finish reasons, version, keys, what is beside."""
     tokens = torch.tensor([token for completion in group for token in completion.tokens], dtype=torch.int64)
     logp = torch.cat([completion.logp_T for completion in group])
     lengths = [len(completion.tokens) for completion in group]
     reasons, keys = [completion.finish_reason for completion in group], [completion.key for completion in group]
     supports = [completion.support for completion in group if completion.support is not None]
     support = Support.join(supports) if len(supports) == len(group) else None
-    return tokens, lengths, logp, reasons, group[0].policy_version, keys, support
+    tops = [completion.most_probable for completion in group if completion.most_probable is not None]
+    top = MostProbable.join(tops) if len(tops) == len(group) else None
+    return tokens, lengths, logp, reasons, group[0].policy_version, keys, support, top
 
 
 def _unpacked(packed: tuple[Any, ...]) -> list[Completion]:
-    tokens, lengths, logp, reasons, version, keys, support = packed
-    supports = [None] * len(lengths) if support is None else support.split(lengths)
-    each = zip(tokens.split(lengths), logp.split(lengths), reasons, keys, supports, strict=True)
+    tokens, lengths, logp, reasons, version, keys, *kept = packed
+    beside = [[None] * len(lengths) if each is None else each.split(lengths) for each in kept]
+    each = zip(tokens.split(lengths), logp.split(lengths), reasons, keys, *beside, strict=True)
     return [
-        Completion(tuple(part.tolist()), logp_T.clone(), reason, version, key, kept)
-        for part, logp_T, reason, key, kept in each
+        Completion(tuple(part.tolist()), logp_T.clone(), reason, version, key, support, top)
+        for part, logp_T, reason, key, support, top in each
     ]

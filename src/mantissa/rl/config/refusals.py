@@ -130,6 +130,10 @@ def _vllm_refusals(config: RunConfig) -> Refusals:
             "not equal to the last bit; use kernels=fast and read the gap",
         ),
         (
+            config.algorithm.loss.most_probable > 0,
+            "algorithm.loss.centering: what vLLM thought of other tokens is not returned here; leave it out",
+        ),
+        (
             rollout.top_k > 0 or rollout.top_p < 1,
             f"{'rollout.top_k' if rollout.top_k else 'rollout.top_p'}={rollout.top_k or rollout.top_p:g}: which tokens "
             f"vLLM kept is not returned here, and a {ignored(rollout.top_k, rollout.top_p)}; leave it out",

@@ -67,8 +67,8 @@ class VllmConfig(Config):
 class RolloutConfig(Config):
     """How each step samples. Log-probs are under softmax(logits / temperature), on both sides.
 
-    With ``top_k`` or ``top_p`` they are of the tokens that those kept, on both sides: what each token was chosen from is
-    kept with it, and the learner (and a reference) renormalise over that.
+    With ``top_k`` or ``top_p`` they are of the tokens that those kept, on both sides: what each token was chosen from
+    is kept with it, and the learner (and a reference) renormalise over that.
     """
 
     prompts: int = Field(64, ge=1, description="Prompts a step.")
@@ -178,7 +178,9 @@ class OptimizerConfig(Config):
     decay: Literal["none", "linear"] = Field("none", description="linear: the rate falls to zero at the last step.")
     betas: tuple[_Decay, _Decay] = Field((0.9, 0.999), description="Adam's decay rates, 0 or more and below 1.")
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon, in fp32 (1e-8 is 0 in fp16).")
-    masters: Masters = Field("fp32", description="bf16_nearest, bf16_stochastic, bf16_kahan: bf16 weights (docs/precision.md).")
+    masters: Masters = Field(
+        "fp32", description="bf16_nearest, bf16_stochastic, bf16_kahan: bf16 weights (docs/precision.md)."
+    )
     moments: Moments = Field("fp32", description="8bit: in blocks of 256, by torchao; small tensors stay fp32.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled decay of matrices; norms and biases have none.")
     max_grad_norm: float = Field(

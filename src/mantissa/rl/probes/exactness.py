@@ -72,7 +72,7 @@ class Exactness(Probe):
         self.replans = 0
         self.unlike: int | None = None
         # A sum of gradients must not depend on whether its step was checked.
-        self.learner.reuse_scoring = (self.precision.check_every or 1) == 1
+        self.learner.reuse_scoring &= (self.precision.check_every or 1) == 1
         self.engine.keeps_calls, self.learner.verify = True, self.verify
 
     def due(self, step: int) -> bool:
