@@ -194,3 +194,17 @@ def test_what_cannot_keep_the_supports_is_refused_with_the_size_of_the_bias() ->
         configure("rollout.engine=vllm", "precision=bf16", "rollout.top_k=20")
     with pytest.raises(MantissaError, match=r"verl's learner over the whole vocabulary .* up to 0\.223 nats a token"):
         export(configure(NUCLEUS, "precision=bf16"), LaunchOptions())
+
+
+def test_ignoring_the_supports_is_off_by_the_kept_mass(train: Train) -> None:
+    """The same first batch, with the bias in the gap; and where it cannot be, it is refused."""
+    quick = ("steps=1", "warm_start.steps=6", "warm_start.evaluate_every=6", "precision=fp32", "evaluation=null")
+    (kept,) = train(*quick, NUCLEUS).read_metrics()
+    (ignored,) = train(*quick, NUCLEUS, "rollout.support=ignored").read_metrics()
+    assert abs(kept["gap/kl"]) < 1e-6
+    assert abs(ignored["gap/kl"] + kept["support/log_mass"]) < 1e-6
+    assert "support/log_mass" not in ignored
+    with pytest.raises(MantissaError, match="support=ignored does nothing without top_k or top_p"):
+        configure("rollout.support=ignored")
+    with pytest.raises(MantissaError, match=r"kernels=exact with rollout\.support=ignored"):
+        configure(NUCLEUS, "rollout.support=ignored", "precision.kernels=exact")

@@ -45,8 +45,7 @@ from mantissa.rl.config.sections import OptimizerConfig
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.flow import Flow
 from mantissa.rl.objective import micro_loss
-from mantissa.rl.probes.interface import OnTokenLogits
-from mantissa.rl.score import Forward, OfLogits, forward, scatter, score
+from mantissa.rl.score import Forward, OfLogits, OnTokenLogits, forward, scatter, score
 from mantissa.rollout.most_probable import MostProbable
 from mantissa.training import (
     Backward,

@@ -54,6 +54,8 @@ _ENTROPY_AT_ONCE = 1 << 21  # values: what a cache holds
 Entropies = bool | Literal["differentiable"]
 # Of the logits (n,V) of the response tokens from this number on, numbers of each: n,M, differentiable.
 OfLogits = Callable[[int, Tensor], Tensor]
+# Row and column (N) of each response token that was scored, and its logits (N,V), of the whole vocabulary.
+OnTokenLogits = Callable[[Tensor, Tensor, Tensor], None]
 OnLogits = Callable[[int, Tensor], None]  # is shown logits (n,V, detached) of the response tokens from this number on
 
 

@@ -34,9 +34,10 @@ from mantissa.rl.learner import Update
 from mantissa.rl.objective import weigh
 from mantissa.rl.probes.engine_share import EngineShare
 from mantissa.rl.probes.exactness import Exactness
-from mantissa.rl.probes.interface import OnTokenLogits, Probe
+from mantissa.rl.probes.interface import Probe
 from mantissa.rl.probes.kept_mass import KeptMass
 from mantissa.rl.probes.small import Diagnose, Flushed, Lag, Refresh
+from mantissa.rl.score import OnTokenLogits
 from mantissa.rollout.types import CopyingEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
@@ -85,7 +86,7 @@ class Steps(ABC):
             probes.append(EngineShare(engine, parts.twin, *how))
         if self.reference is not None:
             probes.append(Refresh(self.reference, learner))
-        if self.params.truncates:
+        if self.params.truncates and config.rollout.support == "kept":
             probes.append(KeptMass(learner))
         if config.doctor is not None:
             probes.append(Diagnose(config, learner, self.run, self.live.note))
@@ -106,7 +107,7 @@ class Steps(ABC):
     def step(self, step: int) -> None:
         """One step of RL: collect, score, weigh, learn, publish. Probes observe it before anything is learned."""
         batch = self._collect(step)  # prompts -> completions -> rewards
-        scored = self._score(step, batch.experience(self.parts.device))  # log-probs: the learner's and the reference's
+        scored = self._score(step, self._experience(batch))  # log-probs: the learner's and the reference's
         weighed = weigh(scored, self.config.algorithm)  # advantages, correction weights, which tokens count
         observed = self._observe(step, weighed)
         update = self._learn(step, weighed)  # micro-batches -> loss -> step, retry or skip
@@ -124,6 +125,11 @@ class Steps(ABC):
         else:
             self._seconds |= batch.seconds
         return batch
+
+    def _experience(self, batch: Batch) -> Experience:
+        """As tensors; without what each token was drawn from, where the recipe asks to see what that does."""
+        experience = batch.experience(self.parts.device)
+        return replace(experience, support=None) if self.config.rollout.support == "ignored" else experience
 
     def _score(self, step: int, experience: Experience) -> Experience:
         """With the log-probs of the learner before its update, and of the reference where there is one."""

@@ -56,6 +56,11 @@ def _precision_refusals(config: RunConfig) -> Refusals:
         "that it has, and a scaled one is a choice of its own; set guard=null",
     )
     yield (
+        policy.kernels == "exact" and config.rollout.support == "ignored",
+        "precision.kernels=exact with rollout.support=ignored: the learner's log-probs are of another distribution than "
+        "the rollout's; set rollout.support=kept",
+    )
+    yield (
         policy.kernels == "exact" and lag,
         f"precision.kernels=exact with rollout.max_policy_lag={lag}: completions of other weights have other "
         "log-probs, so there is nothing that must be equal; set rollout.max_policy_lag=0",

@@ -79,6 +79,10 @@ class RolloutConfig(Config):
     top_p: float = Field(
         1.0, gt=0, le=1, description="Draws from the fewest tokens of this probability; 1: off. The learner as well."
     )
+    support: Literal["kept", "ignored"] = Field(
+        "kept",
+        description="ignored: the learner's log-probs are over all tokens, off by the log of the kept mass; to compare.",
+    )
     stop: tuple[str, ...] = Field((), description="Strings that end a completion, besides the end token.")
     slots: int = Field(256, ge=1, description="Rows decoded together; a finished row is refilled from the queue.")
     engine: Literal["native", "vllm", "emulated"] = Field(
@@ -114,6 +118,8 @@ class RolloutConfig(Config):
                 f"overlong.buffer={self.overlong.buffer}: expected less than max_tokens={self.max_tokens}, or every "
                 "response would be too long"
             )
+        if self.support == "ignored" and not self.top_k and self.top_p == 1:
+            raise ValueError("support=ignored does nothing without top_k or top_p; leave it out")
         if self.engine != "vllm" and self.vllm != VllmConfig():
             raise ValueError(f"vllm does nothing with engine={self.engine}; leave it out, or set engine=vllm")
         if self.engine != "emulated" and self.emulate is not None:

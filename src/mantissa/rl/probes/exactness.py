@@ -31,8 +31,9 @@ from mantissa.kernels import WAYS, ExactKernels, Way
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Experience
-from mantissa.rl.probes.interface import Metrics, OnTokenLogits, Probe, SampleAgain
+from mantissa.rl.probes.interface import Metrics, Probe, SampleAgain
 from mantissa.rl.replay import Case, examine, unequal, write_case
+from mantissa.rl.score import OnTokenLogits
 from mantissa.rollout import Call, NativeEngine, Request
 from mantissa.rollout.sampling import drawn_otherwise, uniforms
 from mantissa.runs.directory import RunDirectory

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from torch import Tensor
+from collections.abc import Mapping
 
 from mantissa.rl.experience import Experience
+from mantissa.rl.score import OnTokenLogits
 
 Metrics = Mapping[str, float]
-# Row and column (N) of each response token that was scored, and its logits (N,V), of the whole vocabulary.
-OnTokenLogits = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class Probe:

@@ -13,7 +13,8 @@ import torch
 from mantissa.precision.numerics import token_logprob
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Learner
-from mantissa.rl.probes.interface import Metrics, OnTokenLogits, Probe
+from mantissa.rl.probes.interface import Metrics, Probe
+from mantissa.rl.score import OnTokenLogits
 from mantissa.rollout.support import Support
 
 
