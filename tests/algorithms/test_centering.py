@@ -89,8 +89,8 @@ def test_words_that_could_not_be_drawn_do_not_count() -> None:
     ids = torch.tensor([0, 1, 2, 3])
     logp = torch.log_softmax(logits, -1)
     some, _ = centre(logp[ids][None], q[ids].log()[None], CORRECTIONS["tis"])
-    padded = torch.cat([logp[ids], torch.tensor([-torch.inf, -3.0])])[None]
-    lacking = torch.cat([q[ids].log(), torch.tensor([-torch.inf] * 2)])[None]
+    padded = torch.cat([logp[ids], torch.tensor([-torch.inf, -3.0], dtype=torch.float64)])[None]
+    lacking = torch.cat([q[ids].log(), torch.tensor([-torch.inf] * 2, dtype=torch.float64)])[None]
     more, _ = centre(padded, lacking, CORRECTIONS["tis"])
     torch.testing.assert_close(more, some)
     assert bool(torch.autograd.grad(more.sum(), logits)[0].isfinite().all())

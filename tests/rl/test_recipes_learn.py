@@ -54,6 +54,7 @@ MARGINS: dict[str, tuple[int, float]] = {
     "fp8": (20, 0.12),
     "top_p": (20, 0.05),
     "gdpo": (20, 0.05),
+    "distillation": (20, 0.05),
     "code": (24, 0.04),
 }
 # What has no recipe of its own, on the demo's: its algorithm, and the rise that the mean of three seeds must reach.
@@ -131,6 +132,10 @@ def learn(
 ) -> tuple[Row, list[Row]]:
     """The evaluated step of the warm-started policy, and the rows of the recipe's run from there."""
     before = warm("code" if recipe == "code" else "demo", seed)
+    if recipe == "distillation":  # from what the demo makes of the same policy
+        of_warm = ("model.fresh=null", f"model.path={before.path}", "warm_start=null")
+        teacher = run("demo", tmp_path / f"teacher-{seed}", seed, 20, *of_warm)
+        more = (f"algorithm.reference.path={teacher.path}", *more)
     given = ("model.fresh=null", f"model.path={before.path}", "warm_start=null")
     after = run(recipe, tmp_path / f"{recipe}-{seed}", seed, MARGINS[recipe][0], *given, *more)
     return before.read_metrics()[-1], after.read_metrics()

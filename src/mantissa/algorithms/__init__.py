@@ -1,6 +1,6 @@
 """Advantages, policy losses, rollout correction, aggregation: pure functions of tensors."""
 
-from mantissa.algorithms.advantages import ADVANTAGES, AdvantageKind, advantage
+from mantissa.algorithms.advantages import ADVANTAGES, AdvantageKind, advantage, distillation
 from mantissa.algorithms.aggregation import (
     Accumulator,
     AggregationKind,
@@ -68,6 +68,7 @@ __all__ = [
     "aggregation_scale",
     "centre",
     "correction",
+    "distillation",
     "importance_weights",
     "kl_loss",
     "kl_reward",

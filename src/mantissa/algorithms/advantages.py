@@ -21,6 +21,13 @@ for each prompt followed by a normalisation over the batch ("-baseline"). Both a
 puts into the reward (that is ``kl_in_reward``, before this), and normalised over responses. Public code normalises over
 tokens, which counts a long response more often; here each counts once, like everywhere else.
 
+Two are of each token and know no groups:
+
+- ``distillation``: log p_teacher - log p_old of the sampled token, in the place of rewards, which are only logged. Its
+  mean over tokens is the KL divergence of the policy from the teacher, so its policy gradient at theta = old is that of
+  each token's KL(theta || teacher), prefixes held fixed. On-policy distillation: Thinking Machines Lab, 2025; Gu et
+  al., arXiv 2306.08543; Agarwal et al., arXiv 2306.13649.
+
 GDPO is for a reward that is a weighted sum of several: each is normalised within its group before they are added, so
 that (right, long) and (wrong, short) are told apart though their sums are equal, and a reward of large spread does not
 drown the others. The published a_i also has its mean over the batch taken off, which is 0 here: every group's is.
@@ -45,9 +52,11 @@ import torch
 from torch import Tensor
 
 from mantissa.algorithms.aggregation import Accumulator
+from mantissa.base.errors import MantissaError
 
 STD_EPSILON = 1e-6
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gdpo"]
+TokenAdvantageKind = Literal["distillation"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,27 @@ def advantage(
     return result, {
         "advantage/degenerate_group_fraction": Accumulator.of("mean", degenerate_G),
         "advantage/abs_max": Accumulator.of("max", result.abs()),
+        **_of_rewards(rewards_B),
+    }
+
+
+def distillation(
+    old_logp_BT: Tensor, teacher_logp_BT: Tensor | None, mask_BT: Tensor, rewards_B: Tensor
+) -> tuple[Tensor, dict[str, Accumulator]]:
+    """``teacher - old`` of each response token, BT, 0 where masked, and metrics.
+
+    Log-probs fp32 or float64, of one dtype; nothing carries a gradient. A valid one that is not finite gives an
+    advantage that is not. Raises ``MantissaError`` where the teacher's are missing.
+    """
+    if teacher_logp_BT is None:
+        raise MantissaError("advantage=distillation needs the teacher's log-probs and got none; score the batch by it")
+    old, teacher = (torch.where(mask_BT, x.detach(), 0.0) for x in (old_logp_BT, teacher_logp_BT))
+    result_BT = teacher - old
+    return result_BT, {"advantage/abs_max": Accumulator.of("max", result_BT.abs(), mask_BT), **_of_rewards(rewards_B)}
+
+
+def _of_rewards(rewards_B: Tensor) -> dict[str, Accumulator]:
+    return {
         "reward/mean": Accumulator.of("mean", rewards_B),
         "reward/min": Accumulator.of("min", rewards_B),
         "reward/max": Accumulator.of("max", rewards_B),

@@ -22,7 +22,16 @@ from mantissa.kernels import (
     reference_kernels,
     rollout_kernels,
 )
-from mantissa.model import Decoder, ModelConfig, Tokenizer, attach, byte_tokenizer, character_tokenizer
+from mantissa.model import (
+    Decoder,
+    ModelConfig,
+    Tokenizer,
+    attach,
+    base_digest,
+    byte_tokenizer,
+    character_tokenizer,
+    policy_weights,
+)
 from mantissa.precision import ResolvedPrecision, cpu, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.collect.sampler import Sampler
@@ -107,15 +116,19 @@ def assemble(config: RunConfig, ranks: Ranks = ALONE, task: Task | None = None, 
         evidence["rollout"] = sampler.engine.evidence
     reference = None
     if section is not None:
+        teacher = None if section.path is None else _teacher(section.path, model, tokenizer, longest)
         reference = ReferencePolicy(
-            model.config,
+            (teacher or model).config,
             reference_kernels(precision, plan),
             temperature=config.rollout.temperature,
             micro_batch_tokens=config.optimizer.micro_batch_tokens,
             refresh_every=section.refresh_every,
+            teacher=None if teacher is None else base_digest(teacher),
             device=device,
             ranks=ranks,
         )
+        if teacher is not None:
+            reference.take(policy_weights(teacher), 0)
     return Parts(
         device=device,
         precision=precision,
@@ -132,6 +145,23 @@ def assemble(config: RunConfig, ranks: Ranks = ALONE, task: Task | None = None, 
         plan=plan,
         replan=planned if plan else None,
     )
+
+
+def _teacher(path: str, model: Decoder, tokenizer: Tokenizer, longest: int) -> Decoder:
+    """The model that ``algorithm.reference.path`` names; of the policy's vocabulary, or an error."""
+    teacher, its = open_policy(policy_folder(path), None, 0)
+    where, rows, own = f"algorithm.reference.path={path}", teacher.config.vocab_size, model.config.vocab_size
+    if rows != own or its.backend.get_vocab() != tokenizer.backend.get_vocab():
+        raise MantissaError(
+            f"{where}: its vocabulary ({rows} rows) is not the policy's ({own}), so its log-probs are of other tokens; "
+            "use a model of the same tokenizer"
+        )
+    if longest > (positions := teacher.config.max_position_embeddings):
+        raise MantissaError(
+            f"{where}: it has {positions} positions, and this run's sequences may have {longest} tokens; lower "
+            "rollout.max_tokens, or use another"
+        )
+    return teacher
 
 
 def _precision(config: RunConfig, device: torch.device, ranks: Ranks, own_bf16: bool | None) -> ResolvedPrecision:

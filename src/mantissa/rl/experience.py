@@ -127,8 +127,9 @@ class Experience(Sequences):
     Of scoring: ``old_logp_BR`` and ``entropy_BR``, the learner's before the update (with exact kernels a step that is
     not checked has the rollout's log-probs there, and no entropy); ``ref_logp_BR``, the reference's, None without one.
 
-    Of weighing: ``advantage_B``; ``weight_BR`` and ``valid_BR`` (bool), the correction's; ``tallies``, what it counted.
-    ``chosen_BR`` (bool): the tokens that a loss which selects some has chosen of each optimiser step.
+    Of weighing: ``advantage_B``, and ``advantage_BR`` where each token has its own (then ``advantage_B`` is their
+    mean); ``weight_BR`` and ``valid_BR`` (bool), the correction's; ``tallies``, what it counted. ``chosen_BR`` (bool):
+    the tokens that a loss which selects some has chosen of each optimiser step.
     """
 
     rollout_logp_BR: Tensor
@@ -143,6 +144,7 @@ class Experience(Sequences):
     entropy_BR: Tensor | None = None
     ref_logp_BR: Tensor | None = None
     advantage_B: Tensor | None = None
+    advantage_BR: Tensor | None = None
     weight_BR: Tensor | None = None
     valid_BR: Tensor | None = None
     chosen_BR: Tensor | None = None
@@ -190,11 +192,12 @@ class Experience(Sequences):
 
     @property
     def weighed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``advantage_B``, ``weight_BR`` and ``valid_BR`` of a batch that has been weighed."""
+        """``advantage_B`` (or ``_BR``), ``weight_BR`` and ``valid_BR`` of a batch that has been weighed."""
         assert self.advantage_B is not None, "weigh the experience first"
         assert self.weight_BR is not None
         assert self.valid_BR is not None
-        return self.advantage_B, self.weight_BR, self.valid_BR
+        advantage = self.advantage_B if self.advantage_BR is None else self.advantage_BR
+        return advantage, self.weight_BR, self.valid_BR
 
 
 def balanced(lengths: Sequence[int], shares: int) -> list[list[int]]:

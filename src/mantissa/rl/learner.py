@@ -264,7 +264,8 @@ class Learner:
         """
         advantage_B, _, valid_BR = experience.weighed
         scale_BR = aggregation_scale(valid_BR[rows], self.algorithm.aggregation, self.aggregation_length)
-        pulled_B = (advantage_B[rows] != 0) | self.algorithm.every_completion
+        moved = advantage_B[rows] != 0
+        pulled_B = (moved.any(1) if moved.dim() == 2 else moved) | self.algorithm.every_completion
         alive = (pulled_B & valid_BR[rows].any(1)).nonzero().squeeze(1)
         if len(alive) == 0:
             return []

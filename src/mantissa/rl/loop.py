@@ -120,7 +120,7 @@ class Loop(Steps):
         if self.ranks.rank0:
             self.base.keep()
         self.sampler.engine.sync(self.learner.weights, self.learner.version)
-        if self.reference is not None:
+        if self.reference is not None and self.reference.teacher is None:
             self.reference.take(self.learner.weights, self.learner.version)
         self.kept = self._perfectible()
         self._save(0)
@@ -188,7 +188,8 @@ class Loop(Steps):
         self.learner.step.load_state_dict(state["step"])
         self.learner.load_beside(checkpoint)
         if self.reference is not None:
-            self.reference.load(state["reference"], checkpoint.part("reference"))
+            kept = {} if self.reference.teacher is not None else checkpoint.part("reference")
+            self.reference.load(state["reference"], kept)
         load_weights(self.learner.trained, checkpoint.policy)
 
     @functools.cached_property
@@ -214,7 +215,7 @@ class Loop(Steps):
         if not self.ranks.alone or step >= self.config.steps:
             return
         parts = [self.learner.trained, self.learner.step.optimizer_tensors(), *self.learner.beside.values()]
-        parts += [self.reference.weights] if self.reference is not None else []
+        parts += [self.reference.kept] if self.reference is not None else []
         tensors = [tensor for part in parts for tensor in part.values()]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         # beside them: a header's line for each, the plain state, and batches: the step's own, and those sampled ahead
@@ -238,7 +239,8 @@ class Loop(Steps):
             state["exact"] = self.exactness.kernels[0].plan.way
         more = self.learner.beside
         if self.reference is not None:
-            state["reference"], more["reference"] = self.reference.state_dict(), self.reference.weights
+            state["reference"] = self.reference.state_dict()
+            more |= {"reference": kept} if (kept := self.reference.kept) else {}
         sampled, state["ahead"] = pack(self.source.pending(step) if step else ())
         if sampled:
             more["ahead"] = sampled

@@ -22,13 +22,14 @@ from mantissa.algorithms import (
     AlgorithmConfig,
     advantage,
     correction,
+    distillation,
     importance_weights,
     kl_loss,
     kl_reward,
     off_policy_mask,
     reference_drift,
 )
-from mantissa.precision.numerics import masked_sum
+from mantissa.precision.numerics import masked_mean, masked_sum
 from mantissa.rl.experience import Experience
 
 
@@ -38,11 +39,16 @@ def weigh(experience: Experience, algorithm: AlgorithmConfig) -> Experience:
     Advantages are after the KL penalty where it is taken off the reward; ``reward/...`` is before it.
     """
     old, ref, mask = experience.old_logp, experience.ref_logp_BR, experience.mask_BR
-    terms = experience.terms_BK, experience.term_weights_BK
-    advantage_B, tallies = advantage(experience.reward_B, experience.group_B, algorithm.advantage, *terms)
-    if algorithm.kl is not None and algorithm.kl.where == "reward":
+    advantage_BR, kind = None, algorithm.advantage
+    if kind == "distillation":
+        advantage_BR, tallies = distillation(old, ref, mask, experience.reward_B)
+        advantage_B = masked_mean(advantage_BR, mask, -1)
+    else:
+        terms = experience.terms_BK, experience.term_weights_BK
+        advantage_B, tallies = advantage(experience.reward_B, experience.group_B, kind, *terms)
+    if kind != "distillation" and algorithm.kl is not None and algorithm.kl.where == "reward":
         shaped_B, penalty = kl_reward(experience.reward_B, old, ref, mask, algorithm.kl)
-        advantage_B, shaped = advantage(shaped_B, experience.group_B, algorithm.advantage)
+        advantage_B, shaped = advantage(shaped_B, experience.group_B, kind)
         rewards = {name: tally for name, tally in tallies.items() if name.startswith("reward/")}
         tallies = {**shaped, **rewards, **penalty}
     weight_BR, valid_BR, weights = correction(
@@ -50,7 +56,8 @@ def weigh(experience: Experience, algorithm: AlgorithmConfig) -> Experience:
     )
     drift = {} if ref is None else reference_drift(old, ref, mask)
     tallies = {**tallies, **weights, **drift}
-    return replace(experience, advantage_B=advantage_B, weight_BR=weight_BR, valid_BR=valid_BR, tallies=tallies)
+    weighed = replace(experience, weight_BR=weight_BR, valid_BR=valid_BR, tallies=tallies)
+    return replace(weighed, advantage_B=advantage_B, advantage_BR=advantage_BR)
 
 
 def micro_loss(
@@ -95,7 +102,8 @@ def micro_loss(
     )
     if loss.most_probable:
         assert centre_BR is not None, "forward with the sampler's most probable tokens first"
-        drift_BR = torch.where(valid_BR, scale_BR * advantage_B.unsqueeze(-1), 0.0).detach() * centre_BR
+        by_token = advantage_B if advantage_B.dim() == 2 else advantage_B.unsqueeze(-1)
+        drift_BR = torch.where(valid_BR, scale_BR * by_token, 0.0).detach() * centre_BR
         value = value + masked_sum(drift_BR, valid_BR)
     if algorithm.kl is not None and algorithm.kl.where == "loss":
         penalty, distance = kl_loss(logp_BR, batch.ref_logp_BR, valid_BR, weight_BR, scale_BR, algorithm.kl, below_BR)

@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mantissa.base.bounds import count
+from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.kernels import Kernels, Traced
 from mantissa.model import CopiedPolicy, Decoder, ModelConfig
@@ -288,6 +289,7 @@ def scatter(values_N: Tensor, mask_BR: Tensor) -> Tensor:
 class ReferencePolicy:
     """A frozen policy. ``version``: the learner's version that it is a copy of; -1 before the first ``take``.
 
+    ``teacher``: the digest of the weights where it is another model, which it stays; None: it is the policy's copy.
     ``refresh_every``: optimiser steps after which it is taken anew; None: never. ``refreshes``: how often it was.
     ``micro_batch_tokens``: padded tokens that a forward holds.
     """
@@ -300,10 +302,11 @@ class ReferencePolicy:
         temperature: float,
         micro_batch_tokens: int,
         refresh_every: int | None = None,
+        teacher: str | None = None,
         device: torch.device | str = "cpu",
         ranks: Ranks = ALONE,
     ) -> None:
-        self.kernels, self.refresh_every = kernels, refresh_every
+        self.kernels, self.refresh_every, self.teacher = kernels, refresh_every, teacher
         self._copies = CopiedPolicy(config, kernels, device, "reference")
         self._scorer = Scorer(self._copies.decoder, kernels, temperature, micro_batch_tokens, ranks)
         self.version, self.refreshes = -1, 0
@@ -336,12 +339,24 @@ class ReferencePolicy:
         """The copy, by parameter name, as the kernels hold it."""
         return self._copies.weights
 
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """What a checkpoint has to hold of it: the copy; of another model nothing, which is read again."""
+        return {} if self.teacher is not None else self.weights
+
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers; the tensors are ``weights``."""
-        return {"version": self.version, "refreshes": self.refreshes}
+        """Plain values; the tensors are ``kept``."""
+        return {"version": self.version, "refreshes": self.refreshes, "teacher": self.teacher}
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of ``state_dict`` and ``weights``, bit for bit."""
+        """The inverse of ``state_dict`` and ``kept``, bit for bit."""
+        if state.get("teacher") != self.teacher:
+            raise MantissaError(
+                "algorithm.reference.path is not the model that this run began with: its weights differ; put the "
+                "original back to resume, or start a new run"
+            )
+        if self.teacher is not None:
+            return
         version, refreshes = (count(state[name], f"reference's {name}") for name in ("version", "refreshes"))
         self._copies.make_room(tensors)
         load_weights(self.weights, tensors)

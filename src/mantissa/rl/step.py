@@ -313,7 +313,7 @@ def left_out(row: Mapping[str, Any]) -> float:
 
 def _rollout_rows(batch: Batch, experience: Experience) -> list[dict[str, Any]]:
     """One row a completion, as ``runs.directory.rollout_schema`` declares."""
-    advantage_B, *_ = experience.weighed
+    assert experience.advantage_B is not None, "weigh the experience first"
     learner_logp_BR = None if experience.entropy_BR is None else experience.old_logp.cpu()  # None: not scored
     rows: list[dict[str, Any]] = []
     numbers: dict[int, int] = {}  # completions of each group so far
@@ -335,7 +335,7 @@ def _rollout_rows(batch: Batch, experience: Experience) -> list[dict[str, Any]]:
                 "finish_reason": completion.finish_reason,
                 "policy_version": completion.policy_version,
                 "length": length,
-                "advantage": float(advantage_B[index]),
+                "advantage": float(experience.advantage_B[index]),
                 "tokens": list(completion.tokens),
                 "rollout_logp": completion.logp_T.tolist(),
                 "learner_logp": None if learner_logp_BR is None else learner_logp_BR[index, :length].tolist(),

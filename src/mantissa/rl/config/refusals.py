@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from mantissa.algorithms import ADVANTAGES
+from mantissa.algorithms import ADVANTAGES, AdvantageKind
 from mantissa.base.config import Refusals
 from mantissa.base.errors import MantissaError
 from mantissa.precision import DIAL, SCHEMES
@@ -57,8 +57,14 @@ def _precision_refusals(config: RunConfig) -> Refusals:
     )
     yield (
         policy.kernels == "exact" and config.rollout.support == "ignored",
-        "precision.kernels=exact with rollout.support=ignored: the learner's log-probs are of another distribution than "
-        "the rollout's; set rollout.support=kept",
+        "precision.kernels=exact with rollout.support=ignored: the learner's log-probs are of another distribution "
+        "than the rollout's; set rollout.support=kept",
+    )
+    reference = config.algorithm.reference
+    yield (
+        policy.kernels == "exact" and reference is not None and reference.path is not None,
+        "precision.kernels=exact with algorithm.reference.path: exact kernels are planned for the policy's own shape; "
+        "set precision.kernels=fast",
     )
     yield (
         policy.kernels == "exact" and lag,
@@ -105,19 +111,22 @@ def _rollout_refusals(config: RunConfig) -> Refusals:
         f"rollout.max_policy_lag={lag} does nothing with optimizer.updates_per_batch={updates}: a step makes {updates} "
         f"versions, so sampling one step ahead needs {updates} or more; raise it, or set it to 0",
     )
+    if config.algorithm.of_tokens:  # no completions are compared
+        return
+    estimator = ADVANTAGES[cast(AdvantageKind, kind)]
     yield (
-        not ADVANTAGES[kind].of_batch and rollout.samples < 2,
+        not estimator.of_batch and rollout.samples < 2,
         f"algorithm.advantage={kind} needs rollout.samples of 2 or more: it compares the completions of a prompt, and "
         "of one alone every advantage is 0; raise it, or use reinforce_pp, which compares the whole batch",
     )
     terms = getattr(config.task, "reward", None)
     yield (
-        ADVANTAGES[kind].decoupled and not (isinstance(terms, (list, tuple)) and len(terms) > 1),
+        estimator.decoupled and not (isinstance(terms, (list, tuple)) and len(terms) > 1),
         f"algorithm.advantage={kind} normalises several rewards apart, and task.reward is one; give task.reward a list "
         "of terms, or use grpo",
     )
     yield (
-        ADVANTAGES[kind].decoupled and rollout.dynamic is not None,
+        estimator.decoupled and rollout.dynamic is not None,
         f"algorithm.advantage={kind} with rollout.dynamic: that drops groups whose sums are equal, in which the "
         "rewards apart may differ; leave one of them out",
     )

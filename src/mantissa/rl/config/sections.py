@@ -81,7 +81,7 @@ class RolloutConfig(Config):
     )
     support: Literal["kept", "ignored"] = Field(
         "kept",
-        description="ignored: the learner's log-probs are over all tokens, off by the log of the kept mass; to compare.",
+        description="ignored: the learner's log-probs are over all tokens, off by log of the kept mass; to compare.",
     )
     stop: tuple[str, ...] = Field((), description="Strings that end a completion, besides the end token.")
     slots: int = Field(256, ge=1, description="Rows decoded together; a finished row is refilled from the queue.")
