@@ -105,6 +105,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("algorithm.loss={kind: reinforce, centering: 8}",), {}, "centering: 8: verl's losses do not centre the score"),
     (("algorithm={advantage: distillation, reference: {path: x}}",), {}, "distillation: verl takes it from teachers"),
     (("algorithm={kl: {coefficient: 0.1}, reference: {path: x}}",), {}, "reference.path: x: verl's reference is the"),
+    (("algorithm={advantage: gae, critic: {lr: 1.0e-5}}",), {}, "gae: verl's critic is a worker group"),
     ((TWO, "algorithm.advantage=gdpo"), {}, "gdpo: verl takes its rewards from the reward worker"),
     (("precision=fp32",), {}, "precision.train: an fp32 learner cannot run: .* flash attention, which has no fp32"),
     (("precision=fp32",), {"engine": "megatron"}, "Megatron's engine takes bfloat16 and float16 only"),

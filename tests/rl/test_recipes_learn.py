@@ -54,6 +54,7 @@ MARGINS: dict[str, tuple[int, float]] = {
     "fp8": (20, 0.12),
     "top_p": (20, 0.05),
     "gdpo": (20, 0.05),
+    "ppo": (30, 0.05),
     "distillation": (20, 0.05),
     "code": (24, 0.04),
 }

@@ -1,6 +1,6 @@
 """Advantages, policy losses, rollout correction, aggregation: pure functions of tensors."""
 
-from mantissa.algorithms.advantages import ADVANTAGES, AdvantageKind, advantage, distillation
+from mantissa.algorithms.advantages import ADVANTAGES, AdvantageKind, advantage, distillation, of_rewards
 from mantissa.algorithms.aggregation import (
     Accumulator,
     AggregationKind,
@@ -17,6 +17,7 @@ from mantissa.algorithms.correction import (
     importance_weights,
     off_policy_mask,
 )
+from mantissa.algorithms.gae import CriticConfig, gae, value_loss
 from mantissa.algorithms.losses import (
     LOSSES,
     CISPOConfig,
@@ -48,6 +49,7 @@ __all__ = [
     "CISPOConfig",
     "ClipCovConfig",
     "CorrectionConfig",
+    "CriticConfig",
     "CustomLossConfig",
     "DAPOConfig",
     "DPPOConfig",
@@ -69,11 +71,14 @@ __all__ = [
     "centre",
     "correction",
     "distillation",
+    "gae",
     "importance_weights",
     "kl_loss",
     "kl_reward",
     "merge",
+    "of_rewards",
     "off_policy_mask",
     "reference_drift",
+    "value_loss",
     "values",
 ]  # fmt: skip

@@ -27,6 +27,7 @@ Two are of each token and know no groups:
   mean over tokens is the KL divergence of the policy from the teacher, so its policy gradient at theta = old is that of
   each token's KL(theta || teacher), prefixes held fixed. On-policy distillation: Thinking Machines Lab, 2025; Gu et
   al., arXiv 2306.08543; Agarwal et al., arXiv 2306.13649.
+- ``gae``: by a value model (``gae.py``).
 
 GDPO is for a reward that is a weighted sum of several: each is normalised within its group before they are added, so
 that (right, long) and (wrong, short) are told apart though their sums are equal, and a reward of large spread does not
@@ -56,7 +57,7 @@ from mantissa.base.errors import MantissaError
 
 STD_EPSILON = 1e-6
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gdpo"]
-TokenAdvantageKind = Literal["distillation"]
+TokenAdvantageKind = Literal["distillation", "gae"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def advantage(
     return result, {
         "advantage/degenerate_group_fraction": Accumulator.of("mean", degenerate_G),
         "advantage/abs_max": Accumulator.of("max", result.abs()),
-        **_of_rewards(rewards_B),
+        **of_rewards(rewards_B),
     }
 
 
@@ -126,10 +127,11 @@ def distillation(
         raise MantissaError("advantage=distillation needs the teacher's log-probs and got none; score the batch by it")
     old, teacher = (torch.where(mask_BT, x.detach(), 0.0) for x in (old_logp_BT, teacher_logp_BT))
     result_BT = teacher - old
-    return result_BT, {"advantage/abs_max": Accumulator.of("max", result_BT.abs(), mask_BT), **_of_rewards(rewards_B)}
+    return result_BT, {"advantage/abs_max": Accumulator.of("max", result_BT.abs(), mask_BT), **of_rewards(rewards_B)}
 
 
-def _of_rewards(rewards_B: Tensor) -> dict[str, Accumulator]:
+def of_rewards(rewards_B: Tensor) -> dict[str, Accumulator]:
+    """The metrics ``reward/...``."""
     return {
         "reward/mean": Accumulator.of("mean", rewards_B),
         "reward/min": Accumulator.of("min", rewards_B),

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from mantissa.algorithms.advantages import AdvantageKind, TokenAdvantageKind
 from mantissa.algorithms.aggregation import AggregationKind
 from mantissa.algorithms.correction import CorrectionConfig
+from mantissa.algorithms.gae import CriticConfig
 from mantissa.algorithms.losses import LOSSES, LossConfig, PPOClipConfig
 from mantissa.algorithms.reference import KLConfig
 from mantissa.base.config import Config, Refusals
@@ -52,7 +53,7 @@ class AlgorithmConfig(Config):
     advantage: AdvantageKind | TokenAdvantageKind = Field(
         "dr_grpo",
         description="grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline or gdpo; grpo where flowrl has none; "
-        "distillation: of each token, log-prob of algorithm.reference less the policy's.",
+        "of each token: distillation (log-prob of algorithm.reference less the policy's), gae.",
     )
     loss: LossConfig = Field(
         PPOClipConfig(),
@@ -73,6 +74,7 @@ class AlgorithmConfig(Config):
     )
     kl: KLConfig | None = Field(None, description="A penalty on the distance from the reference; null: none.")
 
+    critic: CriticConfig | None = Field(None, description="The value model of advantage=gae; null: there is none.")
     entropy: EntropyConfig | None = Field(None, description="A bonus on the policy's entropy; null: none.")
 
     @field_validator("loss", mode="before")
@@ -117,6 +119,11 @@ class AlgorithmConfig(Config):
             self.correction.mask_negative_above is not None and self.loss.every_completion,
             f"correction.mask_negative_above goes by the advantage's sign, and loss={self.loss.kind} pulls whatever it "
             "is; leave it out",
+        )
+        yield (
+            (self.advantage == "gae") != (self.critic is not None),
+            "algorithm.critic is the value model of advantage=gae: "
+            + ("set algorithm.critic={lr: 1.0e-5}" if self.critic is None else "leave it out, or set advantage=gae"),
         )
         yield (
             self.advantage == "distillation" and self.reference is None,

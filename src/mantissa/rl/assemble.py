@@ -193,6 +193,7 @@ def _check_shape(config: RunConfig, model: Decoder) -> None:
 
 def new_learner(config: RunConfig, model: Decoder, kernels: Kernels, scaler: LossScaler, ranks: Ranks) -> Learner:
     """The learner of these masters."""
+    scaling = config.loss_scaling or LossScalingConfig()
     return Learner(
         model,
         kernels,
@@ -204,6 +205,7 @@ def new_learner(config: RunConfig, model: Decoder, kernels: Kernels, scaler: Los
         seed=config.seed,
         steps=config.steps,
         ranks=ranks,
+        critic_scaler=None if config.algorithm.critic is None else scaling.scaler(kernels.format),
     )
 
 

@@ -125,7 +125,8 @@ class Experience(Sequences):
     where another engine did; ``most_probable``, the sampler's most probable tokens, of a loss that needs them.
 
     Of scoring: ``old_logp_BR`` and ``entropy_BR``, the learner's before the update (with exact kernels a step that is
-    not checked has the rollout's log-probs there, and no entropy); ``ref_logp_BR``, the reference's, None without one.
+    not checked has the rollout's log-probs there, and no entropy); ``ref_logp_BR``, the reference's, None without one;
+    ``value_BR``, the value model's, None without one (and of its update ``scale_BR``, each token's weight in the loss).
 
     Of weighing: ``advantage_B``, and ``advantage_BR`` where each token has its own (then ``advantage_B`` is their
     mean); ``weight_BR`` and ``valid_BR`` (bool), the correction's; ``tallies``, what it counted. ``chosen_BR`` (bool):
@@ -143,6 +144,9 @@ class Experience(Sequences):
     old_logp_BR: Tensor | None = None
     entropy_BR: Tensor | None = None
     ref_logp_BR: Tensor | None = None
+    value_BR: Tensor | None = None
+    target_BR: Tensor | None = None
+    scale_BR: Tensor | None = None
     advantage_B: Tensor | None = None
     advantage_BR: Tensor | None = None
     weight_BR: Tensor | None = None

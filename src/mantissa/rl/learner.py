@@ -22,7 +22,7 @@ Legend: B completions of a batch or micro-batch, R response tokens right-padded,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ from mantissa.kernels import Kernels, NativeKernels
 from mantissa.model import Decoder, policy_weights, trained_parameters
 from mantissa.precision import FP32
 from mantissa.rl.config.sections import OptimizerConfig
+from mantissa.rl.critic import Critic
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.flow import Flow
 from mantissa.rl.objective import micro_loss
@@ -65,11 +66,13 @@ from mantissa.training import (
 
 @dataclass(frozen=True)
 class Update:
-    """What one batch did: the outcome of each optimiser step, and tallies of weighing and loss."""
+    """What one batch did: the outcome of each optimiser step, tallies of weighing and loss, and metrics of what trains
+    beside the policy."""
 
     outcomes: tuple[StepOutcome, ...]
     tallies: Mapping[str, Accumulator]
     trained_tokens: int
+    beside: Mapping[str, float] = field(default_factory=dict)
 
 
 # A step, its batch, and the log-probs (B,R) that its first optimiser step's own forward gave: the batch's old ones
@@ -93,10 +96,11 @@ class Learner:
         seed: int,
         steps: int,
         ranks: Ranks = ALONE,
+        critic_scaler: LossScaler | None = None,
     ) -> None:
         self.model, self.kernels, self.ranks = model, kernels, ranks
         self.algorithm, self.config = algorithm, config
-        self.temperature, self.seed = temperature, seed
+        self.temperature, self.seed, self.steps = temperature, seed, steps
         algorithm.loss.prepare()
         norm = algorithm.aggregation == "seq_mean_token_sum_norm"
         self.aggregation_length = aggregation_length if norm else None
@@ -110,26 +114,45 @@ class Learner:
             self.flow = Flow(model.config.hidden_size, partition, seed, next(model.parameters()).device)
         decay_until = steps * config.updates_per_batch if config.decay == "linear" else None
         self.step = self.optimizer_step(learning_rate(config.lr, config.warmup, decay_until), scaler, self.flow)
+        self.critic: Critic | None = None
+        if algorithm.critic is not None:
+            assert critic_scaler is not None
+            self.critic = Critic(
+                model, kernels, algorithm, critic_scaler, self._step_of, aggregation_length=self.aggregation_length,
+                micro_batch_tokens=config.micro_batch_tokens, ranks=ranks,
+            )  # fmt: skip
+
+    def _step_of(self, module: nn.Module, scaler: LossScaler, lr: float) -> OptimizerStep:
+        """An optimiser step over another module that trains beside the policy, on its schedule."""
+        decay_until = self.steps * self.config.updates_per_batch if self.config.decay == "linear" else None
+        lr_at = learning_rate(lr, self.config.warmup, decay_until)
+        return self.optimizer_step(lr_at, scaler, purpose="critic", module=module)
 
     def optimizer_step(
-        self, lr_at: Callable[[int], float], scaler: LossScaler, flow: Flow | None = None, purpose: str = "update"
+        self,
+        lr_at: Callable[[int], float],
+        scaler: LossScaler,
+        flow: Flow | None = None,
+        purpose: str = "update",
+        module: nn.Module | None = None,
     ) -> OptimizerStep:
         """A fresh optimiser over the masters (and FlowRL's head, if it is given), behind the one optimiser step.
 
-        ``purpose``: of other updates than these, whose roundings are other draws.
+        ``purpose``: of other updates than these, whose roundings are other draws. ``module``: another than the policy.
         """
+        model = self.model if module is None else module
         optimizer = adamw(
-            self.model,
+            model,
             betas=self.config.betas,
             eps=self.config.eps,
             weight_decay=self.config.weight_decay,
             moments=self.config.moments,
         )
 
-        parameters = dict(self.model.named_parameters())
+        parameters = dict(model.named_parameters())
         seed = derive_seed(self.seed, "masters", purpose)
         masters = master_weights(self.config.masters, parameters, self.kernels.format, seed)
-        watched: nn.Module = self.model
+        watched: nn.Module = model
         if flow is not None:
             parameters |= flow.join(optimizer, self.config.lr)
             watched = nn.ModuleDict({"policy": self.model, "partition": flow.head})
@@ -139,7 +162,7 @@ class Learner:
             # the sum over ranks carries it to all parameters: what saw it in an output saw it where it began
             return min(found, key=lambda text: (text.startswith("nothing"), "the output of" not in text))
 
-        clipped = [p for name, p in self.model.named_parameters() if p.requires_grad and not name.startswith("lm_head")]
+        clipped = [p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("lm_head")]
         factor = self.config.adaptive_clip
         return OptimizerStep(
             parameters,
@@ -167,12 +190,18 @@ class Learner:
     @property
     def beside(self) -> dict[str, dict[str, Tensor]]:
         """What trains with the policy and is no part of it, by name: saved in checkpoints, never exported or synced."""
-        return {} if self.flow is None else {"partition": self.flow.weights}
+        beside = {} if self.flow is None else {"partition": self.flow.weights}
+        if self.critic is not None:
+            beside |= {"critic": self.critic.weights, "critic_optimizer": self.critic.step.optimizer_tensors()}
+        return beside
 
     def load_beside(self, checkpoint: Checkpoint) -> None:
         """The inverse of ``beside``."""
         if self.flow is not None:
             self.flow.load(checkpoint.part("partition"))
+        if self.critic is not None:
+            tensors = checkpoint.part("critic"), checkpoint.part("critic_optimizer")
+            self.critic.load(checkpoint.state.get("critic"), *tensors)
 
     @property
     def version(self) -> int:
@@ -219,6 +248,9 @@ class Learner:
     def learn(self, experience: Experience, step: int) -> Update:
         """Learn from one weighed batch. ``step`` keys the split into parts."""
         *_, valid_BR = experience.weighed
+        beside = {} if self.critic is None else self.critic.learn(experience, self._parts(experience, step))
+        if self.critic is not None and step <= self.critic.config.warmup:
+            return Update((), experience.tallies, 0, beside)
         self._seen_BR = None if self.verify is None else experience.old_logp.clone()
         outcomes: list[StepOutcome] = []
         losses, trained = [], 0
@@ -237,7 +269,7 @@ class Learner:
         # reference stays that of the weights before the update.
         before = {name: tally for name, tally in experience.tallies.items() if name.startswith("reference/")}
         tallies = {**experience.tallies, **merge(losses), **before}
-        return Update(tuple(outcomes), tallies, int(self.ranks.sum_of(trained)))
+        return Update(tuple(outcomes), tallies, int(self.ranks.sum_of(trained)), beside)
 
     def _with_choice(self, experience: Experience, step: int) -> Experience:
         """With the tokens that the loss treats otherwise, chosen of each whole optimiser step; ranks agree."""

@@ -122,6 +122,8 @@ class Loop(Steps):
         self.sampler.engine.sync(self.learner.weights, self.learner.version)
         if self.reference is not None and self.reference.teacher is None:
             self.reference.take(self.learner.weights, self.learner.version)
+        if self.learner.critic is not None:
+            self.learner.critic.take(self.learner.weights)
         self.kept = self._perfectible()
         self._save(0)
         return 0
@@ -238,6 +240,8 @@ class Loop(Steps):
         if self.exactness is not None and self.exactness.replans:
             state["exact"] = self.exactness.kernels[0].plan.way
         more = self.learner.beside
+        if self.learner.critic is not None:
+            state["critic"] = self.learner.critic.state_dict()
         if self.reference is not None:
             state["reference"] = self.reference.state_dict()
             more |= {"reference": kept} if (kept := self.reference.kept) else {}

@@ -23,9 +23,11 @@ from mantissa.algorithms import (
     advantage,
     correction,
     distillation,
+    gae,
     importance_weights,
     kl_loss,
     kl_reward,
+    of_rewards,
     off_policy_mask,
     reference_drift,
 )
@@ -40,13 +42,20 @@ def weigh(experience: Experience, algorithm: AlgorithmConfig) -> Experience:
     """
     old, ref, mask = experience.old_logp, experience.ref_logp_BR, experience.mask_BR
     advantage_BR, kind = None, algorithm.advantage
+    target_BR = None
     if kind == "distillation":
         advantage_BR, tallies = distillation(old, ref, mask, experience.reward_B)
         advantage_B = masked_mean(advantage_BR, mask, -1)
+    elif kind == "gae":
+        assert algorithm.critic is not None
+        assert experience.value_BR is not None, "score the values first"
+        how = algorithm.critic.gamma, algorithm.critic.lam
+        advantage_BR, target_BR, tallies = gae(experience.reward_B, experience.value_BR, mask, *how)
+        advantage_B, tallies = masked_mean(advantage_BR, mask, -1), {**tallies, **of_rewards(experience.reward_B)}
     else:
         terms = experience.terms_BK, experience.term_weights_BK
         advantage_B, tallies = advantage(experience.reward_B, experience.group_B, kind, *terms)
-    if kind != "distillation" and algorithm.kl is not None and algorithm.kl.where == "reward":
+    if kind != "distillation" and kind != "gae" and algorithm.kl is not None and algorithm.kl.where == "reward":
         shaped_B, penalty = kl_reward(experience.reward_B, old, ref, mask, algorithm.kl)
         advantage_B, shaped = advantage(shaped_B, experience.group_B, kind)
         rewards = {name: tally for name, tally in tallies.items() if name.startswith("reward/")}
@@ -57,7 +66,7 @@ def weigh(experience: Experience, algorithm: AlgorithmConfig) -> Experience:
     drift = {} if ref is None else reference_drift(old, ref, mask)
     tallies = {**tallies, **weights, **drift}
     weighed = replace(experience, weight_BR=weight_BR, valid_BR=valid_BR, tallies=tallies)
-    return replace(weighed, advantage_B=advantage_B, advantage_BR=advantage_BR)
+    return replace(weighed, advantage_B=advantage_B, advantage_BR=advantage_BR, target_BR=target_BR)
 
 
 def micro_loss(

@@ -67,6 +67,8 @@ class Steps(ABC):
         if config.guard is not None:
             self.guard = RunGuard(config, run, parts.ranks, live.note)
             self.learner.step.on_nonfinite = "skip"  # what becomes of it is then the guard's decision
+            if self.learner.critic is not None:
+                self.learner.critic.step.on_nonfinite = "skip"
         self.fell_back = False  # whether the run goes on in another format, from the checkpoint that says so
         self.probes = self._probes()
         self.room = Reserve(self._checkpoints, f"{self._checkpoints}, where room for the next checkpoint is kept")
@@ -140,6 +142,9 @@ class Steps(ABC):
             with self._timed("learner_logp"):
                 looks = [look for probe in self.probes if (look := probe.look(experience)) is not None]
                 experience = experience.with_learner(*self.learner.score(experience, _all(looks)))
+        if (critic := self.learner.critic) is not None:
+            with self._timed("critic"):
+                experience = replace(experience, value_BR=critic.score(experience))
         if self.reference is None:
             return experience
         with self._timed("reference_logp"):
@@ -216,6 +221,7 @@ class Steps(ABC):
             gap = gap_metrics(experience.rollout_logp_BR, experience.old_logp, mask_BR)
             row |= {name: float(value) for name, value in gap.items()}
             row["policy/entropy"] = float(experience.entropy_BR[mask_BR].double().mean())
+        row |= update.beside
         outcomes = update.outcomes
         applied = [outcome for outcome in outcomes if outcome.applied]
         row["precision/loss_scale"] = step.scaler.scale

@@ -56,6 +56,11 @@ LOOP_METRICS: tuple[Metric, ...] = (
     Metric("support/log_mass", "mean_t of log p_theta(S), S what they kept: what each log-prob of a learner that "
            "ignored S would be off by", "nats/token"),
     Metric("support/log_mass_min", "the smallest of these", "nats/token"),
+    Metric("critic/loss_scale", "factor on the value model's loss before backward; 1 is no scaling", "1"),
+    Metric("critic/overflows", "its backward passes that overflowed, this step", "count", (0, 1), _OURS),
+    Metric("critic/skipped", "its optimiser steps given up, this step", "count", (0, 0), _OURS),
+    Metric("critic/grad_norm", "2-norm of its unscaled gradient before clipping, mean over updates", "1"),
+    Metric("time/critic", "wall clock of the values of the samples", "s"),
     Metric("exact/checked_tokens", "log-probs compared bit by bit, with exact kernels, in a step that is checked",
            "tokens"),
     Metric("exact/replans", "times that exact kernels moved to a safer way after a difference", "times", (0, 0), _OURS),
