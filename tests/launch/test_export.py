@@ -106,6 +106,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("algorithm={advantage: distillation, reference: {path: x}}",), {}, "distillation: verl takes it from teachers"),
     (("algorithm={kl: {coefficient: 0.1}, reference: {path: x}}",), {}, "reference.path: x: verl's reference is the"),
     (("algorithm={advantage: gae, critic: {lr: 1.0e-5}}",), {}, "gae: verl's critic is a worker group"),
+    (("precision=fp8", "precision.fp8.first=1"), {"engine": "megatron"}, "fp8.first: 1, 0: verl has no list of layers"),
     ((TWO, "algorithm.advantage=gdpo"), {}, "gdpo: verl takes its rewards from the reward worker"),
     (("precision=fp32",), {}, "precision.train: an fp32 learner cannot run: .* flash attention, which has no fp32"),
     (("precision=fp32",), {"engine": "megatron"}, "Megatron's engine takes bfloat16 and float16 only"),

@@ -91,9 +91,11 @@ def assemble(config: RunConfig, ranks: Ranks = ALONE, task: Task | None = None, 
     device, vllm = choose_device(config.device), config.rollout.engine == "vllm"
     _check_bill(config)
     be_deterministic(device)
-    precision = _precision(config, device, ranks, own_bf16)
     given, task = task is not None, task or build_task(config.task, config.seed)
     model, tokenizer = load_policy(config.model, task, config.seed)
+    own = config.precision.of_layers(model.config.num_hidden_layers)
+    config = config.model_copy(update={"precision": own})
+    precision = _precision(config, device, ranks, own_bf16)
     _check_shape(config, model)
     model = place(model, device, ranks)
     longest = model.config.max_position_embeddings  # of a dialogue, which grows as it is played

@@ -64,7 +64,8 @@ class Exactness(Probe):
 
     def __init__(self, config: RunConfig, parts: Parts, run: RunDirectory, note: Callable[[str], None]) -> None:
         assert isinstance(parts.sampler.engine, NativeEngine)
-        self.precision, self.steps, self.run, self.note = config.precision, config.steps, run, note
+        self.precision = config.precision.of_layers(parts.model.config.num_hidden_layers)
+        self.steps, self.run, self.note = config.steps, run, note
         self.params = parts.sampler.params_of(config.rollout)
         self.learner, self.engine, self.replan = parts.learner, parts.sampler.engine, parts.replan
         others = [] if parts.reference is None else [parts.reference.kernels]
