@@ -230,6 +230,8 @@ class Loop(Steps):
         """All that a resume needs, on rank 0; collective."""
         guard = {} if self.guard is None else {"guard": self.guard.saving(step)}
         self.ranks.check_alike(self.learner.trained)
+        if self.learner.critic is not None:
+            self.ranks.check_alike(self.learner.critic.weights)
         trained = self.ranks.whole(self.learner.trained)
         optimizer = self.ranks.whole(self.learner.step.optimizer_tensors())
         if not self.ranks.rank0:

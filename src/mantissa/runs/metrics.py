@@ -206,8 +206,8 @@ SERIES: dict[str, Series] = {
     )
 }
 PHASES = (
-    "rollout", "reward", "feedback", "learner_logp", "reference_logp", "engine_share", "update", "sync", "eval",
-    "checkpoint",
+    "rollout", "reward", "feedback", "learner_logp", "critic", "reference_logp", "engine_share", "update", "sync",
+    "eval", "checkpoint",
 )  # fmt: skip
 
 
