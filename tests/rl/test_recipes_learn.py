@@ -46,6 +46,7 @@ initializer_range: 0.08}}"
 MARGINS: dict[str, tuple[int, float]] = {
     "demo": (20, 0.12),
     "reinforce": (20, 0.10),
+    "oat": (20, 0.08),
     "dapo": (20, 0.13),
     "gspo": (20, 0.10),
     "cispo": (20, 0.13),
@@ -58,6 +59,7 @@ MARGINS: dict[str, tuple[int, float]] = {
     "ppo": (30, 0.15),
     "distillation": (20, 0.10),
     "code": (24, 0.04),
+    "moe": (20, 0.10),
 }
 # What has no recipe of its own, on the demo's: its algorithm, and the rise that the mean of three seeds must reach.
 # Measured: gmpo 0.25, sapo 0.25, dppo-tv 0.26, dppo-kl 0.25, cispo-two-sided 0.25, reinforce-pp-baseline 0.26,
@@ -114,8 +116,10 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], RunDi
             shape, lr, batch = (
                 (POLICY.format(32, 128), 2e-3, 32) if task == "code" else (POLICY.format(16, 64), 5e-3, 64)
             )
+            if task == "moe":
+                shape = f"{{family: qwen3_moe, experts: 8, experts_per_token: 2, {shape[1:]}"
             made[task, seed] = run(
-                task,
+                "demo" if task == "moe" else task,
                 tmp_path_factory.mktemp(f"warm-{task}") / f"{seed}",
                 seed,
                 1,
@@ -133,7 +137,7 @@ def learn(
     warm: Callable[[str, int], RunDirectory], recipe: str, seed: int, tmp_path: Path, *more: str
 ) -> tuple[Row, list[Row]]:
     """The evaluated step of the warm-started policy, and the rows of the recipe's run from there."""
-    before = warm("code" if recipe == "code" else "demo", seed)
+    before = warm(recipe if recipe in ("code", "moe") else "demo", seed)
     if recipe == "distillation":  # from what the demo makes of the same policy
         of_warm = ("model.fresh=null", f"model.path={before.path}", "warm_start=null")
         teacher = run("demo", tmp_path / f"teacher-{seed}", seed, 20, *of_warm)

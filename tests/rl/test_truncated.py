@@ -19,7 +19,8 @@ from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.examine import examine
 from mantissa.doctor.sides import Scores, Side
 from mantissa.doctor.substitution import declared, hypotheses, substitute
-from mantissa.launch import LaunchOptions, export
+from mantissa.launch import LaunchOptions
+from mantissa.launch.export import export
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Batch, pack, unpack
 from mantissa.rl.experience import Experience

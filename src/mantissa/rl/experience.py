@@ -33,6 +33,10 @@ class Sequences:
     ``mask_BR``: bool, True at response tokens. The log-prob of response token j is read at position
     ``prompt_length + j - 1``, the one that predicts it. ``support``: of each sequence, what its response tokens were
     chosen from; whoever scores the sequences renormalises over it. None: from the whole vocabulary.
+    ``prompt_length + j - 1``, the one that predicts it.
+
+    ``experts_BTLK``, ``expert_weights_BTLK``: of a policy with mixtures of experts, those that the rollout's positions
+    passed, as in ``Completion``; 0 at padding and last tokens. None where the engine does not tell.
     """
 
     tokens_BT: Tensor
@@ -40,6 +44,8 @@ class Sequences:
     length_B: Tensor
     mask_BR: Tensor
     support: tuple[Support, ...] | None = None
+    experts_BTLK: Tensor | None = field(default=None, kw_only=True)
+    expert_weights_BTLK: Tensor | None = field(default=None, kw_only=True)
 
     @staticmethod
     def build(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], device: torch.device) -> Sequences:
@@ -67,6 +73,7 @@ class Sequences:
     def select(self, rows: Tensor) -> Self:
         """These rows of every field, with padding trimmed to the longest of them."""
         widths = {"BT": int(self.length_B[rows].max()), "BR": int(self.mask_BR[rows].sum(1).max())}
+        widths["BTLK"] = widths["BT"]
         chosen: dict[str, Any] = {}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -169,12 +176,19 @@ class Experience(Sequences):
         for row, completion in zip(logp_BR, completions, strict=True):
             row[: len(completion.tokens)] = completion.logp_T
         keys = [completion.key for completion in completions if completion.key is not None]
-        known = {each.name: getattr(sequences, each.name) for each in fields(sequences)}
-        summands = torch.tensor([list(each) for each in terms], dtype=torch.float32, device=device)
+        width = sequences.tokens_BT.shape[1]
+        known: dict[str, Any] = {each.name: getattr(sequences, each.name) for each in fields(sequences)}
+        for name, told in (
+            ("experts_BTLK", [completion.experts_SLK for completion in completions]),
+            ("expert_weights_BTLK", [completion.expert_weights_SLK for completion in completions]),
+        ):
+            known[name] = _padded(told, width, device)
         supports = [completion.support for completion in completions if completion.support is not None]
+        known["support"] = tuple(supports) if len(supports) == len(completions) else None
         tops = [completion.most_probable for completion in completions if completion.most_probable is not None]
+        summands = torch.tensor([list(each) for each in terms], dtype=torch.float32, device=device)
         return Experience(
-            **known | {"support": tuple(supports) if len(supports) == len(completions) else None},
+            **known,
             most_probable=tuple(tops) if len(tops) == len(completions) else None,
             rollout_logp_BR=logp_BR.to(device),
             reward_B=torch.tensor(rewards, dtype=torch.float32, device=device),
@@ -202,6 +216,17 @@ class Experience(Sequences):
         assert self.valid_BR is not None
         advantage = self.advantage_B if self.advantage_BR is None else self.advantage_BR
         return advantage, self.weight_BR, self.valid_BR
+
+
+def _padded(routes: Sequence[Tensor | None], width: int, device: torch.device) -> Tensor | None:
+    """Stacked, with zeros up to ``width`` positions; None where a completion has none."""
+    known = [route for route in routes if route is not None]
+    if len(known) < len(routes):
+        return None
+    padded = known[0].new_zeros(len(known), width, *known[0].shape[1:])
+    for row, route in zip(padded, known, strict=True):
+        row[: len(route)] = route
+    return padded.to(device)
 
 
 def balanced(lengths: Sequence[int], shares: int) -> list[list[int]]:

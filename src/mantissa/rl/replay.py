@@ -40,6 +40,7 @@ from mantissa.kernels import (
     rollout_kernels,
 )
 from mantissa.model import Decoder, ModelConfig, RopeScaling
+from mantissa.model.config import ExpertsShape
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rl.exact import exact_plan
 from mantissa.rl.experience import Sequences
@@ -50,7 +51,8 @@ from mantissa.rollout.support import Support
 from mantissa.rollout.types import check_requests
 
 _VERSION = 2
-_PART = ("tokens_BT", "prompt_length_B", "length_B", "mask_BR")  # tensors of the learner's micro-batch, in a file
+# Of the learner's micro-batch; its policy chooses experts for itself, as exact kernels' both sides do.
+_OF_SEQUENCES = ("tokens_BT", "prompt_length_B", "length_B", "mask_BR")
 _MOST = 1 << 20  # samples or slots that a file may speak of
 
 
@@ -266,7 +268,7 @@ def write_case(
         "key": case.key,
     }
     tensors = {f"weights.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    for name in _PART:
+    for name in _OF_SEQUENCES:
         tensors[f"part.{name}"] = getattr(case.part, name).cpu().contiguous()
     if case.part.support is not None:
         support = Support.join(case.part.support)
@@ -322,7 +324,7 @@ def read_case(path: Path | str) -> StoredCase:
 def _parsed(facts: dict[str, Any], tensors: dict[str, Tensor]) -> StoredCase:
     requests = tuple(Request(tuple(r["prompt_tokens"]), int(r["seed"]), int(r["samples"])) for r in facts["requests"])
     params: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in facts["params"].items()}
-    tokens_BT, prompt_B, length_B, mask_BR = (tensors[f"part.{name}"] for name in _PART)
+    tokens_BT, prompt_B, length_B, mask_BR = (tensors[f"part.{name}"] for name in _OF_SEQUENCES)
     part = Sequences(tokens_BT, prompt_B, length_B, mask_BR)
     if "support.words" in tensors:
         support = Support(tensors["support.words"], tensors["support.counts"])
@@ -333,6 +335,9 @@ def _parsed(facts: dict[str, Any], tensors: dict[str, Tensor]) -> StoredCase:
     model = dict(facts["model"])
     if model["rope_scaling"] is not None:
         model["rope_scaling"] = RopeScaling(**model["rope_scaling"])
+    if model.get("experts") is not None:
+        experts = model["experts"]
+        model["experts"] = ExpertsShape(**{**experts, "mlp_only_layers": tuple(experts["mlp_only_layers"])})
     engine, old = facts["engine"], facts["version"] == 1
     jobs, job, row = sum(request.samples for request in requests), int(facts["job"]), int(facts["row"])
     if not (0 < jobs <= _MOST and 0 <= job < jobs and 0 <= row < len(part)):
@@ -426,6 +431,7 @@ def replay(stored: StoredCase, device: torch.device) -> tuple[Found, list[str]]:
     )
     engine.sync(dict(model.named_parameters()), 0)
     case = stored.case
-    part = dataclasses.replace(case.part, **{name: getattr(case.part, name).to(device) for name in _PART})
+    moved = {name: getattr(case.part, name).to(device) for name in _OF_SEQUENCES}
+    part = Sequences(**moved, support=case.part.support)
     found = examine(engine, model, learner_kernels(precision, plan), dataclasses.replace(case, part=part))
     return found, plan.lines() if plan else []

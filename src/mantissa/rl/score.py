@@ -43,7 +43,7 @@ from mantissa.base.bounds import count
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.kernels import Kernels, Traced
-from mantissa.model import CopiedPolicy, Decoder, ModelConfig
+from mantissa.model import CopiedPolicy, Decoder, ModelConfig, Replay, Replayed, Route
 from mantissa.precision.numerics import entropy
 from mantissa.rl.experience import Sequences
 from mantissa.rollout.support import Support, truncated
@@ -91,7 +91,7 @@ class Packed:
         packed_BT = torch.where(prompt_BT, number_BT[owner_B], number_BT).masked_fill_(~real_BT, 0)
         return Packed(tokens_BT.flatten()[source_N], source_N % width, source_N, packed_BT, owner_B)
 
-    def hidden(self, model: Decoder, kernels: Kernels) -> Tensor:
+    def hidden(self, model: Decoder, kernels: Kernels, route: Route | None = None) -> Tensor:
         """Final hidden states of the packed positions, N,E."""
         rows, width = self.packed_BT.shape
         packed = self.packed_BT.flatten()
@@ -108,7 +108,15 @@ class Packed:
             return out_NE.view(1, -1, heads, size).transpose(1, 2)
 
         tokens_1N, positions_1N = self.tokens_N.unsqueeze(0), self.positions_N.unsqueeze(0)
-        return model.hidden(tokens_1N, kernels, positions_1N, attend).squeeze(0)
+        return model.hidden(tokens_1N, kernels, positions_1N, attend, route).squeeze(0)
+
+    def replayed(self, sequences: Sequences, replay: Replay | None) -> Replayed | None:
+        """The rollout's experts of the packed positions, to be taken as ``replay`` says or only compared with."""
+        if sequences.experts_BTLK is None:
+            return None
+        experts_NLK, weights = sequences.experts_BTLK.flatten(0, 1)[self.source_N], sequences.expert_weights_BTLK
+        weights_NLK = weights.flatten(0, 1)[self.source_N] if replay == "weights" and weights is not None else None
+        return Replayed(experts_NLK, weights_NLK, only_count=replay is None)
 
 
 def _first_alike(rows_BT: Tensor) -> Tensor:
@@ -125,13 +133,14 @@ class Forward:
 
     ``entropy_N``: of the distributions that the log-probs are of, without gradient unless that was asked for.
     ``prompt_BE``: the mean of the final hidden states over each sequence's prompt. ``also_NM``: what was asked for of
-    the logits.
+    the logits. ``route``: of a policy with mixtures of experts, how its choices compare with the rollout's.
     """
 
     logp_N: Tensor
     entropy_N: Tensor | None = None
     prompt_BE: Tensor | None = None
     also_NM: Tensor | None = None
+    route: Replayed | None = None
 
 
 def forward(
@@ -144,12 +153,13 @@ def forward(
     entropies: Entropies = False,
     look: OnLogits | None = None,
     also: OfLogits | None = None,
+    replay: Replay | None = None,
 ) -> Forward:
     """Log-prob of each response token, with ``prompts`` each prompt's mean hidden state, with ``entropies`` those too.
 
     Entropies have a gradient only where they are asked for as ``differentiable``. ``look`` is shown the logits, once,
     part by part, of the whole vocabulary; log-probs, entropies and what is ``also`` asked for are of the sequences'
-    supports where they have some.
+    supports where they have some. ``replay``: what of the rollout's choice of experts is taken; None: the model's own.
 
     A prompt that several sequences share is computed once, and only positions that predict a response token reach the
     output projection.
@@ -157,16 +167,17 @@ def forward(
     position_N, token_N = sequences.response_tokens()
     packed = Packed.of(sequences)
     support = None if sequences.support is None else Support.join(sequences.support)
+    route = packed.replayed(sequences, replay)
 
     def work() -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        hidden_ME = packed.hidden(model, kernels)
+        hidden_ME = packed.hidden(model, kernels, route)
         hidden_NE = F.embedding(packed.packed_BT.flatten()[position_N], hidden_ME)
         given = (model.head_weight, kernels, hidden_NE, token_N, temperature, entropies, look, support, also)
         logp_N, entropy_N, also_NM = _head(*given)
         prompt_BE = prompt_mean(packed, hidden_ME, sequences.prompt_length_B) if prompts else None
         return logp_N, entropy_N, prompt_BE, also_NM
 
-    return Forward(*model.within(work))
+    return Forward(*model.within(work), route)
 
 
 def _head(

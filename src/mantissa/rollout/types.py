@@ -73,6 +73,9 @@ class Completion:
     from. ``policy_version``: the weights that sampled it. ``finish_reason``: ``stop``, ``length`` (truncated) or, where
     the engine was interrupted, ``abort``: then with the tokens that it had by then, perhaps none.
     ``key``: of the uniforms that its tokens were drawn by (``sampling.py``); None where another engine drew them.
+    ``experts_SLK``: of a policy with mixtures of experts, those that each position passed, prompt and response but the
+    last token (S), in each of L mixtures, the most probable first (int16, CPU); ``expert_weights_SLK``: their weights
+    (fp32). None where the engine does not tell.
     ``support``: what top-k and top-p left to choose from at each token (``support.py``); None without them.
     ``most_probable``: as many of the sampler's most probable tokens as were asked for; None where none were.
     """
@@ -82,6 +85,8 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     key: int | None = None
+    experts_SLK: Tensor | None = None
+    expert_weights_SLK: Tensor | None = None
     support: Support | None = None
     most_probable: MostProbable | None = None
 

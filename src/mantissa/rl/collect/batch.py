@@ -150,8 +150,8 @@ def pack(batches: Iterable[Batch]) -> tuple[dict[str, Tensor], list[dict[str, An
     tensors: dict[str, Tensor] = {}
     plain = []
     for batch in batches:
-        tokens, lengths, logp, reasons, _, _, support, top = _packed([sample.completion for sample in batch.samples])
-        packed = {"tokens": tokens, "lengths": torch.tensor(lengths), "logp": logp}
+        tokens, lengths, logp, reasons, _, _, _, support, top = _packed([sample.completion for sample in batch.samples])
+        packed = {"tokens": tokens, "lengths": torch.tensor(lengths), "logp": logp} | _routes_packed(batch)
         if support is not None:
             packed |= {"support_words": support.words, "support_counts": support.counts}
         if top is not None:
@@ -220,7 +220,10 @@ def _one_unpacked(
         raise MantissaError(f"checkpoint's batch of step {step} has wrong {wrong}; it is damaged")
     size = len(lengths) // len(indices)
     prompts = [sampler.encode(problems[index]) for index in indices]
-    completions = _unpacked((tokens, lengths.tolist(), logp, reasons, version, [None] * len(lengths), support, top))
+    positions = [len(prompts[place // size]) + length - 1 for place, length in enumerate(lengths.tolist())]
+    routes = _routes_unpacked(tensors, step, positions)
+    keys = [None] * len(lengths)
+    completions = _unpacked((tokens, lengths.tolist(), logp, reasons, version, keys, routes, support, top))
     samples = []
     for place, completion in enumerate(completions):
         group = place // size
@@ -233,3 +236,33 @@ def _one_unpacked(
 def _reward(value: float, correct: bool, error: str | None, parts: dict[str, float], terms: Any = ()) -> Reward:
     """A reward as a checkpoint holds it; those of earlier versions hold no terms."""
     return Reward(value, correct, error, parts, tuple((float(term), float(weight)) for term, weight in terms))
+
+
+_ROUTES = {"experts": torch.int16, "expert_weights": torch.float32}  # as a checkpoint names them
+
+
+def _routes_packed(batch: Batch) -> dict[str, Tensor]:
+    """The experts of a batch's positions and their weights, where the engine told them."""
+    completions = [sample.completion for sample in batch.samples]
+    found = (
+        [completion.experts_SLK for completion in completions],
+        [completion.expert_weights_SLK for completion in completions],
+    )
+    known = [[route for route in routes if route is not None] for routes in found]
+    return {name: torch.cat(routes) for name, routes in zip(_ROUTES, known, strict=True) if routes}
+
+
+def _routes_unpacked(
+    tensors: Mapping[str, Tensor], step: int, positions: list[int]
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    """The inverse of ``_routes_packed``, for completions of so many positions."""
+    parts: list[Sequence[Tensor | None]] = []
+    for name, dtype in _ROUTES.items():
+        stored = tensors.get(f"ahead/{step}/{name}")
+        if stored is None:
+            parts.append([None] * len(positions))
+            continue
+        if stored.dtype != dtype or stored.dim() != 3 or len(stored) != sum(positions):
+            raise MantissaError(f"checkpoint's batch of step {step} has wrong {name}; it is damaged")
+        parts.append(stored.split(positions))
+    return list(zip(*parts, strict=True))

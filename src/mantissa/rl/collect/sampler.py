@@ -130,18 +130,19 @@ def _packed(group: Sequence[Completion]) -> tuple[Any, ...]:
     logp = torch.cat([completion.logp_T for completion in group])
     lengths = [len(completion.tokens) for completion in group]
     reasons, keys = [completion.finish_reason for completion in group], [completion.key for completion in group]
+    routes = [(completion.experts_SLK, completion.expert_weights_SLK) for completion in group]
     supports = [completion.support for completion in group if completion.support is not None]
     support = Support.join(supports) if len(supports) == len(group) else None
     tops = [completion.most_probable for completion in group if completion.most_probable is not None]
     top = MostProbable.join(tops) if len(tops) == len(group) else None
-    return tokens, lengths, logp, reasons, group[0].policy_version, keys, support, top
+    return tokens, lengths, logp, reasons, group[0].policy_version, keys, routes, support, top
 
 
 def _unpacked(packed: tuple[Any, ...]) -> list[Completion]:
-    tokens, lengths, logp, reasons, version, keys, *kept = packed
+    tokens, lengths, logp, reasons, version, keys, routes, *kept = packed
     beside = [[None] * len(lengths) if each is None else each.split(lengths) for each in kept]
-    each = zip(tokens.split(lengths), logp.split(lengths), reasons, keys, *beside, strict=True)
+    each = zip(tokens.split(lengths), logp.split(lengths), reasons, keys, routes, *beside, strict=True)
     return [
-        Completion(tuple(part.tolist()), logp_T.clone(), reason, version, key, support, top)
-        for part, logp_T, reason, key, support, top in each
+        Completion(tuple(part.tolist()), logp_T.clone(), reason, version, key, experts, weights, support, top)
+        for part, logp_T, reason, key, (experts, weights), support, top in each
     ]

@@ -139,6 +139,11 @@ def _rollout_refusals(config: RunConfig) -> Refusals:
         f"algorithm.advantage={kind} with rollout.dynamic: that drops groups whose sums are equal, in which the "
         "rewards apart may differ; leave one of them out",
     )
+    yield (
+        rollout.replay_routing is not None and config.precision.kernels == "exact",
+        "rollout.replay_routing does nothing with precision.kernels=exact: rollout and learner choose the same "
+        "experts; leave one of them out",
+    )
     yield completions < 2, f"algorithm.advantage={kind} compares completions, and a step has one; raise rollout.prompts"
 
 
