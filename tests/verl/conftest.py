@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+# verl's environment has no hypothesis; what needs it needs no verl.
+collect_ignore = [] if importlib.util.find_spec("hypothesis") else ["test_parts.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,6 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore"))
             if importlib.util.find_spec("verl") is None:
                 item.add_marker(absent)
+            elif item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
+                item.add_marker(pytest.mark.skip(reason="needs verl and vLLM together: make test-verl-vllm"))
 
 
 @pytest.fixture(autouse=True)
