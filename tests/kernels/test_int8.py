@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import NativeKernels, SimulatedKernels, products
 from mantissa.precision import BF16, SCHEMES, BlockScaled, Quantized, int8_codes
 
@@ -55,6 +56,11 @@ def test_what_is_not_finite_stays_so_and_in_its_row() -> None:
     out = products.int8(x, BlockScaled(*int8_codes(random(8, 64, seed=1))))
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
+
+
+def test_a_sum_that_could_leave_32_bits_is_refused() -> None:
+    with pytest.raises(MantissaError, match="131,072 features"):
+        products.int8(torch.zeros(1, 1 << 17), BlockScaled(torch.zeros(1, 1, dtype=torch.int8), torch.ones(1, 1)))
 
 
 def test_no_rows_are_no_rows() -> None:

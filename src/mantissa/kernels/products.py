@@ -21,11 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mantissa.base.errors import MantissaError
 from mantissa.precision import BlockScaled, cpu, int8_codes
 
 _ONEDNN = torch.backends.mkldnn.is_available()
 _SMALL_PRODUCT = 1 << 21  # multiplications below which a call's overhead is more than what oneDNN saves
 _SMALL_WEIGHT = 1 << 16
+_INT8_FEATURES = (1 << 17) - 1  # of 128 * 128 each: one more could make 2^31
 
 
 def product(x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
@@ -48,9 +50,11 @@ def onednn(x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Ten
 def int8(x_NE: Tensor, weight_FE: BlockScaled, bias_F: Tensor | None = None) -> Tensor:
     """Q(x) Q(W)^T + bias, fp32, both operands int8: ``x_NE`` quantised here by row, the weight by row beforehand.
 
-    The sum of the codes' products is exact, as int32, in whatever order a library adds (up to 131,071 features: beyond,
-    128 * 128 each, it could pass 2^31). It is rounded to fp32 once and multiplied by the two scales.
+    The sum of the codes' products is exact, as int32, in whatever order a library adds. It is rounded to fp32 once and
+    multiplied by the two scales.
     """
+    if x_NE.shape[-1] > _INT8_FEATURES:
+        raise MantissaError(f"int8: a product sums {x_NE.shape[-1]:,} features, at most {_INT8_FEATURES:,} fit int32")
     codes_NE, scales_N1 = int8_codes(x_NE.reshape(-1, x_NE.shape[-1]))
     sums_NF = torch._int_mm(codes_NE, weight_FE.codes.t()).float()
     out_NF = sums_NF.mul_(scales_N1).mul_(weight_FE.scales.view(-1))

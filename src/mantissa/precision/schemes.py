@@ -147,7 +147,7 @@ def int8_codes(x_NE: Tensor) -> tuple[Tensor, Tensor]:
     x = _fp32(x_NE)
     scale = (_amax(x) / 127.5).clamp(min=_TINY)
     codes = torch.round(x * (1.0 / scale)).clamp_(-128, 127)
-    return codes.nan_to_num_(0.0).to(torch.int8), scale
+    return codes.to(torch.int8), scale  # what NaN becomes as a code does not matter: its scale is NaN
 
 
 SCHEMES: dict[str, Scheme] = {
