@@ -201,6 +201,8 @@ SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
     ("A CPU's own bf16 and simulated bf16 against fp32: training steps, prefill and decoding",
      lambda r: generic(r, ["native_bf16"], ("case", "requested", "kernels", "threads")),
      {"native_bf16"}),
+    ("Sampling from SmolLM2-135M beside transformers and vLLM: seconds and memory",
+     lambda r: generic(r, ["native_beside"], ("case", "contender", "threads")), {"native_beside"}),
     ("A training step with simulated fp8 products against fp32", lambda r: generic(r, ["fp8_step"], COMMON),
      {"fp8_step"}),
     ("Exact kernels against fast ones: 64 prompts of 16 tokens x 8 samples x 24 tokens, sampled, scored and trained on "

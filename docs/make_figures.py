@@ -51,6 +51,14 @@ def _share(pair: str) -> Callable[[], str]:
     return lambda: f"{gap_rows()[pair]['phantom_clip_fraction']:.0%}"
 
 
+def _exact_logprobs() -> str:
+    """What ``benchmarks/exact_logprobs.py`` has compared, all rows together."""
+    rows = [json.loads(line) for line in (ROOT / "results" / "exact_logprobs.jsonl").read_text().splitlines()]
+    compared, different = (sum(row[key] for row in rows) for key in ("compared", "different"))
+    formats = ", ".join(dict.fromkeys(row["requested"] for row in rows))
+    return f"{compared:,} log-probs of SmolLM2-135M ({formats}; 1 and 2 threads; AVX2, AVX-512), {different} different"
+
+
 _MEAN, _SPREAD = "abs_logp_diff_mean", "seq_log_ratio_std"
 FIGURES: dict[str, Callable[[], str]] = {
     "fp16-of-bf16": lambda: _PARTS[round(_ratio(_MEAN, "bf16+serving", "fp16+serving"))],
@@ -58,6 +66,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "k3-bf16-over-fp16": lambda: f"{_ratio('k3_kl', 'bf16', 'fp16'):.0f}",
     "exact-tokens": lambda: f"{gap_rows()['exact']['tokens']}",
     "exact-equal": lambda: f"{gap_rows()['exact']['tokens'] - gap_rows()['exact']['differing']}",
+    "exact_logprobs": _exact_logprobs,
     "tokens": lambda: f"{sum(row['tokens'] for row in gap_rows().values()):,}",
     "clipped-fp8": _share("fp8"),
     "clipped-bf16/fp8": _share("bf16/fp8"),

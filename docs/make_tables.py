@@ -118,6 +118,31 @@ def native_bf16() -> str:
     return table(["of fp32's time", "measured on", "bf16 simulated", "the processor's own bf16"], lines)
 
 
+def native_beside() -> str:
+    """Sampling beside others, newest rows of each processor: prefill, a decode step and memory, over our fp32's."""
+    newest: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in _rows("native_beside"):
+        place = row["case"].split(",")[0], f"{row['device']}, threads: {row['threads']}", row["contender"]
+        newest.setdefault(place, {})[row["metric"]] = row
+    lines = []
+    for (rows, device, contender), found in newest.items():
+        step = found["decode step processor_seconds"]["value"]
+        over = (f"{found[f'{what} processor_seconds over ours, fp32']['value']:.2f}" for what in ("prefill", "decode step"))
+        lines.append([rows, contender, *over, f"{step * 1e3:.1f}", f"{found['bytes']['value'] / 2**20:.0f}", device])
+    what = "of our fp32's processor time: prefill"
+    return table(["sampling", "by", what, "decode", "a decode step (ms)", "memory (MiB)", "measured on"], lines)
+
+
+def gap_formats() -> str:
+    """The gap of pairs of formats on SmolLM2, with intervals; newest row of each."""
+    lines = []
+    for row in {row["pair"]: row for row in _rows("gap_formats")}.values():
+        mean, low, high = (row[f"abs_logp_diff_mean{end}"] for end in ("", "_low", "_high"))
+        cells = (f"{mean:.3f} ({low:.3f} to {high:.3f})", f"{row['k3_kl']:.4f}", f"{row['equal_fraction']:.0%}")
+        lines.append([row["pair"], *cells])
+    return table(["learner / rollout", "mean |d| (nats)", "k3", "equal tokens"], lines)
+
+
 def exact_cost() -> str:
     """What exact kernels cost over fast ones, by the newest row of each format and size."""
     rows = [r for r in _rows("exact_cost") if r["metric"] == "time_over_fast"]
@@ -778,7 +803,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "doctor_families": doctor_families,
         "doctor_held_out": doctor_held_out,
     },
-    "precision.md": {"native_bf16": native_bf16},
+    "precision.md": {"native_bf16": native_bf16, "native_beside": native_beside, "gap_formats": gap_formats},
     "emulated.md": {"switch_sizes": switch_sizes, "switches_on_vllm": switches_on_vllm},
     "substitution.md": {"causes": lambda: causes("cause"), "alone": lambda: causes("alone")},
     "tune.md": {"tuned": tuned},
