@@ -43,9 +43,10 @@ CONTENDERS: dict[str, tuple[str, str, str]] = {
     "vLLM, bf16": ("vllm", "bfloat16", "bf16"),
 }
 Sample = Callable[[list[list[int]], int], int]  # prompts and new tokens of each: how many tokens came
+Made = tuple[Sample, str]  # and which kernels
 
 
-def ours(folder: Path, precision: str, logits: str, longest: int) -> Sample:
+def ours(folder: Path, precision: str, logits: str, longest: int) -> Made:
     from mantissa.cli.machine import keep_freed_memory
     from mantissa.kernels import probe, rollout_kernels
     from mantissa.model import load_model
@@ -66,10 +67,10 @@ def ours(folder: Path, precision: str, logits: str, longest: int) -> Sample:
         groups = engine.generate(asked, SamplingParams(max_tokens=new), 0)
         return sum(len(completion.tokens) for group in groups for completion in group)
 
-    return run
+    return run, f"{resolved.rollout.kernels} {resolved.rollout.name}"
 
 
-def hugging_face(folder: Path, dtype: str, _: str, longest: int) -> Sample:
+def hugging_face(folder: Path, dtype: str, _: str, longest: int) -> Made:
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -82,10 +83,10 @@ def hugging_face(folder: Path, dtype: str, _: str, longest: int) -> Sample:
             out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, **how)
         return int(out[:, PROMPT:].numel())
 
-    return run
+    return run, dtype
 
 
-def vllm(folder: Path, dtype: str, _: str, longest: int) -> Sample:
+def vllm(folder: Path, dtype: str, _: str, longest: int) -> Made:
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     from vllm import LLM, SamplingParams
@@ -98,7 +99,7 @@ def vllm(folder: Path, dtype: str, _: str, longest: int) -> Sample:
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
         return sum(len(each.outputs[0].token_ids) for each in engine.generate(given, params, use_tqdm=False))
 
-    return run
+    return run, dtype
 
 
 MAKERS = {"ours": ours, "transformers": hugging_face, "vllm": vllm}
@@ -116,9 +117,9 @@ def work(name: str, folder: Path, threads: int, longest: int) -> None:
     os.dup2(2, 1)  # what libraries print does not mix with the answers
     before = resident()
     whose, precision, logits = CONTENDERS[name]
-    run = MAKERS[whose](folder, precision, logits, longest)
+    run, kernels = MAKERS[whose](folder, precision, logits, longest)
     ctypes.CDLL(None).malloc_trim(0)  # what loading has freed
-    print(json.dumps({"ready": name}), file=answers, flush=True)
+    print(json.dumps({"kernels": kernels}), file=answers, flush=True)
     for line in sys.stdin:
         prompts, new = json.loads(line)
         wall, processor = time.perf_counter(), time.process_time()
@@ -138,9 +139,9 @@ class Contender:
         self._process = subprocess.Popen(
             [*command, "--longest", str(longest)], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment
         )
-        self._answer()
+        self.kernels = str(self._answer()["kernels"])
 
-    def ask(self, prompts: list[list[int]], new: int) -> dict[str, float]:
+    def ask(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
         assert self._process.stdin is not None
         self._process.stdin.write((json.dumps([prompts, new]) + "\n").encode())
         self._process.stdin.flush()
@@ -148,12 +149,12 @@ class Contender:
         assert found["tokens"] == new * len(prompts), f"{self.name} gave {found['tokens']} tokens"
         return found
 
-    def _answer(self) -> dict[str, float]:
+    def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"{self.name}: ended with {self._process.wait()}; run it with --work to see why")
-        found: dict[str, float] = json.loads(line)
+        found: dict[str, Any] = json.loads(line)
         return found
 
     def end(self) -> None:
@@ -179,12 +180,13 @@ def measure(contenders: Sequence[Contender], rows: int, new: int, rounds: int) -
     return found
 
 
-def table(found: dict[str, list[dict[str, float]]], rows: int) -> list[dict[str, Any]]:
+def table(found: dict[str, list[dict[str, float]]], kernels: dict[str, str], rows: int) -> list[dict[str, Any]]:
     """The rows of one size, printed as they are made."""
     made: list[dict[str, Any]] = []
     base = found["ours, fp32"]
     for name, rounds in found.items():
         about = {"benchmark": "native_beside", "case": f"{rows} rows, prompts of {PROMPT}", "contender": name}
+        about["kernels"] = kernels[name]
         for key in rounds[0]:
             values = [each[key] for each in rounds]
             ratios = [each[key] / one[key] for each, one in zip(rounds, base, strict=True)]
@@ -233,9 +235,9 @@ def main() -> None:
             for name, (whose, _, _) in CONTENDERS.items()
             if name in arguments.only and (whose != "vllm" or arguments.vllm)
         ]
-        made = []
+        kernels, made = {contender.name: contender.kernels for contender in contenders}, []
         for rows in arguments.rows:
-            made += table(measure(contenders, rows, arguments.new, arguments.rounds), rows)
+            made += table(measure(contenders, rows, arguments.new, arguments.rounds), kernels, rows)
         for contender in contenders:
             contender.end()
     if not arguments.dry:

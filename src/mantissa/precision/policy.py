@@ -14,6 +14,7 @@ side only would make two policies of one set of weights.
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -526,6 +527,11 @@ def _resolve_base(
     if fmt is FP32:
         return ResolvedRole(role, requested, fmt, "native", "fp32 is what a CPU computes in")
     if policy.backend == "native":
+        if fmt is BF16 and cpu.products().ratio == math.inf:
+            raise MantissaError(
+                f"precision.backend=native: {role} asked for bf16, and there are no products of it here (AVX512-BF16 or "
+                "AMX; ONEDNN_MAX_CPU_ISA may hold them back); leave backend out to simulate it"
+            )
         why = "asked for: the CPU's own half kernels, whose speed and sum order vary by CPU"
         return ResolvedRole(role, requested, fmt, "native", why)
     free = fmt is BF16 and policy.backend == "auto" and policy.kernels == "fast"
