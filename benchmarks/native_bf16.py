@@ -5,7 +5,7 @@
 A training step of two small decoders; decoding and prefill of ``--model`` (48 tokens of prompt, 12 new ones, log-probs
 kept). Ratios are medians over rounds in which the three run in turn (decoding: of processor seconds). Prints one table
 and appends its rows to results/native_bf16.jsonl. ``native`` is asked for, so on a processor without products of bf16
-the table shows what ``backend: auto`` avoids.
+the table shows what ``backend: auto`` avoids where they are slow; where there are none, native is left out.
 """
 
 from __future__ import annotations

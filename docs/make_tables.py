@@ -127,7 +127,8 @@ def native_beside() -> str:
     lines = []
     for (rows, device, contender), found in newest.items():
         step = found["decode step processor_seconds"]["value"]
-        over = (f"{found[f'{what} processor_seconds over ours, fp32']['value']:.2f}" for what in ("prefill", "decode step"))
+        ratios = (found[f"{what} processor_seconds over ours, fp32"]["value"] for what in ("prefill", "decode step"))
+        over = (f"{ratio:.2f}" for ratio in ratios)
         lines.append([rows, contender, *over, f"{step * 1e3:.1f}", f"{found['bytes']['value'] / 2**20:.0f}", device])
     what = "of our fp32's processor time: prefill"
     return table(["sampling", "by", what, "decode", "a decode step (ms)", "memory (MiB)", "measured on"], lines)

@@ -24,7 +24,7 @@ def test_bf16_is_the_processors_own_where_it_is_faster(
     assert backends({"preset": "fp16"}) == ["simulated"] * 3
     assert backends({"preset": "bf16", "backend": "simulated"}) == ["simulated"] * 3
     if ratio == float("inf"):
-        with pytest.raises(MantissaError, match="no products of it here .AVX512-BF16 or AMX"):
+        with pytest.raises(MantissaError, match=r"no products of it here \(AVX512-BF16, AMX"):
             backends({"preset": "bf16", "backend": "native"})
     else:
         assert backends({"preset": "bf16", "backend": "native"}) == ["native"] * 3

@@ -529,7 +529,7 @@ def _resolve_base(
     if policy.backend == "native":
         if fmt is BF16 and cpu.products().ratio == math.inf:
             raise MantissaError(
-                f"precision.backend=native: {role} asked for bf16, and there are no products of it here (AVX512-BF16 or "
+                f"precision.backend=native: {role} asked for bf16, and there are no products of it here (AVX512-BF16, "
                 "AMX; ONEDNN_MAX_CPU_ISA may hold them back); leave backend out to simulate it"
             )
         why = "asked for: the CPU's own half kernels, whose speed and sum order vary by CPU"
