@@ -118,22 +118,6 @@ def native_bf16() -> str:
     return table(["of fp32's time", "measured on", "bf16 simulated", "the processor's own bf16"], lines)
 
 
-def native_beside() -> str:
-    """Sampling beside others, newest rows of each processor: prefill, a decode step and memory, over our fp32's."""
-    newest: dict[tuple[str, str, str], dict[str, Row]] = {}
-    for row in _rows("native_beside"):
-        place = row["case"].split(",")[0], f"{row['device']}, threads: {row['threads']}", row["contender"]
-        newest.setdefault(place, {})[row["metric"]] = row
-    lines = []
-    for (rows, device, contender), found in newest.items():
-        step = found["decode step processor_seconds"]["value"]
-        ratios = (found[f"{what} processor_seconds over ours, fp32"]["value"] for what in ("prefill", "decode step"))
-        over = (f"{ratio:.2f}" for ratio in ratios)
-        lines.append([rows, contender, *over, f"{step * 1e3:.1f}", f"{found['bytes']['value'] / 2**20:.0f}", device])
-    what = "of our fp32's processor time: prefill"
-    return table(["sampling", "by", what, "decode", "a decode step (ms)", "memory (MiB)", "measured on"], lines)
-
-
 def gap_formats() -> str:
     """The gap of pairs of formats on SmolLM2, with intervals; newest row of each."""
     lines = []
@@ -804,7 +788,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "doctor_families": doctor_families,
         "doctor_held_out": doctor_held_out,
     },
-    "precision.md": {"native_bf16": native_bf16, "native_beside": native_beside, "gap_formats": gap_formats},
+    "precision.md": {"native_bf16": native_bf16, "gap_formats": gap_formats},
     "emulated.md": {"switch_sizes": switch_sizes, "switches_on_vllm": switches_on_vllm},
     "substitution.md": {"causes": lambda: causes("cause"), "alone": lambda: causes("alone")},
     "tune.md": {"tuned": tuned},
