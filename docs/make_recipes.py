@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mantissa.algorithms import CORRECTION_PRESETS
+from mantissa.dropin import GuardConfig
 from mantissa.precision import PRESETS
 from mantissa.rl.config.run import RunConfig
 
@@ -51,22 +52,37 @@ def default_of(field: FieldInfo) -> str:
     return str(value)
 
 
-def section(title: str, model: type[BaseModel]) -> list[str]:
-    """One section's table, then the sections inside it."""
+def section(title: str, model: type[BaseModel], told: dict[str, tuple[str, str]] | None = None) -> list[str]:
+    """One section's table, then the sections inside it. ``told``: key -> default and meaning, as of a kind before it;
+    such a key is named, and not explained again."""
     doc = " ".join((model.__doc__ or "").split("\n\n")[0].split()).replace("``", "`")
-    lines = [f"\n## {title}\n", doc, "", "| key | default | what it does |", "|---|---|---|"]
+    lines = [f"\n## {title}\n", doc, ""]
+    if model is GuardConfig:
+        return [*lines[:-1], "", "Its keys: [Rollback](rollback.md#settings)."]
+    rows: list[str] = []
+    again: list[str] = []
     inner: list[str] = []
+    seen = told if told is not None else {}
     for name, field in model.model_fields.items():
         nested = models_in(field.annotation)
         described = nested and name == "reward" and title != _WITH_TERMS
         description = (field.description or "").replace("|", "\\|").replace("``", "`")
-        where = f"section `{name}`" if nested else description
-        lines.append(f"| `{name}` | {default_of(field)} | {description or where} |")
+        meaning = description or (f"section `{name}`" if nested else "")
+        if seen.get(name) == (default_of(field), meaning):
+            again.append(f"`{name}`")
+        elif meaning:  # the kind's own name stands in the title
+            rows.append(f"| `{name}` | {default_of(field)} | {meaning} |")
+        seen.setdefault(name, (default_of(field), meaning))
+        kinds: dict[str, tuple[str, str]] = {}
         for option in [] if described else nested:
             kind = option.model_fields.get("kind")
             label = f" (`kind: {get_args(kind.annotation)[0]}`)" if kind and len(nested) > 1 else ""
             path = name if title == "The run" else f"{title.split(' ')[0].strip('`')}.{name}"
-            inner += section(f"`{path}`{label}", option)
+            inner += section(f"`{path}`{label}", option, kinds)
+    if rows:
+        lines += ["| key | default | what it does |", "|---|---|---|", *rows]
+    if shared := [name for name in again if name != "`kind`"]:
+        lines += [*([""] if rows else []), f"As above: {', '.join(shared)}."]
     return lines + inner
 
 

@@ -7,6 +7,7 @@ A test holds pages and code together.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -68,42 +69,6 @@ def _rows(name: str) -> list[Row]:
     return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
 
-def gap() -> str:
-    """The gap of the demo's runs on one thread, the newest of each seed: least and largest over the seeds."""
-    newest = {(r["precision"], r["seed"]): r for r in _rows("demo_runs") if r["threads"] == 1}
-    names = dict.fromkeys(precision for precision, _ in newest)
-    lines = []
-    for name in names:
-        mine = [row for (precision, _), row in newest.items() if precision == name]
-        shown = [_range([r[f"gap_{key}"] for r in mine]) for key in ("abs_logp_diff_mean", "k3", "seq_log_ratio_std")]
-        lines.append([f"`{name}`", str(len(mine)), *shown])
-    header = ("learner/rollout", "runs", "mean abs log-prob difference", "k3", "std of the sequence log-ratio")
-    return table(header, lines)
-
-
-def _range(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:.1e}" if low == high else f"{low:.1e} to {high:.1e}"
-
-
-def simulated() -> str:
-    """What simulation costs, by the benchmark's newest rows."""
-    rows = [r for r in _rows("simulated_step") if r["metric"] == "step_time_over_fp32"]
-    newest = {(r["hidden"], r["threads"], r["requested"]): r for r in rows}
-    lines = [
-        [str(hidden), str(threads), f"`{name}`", _quartiles(r)] for (hidden, threads, name), r in sorted(newest.items())
-    ]
-    return table(("hidden size", "threads", "simulated", "step time over fp32 (quartiles)"), lines)
-
-
-_DRIFT = {
-    "t3, start right, steady": "steady",
-    "t3, start right, up": "gradients grow",
-    "t3, start right, down": "gradients shrink",
-    "t3, start low, steady": "steady, first scale too low",
-}
-
-
 def native_bf16() -> str:
     """A CPU's own bf16 beside simulated bf16, over fp32's time; newest rows of each processor."""
     newest: dict[tuple[str, str], dict[str, Row]] = {}
@@ -144,6 +109,14 @@ def _quartiles(row: Row) -> str:
     return f"{row['value']:.2f} ({row['quartile_low']:.2f} to {row['quartile_high']:.2f})"
 
 
+_DRIFT = {
+    "t3, start right, steady": "steady",
+    "t3, start right, up": "gradients grow",
+    "t3, start right, down": "gradients shrink",
+    "t3, start low, steady": "steady, first scale too low",
+}
+
+
 def scales() -> str:
     """Loss-scale rules on gradients with heavy tails: skipped steps and flushed gradients, means over the seeds."""
     newest = {(r["case"], r["contender"], r["metric"]): r["value"] for r in _rows("auto_scale")}
@@ -169,15 +142,6 @@ def _spread(row: Row, digits: int) -> str:
     return f"{row['value']:.{digits}f} ({row['min']:.{digits}f} to {row['max']:.{digits}f})"
 
 
-def losses() -> str:
-    """The final loss in each format, from the same seeds."""
-    curves = {fmt: by for (_, fmt, _), by in _amp("curve").items()}
-    first = next(iter(curves.values()))
-    lines = [["`fp32`", "native", _spread(first["fp32_final_loss"], 4)]]
-    lines += [[f"`{fmt}`", "simulated", _spread(by["final_loss"], 4)] for fmt, by in sorted(curves.items())]
-    return table(("format", "kernels", "final loss (range over seeds)"), lines)
-
-
 def lost() -> str:
     """What each policy loses where gradients overflow again and again."""
     lines = [
@@ -201,7 +165,8 @@ def environment() -> str:
     from mantissa.dropin.compat import ENVIRONMENT, FP16TrainingConfig
 
     fields = {field.name: field for field in dataclasses.fields(FP16TrainingConfig)}
-    kinds = {bool: "`true` or `false`; `1`, `0`, `yes`, `no`, `on`, `off`", float: "a number", int: "a whole number"}
+    kinds = {bool: "`true` or `false`; `1`, `0`, `yes`, `no`, `on`, `off`", float: "a number",
+             int: "a whole number, or `auto`"}  # fmt: skip
     lines = [
         [f"`{variable}`", f"`{name}`", kinds[type(fields[name].default)], f"`{str(fields[name].default).lower()}`"]
         for variable, name in ENVIRONMENT.items()
@@ -231,7 +196,8 @@ def prometheus_name(name: str) -> str:
     return "mantissa_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
-def _metric_lines(of_trainer: bool) -> str:
+def metric_lines(of_trainer: bool) -> str:
+    """The metrics of a trainer's rows, or those that an RL run has beside them."""
     from mantissa.runs.metrics import METRICS
 
     lines = []
@@ -239,12 +205,8 @@ def _metric_lines(of_trainer: bool) -> str:
         trainers = metric.name.startswith(_STEP_PREFIXES) or metric.name in _STEP_NAMES
         if trainers != of_trainer:
             continue
-        names = [prometheus_name(metric.name)]
-        if metric.name in COUNTED:
-            names.append(f"{names[0]}_total")
-        said = " ".join(f"`{name}`" for name in names)
-        lines.append([f"`{metric.name}`", said, metric.formula, metric.unit, metric.healthy_text])
-    return table(("metric (and TensorBoard tag)", "Prometheus", "formula", "unit", "healthy"), lines)
+        lines.append([f"`{metric.name}`", metric.formula, metric.unit, metric.healthy_text])
+    return table(("metric (and TensorBoard tag)", "formula", "unit", "healthy"), lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,12 +274,12 @@ def alert_table() -> str:
 
 def alert_rules() -> str:
     """The same as a file of Prometheus rules."""
-    lines = ["```yaml", "groups:", "  - name: mantissa", "    rules:"]
+    lines = ["# Written by docs/make_tables.py.", "groups:", "  - name: mantissa", "    rules:"]
     for a in alerts():
         lines += [f"      - alert: {a.name}", *_folded("        expr", a.expression), f"        for: {a.hold}"]
         lines += [f"        labels: {{severity: {a.severity}}}", "        annotations:"]
         lines += _folded("          summary", a.meaning)
-    return "\n".join([*lines, "```"])
+    return "\n".join([*lines, ""])
 
 
 def _folded(key: str, text: str) -> list[str]:
@@ -399,11 +361,14 @@ def measured_gap() -> str:
     from mantissa.runs.gap_page import TITLES, figure_text
 
     newest = {r["pair"]: r for r in _rows("gap")}
+    names = [name for name in TITLES if name != "log_ratio_slope"]  # a thousand tokens know too little of it
     lines = []
     for pair, row in sorted(newest.items(), key=lambda each: PAIRS.index(each[0])):
-        cells = [figure_text(row, name) for name in TITLES]
+        cells = [
+            [text.replace("e-", "e&#8209;") for text in figure_text(row, name)] for name in names
+        ]  # not broken there
         lines.append([f"`{pair}`", *(f"{value}<br>{interval}" for value, interval in cells), f"{row['tokens']:,}"])
-    return table(("learner/rollout", *TITLES.values(), "tokens"), lines)
+    return table(("learner/rollout", *(TITLES[name] for name in names), "tokens"), lines)
 
 
 # emulated.md
@@ -419,27 +384,20 @@ def _newest_of(kind: str) -> dict[tuple[str, str], dict[str, Row]]:
     return found
 
 
-def switch_sizes() -> str:
-    """How far each switch alone takes a log-prob from the learner's."""
+def switches() -> str:
+    """How far each switch alone takes a log-prob from the learner's, and how much of vLLM's difference it explains."""
+    own, vllm = ({fmt: rows for (fmt, _), rows in _newest_of(kind).items()} for kind in ("own", "vllm"))
     lines = []
-    for (fmt, _), rows in _newest_of("own").items():
-        for name, row in rows.items():
-            said = "sampled with all on" if name == "emulated" else f"`{name}`"
-            sizes = (f"{row[key]:.1e}" for key in ("abs_logp_diff_mean", "std", "k3_kl"))
-            lines.append([fmt, said, *sizes, f"{row['tokens']:,}"])
-    return table(("format", "switch", "mean abs log-prob difference", "std", "k3", "tokens"), lines)
-
-
-def switches_on_vllm() -> str:
-    """What of vLLM's difference each explains."""
-    lines = []
-    for (fmt, head), rows in _newest_of("vllm").items():
-        for name, row in rows.items():
-            said = f"{row['engine']} itself" if row["metric"] == "gap" else f"`{name}`"
-            shares = (f"{row[key]:.1%}" if key in row else "" for key in ("explained", "projected"))
-            lines.append([fmt, head, said, f"{row['abs_logp_diff_mean']:.1e}", *shares, f"{row['tokens']:,}"])
-    header = ("format", "vLLM's head", "switch", "mean abs difference from the learner", "explained", "projected")
-    return table((*header, "tokens"), lines)
+    for name in own["bf16"]:
+        said = "sampled with all on" if name == "emulated" else f"`{name}`"
+        sizes = [f"{own[fmt][name]['abs_logp_diff_mean']:#.2g}" for fmt in ("bf16", "fp16")]
+        on_vllm = [vllm[fmt].get(name, {}) for fmt in ("bf16", "fp16")]
+        shares = [f"{row[key]:.0%}" if key in row else "" for key in ("explained", "projected") for row in on_vllm]
+        lines.append([said, *sizes, *shares])
+    itself = [next(row for row in vllm[fmt].values() if row["metric"] == "gap") for fmt in ("bf16", "fp16")]
+    lines.append(["vLLM itself", *(f"{row['abs_logp_diff_mean']:#.2g}" for row in itself), "", "", "", ""])
+    header = ("switch", "mean \\|Δ\\|, bf16", "fp16", "of vLLM's explained, bf16", "fp16", "projected, bf16", "fp16")
+    return table([each.replace("\\|", "|") for each in header], lines)
 
 
 # substitution.md, tune.md
@@ -478,124 +436,81 @@ def tuned() -> str:
     return table(header, lines)
 
 
-# findings.md
+# soak.md
 
 
-def final_policies() -> str:
-    """What the lab's runs have learned, sampled in fp32, against the cell named first: the same without a gap."""
-    from mantissa.runs.groups import over_seeds
-
-    sampled: dict[str, dict[int, float]] = {}
-    for row in _rows("final_policy"):
-        sampled.setdefault(f"{row['lab']}/{row['run'].rpartition('-seed')[0]}", {})[row["seed"]] = row["accuracy_fp32"]
-    lines = []
-    for lab, control, how in (
-        ("dose", "fp32", "3e-5, 600"),
-        ("matrix", "train=fp32+rollout=fp32", "3e-5, 600, emulated"),
-        ("rate", "fp32+lr=0.0003", "3e-4, 300"),
-        ("rate", "fp32+lr=0.001", "1e-3, 300"),
-        ("advantage", "{first}+fp32", "1e-3, 300"),
-        ("habits", "fp32", "1e-3, 300, dr_grpo, emulated"),
-        ("algorithms", "{first}+fp16", "1e-3, 300, emulated"),
-    ):
-        finals: dict[str, dict[int, Row]] = {}
-        same_rate = "".join(control.partition("+lr=")[1:])  # an axis of one lab; in the others nothing
-        for row in _finished(lab):
-            if row["cell"].endswith(same_rate):
-                finals.setdefault(row["cell"], {})[row["seed"]] = row["final"]
-        for cell, of_seed in finals.items():
-            beside = control.format(first=cell.partition("+")[0])
-            learned, base = sampled[f"{lab}/{cell}"], sampled[f"{lab}/{beside}"]
-            off = over_seeds([value - base[seed] for seed, value in learned.items()])
-            alone = cell == beside or len(learned) < 3
-            name = cell.partition("+lr")[0].replace("+rollout=", "/")
-            lines.append(
-                [
-                    how,
-                    f"`{name.replace('train=', '').replace('advantage=', '')}`",
-                    _each(final["mean gap/seq_log_ratio_std"] for final in of_seed.values()),
-                    _each(final["reward/accuracy"] for final in of_seed.values()),
-                    _each(learned.values()),
-                    "" if alone else f"{off.value:+.3f}<br>{off.low:+.3f}..{off.high:+.3f}",
-                ]
-            )
-    gap, own, fp32 = "std of the sequence log-ratio", "accuracy as sampled", "the same weights in fp32"
-    what = "rollout, learner/rollout, or algorithm+formats"
-    return table(("rate, steps", what, gap, own, fp32, "against the same in fp32 or fp16"), lines)
-
-
-def gap_by_length() -> str:
-    """A real model's gap by pair and length: means over seeds, the slope at the longest with Student's interval."""
-    from mantissa.runs.groups import over_seeds
-
-    found: dict[str, dict[int, list[Row]]] = {}
-    for row in sorted(_finished("gap"), key=lambda row: row["seed"]):  # two lengths are compared seed by seed
-        pair, _, length = row["cell"].partition("+max_tokens=")
-        found.setdefault(pair, {}).setdefault(int(length), []).append(row["final"])
-    lines = []
-    for pair, by_length in found.items():
-        means, spreads = (
-            [sum(final[name] for final in finals) / len(finals) for _, finals in sorted(by_length.items())]
-            for name in ("abs_logp_diff_mean", "seq_log_ratio_std")
-        )
-        slope = over_seeds([final["log_ratio_slope"] for final in by_length[max(by_length)]])
-        places = 2 if abs(slope.value) < 10 else 0
-        leans = f"{slope.value:+.{places}f} ({slope.low:+.{places}f}..{slope.high:+.{places}f})"
-        kl = over_seeds([-1000 * final["k3_kl"] for final in by_length[max(by_length)]])
-        gaps, stds = (", ".join(f"{v:.3g}" for v in values) for values in (means, spreads))
-        short, long = by_length[min(by_length)], by_length[max(by_length)]
-        name, ratio = "seq_log_ratio_std", math.log(max(by_length) / min(by_length))
-        power = over_seeds([math.log(b[name] / a[name]) / ratio for a, b in zip(short, long, strict=True)])
-        grows = f"{power.value:.2f} ({power.low:.2f}..{power.high:.2f})"
-        lines.append([f"`{pair}`", gaps, stds, grows, leans, f"{float(f'{kl.value:.2g}'):g}"])
-    gap, spread = "mean |Δ log-prob|", "std of the sequence log-ratio"
-    return table(
-        ("learner and rollout", gap, spread, "grows like length to the", "slope at 256, /1k tokens", "-1,000 k3"), lines
-    )
-
-
-def on_the_way_down() -> str:
-    """Reward = -length on SmolLM2: tokens of a response over all steps and at the end, against the cell named first."""
-    from mantissa.runs.groups import over_seeds
-
-    lines = []
-    for lab, control in (("clipping", "fp32"), ("pace", "exact-bf16"), ("pace2", "exact-bf16")):
-        finals: dict[str, dict[int, Row]] = {}
-        for row in _finished(lab):
-            finals.setdefault(row["cell"], {})[row["seed"]] = row["final"]
-        for cell, of_seed in finals.items():
-            lengths = {seed: final["mean length/mean"] for seed, final in of_seed.items()}
-            off = over_seeds([v - finals[control][seed]["mean length/mean"] for seed, v in lengths.items()])
-            phantom = [final["mean policy/phantom_clip_fraction"] for final in of_seed.values()]
-            lines.append(
-                [
-                    f"{min(of_seed)} to {max(of_seed)}",
-                    f"`{cell}`",
-                    ", ".join(f"{value:.1f}" for value in lengths.values()),
-                    "" if cell == control else f"{off.value:+.1f} ({off.low:+.1f}..{off.high:+.1f})",
-                    ", ".join(f"{final['length/mean']:.1f}" for final in of_seed.values()),
-                    f"{sum(phantom) / len(phantom):.1%}",
-                ]
-            )
-    header = (
-        "seeds",
-        "learner and rollout",
-        "mean over 60 steps",
-        "against the first row",
-        "the last ten",
-        "clipped for the gap",
-    )
+def soak_sizes() -> str:
+    """The newest load, by size of job."""
+    newest = {row["case"]: row for row in _rows("soak") if row["case"] != "load"}
+    lines = [
+        [
+            f"`{name}`",
+            *(f"{row[f'{part}_s']:#.2g} s".replace(". s", " s") for part in ("latency", "evolve", "store", "train")),
+            f"{row['speed_up']:.2f} ({row['speed_up_low']:.2f} to {row['speed_up_high']:.2f})",
+            f"{row['loss_over_fp32_max']:.2%}",
+        ]
+        for name, row in newest.items()
+    ]
+    header = ("size", "a job, median", "evolve", "store", "train", "fp16's speed, fp32 is 1", "loss within fp32's")
     return table(header, lines)
 
 
-def _finished(lab: str) -> list[Row]:
-    """The rows of a lab's cells that ran to their end."""
-    rows = map(json.loads, (RESULTS / "lab" / f"{lab}.jsonl").read_text().splitlines())
-    return [row for row in rows if row.get("status") == "finished"]
+# waltz.md
+
+_WALTZ = {
+    "start": "after the warm start",
+    "fp16-decay": "the recipe: fp16, rate falling to 0",
+    "bf16-decay": "the same in bf16",
+    "fp32-decay": "the same in fp32",
+    "joint": "constant rate, fp32",
+    "fp16": "constant rate, fp16",
+    "bf16": "constant rate, bf16 (two seeds)",
+    "frozen": "constant rate, fp32, feedback policy frozen throughout",
+    "ungated": "constant rate, fp32, improvement counts without right labels",
+}
 
 
-def _each(values: Iterable[float]) -> str:
-    return ", ".join("0" if value < 1e-5 else f"{value:.{4 if value < 0.1 else 3}f}" for value in values)
+def waltz() -> str:
+    """What two policies have learned in each form, seed by seed."""
+    newest = {(row["form"], row["seed"]): row for row in _rows("waltz")}
+    lines = []
+    for form, said in _WALTZ.items():
+        mine = [row for (of, _), row in sorted(newest.items()) if of == form]
+        rates = [[row["rates"][name] for row in mine] for name in ("attack_success", "over_refusal", "label_accuracy")]
+        greedy = [row["greedy_right"] for row in mine]
+        lines.append([said, *(", ".join(f"{value:.2f}" for value in values) for values in (*rates, greedy))])
+    return table(("form", "attack success", "over-refusal", "labels right", "right by greedy policies"), lines)
+
+
+# usage.md
+
+# The page that explains a command; those without one are explained by --help and this page.
+COMMAND_PAGES = {
+    "recipes": "recipes.md", "train": "recipes.md", "lab": "lab.md", "bench": "bench.md", "gap": "gap.md",
+    "doctor": "doctor.md", "metrics": "metrics.md", "precision": "guide.md", "tune": "tune.md", "guard": "rollback.md",
+    "launch": "cluster.md", "check": "integrations.md", "check-verl": "cluster.md", "serve": "vllm.md",
+    "evolve": "evolution.md",
+    "worldmodel": "worldmodel.md", "sample": "models.md", "demo": "start/laptop.md", "replay": "exactness.md",
+}  # fmt: skip
+
+
+def commands() -> str:
+    """Every command, in the groups of ``mantissa --help``, with its first line of help and its page."""
+    from typer.main import get_command
+
+    from mantissa.cli import app
+
+    lines = []
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        page = COMMAND_PAGES.get(name)
+        said = (command.short_help or command.help or "").split("\n\n")[0].replace("\n", " ").strip()
+        linked = f"[`mantissa {name}`]({page})" if page else f"`mantissa {name}`"
+        lines.append([str(getattr(command, "rich_help_panel", "")), linked, said])
+    order = list(dict.fromkeys(line[0] for line in lines))
+    lines.sort(key=lambda line: order.index(line[0]))
+    for before, line in reversed(list(itertools.pairwise(lines))):
+        line[0] = "" if line[0] == before[0] else line[0]
+    return table(("to", "command", "what it does"), lines)
 
 
 # cluster.md
@@ -604,7 +519,8 @@ def _each(values: Iterable[float]) -> str:
 def _engine_plan(preset: str, engine: str) -> str:
     """What the exporter says of a preset on an engine: the keys of its precision, or why not."""
     from mantissa.base.errors import MantissaError
-    from mantissa.launch import LaunchOptions, export
+    from mantissa.launch import LaunchOptions
+    from mantissa.launch.export import export
     from mantissa.launch.facts import PRECISION_KEYS, short
     from mantissa.rl import make_config
 
@@ -757,27 +673,47 @@ def doctor_held_out() -> str:
     return table(["put in", "right name", "called", "wrong"], lines)
 
 
+# evolution.md, worldmodel.md
+
+
+def _genesis(benchmark: str) -> list[Row]:
+    return [row for row in _rows("genesis") if row["benchmark"] == benchmark]
+
+
+def predicted() -> str:
+    """How well the world model predicts, by seed and format: the newest row of each."""
+    newest = {(row["seed"], row["requested"]): row for row in _genesis("worldmodel")}
+    lines = [
+        [str(seed), f"`{name}`", f"{r['auroc']:.3f}", f"{r['counting_auroc']:.3f}",
+         f"{r['gain']:+.3f} ({r['gain_low']:.3f} to {r['gain_high']:.3f})", f"{r['brier']:.3f}", f"{r['ece']:.3f}",
+         f"{r['overflow_rate']:.1%}"]
+        for (seed, name), r in sorted(newest.items())
+    ]  # fmt: skip
+    return table(("seed", "format", "AUROC", "by counting", "gain (95%)", "Brier", "ECE", "overflow"), lines)
+
+
+def profiles() -> str:
+    """fp16 beside fp32 in each profile: the newest row of each."""
+    newest = {row["profile"]: row for row in _genesis("evolution_profile")}
+    lines = [
+        [name, f"{r['solved']} of {r['tasks']}", f"{r['held_out']:.2f}", str(r["trajectories"]),
+         f"{r['fp16_loss'] / r['fp32_loss']:.4f}", f"{r['overflow']:.1%}", f"{r['time_over_fp32']:.2f}"]
+        for name, r in newest.items()
+    ]  # fmt: skip
+    header = ("profile", "tasks solved", "held-out tests", "trajectories", "fp16/fp32 loss", "overflow",
+              "fp16/fp32 time")  # fmt: skip
+    return table(header, lines)
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "guide.md": {
         "formats": formats,
-        "gap": gap,
-        "simulated": simulated,
         "scales": scales,
-        "losses": losses,
         "lost": lost,
     },
-    "findings.md": {
-        "gap_by_length": gap_by_length,
-        "on_the_way_down": on_the_way_down,
-        "final_policies": final_policies,
-    },
     "trainer.md": {"environment": environment, "overhead": overhead},
-    "production.md": {
-        "alerts": alert_table,
-        "alert_rules": alert_rules,
-        "trainer_metrics": lambda: _metric_lines(True),
-        "rl_metrics": lambda: _metric_lines(False),
-    },
+    "production.md": {"alerts": alert_table},
+    "metrics.md": {"trainer_metrics": lambda: metric_lines(True), "rl_metrics": lambda: metric_lines(False)},
     "rollback.md": {"guard_rules": guard_rules, "guard_settings": guard_settings},
     "exactness.md": {"exact_cost": exact_cost},
     "bench.md": {"bench_options": lambda: command_options("bench")},
@@ -789,9 +725,14 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "doctor_held_out": doctor_held_out,
     },
     "precision.md": {"native_bf16": native_bf16, "gap_formats": gap_formats},
-    "emulated.md": {"switch_sizes": switch_sizes, "switches_on_vllm": switches_on_vllm},
+    "emulated.md": {"switches": switches},
+    "soak.md": {"soak": soak_sizes},
+    "usage.md": {"commands": commands},
+    "waltz.md": {"waltz": waltz},
     "substitution.md": {"causes": lambda: causes("cause"), "alone": lambda: causes("alone")},
     "tune.md": {"tuned": tuned},
+    "evolution.md": {"profiles": profiles},
+    "worldmodel.md": {"predicted": predicted},
     "cluster.md": {
         "engines": engines_by_precision,
         "traps": verl_traps,
@@ -807,6 +748,7 @@ def main() -> None:
     for page in TABLES:
         path = DOCS / page
         path.write_text(filled(path.read_text(), page))
+    (DOCS / "alerts.yml").write_text(alert_rules())
 
 
 if __name__ == "__main__":

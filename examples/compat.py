@@ -2,6 +2,8 @@
 
 python examples/compat.py
 ENABLE_FP16_TRAINING=false FP16_LOSS_SCALE=1024 python examples/compat.py
+
+Without a GPU these trainers compute in fp32 and warn; backend="simulated" rounds to the format on a CPU.
 """
 
 import tempfile
@@ -11,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mantissa.dropin.compat import ExtendedFP16Config, ExtendedFP16Trainer, FP16Trainer
+from mantissa.dropin.compat import ExtendedFP16Config, ExtendedFP16Trainer, FP16Trainer, FP16TrainingConfig
+
+BACKEND = "auto" if torch.cuda.is_available() else "simulated"
 
 
 def batches(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -34,7 +38,8 @@ def compute_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> 
 
 def main() -> None:
     model, optimizer = make()
-    trainer = FP16Trainer(model, optimizer)  # no configuration: the environment's, and then the defaults
+    config = FP16TrainingConfig.from_environment(backend=BACKEND)  # the rest is the environment's, then the defaults
+    trainer = FP16Trainer(model, optimizer, config)
     for epoch in range(3):
         total = 0.0
         for i, batch in enumerate(batches(100, seed=epoch)):
@@ -45,8 +50,8 @@ def main() -> None:
                 total += loss.item()
         print(f"epoch {epoch}: mean loss {total / 100:.3f}, {trainer.get_stats()}")
 
-    config = ExtendedFP16Config(precision_mode="mixed_bf16", gradient_accumulation_steps=2, max_grad_norm=0.5)
-    extended = ExtendedFP16Trainer(*make(), config)
+    modes = ExtendedFP16Config("mixed_bf16", gradient_accumulation_steps=2, max_grad_norm=0.5, backend=BACKEND)
+    extended = ExtendedFP16Trainer(*make(), modes)
     with tempfile.TemporaryDirectory() as folder:
         trainer.save_checkpoint(Path(folder) / "model.pt")
         extended.load_checkpoint(Path(folder) / "model.pt")  # go on in another precision

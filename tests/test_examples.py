@@ -64,7 +64,8 @@ def stats_in(printed: str) -> list[dict[str, Any]]:
 
 def test_every_example_is_here() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {*ACCURACY, "compat", "distributed", "accelerate_loop", "lightning_fit", "hf_trainer", "rl_loop"}
+    assert names == {*ACCURACY, "compat", "distributed", "accelerate_loop", "lightning_fit", "hf_trainer", "rl_loop",
+                     "trl_doctor"}  # fmt: skip
     for path in EXAMPLES.glob("*.py"):
         assert f"examples/{path.name}" in ast.get_docstring(ast.parse(path.read_text())), "says how to run it"
         assert len(path.read_text().splitlines()) <= (150 if path.stem == "rl_loop" else 80)

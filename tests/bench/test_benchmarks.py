@@ -33,6 +33,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "demo_memory": ((*THREAD, "--dry"), {"IMPORTS": ("mantissa",)}),
     "exact_cost": ((*THREAD, "--rounds", "1", "--precisions", "fp16"), {"SAMPLES": 2, "NEW_TOKENS": 4}),
     "fp8_step": ((*THREAD, "--rounds", "1", "--hidden", "128"), {}),
+    "genesis": (("ranking",), {"EXECUTIONS": 16, "ROUNDS": 2, "TASKS": "clamp"}),
     "gpu_demo": (("--device", "cpu", "--steps", "3", "--warm-start", "4", "--dry"), {}),
     "gpu_exact": (("--dry", "--seconds", "4"), {}),
     "lora_step": ((*THREAD, "--rounds", "1"), {}),
@@ -45,10 +46,11 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 NEEDS = {"gpu_exact": "triton", "moments_step": "torchao", "rollout_vs_generate": "transformers"}
 ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts share
+    "first_use",
     "demo_runs", "final_policy", "gpu", "gpu_sizes", "rl_step", "rl_step_vs_trl", "run_all", "tables", "trl_step",
     "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap", "emulated",
     "doctor_confusion", "doctor_faults", "substitution", "tune", "waltz", "soak", "soak_job", "soak_load",
-    "soak_report", "doctor_strangers", "doctor_held_out", "native_beside",
+    "soak_report", "doctor_strangers", "doctor_held_out", "start_pages", "native_beside",
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from mantissa.base.errors import MantissaError
 from mantissa.bench import COLUMNS, runner
+from mantissa.bench.rows import scenario_table, size_table
 from mantissa.bench.runner import training_peak
 from mantissa.dropin.trainer import PrecisionTrainer
 
@@ -68,7 +71,13 @@ def test_the_whole_command(here: Path, mantissa: Callable) -> None:
     said = " ".join(result.out.split())
     assert "fp16 (simulated)" in said
     assert "Simulated precision costs time" in said
-    assert "x fp32's speed" in said
+    assert "x fp32's" in said
+    console = Console(file=(drawn := io.StringIO()), width=80)
+    for table in (scenario_table(rows), size_table(rows)):
+        console.print(table)
+    assert "…" not in drawn.getvalue()
+    assert "retries" in drawn.getvalue()
+    assert f"({rows[0]['speed_up_low']:.2f}..{rows[0]['speed_up_high']:.2f})" in drawn.getvalue(), "whole in 80 columns"
     summary = " ".join((found / "summary.txt").read_text().split())
     assert "of 2.42k to 6.74k parameters" in summary or "than fp32" in summary
     assert summary in said
@@ -86,7 +95,7 @@ def test_a_users_own_model(here: Path, mantissa: Callable, monkeypatch: pytest.M
     assert all(row["model"] == "cli_users_model:factory" and row["parameters"] == 14 for row in rows)
     assert all(row["peak_memory_bytes"] > 0 for row in rows)
     assert all(row["best_loss"] is None and row["excess_loss"] is None for row in rows)
-    assert "not known" in result.out
+    assert "unknown" in result.out
     assert "imulated" not in result.out, "fp32 alone says nothing of simulation"
 
 

@@ -5,32 +5,21 @@ from __future__ import annotations
 import ast
 import functools
 import html
-import importlib.util
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from docs_scripts import script
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-make_tables, make_figures = script("make_tables"), script("make_figures")
+make_tables = script("make_tables")
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), ROOT / "results" / "README.md"]
 
 
@@ -75,20 +64,6 @@ def test_tables_are_current(name: str) -> None:
     assert make_tables.filled(text, name) == text, "run: python docs/make_tables.py"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_figures_in_sentences_are_those_of_the_rows(page: Path) -> None:
-    text = page.read_text()
-    assert make_figures.figured(text, page.name) == text, "run: python docs/make_figures.py"
-
-
-def test_a_figure_is_filled_and_an_unknown_one_refused() -> None:
-    rows = {row["pair"]: row for row in map(json.loads, (ROOT / "results" / "gap.jsonl").read_text().splitlines())}
-    shown = f"{rows['bf16']['abs_logp_diff_mean']:#.2g}"
-    assert make_figures.figured("of <!--=mean-bf16-->7<!--/-->.", "x") == f"of <!--=mean-bf16-->{shown}<!--/-->."
-    with pytest.raises(SystemExit, match="no figure is named nobody"):
-        make_figures.figured("<!--=nobody-->1<!--/-->", "x")
-
-
 def test_prometheus_names_are_distinct_and_those_of_the_page_s_function() -> None:
     from mantissa.runs.metrics import METRICS
 
@@ -108,7 +83,8 @@ def test_alerts_ask_for_series_that_are_exported() -> None:
     from mantissa.runs.metrics import METRICS
 
     page = (DOCS / "production.md").read_text()
-    rules = yaml.safe_load(make_tables.alert_rules().removeprefix("```yaml\n").removesuffix("```"))
+    assert (DOCS / "alerts.yml").read_text() == make_tables.alert_rules(), "run: python docs/make_tables.py"
+    rules = yaml.safe_load(make_tables.alert_rules())
     asked = {name for rule in rules["groups"][0]["rules"] for name in re.findall(r"mantissa_\w+", rule["expr"])}
     known = {make_tables.prometheus_name(metric.name) for metric in METRICS}
     known |= {f"{make_tables.prometheus_name(name)}_total" for name in make_tables.COUNTED}

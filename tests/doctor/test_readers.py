@@ -63,6 +63,26 @@ def test_reads_what_each_framework_writes(framework: str, tmp_path: Path) -> Non
         assert [each.group for each in dump.sequences] == [0, 0, 1, 1, 2, 2]
 
 
+def test_miles_ranks_are_joined_and_its_slices_refused(tmp_path: Path) -> None:
+    """Each rank has a file; what context parallelism cut into pieces has no whole sequence."""
+    dump = read_dump(dumps.write_miles(tmp_path / "whole", SEQUENCES))
+    assert dump.framework == "miles"
+    assert {each.rollout_version for each in dump.sequences} == {5}
+    found = sorted(each.learner_logp.sum() for each in dump.sequences)
+    np.testing.assert_allclose(found, sorted(each.learner_logp.sum() for each in SEQUENCES), rtol=1e-6)
+    error = attempt(read_dump, dumps.write_miles(tmp_path / "cut", SEQUENCES, cp_size=2))
+    assert error is not None
+    assert "context parallelism" in str(error)
+
+
+def test_rolls_dump_is_named(tmp_path: Path) -> None:
+    """A pickle of its own class, which is neither imported nor made."""
+    (tmp_path / "1.pkl").write_bytes(b"\x80\x04croll.distributed.scheduler.protocol\nDataProto\n(tR.")
+    error = attempt(read_dump, tmp_path / "1.pkl")
+    assert error is not None
+    assert "ROLL's rollout dump" in str(error)
+
+
 def written_again(framework: str, folder: Path) -> Path:
     shutil.rmtree(folder)
     folder.mkdir()
@@ -104,6 +124,8 @@ def test_masked_and_padded_positions_are_not_compared(tmp_path: Path) -> None:
     [
         ({"input": "2+2=", "output": "4", "gts": "4", "score": 1.0, "step": 1}, "verl's rollout dump"),
         ({"step": 1, "prompt": "2+2=", "completion": "4", "advantage": 0.5}, "TRL's completion log"),
+        ({"task_id": 1, "sample_idx": 0, "seqlen": 9, "prompt_len": 4, "head_version": 1, "tail_version": 1,
+          "reward": 1.0, "prompt": "2+2=", "completion": "4"}, "AReaL's trajectory dump"),
     ],
 )  # fmt: skip
 def test_dumps_without_logprobs_are_named_with_what_to_add(row: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -111,7 +133,7 @@ def test_dumps_without_logprobs_are_named_with_what_to_add(row: dict[str, Any], 
     error = attempt(read_dump, tmp_path / "1.jsonl")
     assert error is not None
     assert said in str(error)
-    assert "record" in str(error)
+    assert "record" in str(error) or "write_batch" in str(error)
 
 
 PLAIN = {"tokens": [1, 2, 3], "prompt_length": 1, "rollout_logp": [-1.0, -2.0], "learner_logp": [-1.0, -2.0]}

@@ -31,7 +31,7 @@ from mantissa.dropin.compat import (
     FP16TrainingConfig,
     PrecisionMode,
 )
-from mantissa.dropin.environment import current_environment, switched_off
+from mantissa.dropin.environment import current_environment, switch, switched_off
 from mantissa.kernels import autocast_for
 from mantissa.precision import PRESETS, resolve
 from old_trainers import basic, extended, learn, sgd
@@ -64,7 +64,7 @@ def test_code_written_for_the_old_utility_runs(tmp_path: Path) -> None:
     model = mlp(dropout=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 12, 0.5)
-    trainer = FP16Trainer(model, optimizer, FP16TrainingConfig(loss_scale=1024.0))
+    trainer = FP16Trainer(model, optimizer, FP16TrainingConfig(loss_scale=1024.0, backend="simulated"))
     assert (trainer.model, trainer.optimizer, trainer.config.loss_scale) == (model, optimizer, 1024.0)
     batches = [(x, (x[:, 0] > 0).long()) for x, _ in data(8)]
     means = []
@@ -144,7 +144,7 @@ def oracle(config: FP16TrainingConfig, steps: int) -> Trace:
 
 @pytest.mark.parametrize("interval", [1, 4])  # 1: growth and overflow cancel in the scale, and both are seen
 def test_scales_steps_and_weights_are_gradscalers(interval: int) -> None:
-    config = FP16TrainingConfig(loss_scale=2.0**12, growth_interval=interval)
+    config = FP16TrainingConfig(loss_scale=2.0**12, growth_interval=interval, backend="simulated")
     parameters = [name for name, _ in fragile()[0].named_parameters()]  # buffers of a batch given up: ours go back
     a, b = ours(config, 40), oracle(config, 40)
     for (stepped, scale, weights), (applied, expected, theirs) in zip(a, b, strict=True):
@@ -219,8 +219,8 @@ def test_fp32_has_no_scaler_and_a_scale_of_one(trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [FP16TrainingConfig, ExtendedFP16Config])
-def test_a_fallback_is_opted_into_and_told_apart_from_the_frozen_configuration(kind: Any) -> None:
-    config = kind(fallback="warn")
+def test_a_fallback_is_the_default_and_told_apart_from_the_frozen_configuration(kind: Any) -> None:
+    config = kind()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.enabled = False
     model = mlp().eval()
@@ -228,12 +228,14 @@ def test_a_fallback_is_opted_into_and_told_apart_from_the_frozen_configuration(k
     with pytest.warns(UserWarning, match=r"fp16 was asked, but no GPU here.*it runs in fp32"):
         trainer = made(model, sgd(model), config)
     assert trainer.config is config
-    assert trainer.effective_config == kind(fallback="warn", enabled=False)
+    assert trainer.effective_config == kind(enabled=False)
     batch = data(1)[0]
     assert torch.equal(trainer.training_step(batch, cross_entropy), cross_entropy(model, batch))
     stats = trainer.get_stats()
     assert (stats["precision_requested"], stats["precision_in_use"]) == ("fp16", "fp32")
     assert "fallback" in stats["reason"]
+    strict = made(model, sgd(model), kind(fallback="error"))  # on a CPU there is nothing to refuse: it simulates
+    assert strict.get_stats()["precision_in_use"] == "fp16"
 
 
 # what a step does
@@ -289,8 +291,9 @@ def test_each_mode_computes_in_its_format(mode: str, dtype: torch.dtype, scale: 
         seen.append(logits.dtype)
         return nn.functional.cross_entropy(logits, batch[1])
 
+    backend = "simulated" if device == "cpu" and mode != "fp32" else "auto"
     model = mlp().to(device).eval()  # no batch norm statistics: a plain function, so that losses can be compared
-    trainer = ExtendedFP16Trainer(model, sgd(model), ExtendedFP16Config(precision_mode=mode), device)
+    trainer = ExtendedFP16Trainer(model, sgd(model), ExtendedFP16Config(precision_mode=mode, backend=backend), device)
     batch = tuple(tensor.to(device) for tensor in data(1)[0])
     losses = []
     for _ in range(8):
@@ -307,14 +310,57 @@ def test_each_mode_computes_in_its_format(mode: str, dtype: torch.dtype, scale: 
     assert device == "cuda" or (losses[0] == expected) == (mode == "fp32")
 
 
-def test_casting_keeps_fp32_masters_and_small_updates() -> None:
-    model = mlp().eval()
-    trainer = FP16Trainer(model, torch.optim.SGD(model.parameters(), lr=1e-6), FP16TrainingConfig())
-    assert trainer.cast_model_to_fp16() is model
-    before = state(model)["0.weight"]
-    assert all(learn(trainer, batch) for batch in data(3))
-    assert 0 < (model[0].weight - before).abs().max() < 1e-5
-    assert torch.equal(model[0].weight.half(), before.half())  # in half not one weight would have moved
+def test_casting_casts_and_the_next_step_learns_on_the_masters(tmp_path: Path) -> None:
+    def small() -> tuple[nn.Module, FP16Trainer]:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        return model, FP16Trainer(model, optimizer, FP16TrainingConfig(backend="simulated"))
+
+    (model, trainer), (other, never_cast) = small(), small()
+    for batch in data(2):
+        assert learn(trainer, batch) == learn(never_cast, batch)
+    before = state(model)
+    assert trainer.cast_model_to_fp16() is model is trainer.cast_model_to_fp16()
+    halves = state(model)
+    assert all(not value.is_floating_point() or value.dtype == torch.float16 for value in halves.values())
+    assert all(torch.equal(value, before[name].to(value.dtype)) for name, value in halves.items())
+    assert model.eval()(data(1)[0][0].half()).dtype == torch.float16  # it serves
+    model.train()
+    for batch in data(3):
+        assert learn(trainer, batch) == learn(never_cast, batch)
+    assert same(state(model), state(other))  # to the bit, although no half weight would have moved
+    assert torch.equal(model[0].weight.half(), halves["0.weight"])
+    assert not torch.equal(model[0].weight, before["0.weight"])
+    trainer.cast_model_to_fp16()
+    with torch.no_grad():
+        model[0].bias.fill_(0.25)  # somebody's own change stands
+    trainer.save_checkpoint(tmp_path / "a.pt")
+    saved = torch.load(tmp_path / "a.pt", weights_only=True)["model_state_dict"]
+    assert torch.equal(saved["0.weight"], other[0].weight)
+    assert torch.equal(saved["0.bias"], torch.full_like(other[0].bias, 0.25))
+
+
+def test_casting_where_there_is_nothing_to_cast_or_gradients_wait() -> None:
+    trainer = basic(enabled=False)
+    with pytest.warns(UserWarning, match="training is in fp32, so nothing is cast"):
+        assert next(trainer.cast_model_to_fp16().parameters()).dtype == torch.float32
+    waiting = extended(gradient_accumulation_steps=2)
+    learn(waiting, data(1)[0])
+    with pytest.raises(MantissaError, match="1 of 2 batches are accumulated"):
+        waiting.cast_model_to_fp16()
+
+
+def test_a_growth_interval_that_adapts_is_the_automatic_rule() -> None:
+    (ours, trap), (theirs, other_trap) = fragile(dropout=0.0), fragile(dropout=0.0)
+    trainer = basic(ours, growth_interval="auto")
+    expected = trainer_of(theirs, "fp16", scale="auto", retries=0, max_grad_norm=1.0, on_nonfinite="skip")
+    for i, batch in enumerate(data(12)):
+        trap.limit = other_trap.limit = 0.0 if i == 5 else math.inf
+        learn(trainer, batch)
+        expected.step(batch, cross_entropy)
+    assert trainer.scaler.get_scale() == expected.scaler.scale != 65536.0
+    assert trainer.overflow_steps == 1
+    assert same(state(ours), state(theirs))
 
 
 WHERE = ("the batch", "the loss", "a loss of nan", "an activation's gradient", "one weight's gradient")
@@ -334,7 +380,7 @@ def test_one_injected_inf_costs_at_most_one_step(
 ) -> None:
     """Where there is no scaler too, and at its floor: there was a guess from a falling scale."""
     model, trap = fragile()
-    config = ExtendedFP16Config(precision_mode=mode, gradient_accumulation_steps=accumulate, loss_scale=scale)
+    config = ExtendedFP16Config(mode, True, scale, gradient_accumulation_steps=accumulate, backend="simulated")
     trainer = ExtendedFP16Trainer(model, torch.optim.Adam(model.parameters(), lr=0.01), config)
     weight, names = model[0][0].weight, [name for name, _ in model.named_parameters()]
     for i, (x, y) in enumerate(data(4 * accumulate)):
@@ -372,6 +418,8 @@ BAD_CONFIGS = [
     ({"growth_factor": 0.5}, "growth_factor=0.5"),
     ({"growth_interval": 0}, "growth_interval=0"),
     ({"growth_interval": 2.5}, "growth_interval=2.5"),
+    ({"growth_interval": "often"}, "growth_interval='often': expected a whole number from 1 on, or 'auto'"),
+    ({"growth_interval": "auto", "loss_scale": 8.0}, "loss_scale does nothing with growth_interval='auto'"),
     ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
     ({"adaptive_clip": 0}, "adaptive_clip=0: expected more than 0, or None"),
     ({"enabled": "yes"}, "enabled='yes'"),
@@ -396,8 +444,8 @@ def test_what_the_trainers_refuse() -> None:
     with pytest.raises(MantissaError, match="got a dict"):
         FP16Trainer(model, sgd(model), {"enabled": True})
     with pytest.raises(MantissaError, match="rank 1 of 2 was asked for, but this process is rank 0 of 1"):
-        ExtendedFP16Trainer(model, sgd(model), rank=1, world_size=2)
-    assert ExtendedFP16Trainer(model, sgd(model), device="cpu", rank=0, world_size=1).device.type == "cpu"
+        ExtendedFP16Trainer(model, sgd(model), ExtendedFP16Config("fp32"), rank=1, world_size=2)
+    assert ExtendedFP16Trainer(model, sgd(model), ExtendedFP16Config("fp32"), "cpu", 0, 1).device.type == "cpu"
     assert compat.init_distributed() == (0, 1)
     compat.cleanup_distributed()
     trainer = basic()
@@ -453,14 +501,16 @@ def test_each_variable_is_read_by_both_trainers(variable: str, monkeypatch: pyte
     (text, value), name = GIVEN[variable], ENVIRONMENT[variable]
     monkeypatch.setenv(variable, text)
     model = mlp()
-    for trainer in (FP16Trainer(model, sgd(model)), ExtendedFP16Trainer(model, sgd(model), device="cpu")):
-        assert trainer.config == dataclasses.replace(type(trainer.config)(), **{name: value})
+    for made, kind in ((FP16Trainer, FP16TrainingConfig), (ExtendedFP16Trainer, ExtendedFP16Config)):
+        assert made._checked(None) == dataclasses.replace(kind(), **{name: value})  # without a configuration
+        trainer = made(model, sgd(model), kind.from_environment(backend="simulated"))
         if trainer.scaler is None:
             assert variable == "ENABLE_FP16_TRAINING"
         else:
             assert trainer.scaler.state_dict()[name.replace("loss_scale", "scale")] == value
     # who writes a configuration has the last word, but for the switch
-    assert FP16Trainer(model, sgd(model), FP16TrainingConfig()).config == FP16TrainingConfig()
+    config = FP16TrainingConfig(backend="simulated")
+    assert FP16Trainer(model, sgd(model), config).config is config
     assert FP16TrainingConfig.from_environment(**{name: getattr(FP16TrainingConfig(), name)}) == FP16TrainingConfig()
 
 
@@ -474,10 +524,10 @@ def test_the_switch_reaches_every_trainer(
     """Those with a configuration too, which is left as it is."""
     monkeypatch.setenv("ENABLE_FP16_TRAINING", word)
     model = mlp()
+    simulated = {"backend": "simulated"}
     for trainer in (
-        FP16Trainer(model, sgd(model)),
-        FP16Trainer(model, sgd(model), FP16TrainingConfig()),
-        ExtendedFP16Trainer(model, sgd(model), ExtendedFP16Config("mixed_bf16"), device="cpu"),
+        FP16Trainer(model, sgd(model), FP16TrainingConfig(**simulated)),
+        ExtendedFP16Trainer(model, sgd(model), ExtendedFP16Config("mixed_bf16", **simulated), device="cpu"),
         FP16Trainer(model, sgd(model), FP16TrainingConfig(enabled=False)),
     ):
         asked = trainer.config
@@ -487,6 +537,12 @@ def test_the_switch_reaches_every_trainer(
     told = ["fp32, not in fp16", "fp32, not in bf16"]  # of the two that asked for more than they get
     expected = [] if WORDS[word] else told
     assert [record.message.partition("training in ")[2] for record in caplog.records] == expected
+    assert switch() is FP16TrainingConfig.from_environment().enabled is WORDS[word]
+
+
+def test_a_growth_interval_of_the_environment_adapts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert switch({}) is None
+    assert FP16TrainingConfig.from_environment({"FP16_GROWTH_INTERVAL": " auto"}).scale == "auto"
 
 
 def test_overflows_and_changes_of_scale_are_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,8 +16,18 @@ words = {f"w{n}": n for n in range(30)} | {"<pad>": 30, "<eos>": 31}
 backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
 backend.pre_tokenizer = pre_tokenizers.Whitespace()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
-model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-                                     num_attention_heads=2, max_position_embeddings=64))  # fmt: skip
+kind = sys.argv[2] if len(sys.argv) > 2 else ""
+wide = {"hidden_size": 128, "num_hidden_layers": 3} if kind == "bf16" else {"hidden_size": 16, "num_hidden_layers": 1}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=32, intermediate_size=32, num_attention_heads=2,
+                                     max_position_embeddings=64, **wide))  # fmt: skip
+if kind == "bf16":  # as a checkpoint in bf16 is loaded; with logits of some size
+    model.bfloat16().lm_head.weight.data *= 20.0
+
+
+if kind == "folder":
+    model.save_pretrained(sys.argv[1] + "/model")
+    tokenizer.save_pretrained(sys.argv[1] + "/model")
+    sys.exit()
 
 
 def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[list[float]]]:
@@ -38,24 +48,43 @@ def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[list[flo
     return answers
 
 
-kind = sys.argv[2] if len(sys.argv) > 2 else ""
-given = None if kind else rollout
+steps = {"stop": 6, "resume": 2, "bf16": 2, "unwatched": 2, "watched": 2}.get(kind, 1)
 config = GRPOConfig(output_dir=sys.argv[1] + "/trl", per_device_train_batch_size=8, num_generations=4,
-                    max_steps=6 if kind == "stop" else 1, max_completion_length=5,
-                    temperature=0.8, report_to=[], use_cpu=True, save_strategy="no",
-                    logging_strategy="no", disable_tqdm=True, bf16=False)  # fmt: skip
-trainer = GRPOTrainer(model, lambda completions, **_: [float(len(each)) for each in completions], config,
+                    max_steps=steps, max_completion_length=5, learning_rate=1e-3,
+                    temperature=0.8, report_to=[], use_cpu=True, save_strategy="steps" if kind == "resume" else "no",
+                    save_steps=1, generation_kwargs={"temperature": 0.4} if kind == "hot" else None,
+                    logging_strategy="no", disable_tqdm=True, bf16=kind == "bf16")  # fmt: skip
+trainer = GRPOTrainer(model, lambda completions, **_: [float(len(each) % 3) for each in completions], config,
                       Dataset.from_dict({"prompt": [f"w{n} w{n + 1} w3" for n in range(8)]}),
-                      processing_class=tokenizer, rollout_func=given)  # fmt: skip
-record_logps(trainer, Path(sys.argv[1]) / "logps")
-watching = gate(trainer, every=1, on_fault="stop", sequences=16)
-if kind == "stop":  # a learner whose log-probs are three times what they should be
-    scored = trainer._get_per_token_logps_and_entropies
+                      processing_class=tokenizer, rollout_func=None if kind else rollout)  # fmt: skip
+if kind == "unwatched":
+    trainer.train()
+else:
+    record_logps(trainer, Path(sys.argv[1]) / "logps")
+    watching = gate(trainer, every=5, on_fault="stop", sequences=8)
+    looked: list[int] = []
+    check = watching.check
+    watching.check = lambda step, *args, **named: looked.append(step) or check(step, *args, **named)
+    if kind == "stop":  # a learner whose log-probs are three times what they should be
+        scored = trainer._get_per_token_logps_and_entropies
 
-    def hot(*args, **named):
-        logps, *more = scored(*args, **named)
-        return (logps * 3.0, *more)
+        def hot(*args, **named):
+            logps, *more = scored(*args, **named)
+            return (logps * 3.0, *more)
 
-    trainer._get_per_token_logps_and_entropies = hot
-trainer.train()
-print("steps", trainer.state.global_step, "stop", watching.stop, watching.last and watching.last.headline)
+        trainer._get_per_token_logps_and_entropies = hot
+    if kind == "broken":  # a recorder that cannot score: the training goes on
+        trainer._get_per_token_logps_and_entropies = None
+        trainer.compute_loss = lambda model, inputs, **_: next(model.parameters()).sum() * 0.0
+    trainer.train()
+    if kind == "resume":
+        looked.clear()
+        trainer.args.max_steps = 3
+        trainer.train(resume_from_checkpoint=True)
+    print("looked", looked, "stop", watching.stop, watching.last and watching.last.headline)
+print(
+    "steps",
+    trainer.state.global_step,
+    "weights",
+    sum(each.detach().double().abs().sum().item() for each in model.parameters()),
+)

@@ -122,6 +122,11 @@ def swiglu_backward(g: Tensor, gate: Tensor, up: Tensor) -> list[tuple[Tensor, T
     return [(dgate, (g * up * s).abs() * (1 + gate.abs())), same((g * gate * s).abs())[0]]
 
 
+def sigmoid_backward(g: Tensor, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    s = torch.sigmoid(x)  # of which 1 - s is taken once it is rounded
+    return [((g * s).abs(), (g * s).abs())]
+
+
 def rotate_half(x: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
     return torch.cat((-b, a), -1)
@@ -157,6 +162,13 @@ OPERATIONS: dict[str, Operation] = {
                           lambda f, x, w: f.rms_norm(x, w, EPS), norm_oracle, norm_backward, 2, (2, 3)),
     "swiglu": Operation("aa", lambda: [normal(4, 96, scale=2), normal(4, 96)], lambda f, g, u: f.swiglu(g, u),
                         swiglu_oracle, swiglu_backward, 2, (2, 2)),
+    "router": Operation("am", lambda: [normal(2, 6, 48), normal(5, 48)], lambda f, x, w: f.router(x, w), product,
+                        product_backward, 0, (1, 1), "logits"),
+    "sigmoid": Operation("a", lambda: [normal(7, 13, scale=3)], lambda f, x: f.sigmoid(x),
+                         lambda x: one(torch.sigmoid(x)), sigmoid_backward, 1, (3,)),
+    "scale": Operation("af", lambda: [normal(9, 40), torch.rand(9).double()], lambda f, x, w: f.scale(x, w),
+                       lambda x, w: one(x * w.unsqueeze(-1)), lambda g, x, w: same((g * w.unsqueeze(-1)).abs()),
+                       1, (1,)),
     "rotate": Operation("aff", lambda: [normal(2, 3, 7, 8), *angles()], lambda f, *x: f.rotate(*x), rotate_oracle,
                         rotate_backward, 1, (1,)),
     "add": Operation("aa", lambda: [normal(4, 96), normal(4, 96)], lambda f, x, y: f.add(x, y), lambda x, y: one(x + y),

@@ -245,6 +245,61 @@ def test_what_was_expected_is_kept_as_it_was_written(there: Path) -> None:
     assert "I knew it." in page
 
 
+def git(*arguments: str) -> None:
+    who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    subprocess.run(["git", *who, *arguments], check=True, capture_output=True)
+
+
+def test_a_lab_begins_only_as_it_was_committed_and_its_rows_and_page_say_so(
+    there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = ["2100-01-01T00:00:00+0000"]
+    figures = {"reward/accuracy": 0.5, "max gap/k3_kl": 0.1}
+    done = {"status": "finished", "seconds": 1.0, "final": figures, "curves": {}}
+    monkeypatch.setattr(run._Work, "row", lambda self, cell: done | {"time": began[0]})
+
+    def begin(**options: Any) -> Rows:
+        lab = load_lab(path)
+        return run_lab(lab, lab.cells, 1, lambda line: None, **options)
+
+    path = written()
+    for name, problem in (("outside of git", "is not committed"), ("not added", "is not committed")):
+        with pytest.raises(MantissaError, match=rf"try.yaml {problem} to git: .*--exploratory"):
+            begin()
+        git("init", "--quiet") if name == "outside of git" else None
+    git("add", "lab")
+    with pytest.raises(MantissaError, match=r"try.yaml is not committed"):
+        begin()
+    git("commit", "--quiet", "-m", "lab")
+    with pytest.raises(MantissaError, match=r"base.yaml is not committed"):
+        begin()
+    git("add", "base.yaml")
+    git("commit", "--quiet", "-m", "base")
+    path.write_text(path.read_text().replace("'No.'", "Yes.").replace("No.", "Yes."))
+    with pytest.raises(MantissaError, match=r"try.yaml differs from its commit"):
+        begin()
+    assert not Path("results").exists(), "nothing was begun"
+    git("commit", "--quiet", "--all", "-m", "yes")
+    rows = begin()
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout[:12]
+    assert {row["lab_commit"] for row in Rows(rows.lab).all_finished} == {head} == {rows.registered["lab_commit"]}
+    assert f"8 of 8 runs began with the lab&#39;s file as commit {head} has it" in write_page(rows).read_text()
+    assert "Exploratory" not in "".join(answers(rows))
+    path.write_text(path.read_text() + "# all runs are there: nothing begins\n")
+    assert begin().registered == rows.registered
+    # Two that are run anew without, and one that began before the commit that it went on with.
+    for cell in rows.lab.cells[:2]:
+        rows.put(cell, {"status": "failed", "error": "gone"})
+    began[0] = "2000-01-01T00:00:00+0000"
+    said = answers(begin(exploratory=True))
+    assert said[0] == "Exploratory: 2 of 8 runs began while the lab's file was not committed."
+    rows = begin()
+    rows.put(rows.lab.cells[2], {"status": "failed", "error": "gone"})
+    git("commit", "--quiet", "--all", "-m", "late")
+    assert "Exploratory: 3 of 8 runs" in answers(begin())[0]
+    assert "Exploratory: 3 of 8 runs" in write_page(begin()).read_text()
+
+
 def test_damaged_rows_are_one_clear_error(there: Path) -> None:
     rows = filled({"fp32": [0.1, 0.5, 0.9], "x": [0.1, 0.5, 0.9]})
     rows.path.write_text("[]\n{")
@@ -281,7 +336,7 @@ def here(there: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def test_cells_share_a_seeds_warm_start_and_prompts_and_one_that_fails_stops_no_other(here: list[list[str]]) -> None:
     lab = load_lab(written(**SMALL))
-    rows = run_lab(lab, lab.cells, 1, lambda line: None)
+    rows = run_lab(lab, lab.cells, 1, lambda line: None, exploratory=True)
     assert [call[0] for call in here].count("mantissa.lab.warm") == 1 + 1  # the broken cell's own, which fails too
     done = {cell.name: rows.finished(cell) for cell in lab.cells}
     assert done["fp32"] is not None
@@ -296,11 +351,11 @@ def test_cells_share_a_seeds_warm_start_and_prompts_and_one_that_fails_stops_no_
     assert prompts[0] == prompts[1]
     # What is finished is not run again, and another recipe in its folder is refused.
     said: list[str] = []
-    assert run_lab(lab, lab.cells[:2], 1, said.append).finished(lab.cells[0]) == done["fp32"]
+    assert run_lab(lab, lab.cells[:2], 1, said.append, exploratory=True).finished(lab.cells[0]) == done["fp32"]
     assert "0 of 2 cells to run" in said[0]
     changed = load_lab(written(**SMALL, set={"optimizer.lr": 0.5}))
     with pytest.raises(MantissaError, match=r"fp32-seed0 was begun with optimizer=.* move the folder away"):
-        run_lab(changed, changed.cells[:1], 1, said.append)
+        run_lab(changed, changed.cells[:1], 1, said.append, exploratory=True)
 
 
 @pytest.mark.slow
@@ -308,7 +363,7 @@ def test_a_lab_that_is_killed_goes_on_where_it_was_and_leaves_no_process(here: l
     """Its process starts another one; what goes on with it does so in this one."""
     set_ = {"steps": 3, "warm_start": None}
     path = written(seeds=[0], axes={"rollout": {"fp32": {"precision": "fp32"}}}, set=set_)
-    command = [sys.executable, "-m", "mantissa", "lab", str(path)]
+    command = [sys.executable, "-m", "mantissa", "lab", str(path), "--exploratory"]
     lab = load_lab(path)
     folder = lab.folder / "fp32-seed0"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as killed:
@@ -316,11 +371,11 @@ def test_a_lab_that_is_killed_goes_on_where_it_was_and_leaves_no_process(here: l
             assert killed.poll() is None
             time.sleep(0.02)
         with pytest.raises(MantissaError, match="is being written by process"):
-            run_lab(lab, lab.cells, 1, lambda line: None)
+            run_lab(lab, lab.cells, 1, lambda line: None, exploratory=True)
         killed.send_signal(signal.SIGKILL)
     wait_until_free(folder)
     began = RunDirectory.open(folder).environment["created"]
-    row = run_lab(lab, lab.cells, 1, lambda line: None).finished(lab.cells[0])
+    row = run_lab(lab, lab.cells, 1, lambda line: None, exploratory=True).finished(lab.cells[0])
     assert here == [["mantissa", "train", "--resume", str(folder)]]
     assert row is not None
     assert (row["steps"], row["threads"], row["time"]) == (3, 1, began)
@@ -360,7 +415,7 @@ def test_a_gap_is_measured_once_a_cell(there: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(run._Work, "call", measured)
     lab = load_lab(written(kind="gap", base="package:none", set={"samples": 2}, axes={"pair": ["fp32", "bf16"]},
                            control={"pair": "fp32"}, measure={"final": ["k3_kl"]}))  # fmt: skip
-    rows = run_lab(lab, lab.cells, 1, lambda line: None)
+    rows = run_lab(lab, lab.cells, 1, lambda line: None, exploratory=True)
     assert rows.figure("bf16", lab.final[0]) == {0: 0.5, 1: 0.5}
     assert calls[1][1:] == ["mantissa", "gap", "package:none", "--samples=2", "--pairs=bf16", "--seed=0",
                             "--out=runs/lab/try/bf16-seed0", "--device=cpu"]  # fmt: skip
@@ -430,14 +485,14 @@ def test_a_lab_for_which_there_is_no_room_is_refused_before_anything_is_run(
     wanted = disk.needed(lab, lab.cells, 2)
     monkeypatch.setattr(disk, "free", lambda lab: wanted - 1)
     with pytest.raises(MantissaError, match=r"its 8 cells take about \d+ MB of disk, and runs/lab/try has \d+ MB"):
-        run_lab(lab, lab.cells, 2, lambda line: None)
+        run_lab(lab, lab.cells, 2, lambda line: None, exploratory=True)
     assert not lab.rows_path.exists()
     monkeypatch.setattr(run._Work, "row", lambda self, cell: {"status": "failed", "error": "was begun"})
-    assert len(run_lab(lab, lab.cells, 2, lambda line: None, space_check=False).registered)
-    result = CliRunner().invoke(app, ["lab", "lab/try.yaml"])
+    assert len(run_lab(lab, lab.cells, 2, lambda line: None, space_check=False, exploratory=True).registered)
+    result = CliRunner().invoke(app, ["lab", "lab/try.yaml", "--exploratory"])
     assert isinstance(result.exception, MantissaError)
     assert "--no-space-check" in str(result.exception)
-    begun_all_the_same = CliRunner().invoke(app, ["lab", "lab/try.yaml", "--no-space-check"])
+    begun_all_the_same = CliRunner().invoke(app, ["lab", "lab/try.yaml", "--no-space-check", "--exploratory"])
     assert "8 of 8 cells failed" in str(begun_all_the_same.exception)
     monkeypatch.setattr(disk, "free", lambda lab: wanted)
-    run_lab(lab, lab.cells, 2, lambda line: None)
+    run_lab(lab, lab.cells, 2, lambda line: None, exploratory=True)

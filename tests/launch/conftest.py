@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mantissa.launch import LaunchOptions, Plan, export
+from mantissa.launch import LaunchOptions, Plan
+from mantissa.launch.export import export
 from mantissa.rl import RunConfig, make_config
 from mantissa.rl.config.recipe import apply_overrides
 

@@ -11,8 +11,8 @@ import pytest
 from pydantic import BaseModel
 
 from mantissa.base.errors import MantissaError
-from mantissa.launch import LaunchOptions, Plan, export, launch_file, load_options
-from mantissa.launch.export import Draft, fields_of, hydra_value, table
+from mantissa.launch import LaunchOptions, Plan, launch_file, load_options
+from mantissa.launch.export import Draft, export, fields_of, hydra_value, table
 from mantissa.launch.facts import FACTS, VERSIONS, Version, full
 from mantissa.rl import RunConfig, load_recipe
 
@@ -142,6 +142,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("optimizer.micro_batch_tokens=1024",), {}, "a sequence may have 3072 tokens"),
     (("rollout.prompts=4",), {"nodes": 3}, "1 prompts x 8 samples cannot be shared by 24"),
     (("rollout.stop=[END]",), {}, "takes no stop strings"),
+    (("rollout.replay_routing=ids",), {}, "on Megatron alone, by actor.megatron.router_replay.mode=R3"),
     (("rollout.max_policy_lag=4",), {}, "rollout.max_policy_lag"),
     (("rollout.dynamic={}",), {"version": "0.8.0"}, "verl 0.8.0 has no dynamic sampling"),
     (("rollout.dynamic={when_exhausted: continue}",), {}, "verl always fills the batch"),

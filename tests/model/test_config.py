@@ -23,7 +23,7 @@ from mantissa.model import (
     load_model,
     save_model,
 )
-from mantissa.model.config import config_fields, parse_config, read_config
+from mantissa.model.config import ExpertsShape, config_fields, parse_config, read_config
 from mantissa.precision import FP32
 
 # What the published files say, reduced to the keys that matter here.
@@ -158,6 +158,32 @@ REFUSED = [
 ]
 
 
+MIXTURE = {
+    "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 64,
+}  # fmt: skip
+REFUSED += [
+    ({"num_experts": 8}, "num_experts is set, and a qwen2 has no experts"),
+    (MIXTURE | {"num_experts_per_tok": 9}, "num_experts_per_tok=9 of num_experts=8"),
+    (MIXTURE | {"num_experts": None}, "num_experts is missing"),
+    (MIXTURE | {"num_experts": 2_000_000_000}, "expected a whole number of at least 1 and at most 32,768"),
+    (MIXTURE | {"num_experts": 30_000}, "24 layers of 30000 experts are more than 32,768 together"),
+    (MIXTURE | {"num_local_experts": 4}, "num_experts and num_local_experts disagree"),
+    (MIXTURE | {"mlp_only_layers": [-1]}, "mlp_only_layers=[-1]: expected a list of layers' numbers"),
+    (MIXTURE | {"decoder_sparse_step": 0}, "decoder_sparse_step=0: expected a whole number of at least 1"),
+    (MIXTURE | {"output_router_logits": True}, "no balancing loss of the router is trained here"),
+    (MIXTURE | {"use_sliding_window": True}, "use_sliding_window is true"),
+    (MIXTURE | {"model_type": "qwen2_moe"}, "shared_expert_intermediate_size is missing"),
+]
+
+
+def test_a_mixture_is_read_by_either_name_of_its_experts() -> None:
+    shape = parse(changed(QWEN25_HALF_BILLION, **MIXTURE)).experts
+    assert shape == ExpertsShape(8, 2, 64)
+    renamed = {**MIXTURE, "num_experts": None, "num_local_experts": 8}
+    assert parse(changed(QWEN25_HALF_BILLION, **renamed)).experts == shape
+    assert [layer for layer in range(6) if ExpertsShape(8, 2, 64, False, 2, (3,)).has(layer)] == [1, 5]
+
+
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_what_would_change_the_numbers_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(MantissaError) as caught:
@@ -280,6 +306,9 @@ def test_the_default_is_a_small_qwen3() -> None:
         ({"heads": 4, "kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
         ({"head_dim": 5}, "head_dim=5 is odd"),
         ({"family": "llama", "hidden_size": 30}, "hidden_size=30 is not a multiple of heads=4"),
+        ({"experts": 4}, "experts: a qwen3 has none"),
+        ({"family": "qwen3_moe", "experts": 4, "experts_per_token": 5}, "experts_per_token=5 of experts=4"),
+        ({"family": "qwen3_moe", "layers": 10_000, "experts": 8}, "layers times experts"),
     ],
 )
 def test_shapes_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -293,7 +322,14 @@ def test_every_field_is_described_and_the_vocabulary_must_be_there() -> None:
         FreshModelConfig().model(0)
 
 
-@pytest.mark.parametrize("settings", [{"family": "llama", "tie_embeddings": False}, {"hidden_size": 36}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"family": "llama", "tie_embeddings": False},
+        {"hidden_size": 36},
+        {"family": "qwen3_moe", "experts": 5, "experts_per_token": 3},
+    ],
+)
 def test_a_fresh_policy_runs_in_transformers(settings: dict[str, Any], tmp_path: Path, outside: Any) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -32,6 +32,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
     "qwen3, tied, head_dim of its own": ("qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
+    "qwen3_moe, 3 of 7, weights normalised": (
+        "qwen3_moe",
+        {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True},
+    ),
+    "qwen3_moe, every second layer, all experts, bias": (
+        "qwen3_moe",
+        {"num_experts": 5, "num_experts_per_tok": 5, "moe_intermediate_size": 12, "decoder_sparse_step": 2}
+        | {"attention_bias": True, "num_hidden_layers": 3, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe, one expert, a dense layer": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 24, "mlp_only_layers": [0]},
+    ),
+    "qwen2_moe, a shared expert": (
+        "qwen2_moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+        | {"shared_expert_intermediate_size": 28},
+    ),
+    "qwen2_moe, no bias, normalised": (
+        "qwen2_moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
+        | {"qkv_bias": False, "norm_topk_prob": True},
+    ),
     "qwen3, attention bias, llama3 scaling": ("qwen3", {"attention_bias": True, "rope_parameters": LLAMA3}),
 }
 

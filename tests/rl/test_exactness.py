@@ -125,10 +125,22 @@ class LogSoftmax(ExactKernels):
         return picked / temperature - torch.logsumexp(logits_NV / temperature, -1)
 
 
+class Weighed(ExactKernels):
+    """Experts whose weights are a little off."""
+
+    def scale(self, x_NE: Tensor, weight_N: Tensor) -> Tensor:
+        return super().scale(x_NE, weight_N * (1 + 2**-10))
+
+
+MIXTURE = (
+    "model.fresh={family: qwen3_moe, experts: 4, hidden_size: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16, \
+intermediate_size: 24, max_positions: 64, initializer_range: 0.1}"
+)
 MUTATIONS = [  # numbers of every operation are compared on the way to the last one
     (Silu, "fp32", r"swiglu after model\.layers\.0\.mlp\.up_proj"),
     (PerTensor, "fp8", r"model\.layers\.0\.self_attn\.[qkv]_proj"),
     (LogSoftmax, "bf16", r"token_logprob"),
+    (Weighed, "fp32", r"experts (after|before) model\.layers\.\d\.self_attn\.\w+"),
 ]
 
 
@@ -149,7 +161,8 @@ def test_what_differs_on_one_side_is_caught_named_and_replayed(
         with pytest.raises(MantissaError, match="fp8 is not active in the PerTensor on cpu"):
             train(*SHORT, f"precision={precision}")  # the probe sees it first
         monkeypatch.setattr(assemble, "prove", lambda *given: {})
-    opinions = "model.fresh.initializer_range=0.1"  # without them q, k and v round alike
+    # Without opinions q, k and v round alike.
+    opinions = MIXTURE if kind is Weighed else "model.fresh.initializer_range=0.1"
     with pytest.raises(MantissaError) as caught:
         train(*SHORT, f"precision={precision}", opinions)
     message = str(caught.value)

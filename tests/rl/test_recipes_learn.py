@@ -45,6 +45,7 @@ initializer_range: 0.08}}"
 MARGINS: dict[str, tuple[int, float]] = {
     "demo": (20, 0.12),
     "reinforce": (20, 0.10),
+    "oat": (20, 0.08),
     "dapo": (20, 0.13),
     "gspo": (20, 0.10),
     "cispo": (20, 0.13),
@@ -53,6 +54,7 @@ MARGINS: dict[str, tuple[int, float]] = {
     "async": (20, 0.12),
     "fp8": (20, 0.12),
     "code": (24, 0.04),
+    "moe": (20, 0.10),
 }
 # What has no recipe of its own, on the demo's: its algorithm, and the rise that the mean of three seeds must reach.
 # Measured: gmpo 0.25, sapo 0.25, dppo-tv 0.26, dppo-kl 0.25, cispo-two-sided 0.25, reinforce-pp-baseline 0.26,
@@ -106,8 +108,10 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], RunDi
             shape, lr, batch = (
                 (POLICY.format(32, 128), 2e-3, 32) if task == "code" else (POLICY.format(16, 64), 5e-3, 64)
             )
+            if task == "moe":
+                shape = f"{{family: qwen3_moe, experts: 8, experts_per_token: 2, {shape[1:]}"
             made[task, seed] = run(
-                task,
+                "demo" if task == "moe" else task,
                 tmp_path_factory.mktemp(f"warm-{task}") / f"{seed}",
                 seed,
                 1,
@@ -125,7 +129,7 @@ def learn(
     warm: Callable[[str, int], RunDirectory], recipe: str, seed: int, tmp_path: Path, *more: str
 ) -> tuple[Row, list[Row]]:
     """The evaluated step of the warm-started policy, and the rows of the recipe's run from there."""
-    before = warm("code" if recipe == "code" else "demo", seed)
+    before = warm(recipe if recipe in ("code", "moe") else "demo", seed)
     given = ("model.fresh=null", f"model.path={before.path}", "warm_start=null")
     after = run(recipe, tmp_path / f"{recipe}-{seed}", seed, MARGINS[recipe][0], *given, *more)
     return before.read_metrics()[-1], after.read_metrics()

@@ -48,6 +48,22 @@ def test_a_plain_file_with_math_verify(train: Train, tmp_path: Path, capsys: pyt
     assert rollout["answer"] == str(2 * int(number[1]))
 
 
+def test_problems_that_are_too_long_are_left_out_where_the_recipe_says_so(
+    configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts], tmp_path: Path
+) -> None:
+    rows = [{"problem": f"{n}? {'word ' * (1000 if n in (2, 5) else 1)}", "answer": "1"} for n in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of = f"kind: dataset, files: {tmp_path / 'rows.jsonl'}, heldout_fraction: 0"
+    common = ("warm_start=null", "evaluation=null", *BYTES)
+    with pytest.raises(MantissaError, match=r"problem .* positions; .* of a dataset set task\.on_long_prompt=skip"):
+        parts_of(configure(f"task={{{of}}}", *common))
+    task = parts_of(configure(f"task={{{of}, on_long_prompt: skip}}", *common)).task
+    assert len(task.split("train")) == 7
+    assert task.notes[-1].endswith("too long: 2 of 9 training problems, 0 of 0 held out")
+    with pytest.raises(MantissaError, match="all 9 training prompts are too long"):
+        parts_of(configure(f"task={{{of}, on_long_prompt: skip}}", *common, "rollout.max_tokens=4096"))
+
+
 def test_the_dapo_schema_needs_a_chat_template_and_then_runs(
     train: Train, configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts], tmp_path: Path
 ) -> None:

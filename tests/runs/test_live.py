@@ -63,6 +63,31 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
     assert written(live.console).splitlines() == ["step 1/2    time left unknown", "step 2/2    done"]
 
 
+def test_what_is_at_work_is_said_in_the_bar_and_on_a_pipe_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("mantissa.runs.live.time.monotonic", lambda: now[0])
+    console = pipe()
+    live = Live(3, console=console)
+    live.doing("sampling", 1)
+    now[0] += 20
+    live.doing("warm start 7 of at most 9")
+    live.doing("scoring", 1)  # something was said just now
+    now[0] += 20
+    live.doing("learning", 1)
+    assert written(console).splitlines() == ["warm start 7 of at most 9", "step 1/3  learning"]
+    screen = terminal()
+    with Live(3, console=screen) as live:
+        assert live._progress is not None
+        live.doing("sampling", 1)
+        live._progress.refresh()
+        assert "0/3" in (bar := written(screen)), "before the first step is done"
+        assert "sampling" in bar
+        live.step(ROW | {"step": 1})
+        live.doing("learning", 2)
+        live._progress.refresh()
+        assert "learning, left 3 s" in written(screen)
+
+
 def test_a_terminal_gets_aligned_columns_and_red_where_out_of_range() -> None:
     console = terminal()
     with Live(60, console=console) as live:

@@ -22,7 +22,7 @@ from toys import Batch, cross_entropy, data, mlp, state
 def make(rank: int | None, world: int | None, **fields: Any) -> ExtendedFP16Trainer:
     model = mlp()
     model.eval()  # batch norm of half a batch is not that of the whole one
-    config = ExtendedFP16Config(**({"use_ddp": True} | fields))
+    config = ExtendedFP16Config(**({"use_ddp": True, "backend": "simulated"} | fields))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return ExtendedFP16Trainer(model, optimizer, config, device="cpu", rank=rank, world_size=world)
 

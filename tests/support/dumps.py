@@ -115,6 +115,24 @@ def write_slime(folder: Path, sequences: Sequence[Scored]) -> Path:
     return folder
 
 
+def write_miles(folder: Path, sequences: Sequence[Scored], cp_size: int = 1) -> Path:
+    """train_data/{id}_{rank}.pt, two ranks, each with its sequences' columns."""
+    (folder / "train_data").mkdir(parents=True)
+    for rank in range(2):
+        own = sequences[rank::2]
+        columns = {
+            "partition": list(range(rank, len(sequences), 2)), "tokens": [torch.tensor(s.tokens) for s in own],
+            "response_lengths": [len(s.mask) for s in own], "total_lengths": [len(s.tokens) for s in own],
+            "loss_masks": [torch.tensor(s.mask).int() for s in own], "weight_versions": [["4", "5"] for _ in own],
+            "rollout_log_probs": [torch.tensor(s.rollout_logp).float() for s in own],
+            "log_probs": [torch.tensor(s.learner_logp).float() for s in own], "raw_reward": [0.5] * len(sequences),
+        }  # fmt: skip
+        content = {"rollout_id": 7, "rank": rank, "rollout_data": columns, "cp_rank": 0, "cp_size": cp_size,
+                   "qkv_format": "thd"}  # fmt: skip
+        torch.save(content, folder / f"train_data/7_{rank}.pt")
+    return folder
+
+
 def write_skyrl(path: Path, sequences: Sequence[Scored], more: Any = None) -> Path:
     """dumped_data/NAME.pkl: a TrainingInputBatch, whose state is a file of torch.save's for each field.
 

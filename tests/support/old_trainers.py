@@ -1,4 +1,4 @@
-"""Trainers of the old interface on toy models, which its tests share."""
+"""Trainers of the old interface on toy models, which its tests share: simulated, as a CPU's fallback is fp32."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
 
 def basic(model: nn.Module | None = None, **fields) -> FP16Trainer:
     model = mlp() if model is None else model
-    return FP16Trainer(model, sgd(model), FP16TrainingConfig(**fields))
+    return FP16Trainer(model, sgd(model), FP16TrainingConfig(**({"backend": "simulated"} | fields)))
 
 
 def extended(model: nn.Module | None = None, **fields) -> ExtendedFP16Trainer:
     model = mlp() if model is None else model
-    return ExtendedFP16Trainer(model, sgd(model), ExtendedFP16Config(**fields))
+    return ExtendedFP16Trainer(model, sgd(model), ExtendedFP16Config(**({"backend": "simulated"} | fields)))
 
 
 def learn(trainer: FP16Trainer, batch: Batch) -> bool:

@@ -22,6 +22,7 @@ T = TypeVar("T")
 LARGEST_SIZE = 2**31 - 1  # of anything that is counted: steps, tokens, problems, layers
 LARGEST_SEED = 2**63 - 1
 MOST_LAYERS = 10_000  # each is some twenty objects to make before there is a bill
+MOST_EXPERTS = 32_768  # of all layers together, likewise
 BELOW_ONE = 1 - 2.0**-53  # the nearest number below it
 SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # what fp32 holds with all of its mantissa
 

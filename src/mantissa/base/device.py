@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 
@@ -42,7 +43,11 @@ def be_deterministic(device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its handle
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.use_deterministic_algorithms(True)
+    if "torch._inductor.config" in sys.modules:
+        torch.use_deterministic_algorithms(True)
+    else:  # the same without importing torch's compiler, which takes longer than all else at a command's start
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # read if it is imported later
+        torch.set_deterministic_debug_mode("error")
     # That mode also fills every new tensor with NaN before the operation that made it writes it: a tenth of the time of
     # a simulated step, and no operation here reads what it has not written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

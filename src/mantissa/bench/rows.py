@@ -185,20 +185,20 @@ def _times(ratio: float) -> str:
 
 
 def scenario_table(rows: Sequence[Row]) -> Table:
-    """The scenarios' rows: time, memory, loss."""
-    table = _table("scenario", "precision", "duration", "samples/s", "x fp32's speed", "memory", "loss", "best",
-                   "skipped", "retried")  # fmt: skip
+    """The scenarios' rows: time, memory, loss. Two lines a row, so that 80 columns hold it."""
+    table = _table("scenario", "precision", "duration", "samples/s", "x fp32's\nspeed", "memory", "loss,\nbest",
+                   "skips,\nretries")  # fmt: skip
     for row in rows:
         if row["scenario"] != "size":
-            best = "not known" if row["best_loss"] is None else f"{row['best_loss']:.4f}"
-            table.add_row(row["scenario"], *_measured(row), f"{row['final_loss']:.4f}", best,
-                          f"{row['overflow_rate']:.1%}", str(row["retried"]))  # fmt: skip
+            best = "unknown" if row["best_loss"] is None else f"{row['best_loss']:.4f}"
+            table.add_row(row["scenario"], *_measured(row), f"{row['final_loss']:.4f}\n{best}",
+                          f"{row['overflow_rate']:.1%}\n{row['retried']}")  # fmt: skip
     return table
 
 
 def size_table(rows: Sequence[Row]) -> Table:
     """The sweep's rows: one step's time and memory by parameters."""
-    table = _table("parameters", "batch", "precision", "one step", "samples/s", "x fp32's speed", "peak memory")
+    table = _table("parameters", "batch", "precision", "one step", "samples/s", "x fp32's\nspeed", "memory")
     for row in rows:
         if row["scenario"] == "size":
             table.add_row(short(row["parameters"]), str(row["batch_size"]), *_measured(row))
@@ -209,9 +209,10 @@ def _measured(row: Row) -> list[str]:
     """What both tables show: precision, time, samples a second, speed, memory."""
     speed = "-"
     if row["speed_up"] is not None:
-        speed = f"{row['speed_up']:.2f} ({row['speed_up_low']:.2f}..{row['speed_up_high']:.2f})"
-    return [f"{row['active']} {row['backend']}", seconds_text(row["duration_s"]), f"{row['samples_per_s']:,.0f}", speed,
-            _bytes(row["peak_memory_bytes"])]  # fmt: skip
+        speed = f"{row['speed_up']:.2f}\n({row['speed_up_low']:.2f}..{row['speed_up_high']:.2f})"
+    precision = f"{row['active']}\n{row['backend']}"
+    rate, memory = f"{row['samples_per_s']:,.0f}", _bytes(row["peak_memory_bytes"])
+    return [precision, seconds_text(row["duration_s"]), rate, speed, memory]
 
 
 def _table(*columns: str) -> Table:

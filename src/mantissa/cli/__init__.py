@@ -38,7 +38,8 @@ GROUPS = {
     },
     "Cluster": {
         "launch": "Run a recipe on verl and Ray.",
-        "check-verl": "Say which settings of a verl script take effect.",
+        "check": "Say which settings of a script do nothing or harm.",
+        "check-verl": "The same, for verl alone.",
         "serve": "Start a vLLM server for runs of a recipe.",
     },
     "Programs": {

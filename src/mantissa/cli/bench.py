@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from mantissa.bench import Result
     from mantissa.bench.options import BenchConfig
 
-_TABLE_WIDTH = 112  # a narrower terminal wraps lines; cut off numbers would be worse
-
 
 class Command(ModelCommand):
     """With an option for each described field of ``BenchConfig``."""
@@ -76,7 +74,7 @@ def _show(result: Result) -> None:
 
     from mantissa.bench.rows import scenario_table, size_table
 
-    console = screen(_TABLE_WIDTH)
+    console = screen()
     if result.rows:
         row = result.rows[0]
         console.print(Text(f"{row['device']}, {row['threads']} threads, torch {row['torch']}", style="bold"))

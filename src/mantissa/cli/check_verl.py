@@ -1,4 +1,4 @@
-"""``mantissa check-verl``: which precision settings of a verl run take effect."""
+"""``mantissa check-verl``: the older name of ``mantissa check`` for scripts of verl."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-_WRONG = 1  # exit code
+from mantissa.cli.check import verl
 
 
 def check_verl(
@@ -16,27 +16,10 @@ def check_verl(
     ],
     verl_version: Annotated[str, typer.Option(metavar="VERSION", help="verl's version.")] = "0.9.1",
 ) -> None:
-    """Say which precision settings of a verl run take effect, which are ignored, and what is cast to bf16.
+    """The same as mantissa check --framework verl.
 
-    verl accepts keys that the chosen engine never reads, and values that nobody understands.
-    A script is read, not run.
-
-    Exit code 0: every precision setting takes effect. 1: some do not. 2: bad input.
-
-    [bold]Examples[/]
-
-    mantissa check-verl train.sh
+    [bold]Example[/]
 
     mantissa check-verl actor_rollout_ref.actor.fsdp_config.dtype=float16
     """
-    from mantissa.base.errors import MantissaError
-    from mantissa.launch.check import check_verl as check
-    from mantissa.launch.check import report_text
-    from mantissa.launch.facts import VERSIONS
-
-    if verl_version not in VERSIONS:
-        raise MantissaError(f"--verl-version {verl_version}: expected one of {', '.join(VERSIONS)}")
-    report = check(overrides, verl_version)
-    typer.echo(report_text(report))
-    if report.wrong:
-        raise typer.Exit(_WRONG)
+    verl(overrides, verl_version)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _From = Annotated[
     str | None,
-    typer.Option("--from", metavar="NAME", help="mantissa, nemo-rl, prime-rl, slime, skyrl, plain, verl or trl.",
+    typer.Option("--from", metavar="NAME", help="mantissa, nemo-rl, prime-rl, slime, miles, skyrl or plain.",
                  show_default="found by looking"),
 ]  # fmt: skip
 _Out = Annotated[
@@ -50,8 +50,8 @@ def doctor(
 ) -> None:
     """Diagnose the log-probs of rollout and learner: noise or a fault, its name, and what to set.
 
-    Reads runs of mantissa train, dumps of NeMo-RL, prime-rl, slime and SkyRL, and the plain schema, jsonl or parquet:
-    tokens, prompt_length, rollout_logp, learner_logp, optional mask, temperature and more (docs/doctor.md).
+    Reads runs of mantissa train, dumps of NeMo-RL, prime-rl, slime, miles and SkyRL, and the plain schema, jsonl or
+    parquet: tokens, prompt_length, rollout_logp, learner_logp, optional mask, temperature and more (docs/doctor.md).
     Exit code: 0 healthy, 1 a fault or too large, 2 unreadable.
 
     [bold]Examples[/]
@@ -72,15 +72,17 @@ def doctor(
     from mantissa.doctor.diagnosis import Verdict
     from mantissa.doctor.examine import examine
 
-    dump, further = reading.dump(), list["Block"]()
+    dump, further = reading.dump(progress), list["Block"]()
+    progress("")
     for name, given in (("--engine", engine), ("--other", other), ("--by-layer", by_layer)):
         if given and model is None:
             raise MantissaError(f"{name} needs the model that the tokens are of: give --model too")
     if model is None:
         diagnosis = examine(dump)
-        _show(diagnosis, explain)
+        _show(dump, diagnosis, framework, explain)
     else:
-        dump, diagnosis, further = _with_model(dump, model, other, engine, by_layer, sequences, device, explain)
+        with_model = (model, other, engine, by_layer, sequences, device)
+        dump, diagnosis, further = _with_model(dump, *with_model, framework, explain)
     if out is not None:
         from mantissa.doctor.page import write_page
 
@@ -96,6 +98,7 @@ def _with_model(
     by_layer: bool,
     sequences: int,
     device: str,
+    framework: str | None,
     explain: bool,
 ) -> tuple[Dump, Diagnosis, list[Block]]:
     """Score the tokens again, say what was found, and return it with the page's further blocks."""
@@ -119,27 +122,31 @@ def _with_model(
     def text(token: int) -> str:
         return repr(policy.tokenizer.decode([token]))
 
-    _show(found.diagnosis, explain)
+    _show(dump, found.diagnosis, framework, explain)
     if by_layer:
         _show_layers(found.layers, text)
     return dump, found.diagnosis, blocks(found, text)
 
 
-def _show(diagnosis: Diagnosis, explain: bool) -> None:
+def _show(dump: Dump, diagnosis: Diagnosis, framework: str | None, explain: bool) -> None:
     """The answer, in the order in which it is needed."""
     from rich.text import Text
 
     from mantissa.doctor.examine import remedies_for
     from mantissa.doctor.facts import facts
+    from mantissa.doctor.words import first_line, inferred
 
     console = screen(100)
-    console.print(Text(diagnosis.headline, style="bold"))
+    console.print(Text(first_line(diagnosis), style="bold"))
+    console.print(diagnosis.headline)
     f = diagnosis.figures
     console.print(
         f"{f['tokens']:,} tokens of {f['sequences']:,} sequences ({diagnosis.framework}"
         f"{''.join(', ' + note for note in diagnosis.notes)}): d of {f['d_rms']:.2g} nats (root mean square), "
         f"{f['equal']:.1%} equal to the last bit, k3 {f['k3']:.2g}"
     )
+    if granted := inferred(dump, diagnosis, framework):
+        console.print(Text(f"taken for granted: {'; '.join(granted)}", style="dim"))
     if diagnosis.fault is not None:
         console.print(facts().faults[diagnosis.fault.name].means)
     if diagnosis.second is not None:

@@ -61,9 +61,9 @@ def _profiles(values: dict[str, Any], folder: Path) -> None:
     from mantissa.genesis.evolution.profiles import HEADER, precision_row, profiles
     from mantissa.runs.tables import terminal
 
-    rows = [precision_row(name, values, folder, progress) for name in profiles()]
+    rows = [precision_row(name, values, folder, progress).cells for name in profiles()]
     progress("")
-    screen(120).print(terminal(HEADER, rows))
+    screen().print(terminal(HEADER, rows))
 
 
 def _evolve(config: EvolutionConfig, folder: Path, seeds: int) -> None:
@@ -105,4 +105,4 @@ def _list() -> None:
 
     typer.echo(f"tasks: {', '.join(shipped())}\nprofiles: {', '.join(profiles())}\nsettings:")
     for name, field in EvolutionConfig.model_fields.items():
-        typer.echo(f"  {name}={field.default!r}: {field.description or 'of every draw'}")
+        typer.echo(f"  {name}={field.get_default(call_default_factory=True)!r}: {field.description or 'of every draw'}")

@@ -47,11 +47,11 @@ def guard(
     mantissa guard runs/fp16 --window 100 overflow_fall_back=0.2
     """
     from rich.console import Console
-    from rich.table import Table
 
     from mantissa.dropin import GuardLog
     from mantissa.dropin.guard_config import read_rows
     from mantissa.rl.guard_review import compared, described, guard_of, refuse_unjudged, rules
+    from mantissa.runs.tables import terminal
 
     folder = run.parent if run.is_file() else run
     logged = GuardLog(folder).read()  # before the metrics: a running run writes them first
@@ -65,11 +65,9 @@ def guard(
     if judge.reference is not None:
         console.print(f"reference {judge.reference.path}: {described(judge.reference)}")
     _print_decisions(console, decisions, every)
-    table = Table("rule", "worst", "thresholds", box=None, pad_edge=False, header_style="dim")
+    table = terminal(("rule", "worst", "thresholds"), rules(rows, decisions, judge))
     table.columns[0].no_wrap = True
-    for line in rules(rows, decisions, judge):
-        table.add_row(*line)
-    console.print(table)
+    console.print(table, soft_wrap=False)
     console.print()
     state = "may" if judge.good else "may not yet"
     console.print(f"after step {decisions[-1].step}: {decisions[-1].action}; a checkpoint {state} be called good")

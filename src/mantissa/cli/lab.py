@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mantissa.base.errors import MantissaError
 from mantissa.cli.common import split
+
+if TYPE_CHECKING:
+    from mantissa.lab import Lab
 
 
 def lab(
@@ -23,6 +26,9 @@ def lab(
     no_space_check: Annotated[
         bool, typer.Option("--no-space-check", help="Begin although the disk seems to have too little room.")
     ] = False,
+    exploratory: Annotated[
+        bool, typer.Option("--exploratory", help="Begin although the file is not committed to git; the page says so.")
+    ] = False,
     page: Annotated[
         bool, typer.Option("--page", help="Write the page anew from the rows that there are; run nothing.")
     ] = False,
@@ -32,6 +38,9 @@ def lab(
     The page has the question and what was expected as they were before the first run, the answer in words with paired
     differences to the control, curves with their range over seeds, and what was not run. A cell that fails is reported
     and stops no other.
+
+    The file, with its question and expectation, has to be committed to git before its first run; the rows record the
+    commit. Without one, --exploratory begins all the same.
 
     Rows go to results/lab/NAME.jsonl, runs and the page to runs/lab/NAME.
 
@@ -52,10 +61,12 @@ def lab(
         raise MantissaError(f"--only {only}: no cell has this in its name; there are {', '.join(chosen.names)}")
     count = workers or chosen.file.workers
     if dry_run:
+        _note_uncommitted(chosen)
         typer.echo(f"disk: about {size_text(needed(chosen, cells, count))}; {size_text(free(chosen))} are free")
         _print_bill(chosen.name, [cell.name for cell in cells], bill(chosen, cells, typer.echo), count)
         return
-    rows = Rows(chosen) if page else run_lab(chosen, cells, count, typer.echo, not no_space_check)
+    checks = {"space_check": not no_space_check, "exploratory": exploratory}
+    rows = Rows(chosen) if page else run_lab(chosen, cells, count, typer.echo, **checks)
     for line in answers(rows):
         typer.echo(line)
     typer.echo(f"page: {write_page(rows)}")
@@ -64,6 +75,15 @@ def lab(
         raise MantissaError(
             f"{len(failed)} of {len(cells)} cells failed: {', '.join(failed)}; the page has their errors"
         )
+
+
+def _note_uncommitted(lab: Lab) -> None:
+    from mantissa.lab.committed import committed
+
+    try:
+        committed(lab)
+    except MantissaError as error:
+        typer.echo(f"a run would be refused: {error}")
 
 
 def _print_bill(name: str, cells: list[str], seconds: dict[str, float | None], workers: int) -> None:

@@ -118,7 +118,8 @@ def _on_verl(recipe: Path | None, overrides: list[str], said: dict[str, Any], dr
     if working_dir is not None and not working_dir.is_dir():
         raise MantissaError(f"--working-dir {working_dir}: expected a folder")
     from mantissa.base.shipped import find_recipe
-    from mantissa.launch import export, launch_file, load_options
+    from mantissa.launch import launch_file, load_options
+    from mantissa.launch.export import export
     from mantissa.rl import load_recipe
 
     recipe = find_recipe(recipe)

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from mantissa.doctor.sides import Scores
     from mantissa.doctor.tune import Figure, Role, Tuned
 
-_TABLE_WIDTH = 120
-
 
 def tune(
     model: Model,
@@ -160,16 +158,16 @@ def _show(found: Tuned, model: str) -> None:
 
     from mantissa.runs.tables import terminal
 
-    console = screen(_TABLE_WIDTH)
+    console = screen()
     what = {"seq_std": "std over sequences of S/T, nats", "k3": "k3, nats a token"}[found.figure]
     console.print(Text(f"{model}: {found.role} fp8 on {found.base} where chosen, the other {found.base}", style="bold"))
     console.print(Text(f"{found.tokens} tokens of {found.sequences} completions; {what}; half chose", style="dim"))
     header = ("set", "layers'\nparameters\nin fp8", "bytes a step\nreads less", "figure on the\nhalf that chose",
-              "on the other half, 95%", f"at most\n{found.budget:g}")  # fmt: skip
+              "on the other\nhalf, 95%", f"at most\n{found.budget:g}")  # fmt: skip
     rows = []
     for row in found.rows:
         value = row.measured
-        measured = f"{value.value:.4f} ({value.low:.4f} to {value.high:.4f})" if value.value else "0"
+        measured = f"{value.value:.4f}\n{value.low:.4f} to {value.high:.4f}" if value.value else "0"
         rows.append([row.name, f"{row.share:.0%}", f"{row.saved:.0%}", f"{row.chosen:.4f}", measured,
                      "yes" if row.within else "no"])  # fmt: skip
     console.print(terminal(header, rows))

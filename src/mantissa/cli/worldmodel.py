@@ -155,18 +155,18 @@ def evaluate(
         return
     known = [each for each in trajectories if each.final_outcome != "unknown"]
     typer.echo(f"{len(known):,} trajectories of {len({each.task for each in known})} tasks")
-    typer.echo(f"{'precision':9}  seed  AUROC  by counting  {'gain (95%)':25}  Brier    ECE  overflow  seconds")
+    typer.echo(f"{'precision':9}  seed  AUROC  counting  {'gain (95%)':22}  Brier    ECE  overflow")
     for seed in range(seeds):
         for precision in split(precisions):
             made = partial(WorldModel, hidden_dim=hidden_dim, members=members, lr=lr, precision=precision, seed=seed)
             progress(f"seed {seed}, {precision}")
             found = cross_validate(trajectories, made, folds=folds, epochs=epochs, batch_size=batch_size, seed=seed)
             progress("")
-            gain = f"{found.gain.value:+.3f} ({found.gain.interval})"
+            gain = f"{found.gain.value:+.3f} ({found.gain.interval.replace(' to ', '..')})"
             ours, theirs = _figure(found.model.auroc), _figure(found.baseline.auroc)
             typer.echo(
-                f"{precision:9}  {seed:4}  {ours:>5}  {theirs:>11}  {gain:25}  {found.model.brier:.3f}  "
-                f"{found.model.ece:.3f}  {found.overflow_rate:8.1%}  {found.seconds:7.0f}"
+                f"{precision:9}  {seed:4}  {ours:>5}  {theirs:>8}  {gain:22}  {found.model.brier:.3f}  "
+                f"{found.model.ece:.3f}  {found.overflow_rate:8.1%}"
             )
 
 

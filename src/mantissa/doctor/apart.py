@@ -9,6 +9,7 @@ The process reads while this one imports what it needs next; ``Reading.dump`` wa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -26,6 +27,8 @@ from mantissa.doctor.inside import ARRAYS, LONGEST_TEXT, NUMBERS
 from mantissa.tasks.sandbox.run import Limits, cause_of_death
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
 
     from mantissa.doctor.dump import Dump, Scored
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 LIMITS = Limits(wall_s=600.0, cpu_s=300, memory_bytes=8 << 30, output_bytes=4 << 30)
 _ADVICE = "it is damaged, or was made to break readers; write it again, or give a part of it"
 _LONGEST_HEADER = 1 << 16
+_TICK_S = 0.5
 _LARGEST_TOKEN = 2**31 - 1
 _CODE = "import sys; sys.path[:] = {path!r}; from mantissa.doctor.inside import main; main()"
 
@@ -64,8 +68,10 @@ class Reading:
             env=one | more,
         )  # fmt: skip
 
-    def dump(self) -> Dump:
-        """What was read; ``MantissaError`` with the reader's own words, or with how its process ended."""
+    def dump(self, tick: Callable[[str], None] = lambda line: None) -> Dump:
+        """What was read; ``MantissaError`` with the reader's own words, or with how its process ended. ``tick`` is told
+        twice a second how far it is."""
+        self._tick = tick
         try:
             header = self._header()
             if header.keys() == {"memory"}:
@@ -99,14 +105,29 @@ class Reading:
         found, pipe = bytearray(count), self._process.stdout.fileno()
         view = memoryview(found)
         while view:
-            left = self._deadline - time.monotonic()
-            if left <= 0 or not select.select([pipe], [], [], left)[0]:
+            while not select.select([pipe], [], [], _TICK_S)[0]:
+                self._tick(f"reading {self._path}{self._place()}")
+                if time.monotonic() >= self._deadline:
+                    break
+            if time.monotonic() >= self._deadline:
                 raise MantissaError(f"{self._path}: its reader took longer than {self._limits.wall_s:g} s; {_ADVICE}")
             got = os.readv(pipe, [view])
             if not got:
                 raise self._ended()
             view = view[got:]
         return found
+
+    def _place(self) -> str:
+        """Where the process is in the file that it has open; nothing where the system does not say."""
+        about = Path(f"/proc/{self._process.pid}")
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            within = str(self._path.resolve())
+            for each in (about / "fd").iterdir():
+                file = os.readlink(each)
+                if file.startswith(within):
+                    at = int((about / "fdinfo" / each.name).read_text().split()[1])
+                    return f": {Path(file).name}, {_bytes(at)} of {_bytes(os.stat(file).st_size)}"
+        return ""
 
     def _ended(self) -> MantissaError:
         """Why the answer ended early."""

@@ -6,14 +6,15 @@
 | NeMo-RL | train_data_step{n}.jsonl | at each token of the padded sequence; the first is 0 |
 | prime-rl | token_exports/step_N/rank_R.jsonl | at each token of one sequence, prompt included |
 | slime | train_data/{id}.pt, versions from rollout_data/{id}.pt | for each response token |
+| miles | train_data/{id}_{rank}.pt | for each response token |
 | SkyRL | dumped_data/{name}.pkl | for each response token, padded right; prompts are padded left |
 | plain | jsonl or parquet | for each response token |
 
 The file is looked at to find out whose it is. What cannot be read is named with its line or row; nothing is guessed:
 two sides of different lengths are an error, and so are ids that are no tokens. A log-prob that is not finite
 in fp32 is kept as NaN.
-verl's rollout dumps and TRL's completion logs hold texts and rewards but no log-probs: they are known by their fields,
-and the error says how to have them written.
+What verl, TRL, AReaL and ROLL dump by themselves holds no log-probs of the learner: it is known by its fields, and the
+error says how to have them written.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from mantissa.base.readers.parquet import open_parquet
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.runs import read_run
 
-FRAMEWORKS = ("mantissa", "nemo-rl", "prime-rl", "slime", "skyrl", "plain", "verl", "trl")
+FRAMEWORKS = ("mantissa", "nemo-rl", "prime-rl", "slime", "miles", "skyrl", "plain", "verl", "trl", "openrlhf", "areal",
+              "roll")  # fmt: skip
 MOST_TOKENS = 4_000_000  # response positions; more would only narrow intervals that are narrow already
 _LINE = ROW
 _TABLE = Limits(4 << 30, 100, 40 * MOST_TOKENS)
@@ -50,7 +52,12 @@ _KNOWN: dict[str, frozenset[str]] = {
     "plain": frozenset({"tokens", "rollout_logp", "learner_logp"}),
     "verl": frozenset({"input", "output", "score"}),
     "trl": frozenset({"prompt", "completion", "advantage"}),
+    "areal": frozenset({"head_version", "tail_version", "prompt_len", "completion"}),
 }
+_WRITE_THEM = (
+    "Have them written where the trainer has both sides' log-probs of a batch: mantissa.doctor.record.write_batch, one "
+    "call (docs/integrations.md)"
+)
 _NO_LOGPS = {
     "verl": "verl's rollout dump holds texts and scores and no log-probs. Have them recorded: start verl with "
     "VERL_USE_EXTERNAL_MODULES=mantissa.launch.verl_logps MANTISSA_LOGPS=FOLDER in its environment, and give this "
@@ -58,6 +65,8 @@ _NO_LOGPS = {
     "trl": "TRL's completion log holds texts, rewards and advantages and no log-probs. Have them written: "
     "mantissa.dropin.trl.record_logps(trainer, FOLDER) before trainer.train(), and give this command the FOLDER "
     "(docs/doctor.md)",
+    "areal": f"AReaL's trajectory dump (rollout.dump_to_file) holds texts and rewards and no log-probs. {_WRITE_THEM}",
+    "roll": f"ROLL's rollout dump holds the engine's log-probs and not the learner's. {_WRITE_THEM}",
 }
 
 
@@ -229,7 +238,10 @@ def _mask(where: str, name: str, values: Any, length: int) -> np.ndarray:
 
 
 def _count(where: str, row: Row, name: str, default: int | None = None) -> int | None:
-    value = getattr(row.get(name), "array", row.get(name))
+    value = row.get(name)
+    if type(value) is int and 0 <= value <= 2**53:
+        return value
+    value = getattr(value, "array", value)
     if isinstance(value, list | np.ndarray) and np.size(value) == 1:
         value = np.asarray(value).reshape(-1)[0].item()
     if isinstance(value, np.generic):
@@ -333,17 +345,36 @@ _READERS = {"plain": _plain, "nemo-rl": _nemo, "prime-rl": _prime, "mantissa": _
 
 
 def _read_pickle(path: Path, framework: str | None) -> tuple[str, list[Scored], Settings]:
-    data = pickles.load(path)
-    with boundary(path, "expected slime's train_data or SkyRL's dumped_data"):
+    try:
+        data = pickles.load(path)
+    except MantissaError as error:
+        if "roll.distributed.scheduler.protocol" in str(error):
+            raise MantissaError(f"{path}: {_NO_LOGPS['roll']}") from None
+        raise
+    with boundary(path, "expected slime's or miles' train_data, or SkyRL's dumped_data"):
         if not isinstance(data, dict):
             raise MantissaError(f"{path} holds a {type(data).__name__}; expected slime's or SkyRL's dictionary")
         if {"sequences", "response_mask"} <= data.keys() and framework in (None, "skyrl"):
             return "skyrl", _skyrl(path, data), Settings()
+        if {"rollout_data", "cp_size"} <= data.keys() and framework in (None, "miles"):
+            return "miles", _miles(path, data), Settings()
         if ({"samples"} <= data.keys() or "rollout_data" in data) and framework in (None, "slime"):
             return "slime", _slime(path, data), Settings()
+    fields_ = ", ".join(sorted(map(str, data))[:12])
     raise MantissaError(
-        f"{path}: fields {', '.join(sorted(map(str, data))[:12])}; expected slime's samples or SkyRL's sequences"
+        f"{path}: fields {fields_}; expected slime's samples, miles' rollout_data or SkyRL's sequences"
+        + ("" if framework is None else f", as --from {framework} says")
     )
+
+
+def _miles(path: Path, data: Row) -> list[Scored]:
+    """One rank's columns, whole: what context parallelism cut is refused."""
+    if data["cp_size"] != 1:
+        raise MantissaError(
+            f"{path}: of {_describe(data['cp_size'])} ranks that share each sequence (context parallelism); expected "
+            "whole log-probs: record with --context-parallel-size 1"
+        )
+    return _slime(path, data)
 
 
 def _slime(path: Path, data: Row) -> list[Scored]:
@@ -359,7 +390,7 @@ def _slime(path: Path, data: Row) -> list[Scored]:
             f"{path} holds the rollout's log-probs only; the learner's are in slime's train_data/{path.stem}.pt "
             "(--save-debug-train-data, or --dump-details for both)"
         )
-    versions = _slime_versions(path)
+    versions = _slime_versions(path, samples)
     found = []
     for place, sample in enumerate(samples):
         where = f"{path}, sample {place}"
@@ -378,12 +409,13 @@ def _slime(path: Path, data: Row) -> list[Scored]:
     return found
 
 
-def _slime_versions(path: Path) -> dict[int | None, int]:
-    """Each sample's last ``weight_versions``, from rollout_data/{id}.pt beside train_data/{id}.pt where it is there."""
+def _slime_versions(path: Path, samples: Sequence[Row]) -> dict[int | None, int]:
+    """Each sample's last ``weight_versions``: its own, or from rollout_data/{id}.pt beside train_data/{id}.pt."""
     beside = path.parent.parent / "rollout_data" / path.name
-    if not beside.is_file():
-        return {}
-    samples = pickles.load(beside).get("samples", ())
+    if not any("weight_versions" in sample for sample in samples):
+        if not beside.is_file():
+            return {}
+        samples = pickles.load(beside).get("samples", ())
     found: dict[int | None, int] = {}
     for place, sample in enumerate(samples):
         last = list(sample.get("weight_versions") or ())[-1:]
@@ -431,6 +463,8 @@ def _skyrl(path: Path, data: Row) -> list[Scored]:
 
 def _agreed(one: Settings, other: Settings) -> Settings:
     """What two rows or files say alike; None where they do not."""
+    if one == other:
+        return one
     kept = {name: getattr(one, name) for name in _SETTINGS if getattr(one, name) == getattr(other, name)}
     return Settings(**kept)
 

@@ -28,6 +28,7 @@ FEWEST = 8  # units, for a test
 LEVEL = 0.05  # of a false alarm in a healthy dump, over all tests together
 POWER = 0.95
 CERTAIN = 0.01  # of 1 - p: below it a token says nothing
+_SMALL = 1 << 24  # the largest number of a unit that is counted by a table
 Array = np.ndarray
 
 
@@ -68,7 +69,7 @@ class Tokens:
 
     @property
     def units(self) -> int:
-        return len(np.unique(self.unit))
+        return int((np.bincount(self.unit) > 0).sum())
 
     @cached_property
     def size(self) -> float:
@@ -83,14 +84,16 @@ def tokens_of(dump: Dump) -> tuple[Tokens, Array, Array]:
     groups = [each.group for each in dump.sequences]
     whole = None not in groups and len(set(groups)) >= FEWEST
     numbers = np.unique(np.array(groups if whole else range(len(groups))), return_inverse=True)[1]
-    parts = []
-    for place, (each, unit) in enumerate(zip(dump.sequences, numbers, strict=True)):
-        kept = np.flatnonzero(each.mask)
-        last = kept.max(initial=0)
-        parts.append((each.rollout_logp[kept], each.learner_logp[kept], np.full(len(kept), place),
-                      np.full(len(kept), unit), kept, last - kept))  # fmt: skip
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    found = Tokens(*columns)
+    lengths = np.array([len(each.mask) for each in dump.sequences], dtype=np.int64)
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    position = np.arange(len(sequence)) - np.repeat(lengths.cumsum() - lengths, lengths)
+    mask = np.concatenate([each.mask for each in dump.sequences])
+    last = np.zeros(len(lengths), dtype=np.int64)
+    np.maximum.at(last, sequence[mask], position[mask])
+    x, y = (np.concatenate([getattr(each, side) for each in dump.sequences])[mask]
+            for side in ("rollout_logp", "learner_logp"))  # fmt: skip
+    sequence, position = sequence[mask], position[mask]
+    found = Tokens(x, y, sequence, numbers[sequence], position, last[sequence] - position)
     return found, np.isfinite(found.x), np.isfinite(found.y)
 
 
@@ -106,8 +109,10 @@ class Tested:
 
 def sums_by(unit: Array, *columns: Array) -> Array:
     """U,K: the sum of each column over each unit's tokens."""
-    numbers, count = np.unique(unit, return_inverse=True)[1], len(np.unique(unit))
-    return np.stack([np.bincount(numbers, weights=column, minlength=count) for column in columns], axis=-1)
+    if unit.dtype.kind != "i" or unit.max(initial=0) > _SMALL:
+        unit = np.unique(unit, return_inverse=True)[1]
+    there = np.bincount(unit) > 0  # without sorting
+    return np.stack([np.bincount(unit, weights=column)[there] for column in columns], axis=-1)
 
 
 def tested(sums_UK: Array, figure: Callable[[Array], Array], bound: float, tests: int) -> Tested:

@@ -9,9 +9,11 @@
 
 What differs, each time because the old behaviour loses something:
 
-- The model's parameters stay fp32 (master weights); every forward computes on fp16 copies of them. So it does in the
-  modes named ``fp16`` and ``bfloat16``, which there meant ``model.half()``: Adam in pure half loses most updates.
-- On a CPU fp16 is really simulated, and refused where it cannot be had; ``fallback="warn"`` opts into fp32.
+- The model's parameters are fp32 (master weights) while it trains; every forward computes on fp16 copies of them. So
+  it does in the modes named ``fp16`` and ``bfloat16``, which there meant ``model.half()``: Adam in pure half loses most
+  updates. ``cast_model_to_fp16`` casts, and the masters come back for the next step.
+- Without a GPU it trains in fp32, with a warning, as there; ``backend="simulated"`` rounds to fp16 on a CPU,
+  ``fallback="error"`` refuses.
 - Overflow is read from the gradients, the same on every rank; a step that overflowed leaves nothing behind.
 - The caller's configuration is never changed; what is in force is ``effective_config``, and in ``get_stats()``.
 - Clipping is an argument (1.0, as there; None, 0 and inf measure and never clip).
@@ -22,8 +24,11 @@ What differs, each time because the old behaviour loses something:
 The world model that came with it is ``mantissa.genesis.worldmodel``'s, with its names and arguments:
 ``docs/worldmodel.md``.
 
-For retry on the same batch, weights of batches, ``scale="auto"`` and the rest, use ``mantissa.training``'s
-``PrecisionTrainer``.
+``growth_interval="auto"`` is ``PrecisionTrainer(scale="auto")``: the scale follows the gradients' observed range. For
+retry on the same batch, weights of batches and the rest, use ``mantissa.PrecisionTrainer``.
+
+Sources: P. Micikevicius et al., "Mixed precision training" (2018), arXiv:1710.03740, for masters and loss scaling;
+``torch.amp.GradScaler`` for the dynamic rule and its defaults.
 """
 
 from __future__ import annotations
@@ -96,7 +101,7 @@ class ExtendedFP16Config(FP16Config):
     loss_scale: float = 65536.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
-    growth_interval: int = 2000
+    growth_interval: int | Literal["auto"] = 2000
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = 1.0
     use_ddp: bool = False
@@ -104,7 +109,7 @@ class ExtendedFP16Config(FP16Config):
     broadcast_buffers: bool = True
     adaptive_clip: float | None = field(default=None, kw_only=True)
     backend: Literal["auto", "native", "simulated"] = field(default="auto", kw_only=True)
-    fallback: Literal["error", "warn"] = field(default="error", kw_only=True)
+    fallback: Literal["error", "warn"] = field(default="warn", kw_only=True)
 
     def __post_init__(self) -> None:
         try:
@@ -253,7 +258,8 @@ class FP16Trainer:
             "fp32" if self._off else self.config.number_format,
             backend=self.config.backend,
             fallback=self.config.fallback,
-            scale=self.config.scaler_config(),
+            scale=self.config.scale,
+            retries=0,  # one overflow gives a batch up, as there
             accumulate=self.config.accumulate,
             max_grad_norm=self.config.max_grad_norm or math.inf,
             adaptive_clip=self.config.adaptive_clip,
@@ -261,6 +267,7 @@ class FP16Trainer:
         )
         self._trainer.optimizer_step.given_up_level = logging.WARNING  # as there
         self.scaler = ScalerView(self._trainer) if self._trainer.precision.active.needs_loss_scaling else None
+        self._masters: dict[str, Tensor] = {}  # fp32 weights and buffers, while the model itself is fp16
 
     @classmethod
     def _checked(cls, config: Any) -> Any:
@@ -291,6 +298,7 @@ class FP16Trainer:
 
         Under ``torch.no_grad()`` it is an evaluation and has none.
         """
+        self._take_masters_back()
         if torch.is_grad_enabled():
             return self._trainer.forward_loss(batch, loss_fn)
         with self._trainer.forward():
@@ -305,9 +313,38 @@ class FP16Trainer:
         return self._trainer.backward_step(loss).applied
 
     def cast_model_to_fp16(self) -> nn.Module:
-        """The model as it is: its parameters stay fp32, and every forward in ``training_step`` already computes on
-        fp16 copies. Casting them would leave Adam nothing but half precision to add small updates to."""
+        """Cast the model's weights and buffers to fp16, in place, to serve or to save it; returns the model.
+
+        Where fp16 is not active, it warns and casts nothing, as there. The fp32 masters are kept: ``training_step``,
+        ``save_checkpoint`` and ``load_checkpoint`` take them back first, but for tensors that were changed meanwhile,
+        so no small update is lost. ``torch.save(trainer.cast_model_to_fp16().state_dict(), path)`` saves half weights.
+        """
+        if self._trainer.precision.active.name != "fp16":
+            active = self._trainer.precision.active
+            warnings.warn(f"cast_model_to_fp16: training is in {active}, so nothing is cast", stacklevel=2)
+        elif self._trainer.accumulated:
+            raise MantissaError(
+                f"cast_model_to_fp16: {self._trainer.accumulated} of {self._trainer.accumulate} batches are "
+                "accumulated, with gradients of the fp32 weights; cast after the optimiser's turn"
+            )
+        elif not self._masters:
+            tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+            self._masters = {name: each.data for name, each in tensors if each.is_floating_point()}
+            self.model.half()
+            self.model.zero_grad(set_to_none=True)  # those of fp32 weights
         return self.model
+
+    def _take_masters_back(self) -> None:
+        for name, master in self._masters.items():
+            place, _, own = name.rpartition(".")
+            module = self.model.get_submodule(place)
+            here = getattr(module, own).data
+            kept = master if torch.equal(here, master.half()) else here.to(master.dtype)
+            if own in module._parameters:
+                getattr(module, own).data = kept  # the optimiser knows this very parameter
+            else:
+                setattr(module, own, kept)
+        self._masters = {}
 
     def get_stats(self) -> dict[str, Any]:
         """Counters, what is active, and the scale (1 where the format needs none). ``clipped_fraction``: units that
@@ -329,6 +366,7 @@ class FP16Trainer:
     def save_checkpoint(self, path: str | Path) -> None:
         """One file, atomically, by rank 0; see ``mantissa.training.checkpoint`` for its keys. On several ranks call
         it on all. Gradients that wait for the optimiser's turn are no part of it: where there are some, it warns."""
+        self._take_masters_back()
         if self._trainer.accumulated:
             warnings.warn(
                 f"checkpoint {path}: {self._trainer.accumulated} of {self._trainer.accumulate} batches are accumulated "
@@ -339,6 +377,7 @@ class FP16Trainer:
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Go on from a file of ``save_checkpoint``, or of either old layout."""
+        self._take_masters_back()
         self._trainer.load_checkpoint(path)
 
 

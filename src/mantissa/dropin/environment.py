@@ -32,7 +32,7 @@ ENVIRONMENT = {
 }
 _EXPECTED = {
     bool: "true or false (or 1, 0, yes, no, on, off)",
-    int: "a whole number",
+    int: "a whole number, or auto",
     float: "a number",
 }
 
@@ -44,24 +44,31 @@ class FP16Config:
     loss_scale: float
     growth_factor: float
     backoff_factor: float
-    growth_interval: int
+    growth_interval: int | Literal["auto"]
     max_grad_norm: float | None
     adaptive_clip: float | None
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense now, not at the first step."""
         bound, clip, counted = self.max_grad_norm, self.adaptive_clip, "a whole number from 1 on"
+        interval, auto = self.growth_interval, self.growth_interval == "auto"
         check_values(type(self).__name__, vars(self), {
             "enabled": (isinstance(self.enabled, bool), "True or False"),
             "loss_scale": (number(self.loss_scale, SMALLEST_FLOAT), "a finite number above 0"),
             "growth_factor": (number(self.growth_factor, 1), "a finite number, 1 or more"),
             "backoff_factor": (number(self.backoff_factor, SMALLEST_FLOAT, BELOW_ONE),
                                "between 0 and 1: an overflow lowers the scale"),
-            "growth_interval": (number(self.growth_interval, 1, LARGEST_SIZE, whole=True), counted),
+            "growth_interval": (auto or number(interval, 1, LARGEST_SIZE, whole=True), f"{counted}, or 'auto'"),
             "gradient_accumulation_steps": (number(self.accumulate, 1, LARGEST_SIZE, whole=True), counted),
             "max_grad_norm": (bound is None or number(bound, 0, math.inf), "0 or more, or None"),
             "adaptive_clip": (clip is None or number(clip, SMALLEST_FLOAT), "more than 0, or None"),
         })  # fmt: skip
+        for name in ("loss_scale", "growth_factor", "backoff_factor"):
+            if auto and getattr(self, name) != getattr(type(self), name):
+                raise MantissaError(
+                    f"{type(self).__name__}: {name} does nothing with growth_interval='auto', where the scale follows "
+                    "the gradients' observed range; leave it out"
+                )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **fields: Any) -> Self:
@@ -91,44 +98,55 @@ class FP16Config:
         """Batches to an optimiser step."""
         return 1
 
-    def scaler_config(self) -> ScalerConfig:
-        """The dynamic rule that these numbers mean; one overflow gives a batch up, as there."""
+    @property
+    def scale(self) -> ScalerConfig | Literal["auto"]:
+        """The scaling rule that these numbers mean, as ``PrecisionTrainer`` takes it."""
+        if self.growth_interval == "auto":
+            return "auto"
         return ScalerConfig(
             initial=self.loss_scale,
             growth_factor=self.growth_factor,
             backoff_factor=self.backoff_factor,
             growth_interval=self.growth_interval,
             floor=min(1.0, self.loss_scale),
-            retries=0,
         )
 
 
 @dataclass(frozen=True)
 class FP16TrainingConfig(FP16Config):
-    """``enabled``: fp16, else fp32. ``loss_scale``: the first scale; the other three are the dynamic rule.
+    """``enabled``: fp16, else fp32. ``loss_scale``: the first scale; the other three are the dynamic rule, or with
+    ``growth_interval="auto"`` the scale follows the gradients' observed range (``mantissa.training.AutoScaler``).
 
     ``max_grad_norm``: bound on the unscaled gradient's norm; None and 0 never clip. ``adaptive_clip``, ``backend`` and
-    ``fallback``: as ``PrecisionTrainer``.
+    ``fallback``: as ``PrecisionTrainer``. A device without fp16 arithmetic computes in fp32, with a warning, as in the
+    older utility: that is every CPU, unless ``backend="simulated"`` is given; ``fallback="error"`` refuses instead.
     """
 
     enabled: bool = True
     loss_scale: float = 65536.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
-    growth_interval: int = 2000
+    growth_interval: int | Literal["auto"] = 2000
     max_grad_norm: float | None = field(default=1.0, kw_only=True)
     adaptive_clip: float | None = field(default=None, kw_only=True)
     backend: Literal["auto", "native", "simulated"] = field(default="auto", kw_only=True)
-    fallback: Literal["error", "warn"] = field(default="error", kw_only=True)
+    fallback: Literal["error", "warn"] = field(default="warn", kw_only=True)
+
+
+def switch(environment: Mapping[str, str] | None = None) -> bool | None:
+    """What ``ENABLE_FP16_TRAINING`` says; None where nothing sets it."""
+    text = (current_environment() if environment is None else environment).get(_SWITCH)
+    return None if text is None else bool(_parsed(_SWITCH, text, bool))
 
 
 def switched_off(environment: Mapping[str, str] | None = None) -> bool:
     """Whether ``ENABLE_FP16_TRAINING`` says no: then every trainer is in fp32, whatever its configuration says."""
-    text = (current_environment() if environment is None else environment).get(_SWITCH)
-    return text is not None and not _parsed(_SWITCH, text, bool)
+    return switch(environment) is False
 
 
 def _parsed(variable: str, text: str, kind: type) -> Any:
+    if ENVIRONMENT[variable] == "growth_interval" and text.strip() == "auto":
+        return "auto"
     try:
         return TypeAdapter(kind).validate_python(text.strip())
     except ValidationError:

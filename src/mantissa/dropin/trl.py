@@ -6,14 +6,16 @@
     record_logps(trainer, "logps")              # or keep them, for `mantissa doctor logps`
 
 The sampler's log-probs are those that vLLM (or a ``rollout_func``) delivers. Where transformers' ``generate`` samples,
-TRL's default, they are taken from it as it samples: of logits / temperature, before top-k and top-p, as TRL's own
-learner scores. The learner's are those of the model before its update. Training is not changed, and nothing here stops
-it but ``on_fault="stop"``, which ends it as TRL's own callbacks do, after a step.
+TRL's default, they are taken from it as it samples: of logits / the temperature that it samples with, after penalties
+and before top-k and top-p. The learner's are those of the model before its update, as TRL computes them. Training is
+not changed, to the last bit, and nothing here stops it but ``on_fault="stop"``, which ends it as TRL's own callbacks
+do, after a step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,49 +25,79 @@ from mantissa.base.errors import MantissaError
 from mantissa.doctor.gate import Gate
 from mantissa.doctor.record import ScoredBatch, write_batch
 
-_LATER = (MantissaError, OSError, ValueError, TypeError, KeyError, IndexError, RuntimeError, AttributeError)
+_FORMATS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
 def record_logps(trainer: Any, folder: Path | str) -> None:
     """Have ``trainer`` (trl.GRPOTrainer) write every batch that it scores into ``folder``, in the plain schema.
 
-    Call it before ``trainer.train()``; then ``mantissa doctor FOLDER``. A batch that cannot be written is one warning.
+    Call it before ``trainer.train()``; then ``mantissa doctor FOLDER``. A row also has temperature, top_p, top_k, the
+    formats of both sides, the versions of their weights (the step) and of the libraries. A batch that cannot be written
+    is one warning.
     """
     folder, batches = Path(folder), [0]
+    libraries = {name: _version(name) for name in ("trl", "transformers", "torch", "vllm")}
 
     def write(batch: ScoredBatch) -> None:
         batches[0] += 1
         name = f"step-{trainer.state.global_step}-{batches[0]}-rank-{trainer.accelerator.process_index}.jsonl"
-        write_batch(folder / name, batch)
+        settings = {**batch.settings, "libraries": {name: each for name, each in libraries.items() if each}}
+        write_batch(folder / name, ScoredBatch(batch.prompts, *_tables(batch), settings))
 
     _watch(trainer, write, lambda: True)
 
 
 def gate(trainer: Any, *, every: int = 25, on_fault: Literal["warn", "stop"] = "warn", sequences: int = 64) -> Gate:
-    """Have the doctor look at ``trainer``'s batches while it trains: the first ones, then every ``every`` steps.
+    """Have the doctor look at ``trainer``'s batches while it trains: the first ones of a run or a resumed run, those
+    after the first update, then every ``every`` steps.
 
-    ``on_fault``: ``warn`` says it; ``stop`` ends the training after the step, as ``control.should_training_stop`` does.
-    Returns the gate; its ``last`` is the newest diagnosis.
+    ``on_fault``: ``warn`` says it; ``stop`` ends the training after the step, as ``control.should_training_stop`` does,
+    on every rank where one rank found it. Returns the gate; its ``last`` is the newest diagnosis.
     """
     from transformers import TrainerCallback
 
     made = Gate(every, on_fault, sequences=sequences, framework="trl")
+    begun = [-1]
 
     class Stopping(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             made.after_sync()
+            begun[0] = state.global_step
 
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            control.should_training_stop = control.should_training_stop or made.stop
+            if state.global_step == begun[0] + 1:
+                made.after_sync()  # the sampler got weights that were trained for the first time
+            stop = _on_any_rank(trainer, made.stop)
+            control.should_training_stop = control.should_training_stop or stop
 
     def look(batch: ScoredBatch) -> None:
-        named = {name: batch.settings.get(name) for name in ("temperature", "rollout_format", "learner_format")}
-        tables = batch.responses, batch.mask, batch.rollout, batch.learner
-        made.check(trainer.state.global_step, batch.prompts, *tables, **named)
+        given = {name: batch.settings.get(name) for name in ("temperature", "rollout_format", "learner_format")}
+        version = batch.settings.get("rollout_version")
+        made.check(trainer.state.global_step, batch.prompts, *_tables(batch), rollout_version=version, **given)
 
     trainer.add_callback(Stopping())
-    _watch(trainer, look, lambda: made.due(trainer.state.global_step))
+    _watch(trainer, look, lambda: _on_any_rank(trainer, made.due(trainer.state.global_step)))
     return made
+
+
+def _tables(batch: ScoredBatch) -> tuple[Any, Any, Any, Any]:
+    return batch.responses, batch.mask, batch.rollout, batch.learner
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _on_any_rank(trainer: Any, here: bool) -> bool:
+    """Whether it is so on one rank at least: what ranks do together, they must all do."""
+    if trainer.accelerator.num_processes == 1:
+        return here
+    import torch
+
+    return bool(trainer.accelerator.gather(torch.tensor([here], device=trainer.accelerator.device)).any())
 
 
 def _watch(trainer: Any, take: Callable[[ScoredBatch], None], wanted: Callable[[], bool]) -> None:
@@ -73,66 +105,81 @@ def _watch(trainer: Any, take: Callable[[ScoredBatch], None], wanted: Callable[[
     original, said = trainer._generate_and_score_completions, [False]
 
     def watched(inputs: Any) -> Any:
-        if not wanted() or not trainer.model.training:  # an evaluation's samples are not trained on
+        if not trainer.model.training or not wanted():  # an evaluation's samples are not trained on
             return original(inputs)
-        with _sampled(float(trainer.args.temperature)) as sampled:
+        with _sampled() as sampled:
             output = original(inputs)
         try:
             take(_batch(trainer, output, sampled))
-        except _LATER as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, a training of days must not end by it
             if not said[0]:
                 said[0] = True
-                warnings.warn(
-                    f"mantissa doctor: TRL's batch is left out, and the training goes on: {error}", stacklevel=2
-                )
+                line = f"mantissa doctor: TRL's batch is left out, and the training goes on: {error}"
+                warnings.warn(line, stacklevel=2)
         return output
 
     trainer._generate_and_score_completions = watched
 
 
 def _batch(trainer: Any, output: Any, sampled: _Sampled) -> ScoredBatch:
-    ids = output["completion_ids"]
+    ids, args, step = output["completion_ids"], trainer.args, trainer.state.global_step
     rollout = output.get("sampling_per_token_logps")
-    rollout = sampled.table(ids) if rollout is None else rollout
+    temperature, version = args.temperature, getattr(trainer, "_last_loaded_step", step) if args.use_vllm else step
+    if rollout is None:
+        rollout, temperature = sampled.table(ids), sampled.temperature
     if rollout is None:
         raise MantissaError(
             "neither the sampler nor transformers' generate gave log-probs of these tokens; expected use_vllm=True, "
-            "a rollout_func that returns logprobs, or one call of generate a batch"
+            f"a rollout_func that returns logprobs, or one call of generate a batch{sampled.why}"
         )
     learner = output.get("old_per_token_logps")
     learner = _scored(trainer, output) if learner is None else learner
     rows = zip(output["prompt_ids"], output["prompt_mask"], strict=True)
-    args = trainer.args
-    settings: dict[str, Any] = {"framework": "trl", **_formats(trainer)}
-    settings |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k or 0}
+    settings = {"framework": "trl", "temperature": temperature, "top_p": args.top_p, "top_k": args.top_k or 0,
+                "rollout_version": version, "learner_version": step, **_formats(trainer)}  # fmt: skip
     mask = output["completion_mask"] * output.get("tool_mask", 1)
     return ScoredBatch([row[real.bool()].tolist() for row, real in rows], ids, mask, rollout, learner, settings)
 
 
 def _formats(trainer: Any) -> dict[str, str]:
-    """The learner's format: autocast's, or the weights'. The rollout's is known where the same model samples."""
-    names = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
-    own = names.get(str(next(trainer.model.parameters()).dtype))
+    """The learner's format: autocast's, or the weights'. The rollout's: the same where the same model samples, and what
+    vLLM's engine says; left out where neither is so."""
+    own = _FORMATS.get(str(next(trainer.model.parameters()).dtype))
     cast = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else own
-    found = {"learner_format": cast, "rollout_format": None if trainer.args.use_vllm else cast}
+    samples = _vllm_format(trainer) if trainer.args.use_vllm else None if trainer.rollout_func is not None else cast
+    found = {"learner_format": cast, "rollout_format": samples}
     return {name: value for name, value in found.items() if value is not None}
 
 
-class _Sampled:
-    """A logits processor of ``generate``: the log-prob of each token as it is sampled. B,R after it has ended."""
+def _vllm_format(trainer: Any) -> str | None:
+    """The format that vLLM beside the trainer computes in; None of a server, which is asked nothing here."""
+    engine = getattr(getattr(trainer, "vllm_generation", None), "llm", None)
+    config = getattr(getattr(engine, "llm_engine", None), "vllm_config", None)
+    return _FORMATS.get(str(getattr(getattr(config, "model_config", None), "dtype", None)))
 
-    def __init__(self, temperature: float) -> None:
-        self.temperature, self.calls = temperature, 0
+
+class _Sampled:
+    """A logits processor of ``generate``: the log-prob of each token as it is sampled. B,R after it has ended.
+
+    ``temperature``: that of the sampling. ``why``: what went wrong, if something did.
+    """
+
+    def __init__(self) -> None:
+        self.temperature, self.calls, self.why = 1.0, 0, ""
         self._law: Any = None
         self._logps: list[Any] = []
 
-    def begin(self) -> None:
+    def begin(self, config: Any) -> None:
         self.calls, self._law, self._logps = self.calls + 1, None, []
+        self.temperature = float(getattr(config, "temperature", None) or 1.0)
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """``scores``: logits before the temperature, B,V. They are returned as they are."""
-        self._take(input_ids)
-        self._law = (scores.float() / self.temperature).log_softmax(-1)
+        try:
+            self._take(input_ids)
+            self._law = (scores.float() / self.temperature).log_softmax(-1)
+        except Exception as error:  # noqa: BLE001 - as where memory runs out: the sampling must go on
+            self._law, self.why = None, f": {error}"
         return scores
 
     def _take(self, ids: Any) -> None:
@@ -147,20 +194,21 @@ class _Sampled:
         """The log-probs of ``ids``, B,R; None where ``generate`` was not called once for just these rows."""
         import torch
 
-        if self.calls != 1 or not self._logps or len(self._logps[0]) != len(ids) or len(self._logps) < ids.shape[1]:
+        unfit = self.calls != 1 or not self._logps or len(self._logps[0]) != len(ids)
+        if unfit or self.why or len(self._logps) < ids.shape[1]:
             return None
         return torch.cat(self._logps, 1)[:, : ids.shape[1]].to(ids.device)
 
 
 @contextlib.contextmanager
-def _sampled(temperature: float) -> Iterator[_Sampled]:
+def _sampled() -> Iterator[_Sampled]:
     """While open, whatever transformers' ``generate`` samples is seen."""
     from transformers import GenerationMixin
 
-    seen, original = _Sampled(temperature), GenerationMixin.generate
+    seen, original = _Sampled(), GenerationMixin.generate
 
     def generate(self: Any, *args: Any, **named: Any) -> Any:
-        seen.begin()
+        seen.begin(named.get("generation_config"))
         named["logits_processor"] = [*(named.get("logits_processor") or []), seen]
         found = original(self, *args, **named)
         seen.end(found)
@@ -179,7 +227,7 @@ def _scored(trainer: Any, output: Any) -> Any:
 
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
     mask = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng([ids.device] if ids.is_cuda else []):  # dropout draws its own numbers
         size = trainer.args.per_device_train_batch_size
         return trainer._get_per_token_logps_and_entropies(
             trainer.model, ids, mask, output["completion_ids"].size(1), batch_size=size

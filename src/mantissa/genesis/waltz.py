@@ -10,6 +10,8 @@ reference, its rows and completions. The conversation policy's are in the run's 
 ``feedback/`` inside it, which reads like any run. What they have together is the game that brings both their batches,
 and the checkpoint: one folder with both, so that a kill finds them at the same step. An overflow is one scaler's, and a
 skipped step one optimiser's.
+
+Source: "The alignment waltz: jointly training agents to collaborate for safety" (2025), arXiv:2510.08240.
 """
 
 from __future__ import annotations
@@ -424,6 +426,9 @@ class _Aside(Live):
 
     def note(self, text: str) -> None:
         self._live.note(f"feedback policy: {text}")
+
+    def doing(self, what: str, step: int = 0) -> None:
+        self._live.doing(f"feedback policy {what}", step)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Nothing: the other policy's row has the game's figures."""

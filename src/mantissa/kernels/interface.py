@@ -68,6 +68,9 @@ class Kernels(Protocol):
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
         """x @ weight^T as fp32 (then rounded only where ``logits_format`` says so). ``weight_VE`` is the master."""
 
+    def router(self, x_NE: Tensor, weight_XE: Tensor) -> Tensor:
+        """x @ weight^T as fp32, never rounded: by which positions choose experts. ``weight_XE`` is the master."""
+
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         """Log-prob of each token under softmax(logits / temperature), fp32: ``precision.numerics.token_logprob``."""
 
@@ -76,6 +79,12 @@ class Kernels(Protocol):
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
         """round(silu(gate)) * up, rounded."""
+
+    def sigmoid(self, x_NE: Tensor) -> Tensor:
+        """1 / (1 + exp(-x)), rounded."""
+
+    def scale(self, x_NE: Tensor, weight_N: Tensor) -> Tensor:
+        """weight * x, one weight (fp32) a row, rounded."""
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
         """Rotary embedding x * cos + rotate_half(x) * sin, in fp32, rounded once. ``cos`` and ``sin`` are fp32."""

@@ -114,14 +114,17 @@ class NativeKernels:
         return self.format is FP32 and not x.is_cuda
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
-        if weight_VE.is_mkldnn:  # a copy on a CPU, widened when it was made unless the result is rounded anyway
-            logits = products.product(x_NE.to(weight_VE.dtype), weight_VE).float()
-        elif self._is_cpus_own(x_NE):
-            logits = Linear.apply(x_NE, self.weight(weight_VE), None, FP32, FP32, products.product)
-        else:
-            weight, fp32 = self.weight(weight_VE), self.format is FP32
-            logits = F.linear(x_NE, weight) if fp32 else ProductOf.apply(x_NE, weight, None, _half_product_to_float)
-        return round_to_format(logits, self.logits_format)
+        return round_to_format(self.router(x_NE, weight_VE), self.logits_format)
+
+    def router(self, x_NE: Tensor, weight_XE: Tensor) -> Tensor:
+        if weight_XE.is_mkldnn:  # a copy on a CPU, widened when it was made unless logits are rounded anyway
+            return products.product(x_NE.to(weight_XE.dtype), weight_XE).float()
+        if self._is_cpus_own(x_NE):
+            return Linear.apply(x_NE, self.weight(weight_XE), None, FP32, FP32, products.product)
+        weight = self.weight(weight_XE)
+        if self.format is FP32:
+            return F.linear(x_NE, weight)
+        return ProductOf.apply(x_NE, weight, None, _half_product_to_float)
 
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         return token_logprob(logits_NV, tokens_N, temperature)
@@ -137,6 +140,12 @@ class NativeKernels:
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
         return F.silu(gate_NE) * up_NE  # torch's silu computes in fp32 and rounds once
+
+    def sigmoid(self, x_NE: Tensor) -> Tensor:
+        return torch.sigmoid(x_NE)
+
+    def scale(self, x_NE: Tensor, weight_N: Tensor) -> Tensor:
+        return (x_NE.float() * weight_N.unsqueeze(-1)).to(self.dtype)
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
         return Rotate.apply(x_BHTD.float(), cos_BTD, sin_BTD, FP32).to(self.dtype)

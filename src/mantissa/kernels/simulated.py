@@ -191,8 +191,10 @@ class SimulatedKernels:
         return Linear.apply(x_NE, self.weight(weight_FE), bias, self.format, self.format, self.product_of(layer))
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
-        logits = Linear.apply(x_NE, self.weight(weight_VE), None, self.format, FP32, self.product)
-        return round_to_format(logits, self.logits_format)
+        return round_to_format(self.router(x_NE, weight_VE), self.logits_format)
+
+    def router(self, x_NE: Tensor, weight_XE: Tensor) -> Tensor:
+        return Linear.apply(x_NE, self.weight(weight_XE), None, self.format, FP32, self.product)
 
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         return token_logprob(logits_NV, tokens_N, temperature)
@@ -202,6 +204,12 @@ class SimulatedKernels:
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
         return _SwiGLU.apply(gate_NE, up_NE, self.format)
+
+    def sigmoid(self, x_NE: Tensor) -> Tensor:
+        return _Sigmoid.apply(x_NE, self.format, torch.sigmoid)
+
+    def scale(self, x_NE: Tensor, weight_N: Tensor) -> Tensor:
+        return _Scale.apply(x_NE, weight_N, self.format)
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
         return Rotate.apply(x_BHTD, cos_BTD, sin_BTD, self.format)
@@ -300,6 +308,39 @@ class _SwiGLU(torch.autograd.Function):
         grad_silu = round_to_format_(grad * up, fmt)
         grad_gate = torch.ops.aten.silu_backward(grad_silu, gate)
         return round_to_format_(grad_gate, fmt), grad_up, None
+
+
+class _Sigmoid(torch.autograd.Function):
+    """y = round(sigmoid(x)). dx = round(dy * y * (1 - y))."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: NumberFormat, sigmoid: Callable[[Tensor], Tensor]) -> Tensor:
+        y = round_to_format_(sigmoid(x), fmt)
+        ctx.save_for_backward(y)
+        ctx.fmt = fmt
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (y,) = ctx.saved_tensors
+        return round_to_format_(torch.ops.aten.sigmoid_backward(grads[0], y), ctx.fmt), None, None
+
+
+class _Scale(torch.autograd.Function):
+    """y = round(w * x), a weight a row. dx = round(dy * w); dw = sum of dy * x over the row, fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NE: Tensor, weight_N: Tensor, fmt: NumberFormat) -> Tensor:
+        ctx.save_for_backward(x_NE, weight_N)
+        ctx.fmt = fmt
+        return round_to_format_(x_NE * weight_N.unsqueeze(-1), fmt)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x_NE, weight_N = ctx.saved_tensors
+        grad = round_to_format(grads[0], ctx.fmt)
+        grad_weight = (grad * x_NE).sum(-1) if ctx.needs_input_grad[1] else None
+        return round_to_format_(grad * weight_N.unsqueeze(-1), ctx.fmt), grad_weight, None
 
 
 class Rotate(torch.autograd.Function):

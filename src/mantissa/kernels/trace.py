@@ -25,8 +25,8 @@ Pick = Callable[[str, Tensor], tuple[Tensor, Tensor]]
 
 LOGPROB = 1 << 30  # the log-prob's number: it ends a position, and is no part of the forward
 _WATCHED = (
-    "embedding", "linear", "logits", "rms_norm", "swiglu", "rotate", "add", "causal_attention", "cached_attention",
-    "token_logprob",
+    "embedding", "linear", "logits", "router", "rms_norm", "swiglu", "rotate", "add", "causal_attention",
+    "cached_attention", "token_logprob",
 )  # fmt: skip
 _HEADS_FIRST = ("rotate", "attention")  # results B,H,T,D; the others are B,T,..., the logits N,V and log-probs N
 
@@ -49,6 +49,15 @@ class Traced:
     def begin(self, pick: Pick | None) -> None:
         """Start a forward, and note what ``pick`` chooses of each result; None notes nothing."""
         self._pick, self._number = pick, 0
+
+    @property
+    def unwatched(self) -> Kernels:
+        """The family itself, for what is computed in an order that no position has."""
+        return self._kernels
+
+    def note(self, name: str, out: Tensor) -> None:
+        """Note a result, B,T,features, that was made unwatched."""
+        self._note(name, name, out)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._kernels, name)  # format, dtype, weight, copied: nothing that a forward computes

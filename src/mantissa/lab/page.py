@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mantissa.base.files import disk_errors, write_atomically
+from mantissa.lab.committed import told
 from mantissa.lab.plan import Lab, Measure
 from mantissa.lab.rows import FAILED, Row, Rows
 from mantissa.mismatch.estimates import GAP_FIGURES, LEVEL, Estimate
@@ -28,9 +29,10 @@ from mantissa.runs.plots import INK, RUNS, Line, Plot, chart, figure, styled, to
 def answers(rows: Rows) -> list[str]:
     """For each figure a sentence on which cells differ from their controls, or one on why nothing can be said."""
     lab = rows.lab
+    said = [line for line in told(rows.all_finished) if line.startswith("Exploratory")]
     if not lab.file.control:
-        return ["No control is named, so no cell is compared with another."]
-    return [f"{_title(measure)}: {_answer(rows, measure)}" for measure in lab.final]
+        return [*said, "No control is named, so no cell is compared with another."]
+    return said + [f"{_title(measure)}: {_answer(rows, measure)}" for measure in lab.final]
 
 
 def _answer(rows: Rows, measure: Measure) -> str:
@@ -91,7 +93,7 @@ def write_page(rows: Rows) -> Path:
 
 
 def _blocks(rows: Rows) -> list[Block]:
-    lab, finished = rows.lab, [row for cell in rows.lab.cells if (row := rows.finished(cell))]
+    lab, finished = rows.lab, rows.all_finished
     blocks = [block("h1", f"Lab: {lab.name}"), block("sub", _where(rows, finished))]
     blocks += [block("h2", "Asked and expected"), *_registration(rows), block("h2", "What came out")]
     if not finished:
@@ -115,10 +117,10 @@ def _registration(rows: Rows) -> list[Block]:
             block("note", "Nothing was run yet."),
         ]
     said = f"Question: {was['question'].strip()}\nExpected: {was['expect'].strip()}"
-    finished = [row for cell in rows.lab.cells if (row := rows.finished(cell)) and row.get("time")]
-    earlier = sum(datetime.fromisoformat(row["time"]) < datetime.fromisoformat(was["time"]) for row in finished)
+    times = [row["time"] for row in rows.all_finished if row.get("time")]
+    earlier = sum(datetime.fromisoformat(time) < datetime.fromisoformat(was["time"]) for time in times)
     when = f"after {earlier} of these runs were begun elsewhere" if earlier else "before the first run"
-    note = f"Written {when}, {was['time']}, commit {was['commit']}."
+    note = " ".join((f"Written {when}, {was['time']}, commit {was['commit']}.", *told(rows.all_finished)))
     if (was["question"], was["expect"]) != (now.question, now.expect):
         note += f" The lab file says otherwise now. Question: {now.question.strip()} Expected: {now.expect.strip()}"
     return [block("pre", said), block("note", note)]
@@ -242,7 +244,7 @@ def _against(rows: Rows, x: Measure, y: Measure) -> Plot:
         if len(both):
             points[name] = both
     if not points:
-        return Plot(title, "Not logged.")
+        return Plot(title, f"No finished run has both {_title(x)} and {_title(y)}.")
     every = np.concatenate(list(points.values()))
     with styled():
         drawing = figure(5.6, 3.4)

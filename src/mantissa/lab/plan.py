@@ -135,6 +135,7 @@ class Lab:
     """A lab file with its cells, seed by seed: a lab that is stopped early has whole pairs."""
 
     name: str
+    sources: tuple[Path, ...]  # the lab's file, and the recipe that it begins from where that is a file of one's own
     file: LabFile
     cells: tuple[Cell, ...]
     final: tuple[Measure, ...]
@@ -226,7 +227,8 @@ def _lab(path: Path, values: Any) -> Lab:
         raise MantissaError("measure.curves: a gap is measured once and has no curve; leave it out")
     curves = tuple(Measure.parse(f"last {text}", file.kind).metric for text in measure.curves)
     against = tuple((Measure.parse(x, file.kind), Measure.parse(y, file.kind)) for x, y in measure.against)
-    return Lab(path.stem, file, tuple(cells), final, curves, against)
+    sources = (path, Path(base)) if file.kind == "train" and Path(base).is_file() else (path,)
+    return Lab(path.stem, sources, file, tuple(cells), final, curves, against)
 
 
 def _bundles(axis: str, given: Any) -> dict[str, dict[str, Any]]:

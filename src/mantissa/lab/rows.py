@@ -48,13 +48,13 @@ class Rows:
                 rest = [_checked(from_words(row), f"line {place}") for place, row in enumerate(rest, start=2)]
                 self._of = {f"{row['cell']}-seed{row['seed']}": row for row in rest}
 
-    def register(self) -> None:
-        """Before the first run: what is asked and expected, if that was not written before."""
+    def register(self, mark: Row | None = None) -> None:
+        """Before the first run: what is asked and expected, if that was not written before, and the file's commit."""
         if self.registered:
             return
         about = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "commit": stamp("cpu")["commit"]}
         said = {"lab": self.lab.name, "question": self.lab.file.question, "expect": self.lab.file.expect}
-        self.registered = said | about
+        self.registered = said | about | (mark or {})
         self._write()
 
     def of(self, cell: Cell) -> Row | None:
@@ -65,6 +65,11 @@ class Rows:
     def finished(self, cell: Cell) -> Row | None:
         row = self.of(cell)
         return row if row is not None and row["status"] == DONE else None
+
+    @property
+    def all_finished(self) -> list[Row]:
+        """The rows of all cells that are finished, in the cells' order."""
+        return [row for cell in self.lab.cells if (row := self.finished(cell))]
 
     @property
     def reported(self) -> list[str]:
@@ -115,6 +120,8 @@ def _checked(row: Any, where: str) -> Row:
     wrong = next((name for name, kind in kinds.items() if not isinstance(row.get(name), kind)), "")
     if row.get("status") == FAILED and not isinstance(row.get("error"), str):
         wrong = wrong or "error"
+    if any(not isinstance(row.get(name), str | None) for name in ("lab_commit", "lab_committed", "time")):
+        wrong = wrong or "lab_commit, lab_committed or time"
     if row.get("status") == DONE and not number(row.get("seconds"), 0):
         wrong = wrong or "seconds"
     if not all(value is None or isinstance(value, int | float) for value in final.values()):

@@ -27,6 +27,7 @@ from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.base.files import disk_errors, own, write_atomically
 from mantissa.base.folders import locked
 from mantissa.base.readers.json import parse_json, read_json
+from mantissa.lab.committed import EXPLORATORY, committed
 from mantissa.lab.disk import require_room
 from mantissa.lab.plan import Cell, Lab, digest_of, warm_config
 from mantissa.lab.rows import FAILED, Row, Rows, last_words, row_of_gap, row_of_run
@@ -39,18 +40,22 @@ Say = Callable[[str], None]
 _MEASURED, _MEASURED_TOKENS = 3, 16  # a bill's steps, of which the first is a warm-up; and tokens of its gap
 
 
-def run_lab(lab: Lab, cells: Sequence[Cell], workers: int, say: Say, space_check: bool = True) -> Rows:
-    """Run what is not finished of ``cells``; returns the lab's rows. ``MantissaError`` before anything is run where a
-    folder holds another run than the lab file says, where another process is at work on this lab, or, with
-    ``space_check``, where the disk has less room than they take."""
+def run_lab(
+    lab: Lab, cells: Sequence[Cell], workers: int, say: Say, *, space_check: bool = True, exploratory: bool = False
+) -> Rows:
+    """Run what is not finished of ``cells``; returns the lab's rows. ``MantissaError`` before anything is run where the
+    lab's file is not committed and this is not ``exploratory``, where a folder holds another run than the file says,
+    where another process is at work on this lab, or, with ``space_check``, where the disk has less room than they
+    take."""
     with _at_work(lab):
         rows = Rows(lab)
         todo = [cell for cell in cells if rows.finished(cell) is None]
+        mark = EXPLORATORY if exploratory or not todo else committed(lab)
         for cell in todo:
             _check_folder(lab, cell)
         if space_check:
             require_room(lab, todo, workers)
-        rows.register()
+        rows.register(mark)
         say(f"lab {lab.name}: {len(todo)} of {len(cells)} cells to run, {workers} at a time")
         work = _Work(lab)
         count, lock = 0, threading.Lock()
@@ -61,7 +66,7 @@ def run_lab(lab: Lab, cells: Sequence[Cell], workers: int, say: Say, space_check
                     cell, row = futures[future], future.result()
                     with lock:
                         count += 1
-                        rows.put(cell, row)
+                        rows.put(cell, row | mark)
                     say(f"[{count}/{len(todo)}] {cell.folder}: {_row_text(row)}")
             except BaseException as error:
                 work.stop(futures)

@@ -95,6 +95,18 @@ def read_words(arguments: Sequence[str]) -> Words:
     return _found(list(arguments), script=False)
 
 
+def script_words(path: Path) -> list[str]:
+    """The words of a shell script, variables put in where they are known, comments left out."""
+    variables: dict[str, str] = {}
+    words = []
+    for word in _split(path):
+        word = _expanded(word, variables)
+        if match := _VARIABLE.fullmatch(word):
+            variables[match[1]] = match[2].lstrip("(")
+        words.append(word)
+    return words
+
+
 def _split(path: Path) -> list[str]:
     text = _COMMENT.sub(r"\1", path.read_text(errors="replace").replace("\\\n", " "))
     if _ENDS_ESCAPED.search(text):  # a last line that was to go on, with nothing after it
@@ -327,6 +339,10 @@ def _engines(words: Words) -> tuple[Engine, Rollout, list[str]]:
     assumed = []
     group = words.value("model_engine") or ("megatron" if "megatron" in (words.config_name or "") else "dp")
     engine = "megatron" if group == "megatron" else words.value("actor.strategy") or ""
+    sections = {key.split(".")[1] for key in words.overrides if key.startswith(("actor.", "ref."))}
+    if not engine and words.value("model_engine") is None and "megatron" in sections and "fsdp_config" not in sections:
+        engine, said = "megatron", "learner on Megatron, as actor.megatron.* says; verl wants model_engine=megatron too"
+        assumed.append(said)
     if not engine:
         engine, said = "fsdp", "learner on FSDP: neither model_engine nor actor.strategy is given"
         assumed.append(said)

@@ -101,6 +101,11 @@ GAP_METRICS: tuple[Metric, ...] = (
     Metric("gap/tokens", "number of tokens measured", "tokens", (1.0, None), "by definition"),
 )  # fmt: skip
 
+EXPERT_METRICS: tuple[Metric, ...] = (
+    Metric("gap/router_flips", "share of choices (a position in a mixture of experts, prompts too) in which the "
+           "learner's own experts are not the set that the rollout passed", "fraction"),
+)  # fmt: skip
+
 
 def gap_metrics(rollout_logp_BT: Tensor, learner_logp_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
     """Every metric of ``GAP_METRICS`` over the whole batch, as zero-dimensional float64 tensors on the input's device.
@@ -358,6 +363,7 @@ ADVANTAGE_METRICS: tuple[Metric, ...] = (
 
 ALL_METRICS: tuple[Metric, ...] = (
     *GAP_METRICS,
+    *EXPERT_METRICS,
     *ENGINE_METRICS,
     *CORRECTION_METRICS,
     *POLICY_METRICS,

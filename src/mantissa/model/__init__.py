@@ -3,6 +3,7 @@
 from mantissa.model.config import FreshModelConfig, LoraShape, ModelConfig, RopeScaling
 from mantissa.model.copies import CopiedPolicy
 from mantissa.model.decoder import Decoder
+from mantissa.model.experts import Recorded, Replay, Replayed, Route
 from mantissa.model.huggingface import empty_decoder, load_model, save_model
 from mantissa.model.lora import (
     LoraConfig,
@@ -22,7 +23,8 @@ from mantissa.model.tokenizer import Tokenizer, byte_tokenizer, character_tokeni
 
 __all__ = [
     "CopiedPolicy", "Decoder", "FreshModelConfig", "LogPartition", "LoraConfig", "LoraShape", "ModelConfig",
-    "RopeScaling", "Tokenizer", "attach", "base_digest", "base_parameters", "byte_tokenizer", "character_tokenizer",
-    "empty_decoder", "is_adapter", "load_adapter", "load_model", "load_tokenizer", "policy_weights",
-    "read_shape", "save_adapter", "save_model", "trained_parameters", "training_base",
+    "Recorded", "Replay", "Replayed", "RopeScaling", "Route", "Tokenizer", "attach", "base_digest", "base_parameters",
+    "byte_tokenizer", "character_tokenizer", "empty_decoder", "is_adapter", "load_adapter", "load_model",
+    "load_tokenizer", "policy_weights", "read_shape", "save_adapter", "save_model", "trained_parameters",
+    "training_base",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The shape of a decoder: what a Hugging Face ``config.json`` says, reduced to what the three families use.
+"""The shape of a decoder: what a Hugging Face ``config.json`` says, reduced to what its families use.
 
 A Hugging Face ``config.json`` to a ``ModelConfig`` and back, refusing what would silently change the numbers.
 
@@ -15,7 +15,11 @@ model_type   bias on q, k, v                 bias on o                     MLP b
 llama        ``attention_bias``              ``attention_bias``            mlp_bias    no
 qwen2        always                          never                         never       no
 qwen3        ``attention_bias``              ``attention_bias``            never       yes
+qwen2_moe    ``qkv_bias``                    never                         never       no
+qwen3_moe    ``attention_bias``              ``attention_bias``            never       yes
 ===========  ==============================  ============================  ==========  =========
+
+In the last two some layers' feed-forward block is a mixture of experts (``experts.py``).
 
 Rotary settings have two layouts: ``rope_theta`` beside ``rope_scaling`` (transformers 4), and both inside
 ``rope_parameters`` (transformers 5). Both are read; both are written, so that either version and vLLM read the same.
@@ -25,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -33,12 +37,14 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from mantissa.base.bounds import LARGEST_SIZE, MOST_LAYERS, SMALLEST_FLOAT, boundary, number
+from mantissa.base.bounds import LARGEST_SIZE, MOST_EXPERTS, MOST_LAYERS, SMALLEST_FLOAT, boundary, number
 from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError, nearest
 from mantissa.model.hub import read_object
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+_FAMILIES = f"{', '.join(FAMILIES[:-1])} or {FAMILIES[-1]}"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # what adapters may adapt
 
 
@@ -74,6 +80,34 @@ class LoraShape:
 
 
 @dataclass(frozen=True)
+class ExpertsShape:
+    """The feed-forward blocks that are mixtures of experts. Names are Hugging Face's.
+
+    ``norm_topk_prob``: the weights of the chosen experts are divided by their sum. ``decoder_sparse_step``: every so
+    many layers one is a mixture, but those of ``mlp_only_layers``. ``shared_expert_intermediate_size``: of the expert
+    that every token passes (qwen2_moe); 0: there is none.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    shared_expert_intermediate_size: int = 0
+
+    def has(self, layer: int) -> bool:
+        """Whether this layer (from 0) is a mixture."""
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+    def parameters(self, hidden: int) -> int:
+        """Weights of one such block."""
+        routed = self.num_experts * hidden * (3 * self.moe_intermediate_size + 1)
+        shared = self.shared_expert_intermediate_size
+        return routed + (hidden * (3 * shared + 1) if shared else 0)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder's shape. Names are Hugging Face's, so that the file and the code read alike.
 
@@ -99,6 +133,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     initializer_range: float = 0.02
+    experts: ExpertsShape | None = None
     origin: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -112,11 +147,20 @@ class ModelConfig:
         """How many weights a decoder of this shape has."""
         hidden, dim = self.hidden_size, self.head_dim
         queries, keys = self.num_attention_heads * dim, self.num_key_value_heads * dim
-        layer = 2 * hidden * (queries + keys) + 3 * hidden * self.intermediate_size + 2 * hidden
+        layer = 2 * hidden * (queries + keys) + 2 * hidden
         layer += (queries + 2 * keys) * self.qkv_bias + hidden * self.o_bias + 2 * dim * self.qk_norm
-        layer += (2 * self.intermediate_size + hidden) * self.mlp_bias
+        dense = 3 * hidden * self.intermediate_size + (2 * self.intermediate_size + hidden) * self.mlp_bias
+        sparse = len(self.sparse_layers)
+        blocks = (self.num_hidden_layers - sparse) * dense
+        blocks += 0 if self.experts is None else sparse * self.experts.parameters(hidden)
         tables = 1 if self.tie_word_embeddings else 2
-        return self.num_hidden_layers * layer + tables * self.vocab_size * hidden + hidden
+        return self.num_hidden_layers * layer + blocks + tables * self.vocab_size * hidden + hidden
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The layers (from 0) whose feed-forward block is a mixture of experts."""
+        experts = self.experts
+        return () if experts is None else tuple(i for i in range(self.num_hidden_layers) if experts.has(i))
 
     def rotary_frequencies(self, device: torch.device) -> Tensor:
         """Angular frequency of each rotary pair, theta^(-2i/D) for i in 0..D/2, after scaling. Shape D/2, fp32."""
@@ -139,17 +183,24 @@ class FreshModelConfig(Config):
     The default has 0.8 million parameters beside its embedding and trains in minutes on four cores.
     """
 
-    family: Literal["llama", "qwen3"] = Field(
+    family: Literal["llama", "qwen3", "qwen3_moe"] = Field(
         "qwen3",
-        description="which published family's definition to use; qwen3 normalises query and key heads. A fresh qwen2 "
-        "is not offered: transformers 5 replaces the tokenizer of any folder that says qwen2 by Qwen's own",
+        description="which published family's definition to use; qwen3 normalises query and key heads, and in "
+        "qwen3_moe every feed-forward block is a mixture of experts. A fresh qwen2 is not offered: transformers 5 "
+        "replaces the tokenizer of any folder that says qwen2 by Qwen's own",
     )
     hidden_size: int = Field(128, ge=1, description="features of the residual stream")
     layers: int = Field(4, ge=1, le=MOST_LAYERS, description="attention and feed-forward blocks")
     heads: int = Field(4, ge=1, description="query heads")
     kv_heads: int = Field(2, ge=1, description="key/value heads; heads must be a multiple of it")
     head_dim: int = Field(32, ge=2, description="features of one head; even, because rotary positions turn pairs")
-    intermediate_size: int = Field(384, ge=1, description="features inside the feed-forward block")
+    intermediate_size: int = Field(384, ge=1, description="features inside the feed-forward block, or each expert")
+    experts: int | None = Field(
+        None, ge=2, le=MOST_EXPERTS, description="with qwen3_moe: experts of a feed-forward block; absent: 8"
+    )
+    experts_per_token: int | None = Field(
+        None, ge=1, description="with qwen3_moe: experts that a token passes, the most probable; absent: 2"
+    )
     max_positions: int = Field(4096, ge=1, description="longest sequence promised to whoever loads the model")
     rope_theta: float = Field(10000.0, gt=1, description="base of the rotary wavelengths; the longest is 2 pi times it")
     tie_embeddings: bool = Field(True, description="the output projection is the embedding table itself")
@@ -165,12 +216,31 @@ class FreshModelConfig(Config):
             )
         if self.head_dim % 2:
             raise MantissaError(f"head_dim={self.head_dim} is odd; rotary positions need an even one")
+        self._experts_fit()
         if self.family == "llama" and self.hidden_size % self.heads:
             raise MantissaError(
                 f"hidden_size={self.hidden_size} is not a multiple of heads={self.heads}, which transformers asks of "
                 "a llama; change one or choose family qwen3"
             )
         return self
+
+    def _experts_fit(self) -> None:
+        shape = self._mixture
+        if shape is None:
+            if self.experts is not None or self.experts_per_token is not None:
+                raise MantissaError(f"experts: a {self.family} has none; choose family qwen3_moe or leave them out")
+            return
+        if shape.num_experts_per_tok > shape.num_experts:
+            raise MantissaError(f"experts_per_token={shape.num_experts_per_tok} of experts={shape.num_experts}")
+        if self.layers * shape.num_experts > MOST_EXPERTS:
+            raise MantissaError(f"layers times experts: at most {MOST_EXPERTS:,}")
+
+    @property
+    def _mixture(self) -> ExpertsShape | None:
+        """As qwen3_moe's published models: every layer, the weights of the chosen experts normalised."""
+        if self.family != "qwen3_moe":
+            return None
+        return ExpertsShape(self.experts or 8, self.experts_per_token or 2, self.intermediate_size, norm_topk_prob=True)
 
     def model(self, vocab_size: int) -> ModelConfig:
         """The decoder's shape for a tokenizer of ``vocab_size`` ids."""
@@ -179,19 +249,17 @@ class FreshModelConfig(Config):
         return ModelConfig(
             self.family, vocab_size, self.hidden_size, self.intermediate_size, num_hidden_layers=self.layers,
             num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, head_dim=self.head_dim,
-            max_position_embeddings=self.max_positions, rope_theta=self.rope_theta, qk_norm=self.family == "qwen3",
-            tie_word_embeddings=self.tie_embeddings, initializer_range=self.initializer_range,
+            max_position_embeddings=self.max_positions, rope_theta=self.rope_theta, qk_norm=self.family != "llama",
+            tie_word_embeddings=self.tie_embeddings, initializer_range=self.initializer_range, experts=self._mixture,
         )  # fmt: skip
 
 
-FAMILIES: tuple[Family, ...] = get_args(Family)
 _DEFAULT_THETA = 10000.0  # what transformers takes where a config names no rope_theta
 _QWEN3_HEAD_DIM = 128  # likewise for qwen3 and head_dim
 # Settings of other definitions: named here because a file that has them asks for numbers we would not produce.
 _UNSUPPORTED = str.split("""
-    quantization_config compression_config num_experts num_local_experts attn_logit_softcapping final_logit_softcapping
-    logit_scale logits_scaling residual_multiplier embedding_multiplier attention_multiplier per_layer_config
-    no_rope_layers
+    quantization_config compression_config attn_logit_softcapping final_logit_softcapping logit_scale logits_scaling
+    residual_multiplier embedding_multiplier attention_multiplier per_layer_config no_rope_layers
 """)
 # Fields of ``ModelConfig`` that a file has under the same name.
 _WRITTEN = str.split("""
@@ -203,8 +271,8 @@ _WRITTEN = str.split("""
 def read_config(path: Path | str) -> ModelConfig:
     """The decoder's shape from ``config.json``, given the file or its folder.
 
-    Raises ``MantissaError``: file or key missing, a value of the wrong type, a family other than llama, qwen2 and
-    qwen3, or a setting that this decoder does not implement.
+    Raises ``MantissaError``: file or key missing, a value of the wrong type, a family other than those above, or a
+    setting that this decoder does not implement.
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
@@ -213,7 +281,7 @@ def read_config(path: Path | str) -> ModelConfig:
 
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """``read_config`` on the file's content; ``where`` names it in errors."""
-    with boundary(where, "expected the settings of a llama, qwen2 or qwen3 model"):
+    with boundary(where, f"expected the settings of a model of {_FAMILIES}"):
         return _parsed(Fields(raw, where))
 
 
@@ -225,7 +293,8 @@ def _parsed(fields: Fields) -> ModelConfig:
     # Only llama may leave this out (its first configs predate grouped queries); elsewhere transformers assumes 32.
     kv_heads = heads if family == "llama" and raw.get("num_key_value_heads") is None else None
     kv_heads = kv_heads or fields.size("num_key_value_heads")
-    bias = fields.flag("attention_bias", False) if family != "qwen2" else False
+    bias = fields.flag("attention_bias", False) if not family.startswith("qwen2") else False
+    qkv_bias = fields.flag("qkv_bias", True) if family == "qwen2_moe" else family == "qwen2" or bias
     theta, scaling = _rotary(fields)
     config = ModelConfig(
         family, fields.size("vocab_size"), hidden, fields.size("intermediate_size"),
@@ -233,9 +302,9 @@ def _parsed(fields: Fields) -> ModelConfig:
         num_key_value_heads=kv_heads, head_dim=_head_dim(fields, family, hidden, heads),
         max_position_embeddings=fields.size("max_position_embeddings"), rms_norm_eps=fields.positive("rms_norm_eps"),
         rope_theta=theta, rope_scaling=scaling, tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        qkv_bias=family == "qwen2" or bias, o_bias=bias, qk_norm=family == "qwen3", origin=dict(raw),
+        qkv_bias=qkv_bias, o_bias=bias, qk_norm=family.startswith("qwen3"), origin=dict(raw),
         mlp_bias=family == "llama" and fields.flag("mlp_bias", False),
-        initializer_range=fields.positive("initializer_range", 0.02),
+        initializer_range=fields.positive("initializer_range", 0.02), experts=_experts(fields, family),
     )  # fmt: skip
     if heads % config.num_key_value_heads:
         raise fields.error(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
@@ -253,15 +322,23 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     _require_expressible(config)
     fields = {k: v for k, v in config.origin.items() if k not in ("rope_scaling", "_name_or_path")}
     fields |= {name: getattr(config, name) for name in _WRITTEN}
-    if config.family != "qwen2":
+    if config.family == "qwen2_moe":
+        fields["qkv_bias"] = config.qkv_bias
+    elif config.family != "qwen2":
         fields["attention_bias"] = config.qkv_bias
     if config.family == "llama":
         fields["mlp_bias"] = config.mlp_bias
+    if config.experts is not None:
+        shape = asdict(config.experts)
+        fields |= {name: list(value) if isinstance(value, tuple) else value for name, value in shape.items()}
+        fields.pop("num_local_experts", None)  # another name of num_experts
+        if not config.experts.shared_expert_intermediate_size:
+            fields.pop("shared_expert_intermediate_size", None)
     scaling = _scaling_fields(config.rope_scaling)
     fields["rope_parameters"] = {"rope_type": "default", **scaling, "rope_theta": config.rope_theta}
     if scaling:
         fields["rope_scaling"] = scaling
-    architectures = [f"{config.family.capitalize()}ForCausalLM"]
+    architectures = [f"{config.family.title().replace('_', '')}ForCausalLM"]
     fields.update(architectures=architectures, model_type=config.family, hidden_act="silu")
     fields.update(dtype=dtype, torch_dtype=dtype)
     # Absent would mean 1 and 2 to a llama, whatever its tokenizer says.
@@ -274,7 +351,7 @@ class Fields:
     """Typed reading of a config's keys, with errors that name file, key and value."""
 
     def __init__(
-        self, raw: Mapping[str, Any], where: str, what: str = "the settings of a llama, qwen2 or qwen3 model"
+        self, raw: Mapping[str, Any], where: str, what: str = f"the settings of a model of {_FAMILIES}"
     ) -> None:
         self.raw, self.where, self.what = raw, where, what
 
@@ -323,15 +400,51 @@ def _family(fields: Fields) -> Family:
 def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
     if fields.raw.get("head_dim") is not None:
         return fields.size("head_dim")
-    if family == "qwen3":
+    if family == "qwen3":  # transformers' qwen3_moe has no such default
         return _QWEN3_HEAD_DIM
     if hidden % heads:
         raise fields.error(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}; head_dim is needed")
     return hidden // heads
 
 
+def _experts(fields: Fields, family: Family) -> ExpertsShape | None:
+    """The mixtures' shape; None for a family without."""
+    raw = fields.raw
+    if not family.endswith("_moe"):
+        return None
+    if raw.get("num_experts") is None and raw.get("num_local_experts") is not None:  # transformers 5 writes this name
+        fields = Fields({**raw, "num_experts": raw["num_local_experts"]}, fields.where)
+    elif raw.get("num_local_experts") not in (None, raw.get("num_experts")):
+        raise fields.error("num_experts and num_local_experts disagree; remove one")
+    if raw.get("output_router_logits"):
+        raise fields.error(
+            "output_router_logits is true, but no balancing loss of the router is trained here; set false"
+        )
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(number(layer, 0, MOST_LAYERS, whole=True) for layer in dense):
+        raise fields.error(f"mlp_only_layers={dense!r}: expected a list of layers' numbers from 0")
+    shape = ExpertsShape(
+        fields.size("num_experts", MOST_EXPERTS), fields.size("num_experts_per_tok"),
+        fields.size("moe_intermediate_size"), fields.flag("norm_topk_prob", False),
+        1 if raw.get("decoder_sparse_step") is None else fields.size("decoder_sparse_step"), tuple(dense),
+        fields.size("shared_expert_intermediate_size") if family == "qwen2_moe" else 0,
+    )  # fmt: skip
+    if shape.num_experts_per_tok > shape.num_experts:
+        raise fields.error(f"num_experts_per_tok={shape.num_experts_per_tok} of num_experts={shape.num_experts}")
+    layers = fields.size("num_hidden_layers", MOST_LAYERS)
+    if layers * shape.num_experts > MOST_EXPERTS:
+        raise fields.error(f"{layers} layers of {shape.num_experts} experts are more than {MOST_EXPERTS:,} together")
+    return shape
+
+
 def _refuse_unsupported(fields: Fields) -> None:
     raw = fields.raw
+    if not str(raw.get("model_type")).endswith("_moe"):
+        for key in ("num_experts", "num_local_experts"):
+            if raw.get(key) is not None:
+                raise fields.error(
+                    f"{key} is set, and a {raw.get('model_type')} has no experts; did you mean qwen3_moe?"
+                )
     for key in _UNSUPPORTED:
         if raw.get(key) is not None:
             raise fields.error(f"{key} is set, which this decoder does not implement; use a plain, unquantised model")
@@ -357,6 +470,8 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 def _slides(raw: Mapping[str, Any]) -> bool:
     """Whether some layer of a qwen slides its window; absent keys mean what transformers takes for them."""
+    if raw.get("model_type") == "qwen3_moe":  # all of its layers would
+        return bool(raw.get("use_sliding_window")) and raw.get("sliding_window", 4096) is not None
     if raw.get("model_type") == "llama" or not raw.get("use_sliding_window") or raw.get("sliding_window", 4096) is None:
         return False
     return raw.get("max_window_layers", 28) < raw.get("num_hidden_layers", 0)
@@ -417,10 +532,11 @@ def _require_expressible(config: ModelConfig) -> None:
     """A folder says family and switches; any other mixture of biases and norms would load as a different model."""
     family = config.family
     checks = (
-        ("qk_norm", config.qk_norm == (family == "qwen3")),
-        ("o_bias", config.o_bias == (config.qkv_bias if family != "qwen2" else False)),
+        ("qk_norm", config.qk_norm == family.startswith("qwen3")),
+        ("o_bias", config.o_bias == (config.qkv_bias if not family.startswith("qwen2") else False)),
         ("qkv_bias", config.qkv_bias or family != "qwen2"),
         ("mlp_bias", not config.mlp_bias or family == "llama"),
+        ("experts", (config.experts is not None) == family.endswith("_moe")),
     )
     for name, good in checks:
         if not good:

@@ -1,5 +1,7 @@
 """One decoder definition for the Llama, Qwen2 and Qwen3 families, used by the learner and by the rollout alike.
 
+In their MoE variants some feed-forward blocks are mixtures of experts (``experts.py``).
+
 Legend: B rows, T positions, E hidden size, H query heads, K key/value heads, D head size, V vocabulary.
 
 The module holds weights and knows their order; what an operation computes, and in which precision, is the ``Kernels``
@@ -17,8 +19,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mantissa.kernels import Kernels
-from mantissa.model.config import LoraShape, ModelConfig
+from mantissa.kernels import Kernels, Traced
+from mantissa.model.config import ExpertsShape, LoraShape, ModelConfig
+from mantissa.model.experts import Mixture, Route, Router, mixed, quiet
 from mantissa.precision import BlockScaled
 
 Outputs = TypeVar("Outputs")
@@ -121,11 +124,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU feed-forward: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, hidden: int, inner: int, bias: bool) -> None:
         super().__init__()
-        self.gate_proj = Projection(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.up_proj = Projection(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.down_proj = Projection(config.intermediate_size, config.hidden_size, config.mlp_bias)
+        self.gate_proj = Projection(hidden, inner, bias)
+        self.up_proj = Projection(hidden, inner, bias)
+        self.down_proj = Projection(inner, hidden, bias)
         self.joined: Joined | None = None
 
     @property
@@ -137,6 +140,33 @@ class MLP(nn.Module):
         return self.down_proj(kernels.swiglu(*_project(x_BTE, self.alike, self.joined, kernels)), kernels)
 
 
+class SparseMLP(nn.Module):
+    """A mixture of experts in place of an MLP; see ``experts.py``. ``number``: of the model's mixtures, from 0."""
+
+    def __init__(self, hidden: int, shape: ExpertsShape, number: int) -> None:
+        super().__init__()
+        self.number, self.mixture = number, Mixture(shape.num_experts_per_tok, shape.norm_topk_prob)
+        self.gate = Router(hidden, shape.num_experts)
+        self.experts = nn.ModuleList(MLP(hidden, shape.moe_intermediate_size, False) for _ in range(shape.num_experts))
+        self.shared = shape.shared_expert_intermediate_size > 0
+        if self.shared:
+            self.shared_expert = MLP(hidden, shape.shared_expert_intermediate_size, False)
+            self.shared_expert_gate = Router(hidden, 1)
+
+    def forward(self, x_BTE: Tensor, route: Route | None, kernels: Kernels) -> Tensor:
+        probs_NX = torch.softmax(kernels.router(x_BTE, self.gate.weight), dim=-1).flatten(0, -2)
+        routing = self.mixture.own(probs_NX) if route is None else route(self.number, self.mixture, probs_NX)
+        inside, x_NE = quiet(kernels), x_BTE.flatten(0, -2)
+        total_NE = mixed(x_NE, routing, self.experts, inside)
+        if self.shared:
+            open_N = inside.sigmoid(inside.linear(x_NE, self.shared_expert_gate.weight)).squeeze(-1)
+            total_NE = inside.add(total_NE, inside.scale(self.shared_expert(x_NE, inside), open_N.float()))
+        out_BTE = total_NE.view(x_BTE.shape)
+        if isinstance(kernels, Traced):
+            kernels.note("experts", out_BTE)
+        return out_BTE
+
+
 class Layer(nn.Module):
     """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)).
 
@@ -144,12 +174,15 @@ class Layer(nn.Module):
     has yet to be added to it.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        hidden, sparse = config.hidden_size, config.sparse_layers
+        self.input_layernorm = Norm(hidden, config.rms_norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.post_attention_layernorm = Norm(hidden, config.rms_norm_eps)
+        self.mlp: MLP | SparseMLP = MLP(hidden, config.intermediate_size, config.mlp_bias)
+        if config.experts is not None and layer in sparse:
+            self.mlp = SparseMLP(hidden, config.experts, sparse.index(layer))
 
     def forward(
         self,
@@ -159,12 +192,16 @@ class Layer(nn.Module):
         sin: Tensor,
         layer: int,
         attend: Attend,
+        route: Route | None,
         kernels: Kernels,
     ) -> tuple[Tensor, Tensor]:
         x_BTE, normed_BTE = self.input_layernorm.of_sum(x_BTE, added_BTE, kernels)
         mixed_BTE = self.self_attn(normed_BTE, cos, sin, layer, attend, kernels)
         x_BTE, normed_BTE = self.post_attention_layernorm.of_sum(x_BTE, mixed_BTE, kernels)
-        added_BTE = self.mlp(normed_BTE, kernels)
+        if isinstance(self.mlp, SparseMLP):
+            added_BTE = self.mlp(normed_BTE, route, kernels)
+        else:
+            added_BTE = self.mlp(normed_BTE, kernels)
         return x_BTE, added_BTE.clone() if added_BTE._is_view() else added_BTE  # FSDP2 warns of a module's view
 
 
@@ -174,7 +211,7 @@ class Backbone(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -217,8 +254,18 @@ class Decoder(nn.Module):
             return self.packed_head
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def hidden(self, tokens_BT: Tensor, kernels: Kernels, positions_BT: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states B,T,E of ``tokens_BT`` at ``positions_BT`` (int64), seeing others through ``attend``."""
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        kernels: Kernels,
+        positions_BT: Tensor,
+        attend: Attend,
+        route: Route | None = None,
+    ) -> Tensor:
+        """Final hidden states B,T,E of ``tokens_BT`` at ``positions_BT`` (int64), seeing others through ``attend``.
+
+        ``route``: how positions (in the order of B,T) choose experts, where the model has some; None: as it does.
+        """
         angles_BTd = positions_BT.unsqueeze(-1).float() * self.config.rotary_frequencies(tokens_BT.device)
         angles_BTD = torch.cat((angles_BTd, angles_BTd), dim=-1)
         cos, sin = angles_BTD.cos(), angles_BTD.sin()
@@ -227,7 +274,7 @@ class Decoder(nn.Module):
             x_BTE = torch.where((tokens_BT == self.padding_row).unsqueeze(-1), x_BTE.detach(), x_BTE)
         added_BTE: Tensor | None = None
         for index, layer in enumerate(self.model.layers):
-            x_BTE, added_BTE = layer(x_BTE, added_BTE, cos, sin, index, attend, kernels)
+            x_BTE, added_BTE = layer(x_BTE, added_BTE, cos, sin, index, attend, route, kernels)
         return self.model.norm.of_sum(x_BTE, added_BTE, kernels)[1]
 
     def forward(self, tokens_BT: Tensor, kernels: Kernels) -> Tensor:

@@ -229,6 +229,7 @@ def _library(path: Path) -> Any:
     return gguf
 
 
+_DENSE = tuple(family for family in FAMILIES if not family.endswith("_moe"))
 _INSTEAD = "; use its Hugging Face folder instead"
 # Keys of an architecture that are read below, and others with the values that change nothing.
 _READ = {
@@ -283,10 +284,10 @@ class _GgufModel:
         if self.file.metadata.get("split.count", 1) != 1:
             raise self.fields.error("is one part of a split model; join the parts first (llama-gguf-split --merge)")
         self.family = str(self.fields.required("general.architecture"))
-        if self.family not in FAMILIES:
-            meant = nearest(self.family, FAMILIES)
+        if self.family not in _DENSE:
+            meant = nearest(self.family, _DENSE)
             raise self.fields.error(
-                f"architecture {self.family!r} is not supported; expected one of {', '.join(FAMILIES)}{meant}"
+                f"architecture {self.family!r} is not supported; expected one of {', '.join(_DENSE)}{meant}"
             )
         self._refuse_unknown()
 

@@ -49,7 +49,7 @@ from mantissa.base.readers.safetensors import load_tensors
 from mantissa.base.tensors import plain_name, require_finite, write_tensors
 from mantissa.kernels import Kernels
 from mantissa.model.config import TARGETS, Fields, LoraShape
-from mantissa.model.decoder import Decoder, Layer, Projection
+from mantissa.model.decoder import MLP, Decoder, Layer, Projection
 from mantissa.model.hub import read_object
 
 MATRICES = ("lora_A", "lora_B")
@@ -149,7 +149,7 @@ def attach(decoder: Decoder, shape: LoraShape, generator: torch.Generator) -> No
     """Freeze the decoder and give every target projection adapters; ``generator`` (CPU) draws the first A.
 
     The policy does not change: B is zero. Names of the base's parameters stay; an adapter's are the projection's with
-    ``lora_A`` and ``lora_B``.
+    ``lora_A`` and ``lora_B``. Of a mixture each expert's projections are adapted, never its router.
     """
     if decoder.lora is not None:
         raise ValueError("the decoder has adapters already")
@@ -157,7 +157,7 @@ def attach(decoder: Decoder, shape: LoraShape, generator: torch.Generator) -> No
     decoder.requires_grad_(False)
     for layer in decoder.model.layers:
         assert isinstance(layer, Layer)
-        for block in (layer.self_attn, layer.mlp):
+        for block in (layer.self_attn, *(module for module in layer.mlp.modules() if isinstance(module, MLP))):
             for name in [name for name in shape.targets if hasattr(block, name)]:
                 plain = getattr(block, name)
                 adapted = AdaptedProjection(plain, shape.rank, shape.scale)

@@ -33,7 +33,7 @@ from mantissa.rl.exact import ExactTwin, exact_plan, exact_twin, prove
 from mantissa.rl.learner import Learner
 from mantissa.rl.score import ReferencePolicy
 from mantissa.rollout import require_vllm
-from mantissa.tasks import DatasetConfig, Grader, Problem, Task, build_task
+from mantissa.tasks import DatasetConfig, DatasetTask, Grader, Problem, Task, build_task
 from mantissa.training import LossScaler
 
 _BYTES_A_WEIGHT = 10  # fp32, its gradient, and two moments of 8 bits
@@ -159,8 +159,18 @@ def _check_shape(config: RunConfig, model: Decoder) -> None:
         config.precision.fp8.check(model.projections)
     if (quantized := config.precision.quantized) is not None:
         quantized.of("mxfp8").check(model.projections)
+    mixtures = shape.experts
     if config.rollout.emulate is not None:
         config.rollout.emulate.check(shape.num_attention_heads, shape.intermediate_size)
+        if mixtures is not None:
+            config.rollout.emulate.check(shape.num_attention_heads, mixtures.moe_intermediate_size)
+    if mixtures is None and config.rollout.replay_routing is not None:
+        raise MantissaError("rollout.replay_routing does nothing: this policy has no mixture of experts; leave it out")
+    if mixtures is not None and config.rollout.engine == "vllm":
+        raise MantissaError(
+            "rollout.engine=vllm: a policy with mixtures of experts is not sent to vLLM, whose layout of them cannot "
+            "be read back and compared here; set rollout.engine=native"
+        )
 
 
 def new_learner(config: RunConfig, model: Decoder, kernels: Kernels, scaler: LossScaler, ranks: Ranks) -> Learner:
@@ -176,6 +186,7 @@ def new_learner(config: RunConfig, model: Decoder, kernels: Kernels, scaler: Los
         seed=config.seed,
         steps=config.steps,
         ranks=ranks,
+        replay=config.rollout.replay_routing,
     )
 
 
@@ -259,7 +270,16 @@ def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, To
 
 
 def check_task(config: RunConfig, task: Task, sampler: Sampler, max_length: int) -> None:
-    """Find now what would stop the run later: no held-out problems, prompts too long or impossible to write."""
+    """Find now what would stop the run later: no held-out problems, prompts too long or impossible to write.
+
+    Where the recipe says so, problems with prompts that are too long are left out of the task here."""
+    room = max_length - config.rollout.max_tokens
+    if (
+        isinstance(task, DatasetTask)
+        and isinstance(config.task, DatasetConfig)
+        and config.task.on_long_prompt == "skip"
+    ):
+        task.leave_out(lambda problem: most_tokens(problem) > room and len(sampler.encode(problem)) > room)
     splits = [task.split("train")]
     if config.warm_start is not None:
         solved = task.split("warm_start")  # raises where the task has no solutions
@@ -267,23 +287,23 @@ def check_task(config: RunConfig, task: Task, sampler: Sampler, max_length: int)
         if unsolved or not solved:
             what = (*unsolved, "the task has no warm_start problems")[0]
             raise MantissaError(f"warm_start needs solutions to learn from, and {what}; set warm_start=null")
-    for name, section in {"evaluation": config.evaluation, "warm_start": config.warm_start}.items():
-        if section is None:
+    for name, asked in {"evaluation": config.evaluation, "warm_start": config.warm_start}.items():
+        if asked is None:
             continue
-        splits.append(task.split("heldout")[: section.problems])
+        splits.append(task.split("heldout")[: asked.problems])
         if not splits[-1]:
             raise MantissaError(
-                f"{name}.problems={section.problems}, but the task has no held-out problems; hold some out, or set "
+                f"{name}.problems={asked.problems}, but the task has no held-out problems; hold some out, or set "
                 f"{name}=null"
             )
     for problems in splits:
         sampler.encode(problems[0])  # no chat template, or an alphabet that lacks a letter
-    room = max_length - config.rollout.max_tokens
     for problem in itertools.chain(*splits):
         if most_tokens(problem) > room and (tokens := len(sampler.encode(problem))) > room:
             raise MantissaError(
                 f"problem {problem.id}: its {tokens} prompt tokens and rollout.max_tokens={config.rollout.max_tokens} "
-                f"exceed the model's {max_length} positions; lower rollout.max_tokens, or leave the problem out"
+                f"exceed the model's {max_length} positions; lower rollout.max_tokens, or of a dataset set "
+                "task.on_long_prompt=skip"
             )
 
 

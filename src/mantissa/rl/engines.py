@@ -101,6 +101,7 @@ def build_engine(
         max_length=model.max_position_embeddings,
         device=device,
         decode_text=tokenizer.decode,
+        expert_weights=rollout.replay_routing == "weights",
     )
 
 

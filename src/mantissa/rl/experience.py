@@ -30,12 +30,17 @@ class Sequences:
     ``tokens_BT``: int64, right-padded with 0. ``prompt_length_B``, ``length_B``: int64, prompt tokens and all tokens.
     ``mask_BR``: bool, True at response tokens. The log-prob of response token j is read at position
     ``prompt_length + j - 1``, the one that predicts it.
+
+    ``experts_BTLK``, ``expert_weights_BTLK``: of a policy with mixtures of experts, those that the rollout's positions
+    passed, as in ``Completion``; 0 at padding and last tokens. None where the engine does not tell.
     """
 
     tokens_BT: Tensor
     prompt_length_B: Tensor
     length_B: Tensor
     mask_BR: Tensor
+    experts_BTLK: Tensor | None = field(default=None, kw_only=True)
+    expert_weights_BTLK: Tensor | None = field(default=None, kw_only=True)
 
     @staticmethod
     def build(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], device: torch.device) -> Sequences:
@@ -61,6 +66,7 @@ class Sequences:
     def select(self, rows: Tensor) -> Self:
         """These rows of every field, with padding trimmed to the longest of them."""
         widths = {"BT": int(self.length_B[rows].max()), "BR": int(self.mask_BR[rows].sum(1).max())}
+        widths["BTLK"] = widths["BT"]
         chosen = {}
         for each in fields(self):
             value, layout = getattr(self, each.name), each.name.rpartition("_")[2]  # a name ends in its dimensions
@@ -148,8 +154,13 @@ class Experience(Sequences):
         for row, completion in zip(logp_BR, completions, strict=True):
             row[: len(completion.tokens)] = completion.logp_T
         keys = [completion.key for completion in completions if completion.key is not None]
+        width = sequences.tokens_BT.shape[1]
+        experts = _padded([completion.experts_SLK for completion in completions], width, device)
+        weights = _padded([completion.expert_weights_SLK for completion in completions], width, device)
+        of_sequences = {each.name: getattr(sequences, each.name) for each in fields(sequences)}
+        of_sequences |= {"experts_BTLK": experts, "expert_weights_BTLK": weights}
         return Experience(
-            **{each.name: getattr(sequences, each.name) for each in fields(sequences)},
+            **of_sequences,
             rollout_logp_BR=logp_BR.to(device),
             reward_B=torch.tensor(rewards, dtype=torch.float32, device=device),
             group_B=torch.tensor(groups, device=device),
@@ -173,6 +184,17 @@ class Experience(Sequences):
         assert self.weight_BR is not None
         assert self.valid_BR is not None
         return self.advantage_B, self.weight_BR, self.valid_BR
+
+
+def _padded(routes: Sequence[Tensor | None], width: int, device: torch.device) -> Tensor | None:
+    """Stacked, with zeros up to ``width`` positions; None where a completion has none."""
+    known = [route for route in routes if route is not None]
+    if len(known) < len(routes):
+        return None
+    padded = known[0].new_zeros(len(known), width, *known[0].shape[1:])
+    for row, route in zip(padded, known, strict=True):
+        row[: len(route)] = route
+    return padded.to(device)
 
 
 def balanced(lengths: Sequence[int], shares: int) -> list[list[int]]:

@@ -38,7 +38,7 @@ from mantissa.algorithms import (
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.seeds import derive_seed, generator
 from mantissa.kernels import Kernels, NativeKernels
-from mantissa.model import Decoder, policy_weights, trained_parameters
+from mantissa.model import Decoder, Replay, policy_weights, trained_parameters
 from mantissa.precision import FP32
 from mantissa.rl.config.sections import OptimizerConfig
 from mantissa.rl.experience import Experience, Sequences
@@ -78,7 +78,10 @@ Verify = Callable[[int, Experience, Tensor], None]
 
 
 class Learner:
-    """Owns the master weights and everything that changes them. ``verify`` is shown each update's first forward."""
+    """Owns the master weights and everything that changes them. ``verify`` is shown each update's first forward.
+
+    ``replay``: what of the rollout's choice of experts its forwards take, of a policy that has some.
+    """
 
     def __init__(
         self,
@@ -93,10 +96,12 @@ class Learner:
         seed: int,
         steps: int,
         ranks: Ranks = ALONE,
+        replay: Replay | None = None,
     ) -> None:
         self.model, self.kernels, self.ranks = model, kernels, ranks
         self.algorithm, self.config = algorithm, config
-        self.temperature, self.seed = temperature, seed
+        self.temperature, self.seed, self.replay = temperature, seed, replay
+        self.router_flips: float | None = None  # of the batch last scored: see the metric gap/router_flips
         algorithm.loss.prepare()
         norm = algorithm.aggregation == "seq_mean_token_sum_norm"
         self.aggregation_length = aggregation_length if norm else None
@@ -181,7 +186,8 @@ class Learner:
 
     def forward(self, sequences: Sequences, kernels: Kernels, **also: Any) -> Forward:
         """One differentiable forward of the current weights; see ``score.py``, for what ``also`` asks as well."""
-        return forward(self.model, kernels, sequences, self.temperature, prompts=self.flow is not None, **also)
+        also |= {"prompts": self.flow is not None, "replay": self.replay}
+        return forward(self.model, kernels, sequences, self.temperature, **also)
 
     def logp(self, sequences: Sequences, kernels: Kernels) -> Tensor:
         """Log-prob of each response token: N, fp32, differentiable."""
@@ -197,8 +203,10 @@ class Learner:
         alone = self.reuse_scoring and self.ranks.alone
         keep = alone and len(parts) == 1 and self.config.updates_per_batch == 1
         self._kept = None  # before the forward: two graphs at a time would be one too many
+        flips, choices = 0.0, 0
 
         def each(part: Sequences, rows: Tensor) -> Forward:
+            nonlocal flips, choices
             row_N, column_N = part.mask_BR.nonzero(as_tuple=True)
 
             def shown(start: int, logits_nV: Tensor) -> None:
@@ -212,9 +220,14 @@ class Learner:
                 graph_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=rows.device)
                 graph_BR = graph_BR.index_put((rows[row_N], column_N), passed.logp_N)
                 self._kept = _Kept(sequences.tokens_BT, self.version, graph_BR, rows, passed.prompt_BE)
+            if passed.route is not None and len(rows):
+                flips, choices = flips + float(passed.route.flips), choices + passed.route.choices
             return passed
 
-        return score(each, sequences, tokens, self.ranks, entropies=True, exchanges=True)
+        scored = score(each, sequences, tokens, self.ranks, entropies=True, exchanges=True)
+        flips, compared = self.ranks.sum_of(flips), self.ranks.sum_of(choices)
+        self.router_flips = flips / compared if compared else None
+        return scored
 
     def learn(self, experience: Experience, step: int) -> Update:
         """Learn from one weighed batch. ``step`` keys the split into parts."""

@@ -113,8 +113,13 @@ class Loop(Steps):
                     f"accuracy {row['warm_start/accuracy']:.3f}"
                 )
 
+            warm = config.warm_start
+            self.live.note(
+                f"warm start: at most {warm.steps:,} supervised steps, until accuracy {warm.target_accuracy:g}; "
+                "warm_start.steps=N for fewer"
+            )
             with self.base.warming():
-                warm_start(self.parts, config.warm_start, self.params, report)
+                warm_start(self.parts, warm, self.params, report, self.live.doing)
         if self.ranks.rank0:
             self.base.keep()
         self.sampler.engine.sync(self.learner.weights, self.learner.version)

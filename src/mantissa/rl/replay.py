@@ -40,6 +40,7 @@ from mantissa.kernels import (
     rollout_kernels,
 )
 from mantissa.model import Decoder, ModelConfig, RopeScaling
+from mantissa.model.config import ExpertsShape
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rl.exact import exact_plan
 from mantissa.rl.experience import Sequences
@@ -49,6 +50,8 @@ from mantissa.rollout.sampling import drawn_otherwise, sample, uniforms
 from mantissa.rollout.types import check_requests
 
 _VERSION = 2
+# Of the learner's micro-batch; its policy chooses experts for itself, as exact kernels' both sides do.
+_OF_SEQUENCES = ("tokens_BT", "prompt_length_B", "length_B", "mask_BR")
 _MOST = 1 << 20  # samples or slots that a file may speak of
 
 
@@ -264,8 +267,8 @@ def write_case(
         "key": case.key,
     }
     tensors = {f"weights.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    for field in dataclasses.fields(Sequences):
-        tensors[f"part.{field.name}"] = getattr(case.part, field.name).cpu().contiguous()
+    for name in _OF_SEQUENCES:
+        tensors[f"part.{name}"] = getattr(case.part, name).cpu().contiguous()
     answers = [tokens or () for tokens in case.call.tokens]
     tensors["call.tokens"] = torch.tensor([token for tokens in answers for token in tokens], dtype=torch.int64)
     tensors["call.lengths"] = torch.tensor([len(tokens) for tokens in answers], dtype=torch.int64)
@@ -317,10 +320,13 @@ def read_case(path: Path | str) -> StoredCase:
 def _parsed(facts: dict[str, Any], tensors: dict[str, Tensor]) -> StoredCase:
     requests = tuple(Request(tuple(r["prompt_tokens"]), int(r["seed"]), int(r["samples"])) for r in facts["requests"])
     params: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in facts["params"].items()}
-    part = Sequences(**{field.name: tensors[f"part.{field.name}"] for field in dataclasses.fields(Sequences)})
+    part = Sequences(**{name: tensors[f"part.{name}"] for name in _OF_SEQUENCES})
     model = dict(facts["model"])
     if model["rope_scaling"] is not None:
         model["rope_scaling"] = RopeScaling(**model["rope_scaling"])
+    if model.get("experts") is not None:
+        experts = model["experts"]
+        model["experts"] = ExpertsShape(**{**experts, "mlp_only_layers": tuple(experts["mlp_only_layers"])})
     engine, old = facts["engine"], facts["version"] == 1
     jobs, job, row = sum(request.samples for request in requests), int(facts["job"]), int(facts["row"])
     if not (0 < jobs <= _MOST and 0 <= job < jobs and 0 <= row < len(part)):
@@ -414,6 +420,6 @@ def replay(stored: StoredCase, device: torch.device) -> tuple[Found, list[str]]:
     )
     engine.sync(dict(model.named_parameters()), 0)
     case = stored.case
-    part = Sequences(**{f.name: getattr(case.part, f.name).to(device) for f in dataclasses.fields(Sequences)})
+    part = Sequences(**{name: getattr(case.part, name).to(device) for name in _OF_SEQUENCES})
     found = examine(engine, model, learner_kernels(precision, plan), dataclasses.replace(case, part=part))
     return found, plan.lines() if plan else []

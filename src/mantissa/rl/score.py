@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from mantissa.base.bounds import count
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.kernels import Kernels, Traced
-from mantissa.model import CopiedPolicy, Decoder, ModelConfig
+from mantissa.model import CopiedPolicy, Decoder, ModelConfig, Replay, Replayed, Route
 from mantissa.precision.numerics import entropy
 from mantissa.rl.experience import Sequences
 from mantissa.training import load_weights
@@ -85,7 +85,7 @@ class Packed:
         packed_BT = torch.where(prompt_BT, number_BT[owner_B], number_BT).masked_fill_(~real_BT, 0)
         return Packed(tokens_BT.flatten()[source_N], source_N % width, source_N, packed_BT, owner_B)
 
-    def hidden(self, model: Decoder, kernels: Kernels) -> Tensor:
+    def hidden(self, model: Decoder, kernels: Kernels, route: Route | None = None) -> Tensor:
         """Final hidden states of the packed positions, N,E."""
         rows, width = self.packed_BT.shape
         packed = self.packed_BT.flatten()
@@ -102,7 +102,15 @@ class Packed:
             return out_NE.view(1, -1, heads, size).transpose(1, 2)
 
         tokens_1N, positions_1N = self.tokens_N.unsqueeze(0), self.positions_N.unsqueeze(0)
-        return model.hidden(tokens_1N, kernels, positions_1N, attend).squeeze(0)
+        return model.hidden(tokens_1N, kernels, positions_1N, attend, route).squeeze(0)
+
+    def replayed(self, sequences: Sequences, replay: Replay | None) -> Replayed | None:
+        """The rollout's experts of the packed positions, to be taken as ``replay`` says or only compared with."""
+        if sequences.experts_BTLK is None:
+            return None
+        experts_NLK, weights = sequences.experts_BTLK.flatten(0, 1)[self.source_N], sequences.expert_weights_BTLK
+        weights_NLK = weights.flatten(0, 1)[self.source_N] if replay == "weights" and weights is not None else None
+        return Replayed(experts_NLK, weights_NLK, only_count=replay is None)
 
 
 def _first_alike(rows_BT: Tensor) -> Tensor:
@@ -118,12 +126,14 @@ class Forward:
     """What a forward gives: ``logp_N`` (fp32, differentiable), and where it was asked for the rest (fp32).
 
     ``entropy_N``: of the distributions that the log-probs are of, without gradient unless that was asked for.
-    ``prompt_BE``: the mean of the final hidden states over each sequence's prompt.
+    ``prompt_BE``: the mean of the final hidden states over each sequence's prompt. ``route``: of a policy with mixtures
+    of experts, how its choices compare with the rollout's.
     """
 
     logp_N: Tensor
     entropy_N: Tensor | None = None
     prompt_BE: Tensor | None = None
+    route: Replayed | None = None
 
 
 def forward(
@@ -135,25 +145,27 @@ def forward(
     prompts: bool = False,
     entropies: Entropies = False,
     look: OnLogits | None = None,
+    replay: Replay | None = None,
 ) -> Forward:
     """Log-prob of each response token, with ``prompts`` each prompt's mean hidden state, with ``entropies`` those too.
 
     Entropies have a gradient only where they are asked for as ``differentiable``. ``look`` is shown the logits, once,
-    part by part.
+    part by part. ``replay``: what of the rollout's choice of experts is taken; None: the model's own.
 
     A prompt that several sequences share is computed once, and only positions that predict a response token reach the
     output projection.
     """
     position_N, token_N = sequences.response_tokens()
     packed = Packed.of(sequences)
+    route = packed.replayed(sequences, replay)
 
     def work() -> tuple[Tensor, Tensor | None, Tensor | None]:
-        hidden_ME = packed.hidden(model, kernels)
+        hidden_ME = packed.hidden(model, kernels, route)
         hidden_NE = F.embedding(packed.packed_BT.flatten()[position_N], hidden_ME)
         logp_N, entropy_N = _head(model.head_weight, kernels, hidden_NE, token_N, temperature, entropies, look)
         return logp_N, entropy_N, prompt_mean(packed, hidden_ME, sequences.prompt_length_B) if prompts else None
 
-    return Forward(*model.within(work))
+    return Forward(*model.within(work), route)
 
 
 def _head(

@@ -43,6 +43,13 @@ from mantissa.runs.metrics import undeclared
 from mantissa.runs.trackers import Trackers
 from mantissa.tasks import Problem
 
+_SAID = {  # of a step's long phases, on the screen
+    "rollout": "sampling",
+    "learner_logp": "scoring",
+    "reference_logp": "scoring by the reference",
+    "update": "learning",
+    "eval": "evaluating",
+}
 _SILENT = 3  # first steps without any advantage after which it is said
 MOST_REJECTED = 0.5  # of a step's tokens, beyond which it is said what a correction leaves out
 
@@ -71,6 +78,7 @@ class Steps(ABC):
         self.room = Reserve(self._checkpoints, f"{self._checkpoints}, where room for the next checkpoint is kept")
         self._seconds: dict[str, float] = {}
         self._started: float | None = None  # when the present step was, its first try
+        self._at = 0  # the present step
 
     def _probes(self) -> list[Probe]:
         """What observes the steps of this run."""
@@ -114,7 +122,7 @@ class Steps(ABC):
 
     def _collect(self, step: int) -> Batch:
         """The step's graded completions."""
-        self._started = self._started or time.perf_counter()
+        self._at, self._started = step, self._started or time.perf_counter()
         with self._timed("rollout"):
             batch = self.source.take(step)
         if self.config.steps_behind:
@@ -207,6 +215,8 @@ class Steps(ABC):
         if experience.entropy_BR is not None:  # scored: what was not measured is not logged
             gap = gap_metrics(experience.rollout_logp_BR, experience.old_logp, mask_BR)
             row |= {name: float(value) for name, value in gap.items()}
+            if self.learner.router_flips is not None:
+                row["gap/router_flips"] = self.learner.router_flips
             row["policy/entropy"] = float(experience.entropy_BR[mask_BR].double().mean())
         outcomes = update.outcomes
         applied = [outcome for outcome in outcomes if outcome.applied]
@@ -265,10 +275,13 @@ class Steps(ABC):
 
     @contextmanager
     def _timed(self, phase: str | None) -> Iterator[None]:
-        """Counts what is done in it as ``phase``; as nothing of its own where that is None."""
+        """Counts what is done in it as ``phase``; as nothing of its own where that is None. Of what takes long, the
+        screen says that it is at work."""
         if phase is None:
             yield
             return
+        if phase in _SAID:
+            self.live.doing(_SAID[phase], self._at)
         start = time.perf_counter()
         try:
             yield

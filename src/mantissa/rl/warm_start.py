@@ -32,12 +32,16 @@ _LR_WARMUP = 20
 
 # The warm start
 def warm_start(
-    parts: Parts, config: WarmStartConfig, params: SamplingParams, report: Callable[[dict[str, Any]], None]
+    parts: Parts,
+    config: WarmStartConfig,
+    params: SamplingParams,
+    report: Callable[[dict[str, Any]], None],
+    doing: Callable[[str], None] = lambda what: None,
 ) -> None:
     """Train on the task's solutions until ``config.steps``, or until sampled accuracy reaches the target.
 
-    ``report`` receives ``{"step", "warm_start/loss", "warm_start/accuracy"}`` after each evaluation.
-    Every problem of the split has a solution: ``assemble`` has seen to that.
+    ``report`` receives ``{"step", "warm_start/loss", "warm_start/accuracy"}`` after each evaluation; ``doing`` is told
+    each step's number, in words. Every problem of the split has a solution: ``assemble`` has seen to that.
     """
     learner, sampler = parts.learner, parts.sampler
     solved, heldout = parts.task.split("warm_start"), parts.task.split("heldout")[: config.problems]
@@ -46,6 +50,7 @@ def warm_start(
     )
     losses: list[float] = []
     for step in range(1, config.steps + 1):
+        doing(f"warm start {step:,} of at most {config.steps:,}")
         indices = stream_slice(len(solved), (step - 1) * config.batch, config.batch, learner.seed, "warm_start")
         sequences = _sequences([solved[index] for index in indices], sampler, parts.device)
         losses.append(_supervised_step(learner, optimizer_step, sequences))

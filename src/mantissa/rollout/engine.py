@@ -45,7 +45,8 @@ class NativeEngine:
 
     ``kv_format``: the grid that keys and values are rounded to before anything attends to them, in prefill and decode
     alike. ``slots``: rows decoded at a time. ``max_length``: prompt and response tokens of one sample together.
-    ``decode_text``: token ids to text, needed for stop strings only.
+    ``decode_text``: token ids to text, needed for stop strings only. ``expert_weights``: completions of a policy with
+    mixtures of experts say the weights of those that their positions passed, too.
     ``calls`` are those since the last ``sync``, where ``keeps_calls`` is set, so that each can be replayed.
     """
 
@@ -59,6 +60,7 @@ class NativeEngine:
         max_length: int,
         device: torch.device | str = "cpu",
         decode_text: Callable[[Sequence[int]], str] | None = None,
+        expert_weights: bool = False,
     ) -> None:
         if slots < 1 or max_length < 2:
             raise MantissaError(f"slots={slots}, max_length={max_length}: expected at least 1 slot and 2 tokens")
@@ -71,6 +73,7 @@ class NativeEngine:
         self.slots, self.max_length = slots, max_length
         self.device = torch.device(device)
         self.keeps_calls = False
+        self.expert_weights = expert_weights
         self.interrupted: Callable[[], bool] = lambda: False  # asked before every step of ``generate``
         self.calls: list[Call] = []
         self._decode_text = decode_text
@@ -146,7 +149,7 @@ class NativeEngine:
     ) -> list[list[Completion]]:
         self._cache.restart()
         setup = (self.model, kernels, self.kv_format, self._cache, requests, params, self._version, self._decode_text)
-        generation = Generation(*setup, watched, forced, self.interrupted)
+        generation = Generation(*setup, watched, forced, self.expert_weights, self.interrupted)
         try:
             with torch.no_grad():
                 return generation.run()

@@ -1,5 +1,8 @@
 """One call of ``generate``: continuous batching over the slots of a cache.
 
+Where the policy has mixtures of experts, the experts of every position are noted, and go with its completion: those of
+its prompt from the prefill, then one position a step.
+
 Legend: B rows (slots in use), P prompts of one prefill, T prompt positions, K key/value heads, D head size, L layers,
 V vocabulary, S slots.
 
@@ -22,7 +25,7 @@ tail counts only when the whole text has it too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +35,7 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import Kernels, Pick, Traced
-from mantissa.model import Decoder
+from mantissa.model import Decoder, Recorded
 from mantissa.precision import NumberFormat, round_cached
 from mantissa.rollout.cache import KVCache
 from mantissa.rollout.sampling import request_keys, sample, uniforms
@@ -68,11 +71,15 @@ _PREFILL_TOKENS = 16384  # of one prefill, padding included: bounds its activati
 _TOKEN, _POSITION, _COUNT, _KEY = range(4)  # rows of the device's state
 
 
+_Route = tuple[Tensor, Tensor | None]  # experts (int16) of some positions in each mixture, S,L,K, and their weights
+
+
 @dataclass
 class _Prefilled:
     """A batch of computed prompts: keys and values (2,L,P,K,T,D), last logits (P,V) and lengths (P).
 
     ``jobs`` are its samples in order of admission, of which the first ``admitted`` have a slot; ``rows`` their prompts.
+    ``routes``: the experts of each prompt's positions, where there are some.
     """
 
     kv: Tensor
@@ -80,6 +87,7 @@ class _Prefilled:
     lengths: Tensor
     jobs: np.ndarray
     rows: np.ndarray
+    routes: list[_Route]
     admitted: int = 0
 
 
@@ -89,6 +97,7 @@ class Generation:
 
     ``watched``: the number of a job (a sample; all of all requests, in order) that ``kernels``, traced, take notes of.
     ``forced``: for each job the tokens that it has to take, whatever is drawn; None where it may draw.
+    ``expert_weights``: note the weights of the experts too.
     ``interrupted``: asked before every step; once it says so, what is not finished ends as it is.
     """
 
@@ -102,6 +111,7 @@ class Generation:
     decode_text: Callable[[Sequence[int]], str] | None
     watched: int | None = None
     forced: Sequence[Sequence[int] | None] | None = None
+    expert_weights: bool = False
     interrupted: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
@@ -132,6 +142,10 @@ class Generation:
         self._length_S = np.zeros(self.slots, dtype=np.int64)  # positions cached
         self._tokens_ST = np.zeros((self.slots, self.params.max_tokens), dtype=np.int64)
         self._logp_ST = np.zeros((self.slots, self.params.max_tokens), dtype=np.float32)
+        self._route = Recorded(self.expert_weights) if self.model.config.sparse_layers else None
+        self._routes_S: list[list[_Route]] = [
+            [] for _ in range(self.slots)
+        ]  # of each slot: its prompt's, then a step's
         self._stops_V = np.zeros(self.model.config.vocab_size, dtype=bool)
         self._stops_V[list(self.params.stop_token_ids)] = True
         self._stop_strings = None
@@ -168,7 +182,10 @@ class Generation:
 
         self._watch(self._job_S[:rows], lambda slot: _token_in(slot, int(self._length_S[slot])))
         tokens_B1, positions_B1 = state_4B[_TOKEN].unsqueeze(1), state_4B[_POSITION].unsqueeze(1)
-        hidden_B1E = self.model.hidden(tokens_B1, self.kernels, positions_B1, attend)
+        hidden_B1E = self.model.hidden(tokens_B1, self.kernels, positions_B1, attend, self._route)
+        if self._route is not None:
+            for slot, route in enumerate(_split(self._route.take(), [1] * rows)):
+                self._routes_S[slot].append(route)
         logits_BV = self.model.logits(hidden_B1E.squeeze(1), self.kernels)
         self._length_S[:rows] += 1
         u_B, forced_B = (
@@ -221,6 +238,8 @@ class Generation:
         tokens_B, logp_B = sample(ready.logits[rows_B], self.params, u_B, self.kernels.token_logprob, forced_B)
         self._state_4S[:, slots_B] = torch.stack((tokens_B, lengths_B, first + 1, keys_B))
         self._job_S[slots], self._count_S[slots] = jobs, 0
+        for slot, row in zip(slots, rows, strict=True):
+            self._routes_S[slot] = ready.routes[row : row + 1]
         self._length_S[slots] = lengths_B.cpu().numpy()
         return self._record(slots, tokens_B, logp_B)
 
@@ -239,9 +258,15 @@ class Generation:
         lengths_P = torch.tensor(lengths, device=self.device)
         self._watch([waiting for _, waiting in batch], lambda row: _prompt_in(row, lengths[row]))
         kv, logits_PV = self._prefill_forward(tokens_PT.to(self.device), lengths_P)
+        routes: list[_Route] = []
+        if self._route is not None:
+            whole = _split(self._route.take(), [longest] * len(batch))
+            routes = [
+                next(_split(route, [length, longest - length])) for route, length in zip(whole, lengths, strict=True)
+            ]
         jobs = np.array([job for _, waiting in batch for job in waiting])
         rows = np.repeat(np.arange(len(batch)), [len(waiting) for _, waiting in batch])
-        return _Prefilled(kv, logits_PV, lengths_P, jobs, rows)
+        return _Prefilled(kv, logits_PV, lengths_P, jobs, rows, routes)
 
     def _prefill_forward(self, tokens_PT: Tensor, lengths_P: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of right-padded prompts (zeros where padded), and the logits after each prompt's end."""
@@ -256,7 +281,7 @@ class Generation:
             kv_2LPKTD[0, layer], kv_2LPKTD[1, layer] = k, v
             return self.kernels.causal_attention(q, k, v)
 
-        hidden_PTE = self.model.hidden(tokens_PT, self.kernels, positions_1T, attend)
+        hidden_PTE = self.model.hidden(tokens_PT, self.kernels, positions_1T, attend, self._route)
         last_PE = hidden_PTE[torch.arange(prompts, device=self.device), lengths_P - 1]
         kv_2LPKTD.masked_fill_(padding_P1T1, 0.0)
         return kv_2LPKTD, self.model.logits(last_PE, self.kernels)
@@ -276,6 +301,8 @@ class Generation:
         self._state_4S[:, target_B] = self._state_4S[:, source_B]
         for per_slot in (self._job_S, self._count_S, self._length_S, self._tokens_ST, self._logp_ST):
             per_slot[target] = per_slot[source]
+        for to, of in zip(target, source, strict=True):
+            self._routes_S[to] = self._routes_S[of]
 
     def _watch(self, jobs_of_rows: Iterable[Any], pick: Callable[[int], Pick]) -> None:
         """Before a forward: tell the kernels which row is the watched sample's. A row has one job or several."""
@@ -321,13 +348,31 @@ class Generation:
 
     def _complete(self, slot: int, reason: FinishReason) -> None:
         count, (request, number) = int(self._count_S[slot]), self._jobs[self._job_S[slot]]
+        experts, weights = _joined(self._routes_S[slot])
         self._completions[request][number] = Completion(
             tokens=tuple(self._tokens_ST[slot, :count].tolist()),
             logp_T=torch.tensor(self._logp_ST[slot, :count]),
             finish_reason=reason,
             policy_version=self.version,
             key=self._key_of[self._job_S[slot]],
+            experts_SLK=experts,
+            expert_weights_SLK=weights,
         )
+
+
+def _split(route: _Route, lengths: list[int]) -> Iterator[_Route]:
+    """The routes of so many positions each."""
+    experts, weights = route
+    parts = experts.split(lengths)
+    return zip(parts, [None] * len(parts) if weights is None else weights.split(lengths), strict=True)
+
+
+def _joined(routes: list[_Route]) -> tuple[Tensor | None, Tensor | None]:
+    """One route of all their positions; None where there are none."""
+    if not routes:
+        return None, None
+    weights = [weights for _, weights in routes if weights is not None]
+    return torch.cat([experts for experts, _ in routes]), torch.cat(weights) if weights else None
 
 
 def _prompt_in(row: int, length: int) -> Pick:

@@ -64,6 +64,9 @@ class Completion:
     from. ``policy_version``: the weights that sampled it. ``finish_reason``: ``stop``, ``length`` (truncated) or, where
     the engine was interrupted, ``abort``: then with the tokens that it had by then, perhaps none.
     ``key``: of the uniforms that its tokens were drawn by (``sampling.py``); None where another engine drew them.
+    ``experts_SLK``: of a policy with mixtures of experts, those that each position passed, prompt and response but the
+    last token (S), in each of L mixtures, the most probable first (int16, CPU); ``expert_weights_SLK``: their weights
+    (fp32). None where the engine does not tell.
     """
 
     tokens: tuple[int, ...]
@@ -71,6 +74,8 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     key: int | None = None
+    experts_SLK: Tensor | None = None
+    expert_weights_SLK: Tensor | None = None
 
 
 class RolloutEngine(Protocol):

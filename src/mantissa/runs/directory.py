@@ -455,13 +455,14 @@ def cpu_model() -> str:
 
 def git_state(folder: Path | str = ".") -> dict[str, Any] | None:
     """``commit`` and ``changed`` (uncommitted edits of tracked files) of the checkout around ``folder``, or None."""
-    commit = _git(folder, "rev-parse", "HEAD")
+    commit = git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
-    return {"commit": commit, "changed": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
+    return {"commit": commit, "changed": bool(git(folder, "status", "--porcelain", "--untracked-files=no"))}
 
 
-def _git(folder: Path | str, *arguments: str) -> str | None:
+def git(folder: Path | str, *arguments: str) -> str | None:
+    """What git says in a folder; None where it fails, or is not installed."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
     except (FileNotFoundError, subprocess.TimeoutExpired):

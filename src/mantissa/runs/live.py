@@ -7,6 +7,7 @@ marked. Elsewhere (a pipe, a CI log) each step is one plain line that makes sens
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -22,6 +23,7 @@ from mantissa.runs.metrics import BY_NAME
 _HEADER_EVERY = 25
 _STEP_WIDTH = 6
 _GUTTER = 2
+_QUIET_SECONDS = 15.0  # on a pipe: so long nothing is said of what is at work
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,10 @@ class Live:
         self.terminal = self.console.is_terminal
         self._rows = 0
         self._seconds: list[float] = []
+        self._said, self._at = (
+            time.monotonic(),
+            "",
+        )  # when a pipe last got a line, and what the bar says of the time left
         self._progress: Progress | None = None
         if self.terminal:
             words = TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}")
@@ -155,6 +161,14 @@ class Live:
         else:
             self._plain(text)
 
+    def doing(self, what: str, step: int = 0) -> None:
+        """Say what is at work: in the bar, or on a pipe where nothing was said for a while. ``step`` 0: before all."""
+        if self._progress is not None:
+            self._progress.start()
+            self._progress.update(self._progress.task_ids[0], description=", ".join(filter(None, (what, self._at))))
+        elif time.monotonic() - self._said > _QUIET_SECONDS:
+            self._plain(f"step {step}/{self.total_steps}  {what}" if step else what)
+
     def step(self, row: Mapping[str, Any]) -> None:
         """Show the finished step ``row['step']``."""
         step = int(row["step"])
@@ -176,7 +190,8 @@ class Live:
         self.console.print(line)
         if self._progress is not None:
             self._progress.start()  # no more than once, whatever it is called
-            self._progress.update(self._progress.task_ids[0], completed=step, description=self.time_left(step))
+            self._at = self.time_left(step)
+            self._progress.update(self._progress.task_ids[0], completed=step, description=self._at)
 
     def time_left(self, step: int) -> str:
         """The remaining steps at the mean pace of the last twenty, in words."""
@@ -202,6 +217,7 @@ class Live:
     def _plain(self, text: str) -> None:
         self.console.file.write(text.replace("\n", " ") + "\n")
         self.console.file.flush()
+        self._said = time.monotonic()
 
 
 def _cell(column: Column, row: Mapping[str, Any]) -> tuple[str, str]:

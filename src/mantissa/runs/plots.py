@@ -200,7 +200,7 @@ def draw(axes: Axes, lines: Sequence[Line], axis: Axis = "linear", **style: Any)
 
 def chart(title: str, note: str, lines: Sequence[Line], unit: str, axis: Axis = "linear", *, across: str = "step",
           height: float = 2.7, bottom: float | None = None, legend: Sequence[Line] | None = None, keys: bool = True,
-          none: str = "Not logged.", zero: str = "Exactly 0 wherever it was measured.",
+          none: str = "None of these runs logged it.", zero: str = "Exactly 0 wherever it was measured.",
           **style: Any) -> Plot:  # fmt: skip
     """A figure of one panel. ``legend``: the lines in it, all unless given; with ``keys`` it shows dashes too.
 
@@ -228,6 +228,15 @@ def chart(title: str, note: str, lines: Sequence[Line], unit: str, axis: Axis = 
 def _seen(line: Line) -> bool:
     """Whether there is anything but 0 in a line and its band."""
     return bool(line.y.any() or (line.high is not None and line.high.any()))
+
+
+def _why_none(rows: Rows, *metrics: str) -> str:
+    """Why a panel of these metrics is empty."""
+    if not rows:
+        return "No step is finished yet."
+    if all(row.get("optim/updates") == 0 for row in rows) and any("reward/mean" in row for row in rows):
+        return "Nothing was learned at any step, so there is nothing to show: every advantage was 0, or was left out."
+    return f"No row of this run has {' or '.join(metrics)}."
 
 
 def _legend(lines: Sequence[Line]) -> tuple[tuple[str, str], ...]:
@@ -386,7 +395,7 @@ def ratio_parts(rows: Rows) -> Plot:
     parts = lines_of(rows, {"policy/alpha_abs_mean": BLUE, "policy/beta_abs_mean": ORANGE})
     held = lines_of(rows, {"policy/clip_fraction": GREY, "policy/phantom_clip_fraction": PINK})
     if len(parts) < 2:
-        return Plot(title, "Not logged.")
+        return Plot(title, _why_none(rows, "policy/alpha_abs_mean", "policy/beta_abs_mean"))
     note = f"Means over the steps, in nats a token: alpha {parts[0].y.mean():.2g}; beta {parts[1].y.mean():.2g}."
     if held:
         phantom = held[-1].y
@@ -486,7 +495,7 @@ def _simple(title: str, rows: Rows, colours: Mapping[str, str], what: str) -> Pl
     """Lines from 0 on; the note says where the last of them began and ended."""
     lines = lines_of(rows, colours)
     if not lines:
-        return Plot(title, "Not logged.")
+        return Plot(title, _why_none(rows, *colours))
     unit, (x, y) = SERIES[next(iter(colours))].unit, (lines[-1].x, lines[-1].y)
     note = f"{what}: {y[0]:.3g} {unit}"
     note += f" at step {x[0]:.0f}, {y[-1]:.3g} at step {x[-1]:.0f}." if x.size > 1 else "."

@@ -50,7 +50,7 @@ def build_task(config: TaskConfig | Mapping[str, Any], seed: int) -> Task:
 
 
 __all__ = [
-    "TASKS", "CodeConfig", "DatasetConfig", "Grader", "Message", "Problem", "RequestsConfig", "Reviews", "Reward",
-    "Script", "Task", "TaskConfig", "Verifier",
+    "TASKS", "CodeConfig", "DatasetConfig", "DatasetTask", "Grader", "Message", "Problem", "RequestsConfig", "Reviews",
+    "Reward", "Script", "Task", "TaskConfig", "Verifier",
     "batched", "build_task", "read_problems", "verifier_named",
 ]  # fmt: skip

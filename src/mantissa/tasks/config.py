@@ -279,6 +279,11 @@ class DatasetConfig(Config):
     on_bad_row: OnBadRow = Field(
         "error", description="A row that cannot be read: error names file and row and stops, skip counts and reports."
     )
+    on_long_prompt: OnBadRow = Field(
+        "error",
+        description="A prompt that leaves the model's positions no room for rollout.max_tokens: error names it and "
+        "stops, skip leaves such problems out and says how many.",
+    )
     limit: int | None = Field(None, ge=1, description="Keep only so many training problems, in file order.")
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ from __future__ import annotations
 import decimal
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -357,6 +357,19 @@ class DatasetTask(Task):
         if not train:
             raise MantissaError(f"no training problem is left: all {len(problems)} are held out; hold out fewer")
         self._train, self._heldout = tuple(train[: config.limit]), tuple(heldout.values())
+
+    def leave_out(self, too_long: Callable[[Problem], bool]) -> None:
+        """Leave out the problems whose prompts are ``too_long``, and note how many."""
+        was = len(self._train), len(self._heldout)
+        self._train, self._heldout = (
+            tuple(problem for problem in problems if not too_long(problem)) for problems in (self._train, self._heldout)
+        )
+        gone = was[0] - len(self._train), was[1] - len(self._heldout)
+        if not self._train:
+            raise MantissaError(f"dataset: all {was[0]} training prompts are too long; lower rollout.max_tokens")
+        if any(gone):
+            each = f"{gone[0]} of {was[0]} training problems, {gone[1]} of {was[1]} held out"
+            self.notes = (*self.notes, f"dataset: left out for prompts that are too long: {each}")
 
     def _problems(self, name: SplitName) -> Sequence[Problem]:
         if name == "warm_start":

@@ -194,6 +194,19 @@ def test_the_comparison_pairs_by_seed(tmp_path: Path) -> None:
     assert predicted([ranked]) == [(0.3, 1.0)]
 
 
+@pytest.mark.parametrize(("word", "wanted"), [(None, "fp32"), ("true", "fp16"), ("false", "fp32")])
+def test_the_switch_of_the_environment_chooses_the_world_model_s_precision(
+    word: str | None, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ENABLE_FP16_TRAINING", raising=False)
+    if word is not None:
+        monkeypatch.setenv("ENABLE_FP16_TRAINING", word)
+    with Evolution(EvolutionConfig(tasks=("clamp",)), tmp_path / "run") as evolution:
+        assert evolution.world is not None
+        assert evolution.world.trainer.precision.active.name == wanted
+    assert EvolutionConfig(precision="bf16").precision == "bf16"
+
+
 def test_profiles_are_fifteen_whole_configurations() -> None:
     assert len(profiles()) == 15
     for name in profiles():

@@ -169,6 +169,19 @@ def test_the_guard_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert model.trainer.updates > 0
 
 
+def test_a_training_may_be_awaited_as_well_as_called() -> None:
+    """As the published interface has it, which is async: ``await world_model.train(...)``."""
+    called, awaited = small(buffer=planted(64)), small(buffer=planted(64))
+
+    async def awaiting() -> list[HistoryRow]:
+        return await awaited.train(epochs=2, batch_size=16)
+
+    rows, again = called.train(epochs=2, batch_size=16), asyncio.run(awaiting())
+    assert [row.loss for row in rows] == [row.loss for row in again]
+    assert again == awaited.history
+    assert called.predict(STATE, GOOD[0]) == awaited.predict(STATE, GOOD[0])
+
+
 def test_training_in_a_thread_lets_the_loop_go_on_and_can_be_cancelled() -> None:
     model = small(buffer=planted(128))
     before = model.predict(STATE, GOOD[0])

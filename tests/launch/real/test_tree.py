@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mantissa.launch import Plan, export, launch_file, load_options
+from mantissa.launch import Plan, launch_file, load_options
+from mantissa.launch.export import export
 from mantissa.launch.facts import FACTS, IGNORED, Engine, Fact, full
 from mantissa.rl import load_recipe
 

@@ -111,7 +111,7 @@ class Archive:
 def parent_weights(candidates: Sequence[Candidate], steepness: float = STEEPNESS, middle: float = 0.5) -> list[float]:
     """sigmoid(steepness (score - middle)) / (1 + children) of each kept candidate, 0 for the others.
 
-    Source: Zhang et al., "Darwin Goedel Machine" (2025), with its values.
+    Source: Zhang et al., "Darwin Goedel Machine" (2025), arXiv:2505.22954, with its values.
     """
     children = {each.number: 0 for each in candidates}
     for each in candidates:

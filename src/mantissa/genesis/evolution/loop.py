@@ -7,6 +7,9 @@ generations. A trajectory's state is the parent (its scores, its failures, its s
 of such a change (``history``), its actions are the changes, and a success is a child that scores above its parent.
 
 Every draw follows from (seed, task, generation), so what a killed run has not committed it draws again.
+
+Sources: the archive that keeps every program, and how parents are drawn: J. Zhang et al., "Darwin Goedel Machine"
+(2025), arXiv:2505.22954. The three operators: J. Lin et al., "SE-Agent" (2025), arXiv:2508.02085.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.files import own
 from mantissa.base.folders import make_folder, refuse_other_settings
 from mantissa.dropin import GuardConfig
+from mantissa.dropin.environment import switch
 from mantissa.genesis.evolution.archive import STEEPNESS, Archive, Candidate, best_of, draw_parent, partner_of
 from mantissa.genesis.evolution.edits import normal
 from mantissa.genesis.evolution.history import History, end_of
@@ -60,7 +64,10 @@ class EvolutionConfig(Section):
     recent: int = Field(512, ge=1, description="trajectories of a training, the newest")
     batch_size: int = Field(32, ge=1, description="trajectories of an optimiser step")
     hidden_dim: int = Field(64, ge=16, description="width of the world model")
-    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="of the world model's training")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        default_factory=lambda: "fp16" if switch() else "fp32",
+        description="of the world model's training; not given: fp16 where ENABLE_FP16_TRAINING is true, else fp32",
+    )
     guard: dict[str, Any] | None = Field(None, description="thresholds of its guard, as a recipe's; none: no guard")
     proposer: Literal["edits", "policy", "openai"] = Field("edits", description="who writes programs")
     model: str = Field("", description="policy: as `mantissa sample`; openai: the server's name for it")

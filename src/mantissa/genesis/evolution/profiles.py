@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,11 +37,38 @@ def configured(profile: str, overrides: Mapping[str, Any]) -> EvolutionConfig:
     return EvolutionConfig(**(profiles().get(profile, {}) | dict(overrides)))
 
 
+@dataclass(frozen=True)
+class ProfileRow:
+    """A profile's run, and the last epoch's loss of a world model trained on its trajectories in fp32 and in fp16.
+
+    ``overflow``: of fp16's steps. ``time_over_fp32``: of processor time, the median of trainings in turn.
+    """
+
+    profile: str
+    tasks: int
+    solved: int
+    held_out: float
+    trajectories: int
+    fp32_loss: float
+    fp16_loss: float
+    overflow: float
+    time_over_fp32: float
+
+    @property
+    def cells(self) -> list[str]:
+        """A line under ``HEADER``."""
+        return [
+            self.profile, f"{self.solved} of {self.tasks}", f"{self.held_out:.2f}", str(self.trajectories),
+            f"{self.fp32_loss:.4f}", f"{self.fp16_loss:.4f}", f"{self.fp16_loss / self.fp32_loss:.4f}",
+            f"{self.overflow:.1%}", f"{self.time_over_fp32:.2f}",
+        ]  # fmt: skip
+
+
 def precision_row(
     profile: str, overrides: Mapping[str, Any], folder: Path, progress: Callable[[str], None] = lambda line: None
-) -> list[str]:
-    """A line under ``HEADER``: run a profile, then train a fresh world model on its trajectories in fp32 and in fp16,
-    from the same weights and in the same order."""
+) -> ProfileRow:
+    """Run a profile, then train a fresh world model on its trajectories in fp32 and in fp16, from the same weights and
+    in the same order."""
     config = configured(profile, overrides)
     with Evolution(config, folder / profile, progress=progress) as evolution:
         results = evolution.run()
@@ -56,10 +84,14 @@ def precision_row(
             losses[precision] = history[-1].loss
             if precision == "fp16":
                 overflow = sum(row.overflows for row in history) / sum(row.batches for row in history)
-    solved = sum(each.solved_at is not None for each in results)
-    held_out = sum(each.held_out for each in results) / len(results)
-    return [
-        profile, f"{solved} of {len(results)}", f"{held_out:.2f}", str(len(rows)), f"{losses['fp32']:.4f}",
-        f"{losses['fp16']:.4f}", f"{losses['fp16'] / losses['fp32']:.4f}", f"{overflow:.1%}",
-        f"{median(h / f for f, h in zip(seconds['fp32'], seconds['fp16'], strict=True)):.2f}",
-    ]  # fmt: skip
+    return ProfileRow(
+        profile,
+        tasks=len(results),
+        solved=sum(each.solved_at is not None for each in results),
+        held_out=sum(each.held_out for each in results) / len(results),
+        trajectories=len(rows),
+        fp32_loss=losses["fp32"],
+        fp16_loss=losses["fp16"],
+        overflow=overflow,
+        time_over_fp32=median(h / f for f, h in zip(seconds["fp32"], seconds["fp16"], strict=True)),
+    )

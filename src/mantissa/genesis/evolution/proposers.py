@@ -2,6 +2,8 @@
 
 A proposer is a function of requests: the same requests, and the same seed in each, give the same proposals (a server's
 are its own affair). It sees the task's text, parents and how they failed in development; no held-out test, no canary.
+
+Source of the operators: J. Lin et al., "SE-Agent" (2025), arXiv:2508.02085.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from mantissa.genesis.worldmodel.buffer import ReplayBuffer, SQLiteBuffer, open_buffer
 from mantissa.genesis.worldmodel.folds import Validation, cross_validate
-from mantissa.genesis.worldmodel.model import HistoryRow, Prediction, WorldModel
+from mantissa.genesis.worldmodel.model import HistoryRow, Prediction, TrainingHistory, WorldModel
 from mantissa.genesis.worldmodel.scores import Scores, scored
 from mantissa.genesis.worldmodel.trajectory import SCENARIOS, Trajectory, by_task, synthetic, trajectory
 
@@ -13,6 +13,7 @@ __all__ = [
     "ReplayBuffer",
     "SQLiteBuffer",
     "Scores",
+    "TrainingHistory",
     "Trajectory",
     "Validation",
     "WorldModel",

@@ -27,7 +27,7 @@ import copy
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,14 @@ def loss_of(model: nn.Module, batch: Encoded) -> Tensor:
     return of_success + (gain_MBT * weight_BT).sum() / len(batch.length)
 
 
+class TrainingHistory(list[HistoryRow]):
+    """The rows of one training, already done. It may be awaited, which gives it at once: ``await model.train(...)``."""
+
+    def __await__(self) -> Generator[None, None, TrainingHistory]:
+        return self
+        yield  # what makes this a generator, as __await__ has to be
+
+
 class WorldModel:
     """``state_dim``, ``action_dim``: of the encoded inputs; ``hidden_dim``: H. ``model_path``: a file of ``save`` to go
     on from, if it exists; else where ``save()`` writes.
@@ -187,7 +195,7 @@ class WorldModel:
         config = FP16TrainingConfig.from_environment()
         self.trainer = PrecisionTrainer(
             network, torch.optim.Adam(network.parameters(), lr), precision or config.number_format, max_grad_norm=1.0,
-            backend=backend, fallback=fallback, scale=config.scaler_config(), retries=4, run_dir=run_dir, guard=guard,
+            backend=backend, fallback=fallback, scale=config.scale, retries=4, run_dir=run_dir, guard=guard,
             on_nonfinite="skip", say=say,
         )  # fmt: skip
         self.history: list[HistoryRow] = []
@@ -208,11 +216,12 @@ class WorldModel:
         *,
         progress: Callable[[HistoryRow], None] | None = None,
         cancel: threading.Event | None = None,
-    ) -> list[HistoryRow]:
+    ) -> TrainingHistory:
         """Learn from all of ``source`` (the model's own buffer), whole tasks kept apart for the calibration.
 
-        Returns this call's rows of ``history``. ``cancel``: set by another thread, ends the training after the batch
-        at hand; what was learnt until then stays, and is calibrated like any other. One training at a time.
+        Returns this call's rows of ``history``; with or without ``await``, they are there when it returns.
+        ``train_async`` lets the event loop go on meanwhile. ``cancel``: set by another thread, ends the training after
+        the batch at hand; what was learnt until then stays, and is calibrated like any other. One training at a time.
         """
         counted = {"epochs": epochs, "batch_size": batch_size}
         good = {n: (number(v, 1, LARGEST_SIZE, whole=True), "a whole number from 1 on") for n, v in counted.items()}
@@ -224,7 +233,7 @@ class WorldModel:
             learnt, apart = by_task(trajectories, self.calibration, self.seed)
             self.seen_tasks |= {each.task for each in trajectories}
             encoded = self.encode(learnt)
-            rows = []
+            rows = TrainingHistory()
             for _ in range(epochs):
                 row = self._epoch(encoded, batch_size, cancel)
                 if row is None:
@@ -244,7 +253,7 @@ class WorldModel:
         source: Source | None = None,
         *,
         progress: Callable[[HistoryRow], None] | None = None,
-    ) -> list[HistoryRow]:
+    ) -> TrainingHistory:
         """``train`` in a thread, while the event loop goes on. Cancelling the task cancels the training, and waits for
         the batch at hand. ``progress`` is called in the event loop's thread."""
         loop, cancel = asyncio.get_running_loop(), threading.Event()

@@ -1,4 +1,8 @@
-"""How good predicted probabilities are, and the baseline that a model must beat: counting how actions ended."""
+"""How good predicted probabilities are, and the baseline that a model must beat: counting how actions ended.
+
+Sources: the Brier score, G. Brier, Monthly Weather Review 78 (1950) 1; the calibration error (ECE) over equal bins, C.
+Guo et al., "On calibration of modern neural networks", ICML 2017; AUROC as the Mann-Whitney statistic.
+"""
 
 from __future__ import annotations
 

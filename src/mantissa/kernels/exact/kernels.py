@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mantissa.kernels import products
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, ExactPlan, pieces
-from mantissa.kernels.simulated import CausalAttention, SimulatedKernels, _SwiGLU
+from mantissa.kernels.simulated import CausalAttention, SimulatedKernels, _Sigmoid, _SwiGLU
 from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_cached, round_to_format_
 
 _PART = 1 << 19  # values of SwiGLU at a time: 2 MB
@@ -65,6 +65,9 @@ class ExactKernels(SimulatedKernels):
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
         return _ExactSwiGLU.apply(gate_NE, up_NE, self.format)
+
+    def sigmoid(self, x_NE: Tensor) -> Tensor:
+        return _Sigmoid.apply(x_NE, self.format, lambda x: torch.neg(x).exp_().add_(1.0).reciprocal_())
 
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
         self.plan.check_length(k_BKTD.shape[2])

@@ -30,7 +30,7 @@ from mantissa.kernels.exact.probe import Work, other_bits, row_operations
 from mantissa.kernels.interface import Kernels
 from mantissa.kernels.native import NativeKernels, ProductOf
 from mantissa.kernels.simulated import Product
-from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_cached, round_to_format
+from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_cached
 
 
 class ExactNativeKernels(NativeKernels):
@@ -58,9 +58,8 @@ class ExactNativeKernels(NativeKernels):
         bias = None if bias_F is None else self.weight(bias_F)
         return ProductOf.apply(x_NE, self.weight(weight_FE), bias, _product_in(self.dtype))
 
-    def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
-        logits = ProductOf.apply(x_NE, self.weight(weight_VE), None, _product_in(torch.float32))
-        return round_to_format(logits, self.logits_format)
+    def router(self, x_NE: Tensor, weight_XE: Tensor) -> Tensor:
+        return ProductOf.apply(x_NE, self.weight(weight_XE), None, _product_in(torch.float32))
 
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         from mantissa.kernels.triton.rows import token_logprob  # torch's sums depend on how a row of odd length lies

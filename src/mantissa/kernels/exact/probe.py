@@ -325,11 +325,22 @@ def row_operations(
         yield f"rms_norm {width}", width, lambda x, _, w=scale: kernels.rms_norm(x, w, 1e-6)  # type: ignore[misc]
     yield f"swiglu {widths[-1]}", widths[-1], lambda x, _: kernels.swiglu(x * 8, x)
 
+    for experts in sorted({outputs for name, _, outputs in shapes.products if name.endswith(".mlp.gate")}):
+        yield f"routing by {experts}", experts, _routing
+        yield "sigmoid", 1, lambda x, _: kernels.sigmoid(x)
+
     def logprob(x: Tensor, start: int) -> Tensor:
         tokens = torch.arange(start, start + len(x), device=x.device) * 7 % words
         return kernels.token_logprob(x.float() * 4, tokens, 0.7)
 
     yield f"token_logprob {words}", words, logprob
+
+
+def _routing(x_NX: Tensor, _: int) -> Tensor:
+    """A router's probabilities, and the weights of several numbers of chosen experts, normalised."""
+    probs_NX = torch.softmax(x_NX.float() * 4, -1)
+    tops = [torch.topk(probs_NX, k, -1).values for k in (2, 4, 8, 16) if k <= x_NX.shape[1]]
+    return torch.cat([probs_NX, *(top / top.sum(-1, keepdim=True) for top in tops)], -1)
 
 
 def other_bits(work: Work, x: Tensor, whole: Tensor) -> int:

@@ -148,7 +148,7 @@ def pack(batches: Iterable[Batch]) -> tuple[dict[str, Tensor], list[dict[str, An
     plain = []
     for batch in batches:
         tokens, lengths, logp, reasons, *_ = _packed([sample.completion for sample in batch.samples])
-        packed = {"tokens": tokens, "lengths": torch.tensor(lengths), "logp": logp}
+        packed = {"tokens": tokens, "lengths": torch.tensor(lengths), "logp": logp} | _routes_packed(batch)
         tensors |= {f"ahead/{batch.step}/{name}": tensor for name, tensor in packed.items()}
         plain.append(
             {
@@ -205,7 +205,9 @@ def _one_unpacked(
         raise MantissaError(f"checkpoint's batch of step {step} has wrong {wrong}; it is damaged")
     size = len(lengths) // len(indices)
     prompts = [sampler.encode(problems[index]) for index in indices]
-    completions = _unpacked((tokens, lengths.tolist(), logp, reasons, version, [None] * len(lengths)))
+    positions = [len(prompts[place // size]) + length - 1 for place, length in enumerate(lengths.tolist())]
+    routes = _routes_unpacked(tensors, step, positions)
+    completions = _unpacked((tokens, lengths.tolist(), logp, reasons, version, [None] * len(lengths), routes))
     samples = []
     for place, completion in enumerate(completions):
         group = place // size
@@ -213,3 +215,33 @@ def _one_unpacked(
         samples.append(Sample(problems[indices[group]], group, prompts[group], completion, text))
     rewards = [Reward(*reward) for reward in state["rewards"]]
     return Batch(step, version, position, indices, samples, rewards, state["metrics"], {})
+
+
+_ROUTES = {"experts": torch.int16, "expert_weights": torch.float32}  # as a checkpoint names them
+
+
+def _routes_packed(batch: Batch) -> dict[str, Tensor]:
+    """The experts of a batch's positions and their weights, where the engine told them."""
+    completions = [sample.completion for sample in batch.samples]
+    found = (
+        [completion.experts_SLK for completion in completions],
+        [completion.expert_weights_SLK for completion in completions],
+    )
+    known = [[route for route in routes if route is not None] for routes in found]
+    return {name: torch.cat(routes) for name, routes in zip(_ROUTES, known, strict=True) if routes}
+
+
+def _routes_unpacked(
+    tensors: Mapping[str, Tensor], step: int, positions: list[int]
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    """The inverse of ``_routes_packed``, for completions of so many positions."""
+    parts: list[Sequence[Tensor | None]] = []
+    for name, dtype in _ROUTES.items():
+        stored = tensors.get(f"ahead/{step}/{name}")
+        if stored is None:
+            parts.append([None] * len(positions))
+            continue
+        if stored.dtype != dtype or stored.dim() != 3 or len(stored) != sum(positions):
+            raise MantissaError(f"checkpoint's batch of step {step} has wrong {name}; it is damaged")
+        parts.append(stored.split(positions))
+    return list(zip(*parts, strict=True))

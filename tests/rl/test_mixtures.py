@@ -1,0 +1,134 @@
+"""RL of a policy with mixtures of experts: flips counted, routing replayed, and the promises of every other policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mantissa.base.errors import MantissaError
+from mantissa.model import Decoder
+from mantissa.rl import RunConfig, load_recipe, resume, start
+from mantissa.rl.assemble import Parts, _check_shape
+from mantissa.rl.experience import Experience
+from mantissa.runs.directory import RunDirectory
+from small_run import configure, contents, stopped
+
+Train = Callable[..., RunDirectory]
+FRESH = (
+    "model.fresh={family: qwen3_moe, hidden_size: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16, max_positions: "
+    "64, intermediate_size: 24, experts: 8, experts_per_token: 2, initializer_range: 0.2}"
+)
+# Its lengths alone make advantages, which a random policy's sums would not.
+MIXTURE = (FRESH, "steps=2", "warm_start=null", "rollout.overlong.buffer=5", "evaluation=null")
+RECIPES = Path(__file__).parents[2] / "recipes"
+TASK = "task={kind: running_sum, min_digits: 1, max_digits: 3, train_size: 200, heldout_size: 8, warm_start_size: 8}"
+COARSE = "precision={train: fp32, rollout: e8m3}"  # three bits: its router and the learner's often disagree
+
+
+def test_exact_kernels_have_no_flip(train: Train) -> None:
+    for row in train(*MIXTURE, "precision={preset: bf16, kernels: exact}").read_metrics():
+        assert (row["gap/router_flips"], row["gap/equal_fraction"]) == (0, 1)
+
+
+def test_a_coarse_rollout_flips_and_replay_narrows_the_gap(train: Train) -> None:
+    """First steps alone: the same completions. Of all that is different, flips are what replay takes away."""
+    gaps = {}
+    for replay in ("null", "ids", "weights"):
+        row = train(*MIXTURE, COARSE, f"rollout.replay_routing={replay}", "steps=1").read_metrics()[0]
+        gaps[replay] = (row["gap/router_flips"], row["gap/k3_kl"], row["length/mean"])
+    assert min(flips for flips, _, _ in gaps.values()) > 0.02  # counted whether or not they are undone
+    assert gaps["null"][2] == gaps["ids"][2] == gaps["weights"][2]
+    assert gaps["ids"][1] < gaps["null"][1]
+    assert gaps["weights"][1] < gaps["null"][1]
+
+
+def experience_of(parts: Parts, config: RunConfig) -> Experience:
+    sampler = parts.sampler
+    problems = parts.task.split("train")[:6]
+    samples = sampler.sample(problems, 3, sampler.params(6, 1.0), 0, "test")
+    prompts, completions = [s.prompt for s in samples], [s.completion for s in samples]
+    return Experience.of(prompts, completions, [s.group for s in samples], [0.0] * len(samples), parts.device)
+
+
+def test_replayed_log_probs_are_those_of_the_rollouts_experts(parts_of: Any) -> None:
+    """With the learner's format on both sides, replaying what was recorded changes no bit of a log-prob; with others'
+    experts it changes most."""
+    config = configure(*MIXTURE, "precision={preset: fp32, kernels: exact}")
+    parts = parts_of(config)
+    parts.sampler.engine.sync(parts.learner.weights, 0)
+    experience, learner = experience_of(parts, config), parts.learner
+    own, _ = learner.score(experience)
+    assert torch.equal(own, experience.rollout_logp_BR)
+    learner.replay = "ids"
+    replayed, _ = learner.score(experience)
+    assert learner.router_flips == 0
+    assert torch.equal(replayed, own)
+    assert experience.experts_BTLK is not None
+    others = (experience.experts_BTLK + 1) % 8
+    moved, _ = learner.score(
+        Experience(**{**{k: getattr(experience, k) for k in experience.__dataclass_fields__}, "experts_BTLK": others})
+    )
+    assert learner.router_flips is not None
+    assert learner.router_flips > 0.5
+    assert (moved != own)[experience.mask_BR].float().mean() > 0.9
+
+
+def test_micro_batches_change_neither_log_probs_nor_flips(parts_of: Any) -> None:
+    scored = []
+    for tokens in (4096, 40):
+        config = configure(*MIXTURE, COARSE, "rollout.replay_routing=ids", f"optimizer.micro_batch_tokens={tokens}")
+        parts = parts_of(config)
+        parts.sampler.engine.sync(parts.learner.weights, 0)
+        experience = experience_of(parts, config)
+        scored.append((parts.learner.score(experience)[0], parts.learner.router_flips, experience))
+    assert torch.equal(scored[0][2].tokens_BT, scored[1][2].tokens_BT)
+    torch.testing.assert_close(scored[0][0], scored[1][0], rtol=0, atol=2e-5)
+    # A prompt that its samples share is one in a micro-batch, so how often it counts depends on the split.
+    assert scored[0][1] == pytest.approx(scored[1][1], abs=0.1)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_stopped_and_resumed_it_ends_with_the_same_bits(train: Train, tmp_path: Path, lag: int) -> None:
+    """With a lag the checkpoint holds batches that were sampled ahead, their routing and its weights too."""
+    whole = train(*MIXTURE, COARSE, "steps=4", f"rollout.max_policy_lag={lag}", "rollout.replay_routing=weights")
+    again = stopped(whole.path, 2, tmp_path / "again")
+    resume(again)
+    assert contents(again) == contents(whole.path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("rollout.replay_routing=ids",), "this policy has no mixture of experts"),
+        ((FRESH, "rollout.replay_routing=ids", "precision.kernels=exact"), "choose the same experts"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(parts_of: Any, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(MantissaError, match=message):
+        parts_of(configure(*overrides))
+
+
+def test_a_mixture_is_not_sent_to_vllm() -> None:
+    config = configure(FRESH, "rollout.engine=vllm")
+    assert config.model.fresh is not None
+    with pytest.raises(MantissaError, match="a policy with mixtures of experts is not sent to vLLM"):
+        _check_shape(config, Decoder(config.model.fresh.model(20)))
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b-dapo-fp8-rollout", "qwen3-30b-a3b-dapo-fp8"])
+def test_the_recipes_of_a_30b_mixture_run_on_a_small_stand_in(name: str, tmp_path: Path) -> None:
+    """Their own precision, loss, correction, dynamic sampling and overlong penalty, on a small policy and task."""
+    stand_in = FRESH.replace("hidden_size: 32", "hidden_size: 128").replace("size: 24", "size: 128")
+    recipe = RECIPES / "cluster" / f"{name}.yaml"
+    small = ("rollout.prompts=2", "rollout.samples=4", "rollout.max_tokens=6", "rollout.overlong.buffer=5")
+    quick = ("steps=1", "evaluation=null", "trackers=[]", "optimizer.warmup=0", f"run_dir={tmp_path / 'run'}")
+    given = ("model.path=null", stand_in, "model.tokenizer=characters", TASK, *small, *quick)
+    start(load_recipe(recipe, [*given, "rollout.dynamic.when_exhausted=continue"]))
+    (row,) = RunDirectory.open(tmp_path / "run").read_metrics()
+    assert 0 < row["optim/grad_norm"] < float("inf")
+    assert 0 <= row["gap/router_flips"] < 0.5
+    assert row["precision/skipped"] == 0
