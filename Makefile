@@ -138,6 +138,11 @@ $(VERL_VENV)/.installed: constraints.txt
 	$(VERL_PIP) --no-deps --editable .
 	touch $@
 
+# One exported recipe, run by verl itself and gone on with: two jobs, which CI runs.
+.PHONY: test-verl-job
+test-verl-job: $(VERL_VENV)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest -m verl tests/verl/test_local_jobs.py -k goes_on
+
 # The exporter against the real verl; and, for a verl with plugin points, the plugin inside it, with jobs of verl's own
 # trainer on this machine's processor, each under a Ray of its own: a minute or two each.
 test-verl: $(VERL_VENV)/.installed

@@ -349,7 +349,7 @@ class Fault:
                                       "some_sequences"}  # fmt: skip
 
 
-_LARGE = ("too_large", "forward", "nondeterministic")
+_LARGE = ("too_large", "weights", "prompt", "nondeterministic", "position")
 _PROMPT = (*_LARGE, "first_token")  # whose answer names the prompt too
 FAULTS: dict[str, Fault] = {
     "temperature left out by the learner": Fault(("temperature",), (0.7, 0.9), _temperature_left_out, True),

@@ -1,19 +1,20 @@
 """Dumps by other hands: rollouts and scores of transformers' models, healthy or with one mistake of known kind.
 
-Nothing here is computed by Mantissa's decoder, kernels or engine. A ``Family`` is a transformers model: small random
-Llama, Qwen2, Mixtral, Qwen3, Qwen3-MoE, OLMo2 and Granite, and the real SmolLM2-135M. The rollout samples token by
-token with a cache from left-padded prompts; the learner scores whole right-padded sequences: so a healthy gap is the
-one that transformers has with itself.
+Nothing here is computed by Mantissa's decoder, kernels or engine. A ``Family`` is a transformers model: small ones of
+some fifteen classes, random or trained for a minute on this project's own pages, and the real SmolLM2-135M. The rollout
+samples token by token with a cache from left-padded prompts; the learner scores whole right-padded sequences: so a
+healthy gap is the one that transformers has with itself. The mistakes are in ``doctor_mistakes.py``.
 
-``TUNED``: families on which thresholds may be chosen. ``HELD_OUT``: those on which nobody may look before an
-expectation is committed. The doctor does not import this module, which a test holds.
+``TUNED``: families on which thresholds may be chosen, and which have been looked at. ``HELD_OUT``: those on which
+nobody may look before an expectation is committed. The doctor does not import this module, which a test holds.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ from torch import Tensor
 
 from mantissa.doctor.dump import Scored
 
-TUNED = ("llama", "qwen2", "mixtral")
-HELD_OUT = ("qwen3", "qwen3-moe", "olmo2", "granite", "smollm2")
+TUNED = ("llama", "qwen2", "mixtral", "llama+text", "qwen2+text", "mixtral+text", "qwen3", "qwen3-moe", "olmo2",
+         "granite")  # fmt: skip
+HELD_OUT = ("gemma2+text", "phi3+text", "olmoe+text", "gpt-neox+text", "starcoder2+text", "qwen2-moe+text", "smollm2")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Array = np.ndarray
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]  # (logits N,V in fp32; tokens N; their sequence's tokens N,T) -> N
@@ -31,34 +33,83 @@ Head = Callable[[Tensor, Tensor, Tensor], Tensor]  # (logits N,V in fp32; tokens
 
 # models
 
+_SIZES: dict[str, Any] = {
+    "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": 512, "initializer_range": 0.09,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4,
+                        "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_hidden_layers": 2, "num_key_value_heads": 3}),
+    "qwen3": ("Qwen3", {"head_dim": 24, "num_hidden_layers": 4, "vocab_size": 777}),
+    "qwen3-moe": ("Qwen3Moe", _MOE | {"head_dim": 16, "vocab_size": 640}),
+    "olmo2": ("Olmo2", {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}),
+    "granite": ("Granite", {"num_hidden_layers": 5, "vocab_size": 900, "hidden_size": 72}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 4}),
+    "phi3": ("Phi3", {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}),
+    "olmoe": ("Olmoe", _MOE | {"num_key_value_heads": 6, "num_hidden_layers": 3}),
+    "gpt-neox": ("GPTNeoX", {"num_hidden_layers": 4, "intermediate_size": 384}),
+    "starcoder2": ("Starcoder2", {"num_hidden_layers": 4, "intermediate_size": 320}),
+    "qwen2-moe": ("Qwen2Moe", _MOE | {"shared_expert_intermediate_size": 96}),
+    "glm4": ("Glm4", {"head_dim": 16, "num_hidden_layers": 3}),
+    "mistral": ("Mistral", {"num_hidden_layers": 5, "hidden_size": 72}),
+}  # fmt: skip
+
 
 def _small(name: str) -> Any:
-    """A random transformers model of a family, small, with logits as wide as a trained one's."""
+    """A small transformers model of a family: random with logits as wide as a trained one's, or trained (``+text``)."""
     import transformers as hf
 
-    small: dict[str, Any] = dict(  # noqa: C408
-        hidden_size=96, intermediate_size=160, num_hidden_layers=3, num_attention_heads=6,
-                                 num_key_value_heads=2, max_position_embeddings=512, vocab_size=512,
-                                 initializer_range=0.09, bos_token_id=1, eos_token_id=2, pad_token_id=0)  # fmt: skip
-    kinds: dict[str, tuple[str, dict[str, Any]]] = {
-        "llama": ("Llama", {}),
-        "qwen2": ("Qwen2", {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4,
-                            "tie_word_embeddings": True}),
-        "mixtral": ("Mixtral", {"num_local_experts": 4, "num_hidden_layers": 2, "num_key_value_heads": 3}),
-        "qwen3": ("Qwen3", {"head_dim": 24, "num_hidden_layers": 4, "vocab_size": 777}),
-        "qwen3-moe": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-                                   "head_dim": 16, "vocab_size": 640}),
-        "olmo2": ("Olmo2", {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}),
-        "granite": ("Granite", {"num_hidden_layers": 5, "vocab_size": 900, "hidden_size": 72}),
-    }  # fmt: skip
-    kind, more = kinds[name]
-    config = getattr(hf, f"{kind}Config")(**(small | more))
+    kind, more = _KINDS[name.removesuffix("+text")]
+    trained = name.endswith("+text")
+    config = getattr(hf, f"{kind}Config")(**(_SIZES | more | ({"initializer_range": 0.04} if trained else {})))
     model = getattr(hf, f"{kind}ForCausalLM")(config).eval()
+    if trained:
+        return _trained(model)
     head = model.get_output_embeddings().weight
     with torch.no_grad():  # a trained model is surer of some tokens than a random one
         probe = model(torch.arange(5, 5 + 64).view(2, 32) % config.vocab_size).logits.float()
         head *= 2.2 / probe.std()
     return model
+
+
+@functools.cache
+def _text(words: int) -> Tensor:
+    """This project's pages as ids of a byte-pair vocabulary of ``words``, made of them; 0 to 2 are special."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    pages = [page.read_text() for page in sorted(Path(__file__).parents[1].glob("docs/*.md"))]
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        pages, trainers.BpeTrainer(vocab_size=words, special_tokens=["<pad>", "<s>", "</s>"], initial_alphabet=alphabet,
+                                   show_progress=False))  # fmt: skip
+    return torch.tensor([id_ for page in pages for id_ in made.encode(page).ids])
+
+
+def _trained(model: Any, steps: int = 250, rows: int = 12, width: int = 96) -> Any:
+    """A minute of next-token prediction on ``_text`` in fp32."""
+    text = _text(model.config.vocab_size)
+    draw = torch.Generator().manual_seed(3)
+    optimiser = torch.optim.AdamW(model.parameters(), 3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 3e-3, total_steps=steps)
+    model.train()
+    for _ in range(steps):
+        starts = torch.randint(0, len(text) - width, (rows,), generator=draw)
+        ids = torch.stack([torch.cat([torch.ones(1, dtype=torch.long), text[at : at + width]]) for at in starts])
+        logits = model(ids).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        schedule.step()
+    model.final_loss = float(loss.detach())
+    return model.eval().requires_grad_(False)
 
 
 def _smollm2() -> Any:
@@ -97,7 +148,7 @@ class Family:
         self.model = model.to(DTYPES[self.format])
 
     def texts(self) -> list[list[int]]:
-        """Prompts of 6 to 40 tokens; chat prompts for the real model."""
+        """Prompts of 6 to 40 tokens, random or from the pages; chat prompts for the real model."""
         if self.name == "smollm2":
             from mantissa.bench.gap import read_prompts
 
@@ -105,6 +156,10 @@ class Family:
             return [encode([{"role": "user", "content": text}]) for text in read_prompts(None)[: self.prompts]]
         draw = np.random.default_rng(self.seed)
         words = self.model.config.vocab_size
+        if self.name.endswith("+text"):
+            text = _text(words)
+            cuts = [(int(draw.integers(0, len(text) - 40)), int(draw.integers(5, 40))) for _ in range(self.prompts)]
+            return [[1, *text[start : start + count].tolist()] for start, count in cuts]
         return [[1, *draw.integers(3, words, int(draw.integers(5, 40))).tolist()] for _ in range(self.prompts)]
 
 
@@ -121,8 +176,15 @@ class Rolled:
     groups: list[int]
 
 
-def roll(family: Family, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> Rolled:
-    """Sample by a decode loop with a cache; log-probs are of the law that was sampled from."""
+def roll(
+    family: Family, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, *,
+    cache_format: torch.dtype | None = None, whole: bool = False,
+) -> Rolled:  # fmt: skip
+    """Sample by a decode loop with a cache; log-probs are of the law that was sampled from.
+
+    ``cache_format``: what keys and values are rounded to, scaled to their largest. ``whole``: log-probs are of the
+    whole law, while top-k and top-p cut what is drawn.
+    """
     from transformers import DynamicCache
 
     draw = torch.Generator().manual_seed(77 + 13 * family.seed + seed)
@@ -131,17 +193,19 @@ def roll(family: Family, temperature: float = 1.0, top_k: int = 0, top_p: float 
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     position = (mask.cumsum(1) - 1).clamp(min=0)
-    cache, tokens, logps, stop = DynamicCache(), [], [], torch.zeros(len(prompts), dtype=torch.long) + family.length
+    cache = DynamicCache() if cache_format is None else _rounding_cache(cache_format)
+    tokens, logps, stop = [], [], torch.zeros(len(prompts), dtype=torch.long) + family.length
     if family.name != "smollm2":
         stop = torch.randint(family.length // 2, family.length + 1, stop.shape, generator=draw)
     with torch.no_grad():
         for at in range(family.length):
             out = family.model(ids, attention_mask=mask, position_ids=position, past_key_values=cache,
                                logits_to_keep=1)  # fmt: skip
-            law = torch.log_softmax(_cut(out.logits[:, -1].float() / temperature, top_k, top_p), -1)
+            logits = out.logits[:, -1].float() / temperature
+            law = torch.log_softmax(cut(logits, top_k, top_p), -1)
             token = torch.multinomial(law.exp(), 1, generator=draw)
             tokens.append(token)
-            logps.append(law.gather(1, token))
+            logps.append((torch.log_softmax(logits, -1) if whole else law).gather(1, token))
             ended = (token[:, 0] == 2) & (stop == family.length)
             stop = torch.where(ended, at + 1, stop)
             ids, position = token, position[:, -1:] + 1
@@ -151,7 +215,22 @@ def roll(family: Family, temperature: float = 1.0, top_k: int = 0, top_p: float 
     return Rolled(prompts, responses, found, [n // family.samples for n in range(len(prompts))])
 
 
-def _cut(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+def _rounding_cache(dtype: torch.dtype) -> Any:
+    """A cache that keeps keys and values in ``dtype``, one scale for each call's tensor."""
+    from transformers import DynamicCache
+
+    class Rounding(DynamicCache):
+        def update(self, keys: Tensor, values: Tensor, *more: Any, **how: Any) -> Any:
+            def rounded(x: Tensor) -> Tensor:
+                scale = x.float().abs().amax().clamp(min=1e-6) / torch.finfo(dtype).max
+                return ((x.float() / scale).to(dtype).float() * scale).to(x.dtype)
+
+            return super().update(rounded(keys), rounded(values), *more, **how)
+
+    return Rounding()
+
+
+def cut(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     if not top_k and top_p >= 1:
         return logits
     ordered, index = logits.sort(descending=True)
@@ -207,336 +286,3 @@ def dump(rolled: Rolled, learner: Sequence[Array], rollout: Sequence[Array] | No
 def swapped(sequences: list[Scored]) -> list[Scored]:
     """The sides exchanged: the learner's mistake becomes the rollout's."""
     return [replace(each, rollout_logp=each.learner_logp, learner_logp=each.rollout_logp) for each in sequences]
-
-
-# mistakes in what is made of the logits
-
-
-def _soft_cap(cap: float) -> Head:
-    return lambda z, t, b: plain(cap * torch.tanh(z / cap), t, b)
-
-
-def _penalised(by: float) -> Head:
-    def head(z: Tensor, tokens: Tensor, before: Tensor) -> Tensor:
-        first, z = len(before) - len(tokens), z.clone()
-        for at in range(len(tokens)):
-            seen = before[: first + at].unique()
-            z[at, seen] = torch.where(z[at, seen] > 0, z[at, seen] / by, z[at, seen] * by)
-        return plain(z, tokens, before)
-
-    return head
-
-
-def _half(dtype: torch.dtype) -> Head:
-    return lambda z, t, b: plain(z.to(dtype).float(), t, b)
-
-
-HEADS: dict[str, tuple[tuple[str, ...], Head]] = {
-    "temperature 0.7": (("temperature",), lambda z, t, b: plain(z / 0.7, t, b)),
-    "temperature 1.3": (("temperature",), lambda z, t, b: plain(z / 1.3, t, b)),
-    "soft-capped logits": (("soft_cap",), _soft_cap(4.0)),
-    "argmax in place of the token": (("argmax",), lambda z, t, b: torch.log_softmax(z, -1).amax(-1)),
-    "logit minus the largest": (("unnormalised",), lambda z, t, b: z.gather(1, t[:, None])[:, 0] - z.amax(-1)),
-    "top-k 20 renormalised": (("support",), lambda z, t, b: plain(_cut(z, 20, 1.0), t, b)),
-    "top-p 0.9 renormalised": (("support",), lambda z, t, b: plain(_cut(z, 0, 0.9), t, b)),
-    "repetition penalty 1.2": (("repetition",), _penalised(1.2)),
-    "logits in bf16": (("half_logits",), _half(torch.bfloat16)),
-}
-
-
-# mistakes in the weights or the forward
-
-
-@contextlib.contextmanager
-def _weights(family: Family, change: Callable[[str, Tensor], Tensor | None]) -> Iterator[None]:
-    """Every parameter that ``change`` gives another value has it here."""
-    kept = {}
-    for name, weight in family.model.named_parameters():
-        made = change(name, weight.detach().float())
-        if made is not None:
-            kept[name], weight.data = weight.data, made.to(weight.dtype)
-    try:
-        yield
-    finally:
-        for name, weight in family.model.named_parameters():
-            if name in kept:
-                weight.data = kept[name]
-
-
-def _normal(name: str, shape: Any, seed: int = 5) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(map(ord, name))))
-
-
-def _noise(strength: float) -> Callable[[str, Tensor], Tensor | None]:
-    return lambda name, w: w + strength * w.std() * _normal(name, w.shape) if w.dim() >= 2 else None
-
-
-def _adapter(where: str, scale: float) -> Callable[[str, Tensor], Tensor | None]:
-    def change(name: str, w: Tensor) -> Tensor | None:
-        if w.dim() != 2 or where not in name or "embed" in name:
-            return None
-        a, b = _normal(name, (w.shape[0], 4)), _normal(name + "b", (4, w.shape[1]))
-        return w + scale * w.std() * (a @ b) / 2
-
-    return change
-
-
-def _corrupt(name: str, w: Tensor) -> Tensor | None:
-    return w * 3.0 if "layers.1." in name and "down_proj" in name else None
-
-
-def _by_weights(family: Family, rolled: Rolled, change: Callable[[str, Tensor], Tensor | None]) -> list[Array]:
-    with _weights(family, change):
-        return scores(family, rolled, {"": plain})[""]
-
-
-def _head_name(family: Family) -> str:
-    return "embed_tokens" if family.model.config.tie_word_embeddings else "lm_head"
-
-
-def _head_adapter(family: Family, rolled: Rolled) -> list[Array]:
-    """What a head's adapter adds, missing on one side; a tied one is added to the logits alone."""
-    head = family.model.get_output_embeddings()
-    kept, w = head.weight, head.weight.detach().float()
-    a, b = _normal("head", (w.shape[0], 4)), _normal("headb", (4, w.shape[1]))
-    try:
-        head.weight = torch.nn.Parameter((w + 0.4 * w.std() * (a @ b) / 2).to(w.dtype).to(kept.dtype), False)
-        return scores(family, rolled, {"": plain})[""]
-    finally:
-        head.weight = kept
-
-
-def _untied(family: Family, rolled: Rolled) -> list[Array]:
-    """A head that was to be the embedding (or was not) is another matrix of its statistics, partly right."""
-    head = family.model.get_output_embeddings()
-    kept, w = head.weight, head.weight.detach().float()
-    try:
-        head.weight = torch.nn.Parameter((0.5 * w + 0.5 * w.std() * _normal("untied", w.shape)).to(kept.dtype), False)
-        return scores(family, rolled, {"": plain})[""]
-    finally:
-        head.weight = kept
-
-
-def _rope(family: Family, rolled: Rolled, factor: float) -> list[Array]:
-    """Rotary frequencies of another theta: theta^(-2i/d) with theta times ``factor``."""
-    rotary = next(m for m in family.model.modules() if hasattr(m, "inv_freq"))
-    kept = rotary.inv_freq
-    exponents = torch.arange(len(kept)) / len(kept)
-    try:
-        rotary.inv_freq = kept * factor**-exponents
-        return scores(family, rolled, {"": plain})[""]
-    finally:
-        rotary.inv_freq = kept
-
-
-def _dropout(family: Family, rolled: Rolled, rate: float) -> list[Array]:
-    """Dropout after every down projection of attention and of the feed-forward layers."""
-
-    def drop(module: Any, inputs: Any, out: Any) -> Any:
-        if isinstance(out, tuple):
-            return (torch.nn.functional.dropout(out[0], rate), *out[1:])
-        return torch.nn.functional.dropout(out, rate)
-
-    torch.manual_seed(4)
-    hooks = [m.register_forward_hook(drop) for n, m in family.model.named_modules()
-             if n.endswith(("self_attn", "mlp", "block_sparse_moe", "attention"))]  # fmt: skip
-    try:
-        return scores(family, rolled, {"": plain})[""]
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _last(family: Family, rolled: Rolled, keep: int) -> list[Array]:
-    """Log-probs of a forward that sees only the last ``keep`` tokens at every place: a cache that was dropped."""
-    found = []
-    for p, r in zip(rolled.prompts, rolled.responses, strict=True):
-        whole = p + r
-        windows = torch.tensor([whole[at - keep : at] for at in range(max(len(p), keep), len(whole))])
-        with torch.no_grad():
-            z = family.model(windows).logits[:, -1].float()
-        y = plain(z, torch.tensor(whole[len(whole) - len(z) :]), windows).double().numpy()
-        found.append(np.concatenate([np.full(len(r) - len(y), np.nan), y]))
-    return found
-
-
-def _from_token(family: Family, rolled: Rolled, healthy: list[Array], at: int) -> list[Array]:
-    """From token ``at`` of the whole sequence on, the keys and values before ``at`` are gone (a page, a chunk)."""
-    found = []
-    for p, r, y in zip(rolled.prompts, rolled.responses, healthy, strict=True):
-        start, y = max(at, len(p)), y.copy()  # within the response
-        whole = torch.tensor([p + r])
-        if start < len(p) + len(r) - 1:
-            begin = min(at, start)
-            with torch.no_grad():
-                z = family.model(whole[:, begin:]).logits[0].float()
-            tokens = whole[0, start + 1 :]
-            y[start + 1 - len(p) :] = plain(z[start - begin : -1], tokens, tokens).double().numpy()
-        found.append(y)
-    return found
-
-
-# one dump for each mistake
-
-
-@dataclass(frozen=True)
-class Case:
-    """``right``: the signatures that name it; empty: healthy. ``hidden``: log-probs alone cannot name it, so that
-    "not known" is the best answer."""
-
-    name: str
-    right: tuple[str, ...]
-    sequences: list[Scored]
-    temperature: float = 1.0
-    hidden: bool = False
-
-
-_FORWARD = ("forward",)  # other weights, another prompt or other positions: one name for them
-
-
-def cases(family: Family, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Case]:
-    """The healthy dump, then every mistake that this family can have."""
-    rolled = roll(family)
-    by_head = scores(family, rolled, {"": plain, **{name: head for name, (_, head) in HEADS.items() if wanted(name)}})
-    healthy = by_head.pop("")
-    yield Case("healthy", (), dump(rolled, healthy))
-    for name, learner in by_head.items():
-        yield Case(name, HEADS[name][0], _finite(dump(rolled, learner)))
-    for name, right, made, hidden in _forwards(family, rolled, healthy):
-        if wanted(name):
-            yield Case(name, right, made(), hidden=hidden)
-    for name, right, made in _arrays(family, rolled, healthy):
-        if wanted(name):
-            yield Case(name, right, made())
-    for name, right, made, temperature in _sampled(family):
-        if wanted(name):
-            yield Case(name, right, made(), temperature)
-
-
-def _finite(sequences: list[Scored]) -> list[Scored]:
-    """Tokens that a cut law would never have drawn are not compared."""
-    return [replace(each, mask=each.mask & np.isfinite(each.learner_logp)) for each in sequences]
-
-
-def _forwards(family: Family, rolled: Rolled, healthy: list[Array]) -> Iterator[tuple[str, Any, Any, bool]]:
-    def weights(change: Any) -> Callable[[], list[Scored]]:
-        return lambda: dump(rolled, _by_weights(family, rolled, change))
-
-    def prompts(change: Callable[[list[int]], list[int]]) -> Callable[[], list[Scored]]:
-        return lambda: dump(rolled, scores(family, rolled, {"": plain},
-                                           prompts=[change(p) for p in rolled.prompts])[""])  # fmt: skip
-
-    def mixed(bad: Callable[[int], bool], change: Any) -> Callable[[], list[Scored]]:
-        def made() -> list[Scored]:
-            other = _by_weights(family, rolled, change)
-            return dump(rolled, [o if bad(n) else y for n, (o, y) in enumerate(zip(other, healthy, strict=True))])
-
-        return made
-
-    yield "weights not synced", _FORWARD, weights(_noise(0.15)), True
-    yield "stale by one update", ("stale", *_FORWARD), weights(lambda n, w: w + 1e-3 * _normal(n, w.shape).sign()), True
-    yield "adapter lost", _FORWARD, weights(_adapter("proj", 0.3)), True
-    yield "adapter on the head missing", _FORWARD, lambda: dump(rolled, _head_adapter(family, rolled)), True
-    yield "a head that is not the right one", _FORWARD, lambda: dump(rolled, _untied(family, rolled)), True
-    yield "weights corrupt", _FORWARD, weights(_noise(1.0)), True
-    yield "rope theta 100 times", ("position", *_FORWARD), lambda: dump(rolled, _rope(family, rolled, 100.0)), True
-    yield "responses' positions moved by 3", ("onset", *_FORWARD), lambda: dump(
-        rolled, scores(family, rolled, {"": plain}, move=3)[""]), True  # fmt: skip
-    yield "padding without a mask", ("padding", *_FORWARD), lambda: dump(
-        rolled, scores(family, rolled, {"": plain}, left=True)[""]), True  # fmt: skip
-    yield "BOS missing", ("first_token", *_FORWARD), prompts(lambda p: p[1:]), True
-    yield "prompt cut in half", ("first_token", *_FORWARD), prompts(lambda p: p[len(p) // 2 :]), True
-    yield "dropout left on", ("nondeterministic",), lambda: dump(rolled, _dropout(family, rolled, 0.1)), False
-    yield "a cache dropped", ("onset",), lambda: dump(rolled, _first_kept(family, rolled, healthy)), False
-    at = sorted(len(p) + len(r) for p, r in zip(rolled.prompts, rolled.responses, strict=True))[len(healthy) // 2] // 2
-    yield "a page lost from one token on", ("onset",), lambda: dump(
-        rolled, _from_token(family, rolled, healthy, at)), False  # fmt: skip
-    yield "a quarter of rows of other weights", ("some_sequences",), mixed(
-        lambda n: (n * 2654435761) % 4294967296 < 2**30, _noise(0.3)), False  # fmt: skip
-    yield "one rank in four of corrupt experts", ("some_sequences", "nonfinite"), mixed(
-        lambda n: n % 4 == 1, lambda n, w: w * 100 if "layers.1." in n and ("down_proj" in n or "experts" in n)
-        else None), False  # fmt: skip
-    yield "one block of four has an old adapter", ("some_sequences",), mixed(
-        lambda n: n < len(healthy) // 4, _adapter("proj", 0.4)), False  # fmt: skip
-
-
-def _first_kept(family: Family, rolled: Rolled, healthy: list[Array]) -> list[Array]:
-    found = _last(family, rolled, 1)
-    return [np.concatenate([y[:1], x[1:]]) for x, y in zip(found, healthy, strict=True)]
-
-
-def _arrays(family: Family, rolled: Rolled, healthy: list[Array]) -> Iterator[tuple[str, Any, Any]]:
-    draw = np.random.default_rng(31 + family.seed)
-
-    def each(change: Callable[[Array], Array]) -> Callable[[], list[Scored]]:
-        return lambda: dump(rolled, [change(y.copy()) for y in healthy])
-
-    def at(place: int, by: float) -> Callable[[Array], Array]:
-        def change(y: Array) -> Array:
-            y[place] += by
-            return y
-
-        return change
-
-    def permuted(within: bool, share: float) -> Callable[[], list[Scored]]:
-        def made() -> list[Scored]:
-            order = np.arange(len(healthy))
-            blocks = np.split(order, len(order) // family.samples) if within else [order]
-            for block in blocks:
-                moved = block[draw.random(len(block)) < share]
-                order[moved] = np.roll(moved, 1) if within else draw.permutation(moved)
-            rows = [
-                healthy[other] for other in order
-            ]  # rows of a padded table: cut, or filled with what padding scores
-            fits = [np.concatenate([row, np.full(max(0, len(x) - len(row)), -7.5)])[: len(x)]
-                    for row, x in zip(rows, healthy, strict=True)]  # fmt: skip
-            return dump(rolled, fits)
-
-        return made
-
-    def overflow(y: Array) -> Array:
-        if draw.random() < 0.2:
-            y[int(draw.integers(0, len(y))) :] = np.nan
-        return y
-
-    yield "shifted to the left", ("shift",), each(lambda y: np.roll(y, -1))
-    yield "shifted to the right", ("shift",), each(lambda y: np.roll(y, 1))
-    yield "rows shuffled in the batch", ("rows",), permuted(False, 1.0)
-    yield "half of the rows shuffled", ("rows",), permuted(False, 0.5)
-    yield "rows rolled within a prompt", ("rows",), permuted(True, 1.0)
-    yield "base-2 logarithm", ("units",), each(lambda y: y / np.log(2))
-    yield "negated", ("not_logprobs",), each(lambda y: -y)
-    yield "probabilities", ("not_logprobs",), each(np.exp)
-    yield "overflow in one side", ("nonfinite",), each(overflow)
-    yield "end token otherwise", ("end_token",), each(at(-1, -3.0))
-    yield "first token otherwise", ("first_token",), each(at(0, -3.0))
-    yield "printed with 2 decimals", ("coarse_logprobs",), each(lambda y: np.round(y, 2))
-    yield "a tool's answer not scored", ("unscored",), each(
-        lambda y: np.where((np.arange(len(y)) >= 5) & (np.arange(len(y)) < 11), 0.0, y))  # fmt: skip
-    yield "end token otherwise, and base 2", ("units+end_token",), each(lambda y: at(-1, -3.0)(y) / np.log(2))
-
-
-def _sampled(family: Family) -> Iterator[tuple[str, Any, Any, float]]:
-    """Those whose samples are themselves of another law."""
-
-    def learner(rolled: Rolled, temperature: float) -> list[Array]:
-        return scores(family, rolled, {"": lambda z, t, b: plain(z / temperature, t, b)})[""]
-
-    def of(t: float, scored: float, **cut: Any) -> Callable[[], list[Scored]]:
-        def made() -> list[Scored]:
-            rolled = roll(family, t, seed=9, **cut)
-            return dump(rolled, learner(rolled, scored))
-
-        return made
-
-    def ended() -> list[Scored]:
-        rolled = roll(family, 0.7, seed=9)
-        y = [np.concatenate([row[:-1], row[-1:] - 3.0]) for row in learner(rolled, 1.0)]
-        return dump(rolled, y)
-
-    yield "healthy at 0.7", (), of(0.7, 0.7), 0.7
-    yield "temperature 0.7 left out", ("temperature",), of(0.7, 1.0), 0.7
-    yield "temperature 0.7 twice", ("temperature",), of(0.7, 0.49), 0.7
-    yield "top-p 0.9 of the sampler alone", ("support",), of(1.0, 1.0, top_p=0.9), 1.0
-    yield "top-k 20 of the sampler alone", ("support",), of(1.0, 1.0, top_k=20), 1.0
-    yield "temperature left out, and the end token otherwise", ("temperature+end_token",), ended, 0.7

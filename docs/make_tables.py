@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -419,7 +420,8 @@ def causes(metric: str) -> str:
         r = newest.get((pair, name))
         return "" if r is None else f"{r['share']:.1%}<br>{r['share_low']:.1%}..{r['share_high']:.1%}"
 
-    names, pairs = dict.fromkeys(r["name"] for r in rows), sorted({r["pair"] for r in rows})
+    names = list(dict.fromkeys(r["name"] for r in rows))[:6]
+    pairs = sorted({r["pair"] for r in rows})
     return table(("hypothesis", *pairs), [[name, *(shown(pair, name) for pair in pairs)] for name in names])
 
 
@@ -516,18 +518,20 @@ def commands() -> str:
 # cluster.md
 
 
-def _engine_plan(preset: str, engine: str) -> str:
-    """What the exporter says of a preset on an engine: the keys of its precision, or why not."""
+_ENGINES = ("fsdp2", "megatron", "mantissa_fsdp2", "mantissa")
+
+
+def _verl_plan(engine: str, *features: str) -> Any:
+    """The exporter's plan for a recipe with these overrides, on H100s with CUDA 12.9; or the reasons why not."""
     from mantissa.base.errors import MantissaError
     from mantissa.launch import LaunchOptions
     from mantissa.launch.export import export
-    from mantissa.launch.facts import PRECISION_KEYS, short
     from mantissa.rl import make_config
+    from mantissa.rl.config.recipe import apply_overrides
 
     recipe = {
         "name": "table",
         "steps": 1,
-        "precision": preset,
         "model": {"path": "policy"},
         "task": {"kind": "dataset", "files": "train.parquet", "heldout_files": "heldout.parquet"},
         "rollout": {"prompts": 8, "samples": 8, "max_tokens": 1024},
@@ -536,52 +540,86 @@ def _engine_plan(preset: str, engine: str) -> str:
     }
     options = LaunchOptions(engine=engine, hardware="h100", cuda="12.9")  # type: ignore[arg-type]
     try:
-        plan = export(make_config(recipe, "table"), options)
+        return export(make_config(apply_overrides(recipe, features), "table"), options)
     except MantissaError as error:
-        return "refused: " + str(error).partition(": ")[2].partition(": ")[2]
-    silent = ("actor.strategy", "rollout.logprobs_mode", "rollout.calculate_log_probs")
-    shown = [one for one in plan.overrides if short(one.key) in PRECISION_KEYS and short(one.key) not in silent]
-    said = [f"`{short(one.key)}={one.value}`" for one in shown]
-    return ", ".join([*said, *(f"`{one.name}={one.value}`" for one in plan.environment)])
+        return str(error)
 
 
 def engines_by_precision() -> str:
-    """Every preset on every learner's engine of verl, by the exporter itself, for H100s with CUDA 12.9 and vLLM."""
-    from mantissa.launch.facts import ENGINES
+    """Which preset runs on which learner's engine of verl, by the exporter itself; equal presets in one line."""
     from mantissa.precision import PRESETS
 
-    lines = [[f"`{name}`", engine, _engine_plan(name, engine)] for name in PRESETS for engine in ENGINES]
-    return table(("precision", "learner's engine", "what is written (below `actor_rollout_ref`)"), lines)
+    def cell(plan: Any) -> str:
+        if not isinstance(plan, str):
+            return "yes"
+        reason = plan.rpartition("precision.")[2].partition(": ")[2]  # the last one, after its field
+        reason = re.sub(r"^\w+-?\w*: ", "", reason) if "simulated" in reason else reason.rpartition(": ")[2]
+        return "no: " + re.split(r"; |, and no", reason)[0]
+
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name in PRESETS:
+        found.setdefault(tuple(cell(_verl_plan(engine, f"precision={name}")) for engine in _ENGINES), []).append(name)
+    lines = [[", ".join(f"`{name}`" for name in names), *row] for row, names in found.items()]
+    return table(("precision", *(f"`{engine}`" for engine in _ENGINES)), lines)
+
+
+def keys_of_roles() -> str:
+    """What the exporter writes of a recipe in fp16 for each role: of FlowRL where an engine has it, else of GRPO."""
+    from mantissa.launch.facts import short
+
+    flow = ("algorithm.loss=flowrl", "algorithm.reference={}")
+    kl = ("algorithm.reference={}", "algorithm.kl={coefficient: 0.01}")
+    options, lines = ".fsdp_config.mixed_precision.", []
+    for engine in _ENGINES:
+        plan = _verl_plan(engine, "precision=fp16", *(flow if "mantissa" in engine else kl))
+        keys = {short(one.key): str(one).replace("actor_rollout_ref.", "") for one in plan.overrides}
+        groups = [
+            [f"actor{options}param_dtype", "actor.megatron.dtype", f"actor{options}precision"],
+            [f"ref{options}param_dtype", "ref.megatron.dtype", f"ref{options}precision"],
+            ["rollout.dtype"],
+        ]
+        said = [", ".join(f"`{keys[key]}`" for key in group if key in keys) for group in groups]
+        lines.append([f"`{engine}`", *said[:2], said[2] or "as the learner's `precision` says"])
+    return table(("engine", "learner", "reference", "rollout"), lines)
 
 
 def verl_traps() -> str:
-    """The precision keys of the exporter's table that surprise people."""
+    """The precision keys of verl's FSDP engines and rollouts that surprise people; ``check-verl`` knows Megatron's."""
     from mantissa.launch.facts import FACTS, PRECISION_KEYS
 
-    facts = [fact for key, fact in FACTS.items() if key in PRECISION_KEYS and fact.trap]
-    lines = [[f"`{'+' if f.new else ''}{f.key}`", ", ".join(f.engines), f.what, f.trap] for f in facts]
-    return table(("key", "read by", "what it decides", "mind"), lines)
+    facts = [f for key, f in FACTS.items() if key in PRECISION_KEYS and f.trap and "fsdp2" in f.engines]
+    return table(("key", "mind"), [[f"`{'+' if f.new else ''}{f.key}`", f.trap] for f in facts])
 
 
 def verl_ignored() -> str:
-    """Keys that verl accepts and that nobody reads."""
-    from mantissa.launch.facts import IGNORED, ROLLOUTS
+    """Keys that verl accepts and that nobody reads; several of a section in one line."""
+    from mantissa.launch.facts import ENGINES, IGNORED, ROLLOUTS
 
-    lines = []
+    found: dict[tuple[str, str], list[str]] = {}
+    names: dict[tuple[str, str], list[str]] = {}
     for row in IGNORED:
-        where = row.engines if row.rollouts == ROLLOUTS else row.rollouts
-        lines.append([f"`{'+' if row.new else ''}{row.key}`", ", ".join(where), row.why])
-    return table(("key", "on", "why nothing happens"), lines)
-
-
-def verl_handed() -> str:
-    """Keys that verl hands on unread, and what Megatron and the rollout's engine do with them."""
-    from mantissa.launch.facts import FACTS, HANDED_KEYS
-
+        section, _, name = row.key.rpartition(".")
+        where = ("every engine",) if row.engines == ENGINES else row.engines
+        key = ("+" if row.new else "") + section, row.why
+        names.setdefault(key, []).append(name)
+        found.setdefault(key, []).extend(where if row.rollouts == ROLLOUTS else row.rollouts)
     lines = []
-    for fact in (FACTS[key] for key in FACTS if key in HANDED_KEYS):
-        lines.append([f"`{'+' if fact.new else ''}{fact.key}`", fact.what, fact.trap])
-    return table(("key", "what it decides", "mind"), lines)
+    for (section, why), where in found.items():
+        given = list(dict.fromkeys(names[section, why]))
+        key = f"{section}.{given[0]}" if len(given) == 1 else f"{section}.{{{','.join(given)}}}"
+        on = "" if where[0] == "every engine" else f" ({', '.join(dict.fromkeys(where))})"
+        lines.append([f"`{key}`{on}", why])
+    return table(("key", "why nothing happens"), lines)
+
+
+def rehearsals() -> str:
+    """The newest rehearsal of each kind."""
+    found = {row["kind"]: row for row in _rows("verl_rehearsals")}
+    lines = []
+    for row in found.values():
+        what = row["what"] + (f" (`{row['recipe']}`)" if row["recipe"] else "")
+        lines.append([what, f"`{row['engine']}`", f"{row['seconds']:.0f}", f"{row['probability_difference']:.1g}"])
+    return table(("recipe", "engine", "seconds", "differ by at most"), lines)
 
 
 def verl_variables() -> str:
@@ -593,14 +631,17 @@ def verl_variables() -> str:
 
 
 def launch_options() -> str:
-    """What a launch file may hold."""
+    """What a launch file may hold; Megatron's sizes in one line."""
     from mantissa.launch import LaunchOptions
 
-    lines = []
+    lines, sizes = [], []
     for name, field in LaunchOptions.model_fields.items():
-        default = "" if field.default in (None, {}) else f"`{str(field.default).lower()}`"
-        lines.append([f"`{name}`", default, str(field.description)])
-    return table(("option", "default", "what it says"), lines)
+        default = "" if field.default in (None, {}) else f" ({str(field.default).lower()})"
+        if str(field.description).startswith("Megatron: "):
+            sizes.append(f"`{name}`")
+        else:
+            lines.append([f"`{name}`{default}", str(field.description)])
+    return table(("option", "what it says"), [*lines, [", ".join(sizes), "Megatron's layout (1 each)."]])
 
 
 # doctor.md
@@ -627,50 +668,93 @@ def doctor_usual() -> str:
 
 
 def _held_out() -> list[Row]:
-    """The first run's row of each family, format, kind and side: later ones may have been looked at."""
+    """The second run's first row of each held-out family, format, kind and side: later ones may have been looked at."""
     rows: dict[tuple[Any, ...], Row] = {}
     for row in _rows("doctor_held_out"):
-        rows.setdefault((row["family"], row["format"], row["kind"], row["side"]), row)
+        if row.get("run") == "second" and row["benchmark"] == "doctor_held_out" and row["held_out"]:
+            rows.setdefault((row["family"], row["format"], row["kind"], row["side"]), row)
     return list(rows.values())
 
 
-def doctor_families() -> str:
-    """By family: what became of the mistakes that are not too small, and of the healthy dumps."""
-    rows, lines = _held_out(), []
-    for held, family in sorted({(not row["held_out"], row["family"]) for row in rows}):
-        own = [row for row in rows if row["family"] == family]
-        faults = [row["outcome"] for row in own if row["right"] and row["outcome"] != "too small"]
-        healthy = [row["outcome"] for row in own if not row["right"]]
-        formats = ", ".join(sorted({row["format"] for row in own}))
-        counts = [str(sum(each in kinds for each in faults)) for kinds in (["right"], ["half", "undecided"], ["wrong"])]
-        small = sum(row["outcome"] == "too small" for row in own)
-        told = f"{healthy.count('right')} of {len(healthy)}"
-        lines.append([f"`{family}`", "chosen on" if held else "held out", formats, *counts, str(small), told])
-    names = [
-        "family",
-        "thresholds",
-        "formats",
-        "right",
-        "not known, or half",
-        "wrong",
-        "too small",
-        "healthy called so",
+def _outcomes(rows: Sequence[Row]) -> list[str]:
+    """Counts: named right, undecided or half, said, wrong, too small; and healthy ones called so."""
+    faults = [row["outcome"] for row in rows if row["right"]]
+    healthy = [row["outcome"] for row in rows if not row["right"]]
+    kinds = (["right"], ["half", "undecided"], ["said"], ["wrong"], ["too small"])
+    return [
+        *(str(sum(each in kind for each in faults)) for kind in kinds),
+        f"{healthy.count('right')} of {len(healthy)}",
     ]
+
+
+def doctor_summary() -> str:
+    """Shares over the held-out families with the bootstrap's intervals over families, and what had been expected."""
+    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+    from doctor_held_out import summary
+
+    expected = {"named right": ">= 75%", "right or undecided": ">= 97%", "wrong": "<= 1%", "strictly wrong": "<= 6%",
+                "healthy called healthy": ">= 99%"}  # fmt: skip
+    found = summary(_held_out())
+    lines = [[name, f"{value:.1%}", f"{low:.1%}..{high:.1%}", expected[name]]
+             for name, (value, low, high) in found.items()]  # fmt: skip
+    return table(["", "share", "over families", "expected"], lines)
+
+
+def doctor_families() -> str:
+    """By held-out family: what became of the mistakes and of the healthy dumps."""
+    rows = _held_out()
+    lines = []
+    for family in sorted({row["family"] for row in rows}):
+        own = [row for row in rows if row["family"] == family]
+        lines.append([f"`{family}`", ", ".join(sorted({row["format"] for row in own})), *_outcomes(own)])
+    names = ["family", "formats", "right", "undecided, or half", "said", "wrong", "too small", "healthy called so"]
     return table(names, lines)
 
 
 def doctor_held_out() -> str:
-    """The confusion matrix of the held-out families: what each mistake was called, healthy ones last."""
-    rows, lines = [row for row in _held_out() if row["held_out"]], []
-    for kind in dict.fromkeys(row["kind"] for row in rows):
+    """Of the held-out families: the mistakes that were not named right each time, and what they were called."""
+    rows, lines = _held_out(), []
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    odd = [kind for kind in kinds if any(row["outcome"] != "right" for row in rows if row["kind"] == kind)]
+    for kind in odd:
         own, called = [row for row in rows if row["kind"] == kind], dict[str, int]()
         for row in own:
-            name = " or ".join(row["named"]) or ("healthy" if row["verdict"] == "healthy noise" else "not known")
+            healthy, fault = row["verdict"] == "healthy noise", row["verdict"] == "a fault"
+            name = " or ".join(row["named"]) if fault else "healthy" if healthy else "not known"
             called[name] = called.get(name, 0) + 1
-        right = " or ".join(f"`{name}`" for name in own[0]["right"]) or "healthy"
         told = ", ".join(f"{name} {count}" for name, count in sorted(called.items(), key=lambda item: -item[1]))
-        lines.append([kind, right, told, str(sum(row["outcome"] == "wrong" for row in own))])
-    return table(["put in", "right name", "called", "wrong"], lines)
+        lines.append([kind, told, str(sum(row["outcome"] == "wrong" for row in own))])
+    count = sum(row["kind"] not in odd for row in rows)
+    always = f"the {len(kinds) - len(odd)} other kinds, healthy ones among them"
+    return table(["put in", "called", "wrong"], [*lines, [always, f"by their names {count}", "0"]])
+
+
+def doctor_partial() -> str:
+    """How often a quarter of the sequences is found, by how much larger they are."""
+    rows: dict[tuple[Any, ...], Row] = {}
+    for row in _rows("doctor_held_out"):
+        if row["benchmark"] == "doctor_partial":
+            rows[row["family"], row["format"], row["asked"]] = row
+    factors = sorted({key[2] for key in rows})
+    lines = []
+    for family, name in dict.fromkeys(key[:2] for key in rows):
+        own = [rows.get((family, name, factor)) for factor in factors]
+        cells = ["" if row is None else f"{row['found']} of {row['trials']} ({row['times']:.2g}x)" for row in own]
+        lines.append([f"`{family}`, {name}", *cells])
+    return table(["family", *(f"about {factor:g}x" for factor in factors)], lines)
+
+
+def doctor_healthy() -> str:
+    """Healthy gaps by other programs and what the doctor called them."""
+    rows: dict[tuple[Any, ...], Row] = {}
+    for row in _rows("doctor_healthy"):
+        rows[row["program"], row["format"]] = row
+    lines = [
+        [row["program"], row["format"], f"{row['tokens']:,}", f"{row['u_rms']:.2g}", f"{row['equal']:.1%}",
+         row["verdict"], f"{row['right']} of {row['trials']}"]
+        for row in rows.values()
+    ]  # fmt: skip
+    return table(["program", "format", "tokens", "size of u", "equal", "whole dump", "halves called healthy"], lines)
 
 
 # evolution.md, worldmodel.md
@@ -721,8 +805,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "doctor.md": {
         "doctor_signatures": doctor_signatures,
         "doctor_usual": doctor_usual,
+        "doctor_summary": doctor_summary,
         "doctor_families": doctor_families,
         "doctor_held_out": doctor_held_out,
+        "doctor_partial": doctor_partial,
+        "doctor_healthy": doctor_healthy,
     },
     "precision.md": {"native_bf16": native_bf16, "gap_formats": gap_formats},
     "emulated.md": {"switches": switches},
@@ -734,10 +821,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "evolution.md": {"profiles": profiles},
     "worldmodel.md": {"predicted": predicted},
     "cluster.md": {
+        "rehearsals": rehearsals,
         "engines": engines_by_precision,
+        "roles": keys_of_roles,
         "traps": verl_traps,
         "ignored": verl_ignored,
-        "handed": verl_handed,
         "variables": verl_variables,
         "launch_options": launch_options,
     },

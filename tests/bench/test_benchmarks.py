@@ -50,7 +50,8 @@ ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts sha
     "demo_runs", "final_policy", "gpu", "gpu_sizes", "rl_step", "rl_step_vs_trl", "run_all", "tables", "trl_step",
     "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap", "emulated",
     "doctor_confusion", "doctor_faults", "substitution", "tune", "waltz", "soak", "soak_job", "soak_load",
-    "soak_report", "doctor_strangers", "doctor_held_out", "start_pages", "native_beside",
+    "soak_report", "doctor_strangers", "doctor_held_out", "doctor_mistakes", "doctor_healthy", "start_pages",
+    "native_beside",
 }  # fmt: skip
 
 
@@ -235,6 +236,8 @@ def test_the_doctor_is_tried_on_a_policy_and_on_a_run(pretrained: Path, tmp_path
     healthy, *faults = map(json.loads, (tmp_path / "doctor_confusion.jsonl").read_text().splitlines())
     assert (healthy["kind"], healthy["trials"]) == ("healthy", 2)
     assert faults
+    with pytest.raises(subprocess.CalledProcessError):
+        run(tmp_path, "doctor_confusion", *small)
     assert all("rows" in row["kind"] and row["trials"] == 2 for row in faults)
 
 

@@ -318,7 +318,7 @@ def test_a_word_that_grows_without_end_is_left_as_it_is(tmp_path: Path) -> None:
     ("arguments", "reason"),
     [("missing.sh", "expected overrides such as"), ("a.b=1 what", "'what': expected key=value"),
      ("actor_rollout_ref.actor.strategy=veomni", "this check knows fsdp, fsdp2, megatron"),
-     ("actor_rollout_ref.rollout.name=hf", "this check knows vllm, sglang, trtllm, dynamo"),
+     ("actor_rollout_ref.rollout.name=hf", "this check knows vllm, sglang, trtllm, mantissa, dynamo"),
      ("open.sh", "cannot be read as a shell script"), ("none.sh", "found no override")],
 )  # fmt: skip
 def test_arguments_and_scripts_that_are_wrong(
@@ -336,3 +336,52 @@ def test_a_script_with_next_to_nothing_in_it(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(text)
     with pytest.raises(MantissaError, match="found no override"):
         read_words([str(tmp_path / "run.sh")])
+
+
+FREE = "+actor_rollout_ref.actor.fsdp_config.mixed_precision"
+OURS = ("actor_rollout_ref.actor.strategy=mantissa", "actor_rollout_ref.rollout.name=mantissa")
+OUR_FSDP2 = ("actor_rollout_ref.actor.strategy=mantissa_fsdp2", f"{FREE}.param_dtype=fp16")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((*OURS, f"{FREE}={{precision:{{train:fp16,rollout:fp16}},lenght:32}}"), "unknown setting 'lenght'"),
+        ((*OURS, f"{FREE}={{precision:fp17}}"), "fp17"),
+        ((*OURS, f"{FREE}.param_dtype=fp16"), "param_dtype, reduce_dtype and buffer_dtype are FSDP's"),
+        ((*OURS, f"{FREE}.shard=zero3"), "expected 'fsdp2' or 'ddp'"),
+        ((*OUR_FSDP2, f"{FREE}.loss_scale=1024"), "unknown setting 'loss_scale'; did you mean 'loss_scaling'?"),
+        ((*OUR_FSDP2, f"{FREE}.loss_scaling.growth_intervall=400"), "growth_intervall"),
+        ((*OUR_FSDP2[:1], f"{FREE}.param_dtype=bf16", f"{FREE}.loss_scaling.retries=3"), "does nothing with param"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_of_the_plugin_s_engines_is_named(overrides: tuple[str, ...], said: str) -> None:
+    (wrong,) = check_verl(overrides).wrong
+    assert wrong.verdict in ("wrong value", "ignored", "unknown")
+    assert said in wrong.why
+
+
+def test_what_the_plugin_s_engines_compute_in() -> None:
+    """The exporter's own keys, and the same options said deeper or whole."""
+    whole = (*OURS, f"{FREE}={{precision:{{train:fp16,rollout:fp16,kernels:exact}},length:32}}",
+             f"{FREE}.loss_scaling.growth_interval=400")  # fmt: skip
+    report = check_verl(whole)
+    assert report.wrong == []
+    roles = active(report)
+    assert (roles["learner"], roles["rollout"], roles["loss scaling"]) == ("fp16", "fp16", "Mantissa's")
+    plain = active(check_verl((*OURS, "actor_rollout_ref.actor.fsdp_config.dtype=float16")))
+    assert (plain["learner"], plain["rollout"]) == ("fp16", "fp16")
+    fsdp2 = check_verl((*OUR_FSDP2, f"{FREE}.loss_scaling={{growth_interval:400}}", f"{FREE}.flowrl={{beta:15}}"))
+    assert fsdp2.wrong == []
+    assert active(fsdp2)["loss scaling"] == "Mantissa's"
+
+
+@pytest.mark.parametrize("engine", ["mantissa_fsdp2", "mantissa"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16-train-fp16-rollout"])
+def test_what_is_exported_to_the_plugin_has_nothing_to_complain_of(
+    engine: str, precision: str, planned: Callable[..., Plan]
+) -> None:
+    flow = ("algorithm.reference={}", "algorithm.loss=flowrl", f"precision={precision}")
+    report = check_verl([str(one) for one in planned(*flow, engine=engine).overrides])
+    assert report.wrong == []
+    assert active(report)["learner"] == ("fp16" if precision == "fp16" else "bf16")

@@ -109,7 +109,9 @@ def in_float64(block: SparseMLP, shape: ExpertsShape, x_NE: Tensor, fmt: NumberF
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("kernels", [NativeKernels(FP32), SimulatedKernels(BF16), SimulatedKernels(FP16)], ids=repr)
+@pytest.mark.parametrize(
+    "kernels", [NativeKernels(FP32), SimulatedKernels(BF16), SimulatedKernels(FP16)], ids=("fp32", "bf16", "fp16")
+)
 @pytest.mark.parametrize("name", SHAPES)
 def test_it_is_the_formula_in_float64_to_the_formats_rounding(name: str, kernels: Kernels) -> None:
     shape = SHAPES[name]

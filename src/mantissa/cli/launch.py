@@ -34,8 +34,10 @@ def launch(
         Path | None,
         typer.Option(metavar="FILE", help="verl: launch options in YAML; RECIPE's .launch.yml where there is one."),
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="verl: the learner's: fsdp, fsdp2 or megatron.")] = None,
-    rollout: Annotated[str | None, typer.Option(help="verl: the rollout's: vllm or sglang.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="verl: the learner's: fsdp, fsdp2, megatron, mantissa_fsdp2 or mantissa.")
+    ] = None,
+    rollout: Annotated[str | None, typer.Option(help="verl: the rollout's: vllm, sglang or mantissa.")] = None,
     verl_version: Annotated[str | None, typer.Option(metavar="VERSION", help="verl's version there.")] = None,
     nodes: Annotated[int | None, typer.Option(metavar="N", help="Machines.", min=1)] = None,
     gpus: Annotated[int | None, typer.Option(metavar="N", help="verl: GPUs of each.")] = None,
@@ -54,18 +56,24 @@ def launch(
         Path | None, typer.Option(metavar="RUN", help="ray: continue this run, bit for bit, from its last checkpoint.")
     ] = None,
     local: Annotated[
-        bool | None, typer.Option("--local", help="ray: start a Ray of its own on this machine, for this run.")
+        bool | None,
+        typer.Option(
+            "--local",
+            help="A Ray of its own on this machine, for this run; verl: a rehearsal on its processor.",
+        ),
     ] = None,
     trust_network: Annotated[
         bool | None,
-        typer.Option("--trust-network", help="ray: let it listen beyond this machine's loopback; it says what does."),
+        typer.Option("--trust-network", help="Let it listen beyond this machine's loopback; it says what does."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and where.")] = False,
 ) -> None:
     """Run a recipe on a cluster.
 
     --on verl: verl's trainer and engines, as a job on Ray. Every field becomes a key that this verl, with these
-    engines, really reads. What would be ignored there, or cannot be done, is refused with the reason.
+    engines, really reads. What would be ignored there, or cannot be done, is refused with the reason. With --local the
+    same keys run here first: two steps on this machine's processor, of a tiny policy on tiny problems, to a checkpoint
+    that mantissa sample loads. Overrides change that too: model.path=FOLDER steps=5. The same run_dir goes on.
 
     --on ray: Mantissa's own training, on --nodes machines of a Ray cluster, nproc processes in all (one a machine, if
     the recipe does not say). Run it on a node of the cluster. The run's folder must be shared.
@@ -75,6 +83,8 @@ def launch(
     [bold]Examples[/]
 
     mantissa launch recipes/cluster/qwen3-8b-fp16-fsdp2.yaml --dry-run
+
+    mantissa launch recipes/cluster/qwen3-8b-fp16-fsdp2.yaml --on verl --local
 
     mantissa launch recipes/cluster/qwen3-8b-fp16-fsdp2.yaml --address http://head:8265
 
@@ -110,11 +120,16 @@ def launch(
 
 def _on_verl(recipe: Path | None, overrides: list[str], said: dict[str, Any], dry_run: bool) -> None:
     address, working_dir, options = (said.pop(name, None) for name in ("address", "working_dir", "options"))
-    wait = said.pop("wait", True)
+    wait, trusted, local = (said.pop(name, None) for name in ("wait", "trust_network", "local"))
     if recipe is None:
         raise MantissaError("expected a recipe, such as recipes/cluster/qwen3-8b-fp16-fsdp2.yaml")
-    if address is None and not dry_run:
-        raise MantissaError("expected --address URL of the Ray head, such as http://head:8265, or --dry-run")
+    if address is None and not dry_run and not local:
+        raise MantissaError(
+            "expected --address URL of the Ray head, such as http://head:8265, or --local for a rehearsal on this "
+            "machine, or --dry-run"
+        )
+    if trusted and not local:
+        raise MantissaError("--trust-network does nothing with --on verl but for --local; leave it out")
     if working_dir is not None and not working_dir.is_dir():
         raise MantissaError(f"--working-dir {working_dir}: expected a folder")
     from mantissa.base.shipped import find_recipe
@@ -123,15 +138,54 @@ def _on_verl(recipe: Path | None, overrides: list[str], said: dict[str, Any], dr
     from mantissa.rl import load_recipe
 
     recipe = find_recipe(recipe)
-    config = load_recipe(recipe, overrides)
     if options is None and launch_file(recipe).is_file():
         options = launch_file(recipe)
     given = {name.removeprefix("verl_"): value for name, value in said.items()}
-    plan = export(config, load_options(options, given))
+    if local:
+        if address is not None or working_dir is not None or wait is not None:
+            raise MantissaError("--local is a Ray of this machine: leave out --address, --working-dir and --wait")
+        _rehearse(recipe, overrides, options, given, bool(trusted), dry_run)
+        return
+    plan = export(load_recipe(recipe, overrides), load_options(options, given))
     if dry_run:
         typer.echo(plan.dry_run(address, working_dir))
     else:
-        _submit(plan, str(address), working_dir, wait)
+        _say(plan.warnings())
+        _submit(plan, str(address), working_dir, wait is not False)
+
+
+def _say(text: str) -> None:
+    if text:
+        typer.echo(text)
+
+
+def _rehearse(
+    recipe: Path, overrides: list[str], options: Path | None, given: dict[str, Any], trusted: bool, dry_run: bool
+) -> None:
+    from mantissa.launch.local_job import listens, run_local
+    from mantissa.launch.rehearsal import rehearse
+
+    rehearsal = rehearse(recipe, overrides, options, given)
+    typer.echo(rehearsal.text())
+    if dry_run:
+        typer.echo(f"\n{rehearsal.plan.dry_run(None, None)}")
+        return
+    _say(rehearsal.plan.warnings())
+    lines = listens()
+    for line in lines:
+        typer.echo(f"network: {line}")
+    if lines and not trusted:
+        raise MantissaError("this listens beyond the loopback interface, as is said above: allow it, --trust-network")
+    with stopping():
+        try:
+            end = run_local(rehearsal, typer.echo, isolated=not lines)
+        except KeyboardInterrupt:
+            raise StoppedError(
+                f"interrupted, and everything that was started is ended; the same command with "
+                f"run_dir={rehearsal.folder} goes on from its last checkpoint"
+            ) from None
+    typer.echo(f"{len(end.metrics)} steps in {end.seconds:.0f} s; the policy: {end.policy}")
+    typer.echo(f"mantissa sample {end.policy} '3+4' --max-tokens 16")
 
 
 def _on_ray(recipe: Path | None, overrides: list[str], said: dict[str, Any], dry_run: bool) -> None:
@@ -179,7 +233,7 @@ _ENGINES: dict[str, tuple[Callable[[Path | None, list[str], dict[str, Any], bool
         _on_verl,
         frozenset(
             ("address", "options", "engine", "rollout", "verl_version", "nodes", "gpus", "hardware", "cuda",
-             "working_dir", "wait")
+             "working_dir", "wait", "local", "trust_network")
         ),
     ),
     "ray": (_on_ray, frozenset(("address", "nodes", "resume", "local", "trust_network"))),

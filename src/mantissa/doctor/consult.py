@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from mantissa.doctor.decide import SEQUENCES as SOME
+from mantissa.doctor.decide import comes_back, cut_samples, decided, disputed, fewer, is_open, sure
 from mantissa.doctor.diagnosis import Diagnosis, Verdict
-from mantissa.doctor.dump import Dump
+from mantissa.doctor.dump import Dump, Scored
 from mantissa.doctor.layers import ByLayer, by_layer, layers_plot
 from mantissa.doctor.sides import Scores, Side, Weights, evenly_spaced
 from mantissa.doctor.substitution import Substitution, declared, hypotheses, substitute
@@ -18,7 +20,6 @@ from mantissa.runs.page import Block, block, plots, table
 
 SEQUENCES = 48  # of a dump are scored: shares are known well enough, and each costs some fifty forwards
 _NOTHING = 1e-5  # nats, root mean square of d
-_FAULT = 0.5  # of sum d^2: a mistake in a setting that makes so much of a gap is its headline
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,18 @@ def consult(
     say: Callable[[str], None] = lambda line: None,
 ) -> Consultation:
     """Score the dump under every hypothesis, and where asked follow both sides through the layers."""
-    scores = Scores(model, evenly_spaced(dump.sequences, sequences), versions, say)
-    size = float(np.sqrt(np.square(scores.d).mean()))
-    if size < _NOTHING:
-        said = f"causes were not looked for: d is {size:.1e} nats, below {_NOTHING:g}"
+    useful, is_disputed = evenly_spaced(dump.sequences, len(dump.sequences)), is_open(diagnosis)
+    few = fewer(useful) if is_disputed and len(useful) > SOME else []
+    whole = evenly_spaced(useful, sequences)
+    scores, found, base = _substituted(few or whole, model, versions, dump, say, is_disputed)
+    if few and (found is None or not sure(found)):
+        scores, found, base = _substituted(whole, model, versions, dump, say, is_disputed)
+    diagnosis = _of_samples(diagnosis, scores, base[1])
+    if found is None:
+        said = f"causes were not looked for: d is below {_NOTHING:g} nats"
         return Consultation(replace(diagnosis, unknown=(*_without_model(diagnosis), said)), None, None)
-    base = declared(scores, dump.settings)
-    found = substitute(scores, base, hypotheses(scores, *base, dump.settings), say)
     diagnosis = replace(diagnosis, causes=found.causes, unknown=_still_unknown(diagnosis, found))
-    fault = next((each for each in found.causes if each.fault and each.share >= _FAULT), None)
-    if fault is not None and diagnosis.verdict is not Verdict.FAULT:
-        headline = f"{Verdict.FAULT}: {fault.name} makes {fault.share:.0%} of the squared gap"
-        diagnosis = replace(diagnosis, verdict=Verdict.FAULT, headline=headline)
+    diagnosis = decided(diagnosis, found, comes_back(scores, base, dump.settings))
     followed = None
     if layers:
         learner, rollout = (_plain_head(side) for side in found.found)
@@ -62,9 +63,40 @@ def consult(
     return Consultation(diagnosis, found, followed)
 
 
+def _substituted(
+    sequences: Sequence[Scored],
+    model: Decoder,
+    versions: Mapping[str, Weights],
+    dump: Dump,
+    say: Callable[[str], None],
+    is_disputed: bool,
+) -> tuple[Scores, Substitution | None, tuple[Side, Side]]:
+    """What these sequences are scored with, the causes (None where there is no gap), and both sides as declared."""
+    scores = Scores(model, sequences, versions, say)
+    base = declared(scores, dump.settings)
+    if float(np.sqrt(np.square(scores.d).mean())) < _NOTHING:
+        return scores, None, base
+    tried = hypotheses(scores, *base, dump.settings) + (disputed(*base) if is_disputed else [])
+    return scores, substitute(scores, base, tried, say), base
+
+
+def _of_samples(diagnosis: Diagnosis, scores: Scores, rollout: Side) -> Diagnosis:
+    """The diagnosis of a gap without a fault, where the samples are not of the law that their log-probs are of."""
+    if diagnosis.fault is not None:
+        return diagnosis
+    top_p = cut_samples(scores, rollout)
+    if top_p is None:
+        return diagnosis
+    headline = (
+        f"{Verdict.FAULT}: log-probs agree, and samples are not of their law: of {len(scores.d):,} tokens none is "
+        f"beyond the likeliest {top_p:.3f} of the probability, as under a top-p or top-k that log-probs leave out"
+    )
+    return replace(diagnosis, verdict=Verdict.FAULT, headline=headline, remedies=("no_truncation",))
+
+
 def _plain_head(side: Side) -> Side:
-    """A side without what is no layer's: temperature and support."""
-    return replace(side, temperature=1.0, top_k=0, top_p=1.0, kept=False)
+    """A side without what is no layer's: temperature, support, prompt and positions."""
+    return replace(side, temperature=1.0, top_k=0, top_p=1.0, kept=False, cap=0.0, prompt="", moved=0, theta=1.0)
 
 
 def _still_unknown(diagnosis: Diagnosis, found: Substitution) -> tuple[str, ...]:
@@ -88,7 +120,8 @@ def describe(side: Side) -> str:
     said += [f"cache {side.cache}"] * bool(side.cache) + [f"temperature {side.temperature:g}"] * (side.temperature != 1)
     said += ["of the kept tokens"] * side.kept
     said += [f"top-k {side.top_k}"] * bool(side.top_k) + [f"top-p {side.top_p:g}"] * (side.top_p < 1)
-    said += [f"weights of {side.weights}"] * bool(side.weights)
+    said += [f"logits soft-capped at {side.cap:g}"] * bool(side.cap)
+    said += [f"weights of {side.weights}"] * bool(side.weights) + [f"prompt {side.prompt}"] * bool(side.prompt)
     return ", ".join(said + [f"{name}={value}" for name, value in sorted(side.habits)])
 
 

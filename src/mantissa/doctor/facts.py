@@ -27,11 +27,13 @@ class Usual(_Row):
 
 
 class Fault(_Row):
-    """A signature's words. ``remedies``: the most fitting first."""
+    """A signature's words. ``remedies``: the most fitting first. ``decide``: what tells apart the causes that
+    log-probs cannot, empty where there is one."""
 
     title: str
     means: str
     remedies: tuple[str, ...]
+    decide: str = ""
 
 
 class Remedy(_Row):

@@ -24,6 +24,8 @@ from mantissa.doctor.sample import (
 )
 from mantissa.doctor.values import unscored
 
+_APART = float(np.log(1.8))  # between the sizes of two kinds of sequences
+
 
 def edge(name: str, place: str) -> Test:
     """|u| at the last (or first) token against the others, where the others are healthy."""
@@ -165,10 +167,40 @@ def stale(e: Evidence, tests: int) -> Finding:
     square = t.u**2
     sums = sums_by(t.sequence, square * old, old, square * fresh, fresh)
     found = tested(sums, rms_ratio(0, 2), float(np.log(1.5)), tests)
-    size = e.too_large(t.where(old), tests)
     said = f"|d| of sequences sampled by older weights is {np.exp(found.value):.3g} times that of the newest"
     everywhere = lags[e.clean.sequence] > lags.min(initial=0)
-    return times_as("stale", found, size, t.where(fresh).size, said, True, claimed(e, everywhere))
+    return found_as("stale", found, "times", said, effect=float(np.exp(min(found.value, 50))),
+                    detectable=float(np.exp(min(found.detectable, 50))), rest=claimed(e, everywhere),
+                    holds=t.where(old).size > 0.1 * e.usual)  # fmt: skip
+
+
+def after_sync(e: Evidence, tests: int) -> Finding:
+    """|u| of sequences from one version of the weights on, against those before it; both sides have the same version.
+
+    The version is the one that parts the sizes best.
+    """
+    versions = [each.rollout_version for each in e.dump.sequences]
+    same = all(each.learner_version in (None, each.rollout_version) for each in e.dump.sequences)
+    if None in versions or not same or len(set(versions)) < 2:
+        return untested("after_sync", "the dump is not of several versions of the weights that both sides have")
+    t = e.clean.telling
+    version = np.array(versions)[t.sequence]
+    best: tuple[float, int] = (-np.inf, 0)
+    for first in sorted(set(version.tolist()))[1:]:
+        counts = [len(np.unique(t.sequence[part])) for part in (version < first, version >= first)]
+        if min(counts) >= FEWEST:
+            ratio = t.where(version >= first).size / max(t.where(version < first).size, 1e-9)
+            best = max(best, (ratio, first))
+    if not best[1]:
+        return untested("after_sync", f"no version has {FEWEST} sequences before it and from it on")
+    after, square = version >= best[1], t.u**2
+    sums = sums_by(t.sequence, square * after, after, square * ~after, ~after)
+    found = tested(sums, rms_ratio(0, 2), float(np.log(2)), tests)
+    before = t.where(~after)
+    said = f"from weights of version {best[1]} on, |d| is {np.exp(min(found.value, 50)):.3g} times as large as before"
+    everywhere = np.array(versions)[e.clean.sequence] >= best[1]
+    return times_as("after_sync", found, e.too_large(t.where(after), tests), before.size, said,
+                    before.size <= e.usual / 1.5, claimed(e, everywhere))  # fmt: skip
 
 
 def some_sequences(e: Evidence, tests: int) -> Finding:
@@ -180,12 +212,9 @@ def some_sequences(e: Evidence, tests: int) -> Finding:
     The smaller heap of sizes must be healthy; the larger need not be beyond the usual, 1.8 times the other is enough.
     """
     t = e.clean.telling
-    count = np.bincount(t.sequence, minlength=len(e.dump.sequences))
-    known = np.flatnonzero(count >= (8 if (count >= 8).sum() >= 4 * FEWEST else 4))
+    known, sizes = _sizes(e)
     if len(known) < 4 * FEWEST:
         return untested("some_sequences", f"{len(known)} sequences with four uncertain tokens or more; 32 at least")
-    total = np.bincount(t.sequence, weights=t.u**2, minlength=len(count))
-    sizes = np.log(np.sqrt(total[known] / count[known]) + e.usual / 300)
     cut, gain = _two_heaps(sizes)
     bad = sizes > cut
     share, apart = float(bad.mean()), float(sizes[bad].mean() - sizes[~bad].mean()) if 0 < bad.sum() < len(bad) else 0.0
@@ -194,10 +223,45 @@ def some_sequences(e: Evidence, tests: int) -> Finding:
     said = (f"{int(bad.sum())} of {len(known)} sequences differ throughout, {np.exp(min(apart, 50)):.3g} times as "
             f"much as the others, whose size of u is {rest.size:.2g}{_which(e, known, bad)}")  # fmt: skip
     least = max(3, 0.03 * len(known))
-    holds = apart > np.log(1.8) and least <= bad.sum() and share < 0.6 and rest.size <= e.usual / 1.5 and lasting > 0.5
+    holds = apart > _APART and least <= bad.sum() and share < 0.6 and rest.size <= e.usual / 1.5 and lasting > 0.5
     p = float(np.exp(-max(gain, 0.0) / 2)) if holds else 1.0
     return Finding("some_sequences", True, p, share, "of sequences", FEWEST / len(known), said,
                    rest=claimed(e, np.isin(e.clean.sequence, known[bad])))  # fmt: skip
+
+
+def _sizes(e: Evidence) -> tuple[Array, Array]:
+    """Sequences with enough uncertain tokens, and the logarithm of each one's size of u."""
+    t = e.clean.telling
+    count = np.bincount(t.sequence, minlength=len(e.dump.sequences))
+    known = np.flatnonzero(count >= (8 if (count >= 8).sum() >= 4 * FEWEST else 4))
+    # (mean sqrt|u|)^2: of a mixture of experts, whose single tokens fly, it is half as uneven as a root mean square.
+    total = np.bincount(t.sequence, weights=np.sqrt(np.abs(t.u)), minlength=len(count))
+    return known, np.log((total[known] / count[known]) ** 2 + e.usual / 300)
+
+
+def seen_in_a_quarter(e: Evidence, tests: int) -> float | None:
+    """The size of u that a quarter of the sequences must have for ``some_sequences`` to find them in 19 of 20 draws.
+
+    By trying: a quarter of this dump's own sizes is multiplied by a factor. None where no factor up to 30 is enough.
+    """
+    known, sizes = _sizes(e)
+    if len(known) < 4 * FEWEST:
+        return None
+    draw = np.random.default_rng(0)
+    quarters = [draw.permutation(len(known)) < len(known) // 4 for _ in range(20)]
+
+    def found(factor: float) -> bool:
+        hits = 0
+        for quarter in quarters:
+            moved = sizes + np.log(factor) * quarter
+            cut, gain = _two_heaps(moved)
+            bad = moved > cut
+            apart = moved[bad].mean() - moved[~bad].mean() if 0 < bad.sum() < len(bad) else 0.0
+            hits += gain > -2 * np.log(LEVEL / tests) and apart > _APART and 0.03 < bad.mean() < 0.6
+        return hits >= 19
+
+    factor = next((f for f in (1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 30.0) if found(f)), None)
+    return None if factor is None else factor * e.clean.size
 
 
 def _two_heaps(values: Array) -> tuple[float, float]:
@@ -224,8 +288,8 @@ def _lasting(t: Tokens, known: Array, floor: float) -> float:
     sizes = []
     for part in (t.where(t.position % 2 == 0), t.where(t.position % 2 == 1)):
         count = np.bincount(part.sequence, minlength=known.max() + 1)[known]
-        total = np.bincount(part.sequence, weights=part.u**2, minlength=known.max() + 1)[known]
-        sizes.append(np.where(count > 0, np.log(np.sqrt(total / np.maximum(count, 1)) + floor), np.nan))
+        total = np.bincount(part.sequence, weights=np.sqrt(np.abs(part.u)), minlength=known.max() + 1)[known]
+        sizes.append(np.where(count > 0, np.log((total / np.maximum(count, 1)) ** 2 + floor), np.nan))
     both = np.isfinite(sizes[0]) & np.isfinite(sizes[1])
     one, other = sizes[0][both], sizes[1][both]
     return float(np.corrcoef(one, other)[0, 1]) if len(one) > 2 and one.std() and other.std() else 0.0
@@ -346,24 +410,6 @@ def nondeterministic(e: Evidence, tests: int) -> Finding:
     return found_as("nondeterministic", apart, "1 - correlation", said, also=e.too_large(e.clean, tests).p, rest=rest)
 
 
-def forward(e: Evidence, tests: int) -> Finding:
-    """The two sides' log-probs hardly belong together: residual of logit p against logit p beyond a tenth."""
-    t = e.clean.telling
-    if t.units < FEWEST:
-        return few("forward", t.units)
-    a, b = (side - np.log(np.maximum(-np.expm1(np.minimum(side, -1e-6)), 1e-6)) for side in (t.x, t.y))
-    sums = sums_by(t.unit, np.ones_like(a), a, b, a * a, b * b, a * b)
-
-    def apart(s: Array) -> Array:
-        n = np.maximum(s[..., 0], 1)
-        aa, bb = s[..., 3] / n - (s[..., 1] / n) ** 2, s[..., 4] / n - (s[..., 2] / n) ** 2
-        return 1 - (s[..., 5] / n - s[..., 1] * s[..., 2] / n**2) / np.sqrt(np.maximum(aa * bb, 1e-12))
-
-    found = tested(sums, apart, 0.04, tests)
-    said = f"log-odds of the two sides correlate by {1 - found.value:.3f}"
-    return found_as("forward", found, "1 - correlation", said, also=e.too_large(t, tests, 2.0).p)
-
-
 def size(e: Evidence, tests: int) -> Finding:
     """The size of u against the usual of the formats."""
     t = e.clean
@@ -371,7 +417,8 @@ def size(e: Evidence, tests: int) -> Finding:
         return few("too_large", t.telling.units)
     found = e.too_large(t, tests)
     said = f"size of u {np.exp(found.value):.2g}; in these formats up to {e.usual:.2g} is usual"
-    # Of a gap that is too large, with the tails of a healthy one (kurtosis 12), each unit counted as one token.
-    reach = detectable_beyond(np.sqrt(11 / 4 / t.telling.units), t.telling.units, tests)
+    # Of a gap like this one, and so much larger; with tails of kurtosis 12 at most, each unit counted as one token.
+    error = min(found.error, np.sqrt(11 / 4 / t.telling.units))
+    reach = detectable_beyond(error, t.telling.units, tests)
     return found_as("too_large", found, "nats", said, effect=float(np.exp(found.value)),
                   detectable=e.usual * float(np.exp(reach)))  # fmt: skip

@@ -41,6 +41,13 @@ from mantissa.rollout.sampling import filter_logits
 
 Array = NDArray[np.float64]
 Weights = Mapping[str, Tensor]  # fp32 masters by name; may read each as it is asked for
+# What may have been fed in place of a prompt p (int64 [P]; ``longest``: of the dump's prompts).
+PROMPTS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+    "without its first token": lambda p, longest: p[1:],
+    "with its first token twice": lambda p, longest: np.concatenate([p[:1], p]),
+    "without its first half": lambda p, longest: p[len(p) // 2 :],
+    "padded on the left without a mask": lambda p, longest: np.concatenate([np.zeros(longest - len(p), np.int64), p]),
+}
 MICRO_BATCH = 4096  # padded tokens of one forward: each rounds all weights once more
 _HEAD_ROWS = 128  # logits at a time: 25 MB at 49,152 words
 
@@ -54,8 +61,10 @@ class Side:
     further), a format's name, ``fp8`` (a scale for each vector), ``fp8 of scale 1``, or ``fp8 of scale 1, cut off``
     (towards zero in place of the nearest). ``habits``: of a serving engine, switches of ``Emulation`` with their
     values. ``temperature``, ``top_k``, ``top_p``: of the distribution that the log-probs are of; ``kept``: of the
-    tokens alone that the dump says were kept. ``weights``: which version, ``""`` the declared one. ``layer``: the one
-    layer whose weights are of that version; None: all.
+    tokens alone that the dump says were kept. ``cap``: logits are cap * tanh(logits / cap), 0: as they are.
+    ``weights``: which version, ``""`` the declared one. ``layer``: the one layer whose weights are of that version;
+    None: all. ``prompt``: which of ``PROMPTS`` it was computed with, ``""`` its own. ``moved``: added to the positions
+    of responses. ``theta``: factor of the rotary base.
     """
 
     format: str = "fp32"
@@ -68,13 +77,17 @@ class Side:
     top_k: int = 0
     top_p: float = 1.0
     kept: bool = False
+    cap: float = 0.0
     weights: str = ""
     layer: int | None = None
+    prompt: str = ""
+    moved: int = 0
+    theta: float = 1.0
 
     @property
     def forward(self) -> Side:
         """The part that the hidden states depend on."""
-        return replace(self, logits="fp32", temperature=1.0, top_k=0, top_p=1.0, kept=False)
+        return replace(self, logits="fp32", temperature=1.0, top_k=0, top_p=1.0, kept=False, cap=0.0)
 
     def kernels(self, device: torch.device | str) -> Kernels:
         """A learner's kernels in this side's formats (weights given are masters), with its habits."""
@@ -124,6 +137,7 @@ class Batch:
     """Sequences of one forward. ``row_N``, ``column_N``: where each compared token stands; ``places``: its number."""
 
     tokens_BT: Tensor
+    positions_BT: Tensor
     row_N: Tensor
     column_N: Tensor
     places: NDArray[np.int64]
@@ -216,11 +230,9 @@ class Scores:
         kernels = forward.kernels(self.device)
         of_head = {head: head.kernels(self.device) for head in heads}
         found = {head: np.zeros(len(self.of_sequence)) for head in heads}
-        for batch in self.batches():
-            width = batch.tokens_BT.shape[1]
-            positions_1T = torch.arange(width, device=self.device).unsqueeze(0)
+        for batch in self.batches(forward):
             attend = attention(kernels, forward)
-            hidden_NE = batch.before(self.model.hidden(batch.tokens_BT, kernels, positions_1T, attend))
+            hidden_NE = batch.before(self.model.hidden(batch.tokens_BT, kernels, batch.positions_BT, attend))
             for head, own in of_head.items():
                 found[head][batch.places] = self.logp(own, head, hidden_NE, batch)
         return found
@@ -231,7 +243,10 @@ class Scores:
         found = []
         parts = (each.split(_HEAD_ROWS) for each in (hidden_NE, batch.tokens, torch.from_numpy(batch.places)))
         for hidden, token, places in zip(*parts, strict=True):
-            logits = filter_logits(self.model.logits(hidden, kernels), params)
+            logits = self.model.logits(hidden, kernels)
+            if head.cap:
+                logits = head.cap * torch.tanh(logits / head.cap)
+            logits = filter_logits(logits, params)
             for row, place in enumerate(places.tolist() if head.kept else ()):
                 if (ids := self.kept[place]) is not None:
                     cut = torch.ones_like(logits[row], dtype=torch.bool).index_fill(0, ids.to(logits.device), False)
@@ -239,8 +254,25 @@ class Scores:
             found.append(kernels.token_logprob(logits, token, head.temperature).double().cpu())
         return torch.cat(found).numpy()
 
-    def batches(self) -> Iterator[Batch]:
-        """Sequences of like length together, ``MICRO_BATCH`` padded tokens at most or one sequence."""
+    def above(self, side: Side) -> tuple[Array, Array]:
+        """Probability of all words that are likelier than each compared token, and the token's own; float64 [N]."""
+        above, own = np.zeros(len(self.of_sequence)), np.zeros(len(self.of_sequence))
+        kernels = side.kernels(self.device)
+        with torch.no_grad(), self.weights_of(side):
+            for batch in self.batches(side):
+                hidden_NE = batch.before(
+                    self.model.hidden(batch.tokens_BT, kernels, batch.positions_BT, attention(kernels, side))
+                )
+                parts = (each.split(_HEAD_ROWS) for each in (hidden_NE, batch.tokens, torch.from_numpy(batch.places)))
+                for hidden, token, places in zip(*parts, strict=True):
+                    law = torch.softmax(self.model.logits(hidden, kernels).double() / side.temperature, -1)
+                    p = law.gather(1, token.unsqueeze(1))
+                    above[places], own[places] = (law * (law > p)).sum(1).cpu().numpy(), p[:, 0].cpu().numpy()
+        return above, own
+
+    def batches(self, side: Side | None = None) -> Iterator[Batch]:
+        """Sequences of like length together, ``MICRO_BATCH`` padded tokens at most or one sequence; with the prompts
+        and positions of ``side``, its own where none is given."""
         starts = np.concatenate([[0], np.cumsum([int(c.sum()) for c in self._counts])])
         order = sorted(range(len(self.sequences)), key=lambda row: -len(self.sequences[row].tokens))
         start = 0
@@ -248,34 +280,45 @@ class Scores:
             count = max(1, MICRO_BATCH // len(self.sequences[order[start]].tokens))
             rows = order[start : start + count]
             places = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
-            yield self._batch(rows, places)
+            yield self._batch(rows, places, side or Side())
             start += count
 
-    def _batch(self, rows: Sequence[int], places: NDArray[np.int64]) -> Batch:
-        width = max(len(self.sequences[row].tokens) for row in rows)
+    def _batch(self, rows: Sequence[int], places: NDArray[np.int64], side: Side) -> Batch:
+        longest = max(each.prompt_length for each in self.sequences)
+        fed = []
+        for row in rows:
+            prompt, response = np.split(self.sequences[row].tokens, [self.sequences[row].prompt_length])
+            other = PROMPTS[side.prompt](prompt, longest) if side.prompt else prompt
+            fed.append((other if len(other) else prompt, response))
+        width = max(len(prompt) + len(response) for prompt, response in fed)
         tokens_BT = torch.zeros(len(rows), width, dtype=torch.int64)
+        positions_BT = torch.arange(width).repeat(len(rows), 1)
         row_N, column_N = [], []
-        for place, row in enumerate(rows):
-            each = self.sequences[row]
-            tokens_BT[place, : len(each.tokens)] = torch.from_numpy(each.tokens)
-            columns = each.prompt_length + torch.from_numpy(self._counts[row].nonzero()[0])
+        for place, (row, (prompt, response)) in enumerate(zip(rows, fed, strict=True)):
+            tokens_BT[place, : len(prompt) + len(response)] = torch.from_numpy(np.concatenate([prompt, response]))
+            positions_BT[place, len(prompt) :] += side.moved
+            columns = len(prompt) + torch.from_numpy(self._counts[row].nonzero()[0])
             row_N.append(torch.full_like(columns, place))
             column_N.append(columns)
-        return Batch(tokens_BT.to(self.device), torch.cat(row_N), torch.cat(column_N), places)
+        where = tokens_BT.to(self.device), positions_BT.to(self.device)
+        return Batch(*where, torch.cat(row_N), torch.cat(column_N), places)
 
     @contextmanager
     def weights_of(self, side: Side, prefix: str = "") -> Iterator[None]:
         """The model with the weights of ``side`` in place, as far as their names begin with ``prefix``."""
         kept: dict[str, Tensor] = {}
-        parameters = dict(self.model.named_parameters())
+        parameters, config = dict(self.model.named_parameters()), self.model.config
         layer = "" if side.layer is None else f"model.layers.{side.layer}."
         try:
+            if side.theta != 1:
+                self.model.config = replace(config, rope_theta=config.rope_theta * side.theta)
             for name, parameter in parameters.items() if side.weights else ():
                 if name.startswith(layer) and name.startswith(prefix):
                     value = self.versions[side.weights][name].to(parameter.device, torch.float32)
                     kept[name], parameter.data = parameter.data, value
             yield
         finally:
+            self.model.config = config
             for name, value in kept.items():
                 parameters[name].data = value
 

@@ -15,11 +15,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from mantissa.doctor import places, values
+from mantissa.doctor import places, shape, values
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence, Test, untested
-from mantissa.doctor.sample import LEVEL
+from mantissa.doctor.sample import FEWEST, LEVEL
 
 ENOUGH = 0.5  # of sum d^2: what explains less is no verdict
 PARTLY = 0.2  # enough where the whole is of a healthy size, and a part of it is not
@@ -32,6 +32,7 @@ SIGNATURES: dict[str, Test] = {
     "not_logprobs": values.not_logprobs,
     "unnormalised": values.unnormalised,
     "nonfinite": values.nonfinite,
+    "cut_off": values.cut_off,
     "unscored": values.unscored,
     "units": values.units,
     "shift": values.shift,
@@ -46,19 +47,39 @@ SIGNATURES: dict[str, Test] = {
     "padding": places.padding,
     "onset": places.onset,
     "stale": places.stale,
+    "after_sync": places.after_sync,
     "some_sequences": places.some_sequences,
     "experts": places.experts,
     "coarse_logprobs": values.coarse,
     "half_logits": values.half_logits,
     "nondeterministic": places.nondeterministic,
     "position": places.position,
-    "forward": places.forward,
+    "prompt": shape.prompt,
+    "weights": shape.weights,
     "too_large": places.size,
 }
-EXACT = ("not_logprobs", "unnormalised", "nonfinite", "unscored")  # what no noise can do, of any number of tokens
-_PLACES = ("end_token", "first_token", "padding", "onset", "stale", "some_sequences", "experts", "position")
-_SIZES = ("forward", "too_large")  # there is a gap, and no more
-_WITHOUT_BOTH = ("not_logprobs", "unnormalised", "nonfinite", "unscored", "coarse_logprobs")
+EXACT = (
+    "not_logprobs",
+    "unnormalised",
+    "nonfinite",
+    "cut_off",
+    "unscored",
+)  # what no noise can do, of any number of tokens
+_PLACES = (
+    "end_token",
+    "first_token",
+    "padding",
+    "onset",
+    "stale",
+    "after_sync",
+    "some_sequences",
+    "experts",
+    "position",
+)
+SHAPES = ("prompt", "weights")  # what is known of a gap that nothing explains
+_SIZES = ("too_large", *SHAPES)
+_LAWS = ("units", "support", "temperature", "soft_cap", "repetition")
+_WITHOUT_BOTH = (*EXACT, "coarse_logprobs")
 
 
 def findings(dump: Dump, usual: float) -> list[Finding]:
@@ -96,6 +117,10 @@ def causes(dump: Dump, every: Sequence[Finding], usual: float) -> list[Finding]:
     """
     exact = [each for each in every if each.found and each.name in EXACT]
     first = cause_of(every) or cause_of(every, LITTLE)
+    if not exact and (first is None or first.name == "nondeterministic"):
+        both = _law_and_place(dump, usual)
+        if both:
+            return both
     if first is None or first.rest is None or first.name in EXACT:
         return (exact or ([first] if first else []))[:2]
     if any(each.name == "not_logprobs" for each in exact):
@@ -122,12 +147,37 @@ def _second(evidence: Evidence, first: Finding, usual: float) -> tuple[Finding |
     return (second, part) if part > _SECOND else (None, 0.0)
 
 
+def _law_and_place(dump: Dump, usual: float) -> list[Finding]:
+    """A law of all sequences and another fault in some of them, where each hides the other; else nothing.
+
+    The law's curve is the median of d among tokens of like log-prob, which some sequences hardly move. What it leaves
+    shows which sequences are of two kinds; and without those, the law is tested as any.
+    """
+    whole = Evidence.of(dump, usual)
+    t = whole.clean
+    if t.telling.units < 4 * FEWEST:
+        return []
+    m = (t.x + t.y) / 2
+    cuts = np.quantile(m, np.linspace(0, 1, 21)[1:-1])
+    where = np.searchsorted(cuts, m)
+    medians = np.array([np.median(t.d[where == part]) if (where == part).any() else 0.0 for part in range(20)])
+    flat = replace(whole, clean=replace(t, y=t.x + t.d - medians[where]))
+    quiet = float(np.median(np.abs(flat.clean.telling.u)))
+    found = places.some_sequences(replace(flat, usual=max(usual, 4 * quiet)), len(SIGNATURES))
+    if found.p > LEVEL / len(SIGNATURES) or found.rest is None:
+        return []
+    odd = set(np.unique(t.sequence[np.isnan(found.rest)]).tolist())
+    rest = replace(dump, sequences=[each for place, each in enumerate(dump.sequences) if place not in odd])
+    law = cause_of(findings(rest, usual))
+    return [law, replace(found, found=True, share=0.0)] if law is not None and law.name in _LAWS else []
+
+
 def cause_of(every: Sequence[Finding], least: float = ENOUGH) -> Finding | None:
     """The finding that explains most of the gap, None where none explains ``least``.
 
     Places explain enough with less where the whole is of a healthy size and they are not.
     """
-    large = any(each.found for each in every if each.name in _SIZES)
+    large = any(each.found for each in every if each.name == "too_large")
     exact = [each for each in every if each.found and each.name in EXACT]
     named = [each for each in every if each.found and each.name not in (*_SIZES, *EXACT)]
     part = least if large else PARTLY

@@ -378,7 +378,8 @@ class _Search:
 
     def column(self, hypothesis: Hypothesis) -> Array:
         """What it changes in the predicted d."""
-        change = self.scored(hypothesis) - self.scores(self.sides[hypothesis.which])
+        now = self.scores(self.sides[hypothesis.which])
+        change = np.where(np.isfinite(now), self.scored(hypothesis), 0.0) - _finite(now)
         return _finite(change) * (1 if hypothesis.which == "learner" else -1)
 
     def gain(self, hypothesis: Hypothesis, held_out: bool) -> Estimate:
@@ -414,8 +415,8 @@ class _Search:
     def towards(self, hypothesis: Hypothesis) -> bool:
         """Whether it moves the side that it is about towards that side's own log-probs, in the choosing half."""
         saved, now = getattr(self.scores, hypothesis.which), self.scores(self.sides[hypothesis.which])
-        moved = self.scored(hypothesis) - now
-        return bool(_finite(moved * (saved - now))[~self.held_N].sum() > 0)
+        moved = np.where(np.isfinite(now), self.scored(hypothesis), 0.0) - _finite(now)
+        return bool((moved * (saved - _finite(now)))[~self.held_N].sum() > 0)
 
     # the search
 

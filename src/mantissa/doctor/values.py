@@ -41,7 +41,7 @@ def not_logprobs(e: Evidence, tests: int) -> Finding:
 
 def nonfinite(e: Evidence, tests: int) -> Finding:
     """No number on one side, alone or to the sequence's end: in a causal model a NaN goes on into all that follows."""
-    one = e.there[0] != e.there[1]
+    one = (e.there[0] != e.there[1]) & ~_cut_away(e)
     like, _ = _runs(e, one)
     share = float((one & like).mean())
     sides = [float((~there & one & like).mean()) for there in e.there]
@@ -65,10 +65,34 @@ def _runs(e: Evidence, missing: Array) -> tuple[Array, Array]:
     return (overflow, last) if few_last else (np.zeros_like(last), last)
 
 
+def _cut_away(e: Evidence) -> Array:
+    """bool [all]: tokens without a number on one side, where all of these are improbable on the other.
+
+    None of them is likelier than 0.55, and on average they are below four fifths of the others.
+    """
+    missing = e.there[0] != e.there[1]
+    other = np.where(e.there[0], np.nan_to_num(e.all.x), np.nan_to_num(e.all.y))
+    both = e.there.all(0)
+    if missing.sum() < 10 or both.sum() < 10:
+        return np.zeros_like(missing)
+    rank = np.searchsorted(np.sort(other[both]), other[missing]).mean() / both.sum()
+    apart = bool((other[missing] <= _SURE).all()) and rank < 0.2
+    return missing & apart
+
+
+def cut_off(e: Evidence, tests: int) -> Finding:
+    """No number (minus infinity) for improbable tokens alone: they are outside one side's top-k or top-p."""
+    cut = _cut_away(e)
+    share = float(cut.mean()) if len(cut) else 0.0
+    side = SIDES[0] if (cut & ~e.there[0]).any() else SIDES[1]
+    said = f"{share:.2%} of tokens have no number on the {side}'s side, and each of them is improbable on the other"
+    return Finding("cut_off", True, 0.0 if share else 1.0, share, "of tokens", 0.0, said)
+
+
 def unscored(e: Evidence, tests: int, name: str = "unscored") -> Finding:
     """Exactly 0 (or no number) on one side where the other is no certainty; at last tokens: ``end_token``."""
-    one = e.one_sided
-    overflow, _ = _runs(e, e.there[0] != e.there[1])
+    one = e.one_sided & ~_cut_away(e)
+    overflow, _ = _runs(e, (e.there[0] != e.there[1]) & ~_cut_away(e))
     one = one & ~overflow
     share = float(one.mean()) if len(one) else 0.0
     last = float((e.all.left[one] == 0).mean()) if share else 0.0
@@ -298,8 +322,7 @@ def _scaled(e: Evidence, tests: int) -> tuple[str, Tested, float, str, Array]:
     ratio = (1 + b / 2) / max(1 - b / 2, 1e-3)  # d = b m with m = (x + y) / 2
     sums, _, explained = _line(t.unit, t.u, m)
     share = tested(sums, explained, 0.4, tests)
-    curve = np.polynomial.Polynomial.fit(m, t.d, 3) if len(m) > 20 else np.polynomial.Polynomial([0.0])
-    rest = e.clean.d - (curve(np.clip(all_m, m.min(), m.max())) if len(m) > 20 else 0.0)
+    rest = e.clean.d - (_cubic(m, t.d, np.clip(all_m, m.min(), m.max())) if len(m) > 20 else 0.0)
     said = f"a line explains {share.value:.0%}"
     pairs = _Pairs(e)
     if not pairs.enough:
@@ -318,6 +341,13 @@ def _scaled(e: Evidence, tests: int) -> tuple[str, Tested, float, str, Array]:
     sums = sums_by(pairs.unit, pairs.dx**2, pairs.dx * pairs.dy, pairs.dy**2)
     found = tested(sums, _pair_share, 0.4, tests) if kind else share
     return kind, found, pairs.scale, f"{words}, {pairs.line:.0%} explained", rest
+
+
+def _cubic(x: Array, y: Array, at: Array) -> Array:
+    """Values at ``at`` of the cubic in x that fits y best; of the smallest coefficients where x has few values."""
+    middle, half = (x.max() + x.min()) / 2, max((x.max() - x.min()) / 2, 1e-9)
+    columns, wanted = (np.stack([((z - middle) / half) ** k for k in range(4)], 1) for z in (x, at))
+    return wanted @ np.linalg.lstsq(columns, y, rcond=None)[0]
 
 
 def _pair_share(s: Array) -> Array:
@@ -375,11 +405,13 @@ def support(e: Evidence, tests: int) -> Finding:
     size = float(np.sqrt(np.square(t.d).mean()))
     constant = not pairs.enough or pairs.moved < max(2 * e.usual, 0.5 * size)
     said = f"{share.value:.0%} of the squared difference has one sign: the {side}'s probabilities are the larger"
+    # Cut or not, a probable token is the more probable one: without that it is another law altogether.
+    together = float(np.corrcoef(t.x, t.y)[0, 1]) if len(t.x) > 2 and t.x.std() and t.y.std() else 0.0
     # The tokens that were cut are everywhere: an effect that a fiftieth of all tokens makes is of another kind.
     broad = float(np.sqrt(square[len(square) // 50 :].mean()))
     sign = e.clean.d < 0 if down else e.clean.d > 0
     return found_as("support", share, "nats", said, effect=broad, detectable=max(3 * other.size, e.usual / 2),
-                    holds=quiet and lean > 0.5 and t.size > e.usual / 2 and constant,
+                    holds=quiet and lean > 0.5 and t.size > e.usual / 2 and constant and together > 0.5,
                     rest=np.where(sign, 0.0, e.clean.d))  # fmt: skip
 
 
@@ -424,6 +456,8 @@ def half_logits(e: Evidence, tests: int) -> Finding:
     heat = e.dump.settings.temperature or 1.0
     if len(e.pairs) < _PAIRS:
         return untested("half_logits", f"{len(e.pairs)} pairs of tokens in one context; 10 at least")
+    if any(grid_of(side[np.isfinite(side) & (side < -1e-6)]) for side in (e.all.x, e.all.y)):
+        return untested("half_logits", "one side's log-probs were rounded themselves")
     found, said = list[tuple[float, float, float]](), list[str]()
     for name, columns in zip(SIDES, ((1, 2), (3, 4)), strict=True):
         d = (e.pairs[:, columns[0]] - e.pairs[:, columns[1]]) * heat

@@ -28,6 +28,7 @@ from mantissa.launch.facts import (
     HANDED_KEYS,
     IGNORED,
     NEEDED,
+    PLUGIN,
     Engine,
     Fact,
     Ignored,
@@ -38,6 +39,7 @@ from mantissa.launch.facts import (
     reader_of,
     short,
 )
+from mantissa.launch.plugin_options import SECTION, mistake, options_in
 
 _OVERRIDE = re.compile(r"(\+\+|\+|~)?([A-Za-z_]\w*(?:\.[\w@/-]+)+|model_engine)=(.*)", re.S)
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
@@ -248,6 +250,7 @@ def check_verl(arguments: Sequence[str], version: Version = "0.9.1") -> Report:
         if (_ABOUT_PRECISION.search(key) or key in HANDED_KEYS) and not key.startswith(_IN_RUNTIME_ENV[1:])
     ]
     judged = [_judged(given, engine, rollout, version) for given in about]
+    judged = [_by_plugin(setting, words, engine) for setting in judged] if engine in PLUGIN else judged
     good = {
         short(s.given.key): s.given.value for s in judged if s.verdict == "takes effect" and s.given.value != "null"
     }
@@ -316,6 +319,8 @@ def _format_key(role: str, engine: Engine) -> str:
     """The key of a role's format: of ``actor`` and ``ref`` in the words of their engine."""
     if role == "rollout":
         return "rollout.dtype"
+    if engine == "mantissa":
+        return f"{role}.fsdp_config.dtype"
     return f"{role}.{'megatron.dtype' if engine == 'megatron' else 'fsdp_config.mixed_precision.param_dtype'}"
 
 
@@ -396,6 +401,22 @@ def _judged(given: Given, engine: Engine, rollout: Rollout, version: Version) ->
     return Setting(given, "takes effect", meaning + (f"; {fact.trap}" if fact.trap else ""))
 
 
+def _by_plugin(setting: Setting, words: Words, engine: Engine) -> Setting:
+    """What the plugin itself says of an option of its engine, or of what stands below one."""
+    key = short(setting.given.key)
+    if key != SECTION and not key.startswith(f"{SECTION}."):
+        return setting
+    options = options_in({name: given.value for name, given in words.overrides.items()})
+    names = [key.removeprefix(SECTION).split(".")[1]] if key != SECTION else list(options)
+    wrong = next(filter(None, (mistake(options, engine, name) for name in names)), "")
+    if wrong:
+        return Setting(setting.given, "wrong value", wrong)
+    if setting.verdict == "unknown":
+        what = "; ".join(FACTS[fact].what for fact in (f"{SECTION}.{name}" for name in names) if fact in FACTS)
+        return Setting(setting.given, "takes effect" if setting.given.mark else "refused by hydra", what)
+    return setting
+
+
 def _ignored(given: Given, row: Ignored) -> Setting:
     if row.new and not given.mark:
         return Setting(given, "refused by hydra", f"not in verl's tree: {row.why}", row.instead)
@@ -416,6 +437,8 @@ def _on(words: Words, key: str) -> bool:
 
 
 def _roles(words: Words, good: dict[str, str], engine: Engine, rollout: Rollout) -> list[Role]:
+    if engine == "mantissa":
+        return _roles_of_plugin(words, good)
     learner, why = _learner(good, "actor", engine)
     roles = [Role("learner", learner, why)]
     fp8 = good.get("actor.megatron.override_transformer_config.fp8")
@@ -442,6 +465,34 @@ def _roles(words: Words, good: dict[str, str], engine: Engine, rollout: Rollout)
     return roles
 
 
+def _roles_of_plugin(words: Words, good: dict[str, str]) -> list[Role]:
+    """Of Mantissa's own learner and rollout, whose formats one policy says."""
+    from mantissa.verl.engine_options import EngineOptions
+
+    try:
+        options = EngineOptions.of(options_in({key: given.value for key, given in words.overrides.items()}))
+        policy = options.policy(good.get("actor.fsdp_config.dtype", "bfloat16"))
+    except MantissaError:
+        return [Role("learner", "none", "the job ends at once, with what is said above")]
+    why = "mixed_precision.precision" if options.precision is not None else "actor.fsdp_config.dtype, exact kernels"
+    scales = (
+        "repeats the batch at a lower scale, which is in the checkpoint" if policy.train == "fp16" else "fp16 alone"
+    )
+    reads = _on(words, "actor.use_kl_loss") or _on(words, "algorithm.use_kl_in_reward")
+    reference = _SHORT.get(good.get("ref.fsdp_config.dtype", "bfloat16"), "bf16")
+    if "ref.fsdp_config.mixed_precision.precision" in good:
+        reference = "as its mixed_precision.precision says"
+    return [
+        Role("learner", policy.train, why),
+        Role("loss scaling", "Mantissa's" if policy.train == "fp16" else "none", scales),
+        Role("masters", options.masters, "mixed_precision.masters"),
+        Role("logits", policy.logits, "before the fp32 log-softmax"),
+        Role("reference", reference if reads else "none", "in kernels as the learner's" if reads else "no KL is used"),
+        Role("rollout", policy.rollout, f"{why}; kernels={policy.kernels}"),
+        _correction(words, good),
+    ]
+
+
 def _rounded_to_4_bits(good: dict[str, str], engine: Engine, rollout: Rollout) -> list[Role]:
     section = f"actor.{'megatron' if engine == 'megatron' else 'fsdp_config'}.qat"
     if good.get(f"{section}.enable", "").lower() != "true":
@@ -464,6 +515,8 @@ def _learner(good: dict[str, str], role: str, engine: Engine) -> tuple[str, str]
 def _scaler(learner: str, engine: Engine) -> Role:
     if learner != "fp16":
         return Role("loss scaling", "none", f"the learner is {learner}; verl makes a scaler for fp16 alone")
+    if engine == "mantissa_fsdp2":
+        return Role("loss scaling", "Mantissa's", "repeats the batch at a lower scale, which is in the checkpoint")
     if engine == "megatron":
         return Role("loss scaling", "Megatron's", "begins at 32768; override_optimizer_config sets its figures")
     return Role("loss scaling", "ShardedGradScaler(growth_interval=400)", "by no key; in no checkpoint, in no metric")

@@ -25,7 +25,9 @@ from mantissa.base.errors import MantissaError
 from mantissa.launch.facts import FACTS, full, read_table, short
 from mantissa.launch.options import LaunchOptions
 from mantissa.model.hub import hub_name, is_gguf
+from mantissa.precision.schemes import SCHEMES
 from mantissa.rl.config.run import RunConfig
+from mantissa.rl.config.sections import LossScalingConfig
 
 ENTRY = "verl.trainer.main_ppo"
 PACKAGE = Path(mantissa.__file__).parent
@@ -119,6 +121,11 @@ class Plan:
         words = ["ray", "job", "submit", "--address", address or "URL", "--runtime-env-json", environment, "--"]
         return shlex.join([*words, *self.arguments])
 
+    def warnings(self) -> str:
+        """What verl does otherwise than the recipe says: to be known before a job starts."""
+        rows = [(remark.field, remark.text) for remark in self.remarks if remark.kind == "differs"]
+        return "\n".join(["verl does otherwise than the recipe says:", *_two_columns(rows)]) if rows else ""
+
     def dry_run(self, address: str | None, working_dir: Path | None) -> str:
         """Everything that a launch would do, and where each part of it comes from."""
         options = self.options
@@ -164,6 +171,32 @@ def export(config: RunConfig, options: LaunchOptions) -> Plan:
     return draft.finish()
 
 
+def _nested(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Sections that a plugin's engine takes whole, as verl's dictionaries hold them."""
+    asked = config.precision.reference or config.precision.train
+    policy, loss = config.precision.model_dump(), config.algorithm.loss
+    formats = {"preset", "train", "rollout", "reference", "kv_cache"}
+    reference = {name: value for name, value in policy.items() if name not in formats}
+    for section, needed in (("fp8", asked == "fp8"), ("quantized", asked in SCHEMES)):
+        if not needed:
+            reference.pop(section, None)
+    scaling = config.loss_scaling or LossScalingConfig()
+    found = {
+        "policy": policy,
+        "of_reference": {"train": asked, "rollout": asked, "kernels": "fast"} | reference,
+        "partitioned": loss.model_dump(exclude={"kind"}, exclude_none=True),
+        "scaling": scaling.model_dump(exclude_defaults=scaling.rule == "auto"),
+    }
+    return {name: _lists(value) for name, value in found.items()}
+
+
+def _lists(value: Any) -> Any:
+    """Tuples as lists, which is what a dictionary of verl's has."""
+    if isinstance(value, dict):
+        return {name: _lists(each) for name, each in value.items()}
+    return [_lists(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
 @functools.cache
 def table() -> dict[str, Any]:
     """``verl_fields.yaml``: how each field of a recipe is said to verl, or why it is not."""
@@ -202,7 +235,7 @@ class Draft:
 
     def __post_init__(self) -> None:
         sections = {name: getattr(self.config, name) for name in RunConfig.model_fields}
-        self._names: dict[str, Any] = sections | {"options": self.options}
+        self._names: dict[str, Any] = sections | {"options": self.options} | _nested(self.config)
         for name, source in table()["names"].items():
             self._names[name] = self._evaluate(source)
 
@@ -217,6 +250,9 @@ class Draft:
             return False
         for key, value in row.get("set", {}).items():
             self.set(self._text(key), value, about)
+        for name, key in self._evaluate(row.get("keys", "{}")).items():
+            path = f"{about}.{name}"
+            self.set(key, f"({path})|bound" if isinstance(self._value(path), float) else path, path)
         for name, value in row.get("variables", {}).items():
             self.environment.append(Variable(name, str(self._evaluate(value)), about))
         for one in fields:
@@ -240,7 +276,9 @@ class Draft:
             if self.options.engine not in fact.engines or not read_by:
                 return
         value = self._evaluate(value)
-        assert not (fact and fact.values) or hydra_value(value) in fact.values, f"{key}={value}: not of {fact}"
+        assert not (fact and fact.values) or hydra_value(value).strip("'") in fact.values, (
+            f"{key}={value}: not of {fact}"
+        )
         assert all(one.key != full(key) for one in self.overrides), f"{key} is set twice"
         self.overrides.append(Override(full(key), value, source, fact is not None and fact.new))
 
@@ -264,7 +302,7 @@ class Draft:
         return found
 
     def _text(self, source: str) -> str:
-        return _template(source).render(self._names) if "{{" in source else source
+        return _template(source).render(self._names) if "{" in source else source
 
     def _value(self, path: str) -> Any:
         """The value of a field by its dotted name; None where a section is null, or for an option of the launch."""
@@ -308,7 +346,8 @@ class Draft:
         """Fields that an override names, and those that a remark or a refusal is about, sections included."""
         said = {source for one in self.overrides for source in one.source.split(", ")}
         said |= {variable.source for variable in self.environment}
-        about = {remark.field for remark in self.remarks} | set(self.refusals)
+        whole = {one.source for one in self.overrides if isinstance(one.value, dict)}
+        about = {remark.field for remark in self.remarks} | set(self.refusals) | whole
         for path in fields_of(self.config):
             parts = path.split(".")
             if path in said or any(".".join(parts[:i]) in about for i in range(1, len(parts) + 1)):

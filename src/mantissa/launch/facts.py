@@ -14,11 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mantissa.base.readers.yaml import read_shipped
 
-Engine = Literal["fsdp", "fsdp2", "megatron"]
-Rollout = Literal["vllm", "sglang", "trtllm"]
+Engine = Literal["fsdp", "fsdp2", "megatron", "mantissa_fsdp2", "mantissa"]
+Rollout = Literal["vllm", "sglang", "trtllm", "mantissa"]
 Version = Literal["0.8.0", "0.9.0", "0.9.1"]
 
-FSDPS: tuple[Engine, ...] = ("fsdp", "fsdp2")
+FSDPS: tuple[Engine, ...] = ("fsdp", "fsdp2", "mantissa_fsdp2")
+PLUGIN: tuple[Engine, ...] = ("mantissa_fsdp2", "mantissa")  # what model.external_lib=mantissa.verl.plugin registers
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 ROLLOUTS: tuple[Rollout, ...] = get_args(Rollout)
 VERSIONS: tuple[Version, ...] = get_args(Version)

@@ -34,11 +34,16 @@ class LaunchOptions(Config):
     """How a recipe is run on verl. Frozen; unknown keys are errors."""
 
     version: Version = Field("0.9.1", description="verl's version on the cluster.")
-    engine: Engine = Field("fsdp2", description="The learner's engine.")
-    rollout: Literal["vllm", "sglang"] = Field("vllm", description="The rollout's engine.")
+    engine: Engine = Field(
+        "fsdp2",
+        description="The learner's: fsdp, fsdp2, megatron, mantissa_fsdp2 or mantissa.",
+    )
+    rollout: Literal["vllm", "sglang", "mantissa"] = Field(
+        "vllm", description="The rollout's: vllm, sglang or mantissa, which it is where the learner's is."
+    )
     nodes: int = Field(1, ge=1, description="Machines.")
-    gpus: int = Field(8, ge=1, description="GPUs of each machine.")
-    hardware: str | None = Field(None, description="The GPUs' name, such as h100; needed for fp8.")
+    gpus: int = Field(8, ge=1, description="GPUs of each machine; processes, where the hardware is cpu.")
+    hardware: str | None = Field(None, description="The GPUs' name, such as h100; needed for fp8. Or cpu.")
     cuda: str | None = Field(None, description="The nodes' CUDA version, such as 12.9; needed for an fp8 learner.")
     max_prompt_tokens: int = Field(2048, ge=1, description="Longest prompt; problems with longer ones are left out.")
     rollout_tensor_parallel: int = Field(1, ge=1, description="GPUs that hold one rollout.")
@@ -60,16 +65,34 @@ class LaunchOptions(Config):
             raise ValueError(f"{bare!r}: expected dotted keys of verl with their values")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _ours_on_both_sides(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("engine") == "mantissa":
+            return {"rollout": "mantissa"} | values
+        return values
+
     @model_validator(mode="after")
     def _of_its_engine(self) -> Self:
         megatron = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel")
-        other = ("sequence_parallel",) if self.engine == "megatron" else megatron
+        other: tuple[str, ...] = ("sequence_parallel",) if self.engine == "megatron" else megatron
+        if self.engine == "mantissa":
+            other = (*megatron, "sequence_parallel")
+            if self.rollout != "mantissa":
+                raise ValueError(f"engine=mantissa with rollout={self.rollout} is not exported; use rollout=mantissa")
+        if self.engine == "megatron" and self.rollout == "mantissa":
+            raise ValueError("engine=megatron with rollout=mantissa is not exported; use rollout=vllm or sglang")
+        if self.hardware == "cpu" and (self.engine in ("fsdp", "megatron") or self.rollout != "mantissa"):
+            raise ValueError(
+                f"hardware=cpu with engine={self.engine} and rollout={self.rollout}: on a CPU the engine is fsdp2, "
+                "mantissa_fsdp2 or mantissa, and the rollout mantissa"
+            )
         wrong = next((name for name in other if getattr(self, name) != 1), None)
         if wrong is not None:
             raise ValueError(f"{wrong} does nothing with engine={self.engine}; leave it out")
         name = (self.hardware or "").lower()
-        if name and name not in _FAMILY:
-            expected = f"expected one of {', '.join(_FAMILY)}{nearest(name, _FAMILY)}"
+        if name and name not in (*_FAMILY, "cpu"):
+            expected = f"expected cpu, or one of {', '.join(_FAMILY)}{nearest(name, _FAMILY)}"
             raise ValueError(f"unknown hardware {self.hardware!r}: {expected}")
         if self.cuda and not re.fullmatch(r"\d+\.\d+", self.cuda):
             raise ValueError(f"cuda={self.cuda!r}: expected a version such as 12.9")
@@ -87,7 +110,7 @@ class LaunchOptions(Config):
     @property
     def family(self) -> Family | None:
         """The GPUs'; Hopper and later multiply fp8 operands that are scaled block by block."""
-        return None if self.hardware is None else _FAMILY[self.hardware.lower()]
+        return _FAMILY.get((self.hardware or "").lower())
 
     @property
     def cuda_version(self) -> tuple[int, ...] | None:
@@ -129,6 +152,8 @@ def load_options(path: Path | None, given: dict[str, Any]) -> LaunchOptions:
             values = read_yaml(path) or {}
         if not isinstance(values, dict):
             raise MantissaError(f"{path}: expected keys and values, got {type(values).__name__}")
+        if given.get("engine") == "mantissa":  # whose rollout is its own, whatever the file's engine goes with
+            values.pop("rollout", None)
     try:
         return LaunchOptions.model_validate(values | given)
     except ValidationError as error:

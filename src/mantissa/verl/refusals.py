@@ -102,7 +102,8 @@ def of_rollout(rollout: Any) -> Refusals:
         yield size > 1, f"{_ROLLOUT}.{name}={size}: a server is one process; set it to 1"
     penalty = get(rollout, "repetition_penalty", 1.0)
     yield penalty != 1.0, f"{_ROLLOUT}.repetition_penalty={penalty}: not supported, for the learner knows none; set 1.0"
-    yield get(rollout, "quantization"), f"{_ROLLOUT}.quantization: not supported; use precision.rollout=fp8"
+    quantization = get(rollout, "quantization")
+    yield quantization not in (None, "fp8"), f"{_ROLLOUT}.quantization={quantization}: only fp8 is supported"
     yield get(rollout, "mtp.enable"), f"{_ROLLOUT}.mtp: multi-token prediction is not supported"
     yield get(rollout, "qat.enable"), f"{_ROLLOUT}.qat: verl's own quantisation is not supported"
     yield get(rollout, "enable_rollout_routing_replay"), f"{_ROLLOUT}.enable_rollout_routing_replay is not supported"

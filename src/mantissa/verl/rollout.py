@@ -197,7 +197,7 @@ class ServerAdapter(BaseRollout):
         found: dict[str, Tensor] = {}
         async for name, tensor in _each(weights):
             found[name] = tensor.detach().to("cpu", copy=True)
-        setup = _setup(found)
+        setup = setup_of(found, self.config)
         await self.server.load.remote(setup.to_json(), found, kwargs.get("global_steps"))
 
 
@@ -212,13 +212,22 @@ async def _each(weights: Any) -> Any:
         await asyncio.sleep(0)
 
 
-def _setup(weights: dict[str, Tensor]) -> Setup:
-    """What came with the weights, or what the learner of this process left."""
-    if TENSOR in weights:
-        return Setup.take_from(weights)
+def setup_of(weights: dict[str, Tensor], rollout: Any) -> Setup:
+    """What came with the weights, or what the learner of this process left; where the learner is one of verl's own, the
+    formats of verl's keys ``rollout.dtype`` and ``rollout.quantization``. ``rollout``: that section.
+    """
     from mantissa.verl.engine import LEARNER
 
-    return LEARNER["setup"] if "setup" in LEARNER else Setup.take_from(weights)
+    setup = Setup.take_from(weights) if TENSOR in weights else LEARNER.get("setup")
+    quantization = get(rollout, "quantization")
+    if setup is None:
+        return Setup.of_keys(str(get(rollout, "dtype", "bfloat16")), quantization, limits_of(rollout).longest)
+    if quantization is not None:
+        raise MantissaError(
+            f"rollout.quantization={quantization}: with actor.strategy=mantissa the learner's precision says the "
+            "rollout's format; set mixed_precision.precision.rollout, and leave it out"
+        )
+    return setup
 
 
 def register() -> None:

@@ -156,6 +156,8 @@ class Serving:
             self._engine = self._new_engine(setup)
             self._setup = setup
         self._version += 1
+        if self.config.tie_word_embeddings:  # verl's own engines send the one table under both of its names
+            weights = {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
         self._engine.sync(weights, self._version)
 
     def _new_engine(self, setup: Setup) -> NativeEngine:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from mantissa.base.bounds import boundary
-from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import parse_json
 from mantissa.kernels import ExactPlan
 from mantissa.kernels.exact.plan import AttentionChoice, Choice
@@ -34,6 +33,15 @@ class Setup:
     plan: ExactPlan | None
     threads: int
     length: int
+
+    @staticmethod
+    def of_keys(dtype: str, quantization: str | None, length: int) -> Setup:
+        """Beside a learner of verl's own: the formats of ``rollout.dtype`` and ``rollout.quantization``, logits rounded
+        as verl's engines round theirs."""
+        policy: dict[str, Any] = {"train": dtype, "rollout": dtype, "logits": dtype}
+        if quantization is not None:
+            policy |= {"rollout": quantization, "fp8": {"base": "fp16" if dtype in ("float16", "half") else "bf16"}}
+        return Setup(policy, None, torch.get_num_threads(), length)
 
     def to_json(self) -> str:
         plan = None if self.plan is None else dataclasses.asdict(self.plan)
@@ -61,12 +69,7 @@ class Setup:
 
     @staticmethod
     def take_from(weights: dict[str, Tensor]) -> Setup:
-        """Take the tensor of bytes out of ``weights`` and read it. ``MantissaError`` where there is none."""
-        if TENSOR not in weights:
-            raise MantissaError(
-                "rollout.name=mantissa: weights came without their precision: the learner is not Mantissa's; set "
-                "actor_rollout_ref.actor.strategy=mantissa, or another rollout"
-            )
+        """Take the tensor of bytes out of ``weights`` and read it."""
         return Setup.from_json(bytes(weights.pop(TENSOR).cpu().tolist()))
 
 

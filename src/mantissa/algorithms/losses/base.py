@@ -67,6 +67,7 @@ class Loss(Config):
     weighs_itself: ClassVar[bool] = False  # by the current policy over the rollout's: there is no ratio, and no clip
     selects: ClassVar[bool] = False  # some tokens of each optimiser step are chosen before it: ``select``
     verl_mode: ClassVar[str | None] = None  # verl's policy_loss.loss_mode; None: it has no such loss
+    verl_keys: ClassVar[Mapping[str, str]] = {}  # of verl, by the field here that each says
 
     @property
     def clip_by_token(self) -> bool:

@@ -24,6 +24,7 @@ class CISPOConfig(TokenLoss):
 
     source = "arXiv 2506.13585, section 3.1"
     verl_mode = "cispo"
+    verl_keys = {"clip_low": "actor.clip_ratio_low", "clip_high": "actor.clip_ratio_high"}  # noqa: RUF012 - never changed
 
     def of_tokens(
         self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor

@@ -44,6 +44,13 @@ class ClipCovConfig(Loss):
     source = "arXiv 2505.22617, section 4.2"
     selects = True
     verl_mode = "clip_cov"
+    verl_keys = {  # noqa: RUF012 - never changed
+        "clip_low": "actor.clip_ratio_low",
+        "clip_high": "actor.clip_ratio_high",
+        "share": "actor.policy_loss.clip_cov_ratio",
+        "low": "actor.policy_loss.clip_cov_lb",
+        "high": "actor.policy_loss.clip_cov_ub",
+    }
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -89,6 +96,10 @@ class KLCovConfig(Loss):
     source = "arXiv 2505.22617, section 4.2"
     selects = True
     verl_mode = "kl_cov"
+    verl_keys = {  # noqa: RUF012 - never changed
+        "share": "actor.policy_loss.kl_cov_ratio",
+        "coefficient": "actor.policy_loss.ppo_kl_coef",
+    }
 
     def select(self, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor, draw: torch.Generator) -> Tensor:
         covariance, tokens = covariances(old_logp_BT, advantage_B, mask_BT).flatten(), int(mask_BT.sum())

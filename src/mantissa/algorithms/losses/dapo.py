@@ -32,6 +32,11 @@ class DAPOConfig(TokenLoss):
 
     source = "arXiv 2503.14476, section 3; dual clip: 1912.09729"
     verl_mode = "vanilla"
+    verl_keys = {  # noqa: RUF012 - never changed
+        "clip_low": "actor.clip_ratio_low",
+        "clip_high": "actor.clip_ratio_high",
+        "dual_clip": "actor.clip_ratio_c",
+    }
 
     def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
         yield (

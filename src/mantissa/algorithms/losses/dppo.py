@@ -40,6 +40,11 @@ class DPPOConfig(TokenLoss):
     truncate_at: float = Field(20.0, gt=1, allow_inf_nan=True, description="Largest ratio; .inf bounds it by exp(20).")
 
     source = "arXiv 2602.04879, sections 4.2 and 5.4"
+    verl_keys = {  # noqa: RUF012 - never changed
+        "clip_low": "actor.clip_ratio_low",
+        "clip_high": "actor.clip_ratio_high",
+        "truncate_at": "actor.clip_ratio_c",
+    }
 
     @model_validator(mode="before")
     @classmethod

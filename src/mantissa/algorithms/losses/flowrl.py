@@ -61,6 +61,7 @@ class FlowRLConfig(Loss):
     implies = {"aggregation": "seq_mean_token_mean", "advantage": "grpo"}  # noqa: RUF012 - never changed
     of_sequences = True
     every_completion = True
+    verl_mode = "flowrl"  # registered by Mantissa's plugin, with the head that it needs
 
     @field_validator("bounds")
     @classmethod

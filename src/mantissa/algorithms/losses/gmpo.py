@@ -36,6 +36,7 @@ class GMPOConfig(TokenLoss):
     implies = {"aggregation": "seq_mean_token_mean"}  # noqa: RUF012 - read by the class alone, never changed
     of_sequences = True
     verl_mode = "geo_mean"
+    verl_keys = {"clip_low": "actor.clip_ratio_low", "clip_high": "actor.clip_ratio_high"}  # noqa: RUF012 - never changed
 
     @property
     def clip_by_token(self) -> bool:

@@ -33,6 +33,7 @@ class GSPOConfig(TokenLoss):
     implies = {"aggregation": "seq_mean_token_mean"}  # noqa: RUF012 - read by the class alone, never changed
     of_sequences = True
     verl_mode = "gspo"
+    verl_keys = {"clip_low": "actor.clip_ratio_low", "clip_high": "actor.clip_ratio_high"}  # noqa: RUF012 - never changed
 
     def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
         yield (

@@ -22,6 +22,7 @@ class PPOClipConfig(TokenLoss):
 
     source = "arXiv 1707.06347, equation 7"
     verl_mode = "vanilla"
+    verl_keys = {"clip_low": "actor.clip_ratio_low", "clip_high": "actor.clip_ratio_high"}  # noqa: RUF012 - never changed
 
     def of_tokens(
         self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor

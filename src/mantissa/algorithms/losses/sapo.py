@@ -26,6 +26,7 @@ class SAPOConfig(TokenLoss):
     source = "arXiv 2511.20347, equations 4 to 6"
     implies = {"aggregation": "seq_mean_token_mean"}  # noqa: RUF012 - read by the class alone, never changed
     verl_mode = "sapo"
+    verl_keys = {"tau_positive": "actor.tau_pos", "tau_negative": "actor.tau_neg"}  # noqa: RUF012 - never changed
 
     def of_tokens(
         self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor

@@ -1,0 +1,125 @@
+"""``mantissa launch RECIPE --on verl --local``: what the exporter writes for a recipe, at a size for this machine.
+
+The job is verl's own, with every key that the recipe exports. What a processor cannot bear is replaced before the
+export, and what was replaced is said: the model and the problems by tiny ones, sizes, steps, machines, and the
+rollout's engine by Mantissa's, which needs no GPU. An override of the command wins over each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mantissa.base.errors import MantissaError
+from mantissa.base.files import disk_errors
+from mantissa.launch.export import Plan, export
+from mantissa.launch.options import load_options
+from mantissa.launch.tiny import write_policy, write_problems
+from mantissa.model.hub import find_model
+from mantissa.rl import RunConfig, load_recipe
+from mantissa.runs.directory import default_path
+
+STEPS = 2
+_PROMPT_TOKENS = 64
+_HERE = {  # of verl and its Ray: as few processes as there can be
+    "data.dataloader_num_workers": 0,
+    "actor_rollout_ref.rollout.agent.num_workers": 1,
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+    "ray_kwargs.ray_init.num_cpus": 8,
+    "+ray_kwargs.ray_init.include_dashboard": False,
+    "+ray_kwargs.ray_init.object_store_memory": 200_000_000,
+}
+# One machine, on which the model lies whole.
+_ALONE: dict[str, Any] = {"nodes": 1, "cuda": None, "offload": False, "rollout_tensor_parallel": 1} | dict.fromkeys(
+    ("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel", "sequence_parallel"), 1
+)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """``plan``: of the job on this machine. ``folder``: where verl writes its checkpoints, and this command its log and
+    metrics. ``replaced``: what is otherwise than the recipe says, and what it is here. ``made``: whether model and
+    problems are made in the folder."""
+
+    plan: Plan
+    folder: Path
+    steps: int
+    replaced: tuple[tuple[str, str], ...]
+    made: tuple[str, ...]
+
+    def write_inputs(self) -> None:
+        """Make the tiny policy and problems, unless an earlier job of this folder has."""
+        inputs = self.folder / "inputs"
+        with disk_errors(self.folder):
+            inputs.mkdir(parents=True, exist_ok=True)
+            if "model" in self.made and not (inputs / "model" / "config.json").exists():
+                write_policy(inputs / "model")
+            if "problems" in self.made and not (inputs / "heldout.parquet").exists():
+                write_problems(inputs / "train.parquet", inputs / "heldout.parquet")
+
+    def text(self) -> str:
+        """What is other than in the recipe, to be read before the job starts."""
+        width = max(len(name) for name, _ in self.replaced)
+        lines = ["rehearsal on this machine's processor; other than in the recipe:"]
+        return "\n".join([*lines, *(f"  {name:<{width}}  {value}" for name, value in self.replaced)])
+
+
+def rehearse(recipe: Path, overrides: Sequence[str], options: Path | None, given: Mapping[str, Any]) -> Rehearsal:
+    """The rehearsal of a recipe. ``overrides``: of the command; ``options``: the recipe's launch file, under ``given``.
+
+    Raises ``MantissaError`` for what the exporter refuses, and for engines that need a GPU.
+    """
+    asked = load_recipe(recipe, overrides)
+    keys = {item.partition("=")[0] for item in overrides}
+    processes = given.get("gpus", 1)
+    alone = dict(given) | _ALONE | {"gpus": processes}
+    there = load_options(options, alone)
+    if there.engine in ("megatron", "fsdp"):
+        raise MantissaError(
+            f"--local runs on a processor, and verl's engine {there.engine} needs GPUs: rehearse the recipe with "
+            "--engine fsdp2, mantissa_fsdp2 or mantissa"
+        )
+    folder = Path(asked.run_dir or default_path(f"{asked.name}-on-verl")).absolute()
+    sizes = _sizes(asked, folder, keys)
+    mine = {key: value for key, value in there.overrides.items() if ".megatron." not in key}
+    machine: dict[str, Any] = {"engine": there.engine, "rollout": "mantissa", "hardware": "cpu"}
+    machine["overrides"] = mine | _HERE | {"+ray_kwargs.ray_init.num_gpus": processes}
+    if "task.files" in sizes:
+        machine["max_prompt_tokens"] = _PROMPT_TOKENS
+    if str(asked.model.path).startswith("hub:") and "model.path" not in sizes:
+        sizes["model.path"] = str(find_model(str(asked.model.path)))  # the job itself has no network
+        overrides = [item for item in overrides if not item.startswith("model.path=")]
+    config = load_recipe(recipe, [*(f"{key}={value}" for key, value in sizes.items()), *overrides])
+    plan = export(config, load_options(options, alone | machine))
+    replaced = [(key, _short(value, folder)) for key, value in sizes.items() if key not in keys]
+    replaced.append(("machine", f"{processes} process{'es' if processes > 1 else ''} on cpu, rollout=mantissa"))
+    inputs = {"model": sizes.get("model.path", ""), "problems": sizes.get("task.files", "")}
+    made = [name for name, value in inputs.items() if str(folder / "inputs") in value]
+    return Rehearsal(plan, folder, config.steps, tuple(replaced), tuple(made))
+
+
+def _sizes(asked: RunConfig, folder: Path, keys: set[str]) -> dict[str, str]:
+    """Overrides of the recipe that make it small; none that the command says itself."""
+    updates, inputs = asked.optimizer.updates_per_batch, folder / "inputs"
+    sizes: dict[str, Any] = {"run_dir": folder, "steps": STEPS, "trackers": "[]", "checkpoint.every": 1}
+    if asked.task.kind == "dataset":
+        sizes |= {"model.path": inputs / "model"}
+        sizes |= {"task.files": f"[{inputs}/train.parquet]", "task.heldout_files": f"[{inputs}/heldout.parquet]"}
+        sizes |= {"task.limit": "null"}
+    sizes |= {"rollout.prompts": updates * max(2, math.ceil(8 / updates)), "rollout.samples": 8}
+    sizes |= {"rollout.max_tokens": 16, "optimizer.micro_batch_tokens": 4096, "grading.workers": 1}
+    if asked.rollout.overlong is not None:
+        sizes["rollout.overlong.buffer"] = 4
+    if asked.evaluation is not None:
+        sizes |= {"evaluation.problems": 4, "evaluation.samples": min(asked.evaluation.samples, 2)}
+    theirs = any(key == "task" or key.startswith("task.files") for key in keys)
+    said = {key for key in sizes if any(key == own or key.startswith(f"{own}.") for own in keys)}
+    said |= {key for key in sizes if theirs and key.startswith("task.")}
+    return {key: str(value) for key, value in sizes.items() if key not in said}
+
+
+def _short(value: str, folder: Path) -> str:
+    return value.replace(f"{folder}/", "")
