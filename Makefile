@@ -111,9 +111,11 @@ $(TRL_VENV)/.installed: constraints.txt
 	$(TRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl==1.16.0 scipy
 	touch $@
 
-# What bf16 gains on this processor: one table.
+# What bf16 and int8 gain on this processor, and how sampling stands beside transformers', and vLLM's where its
+# environment is there (make $(VLLM_VENV)/.installed); beside TRL: make bench-trl.
 bench-native: $(STAMP)
 	$(BIN)/python benchmarks/native_bf16.py
+	$(BIN)/python benchmarks/native_beside.py $(if $(wildcard .venv-vllm/.installed),--vllm .venv-vllm/bin/python)
 
 bench-trl: $(STAMP) $(TRL_VENV)/.installed
 	$(BIN)/python benchmarks/rl_step_vs_trl.py

@@ -84,6 +84,16 @@ def native_bf16() -> str:
     return table(["of fp32's time", "measured on", "bf16 simulated", "the processor's own bf16"], lines)
 
 
+def gap_formats() -> str:
+    """The gap of pairs of formats on SmolLM2, with intervals; newest row of each."""
+    lines = []
+    for row in {row["pair"]: row for row in _rows("gap_formats")}.values():
+        mean, low, high = (row[f"abs_logp_diff_mean{end}"] for end in ("", "_low", "_high"))
+        cells = (f"{mean:.3f} ({low:.3f} to {high:.3f})", f"{row['k3_kl']:.4f}", f"{row['equal_fraction']:.0%}")
+        lines.append([row["pair"], *cells])
+    return table(["learner / rollout", "mean |d| (nats)", "k3", "equal tokens"], lines)
+
+
 def exact_cost() -> str:
     """What exact kernels cost over fast ones, by the newest row of each format and size."""
     rows = [r for r in _rows("exact_cost") if r["metric"] == "time_over_fast"]
@@ -857,7 +867,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "doctor_partial": doctor_partial,
         "doctor_healthy": doctor_healthy,
     },
-    "precision.md": {"native_bf16": native_bf16},
+    "precision.md": {"native_bf16": native_bf16, "gap_formats": gap_formats},
     "emulated.md": {"switches": switches},
     "soak.md": {"soak": soak_sizes},
     "usage.md": {"commands": commands},

@@ -31,7 +31,7 @@ def _products() -> Iterator[None]:
 @pytest.fixture
 def bf16_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """On this processor too, for tests of what roles become on one that does not multiply bf16 itself."""
-    monkeypatch.setattr(cpu, "bf16_products", lambda: cpu.CpuProducts(1.0))
+    monkeypatch.setattr(cpu, "products", lambda: cpu.CpuProducts(1.0))
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,7 @@ ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts sha
     "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap", "emulated",
     "doctor_confusion", "doctor_faults", "substitution", "tune", "waltz", "soak", "soak_job", "soak_load",
     "soak_report", "doctor_strangers", "doctor_held_out", "doctor_mistakes", "doctor_healthy", "start_pages",
-    "verl_jobs",
+    "verl_jobs", "native_beside",
 }  # fmt: skip
 
 
@@ -197,6 +197,18 @@ def test_sampling_from_a_pretrained_model_is_timed_by_phase(pretrained: Path, tm
     wanted = [[name, phase] for name in ("transformers", "fp32") for phase in ("prefill", "all", "decode")]
     table = [line.split()[2:4] for line in lines if "processor" not in line]
     assert [pair for pair in table if pair in wanted] == wanted
+
+
+@pytest.mark.variants
+def test_sampling_is_measured_beside_others_in_processes_of_their_own(pretrained: Path, tmp_path: Path) -> None:
+    names = ("ours, fp32", "ours, int8 on bf16", "transformers, bf16")
+    options = (*THREAD, "--rounds", "1", "--rows", "2", "--new", "3", "--only", *names)
+    said = run(tmp_path, "native_beside", "--model", str(pretrained), *options)
+    rows = list(map(json.loads, (tmp_path / "native_beside.jsonl").read_text().splitlines()))
+    assert [name for name in names if f"  2 rows {name} " in said] == list(names)
+    found = {(row["contender"], row["metric"]): row["value"] for row in rows}
+    assert all(found[name, "prefill seconds"] > 0 for name in names)
+    assert found["ours, fp32", "decode step seconds over ours, fp32"] == 1
 
 
 @pytest.mark.variants

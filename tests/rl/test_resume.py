@@ -259,10 +259,10 @@ def test_a_resume_keeps_the_bf16_that_the_run_began_with(tmp_path: Path, monkeyp
     """A measurement that comes out otherwise the second time changes no bit."""
     quick = (*QUICK, "precision=bf16", "evaluation=null", "checkpoint.every=1", "trackers=[]")
     for own in (True, False):
-        monkeypatch.setattr(cpu, "bf16_products", lambda own=own: cpu.CpuProducts(0.5 if own else 1.0))
+        monkeypatch.setattr(cpu, "products", lambda own=own: cpu.CpuProducts(0.5 if own else 1.0))
         start(configure(*quick, f"run_dir={tmp_path / str(own)}"))
         half = stopped(tmp_path / str(own), 1, tmp_path / f"{own}-half")
-        monkeypatch.setattr(cpu, "bf16_products", lambda own=own: cpu.CpuProducts(1.0 if own else 0.5))
+        monkeypatch.setattr(cpu, "products", lambda own=own: cpu.CpuProducts(1.0 if own else 0.5))
         resume(half)
         assert rows_of(half) == rows_of(tmp_path / str(own))
         kernels = {row["role"]: row["kernels"] for row in RunDirectory.open(half).environment["precision"]}

@@ -63,7 +63,7 @@ def asked_processor() -> Iterator[None]:
     """A processor that does not multiply bf16 itself, whatever this one does, so that bf16 is simulated; one that does
     where the environment asks for it (``MANTISSA_TEST_BF16=own``)."""
     ratio = 0.5 if os.environ.get("MANTISSA_TEST_BF16") == "own" else 1.0
-    with mock.patch.object(cpu, "bf16_products", return_value=cpu.CpuProducts(ratio)):
+    with mock.patch.object(cpu, "products", return_value=cpu.CpuProducts(ratio)):
         yield
 
 

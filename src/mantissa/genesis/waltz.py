@@ -47,8 +47,8 @@ from mantissa.tasks.requests import Feedback, label_of
 from mantissa.training import Checkpoint, load_checkpoint, save_checkpoint, saved_steps
 
 
-def assemble_two(config: RunConfig, ranks: Ranks = ALONE, own_bf16: bool | None = None) -> Parts:
-    """The parts of a conversation policy, and in them those of its feedback policy; ``own_bf16``: ``assemble``'s."""
+def assemble_two(config: RunConfig, ranks: Ranks = ALONE, own: frozenset[str] | None = None) -> Parts:
+    """The parts of a conversation policy, and in them those of its feedback policy; ``own``: ``assemble``'s."""
     waltz, other = config.waltz, config.of_feedback
     assert waltz is not None
     if config.model.tokenizer != other.model.tokenizer:
@@ -60,9 +60,9 @@ def assemble_two(config: RunConfig, ranks: Ranks = ALONE, own_bf16: bool | None 
     if waltz.judge is not None:
         task.verifier = waltz.judge.verifier()
     script = Script.of(task, waltz.review, waltz.revise)
-    parts = assemble(config, ranks, task, own_bf16)
+    parts = assemble(config, ranks, task, own)
     try:
-        parts = replace(parts, feedback=assemble(other, ranks, Reviews(task, script), own_bf16))
+        parts = replace(parts, feedback=assemble(other, ranks, Reviews(task, script), own))
         _check_dialogues(config, parts, script)
     except BaseException:
         parts.close()

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mantissa.precision import BlockScaled, NumberFormat
+from mantissa.precision import BlockScaled, Fp8Policy, NumberFormat
 
 
 class Kernels(Protocol):
@@ -39,6 +39,10 @@ class Kernels(Protocol):
     @property
     def logits_format(self) -> NumberFormat:
         """The format that logits are rounded to; fp32 leaves the product's accumulator as it is."""
+
+    @property
+    def fp8(self) -> Fp8Policy | None:
+        """Which projections have quantised operands; None: none has."""
 
     def weight(self, master: Tensor) -> Tensor:
         """The compute copy of a master weight: rounded to the format. Differentiable: its gradient is rounded too."""

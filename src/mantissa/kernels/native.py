@@ -5,8 +5,9 @@ it is installed, else the one behind torch's ``scaled_dot_product_attention`` (b
 uses torch's memory-efficient one, which wants as many key heads as query heads).
 
 On a CPU this family is fp32's, and bf16's where the processor multiplies it itself (``precision/cpu.py``): products of
-bf16 tensors, summed in fp32 and rounded once. Attention is our own (``simulated.py`` says why), and so are logits, an
-fp32 product of widened operands: no library on a CPU hands out the fp32 sum of a bf16 product. fp16 is slow there.
+bf16 tensors, summed in fp32 and rounded once; over it int8's, summed as integers (``products.int8``). Attention is
+our own (``simulated.py`` says why), and so are logits, an fp32 product of widened operands: no library on a CPU hands
+out the fp32 sum of a bf16 product, but bf16 logits, where those are asked for, are its own. fp16 is slow there.
 
 Every cast is on a line of its own. The two-line ``weight`` is all that mixed precision needs: the fp32 master is cast
 where it is used, and autograd casts the gradient back.
@@ -29,16 +30,25 @@ from mantissa.kernels.simulated import (
     RMSNorm,
     Rotate,
     cached_probabilities,
-    rotate_fp32,
 )
-from mantissa.precision import BF16, FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format
+from mantissa.precision import (
+    BF16,
+    FP32,
+    BlockScaled,
+    Fp8Policy,
+    NumberFormat,
+    Quantized,
+    int8_codes,
+    round_to_format,
+)
 from mantissa.precision.numerics import token_logprob
 
 
 class NativeKernels:
     """The operations in ``fmt``, on tensors of dtype ``fmt.dtype``. See ``Kernels`` for each one's contract.
 
-    ``fp8``: which products have fp8 operands (CUDA, Hopper and later); ``fmt`` is then its base.
+    ``fp8``: which products have fp8 operands (CUDA, Hopper and later), or int8 ones (a CPU, and copies alone: they have
+    no gradient); ``fmt`` is then their base.
     """
 
     def __init__(self, fmt: NumberFormat, logits_format: NumberFormat = FP32, fp8: Fp8Policy | None = None) -> None:
@@ -55,13 +65,20 @@ class NativeKernels:
         return F.embedding(tokens_BT, weight_VE).to(self.dtype)  # gather first: only the rows used are cast
 
     def copied(self, master: Tensor, layer: str = "") -> Tensor | BlockScaled:
-        if layer == "lm_head" and master.device.type == "cpu":
+        if layer == "lm_head" and self.wide_head and master.device.type == "cpu":
             return round_to_format(master.detach(), self.format)  # logits are an fp32 product: widened once, here
         if self.fp8 is None or not self._in_fp8(layer):
             return self.weight(master.detach())
+        if isinstance(self.fp8, Quantized):
+            return BlockScaled(*int8_codes(master))
         from mantissa.kernels.triton.products import quantized_weight
 
         return quantized_weight(master, self.fp8)
+
+    @property
+    def wide_head(self) -> bool:
+        """Whether logits need a product with an fp32 result: in bf16 they are rounded once by the product itself."""
+        return self.format is not BF16 or self.logits_format is not BF16
 
     @property
     def packs(self) -> bool:
@@ -74,11 +91,15 @@ class NativeKernels:
         if not self._in_fp8(layer):
             assert isinstance(weight_FE, Tensor)  # only what the policy names is kept as codes
             weight = self.weight(weight_FE)
+            if weight.is_mkldnn or (self._is_cpus_own(x_NE) and not torch.is_grad_enabled()):
+                return products.product(x_NE, weight, bias)
             if self._is_cpus_own(x_NE):
                 return Linear.apply(x_NE, weight, bias, FP32, FP32, products.product)
-            if weight.is_mkldnn:
-                return products.product(x_NE, weight, bias)
             return F.linear(x_NE, weight, bias)
+        if isinstance(self.fp8, Quantized):
+            codes = weight_FE if isinstance(weight_FE, BlockScaled) else BlockScaled(*int8_codes(weight_FE))
+            wide = None if bias is None else bias.float()
+            return products.int8(x_NE.detach(), codes, wide).to(self.dtype)
         from mantissa.kernels.triton.products import Fp8Linear
 
         if isinstance(weight_FE, BlockScaled):
@@ -96,8 +117,8 @@ class NativeKernels:
         return round_to_format(self.router(x_NE, weight_VE), self.logits_format)
 
     def router(self, x_NE: Tensor, weight_XE: Tensor) -> Tensor:
-        if weight_XE.is_mkldnn:  # a copy on a CPU, widened when it was made
-            return products.product(x_NE.float(), weight_XE)
+        if weight_XE.is_mkldnn:  # a copy on a CPU, widened when it was made unless logits are rounded anyway
+            return products.product(x_NE.to(weight_XE.dtype), weight_XE).float()
         if self._is_cpus_own(x_NE):
             return Linear.apply(x_NE, self.weight(weight_XE), None, FP32, FP32, products.product)
         weight = self.weight(weight_XE)
@@ -109,6 +130,8 @@ class NativeKernels:
         return token_logprob(logits_NV, tokens_N, temperature)
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        if not x_NE.is_cuda and not torch.is_grad_enabled():  # the same arithmetic in torch's own loop over few calls
+            return F.rms_norm(x_NE, weight_E.shape, None, eps) * self.weight(weight_E)
         if self._is_cpus_own(x_NE):
             return RMSNorm.apply(x_NE, weight_E, eps, FP32)
         x = x_NE.float()  # the sum of squares of fp16 values overflows fp16 from |x| = 256 on
@@ -125,9 +148,7 @@ class NativeKernels:
         return (x_NE.float() * weight_N.unsqueeze(-1)).to(self.dtype)
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-        if self._is_cpus_own(x_BHTD):
-            return Rotate.apply(x_BHTD, cos_BTD, sin_BTD, FP32)
-        return rotate_fp32(x_BHTD.float(), cos_BTD, sin_BTD).to(self.dtype)
+        return Rotate.apply(x_BHTD.float(), cos_BTD, sin_BTD, FP32).to(self.dtype)
 
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
         return x_NE + y_NE

@@ -169,7 +169,13 @@ def _scheme_checks(products: _Products, quantized: Quantized, layer: str) -> lis
         return round_to_format(torch.tensor(value, dtype=torch.float32), base).item()
 
     one = float(SCHEMES[quantized.scheme].activation(torch.ones(1, 1))[0, 0])
+    sums: list[Check] = []
+    if quantized.scheme == "int8":  # products of 127 * 127 that older processors add in 16 bits, and cut off
+        full: Entries = {(0, column): 1.0 for column in range(_SIZE)}
+        got = products.forward(layer, full, full, copy=copy)[0, 0].item()
+        sums.append((f"adds {_SIZE} of its largest products", got, in_base(_SIZE * one * one)))
     return [
+        *sums,
         (f"quantises a weight of 6 to {quantized.scheme}", read(0), in_base(_OF_SIX.get(quantized.scheme, 6.0) * one)),
         ("quantises 0.3 beside 6 by their block's scale", read(1), in_base(_BESIDE_SIX[quantized.scheme] * one)),
         ("leaves what has no name in the base", read(1, name=""), in_base(in_base(0.3))),

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError, nearest
 from mantissa.kernels import Kernels
-from mantissa.kernels.products import packed
+from mantissa.kernels.products import joinable, packed
 from mantissa.model.config import ModelConfig
-from mantissa.model.decoder import Decoder, Projection
+from mantissa.model.decoder import MLP, Attention, Decoder, Joined, Projection
 from mantissa.precision import BlockScaled
 
 
@@ -38,6 +39,11 @@ class CopiedPolicy:
         with torch.device("meta"):  # neither memory nor random values for what ``take`` overwrites
             decoder = Decoder(config).requires_grad_(False)
         self.decoder = decoder.to(kernels.dtype).to_empty(device=torch.device(device))
+        self._block_of: dict[Projection, Attention | MLP] = {}  # those that are joined with others
+        self._waiting: list[Tensor | BlockScaled] = []  # copies of a block's first ones, until the last one comes
+        for block in decoder.modules():
+            if self._pack and isinstance(block, Attention | MLP) and self._joins(block):
+                self._block_of |= dict.fromkeys(block.alike, block)
         self._poison()
 
     @property
@@ -45,6 +51,9 @@ class CopiedPolicy:
         """What is kept, by parameter name, in its own dtype; the scales of codes as ``NAME.scales``."""
         kept: dict[str, Tensor] = {}
         for name, owner, parameter in self._parameters():
+            if isinstance(owner, Projection) and owner in self._block_of and parameter is owner.weight:
+                kept |= self._part(name, owner)
+                continue
             kept[name] = parameter.detach().to_dense() if parameter.is_mkldnn else parameter.detach()
             if isinstance(owner, Projection) and owner.scales is not None and parameter is owner.weight:
                 kept[f"{name}.scales"] = owner.scales
@@ -68,6 +77,8 @@ class CopiedPolicy:
                 # The largest magnitude of the master and of what is now stored; NaN wins a maximum, so one that was
                 # not written shows. One transfer to the host for all tensors.
                 peaks.append(torch.stack((_peak(master), _peak(kept.float()))))
+            for block in set(self._block_of.values()):
+                self._join_biases(block)
             self.decoder.packed_head = self._tied_head() if self._pack and self.decoder.lm_head is None else None
             peaks_N2 = torch.stack(peaks).cpu()
         for name, (master_peak, stored_peak) in zip(names, peaks_N2.tolist(), strict=True):
@@ -77,6 +88,9 @@ class CopiedPolicy:
         """Copy one master into its place; returns what now lies there."""
         weight_of = isinstance(owner, Projection) and parameter is owner.weight
         copy = self.kernels.copied(master, owner.name if isinstance(owner, Projection) and weight_of else "")
+        if isinstance(owner, Projection) and weight_of and owner in self._block_of:
+            self._join(self._block_of[owner], owner, copy)
+            return copy if isinstance(copy, Tensor) else copy.scales
         if isinstance(copy, Tensor):
             laid = packed(copy) if self._pack and weight_of else copy
             if not laid.is_mkldnn:
@@ -90,10 +104,49 @@ class CopiedPolicy:
         owner.scales.copy_(copy.scales)
         return torch.stack((owner.weight.float().abs().amax(), owner.scales.amax()))
 
+    def _joins(self, block: Attention | MLP) -> bool:
+        """Whether the projections of one input can be one product: on this device, and all in one format."""
+        fp8 = self.kernels.fp8
+        same = fp8 is None or len({fp8.quantizes(part.name) for part in block.alike}) == 1
+        return same and joinable([part.weight for part in block.alike])
+
+    def _join(self, block: Attention | MLP, part: Projection, copy: Tensor | BlockScaled) -> None:
+        """Take one projection's copy; with the last one, make the weight of their one product."""
+        self._waiting.append(copy)
+        if part is block.alike[-1]:
+            codes = [copy if isinstance(copy, Tensor) else copy.codes for copy in self._waiting]
+            scales = [copy.scales for copy in self._waiting if isinstance(copy, BlockScaled)]
+            whole = torch.cat(codes)
+            weight = BlockScaled(whole, torch.cat(scales)) if scales else packed(whole)
+            block.joined = Joined(weight, None, tuple(map(len, codes)))
+            self._waiting.clear()
+        part.weight = _nothing(part.weight)
+
+    def _part(self, name: str, owner: Projection) -> dict[str, Tensor]:
+        """What ``weights`` holds of a projection that is joined with others; NaN before they are."""
+        block = self._block_of[owner]
+        if block.joined is None:
+            return {name: owner.weight.detach()}
+        weight, at = block.joined.weight, list(block.alike).index(owner)
+        if isinstance(weight, Tensor):
+            return {name: weight.to_dense().split(block.joined.widths)[at]}
+        codes, scales = (x.split(block.joined.widths)[at] for x in (weight.codes, weight.scales))
+        return {name: codes, f"{name}.scales": scales}
+
+    def _join_biases(self, block: Attention | MLP) -> None:
+        biases: list[Tensor] = [part.bias for part in block.alike if part.bias is not None]
+        assert block.joined is not None
+        if biases:
+            block.joined = replace(block.joined, bias=torch.cat(biases))
+
     def _tied_head(self) -> Tensor | None:
         """A tied head in its product's layout, beside the embedding; None where there is none for it."""
         tied = self.decoder.head_weight
-        head = packed(tied.float()) if tied.device.type == "cpu" else tied  # logits are an fp32 product there
+        if tied.device.type != "cpu":
+            return None
+        copy = self.kernels.copied(tied.float(), "lm_head")  # its values are on the grid, and stay
+        assert isinstance(copy, Tensor)  # a head is never quantised
+        head = packed(copy)
         return head if head.is_mkldnn else None
 
     @staticmethod
@@ -120,10 +173,13 @@ class CopiedPolicy:
     @torch.no_grad()
     def _poison(self) -> None:
         self.decoder.packed_head = None
+        self._waiting.clear()
+        for block in self._block_of.values():
+            block.joined = None
         for _, owner, parameter in self._parameters():
-            if parameter.is_mkldnn:  # is replaced, not written to
-                owner.weight = nn.Parameter(torch.full((1, 1), float("nan")).expand_as(parameter), requires_grad=False)
-            else:
+            if parameter.is_mkldnn or _is_nothing(parameter):  # is replaced, not written to
+                owner.weight = _nothing(parameter)
+            elif parameter.is_floating_point():  # codes that are integers are told by their scales
                 parameter.fill_(float("nan"))
             if isinstance(owner, Projection) and owner.scales is not None:
                 owner.scales.fill_(float("nan"))
@@ -155,6 +211,16 @@ class CopiedPolicy:
         if not math.isfinite(stored_peak):
             cannot = f"which {fmt} cannot (largest {fmt.largest:g}): use bf16 or fp32"
             raise self._error(name, f"holds {master_peak:g}, {cannot}")
+
+
+def _nothing(weight: Tensor) -> nn.Parameter:
+    """NaN in the shape of ``weight``, and no memory: for one that is kept elsewhere, or not yet."""
+    nan = torch.full((1, 1), float("nan"), dtype=weight.dtype)
+    return nn.Parameter(nan.expand(weight.shape), requires_grad=False)
+
+
+def _is_nothing(weight: Tensor) -> bool:
+    return weight.dim() == 2 and not weight.is_mkldnn and weight.stride() == (0, 0)
 
 
 def _whole(master: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ kernels' own. Parameter names are Hugging Face's: ``state_dict()`` is the checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -53,6 +54,25 @@ class Projection(nn.Module):
         return kernels.linear(x, weight, self.bias, self.name)
 
 
+@dataclass(frozen=True)
+class Joined:
+    """The weights of several projections of one input, in the layout of their one product (``copies.py`` makes it).
+
+    ``widths``: output features of each, in order.
+    """
+
+    weight: Tensor | BlockScaled
+    bias: Tensor | None
+    widths: tuple[int, ...]
+
+
+def _project(x: Tensor, parts: Sequence[Projection], joined: Joined | None, kernels: Kernels) -> Sequence[Tensor]:
+    """``x`` through each of ``parts``; by one product where they are ``joined``."""
+    if joined is None:
+        return [part(x, kernels) for part in parts]
+    return kernels.linear(x, joined.weight, joined.bias, parts[0].name).split(joined.widths, -1)
+
+
 class Norm(nn.Module):
     """RMSNorm over the last dimension."""
 
@@ -84,12 +104,16 @@ class Attention(nn.Module):
             self.q_norm = Norm(config.head_dim, config.rms_norm_eps)
             self.k_norm = Norm(config.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
+        self.joined: Joined | None = None
+
+    @property
+    def alike(self) -> tuple[Projection, ...]:
+        """The projections of one input, which may be joined."""
+        return self.q_proj, self.k_proj, self.v_proj
 
     def forward(self, x_BTE: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend, kernels: Kernels) -> Tensor:
         heads = (*x_BTE.shape[:-1], -1, self.head_dim)
-        q = self.q_proj(x_BTE, kernels).view(heads)
-        k = self.k_proj(x_BTE, kernels).view(heads)
-        v = self.v_proj(x_BTE, kernels).view(heads)
+        q, k, v = (part.view(heads) for part in _project(x_BTE, self.alike, self.joined, kernels))
         if self.qk_norm:
             q, k = self.q_norm(q, kernels), self.k_norm(k, kernels)
         q, k = kernels.rotate(q.transpose(1, 2), cos, sin), kernels.rotate(k.transpose(1, 2), cos, sin)
@@ -105,9 +129,15 @@ class MLP(nn.Module):
         self.gate_proj = Projection(hidden, inner, bias)
         self.up_proj = Projection(hidden, inner, bias)
         self.down_proj = Projection(inner, hidden, bias)
+        self.joined: Joined | None = None
+
+    @property
+    def alike(self) -> tuple[Projection, ...]:
+        """The projections of one input, which may be joined."""
+        return self.gate_proj, self.up_proj
 
     def forward(self, x_BTE: Tensor, kernels: Kernels) -> Tensor:
-        return self.down_proj(kernels.swiglu(self.gate_proj(x_BTE, kernels), self.up_proj(x_BTE, kernels)), kernels)
+        return self.down_proj(kernels.swiglu(*_project(x_BTE, self.alike, self.joined, kernels)), kernels)
 
 
 class SparseMLP(nn.Module):

@@ -14,6 +14,7 @@ side only would make two policies of one set of weights.
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -414,16 +415,16 @@ class ResolvedPrecision:
 
 
 def resolve(
-    policy: PrecisionPolicy, device: torch.device | str, *, reference: bool = False, own_bf16: bool | None = None
+    policy: PrecisionPolicy, device: torch.device | str, *, reference: bool = False, own: frozenset[str] | None = None
 ) -> ResolvedPrecision:
     """Decide what each role will really use on ``device``. Raises ``MantissaError`` where the answer would differ.
 
     ``reference``: whether there will be a reference policy; a ``policy`` that names its format says so too.
-    ``own_bf16``: whether a CPU multiplies bf16 itself; None: measured here (``cpu.py``).
+    ``own``: the formats that a CPU multiplies itself (bf16, int8); None: measured here (``cpu.py``).
     """
     device = _existing(device)
-    learner = _resolve_role("learner", policy.train, policy, device, own_bf16)
-    rollout = _resolve_role("rollout", policy.rollout, policy, device, own_bf16)
+    learner = _resolve_role("learner", policy.train, policy, device, own)
+    rollout = _resolve_role("rollout", policy.rollout, policy, device, own)
     if policy.kernels == "exact" and (learner.active, learner.fp8) != (rollout.active, rollout.fp8):
         raise AssertionError("one request resolved to two formats")  # a fallback applies to both or to neither
     why = "weights and Adam moments: one step at lr 1e-6 is below half a bf16 or fp16 ulp"
@@ -433,19 +434,19 @@ def resolve(
     else:
         why = f"asked for: logits are rounded to {policy.logits} on both sides before the fp32 log-softmax"
     logits = ResolvedRole("logits", policy.logits, format_named(policy.logits), rollout.backend, why)
-    frozen = _resolve_reference(policy, learner, device, own_bf16) if reference or policy.reference else None
+    frozen = _resolve_reference(policy, learner, device, own) if reference or policy.reference else None
     cache = _resolve_kv_cache(policy, rollout)
     return ResolvedPrecision(policy, str(device), learner, rollout, master, logits, cache, frozen)
 
 
 def _resolve_reference(
-    policy: PrecisionPolicy, learner: ResolvedRole, device: torch.device, own_bf16: bool | None
+    policy: PrecisionPolicy, learner: ResolvedRole, device: torch.device, own: frozenset[str] | None
 ) -> ResolvedRole:
     """The reference's role; where no format was asked for, the learner's own, fallback included."""
     if policy.reference is None:
         why = "as the learner: equal weights give equal log-probs, to the last bit"
         return dataclasses.replace(learner, role="reference", requested="as learner", reason=why)
-    role = _resolve_role("reference", policy.reference, policy, device, own_bf16)
+    role = _resolve_role("reference", policy.reference, policy, device, own)
     if (role.active, role.backend, role.fp8) == (learner.active, learner.backend, learner.fp8):
         return role
     why = f"asked for: beside a {learner.name} learner its log-probs differ by rounding, from the first step"
@@ -503,9 +504,9 @@ def _resolve_kv_cache(policy: PrecisionPolicy, rollout: ResolvedRole) -> Resolve
 
 
 def _resolve_role(
-    role: str, requested: str, policy: PrecisionPolicy, device: torch.device, own_bf16: bool | None
+    role: str, requested: str, policy: PrecisionPolicy, device: torch.device, own: frozenset[str] | None
 ) -> ResolvedRole:
-    resolved = _resolve_base(role, requested, policy, device, own_bf16)
+    resolved = _resolve_base(role, requested, policy, device, own)
     if policy.kernels == "fast":
         return resolved
     exact_on_cpu = resolved.backend == "simulated" or resolved.active is FP32  # fp32 is never simulated
@@ -523,12 +524,12 @@ def _resolve_role(
 
 
 def _resolve_base(
-    role: str, requested: str, policy: PrecisionPolicy, device: torch.device, own_bf16: bool | None
+    role: str, requested: str, policy: PrecisionPolicy, device: torch.device, own: frozenset[str] | None
 ) -> ResolvedRole:
     if requested == "fp8":
         return _resolve_fp8(role, policy, device)
     if requested in SCHEMES:
-        return _resolve_quantized(role, requested, policy, device)
+        return _resolve_quantized(role, requested, policy, device, own)
     fmt = role_format(requested)
     if requested in DIAL:
         if policy.backend == "native":
@@ -554,10 +555,15 @@ def _resolve_base(
     if fmt is FP32:
         return ResolvedRole(role, requested, fmt, "native", "fp32 is what a CPU computes in")
     if policy.backend == "native":
+        if fmt is BF16 and cpu.products().ratio == math.inf:
+            raise MantissaError(
+                f"precision.backend=native: {role} asked for bf16, and there are no products of it here (AVX512-BF16, "
+                "AMX; ONEDNN_MAX_CPU_ISA may hold them back); leave backend out to simulate it"
+            )
         why = "asked for: the CPU's own half kernels, whose speed and sum order vary by CPU"
         return ResolvedRole(role, requested, fmt, "native", why)
     free = fmt is BF16 and policy.backend == "auto" and policy.kernels == "fast"
-    if free and (cpu.bf16_products().own if own_bf16 is None else own_bf16):
+    if free and "bf16" in (cpu.products().own if own is None else own):
         why = "this CPU multiplies bf16 itself, faster than fp32; fp32 sums, each result rounded once"
         return ResolvedRole(role, requested, fmt, "native", why)
     why = f"a CPU: values on the {fmt.name} grid in fp32, each result and gradient rounded, fp32 accumulation"
@@ -582,14 +588,27 @@ def _resolve_fp8(role: str, policy: PrecisionPolicy, device: torch.device) -> Re
     return ResolvedRole(role, "fp8", base, "simulated", f"{why}: {what}, values on their grids in fp32", fp8)
 
 
-def _resolve_quantized(role: str, requested: str, policy: PrecisionPolicy, device: torch.device) -> ResolvedRole:
-    """A role in a scaled format: simulated everywhere, values on their blocks' grids multiplied in fp32."""
+def _resolve_quantized(
+    role: str, requested: str, policy: PrecisionPolicy, device: torch.device, own: frozenset[str] | None
+) -> ResolvedRole:
+    """A role in a scaled format: values on their blocks' grids multiplied in fp32, but for int8 in a rollout on a CPU
+    that multiplies it itself."""
     assert policy.quantized is not None  # the policy's own check
     quantized = policy.quantized.of(requested)
-    if policy.backend == "native":
+    if requested == "int8" and role == "rollout" and device.type == "cpu" and policy.backend != "simulated":
+        has = cpu.products().own if own is None else own
+        if policy.kernels == "fast" and quantized.base == "bf16" and has >= {"bf16", "int8"}:
+            why = "this CPU multiplies int8 itself, faster than fp32: exact integer sums, each result rounded once"
+            return ResolvedRole(role, requested, BF16, "native", f"{why}; {quantized}", quantized)
+        if policy.backend == "native":
+            raise MantissaError(
+                "precision.backend=native: the rollout asked for int8, which wants a base of bf16, fast kernels and a "
+                "CPU that multiplies both itself (AVX512-VNNI with AVX512-BF16, or AMX; see mantissa precision); leave "
+                "backend out to simulate it"
+            )
+    elif policy.backend == "native":
         raise MantissaError(
-            f"precision.backend=native: {role} asked for {requested}, which is simulated here on every device; leave "
-            "backend out"
+            f"precision.backend=native: {role} asked for {requested}, which is simulated here; leave backend out"
         )
     what = "weights and activations" if SCHEMES[requested].activations else "weights"
     why = f"{what} of {quantized}: values on their grids in fp32 on {device.type}, fp32 accumulation"

@@ -139,6 +139,17 @@ def _integer(bits: int, size: int | None) -> Callable[[Tensor, bool], Coded]:
     return encode
 
 
+def int8_codes(x_NE: Tensor) -> tuple[Tensor, Tensor]:
+    """What ``SCHEMES["int8"]`` makes of each row, as int8 codes and their scales (N, 1). No gradient.
+
+    A row that holds inf or NaN has a scale of NaN. ``x_NE``: fp32 or a half.
+    """
+    x = _fp32(x_NE)
+    scale = (_amax(x) / 127.5).clamp(min=_TINY)
+    codes = torch.round(x * (1.0 / scale)).clamp_(-128, 127)
+    return codes.to(torch.int8), scale  # what NaN becomes as a code does not matter: its scale is NaN
+
+
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (

@@ -82,20 +82,22 @@ class Parts:
             self.feedback.close()
 
 
-def assemble(config: RunConfig, ranks: Ranks = ALONE, task: Task | None = None, own_bf16: bool | None = None) -> Parts:
+def assemble(
+    config: RunConfig, ranks: Ranks = ALONE, task: Task | None = None, own: frozenset[str] | None = None
+) -> Parts:
     """Build every part; nothing is written yet, so a mistake in the recipe leaves no folder behind.
 
-    ``task``: in the place of the recipe's own, of a policy that plays with another. ``own_bf16``: of a run that is gone
-    on with, whether its bf16 was the processor's own.
+    ``task``: in the place of the recipe's own, of a policy that plays with another. ``own``: of a run that is gone
+    on with, the formats that its processor multiplied itself.
     """
     device, vllm = choose_device(config.device), config.rollout.engine == "vllm"
     _check_bill(config)
     be_deterministic(device)
     given, task = task is not None, task or build_task(config.task, config.seed)
     model, tokenizer = load_policy(config.model, task, config.seed)
-    own = config.precision.of_layers(model.config.num_hidden_layers)
-    config = config.model_copy(update={"precision": own})
-    precision = _precision(config, device, ranks, own_bf16)
+    named = config.precision.of_layers(model.config.num_hidden_layers)
+    config = config.model_copy(update={"precision": named})
+    precision = _precision(config, device, ranks, own)
     _check_shape(config, model)
     model = place(model, device, ranks)
     longest = model.config.max_position_embeddings  # of a dialogue, which grows as it is played
@@ -166,13 +168,13 @@ def _teacher(path: str, model: Decoder, tokenizer: Tokenizer, longest: int) -> D
     return teacher
 
 
-def _precision(config: RunConfig, device: torch.device, ranks: Ranks, own_bf16: bool | None) -> ResolvedPrecision:
+def _precision(config: RunConfig, device: torch.device, ranks: Ranks, own: frozenset[str] | None) -> ResolvedPrecision:
     """What each role uses here, the rollout's as the engine has it that samples; the same on all ranks."""
     rollout = config.rollout
-    if own_bf16 is None and device.type == "cpu":
-        own_bf16 = ranks.broadcast(cpu.bf16_products().own)  # a measurement: one for all
+    if own is None and device.type == "cpu":
+        own = ranks.broadcast(cpu.products().own)  # a measurement: one for all
     reference = config.algorithm.reference is not None
-    precision = resolve(config.precision, device, reference=reference, own_bf16=own_bf16)
+    precision = resolve(config.precision, device, reference=reference, own=own)
     if rollout.engine == "vllm":
         if rollout.vllm.server is None:
             require_vllm()

@@ -72,7 +72,7 @@ def resume(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = 
         run = RunDirectory.open(path, write=True) if ranks.rank0 else Onlooker.open(path)
         with run, _resumable(run):
             config = in_force(config, run, ranks)
-            return _to_the_end(config, _assemble(config, ranks, _own_bf16(run, ranks)), run, "resume")
+            return _to_the_end(config, _assemble(config, ranks, _own(run, ranks)), run, "resume")
 
 
 def resumed_config(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = None) -> RunConfig:
@@ -138,17 +138,21 @@ def _to_the_end(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
         parts = _assemble(config, ranks)
 
 
-def _assemble(config: RunConfig, ranks: Ranks, own_bf16: bool | None = None) -> Parts:
+def _assemble(config: RunConfig, ranks: Ranks, own: frozenset[str] | None = None) -> Parts:
     build = assemble if config.waltz is None else _game().assemble_two
-    parts: Parts = build(config, ranks, own_bf16=own_bf16)
+    parts: Parts = build(config, ranks, own=own)
     return parts
 
 
-def _own_bf16(run: RunDirectory, ranks: Ranks) -> bool | None:
-    """Whether the run's bf16 was the processor's own: measured when it began, and held from then on."""
+def _own(run: RunDirectory, ranks: Ranks) -> frozenset[str] | None:
+    """The formats that were the processor's own: measured when the run began, and held from then on."""
     rows = run.environment.get("precision") or [] if ranks.rank0 else []
-    found = {row.get("kernels") for row in rows if row.get("active") == "bf16" and row.get("role") != "master"}
-    return ranks.broadcast("native" in found if found & {"native", "simulated"} else None)
+    found = {(str(row.get("active")), row.get("kernels")) for row in rows if row.get("role") != "master"}
+    own, others = (
+        {name for name in ("bf16", "int8") for active, kernels in found if active.split()[0] == name and kernels == how}
+        for how in ("native", "simulated")
+    )
+    return ranks.broadcast(frozenset(own) if own | others else None)
 
 
 def _game() -> Any:

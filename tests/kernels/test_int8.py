@@ -1,0 +1,91 @@
+"""int8 products on a CPU, against float64 and the format's own definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mantissa.base.errors import MantissaError
+from mantissa.kernels import NativeKernels, SimulatedKernels, products
+from mantissa.precision import BF16, SCHEMES, BlockScaled, Quantized, cpu, int8_codes
+
+FULL = torch.full((16, 64), 127, dtype=torch.int8)
+EXACT = bool((torch._int_mm(FULL, FULL.t()) == 64 * 127**2).all())
+exact = pytest.mark.skipif(not EXACT, reason="this library adds int8 products in 16 bits")
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_codes_and_scales_are_the_schemes_own() -> None:
+    x = torch.cat((random(7, 100), torch.zeros(1, 100), torch.full((1, 100), 1e-42)))
+    expected = SCHEMES["int8"].encode(x, True)
+    codes, scales = int8_codes(x)
+    assert torch.equal(codes.float(), expected.codes)
+    assert torch.equal(scales, expected.scales)
+    assert torch.equal(codes.float() * scales, expected.values)
+
+
+def test_only_exact_sums_are_taken() -> None:
+    assert (cpu.measured().int8_ratio < float("inf")) == EXACT
+
+
+@exact
+@pytest.mark.parametrize(("rows", "features"), [(1, 64), (3, 576), (64, 1536), (17, 131)])
+def test_a_product_is_exact_but_for_three_roundings(rows: int, features: int) -> None:
+    x, w, bias = random(2, rows, features), random(96, features, seed=1), random(96, seed=2)
+    codes, scales = int8_codes(w)
+    values = SCHEMES["int8"].encode(x.flatten(0, 1), True)
+    exact = (values.codes.double() @ codes.double().t()) * values.scales.double() * scales.double().t()
+    got = products.int8(x, BlockScaled(codes, scales), bias)
+    assert got.shape == (2, rows, 96)
+    oracle = exact + bias.double()
+    limit = 3 * 2.0**-24 * exact.abs() + 2.0**-23 * oracle.abs()
+    assert ((got.flatten(0, 1).double() - oracle).abs() <= limit).all()
+
+
+@exact
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_has_the_same_bits_beside_any_others(threads: int) -> None:
+    """By construction: a sum of integers has no order."""
+    x, weight = random(64, 576), BlockScaled(*int8_codes(random(200, 576, seed=1)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = products.int8(x, weight)
+        for rows in (1, 5, 16, 33):
+            assert torch.equal(products.int8(x[:rows], weight), whole[:rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_is_not_finite_stays_so_and_in_its_row() -> None:
+    x = random(3, 64)
+    x[1, 5] = float("inf")
+    out = products.int8(x, BlockScaled(*int8_codes(random(8, 64, seed=1))))
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_a_sum_that_could_leave_32_bits_is_refused() -> None:
+    with pytest.raises(MantissaError, match="131,072 features"):
+        products.int8(torch.zeros(1, 1 << 17), BlockScaled(torch.zeros(1, 1, dtype=torch.int8), torch.ones(1, 1)))
+
+
+def test_no_rows_are_no_rows() -> None:
+    assert products.int8(torch.zeros(0, 64), BlockScaled(*int8_codes(random(8, 64)))).shape == (0, 8)
+
+
+@exact
+def test_native_and_simulated_agree_to_a_rounding() -> None:
+    """The simulated product sums values in fp32; here they are integers, so the two differ by that sum's error."""
+    fp8 = Quantized(scheme="int8")
+    native, simulated = NativeKernels(BF16, fp8=fp8), SimulatedKernels(BF16, weights_on_grid=True, fp8=fp8)
+    w, x, layer = random(96, 576, seed=1), random(16, 576).bfloat16(), "model.layers.0.mlp.up_proj"
+    out = native.linear(x, native.copied(w, layer), None, layer).float()
+    other = simulated.linear(x.float(), simulated.copied(w, layer), None, layer)
+    near = other.bfloat16().float()
+    assert torch.equal(near, other)
+    assert (out != other).float().mean() < 0.01  # a rounding to bf16 that falls the other way
+    assert (out - other).abs().max() <= 2.0**-7 * other.abs().max()
