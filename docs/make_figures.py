@@ -91,11 +91,12 @@ def _habits(fmt: str) -> str:
 
 
 def held_out() -> list[dict[str, object]]:
-    """The doctor's first run on each held-out dump: later ones may have been looked at."""
+    """The second held-out run's first row of each dump: later ones may have been looked at."""
     first: dict[tuple[object, ...], dict[str, object]] = {}
     for row in rows("doctor_held_out"):
-        first.setdefault(tuple(row[key] for key in ("family", "format", "kind", "side")), row)
-    return [row for row in first.values() if row["held_out"]]
+        if row["benchmark"] == "doctor_held_out" and row["run"] == "second" and row["held_out"]:
+            first.setdefault(tuple(row[key] for key in ("family", "format", "kind", "side")), row)
+    return list(first.values())
 
 
 def _told(*outcomes: str) -> str:

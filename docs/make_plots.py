@@ -353,7 +353,8 @@ def draw_tune(data: Data) -> Figure:
 # 10. The doctor
 
 _OUTCOMES = {"right": (BLUE, "named rightly"), "half": (SKY, "half of a double fault"),
-             "undecided": ("#bbbbbb", "not known"), "wrong": (RED, "confidently wrong")}  # fmt: skip
+             "undecided": ("#bbbbbb", "not known"), "said": ("#888888", "healthy, and what would not show is said"),
+             "wrong": (RED, "confidently wrong")}  # fmt: skip
 
 
 def doctor() -> Data:

@@ -757,6 +757,62 @@ def doctor_healthy() -> str:
     return table(["program", "format", "tokens", "size of u", "equal", "whole dump", "halves called healthy"], lines)
 
 
+# verl.md
+
+_VERL = {"verl alone": "fsdp2", "`mantissa_fsdp2`": "mantissa_fsdp2", "`mantissa`": "mantissa"}
+
+
+def _verl_rows() -> dict[str, Row]:
+    """The newest row of each kind of job."""
+    return {row["kind"]: row for row in _rows("verl")}
+
+
+def verl_gains() -> str:
+    """What each way of a job comes to: verl's engine, ours over it, our own learner and engine."""
+    rows = _verl_rows()
+    spikes, overhead = rows["spikes"], rows["overhead"]
+    lost = {"fsdp2": "verl", "mantissa_fsdp2": "ours", "mantissa": "mantissa"}
+    lines = [
+        ["batches lost, of four whose loss is 256 times too large for fp16"]
+        + [f"{spikes['lost'][lost[way]]} of {spikes['batches'][lost[way]]}" for way in _VERL.values()]
+    ]
+    for name in ("fp32", "bf16", "fp16"):
+        of = [rows.get(f"{way}-{name}") for way in _VERL.values()]
+        if all(of):
+            found = [row for row in of if row]
+            lines.append([f"{name}: log-probs of rollout and learner that differ"]
+                         + [f"{row['unlike']:,} of {row['tokens']:,}" for row in found])  # fmt: skip
+            most = [f"{row['probs_diff_max']:.1g}" if row["probs_diff_max"] else "0" for row in found]
+            lines.append([f"{name}: largest difference of a probability", *most])
+    low, high = overhead["quartile_low"], overhead["quartile_high"]
+    took = f"{overhead['value']:.2f} ({low:.2f} to {high:.2f})"
+    lines.append(["an optimiser step in fp32, times verl's (quartiles)", "1", took, "another learner"])
+    return table(["", *_VERL], lines)
+
+
+def verl_jobs() -> str:
+    """Every kind of job that was run: log-probs of rollout and learner that differ, and its seconds."""
+    lines = []
+    for kind, row in sorted(_verl_rows().items()):
+        if "verdicts" in row:
+            looked = row["tokens"] > 0  # by the gate; else by the engine itself
+            unlike, of = (
+                row[name]
+                for name in (("unlike", "tokens") if looked else ("logprobs_unlike_rollout", "logprobs_compared"))
+            )
+            seconds = (f"{row['step_seconds']:.0f}", f"{row['job_seconds']:.0f}")
+            lines.append([f"`{kind}`", row["verl"], f"{unlike:,.0f} of {of:,.0f}", *seconds])
+    return table(["job", "verl", "log-probs that differ", "two steps, s", "whole job, s"], lines)
+
+
+def verl_kills() -> str:
+    """Kills of each kind, by all rows of runs in which every step was equal."""
+    rows = [row for row in _rows("verl_kills") if not row["unlike"]]
+    victims = {"worker": "a learner's worker", "node": "a whole node", "trainer": "the trainer"}
+    counted = [[what, str(sum(row["kills"].get(name, 0) for row in rows))] for name, what in victims.items()]
+    return table(["killed", "times, each resumed with every metric of an undisturbed job"], counted)
+
+
 # evolution.md, worldmodel.md
 
 
@@ -818,6 +874,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "waltz.md": {"waltz": waltz},
     "substitution.md": {"causes": lambda: causes("cause"), "alone": lambda: causes("alone")},
     "tune.md": {"tuned": tuned},
+    "verl.md": {"gains": verl_gains, "jobs": verl_jobs, "kills": verl_kills},
     "evolution.md": {"profiles": profiles},
     "worldmodel.md": {"predicted": predicted},
     "cluster.md": {

@@ -23,8 +23,8 @@ def oracle(kind: str, rewards: list[float], groups: list[int]) -> list[float]:
         if len(set(rewards)) == 1:
             return [0.0] * len(rewards)
         return [(r - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6) for r in rewards]
-    if kind == "reinforce_pp_baseline":
-        centred = oracle("dr_grpo", rewards, groups)
+    if kind in ("reinforce_pp_baseline", "gdpo"):
+        centred = oracle("dr_grpo" if kind == "reinforce_pp_baseline" else "grpo", rewards, groups)
         spread = statistics.stdev(centred) if len(centred) > 1 else 0.0
         return [r / (spread + 1e-6) for r in centred]
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
@@ -84,7 +84,7 @@ def test_a_group_of_equal_infinities_is_unknown_and_not_zero(
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
     result, metrics = advantage(torch.tensor([*rewards, *[bad] * size]), torch.tensor([*groups, *[99] * size]), kind)
     assert not result[len(rewards) :].isfinite().any()
-    if kind.startswith("reinforce_pp"):
+    if ADVANTAGES[kind].of_batch or ADVANTAGES[kind].over_batch:
         assert not result.isfinite().any()
         return
     torch.testing.assert_close(result[: len(rewards)], advantage(torch.tensor(rewards), torch.tensor(groups), kind)[0])
@@ -104,3 +104,36 @@ def test_wrong_inputs_are_programmers_errors() -> None:
         advantage(torch.zeros(2), torch.zeros(2), "grpo")
     with pytest.raises(ValueError, match="one reward and one group"):
         advantage(torch.zeros(2), torch.zeros(3, dtype=torch.int64), "grpo")
+
+
+TERMS = st.lists(st.tuples(REWARDS, REWARDS, st.integers(-2, 2)), min_size=2, max_size=20)
+
+
+@settings(deadline=None, max_examples=40)
+@given(batch=TERMS, weights=st.tuples(st.integers(-3, 3), st.integers(1, 3)))
+def test_gdpo_equals_a_loop_over_rewards_and_groups(
+    batch: list[tuple[float, float, int]], weights: tuple[int, int]
+) -> None:
+    groups = [group for *_, group in batch]
+    terms = [[row[k] for row in batch] for k in (0, 1)]
+    each = [oracle("grpo", term, groups) for term in terms]
+    total = [weights[0] * one + weights[1] * other for one, other in zip(*each, strict=True)]
+    expected = [value / (statistics.stdev(total) + 1e-6) for value in total]
+    rewards = torch.tensor([weights[0] * one + weights[1] * other for one, other, _ in batch])
+    given_weights = torch.tensor([weights] * len(batch))
+    result, metrics = advantage(rewards, torch.tensor(groups), "gdpo", torch.tensor(terms).T, given_weights)
+    torch.testing.assert_close(result, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    same = [len({(a, b) for a, b, g in batch if g == group}) == 1 for group in set(groups)]
+    degenerate = values(metrics)["advantage/degenerate_group_fraction"].item()
+    assert degenerate == pytest.approx(sum(same) / len(same))
+
+
+def test_gdpo_tells_apart_what_sums_to_the_same_and_scales_of_rewards_do_not_show() -> None:
+    terms = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    groups, weights = torch.tensor([0, 0, 1, 1]), torch.ones(4, 2)
+    sums = terms.sum(1)
+    assert advantage(sums, groups, "grpo")[0].tolist()[:2] == [0.0, 0.0]
+    uneven = advantage(sums, groups, "gdpo", terms, weights * torch.tensor([2.0, 1.0]))[0]
+    assert uneven[0] > 0 > uneven[1]
+    scaled = advantage(sums, groups, "gdpo", terms * torch.tensor([1.0, 1000.0]), weights * torch.tensor([2.0, 1.0]))[0]
+    torch.testing.assert_close(scaled, uneven, rtol=1e-4, atol=1e-5)

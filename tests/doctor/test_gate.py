@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,3 +83,38 @@ def test_what_cannot_be_read_is_said_once_and_never_raised() -> None:
 def test_what_does_nothing_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(MantissaError, match="expected every of 1 or more"):
         Gate(**wrong)
+
+
+def test_sequences_of_older_weights_are_seen_beside_the_last_healthy_ones(tmp_path: Path) -> None:
+    """Each batch is of one age, which alone would only be too large a gap."""
+    gate, lines = Gate(every=1, on_fault="stop", say=lambda line: lines.append(line)), list[str]()
+    assert gate.check(1, *batch(), rollout_format="bf16", rollout_version=0, learner_version=0) is not None
+    assert not gate.stop
+    with_age = {"rollout_version": [0] * 96, "learner_version": 1}
+    found = gate.check(2, *batch(size=0.6), rollout_format="bf16", **with_age)
+    assert found is not None
+    assert found.fault is not None
+    assert found.fault.name == "stale"
+    assert gate.stop
+    assert gate.write_page(tmp_path).read_text().count("stale weights in the rollout") >= 1
+    alone = Gate(every=1, say=lambda line: None).check(2, *batch(size=0.6), rollout_format="bf16", **with_age)
+    assert alone is not None
+    assert alone.verdict is Verdict.LARGE or alone.fault is None or alone.fault.name != "stale"
+
+
+def test_a_page_before_a_diagnosis_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MantissaError, match="no diagnosis yet"):
+        Gate().write_page(tmp_path)
+
+
+def test_a_habit_of_rounding_stops_nothing_within_its_formats_size() -> None:
+    gate = Gate(on_fault="stop", say=lambda line: None)
+    found = gate.check(1, *batch(by=-4.0), rollout_format="bf16")
+    assert found is not None
+    assert found.fault is not None
+    assert gate.wrong(found)
+    named = dataclasses.replace(found.fault, name="half_logits")
+    habit = dataclasses.replace(found, fault=named, figures=found.figures | {"u_rms": 0.1})
+    assert not gate.wrong(habit)
+    assert gate.wrong(dataclasses.replace(habit, figures=found.figures | {"u_rms": 0.2}))
+    assert gate.wrong(dataclasses.replace(habit, second=found.fault))

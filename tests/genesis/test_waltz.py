@@ -175,7 +175,7 @@ class Scripted:
     """In the place of a sampler: says what its ``lines`` have for a prompt."""
 
     def __init__(self, lines: dict[str, str], real: Any) -> None:
-        self.lines, self.engine, self.params = lines, real.engine, real.params
+        self.lines, self.engine, self.params_of = lines, real.engine, real.params_of
         self.real, self.asked = real, list[str]()
 
     @property

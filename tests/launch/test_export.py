@@ -132,7 +132,16 @@ def test_words(features: tuple[str, ...], options: dict[str, Any], wanted: dict[
     assert {key: got.get(key, "missing") for key in wanted} == wanted
 
 
+TWO = "task.reward=[{verifier: task}, {function: 'mantissa.tasks.functions:leading'}]"
 REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
+    (("rollout.top_p=0.9",), {}, r"top-p 0\.9: verl's learner over the whole vocabulary .* up to 0\.105 nats a token"),
+    (("rollout.top_k=20",), {}, "top-k 20: verl's learner over the whole vocabulary would be off by the log"),
+    (("algorithm.loss={kind: reinforce, centering: 8}",), {}, "centering: 8: verl's losses do not centre the score"),
+    (("algorithm={advantage: distillation, reference: {path: x}}",), {}, "distillation: verl takes it from teachers"),
+    (("algorithm={kl: {coefficient: 0.1}, reference: {path: x}}",), {}, "reference.path: x: verl's reference is the"),
+    (("algorithm={advantage: gae, critic: {lr: 1.0e-5}}",), {}, "gae: verl's critic is a worker group"),
+    (("precision=fp8", "precision.fp8.first=1"), {"engine": "megatron"}, "fp8.first: 1, 0: verl has no list of layers"),
+    ((TWO, "algorithm.advantage=gdpo"), {}, "gdpo: verl takes its rewards from the reward worker"),
     (("precision=fp32",), {}, "precision.train: an fp32 learner cannot run: .* flash attention, which has no fp32"),
     (("precision=fp32",), {"engine": "megatron"}, "Megatron's engine takes bfloat16 and float16 only"),
     (("precision=fp8",), {}, "verl's fsdp2 engine has no fp8 products; use engine=megatron"),

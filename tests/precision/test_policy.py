@@ -348,3 +348,24 @@ def test_a_cache_in_fp8_may_serve_any_rollout(rollout: str) -> None:
     cache = resolve(PrecisionPolicy(train=rollout, rollout=rollout, kv_cache="fp8"), "cpu").kv_cache
     assert (cache.requested, cache.active) == ("fp8", E4M3)
     assert "a scale of its own" in cache.reason
+
+
+@pytest.mark.parametrize("section", ["fp8", "quantized"])
+def test_first_and_last_layers_are_named_once_the_model_is_known(section: str) -> None:
+    preset = "fp8" if section == "fp8" else "nvfp4"
+    policy = PrecisionPolicy.parse({"preset": preset, section: {"first": 2, "last": 1, "exclude": ["o_proj"]}})
+    known = policy.of_layers(30)
+    role = known.fp8 if section == "fp8" else known.quantized and known.quantized.of("nvfp4")
+    assert isinstance(role, Fp8Policy)
+    assert role.exclude == ("o_proj", "layers.0", "layers.1", "layers.29")
+    assert [role.quantizes(f"model.layers.{i}.mlp.up_proj") for i in (0, 1, 2, 20, 28, 29)] == [
+        False, False, True, True, True, False,
+    ]  # fmt: skip
+    assert known.of_layers(30) == known
+    assert PrecisionPolicy.parse(preset).of_layers(2) == PrecisionPolicy.parse(preset)
+    with pytest.raises(MantissaError, match="first=2 and last=1 leave none of the model's 3 layers"):
+        policy.of_layers(3)
+    unknown = policy.fp8 if section == "fp8" else policy.quantized and policy.quantized.of("nvfp4")
+    assert isinstance(unknown, Fp8Policy)
+    with pytest.raises(MantissaError, match="number of layers is not known here"):
+        unknown.quantizes("model.layers.0.mlp.up_proj")

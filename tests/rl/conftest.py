@@ -73,7 +73,7 @@ def made(parts_of: Callable[[RunConfig], Parts]) -> Callable[..., Parts]:
     def build(*overrides: str) -> Parts:
         parts = parts_of(small_run.configure("model.fresh.initializer_range=0.2", *overrides))
         parts.sampler.engine.sync(parts.learner.weights, 0)
-        if parts.reference is not None:
+        if parts.reference is not None and parts.reference.teacher is None:
             parts.reference.take(parts.learner.weights, 0)
         return parts
 

@@ -87,3 +87,14 @@ def test_a_run_stands_for_its_policy(tmp_path: Path) -> None:
     assert policy_folder(str(tmp_path)) == str(tmp_path)
     (tmp_path / "config.yaml").write_text("steps: 1\n")
     assert policy_folder(str(tmp_path)) == str(tmp_path / "policy")
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int4"])
+def test_the_first_layers_stay_in_the_base(made: Callable[..., Parts], precision: str) -> None:
+    """On both sides: what is sampled is what is scored, and the first layer's products are the base's."""
+    section = "fp8" if precision == "fp8" else "quantized"
+    parts = made("warm_start=null", f"precision={precision}", f"precision.{section}.first=1")
+    for kernels in (parts.learner.kernels, parts.sampler.engine.kernels):  # type: ignore[attr-defined]
+        assert kernels.fp8.exclude == ("layers.0",)
+    with pytest.raises(MantissaError, match="leave none of the model's 2 layers"):
+        made("warm_start=null", f"precision={precision}", f"precision.{section}={{first: 1, last: 1}}")

@@ -185,6 +185,26 @@ def test_what_differs_on_one_side_is_caught_named_and_replayed(
     assert read_case(file).precision.kernels == "exact"
 
 
+def test_a_case_keeps_what_its_tokens_were_drawn_from(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assemble, "rollout_kernels", mutated(Silu))
+    with pytest.raises(MantissaError, match="they part in swiglu"):
+        train(*SHORT, "rollout.top_k=5", "rollout.top_p=0.9")
+    (file,) = tmp_path.glob("run-*/mismatch-step-1.safetensors")
+    assert read_case(file).case.part.support is not None
+    code, out = replayed(file)
+    assert (code, "the learner, here against the run: 0 of " in out) == (0, True)
+    monkeypatch.setattr(replay, "rollout_kernels", mutated(Silu))
+    assert replayed(file)[0] == 1
+
+    def other(facts: Any, tensors: Any) -> None:
+        tensors["support.words"] = torch.zeros_like(tensors["support.words"])
+
+    with pytest.raises(MantissaError, match="supports: they are not those of the responses"):
+        read_case(damaged(file, tmp_path / "other.safetensors", other))
+
+
 def test_recorded_tokens_are_forced(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another uniform for every draw: whoever sampled again would trace other sequences than those recorded."""
     monkeypatch.setattr(assemble, "rollout_kernels", mutated(Silu))

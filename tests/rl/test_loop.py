@@ -101,6 +101,9 @@ def test_every_choice_runs_and_measures_itself(
         "dynamic/",
         "waltz/",
         "time/feedback",
+        "support/",
+        "critic/",
+        "time/critic",
     )
     expected = {m.name for m in METRICS if m.name not in off and not m.name.startswith(kinds)}
     assert expected <= last.keys()  # nothing that was promised is missing

@@ -19,7 +19,7 @@ from small_run import configure, contents, stopped
 
 SHORT = ("task.reward=prefix", "evaluation=null", "optimizer.lr=2e-4")
 WARM = ("warm_start.steps=4", "warm_start.evaluate_every=4")
-KINDS = ("bf16_stochastic", "bf16_kahan")
+KINDS = ("bf16_nearest", "bf16_stochastic", "bf16_kahan")
 Train = Callable[..., RunDirectory]
 
 

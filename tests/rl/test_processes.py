@@ -43,6 +43,7 @@ GRADIENTS: dict[str, tuple[str, ...]] = {
 RUN = ("warm_start=null", "steps=4", "checkpoint.every=2", "optimizer.lr=2e-4", "task.aligned=true")
 RUN += ("task.reward=prefix", "optimizer.warmup=4")
 FP16 = ("precision=fp16", "loss_scaling={initial: 1024}")
+CENTRED = "algorithm={reference: {}, loss: {kind: reinforce, centering: 4}, correction: token_tis}"
 DYNAMIC = "rollout={prompts: 5, samples: 4, dynamic: {batch_prompts: 3, max_generation_batches: 40}, max_tokens: 6}"
 WARM = "warm_start={steps: 10, evaluate_every: 5, problems: 16}"
 RUNS: dict[str, tuple[str, ...]] = {
@@ -55,6 +56,8 @@ RUNS: dict[str, tuple[str, ...]] = {
         "precision=fp32",
     ),
     "exact": (*RUN, "precision={preset: bf16, kernels: exact}", "optimizer.micro_batch_tokens=100"),
+    "critic": (*RUN, "precision=fp32", "algorithm={advantage: gae, loss: ppo_clip, critic: {lr: 1.0e-3, lam: 0.9}}"),
+    "truncated": (*RUN, "precision=fp32", "rollout.top_p=0.8", CENTRED),
     # Experts that a rank's rows never reach have a gradient there too; else sharded ranks would wait for each other.
     "mixture": (
         *(each for each in RUN if each != "task.aligned=true"),
@@ -69,9 +72,11 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 # Which jobs are tried how, each with the kind that could break it: slices (fsdp2) are gathered for exact kernels, lie
 # beside a head that is whole, and show an overflow to one rank alone; adapters are for ddp.
-AMONG = {("ddp", 2): {"plain", "fp16", "mixture", "more"}, ("fsdp2", 2): {*RUNS} - {"more"}} | {
-    (k, 3): {"plain"} for k in KINDS
+AMONG = {
+    ("ddp", 2): {"plain", "fp16", "critic", "truncated", "mixture", "more"},
+    ("fsdp2", 2): {*RUNS} - {"critic", "more"},
 }
+AMONG |= {(kind, 3): {"plain"} for kind in KINDS}
 SPLIT = {2: set(GRADIENTS), 3: {"untied", "few"}}
 OVERFLOW = (*RUN, "optimizer.updates_per_batch=1", "precision=fp16", "loss_scaling={initial: 1024}")
 GUARDED = (*RUN, "precision=fp16", "loss_scaling={growth_interval: 4, growth_factor: 1.0e+18, retries: 0}")

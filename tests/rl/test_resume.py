@@ -80,6 +80,7 @@ RUNS: dict[str, tuple[list[str], list[tuple[str, Moment]]]] = {
             "optimizer.lr=1e-2",
             "model.lora={rank: 2, alpha: 4}",
             "rollout.max_policy_lag=6",
+            "rollout.top_p=0.9",
             "rollout.dynamic={batch_prompts: 3, max_generation_batches: 40}",
             "rollout.overlong.buffer=4",
         ],

@@ -58,7 +58,7 @@ def test_only_the_clock_is_outside_the_promise_of_resume() -> None:
     row = dict.fromkeys(BY_NAME, 1.0) | {"step": 1}
     dropped = row.keys() - deterministic(row).keys()
     assert dropped == {name for name in BY_NAME if name.split("/")[0] in ("time", "rate")}
-    assert len(dropped) == 14
+    assert len(dropped) == 15
 
 
 def test_series_keeps_what_is_there_and_finite() -> None:

@@ -61,12 +61,14 @@ def _step(engine: Any, data: Any, loss: Callable[..., Any], times: float = 1.0) 
     after, metrics = _weights(engine), found["metrics"]
     changed = [name for name in after if not after[name].equal(before[name])]
     finite = all(bool(value.isfinite().all()) for value in after.values())
-    said = {name.partition("/")[2]: value.values[0] for name, value in metrics.items() if name.startswith("mantissa/")}
+    ours = {name: value for name, value in metrics.items() if name.startswith("mantissa/")}
+    said = {name.partition("/")[2]: getattr(value, "values", value)[0] for name, value in ours.items()}
     return {"changed": len(changed), "of": len(after), "finite": finite, "norm": metrics["grad_norm"], **said}
 
 
 def _weights(engine: Any) -> dict[str, Any]:
-    return {name: p.full_tensor().detach().clone() for name, p in engine.module.named_parameters()}
+    found = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in engine.module.named_parameters()}
+    return {name: p.detach().clone() for name, p in found.items()}
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -94,14 +96,16 @@ def spikes(folder: Path, rank: int, world: int) -> Seen:
     seen["verl's scale, resumed"] = again.scaler.get_scale()
 
     ours = ve.engine(folder, "mantissa_fsdp2", param_dtype="fp16")
-    seen["ours"] = [_step(ours, each, loss, 256.0) for each in data[:2]]
+    seen["ours"] = [_step(ours, each, loss, 256.0) for each in data]
+    learner = ve.engine(folder, "mantissa", precision="fp16", length=32)
+    seen["mantissa"] = [_step(learner, each, loss, 256.0) for each in data]
     lower = ve.engine(
         folder, "mantissa_fsdp2", param_dtype="fp16", loss_scaling={"initial": seen["ours"][0]["loss_scale"]}
     )
-    for each in data[:2]:
+    for each in data:
         _step(lower, each, loss, 256.0)
     seen["as if the scale had been lower"] = _equal(ours, lower)
-    seen["given up"] = _step(ours, data[2], loss, float("inf"))
+    seen["given up"] = _step(ours, data[0], loss, float("inf"))
     ours.save_checkpoint(str(folder / f"ours{world}"))
     resumed = ve.engine(folder, "mantissa_fsdp2", param_dtype="fp16")
     resumed.load_checkpoint(str(folder / f"ours{world}"))
@@ -246,19 +250,26 @@ def _oracle(folder: Path, settings: Seen, data: Any) -> dict[str, Any]:
 
 
 def fixed_point(folder: Path, rank: int, world: int) -> Seen:
-    """Many steps on one batch: delta goes to 0 where the reference, tilted by the reward, is what the policy says."""
+    """Many steps on one batch, by each engine in each format: delta goes to 0 where the reference, tilted by the
+    reward, is what the policy says; and there the gradient is 0."""
     import verl_engines as ve
 
     data, loss = ve.batch(rank, world), ve.loss_of("flowrl", **TOGETHER)
-    settings = {"beta": 1.0, "partition_dropout": 0.0}
-    engine = ve.engine(folder, "mantissa_fsdp2", lr=3e-3, param_dtype="fp32", flowrl=settings)
-    seen = []
-    for _ in range(120):
-        with engine.train_mode():
-            found = engine.train_batch(data, loss)
-        values = found["metrics"]["flowrl/delta_abs_mean"].values
-        seen.append(sum(values) / len(values))
-    return {"delta": seen}
+    settings = {"flowrl": {"beta": 1.0, "partition_dropout": 0.0}}
+    found: Seen = {}
+    for strategy in ("mantissa_fsdp2", "mantissa"):
+        for name in ("fp32", "bf16", "fp16"):
+            given = {"param_dtype": name} if strategy == "mantissa_fsdp2" else {"precision": name, "length": 32}
+            engine = ve.engine(folder, strategy, lr=3e-3, **given, **settings)
+            delta, norm = [], []
+            for _ in range(120):
+                with engine.train_mode():
+                    seen = engine.train_batch(data, loss)
+                values = seen["metrics"]["flowrl/delta_abs_mean"].values
+                delta.append(sum(values) / len(values))
+                norm.append(seen["metrics"]["grad_norm"])
+            found[f"{strategy} {name}"] = {"delta": delta, "norm": norm}
+    return found
 
 
 def refusals(folder: Path, rank: int, world: int) -> Seen:

@@ -16,10 +16,16 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 
 class Server:
-    """Generates one request at a time, with a cache; the draws of a prompt's n-th request are the same in every run."""
+    """Generates one request at a time, with a cache; the draws of a prompt's n-th request are the same in every run.
+
+    ``MANTISSA_TEST_FAULT`` makes it wrong: ``unsynced``, weights of its own in the place of those it is sent;
+    ``temperature``, log-probs from before the temperature; ``stale``, from step 1 on it keeps what it has.
+    """
 
     def __init__(self, path: str, response_length: int, dtype: str) -> None:
         from transformers import AutoModelForCausalLM
+
+        self.fault = os.environ.get("MANTISSA_TEST_FAULT")
 
         torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="sdpa")
@@ -48,7 +54,7 @@ class Server:
             greedy = temperature == 0
             token = int(logits.argmax() if greedy else torch.multinomial(logp.exp(), 1, generator=generator))
             tokens.append(token)
-            logps.append(float(logp[token]))
+            logps.append(float((torch.log_softmax(logits, -1) if self.fault == "temperature" else logp)[token]))
             if token == self.model.config.eos_token_id:
                 break
             out = self._forward([token], out.past_key_values)
@@ -61,12 +67,15 @@ class Server:
             extra_fields={"global_steps": self.step},
         )
 
-    async def update_weights(self, weights: dict[str, torch.Tensor]) -> None:
+    async def update_weights(self, weights: dict[str, torch.Tensor], step: int | None) -> None:
+        if self.fault == "stale" and step:
+            return
+        self.step = step
+        if self.fault == "unsynced":
+            draw = torch.Generator().manual_seed(1)
+            weights = {name: torch.randn(w.shape, generator=draw) * w.std() for name, w in weights.items()}
         missing, unexpected = self.model.load_state_dict(weights, strict=False)
         assert (missing, unexpected) == ([], [])
-
-    async def set_global_steps(self, step: int) -> None:
-        self.step = step
 
     async def nothing(self, *arguments: Any, **named: Any) -> None:
         """What a server with a cache of its own would do, when asked to free or to refill it."""
@@ -112,5 +121,4 @@ class ServerAdapter(BaseRollout):
         whole = {name: tensor.detach().cpu() for name, tensor in weights}  # on every rank: the gathering is collective
         if self.rank == 0:
             server = ray.get_actor(f"hf_test_server_{self.replica}")
-            await server.update_weights.remote(whole)
-            await server.set_global_steps.remote(global_steps)
+            await server.update_weights.remote(whole, global_steps)

@@ -59,18 +59,23 @@ def run_job(
     environment: Mapping[str, str] | None = None,
     seconds: float = 600,
     fails: bool = False,
+    head_dim: int = 16,
+    address: str | None = None,
 ) -> Job:
     """Run a GRPO job of ``steps`` steps, whose checkpoints are in ``folder``; a second call there resumes.
 
     ``overrides``: verl's, after the defaults below, so they win. ``rollout``: the rollout's name, which
     ``external_lib`` registers (``hf_test`` is transformers' generation, in ``verl_test_parts``). ``environment``: more
-    variables. ``fails``: the job must end with an error, which is not raised.
+    variables. ``fails``: the job must end with an error, which is not raised. ``head_dim``: of the model; vLLM has no
+    16 on a processor. ``address``: of a Ray of two nodes (``verl_nodes``), over which the ranks are spread evenly; what
+    the job's processes see is then that Ray's environment.
     Raises ``JobError`` with the log's end where the job ends otherwise, or takes longer than ``seconds``.
     """
-    make_inputs(folder)
+    make_inputs(folder, head_dim)
     tag, short = uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix="verl", dir="/tmp"))  # sockets want a short path
     log, rows = folder / "job.log", folder / f"metrics-{tag[:8]}.jsonl"
-    defaults = _defaults(folder, short, steps, ranks, rollout)
+    defaults = _defaults(folder, steps, ranks, rollout)
+    defaults += _ray_of_its_own(short, ranks) if address is None else _on_two_nodes(address, ranks, rows)
     if f"{ACTOR}.strategy=mantissa" in overrides:  # whose keys there are its own
         defaults = [each for each in defaults if ".mixed_precision." not in each]
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *defaults]
@@ -141,9 +146,35 @@ def job_environment(rows: Path, tag: str, more: Mapping[str, str]) -> dict[str, 
     }
 
 
-def _defaults(folder: Path, short: Path, steps: int, ranks: int, rollout: str) -> list[str]:
-    """GRPO on the tiny model: eight prompts of four answers a step, one update of them, everything in fp32."""
+def overrides(folder: Path, short: Path, steps: int = 2, ranks: int = 1, rollout: str = "hf_test") -> list[str]:
+    """Those of a whole job with a Ray of its own, which keeps its files in ``short``."""
+    return [*_defaults(folder, steps, ranks, rollout), *_ray_of_its_own(short, ranks)]
+
+
+def _ray_of_its_own(short: Path, ranks: int) -> list[str]:
     ray = "+ray_kwargs.ray_init."
+    return [
+        "ray_kwargs.ray_init.num_cpus=8",
+        f"{ray}num_gpus={ranks}",
+        f"{ray}_node_ip_address={_LOOPBACK}",
+        f"{ray}_temp_dir={short}",
+        f"{ray}include_dashboard=False",
+        f"{ray}object_store_memory=200000000",
+    ]
+
+
+def _on_two_nodes(address: str, ranks: int, rows: Path) -> list[str]:
+    return [
+        "trainer.nnodes=2",
+        f"trainer.n_gpus_per_node={ranks // 2}",
+        f"+ray_kwargs.ray_init.address={address}",
+        f"trainer.project_name={rows.parent}",  # verl's file logger joins both to a path
+        f"trainer.experiment_name={rows.stem}",
+    ]
+
+
+def _defaults(folder: Path, steps: int, ranks: int, rollout: str) -> list[str]:
+    """GRPO on the tiny model: eight prompts of four answers a step, one update of them, everything in fp32."""
     return [
         "algorithm.adv_estimator=grpo",
         f"data.train_files={folder}/train.parquet",
@@ -187,21 +218,15 @@ def _defaults(folder: Path, short: Path, steps: int, ranks: int, rollout: str) -
         "trainer.val_before_train=False",
         "trainer.logger=[console,file]",
         f"trainer.default_local_dir={folder}/checkpoints",
-        "ray_kwargs.ray_init.num_cpus=8",
-        f"{ray}num_gpus={ranks}",
-        f"{ray}_node_ip_address={_LOOPBACK}",
-        f"{ray}_temp_dir={short}",
-        f"{ray}include_dashboard=False",
-        f"{ray}object_store_memory=200000000",
     ]
 
 
-def make_inputs(folder: Path) -> None:
+def make_inputs(folder: Path, head_dim: int = 16) -> None:
     """A Qwen3 of two layers with random weights (seed 0), a tokenizer of characters, and 64 sums as verl's columns."""
     if (folder / "val.parquet").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    _make_model(folder / "model")
+    _make_model(folder / "model", head_dim)
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -221,7 +246,7 @@ def make_inputs(folder: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows[:8]), folder / "val.parquet")
 
 
-def _make_model(folder: Path) -> None:
+def _make_model(folder: Path, head_dim: int) -> None:
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -248,7 +273,7 @@ def _make_model(folder: Path) -> None:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=16,
+            head_dim=head_dim,
             max_position_embeddings=256,
             tie_word_embeddings=False,
             bos_token_id=2,

@@ -78,7 +78,7 @@ def test_tiny_updates_are_lost_by_plain_bf16_kept_on_average_by_chance_and_all_b
     u = w0 * torch.exp2(-12 + 2 * torch.rand(1024, generator=torch.Generator().manual_seed(2)))
     true = w0.double() + 200 * u.double()
     plain, rules = w0.clone(), {}
-    for kind in KINDS:
+    for kind in ("bf16_nearest", *KINDS):
         weight = nn.Parameter(w0.clone())
         rules[kind] = master_weights(kind, {"w": weight}, BF16), torch.optim.SGD([weight], lr=1.0), weight
     for update in range(200):
@@ -87,6 +87,7 @@ def test_tiny_updates_are_lost_by_plain_bf16_kept_on_average_by_chance_and_all_b
             weight.grad = -u
             rule.step(optimizer, update)
     assert torch.equal(plain, w0)
+    assert torch.equal(rules["bf16_nearest"][2], plain)
     rule, _, kahan = rules["bf16_kahan"]
     off = (kahan.detach().double() + rule.compensation["w"].double() - true).abs() / true
     assert float(off.max()) < 200 * 2.0**-17  # at most one rounding of c an update
@@ -355,7 +356,7 @@ def test_what_the_learner_would_not_see_is_refused_before_anything_is_rounded() 
         going.use("fp16")
     assert going.precision.active is BF16
     going.use("fp32")
-    with pytest.raises(MantissaError, match="masters='bf16': expected fp32, bf16_stochastic or bf16_kahan"):
+    with pytest.raises(MantissaError, match="masters='bf16': expected fp32, bf16_nearest, bf16_stochastic, bf16_kahan"):
         trainer("bf16")
     for learner in (BF16, FP32, DIAL["e8m8"]):
         check_masters("bf16_kahan", learner)

@@ -20,6 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore"))
             if importlib.util.find_spec("verl") is None:
                 item.add_marker(absent)
+            elif item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
+                item.add_marker(pytest.mark.skip(reason="needs verl and vLLM together: make test-verl-vllm"))
 
 
 @pytest.fixture(autouse=True)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import subprocess
 import sys
-import threading
-import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from verl_job import ACTOR, MODEL, REF, ROLLOUT, ROOT, Job, JobError, run_job
+from verl_job import ACTOR, MODEL, REF, ROLLOUT, ROOT, Job, run_job
 
 pytestmark = [pytest.mark.verl, pytest.mark.slow]
+VARIANT = pytest.mark.variants  # of a job that the suite has: make test-verl leaves it out, for want of time
 
 ORDERED = (
     "trainer.v1.sampler.custom_sampler.path=pkg://mantissa.verl.replay",
     "trainer.v1.sampler.custom_sampler.name=OrderedReplayBuffer",
 )
-_KILL = "MANTISSA_TEST_KILL"
 
 
 def mantissa_job(folder: Path, options: str, *overrides: str, **more: Any) -> Job:
@@ -36,16 +32,11 @@ def exact(name: str, *more: str) -> str:
     return "{" + ",".join((f"precision:{{train:{name},rollout:{name},kernels:exact}}", "length:32", *more)) + "}"
 
 
-def what_repeats(job: Job) -> dict[int, dict[str, Any]]:
-    """A job's metrics but for times, memory and throughput."""
-    timed = ("timing", "perf", "actor/perf", "actor/mfu")
-    return {step: {k: v for k, v in row.items() if not k.startswith(timed)} for step, row in job.metrics.items()}
-
-
+@VARIANT
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_rollout_old_and_update_have_equal_log_probs(tmp_path: Path, name: str) -> None:
     """Every one of thousands: what the rollout said, verl's ``old_log_prob``, and the update's own forward."""
-    sizes = ("data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=32", f"{ROLLOUT}.n=8")
+    sizes = ("data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=32", f"{ROLLOUT}.n=12")
     job = mantissa_job(tmp_path, exact(name), *sizes)
     compared = sum(row["actor/mantissa/logprobs_compared"] for row in job.metrics.values())
     different = [
@@ -53,14 +44,14 @@ def test_rollout_old_and_update_have_equal_log_probs(tmp_path: Path, name: str) 
     ]
     print(f"{name}: {different} of {compared:.0f} log-probs differ; {job.seconds:.0f} s")
     assert sorted(job.metrics) == [1, 2]
-    assert compared > 5000
+    assert compared >= 10_000
     assert different == [0.0] * 4
     assert all(row["training/rollout_probs_diff_max"] == 0.0 for row in job.metrics.values())
     assert all(row["actor/mantissa/skipped"] == 0 for row in job.metrics.values())
     assert job.metrics[1]["actor/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("shard", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("shard", ["fsdp2", pytest.param("ddp", marks=VARIANT)])
 def test_two_ranks_with_a_reference_and_an_entropy_bonus(tmp_path: Path, shard: str) -> None:
     """Each rank has a server of its own; the policy that is saved is one that ``mantissa sample`` loads."""
     job = mantissa_job(
@@ -100,65 +91,32 @@ def test_two_ranks_with_a_reference_and_an_entropy_bonus(tmp_path: Path, shard: 
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("victim", ["WorkerDict", "TaskRunner", "Server"])
-def test_a_killed_job_goes_on_with_the_metrics_of_an_undisturbed_one(
-    tmp_path: Path, undisturbed: Job, victim: str
-) -> None:
-    """SIGKILL of a learner's worker, of the trainer, of a rollout server, after the second step."""
-    with pytest.raises(JobError):
-        killed_job(tmp_path, victim)
-    resumed = what_repeats(mantissa_job(tmp_path, exact("fp16"), *ORDERED, steps=5))
-    expected = what_repeats(undisturbed)
-    assert set(resumed) <= set(expected)
-    assert max(resumed) == 5
-    for step, row in resumed.items():
-        assert row == expected[step], step
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Five steps in one go; and two of them once more, which gives the same."""
-    job = mantissa_job(tmp_path_factory.mktemp("undisturbed"), exact("fp16"), *ORDERED, steps=5)
-    assert sorted(job.metrics) == [1, 2, 3, 4, 5]
-    return job
-
-
-def killed_job(folder: Path, victim: str) -> None:
-    """A job of which one process is killed as soon as its second step is logged. Raises ``JobError``."""
-    tag = uuid.uuid4().hex
-    ended = threading.Event()
-
-    def kill() -> None:
-        while not ended.wait(0.2):
-            rows = [line for path in folder.glob("metrics-*.jsonl") for line in path.read_text().splitlines()]
-            if any(json.loads(row)["step"] >= 2 for row in rows if row.endswith("}")):
-                for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-                    if _is(pid, tag, victim):
-                        os.kill(pid, signal.SIGKILL)
-                        return
-
-    watcher = threading.Thread(target=kill)
-    watcher.start()
-    try:
-        mantissa_job(folder, exact("fp16"), *ORDERED, steps=5, environment={_KILL: tag}, seconds=300)
-    finally:
-        ended.set()
-        watcher.join()
-
-
-def _is(pid: int, tag: str, victim: str) -> bool:
-    try:
-        title = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
-        return f"{_KILL}={tag}".encode() in Path(f"/proc/{pid}/environ").read_bytes() and f"ray::{victim}" in title
-    except OSError:
-        return False
+@pytest.mark.variants
+def test_killed_jobs_go_on_with_the_metrics_of_an_undisturbed_one() -> None:
+    """A short run of ``make test-verl-kills``, on two nodes: a rollout server, a learner's worker, the trainer."""
+    script = [sys.executable, str(ROOT / "tests" / "verl_kills.py"), "--kills", "1", "--seed", "1"]
+    paths = os.pathsep.join(str(ROOT / each) for each in ("src", "tests/support", "benchmarks"))
+    done = subprocess.run(
+        [*script, "--victims", "server", "worker", "trainer"],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "0 of them unlike the undisturbed job's" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        (f"{MODEL}.lora_rank=8", "actor_rollout_ref.model.lora_rank: LoRA is not supported"),
-        (f"{ROLLOUT}.tensor_model_parallel_size=2", "tensor_model_parallel_size=2: a server is one process"),
+        pytest.param(f"{MODEL}.lora_rank=8", "actor_rollout_ref.model.lora_rank: LoRA is not supported", marks=VARIANT),
+        pytest.param(
+            f"{ROLLOUT}.tensor_model_parallel_size=2",
+            "tensor_model_parallel_size=2: a server is one process",
+            marks=VARIANT,
+        ),
         (f"+{ACTOR}.fsdp_config.mixed_precision.lenght=3", "unknown setting 'lenght'; did you mean 'length'?"),
     ],
 )
@@ -170,6 +128,7 @@ def test_what_is_not_supported_ends_the_job_before_a_step(tmp_path: Path, overri
     assert said in job.log
 
 
+@VARIANT
 def test_a_spike_costs_verl_no_batch(tmp_path: Path) -> None:
     """The loss scale begins where the first backward overflows: it is repeated lower, and the step is taken."""
     job = mantissa_job(

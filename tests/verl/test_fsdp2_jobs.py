@@ -27,7 +27,7 @@ def test_fp16_loses_no_batch_and_goes_on_at_its_scale_after_a_resume(tmp_path: P
     assert second.metrics[2]["actor/mantissa/lost_so_far"] == 0
 
 
-@pytest.mark.parametrize(("learner", "ranks"), [("fp16", 2), ("bf16", 1)])
+@pytest.mark.parametrize(("learner", "ranks"), [("fp16", 2), pytest.param("bf16", 1, marks=pytest.mark.variants)])
 def test_flowrl_trains_with_a_format_for_each_role(tmp_path: Path, learner: str, ranks: int) -> None:
     """As it was first asked for: fp16 throughout, growth after 400 steps; and bf16 that samples in fp16."""
     free = f"+{ACTOR}.fsdp_config.mixed_precision"
@@ -57,6 +57,7 @@ def test_flowrl_trains_with_a_format_for_each_role(tmp_path: Path, learner: str,
     assert job.metrics[2]["actor/flowrl/log_z_mean"] != job.metrics[1]["actor/flowrl/log_z_mean"]
 
 
+@pytest.mark.variants
 def test_a_mistake_ends_the_job_in_one_line(tmp_path: Path) -> None:
     job = run_job(tmp_path, OURS, f"+{ACTOR}.fsdp_config.mixed_precision.loss_scale=1024", fails=True)
     assert "fsdp_config.mixed_precision: unknown setting 'loss_scale'; did you mean 'loss_scaling'?" in job.log

@@ -12,6 +12,7 @@ from verl_job import REF, run_job
 pytestmark = [pytest.mark.verl, pytest.mark.slow]
 
 
+@pytest.mark.variants
 def test_verl_s_own_engine_trains_on_two_ranks_with_a_reference(tmp_path: Path) -> None:
     """``VERL_PLATFORM=cpu`` and the external library are all that is said; the frozen reference runs as well."""
     job = run_job(tmp_path, "actor_rollout_ref.actor.use_kl_loss=True", ranks=2)

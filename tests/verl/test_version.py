@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +41,27 @@ def test_no_verl_is_an_error_that_says_how_to_get_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib.metadata, "version", absent)
     with pytest.raises(MantissaError, match=r"pip install mantissa-rl\[verl\]"):
         check_version()
+
+
+@pytest.mark.parametrize(("module", "shown"), [("plugin", "MantissaError: mantissa.verl: "), ("platform", "")])
+def test_a_verl_whose_plugin_points_moved_is_one_error_that_is_seen(tmp_path: Path, module: str, shown: str) -> None:
+    """A made-up 0.9.7 without platforms and engines: as external library, and as verl loads its plugins, which swallows
+    what they raise."""
+    (tmp_path / "verl").mkdir()
+    load = "try:\n    import mantissa.verl.platform\nexcept Exception:\n    pass\n" if module == "platform" else ""
+    (tmp_path / "verl" / "__init__.py").write_text(load)
+    (tmp_path / "verl-0.9.7.dist-info").mkdir()
+    (tmp_path / "verl-0.9.7.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: verl\nVersion: 0.9.7\n")
+    program = "import verl" if module == "platform" else "import mantissa.verl.plugin"
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = done.stderr.splitlines()[-1]
+    assert "verl 0.9.7 is not as the plugin knows it (No module named 'verl." in said
+    assert said.endswith('it is tested with 0.9.0 and 0.9.1: install "verl==0.9.1", or another version of mantissa-rl')
+    assert shown in said

@@ -1,6 +1,6 @@
 """Advantages, policy losses, rollout correction, aggregation: pure functions of tensors."""
 
-from mantissa.algorithms.advantages import ADVANTAGES, AdvantageKind, advantage
+from mantissa.algorithms.advantages import ADVANTAGES, AdvantageKind, advantage, distillation, of_rewards
 from mantissa.algorithms.aggregation import (
     Accumulator,
     AggregationKind,
@@ -8,6 +8,7 @@ from mantissa.algorithms.aggregation import (
     merge,
     values,
 )
+from mantissa.algorithms.centering import centre
 from mantissa.algorithms.config import AlgorithmConfig, EntropyConfig, ReferenceConfig
 from mantissa.algorithms.correction import (
     CORRECTION_PRESETS,
@@ -16,6 +17,7 @@ from mantissa.algorithms.correction import (
     importance_weights,
     off_policy_mask,
 )
+from mantissa.algorithms.gae import CriticConfig, gae, value_loss
 from mantissa.algorithms.losses import (
     LOSSES,
     CISPOConfig,
@@ -47,6 +49,7 @@ __all__ = [
     "CISPOConfig",
     "ClipCovConfig",
     "CorrectionConfig",
+    "CriticConfig",
     "CustomLossConfig",
     "DAPOConfig",
     "DPPOConfig",
@@ -65,12 +68,17 @@ __all__ = [
     "SAPOConfig",
     "advantage",
     "aggregation_scale",
+    "centre",
     "correction",
+    "distillation",
+    "gae",
     "importance_weights",
     "kl_loss",
     "kl_reward",
     "merge",
+    "of_rewards",
     "off_policy_mask",
     "reference_drift",
+    "value_loss",
     "values",
 ]  # fmt: skip

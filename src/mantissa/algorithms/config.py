@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from mantissa.algorithms.advantages import AdvantageKind
+from mantissa.algorithms.advantages import AdvantageKind, TokenAdvantageKind
 from mantissa.algorithms.aggregation import AggregationKind
 from mantissa.algorithms.correction import CorrectionConfig
+from mantissa.algorithms.gae import CriticConfig
 from mantissa.algorithms.losses import LOSSES, LossConfig, PPOClipConfig
 from mantissa.algorithms.reference import KLConfig
 from mantissa.base.config import Config, Refusals
 
 
 class ReferenceConfig(Config):
-    """A frozen copy of the policy as RL begins, scored on every batch; ``precision.reference`` is its format."""
+    """A frozen copy of the policy as RL begins, scored on every batch; ``precision.reference`` is its format.
 
+    With ``path`` another model of the same vocabulary: the teacher of ``advantage: distillation``, or whom ``kl`` holds
+    the policy to.
+    """
+
+    path: str | None = Field(
+        None, min_length=1, description="A model to be it, as model.path names one; null: the policy."
+    )
     refresh_every: int | None = Field(
         None, ge=1, description="Optimiser steps after which it becomes the policy as it then is; null: never."
     )
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if self.path is not None and self.refresh_every is not None:
+            raise ValueError("refresh_every makes the policy its own reference, and path another model; leave one out")
+        return self
 
 
 class EntropyConfig(Config):
@@ -36,9 +50,10 @@ class EntropyConfig(Config):
 class AlgorithmConfig(Config):
     """What is maximised, and how the gap between rollout and learner is corrected."""
 
-    advantage: AdvantageKind = Field(
+    advantage: AdvantageKind | TokenAdvantageKind = Field(
         "dr_grpo",
-        description="grpo, dr_grpo, rloo, reinforce_pp or reinforce_pp_baseline; grpo where flowrl has none.",
+        description="grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline or gdpo; grpo where flowrl has none; "
+        "of each token: distillation (log-prob of algorithm.reference less the policy's), gae.",
     )
     loss: LossConfig = Field(
         PPOClipConfig(),
@@ -59,6 +74,7 @@ class AlgorithmConfig(Config):
     )
     kl: KLConfig | None = Field(None, description="A penalty on the distance from the reference; null: none.")
 
+    critic: CriticConfig | None = Field(None, description="The value model of advantage=gae; null: there is none.")
     entropy: EntropyConfig | None = Field(None, description="A bonus on the policy's entropy; null: none.")
 
     @field_validator("loss", mode="before")
@@ -105,9 +121,44 @@ class AlgorithmConfig(Config):
             "is; leave it out",
         )
         yield (
+            (self.advantage == "gae") != (self.critic is not None),
+            "algorithm.critic is the value model of advantage=gae: "
+            + ("set algorithm.critic={lr: 1.0e-5}" if self.critic is None else "leave it out, or set advantage=gae"),
+        )
+        yield (
+            self.advantage == "distillation" and self.reference is None,
+            "advantage=distillation needs a teacher; set algorithm.reference={path: FOLDER}",
+        )
+        if self.of_tokens:
+            yield (
+                not self.loss.by_token,
+                f"advantage={self.advantage} is of each token, and loss={self.loss.kind} takes those of responses; "
+                "use ppo_clip, dapo, reinforce, cispo, sapo, dppo or one of your own",
+            )
+            yield (
+                self.kl is not None and self.kl.where == "reward",
+                f"advantage={self.advantage} knows no reward of a response that kl.where=reward could lower; set "
+                "kl.where=loss",
+            )
+            yield (
+                self.correction.mask_negative_above is not None,
+                f"correction.mask_negative_above goes by a response's advantage, and advantage={self.advantage} is of "
+                "each token; leave it out",
+            )
+        yield (
+            self.advantage == "gdpo" and self.kl is not None and self.kl.where == "reward",
+            "advantage=gdpo with kl.where=reward: each reward is normalised by itself, and a penalty off their sum is "
+            "none of them; set kl.where=loss",
+        )
+        yield (
             self.kl is not None and self.reference is None,
             "algorithm.kl is the distance from a reference policy, and there is none; set algorithm.reference={}",
         )
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether each token has an advantage of its own."""
+        return self.advantage in get_args(TokenAdvantageKind)
 
     @property
     def every_completion(self) -> bool:

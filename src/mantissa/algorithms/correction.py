@@ -331,6 +331,11 @@ def _weights(
     }
 
 
+def ratio_weights(log_r: Tensor, config: CorrectionConfig) -> Tensor:
+    """The weight f(r) of each log-ratio (float64) by itself: truncated, masked, or 1, as ``config.mode`` says."""
+    return _weigh(_exp(log_r), config)[0]
+
+
 def _weigh(r: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Weight for each ratio, and where it was masked and where truncated."""
     nowhere = torch.zeros_like(r, dtype=torch.bool)

@@ -45,8 +45,9 @@ def serve(
 
     config = load_recipe(recipe, [*(overrides or []), "rollout.engine=vllm"])
     device = choose_device(config.device)
-    precision = resolve(config.precision, device, reference=config.algorithm.reference is not None)
     policy, _ = load_policy(config.model, build_task(config.task, config.seed), config.seed)
+    asked = config.precision.of_layers(policy.config.num_hidden_layers)
+    precision = resolve(asked, device, reference=config.algorithm.reference is not None)
 
     def ready(url: str) -> None:
         typer.echo(f"ready: mantissa train {recipe} ... rollout.engine=vllm rollout.vllm.server={url}")

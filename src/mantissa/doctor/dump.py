@@ -39,7 +39,8 @@ class Scored:
 class Settings:
     """How the log-probs came to be, as far as the file says; None is "it does not say".
 
-    ``temperature``, ``top_k`` (0 is off), ``top_p``: of the sampling. ``logprobs_mode``: vLLM's word,
+    ``temperature``, ``top_k`` (0 is off), ``top_p``: of the sampling; ``renormalised``: the learner's log-probs are of
+    the tokens that those kept as well. ``logprobs_mode``: vLLM's word,
     ``raw_logprobs`` or ``processed_logprobs``. ``rollout_format``, ``learner_format``: names of number formats.
     """
 
@@ -49,6 +50,7 @@ class Settings:
     logprobs_mode: str | None = None
     rollout_format: str | None = None
     learner_format: str | None = None
+    renormalised: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@
         ...
 
 Due are the first batches (of a run, and of a resumed one), those after ``after_sync``, and those of every ``every``-th
-step. One batch is often too few to tell, so a due gate gathers them until it has ``sequences``. It never raises: what
-it cannot read is said, and the training goes on.
+step. One batch is often too few to tell, so a due gate gathers them until it has ``sequences`` (and, for 64 of those,
+twelve prompts). Where all of them were sampled by weights older than those of the last healthy verdict, that one's
+sequences stand beside them: a gap that age makes is seen by comparison. It never raises: what it cannot read is said,
+and the training goes on.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from mantissa.doctor.diagnosis import Diagnosis, Verdict
 from mantissa.doctor.dump import Dump, Scored, Settings
 
 Table = Any  # B rows of R numbers: a tensor, an array or lists
+Versions = int | Sequence[int | None] | None
+_PROMPTS = 3 / 16  # of ``sequences``: 12 of 64; with 8, no p is small enough, for whole prompts are what is independent
+_HABITS = ("half_logits", "coarse_logprobs")  # of rounding: within the usual size they are said and stop nothing
 _UNREADABLE = (MantissaError, ValueError, TypeError, IndexError, RuntimeError, AttributeError)
 
 
@@ -35,7 +40,8 @@ class Gate:
     """``every``: steps between two diagnoses. ``on_fault``: ``warn`` says it, ``stop`` also sets ``stop``.
 
     ``sequences``: how many are gathered for one diagnosis. ``say``: gets each line (a warning unless given).
-    ``last``: the newest diagnosis. A gap that is too large and has no name ("not known") counts as a fault.
+    ``last``: the newest diagnosis. A gap that is too large and has no name ("not known") counts as a fault;
+    a habit of rounding (logits in a half) within the usual size of the formats is said, and stops nothing.
     """
 
     def __init__(
@@ -51,6 +57,8 @@ class Gate:
         self.stop, self.last = False, None  # type: bool, Diagnosis | None
         self._due, self._at, self._said = True, -1, False
         self._kept: list[Scored] = []
+        self._healthy: list[Scored] = []  # of the last healthy verdict
+        self._dump: Dump | None = None  # what ``last`` is about
 
     def after_sync(self) -> None:
         """Weights were sent, or a run was resumed: look at the next batches."""
@@ -63,18 +71,19 @@ class Gate:
     def check(
         self, step: int, prompts: Sequence[Sequence[int]], responses: Table, mask: Table, rollout: Table,
         learner: Table, *, temperature: float | None = None, rollout_format: str | None = None,
-        learner_format: str | None = None, rollout_version: int | None = None,
+        learner_format: str | None = None, rollout_version: Versions = None, learner_version: int | None = None,
     ) -> Diagnosis | None:  # fmt: skip
         """Look at one batch: B prompts' token ids, and B,R tables of response ids, mask (1 where the policy sampled),
         both sides' log-probs in nats. None where the gate is not due, or has gathered too few.
 
         Rows of one prompt are a group; without prompts (empty lists) there is none. ``rollout_version``: of the weights
-        that sampled, where it is known.
+        that sampled, one number or one a row; ``learner_version``: of those that scored; where they are known.
         """
         if not self.due(step):
             return None
         try:
-            self._kept += _rows(prompts, responses, mask, rollout, learner, rollout_version, step)
+            versions = rollout_version, learner_version
+            self._kept += _rows(prompts, responses, mask, rollout, learner, versions, step)
         except _UNREADABLE as error:
             self._due, self._at = False, step
             if not self._said:
@@ -82,7 +91,8 @@ class Gate:
                 self.say(f"mantissa doctor: this batch cannot be read ({error}); the training goes on")
             return None
         self._due = True  # until there are enough
-        if len(self._kept) < self.sequences:
+        groups = {each.group for each in self._kept}
+        if len(self._kept) < self.sequences or (None not in groups and len(groups) < _PROMPTS * self.sequences):
             return None
         settings = Settings(temperature, rollout_format=rollout_format, learner_format=learner_format)
         kept, self._kept, self._due, self._at = self._kept, [], False, step
@@ -91,22 +101,59 @@ class Gate:
     def _answer(self, step: int, kept: list[Scored], settings: Settings) -> Diagnosis | None:
         from mantissa.doctor.examine import examine, remedies_for
 
+        dump = Dump(self.framework, Path(f"step {step}"), [*self._fresher(kept), *kept], settings)
         try:
-            found = examine(Dump(self.framework, Path("live"), kept, settings))
+            found = examine(dump)
         except _UNREADABLE as error:
             self.say(f"mantissa doctor: step {step}: no verdict ({error}); the training goes on")
             return None
-        self.last = found
+        self.last, self._dump = found, dump
+        if found.verdict is not Verdict.UNKNOWN and not self.wrong(found):
+            self._healthy = kept
         if found.verdict in (Verdict.FAULT, Verdict.LARGE):
-            advice = "; ".join(do for do, _ in remedies_for(found)[:2])
-            self.stop = self.stop or self.on_fault == "stop"
+            known = [(do, f" ({', '.join(keys)})" if keys else "") for do, keys in remedies_for(found)[:2]]
+            advice = "; ".join(do + keys for do, keys in known)
+            self.stop = self.stop or (self.on_fault == "stop" and self.wrong(found))
             self.say(f"mantissa doctor: step {step}: {found.headline}. What helps: {advice}")
         return found
+
+    def wrong(self, found: Diagnosis) -> bool:
+        """Whether a diagnosis of this gate's is one to stop for: a fault, or a gap that is too large; not a habit of
+        rounding whose gap is within the usual size of its formats."""
+        from mantissa.doctor.facts import usual
+
+        if found.verdict is not Verdict.FAULT:
+            return found.verdict is Verdict.LARGE
+        names = {each.name for each in (found.fault, found.second) if each is not None}
+        bound = usual(self._dump.settings if self._dump is not None else Settings()).bound
+        return not (names <= set(_HABITS) and found.figures["u_rms"] <= bound)
+
+    def _fresher(self, kept: Sequence[Scored]) -> list[Scored]:
+        """The last healthy sequences, where every one of ``kept`` is of weights older than theirs."""
+        ages, others = ({_age(each) for each in rows} for rows in (kept, self._healthy))
+        known = [{age for age in found if age is not None} for found in (ages, others)]
+        if None in ages | others or not all(known) or min(known[0]) <= max(known[1]):
+            return []
+        return self._healthy[: len(kept)]
+
+    def write_page(self, folder: Path) -> Path:
+        """The page of the newest diagnosis (``last``), and its row: ``doctor.html``, ``doctor.json`` in ``folder``."""
+        from mantissa.doctor.page import write_page
+
+        if self.last is None or self._dump is None:
+            raise MantissaError("the gate has no diagnosis yet: check() gives None until it has gathered enough")
+        return write_page(self._dump, self.last, folder)
+
+
+def _age(each: Scored) -> int | None:
+    """Updates between the weights that sampled and those that scored."""
+    known = each.rollout_version is not None and each.learner_version is not None
+    return each.learner_version - each.rollout_version if known else None  # type: ignore[operator]
 
 
 def _rows(
     prompts: Sequence[Sequence[int]], responses: Table, mask: Table, rollout: Table, learner: Table,
-    version: int | None, step: int,
+    versions: tuple[Versions, int | None], step: int,
 ) -> list[Scored]:  # fmt: skip
     ids, real, x, y = (_array(each) for each in (responses, mask, rollout, learner))
     if not ids.shape == real.shape == x.shape == y.shape or ids.ndim != 2 or len(prompts) != len(ids):
@@ -116,14 +163,17 @@ def _rows(
         )
     numbers = {key: place for place, key in enumerate(dict.fromkeys(tuple(map(int, p)) for p in prompts))}
     found = []
-    for prompt, tokens, row, a, b in zip(prompts, ids, real.astype(bool), x, y, strict=True):
+    sampled = versions[0] if isinstance(versions[0], Sequence) else [versions[0]] * len(ids)
+    for prompt, tokens, row, a, b, version in zip(prompts, ids, real.astype(bool), x, y, sampled, strict=True):
         length = int(np.flatnonzero(row).max(initial=-1)) + 1
         if length:
             whole = np.array([*prompt, *tokens[:length]], dtype=np.int64)
             sides = [np.where(np.isfinite(side[:length]), side[:length], np.nan) for side in (a, b)]
             place = numbers[tuple(map(int, prompt))]
             group = step * 1_000_000 + place if len(prompt) else None  # another step has other weights
-            found.append(Scored(whole, len(prompt), sides[0], sides[1], row[:length], version, group=group))
+            found.append(
+                Scored(whole, len(prompt), sides[0], sides[1], row[:length], version, versions[1], group=group)
+            )
     return found
 
 

@@ -475,6 +475,7 @@ def checked(path: Path, settings: Settings) -> Settings:
         "temperature": number(settings.temperature or 0.0, 0.0),
         "top_p": number(settings.top_p or 0.0, 0.0, 1.0),
         "top_k": number(settings.top_k or 0, -1, 2**31, whole=True),
+        "renormalised": isinstance(settings.renormalised, bool),
         **{name: getattr(settings, name) is None or isinstance(getattr(settings, name), str)
            for name in ("logprobs_mode", "rollout_format", "learner_format")},
     }  # fmt: skip

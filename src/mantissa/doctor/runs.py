@@ -62,7 +62,12 @@ def _settings(run: RunDirectory, rollout: Any) -> Settings:
         if isinstance(row, dict) and row.get("role") in ("learner", "rollout"):
             formats[f"{row['role']}_format"] = str(row.get("active"))
     return Settings(
-        temperature=rollout.get("temperature"), top_k=0, top_p=1.0, logprobs_mode="processed_logprobs", **formats
+        temperature=rollout.get("temperature"),
+        top_k=rollout.get("top_k", 0),
+        top_p=rollout.get("top_p", 1.0),
+        renormalised=True,
+        logprobs_mode="processed_logprobs",
+        **formats,
     )
 
 

@@ -129,8 +129,9 @@ def declared(scores: Scores, settings: Settings) -> tuple[Side, Side]:
     if settings.logprobs_mode == "raw_logprobs":
         rollout = replace(rollout, temperature=1.0)
     elif settings.logprobs_mode == "processed_logprobs":
-        cut = {"top_k": settings.top_k or 0, "top_p": settings.top_p or 1.0}
+        cut: dict[str, Any] = {"top_k": settings.top_k or 0, "top_p": settings.top_p or 1.0}
         rollout = replace(rollout, **({"kept": True} if any(k is not None for k in scores.kept) else cut))
+        learner = replace(learner, **cut) if settings.renormalised else learner
     return learner, rollout
 
 

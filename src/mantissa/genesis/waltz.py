@@ -192,8 +192,9 @@ class Game:
         """``samples`` dialogues on each problem; ``temperature``: None is each policy's own."""
         config, other, engine = self.config.rollout, self.other.rollout, self.talker.engine
         heat = [each.temperature if temperature is None else temperature for each in (config, other)]
-        talks = self.talker.params(config.max_tokens, heat[0], config.stop)
-        hears = self.critic.params(other.max_tokens, heat[1], other.stop)
+        tops = [each.algorithm.loss.most_probable for each in (self.config, self.other)]
+        talks = replace(self.talker.params_of(config), temperature=heat[0], most_probable=tops[0])
+        hears = replace(self.critic.params_of(other), temperature=heat[1], most_probable=tops[1])
         with self._timed("rollout"):
             first = self.talker.sample(problems, samples, talks, engine.version, *seed, "answer", 0)
         played = [Dialogue(sample.problem, number, sample.problem) for number, sample in enumerate(first)]

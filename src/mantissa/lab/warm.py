@@ -21,9 +21,9 @@ def main(recipe: str, folder: str) -> None:
     """Make it and write it to ``folder``; each evaluation is a line on stdout."""
     config = load_recipe(recipe)
     assert config.warm_start is not None
-    parts, rollout = assemble(config), config.rollout
+    parts = assemble(config)
     try:
-        params = parts.sampler.params(rollout.max_tokens, rollout.temperature, rollout.stop)
+        params = parts.sampler.params_of(config.rollout)
         warm_start(parts, config.warm_start, params, lambda row: print(row, flush=True))
     finally:
         parts.close()

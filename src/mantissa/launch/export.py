@@ -28,6 +28,7 @@ from mantissa.model.hub import hub_name, is_gguf
 from mantissa.precision.schemes import SCHEMES
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.config.sections import LossScalingConfig
+from mantissa.rollout.support import ignored
 
 ENTRY = "verl.trainer.main_ppo"
 PACKAGE = Path(mantissa.__file__).parent
@@ -209,6 +210,7 @@ def _bound(value: float | None, none: float = NO_BOUND) -> float:
 
 
 _JINJA = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False)
+_JINJA.globals |= {"ignored": ignored}
 _JINJA.filters |= {"bound": _bound, "hub_name": hub_name, "is_gguf": is_gguf}
 
 

@@ -7,8 +7,9 @@
 verl imports the module in each of its processes; in the one that trains, it looks at what verl hands to its own
 comparison of both sides (``calculate_debug_metrics``, called where ``actor_rollout_ref.rollout.calculate_log_probs`` is
 on, and not in bypass mode). Nothing else is changed. What verl's newer trainer (``ppo.v1``) compares comes without
-prompts and temperature, so neither is known. The gate adds ``mantissa/gate_fault`` (0 or 1) to verl's metrics at the
-steps that it diagnoses; verl syncs the weights after each step, so the first batches are looked at in any case.
+prompts and temperature, so neither is known; the plugin's gate (``+trainer.gate=stop``) knows both. The gate here adds
+``mantissa/gate_fault`` (0 or 1) to verl's metrics at the steps that it diagnoses; verl syncs the weights after each
+step, so the first batches are looked at in any case.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.base.errors import MantissaError
-from mantissa.doctor.diagnosis import Verdict
 from mantissa.doctor.gate import Gate
 from mantissa.doctor.record import ScoredBatch, write_batch
 
@@ -61,11 +61,7 @@ def gate(asked: str) -> Gate:
         diagnosis = made.check(step[0], found.prompts, *tables, temperature=found.settings["temperature"])
         if made.stop:
             raise MantissaError(f"{lines[-1]}; {GATE}=warn goes on in spite of it")
-        return (
-            {}
-            if diagnosis is None
-            else {"mantissa/gate_fault": float(diagnosis.verdict in (Verdict.FAULT, Verdict.LARGE))}
-        )
+        return {} if diagnosis is None else {"mantissa/gate_fault": float(made.wrong(diagnosis))}
 
     _watch(look)
     return made

@@ -344,6 +344,17 @@ REFERENCE_METRICS: tuple[Metric, ...] = (
 OBJECTIVE_METRICS: tuple[Metric, ...] = (
     Metric("policy/selected_fraction", "share of tokens that clip_cov leaves out, or kl_cov holds", "fraction"),
     Metric("policy/entropy_bonus", "coefficient x sum over tokens of scale x entropy, taken off the loss", "1"),
+    Metric("critic/value", "mean_t of the value model's V before the update", "reward"),
+    Metric("critic/target", "mean_t of what it is to learn, A + V", "reward"),
+    Metric("critic/explained", "1 - mean_t (target - V)^2 / variance of target", "fraction"),
+    Metric("critic/loss", "sum over tokens of scale x 1/2 max((v - target)^2, (clip(v) - target)^2)", "1"),
+    Metric("critic/clip_fraction", "share of tokens whose value's clip held its loss", "fraction"),
+    Metric(
+        "policy/centering",
+        "mean_t sum_v |c_v|, c the coefficients of what score centering takes off",
+        "1",
+        source="arXiv 2609.20807",
+    ),
     Metric(
         "correction/off_policy_masked_fraction",
         "share of sequences whose weight mask_negative_above made 0: A < 0 "

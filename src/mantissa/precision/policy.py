@@ -55,6 +55,8 @@ class Fp8Policy(Section):
         description="Layers kept in the base format, by parts of their names between dots (down_proj, layers.0, "
         "layers.3.mlp).",
     )
+    first: int = Field(0, ge=0, description="Decoder layers from the input on that are kept in the base format.")
+    last: int = Field(0, ge=0, description="The same from the output back.")
 
     @property
     def backward_format(self) -> NumberFormat | None:
@@ -75,6 +77,11 @@ class Fp8Policy(Section):
 
         Only projections inside the decoder's layers have; the empty name, the embedding and the head never.
         """
+        if self.first or self.last:
+            raise MantissaError(
+                f"{self.called}: first={self.first} and last={self.last} are of a model whose number of layers is not "
+                "known here; give exclude=[layers.0, ...]"
+            )
         parts = layer.split(".")
         return "layers" in parts and not any(_within(pattern.split("."), parts) for pattern in self.exclude)
 
@@ -106,10 +113,12 @@ class QuantizedConfig(Section):
     exclude: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="Layers kept in the base format, by parts of their names between dots (down_proj, layers.0)."
     )
+    first: int = Field(0, ge=0, description="Decoder layers from the input on that are kept in the base format.")
+    last: int = Field(0, ge=0, description="The same from the output back.")
 
     def of(self, scheme: str) -> Quantized:
         """These settings for one role."""
-        return Quantized(scheme=scheme, base=self.base, exclude=self.exclude)
+        return Quantized(scheme=scheme, base=self.base, exclude=self.exclude, first=self.first, last=self.last)
 
 
 class Quantized(Fp8Policy):
@@ -294,6 +303,25 @@ class PrecisionPolicy(Section):
         if requested in SCHEMES and self.quantized is not None:
             return format_named(self.quantized.base)
         return role_format(requested)
+
+    def of_layers(self, count: int) -> PrecisionPolicy:
+        """The same for a model of ``count`` decoder layers: ``first`` and ``last`` as names that are excluded.
+
+        Raises ``MantissaError`` where they leave no layer.
+        """
+        changed: dict[str, Any] = {}
+        for name, section in (("fp8", self.fp8), ("quantized", self.quantized)):
+            if section is None or not (section.first or section.last):
+                continue
+            if section.first + section.last >= count:
+                raise MantissaError(
+                    f"{section.called}: first={section.first} and last={section.last} leave none of the model's "
+                    f"{count} layers; lower them"
+                )
+            kept = [*range(section.first), *range(count - section.last, count)]
+            names = tuple(f"layers.{index}" for index in kept)
+            changed[name] = section.model_copy(update={"exclude": (*section.exclude, *names), "first": 0, "last": 0})
+        return self.model_copy(update=changed) if changed else self
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> PrecisionPolicy:

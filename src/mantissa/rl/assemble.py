@@ -22,7 +22,16 @@ from mantissa.kernels import (
     reference_kernels,
     rollout_kernels,
 )
-from mantissa.model import Decoder, ModelConfig, Tokenizer, attach, byte_tokenizer, character_tokenizer
+from mantissa.model import (
+    Decoder,
+    ModelConfig,
+    Tokenizer,
+    attach,
+    base_digest,
+    byte_tokenizer,
+    character_tokenizer,
+    policy_weights,
+)
 from mantissa.precision import ResolvedPrecision, cpu, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.collect.sampler import Sampler
@@ -84,9 +93,15 @@ def assemble(
     device, vllm = choose_device(config.device), config.rollout.engine == "vllm"
     _check_bill(config)
     be_deterministic(device)
+<<<<<<< HEAD
     precision = _precision(config, device, ranks, own)
+=======
+>>>>>>> main
     given, task = task is not None, task or build_task(config.task, config.seed)
     model, tokenizer = load_policy(config.model, task, config.seed)
+    own = config.precision.of_layers(model.config.num_hidden_layers)
+    config = config.model_copy(update={"precision": own})
+    precision = _precision(config, device, ranks, own_bf16)
     _check_shape(config, model)
     model = place(model, device, ranks)
     longest = model.config.max_position_embeddings  # of a dialogue, which grows as it is played
@@ -109,15 +124,19 @@ def assemble(
         evidence["rollout"] = sampler.engine.evidence
     reference = None
     if section is not None:
+        teacher = None if section.path is None else _teacher(section.path, model, tokenizer, longest)
         reference = ReferencePolicy(
-            model.config,
+            (teacher or model).config,
             reference_kernels(precision, plan),
             temperature=config.rollout.temperature,
             micro_batch_tokens=config.optimizer.micro_batch_tokens,
             refresh_every=section.refresh_every,
+            teacher=None if teacher is None else base_digest(teacher),
             device=device,
             ranks=ranks,
         )
+        if teacher is not None:
+            reference.take(policy_weights(teacher), 0)
     return Parts(
         device=device,
         precision=precision,
@@ -136,7 +155,28 @@ def assemble(
     )
 
 
+<<<<<<< HEAD
 def _precision(config: RunConfig, device: torch.device, ranks: Ranks, own: frozenset[str] | None) -> ResolvedPrecision:
+=======
+def _teacher(path: str, model: Decoder, tokenizer: Tokenizer, longest: int) -> Decoder:
+    """The model that ``algorithm.reference.path`` names; of the policy's vocabulary, or an error."""
+    teacher, its = open_policy(policy_folder(path), None, 0)
+    where, rows, own = f"algorithm.reference.path={path}", teacher.config.vocab_size, model.config.vocab_size
+    if rows != own or its.backend.get_vocab() != tokenizer.backend.get_vocab():
+        raise MantissaError(
+            f"{where}: its vocabulary ({rows} rows) is not the policy's ({own}), so its log-probs are of other tokens; "
+            "use a model of the same tokenizer"
+        )
+    if longest > (positions := teacher.config.max_position_embeddings):
+        raise MantissaError(
+            f"{where}: it has {positions} positions, and this run's sequences may have {longest} tokens; lower "
+            "rollout.max_tokens, or use another"
+        )
+    return teacher
+
+
+def _precision(config: RunConfig, device: torch.device, ranks: Ranks, own_bf16: bool | None) -> ResolvedPrecision:
+>>>>>>> main
     """What each role uses here, the rollout's as the engine has it that samples; the same on all ranks."""
     rollout = config.rollout
     if own is None and device.type == "cpu":
@@ -175,6 +215,7 @@ def _check_shape(config: RunConfig, model: Decoder) -> None:
 
 def new_learner(config: RunConfig, model: Decoder, kernels: Kernels, scaler: LossScaler, ranks: Ranks) -> Learner:
     """The learner of these masters."""
+    scaling = config.loss_scaling or LossScalingConfig()
     return Learner(
         model,
         kernels,
@@ -186,6 +227,7 @@ def new_learner(config: RunConfig, model: Decoder, kernels: Kernels, scaler: Los
         seed=config.seed,
         steps=config.steps,
         ranks=ranks,
+        critic_scaler=None if config.algorithm.critic is None else scaling.scaler(kernels.format),
         replay=config.rollout.replay_routing,
     )
 

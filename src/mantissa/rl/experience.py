@@ -11,13 +11,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from mantissa.algorithms import Accumulator
 from mantissa.base.ranks import ALONE, Ranks
+from mantissa.rollout.most_probable import MostProbable
+from mantissa.rollout.support import Support
 from mantissa.rollout.types import Completion
 
 Tallies = Mapping[str, Accumulator]
@@ -29,6 +31,8 @@ class Sequences:
 
     ``tokens_BT``: int64, right-padded with 0. ``prompt_length_B``, ``length_B``: int64, prompt tokens and all tokens.
     ``mask_BR``: bool, True at response tokens. The log-prob of response token j is read at position
+    ``prompt_length + j - 1``, the one that predicts it. ``support``: of each sequence, what its response tokens were
+    chosen from; whoever scores the sequences renormalises over it. None: from the whole vocabulary.
     ``prompt_length + j - 1``, the one that predicts it.
 
     ``experts_BTLK``, ``expert_weights_BTLK``: of a policy with mixtures of experts, those that the rollout's positions
@@ -39,6 +43,7 @@ class Sequences:
     prompt_length_B: Tensor
     length_B: Tensor
     mask_BR: Tensor
+    support: tuple[Support, ...] | None = None
     experts_BTLK: Tensor | None = field(default=None, kw_only=True)
     expert_weights_BTLK: Tensor | None = field(default=None, kw_only=True)
 
@@ -53,7 +58,9 @@ class Sequences:
         mask_BR = torch.arange(int(response_length_B.max())) < response_length_B.unsqueeze(1)
         prompt_length_B = torch.tensor([len(prompt) for prompt in prompts])
         length_B = prompt_length_B + response_length_B
-        return Sequences(*(t.to(device) for t in (tokens, prompt_length_B, length_B, mask_BR)))
+        known = tokens, prompt_length_B, length_B, mask_BR
+        tokens_BT, prompt_B, length_B, mask_BR = (each.to(device) for each in known)
+        return Sequences(tokens_BT, prompt_B, length_B, mask_BR)
 
     def __len__(self) -> int:
         return self.tokens_BT.shape[0]
@@ -67,7 +74,11 @@ class Sequences:
         """These rows of every field, with padding trimmed to the longest of them."""
         widths = {"BT": int(self.length_B[rows].max()), "BR": int(self.mask_BR[rows].sum(1).max())}
         widths["BTLK"] = widths["BT"]
-        chosen = {}
+        chosen: dict[str, Any] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, tuple):  # one of each sequence
+                chosen[each.name] = tuple(value[row] for row in rows.tolist())
         for each in fields(self):
             value, layout = getattr(self, each.name), each.name.rpartition("_")[2]  # a name ends in its dimensions
             if isinstance(value, Tensor):
@@ -111,30 +122,40 @@ class Sequences:
         return parts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Experience(Sequences):
     """Sequences with what is known of each completion; floats are fp32.
 
-    Of the sampler: ``rollout_logp_BR``, from the engine; ``reward_B``; ``group_B`` (int64), its prompt's number in the
+    Of the sampler: ``rollout_logp_BR``, from the engine; ``reward_B``; ``terms_BK`` and ``term_weights_BK``, its K
+    summands and their weights, None where it is one number; ``group_B`` (int64), its prompt's number in the
     batch; ``version_B`` (int64), the weights that sampled it; ``key_B`` (int64), of the uniforms that drew it, None
-    where another engine did.
+    where another engine did; ``most_probable``, the sampler's most probable tokens, of a loss that needs them.
 
     Of scoring: ``old_logp_BR`` and ``entropy_BR``, the learner's before the update (with exact kernels a step that is
-    not checked has the rollout's log-probs there, and no entropy); ``ref_logp_BR``, the reference's, None without one.
+    not checked has the rollout's log-probs there, and no entropy); ``ref_logp_BR``, the reference's, None without one;
+    ``value_BR``, the value model's, None without one (and of its update ``scale_BR``, each token's weight in the loss).
 
-    Of weighing: ``advantage_B``; ``weight_BR`` and ``valid_BR`` (bool), the correction's; ``tallies``, what it counted.
-    ``chosen_BR`` (bool): the tokens that a loss which selects some has chosen of each optimiser step.
+    Of weighing: ``advantage_B``, and ``advantage_BR`` where each token has its own (then ``advantage_B`` is their
+    mean); ``weight_BR`` and ``valid_BR`` (bool), the correction's; ``tallies``, what it counted. ``chosen_BR`` (bool):
+    the tokens that a loss which selects some has chosen of each optimiser step.
     """
 
     rollout_logp_BR: Tensor
     reward_B: Tensor
     group_B: Tensor
     version_B: Tensor
+    most_probable: tuple[MostProbable, ...] | None = None
+    terms_BK: Tensor | None = None
+    term_weights_BK: Tensor | None = None
     key_B: Tensor | None = None
     old_logp_BR: Tensor | None = None
     entropy_BR: Tensor | None = None
     ref_logp_BR: Tensor | None = None
+    value_BR: Tensor | None = None
+    target_BR: Tensor | None = None
+    scale_BR: Tensor | None = None
     advantage_B: Tensor | None = None
+    advantage_BR: Tensor | None = None
     weight_BR: Tensor | None = None
     valid_BR: Tensor | None = None
     chosen_BR: Tensor | None = None
@@ -147,22 +168,32 @@ class Experience(Sequences):
         groups: Sequence[int],
         rewards: Sequence[float],
         device: torch.device,
+        terms: Sequence[Sequence[tuple[float, float]]] = (),
     ) -> Experience:
-        """Pad and stack completions, each with its prompt, its group's number and its reward."""
+        """Pad and stack completions, each with its prompt, its group's number, its reward, and that one's terms."""
         sequences = Sequences.build(prompts, [c.tokens for c in completions], device)
         logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32)
         for row, completion in zip(logp_BR, completions, strict=True):
             row[: len(completion.tokens)] = completion.logp_T
         keys = [completion.key for completion in completions if completion.key is not None]
         width = sequences.tokens_BT.shape[1]
-        experts = _padded([completion.experts_SLK for completion in completions], width, device)
-        weights = _padded([completion.expert_weights_SLK for completion in completions], width, device)
-        of_sequences = {each.name: getattr(sequences, each.name) for each in fields(sequences)}
-        of_sequences |= {"experts_BTLK": experts, "expert_weights_BTLK": weights}
+        known: dict[str, Any] = {each.name: getattr(sequences, each.name) for each in fields(sequences)}
+        for name, told in (
+            ("experts_BTLK", [completion.experts_SLK for completion in completions]),
+            ("expert_weights_BTLK", [completion.expert_weights_SLK for completion in completions]),
+        ):
+            known[name] = _padded(told, width, device)
+        supports = [completion.support for completion in completions if completion.support is not None]
+        known["support"] = tuple(supports) if len(supports) == len(completions) else None
+        tops = [completion.most_probable for completion in completions if completion.most_probable is not None]
+        summands = torch.tensor([list(each) for each in terms], dtype=torch.float32, device=device)
         return Experience(
-            **of_sequences,
+            **known,
+            most_probable=tuple(tops) if len(tops) == len(completions) else None,
             rollout_logp_BR=logp_BR.to(device),
             reward_B=torch.tensor(rewards, dtype=torch.float32, device=device),
+            terms_BK=summands[..., 0] if summands.numel() else None,
+            term_weights_BK=summands[..., 1] if summands.numel() else None,
             group_B=torch.tensor(groups, device=device),
             version_B=torch.tensor([completion.policy_version for completion in completions], device=device),
             key_B=torch.tensor(keys, device=device) if len(keys) == len(completions) else None,
@@ -179,11 +210,12 @@ class Experience(Sequences):
 
     @property
     def weighed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``advantage_B``, ``weight_BR`` and ``valid_BR`` of a batch that has been weighed."""
+        """``advantage_B`` (or ``_BR``), ``weight_BR`` and ``valid_BR`` of a batch that has been weighed."""
         assert self.advantage_B is not None, "weigh the experience first"
         assert self.weight_BR is not None
         assert self.valid_BR is not None
-        return self.advantage_B, self.weight_BR, self.valid_BR
+        advantage = self.advantage_B if self.advantage_BR is None else self.advantage_BR
+        return advantage, self.weight_BR, self.valid_BR
 
 
 def _padded(routes: Sequence[Tensor | None], width: int, device: torch.device) -> Tensor | None:

@@ -22,7 +22,7 @@ Legend: B completions of a batch or micro-batch, R response tokens right-padded,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from mantissa.algorithms import (
     Accumulator,
     AlgorithmConfig,
     aggregation_scale,
+    centre,
     merge,
 )
 from mantissa.base.ranks import ALONE, Ranks
@@ -41,10 +42,12 @@ from mantissa.kernels import Kernels, NativeKernels
 from mantissa.model import Decoder, Replay, policy_weights, trained_parameters
 from mantissa.precision import FP32
 from mantissa.rl.config.sections import OptimizerConfig
+from mantissa.rl.critic import Critic
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.flow import Flow
 from mantissa.rl.objective import micro_loss
-from mantissa.rl.score import Forward, forward, scatter, score
+from mantissa.rl.score import Forward, OfLogits, OnTokenLogits, forward, scatter, score
+from mantissa.rollout.most_probable import MostProbable
 from mantissa.training import (
     Backward,
     Checkpoint,
@@ -63,15 +66,15 @@ from mantissa.training import (
 
 @dataclass(frozen=True)
 class Update:
-    """What one batch did: the outcome of each optimiser step, and tallies of weighing and loss."""
+    """What one batch did: the outcome of each optimiser step, tallies of weighing and loss, and metrics of what trains
+    beside the policy."""
 
     outcomes: tuple[StepOutcome, ...]
     tallies: Mapping[str, Accumulator]
     trained_tokens: int
+    beside: Mapping[str, float] = field(default_factory=dict)
 
 
-# Row and column (N) of each response token that was scored, and its logits (N,V).
-OnTokenLogits = Callable[[Tensor, Tensor, Tensor], None]
 # A step, its batch, and the log-probs (B,R) that its first optimiser step's own forward gave: the batch's old ones
 # where it computed none. Before the weights change, on every rank.
 Verify = Callable[[int, Experience, Tensor], None]
@@ -97,16 +100,17 @@ class Learner:
         steps: int,
         ranks: Ranks = ALONE,
         replay: Replay | None = None,
+        critic_scaler: LossScaler | None = None,
     ) -> None:
         self.model, self.kernels, self.ranks = model, kernels, ranks
         self.algorithm, self.config = algorithm, config
-        self.temperature, self.seed, self.replay = temperature, seed, replay
+        self.temperature, self.seed, self.steps, self.replay = temperature, seed, steps, replay
         self.router_flips: float | None = None  # of the batch last scored: see the metric gap/router_flips
         algorithm.loss.prepare()
         norm = algorithm.aggregation == "seq_mean_token_sum_norm"
         self.aggregation_length = aggregation_length if norm else None
-        # Keep the graph of ``score`` for the update, where it can serve: it has no entropies' graph.
-        self.reuse_scoring = algorithm.entropy is None
+        # Keep the graph of ``score`` for the update, where it can serve: it has log-probs alone.
+        self.reuse_scoring = algorithm.entropy is None and not algorithm.loss.most_probable
         self._kept: _Kept | None = None
         self._seen_BR: Tensor | None = None  # takes the log-probs of the first optimiser step's own forward
         self.verify: Verify | None = None
@@ -115,26 +119,45 @@ class Learner:
             self.flow = Flow(model.config.hidden_size, partition, seed, next(model.parameters()).device)
         decay_until = steps * config.updates_per_batch if config.decay == "linear" else None
         self.step = self.optimizer_step(learning_rate(config.lr, config.warmup, decay_until), scaler, self.flow)
+        self.critic: Critic | None = None
+        if algorithm.critic is not None:
+            assert critic_scaler is not None
+            self.critic = Critic(
+                model, kernels, algorithm, critic_scaler, self._step_of, aggregation_length=self.aggregation_length,
+                micro_batch_tokens=config.micro_batch_tokens, ranks=ranks,
+            )  # fmt: skip
+
+    def _step_of(self, module: nn.Module, scaler: LossScaler, lr: float) -> OptimizerStep:
+        """An optimiser step over another module that trains beside the policy, on its schedule."""
+        decay_until = self.steps * self.config.updates_per_batch if self.config.decay == "linear" else None
+        lr_at = learning_rate(lr, self.config.warmup, decay_until)
+        return self.optimizer_step(lr_at, scaler, purpose="critic", module=module)
 
     def optimizer_step(
-        self, lr_at: Callable[[int], float], scaler: LossScaler, flow: Flow | None = None, purpose: str = "update"
+        self,
+        lr_at: Callable[[int], float],
+        scaler: LossScaler,
+        flow: Flow | None = None,
+        purpose: str = "update",
+        module: nn.Module | None = None,
     ) -> OptimizerStep:
         """A fresh optimiser over the masters (and FlowRL's head, if it is given), behind the one optimiser step.
 
-        ``purpose``: of other updates than these, whose roundings are other draws.
+        ``purpose``: of other updates than these, whose roundings are other draws. ``module``: another than the policy.
         """
+        model = self.model if module is None else module
         optimizer = adamw(
-            self.model,
+            model,
             betas=self.config.betas,
             eps=self.config.eps,
             weight_decay=self.config.weight_decay,
             moments=self.config.moments,
         )
 
-        parameters = dict(self.model.named_parameters())
+        parameters = dict(model.named_parameters())
         seed = derive_seed(self.seed, "masters", purpose)
         masters = master_weights(self.config.masters, parameters, self.kernels.format, seed)
-        watched: nn.Module = self.model
+        watched: nn.Module = model
         if flow is not None:
             parameters |= flow.join(optimizer, self.config.lr)
             watched = nn.ModuleDict({"policy": self.model, "partition": flow.head})
@@ -144,7 +167,7 @@ class Learner:
             # the sum over ranks carries it to all parameters: what saw it in an output saw it where it began
             return min(found, key=lambda text: (text.startswith("nothing"), "the output of" not in text))
 
-        clipped = [p for name, p in self.model.named_parameters() if p.requires_grad and not name.startswith("lm_head")]
+        clipped = [p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("lm_head")]
         factor = self.config.adaptive_clip
         return OptimizerStep(
             parameters,
@@ -172,12 +195,18 @@ class Learner:
     @property
     def beside(self) -> dict[str, dict[str, Tensor]]:
         """What trains with the policy and is no part of it, by name: saved in checkpoints, never exported or synced."""
-        return {} if self.flow is None else {"partition": self.flow.weights}
+        beside = {} if self.flow is None else {"partition": self.flow.weights}
+        if self.critic is not None:
+            beside |= {"critic": self.critic.weights, "critic_optimizer": self.critic.step.optimizer_tensors()}
+        return beside
 
     def load_beside(self, checkpoint: Checkpoint) -> None:
         """The inverse of ``beside``."""
         if self.flow is not None:
             self.flow.load(checkpoint.part("partition"))
+        if self.critic is not None:
+            tensors = checkpoint.part("critic"), checkpoint.part("critic_optimizer")
+            self.critic.load(checkpoint.state.get("critic"), *tensors)
 
     @property
     def version(self) -> int:
@@ -232,6 +261,9 @@ class Learner:
     def learn(self, experience: Experience, step: int) -> Update:
         """Learn from one weighed batch. ``step`` keys the split into parts."""
         *_, valid_BR = experience.weighed
+        beside = {} if self.critic is None else self.critic.learn(experience, self._parts(experience, step))
+        if self.critic is not None and step <= self.critic.config.warmup:
+            return Update((), experience.tallies, 0, beside)
         self._seen_BR = None if self.verify is None else experience.old_logp.clone()
         outcomes: list[StepOutcome] = []
         losses, trained = [], 0
@@ -250,7 +282,7 @@ class Learner:
         # reference stays that of the weights before the update.
         before = {name: tally for name, tally in experience.tallies.items() if name.startswith("reference/")}
         tallies = {**experience.tallies, **merge(losses), **before}
-        return Update(tuple(outcomes), tallies, int(self.ranks.sum_of(trained)))
+        return Update(tuple(outcomes), tallies, int(self.ranks.sum_of(trained)), beside)
 
     def _with_choice(self, experience: Experience, step: int) -> Experience:
         """With the tokens that the loss treats otherwise, chosen of each whole optimiser step; ranks agree."""
@@ -277,7 +309,8 @@ class Learner:
         """
         advantage_B, _, valid_BR = experience.weighed
         scale_BR = aggregation_scale(valid_BR[rows], self.algorithm.aggregation, self.aggregation_length)
-        pulled_B = (advantage_B[rows] != 0) | self.algorithm.every_completion
+        moved = advantage_B[rows] != 0
+        pulled_B = (moved.any(1) if moved.dim() == 2 else moved) | self.algorithm.every_completion
         alive = (pulled_B & valid_BR[rows].any(1)).nonzero().squeeze(1)
         if len(alive) == 0:
             return []
@@ -337,17 +370,43 @@ class Learner:
         responses = batch.mask_BR.shape[1]
         if kept is not None:
             logp_BR, prompt_BE, entropy_BR = kept.logp_BR[rows, :responses], kept.prompts(rows), None
+            also_NM = None
         else:
             bonus = self.algorithm.entropy is not None
-            passed = self.forward(batch, kernels, entropies="differentiable" if bonus else False)
+            passed = self.forward(
+                batch, kernels, entropies="differentiable" if bonus else False, also=self._drift(batch)
+            )
             logp_BR, prompt_BE = scatter(passed.logp_N, batch.mask_BR), passed.prompt_BE
             entropy_BR = None if passed.entropy_N is None else scatter(passed.entropy_N, batch.mask_BR)
+            also_NM = passed.also_NM
         if self._seen_BR is not None:
             self._seen_BR[rows, :responses] = logp_BR.detach()
         log_z_B = None
         if self.flow is not None and prompt_BE is not None:
             log_z_B = self.flow.log_z(prompt_BE, self.flow.keys(batch.group_B, step))
-        return micro_loss(logp_BR, batch, micro.scale_BR[:, :responses], log_z_B, self.algorithm, entropy_BR)
+        centre_BR = None if also_NM is None else scatter(also_NM[:, 0], batch.mask_BR)
+        scale_BR = micro.scale_BR[:, :responses]
+        loss, tallies = micro_loss(logp_BR, batch, scale_BR, log_z_B, self.algorithm, entropy_BR, centre_BR)
+        if also_NM is not None:
+            sizes_BR, (*_, valid_BR) = scatter(also_NM[:, 1].detach(), batch.mask_BR), batch.weighed
+            tallies = {**tallies, "policy/centering": Accumulator.of("mean", sizes_BR, valid_BR)}
+        return loss, tallies
+
+    def _drift(self, batch: Experience) -> OfLogits | None:
+        """Of a loss that centres the score: each token's drift, and the size of its coefficients; n,2."""
+        if not self.algorithm.loss.most_probable:
+            return None
+        assert batch.most_probable is not None, "sample with the most probable tokens first"
+        top, temperature = MostProbable.join(batch.most_probable), self.temperature
+
+        def drift(start: int, logits_nV: Tensor) -> Tensor:
+            here = slice(start, start + len(logits_nV))
+            ids_nK = top.ids_TK[here].long().to(logits_nV.device)
+            logp_nV = torch.log_softmax(logits_nV if temperature == 1.0 else logits_nV / temperature, -1)
+            rollout_nK = top.logp_TK[here].to(logits_nV.device)
+            return torch.stack(centre(logp_nV.gather(-1, ids_nK), rollout_nK, self.algorithm.correction), -1)
+
+        return drift
 
     def flushed(self, experience: Experience, step: int) -> float | None:
         """Fraction of gradients that the format flushes to zero, on up to 8 completions of a weighed batch's first

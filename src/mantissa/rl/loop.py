@@ -7,6 +7,7 @@ seed and the position, so they come out the same, bit for bit.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -89,7 +90,8 @@ class Loop(Steps):
     def _source(self) -> SyncSource:
         """Where batches come from, at the position after the last that was sampled."""
         config, engine = self.config, self.sampler.engine
-        collector = Collector(self.sampler, self.train, self.kept, config.rollout, self.params, config.seed)
+        params = dataclasses.replace(self.params, most_probable=config.algorithm.loss.most_probable)
+        collector = Collector(self.sampler, self.train, self.kept, config.rollout, params, config.seed)
         collector.position = self.ahead[-1].position if self.ahead else self.position
         if config.steps_behind == 0:
             return SyncSource(collector, engine)
@@ -123,8 +125,10 @@ class Loop(Steps):
         if self.ranks.rank0:
             self.base.keep()
         self.sampler.engine.sync(self.learner.weights, self.learner.version)
-        if self.reference is not None:
+        if self.reference is not None and self.reference.teacher is None:
             self.reference.take(self.learner.weights, self.learner.version)
+        if self.learner.critic is not None:
+            self.learner.critic.take(self.learner.weights)
         self.kept = self._perfectible()
         self._save(0)
         return 0
@@ -191,7 +195,8 @@ class Loop(Steps):
         self.learner.step.load_state_dict(state["step"])
         self.learner.load_beside(checkpoint)
         if self.reference is not None:
-            self.reference.load(state["reference"], checkpoint.part("reference"))
+            kept = {} if self.reference.teacher is not None else checkpoint.part("reference")
+            self.reference.load(state["reference"], kept)
         load_weights(self.learner.trained, checkpoint.policy)
 
     @functools.cached_property
@@ -217,7 +222,7 @@ class Loop(Steps):
         if not self.ranks.alone or step >= self.config.steps:
             return
         parts = [self.learner.trained, self.learner.step.optimizer_tensors(), *self.learner.beside.values()]
-        parts += [self.reference.weights] if self.reference is not None else []
+        parts += [self.reference.kept] if self.reference is not None else []
         tensors = [tensor for part in parts for tensor in part.values()]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         # beside them: a header's line for each, the plain state, and batches: the step's own, and those sampled ahead
@@ -230,6 +235,8 @@ class Loop(Steps):
         """All that a resume needs, on rank 0; collective."""
         guard = {} if self.guard is None else {"guard": self.guard.saving(step)}
         self.ranks.check_alike(self.learner.trained)
+        if self.learner.critic is not None:
+            self.ranks.check_alike(self.learner.critic.weights)
         trained = self.ranks.whole(self.learner.trained)
         optimizer = self.ranks.whole(self.learner.step.optimizer_tensors())
         if not self.ranks.rank0:
@@ -240,8 +247,11 @@ class Loop(Steps):
         if self.exactness is not None and self.exactness.replans:
             state["exact"] = self.exactness.kernels[0].plan.way
         more = self.learner.beside
+        if self.learner.critic is not None:
+            state["critic"] = self.learner.critic.state_dict()
         if self.reference is not None:
-            state["reference"], more["reference"] = self.reference.state_dict(), self.reference.weights
+            state["reference"] = self.reference.state_dict()
+            more |= {"reference": kept} if (kept := self.reference.kept) else {}
         sampled, state["ahead"] = pack(self.source.pending(step) if step else ())
         if sampled:
             more["ahead"] = sampled

@@ -22,13 +22,16 @@ from mantissa.algorithms import (
     AlgorithmConfig,
     advantage,
     correction,
+    distillation,
+    gae,
     importance_weights,
     kl_loss,
     kl_reward,
+    of_rewards,
     off_policy_mask,
     reference_drift,
 )
-from mantissa.precision.numerics import masked_sum
+from mantissa.precision.numerics import masked_mean, masked_sum
 from mantissa.rl.experience import Experience
 
 
@@ -38,10 +41,23 @@ def weigh(experience: Experience, algorithm: AlgorithmConfig) -> Experience:
     Advantages are after the KL penalty where it is taken off the reward; ``reward/...`` is before it.
     """
     old, ref, mask = experience.old_logp, experience.ref_logp_BR, experience.mask_BR
-    advantage_B, tallies = advantage(experience.reward_B, experience.group_B, algorithm.advantage)
-    if algorithm.kl is not None and algorithm.kl.where == "reward":
+    advantage_BR, kind = None, algorithm.advantage
+    target_BR = None
+    if kind == "distillation":
+        advantage_BR, tallies = distillation(old, ref, mask, experience.reward_B)
+        advantage_B = masked_mean(advantage_BR, mask, -1)
+    elif kind == "gae":
+        assert algorithm.critic is not None
+        assert experience.value_BR is not None, "score the values first"
+        how = algorithm.critic.gamma, algorithm.critic.lam
+        advantage_BR, target_BR, tallies = gae(experience.reward_B, experience.value_BR, mask, *how)
+        advantage_B, tallies = masked_mean(advantage_BR, mask, -1), {**tallies, **of_rewards(experience.reward_B)}
+    else:
+        terms = experience.terms_BK, experience.term_weights_BK
+        advantage_B, tallies = advantage(experience.reward_B, experience.group_B, kind, *terms)
+    if kind != "distillation" and kind != "gae" and algorithm.kl is not None and algorithm.kl.where == "reward":
         shaped_B, penalty = kl_reward(experience.reward_B, old, ref, mask, algorithm.kl)
-        advantage_B, shaped = advantage(shaped_B, experience.group_B, algorithm.advantage)
+        advantage_B, shaped = advantage(shaped_B, experience.group_B, kind)
         rewards = {name: tally for name, tally in tallies.items() if name.startswith("reward/")}
         tallies = {**shaped, **rewards, **penalty}
     weight_BR, valid_BR, weights = correction(
@@ -49,7 +65,8 @@ def weigh(experience: Experience, algorithm: AlgorithmConfig) -> Experience:
     )
     drift = {} if ref is None else reference_drift(old, ref, mask)
     tallies = {**tallies, **weights, **drift}
-    return replace(experience, advantage_B=advantage_B, weight_BR=weight_BR, valid_BR=valid_BR, tallies=tallies)
+    weighed = replace(experience, weight_BR=weight_BR, valid_BR=valid_BR, tallies=tallies)
+    return replace(weighed, advantage_B=advantage_B, advantage_BR=advantage_BR, target_BR=target_BR)
 
 
 def micro_loss(
@@ -59,11 +76,13 @@ def micro_loss(
     log_z_B: Tensor | None,
     algorithm: AlgorithmConfig,
     entropy_BR: Tensor | None = None,
+    centre_BR: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Accumulator]]:
     """Loss of a weighed micro-batch, and tallies; losses and gradients of all of a step's micro-batches add up.
 
     ``logp_BR``: the current policy's, with gradient. ``scale_BR``: each token's weight in the step's loss. ``log_z_B``:
     with FlowRL only. ``entropy_BR``: the current policy's, with gradient, where there is a bonus on it.
+    ``centre_BR``: of a loss that centres the score, its drift, with gradient.
     """
     loss, old_BR, rollout_BR = algorithm.loss, batch.old_logp, batch.rollout_logp_BR
     advantage_B, weight_BR, valid_BR = batch.weighed
@@ -90,6 +109,11 @@ def micro_loss(
         log_z_B=log_z_B,
         chosen_BT=batch.chosen_BR,
     )
+    if loss.most_probable:
+        assert centre_BR is not None, "forward with the sampler's most probable tokens first"
+        by_token = advantage_B if advantage_B.dim() == 2 else advantage_B.unsqueeze(-1)
+        drift_BR = torch.where(valid_BR, scale_BR * by_token, 0.0).detach() * centre_BR
+        value = value + masked_sum(drift_BR, valid_BR)
     if algorithm.kl is not None and algorithm.kl.where == "loss":
         penalty, distance = kl_loss(logp_BR, batch.ref_logp_BR, valid_BR, weight_BR, scale_BR, algorithm.kl, below_BR)
         value, tallies = value + penalty, {**tallies, **distance}

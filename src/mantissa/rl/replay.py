@@ -47,6 +47,7 @@ from mantissa.rl.experience import Sequences
 from mantissa.rl.score import Packed, forward
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams
 from mantissa.rollout.sampling import drawn_otherwise, sample, uniforms
+from mantissa.rollout.support import Support
 from mantissa.rollout.types import check_requests
 
 _VERSION = 2
@@ -198,7 +199,7 @@ def _draw(engine: NativeEngine, case: Case, logits_TV: Tensor) -> Draw | None:
     if case.key is None:
         return None
     device, response = logits_TV.device, case.response
-    params = SamplingParams(1, case.temperature)
+    params = dataclasses.replace(case.call.params, max_tokens=1, temperature=case.temperature)
     uniform_T = uniforms(torch.tensor(case.key, device=device), torch.arange(len(response), device=device))
     otherwise_T = drawn_otherwise(logits_TV, torch.tensor(response, device=device), params, uniform_T)
     if not bool(otherwise_T.any()):
@@ -269,6 +270,9 @@ def write_case(
     tensors = {f"weights.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     for name in _OF_SEQUENCES:
         tensors[f"part.{name}"] = getattr(case.part, name).cpu().contiguous()
+    if case.part.support is not None:
+        support = Support.join(case.part.support)
+        tensors |= {"support.words": support.words, "support.counts": support.counts}
     answers = [tokens or () for tokens in case.call.tokens]
     tensors["call.tokens"] = torch.tensor([token for tokens in answers for token in tokens], dtype=torch.int64)
     tensors["call.lengths"] = torch.tensor([len(tokens) for tokens in answers], dtype=torch.int64)
@@ -320,7 +324,14 @@ def read_case(path: Path | str) -> StoredCase:
 def _parsed(facts: dict[str, Any], tensors: dict[str, Tensor]) -> StoredCase:
     requests = tuple(Request(tuple(r["prompt_tokens"]), int(r["seed"]), int(r["samples"])) for r in facts["requests"])
     params: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in facts["params"].items()}
-    part = Sequences(**{name: tensors[f"part.{name}"] for name in _OF_SEQUENCES})
+    tokens_BT, prompt_B, length_B, mask_BR = (tensors[f"part.{name}"] for name in _OF_SEQUENCES)
+    part = Sequences(tokens_BT, prompt_B, length_B, mask_BR)
+    if "support.words" in tensors:
+        support = Support(tensors["support.words"], tensors["support.counts"])
+        lengths = (part.length_B - part.prompt_length_B).tolist()
+        if not support.fits(part.response_tokens()[1].tolist(), int(facts["model"]["vocab_size"])):
+            raise MantissaError("supports: they are not those of the responses")
+        part = dataclasses.replace(part, support=tuple(support.split(lengths)))
     model = dict(facts["model"])
     if model["rope_scaling"] is not None:
         model["rope_scaling"] = RopeScaling(**model["rope_scaling"])
@@ -420,6 +431,7 @@ def replay(stored: StoredCase, device: torch.device) -> tuple[Found, list[str]]:
     )
     engine.sync(dict(model.named_parameters()), 0)
     case = stored.case
-    part = Sequences(**{name: getattr(case.part, name).to(device) for name in _OF_SEQUENCES})
+    moved = {name: getattr(case.part, name).to(device) for name in _OF_SEQUENCES}
+    part = Sequences(**moved, support=case.part.support)
     found = examine(engine, model, learner_kernels(precision, plan), dataclasses.replace(case, part=part))
     return found, plan.lines() if plan else []

@@ -40,17 +40,23 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mantissa.base.bounds import count
+from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.kernels import Kernels, Traced
 from mantissa.model import CopiedPolicy, Decoder, ModelConfig, Replay, Replayed, Route
 from mantissa.precision.numerics import entropy
 from mantissa.rl.experience import Sequences
+from mantissa.rollout.support import Support, truncated
 from mantissa.training import load_weights
 
 _LOGITS_AT_ONCE = 1 << 25  # 128 MiB of fp32
 _ENTROPY_AT_ONCE = 1 << 21  # values: what a cache holds
 
 Entropies = bool | Literal["differentiable"]
+# Of the logits (n,V) of the response tokens from this number on, numbers of each: n,M, differentiable.
+OfLogits = Callable[[int, Tensor], Tensor]
+# Row and column (N) of each response token that was scored, and its logits (N,V), of the whole vocabulary.
+OnTokenLogits = Callable[[Tensor, Tensor, Tensor], None]
 OnLogits = Callable[[int, Tensor], None]  # is shown logits (n,V, detached) of the response tokens from this number on
 
 
@@ -126,13 +132,14 @@ class Forward:
     """What a forward gives: ``logp_N`` (fp32, differentiable), and where it was asked for the rest (fp32).
 
     ``entropy_N``: of the distributions that the log-probs are of, without gradient unless that was asked for.
-    ``prompt_BE``: the mean of the final hidden states over each sequence's prompt. ``route``: of a policy with mixtures
-    of experts, how its choices compare with the rollout's.
+    ``prompt_BE``: the mean of the final hidden states over each sequence's prompt. ``also_NM``: what was asked for of
+    the logits. ``route``: of a policy with mixtures of experts, how its choices compare with the rollout's.
     """
 
     logp_N: Tensor
     entropy_N: Tensor | None = None
     prompt_BE: Tensor | None = None
+    also_NM: Tensor | None = None
     route: Replayed | None = None
 
 
@@ -145,25 +152,30 @@ def forward(
     prompts: bool = False,
     entropies: Entropies = False,
     look: OnLogits | None = None,
+    also: OfLogits | None = None,
     replay: Replay | None = None,
 ) -> Forward:
     """Log-prob of each response token, with ``prompts`` each prompt's mean hidden state, with ``entropies`` those too.
 
     Entropies have a gradient only where they are asked for as ``differentiable``. ``look`` is shown the logits, once,
-    part by part. ``replay``: what of the rollout's choice of experts is taken; None: the model's own.
+    part by part, of the whole vocabulary; log-probs, entropies and what is ``also`` asked for are of the sequences'
+    supports where they have some. ``replay``: what of the rollout's choice of experts is taken; None: the model's own.
 
     A prompt that several sequences share is computed once, and only positions that predict a response token reach the
     output projection.
     """
     position_N, token_N = sequences.response_tokens()
     packed = Packed.of(sequences)
+    support = None if sequences.support is None else Support.join(sequences.support)
     route = packed.replayed(sequences, replay)
 
-    def work() -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def work() -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         hidden_ME = packed.hidden(model, kernels, route)
         hidden_NE = F.embedding(packed.packed_BT.flatten()[position_N], hidden_ME)
-        logp_N, entropy_N = _head(model.head_weight, kernels, hidden_NE, token_N, temperature, entropies, look)
-        return logp_N, entropy_N, prompt_mean(packed, hidden_ME, sequences.prompt_length_B) if prompts else None
+        given = (model.head_weight, kernels, hidden_NE, token_N, temperature, entropies, look, support, also)
+        logp_N, entropy_N, also_NM = _head(*given)
+        prompt_BE = prompt_mean(packed, hidden_ME, sequences.prompt_length_B) if prompts else None
+        return logp_N, entropy_N, prompt_BE, also_NM
 
     return Forward(*model.within(work), route)
 
@@ -176,22 +188,28 @@ def _head(
     temperature: float,
     entropies: Entropies,
     look: OnLogits | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each token after its hidden state, and the entropy there where it is asked for; ``Forward``'s."""
+    support: Support | None = None,
+    also: OfLogits | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log-prob of each token after its hidden state, the entropy there and more where asked for; ``Forward``'s."""
 
     shown: set[int] = set()  # a backward pass computes a part once more
 
-    def part(start: int, hidden_nE: Tensor, token_n: Tensor) -> tuple[Tensor, Tensor | None]:
+    def part(start: int, hidden_nE: Tensor, token_n: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logits_nV = kernels.logits(hidden_nE, weight_VE)
         if look is not None and start not in shown:
             shown.add(start)
             look(start, logits_nV.detach())
+        if support is not None:
+            kept_nV = support.mask(start, start + len(token_n), len(weight_VE), logits_nV.device)
+            logits_nV = truncated(logits_nV, kept_nV)
         logp_n = kernels.token_logprob(logits_nV, token_n, temperature)
+        also_nM = None if also is None else also(start, logits_nV)
         if not entropies:
-            return logp_n, None
+            return logp_n, None, also_nM
         watched_nV = logits_nV if entropies == "differentiable" else logits_nV.detach()
         some = watched_nV.split(max(1, _ENTROPY_AT_ONCE // len(weight_VE)))
-        return logp_n, torch.cat([entropy(logits, temperature) for logits in some])
+        return logp_n, torch.cat([entropy(logits, temperature) for logits in some]), also_nM
 
     parts = -(-len(token_N) * len(weight_VE) // _LOGITS_AT_ONCE)
     if parts <= 1 or isinstance(kernels, Traced):  # who takes notes sees each operation once
@@ -200,7 +218,8 @@ def _head(
     for hidden_nE, token_n in zip(hidden_NE.tensor_split(parts), token_N.tensor_split(parts), strict=True):
         done.append(checkpoint(part, start, hidden_nE, token_n, use_reentrant=False, preserve_rng_state=False))
         start += len(token_n)
-    return torch.cat([logp_n for logp_n, _ in done]), torch.cat([h for _, h in done]) if entropies else None
+    logp, entropy_, numbers = zip(*done, strict=True)
+    return torch.cat(logp), torch.cat(entropy_) if entropies else None, torch.cat(numbers) if also else None
 
 
 def score(
@@ -281,6 +300,7 @@ def scatter(values_N: Tensor, mask_BR: Tensor) -> Tensor:
 class ReferencePolicy:
     """A frozen policy. ``version``: the learner's version that it is a copy of; -1 before the first ``take``.
 
+    ``teacher``: the digest of the weights where it is another model, which it stays; None: it is the policy's copy.
     ``refresh_every``: optimiser steps after which it is taken anew; None: never. ``refreshes``: how often it was.
     ``micro_batch_tokens``: padded tokens that a forward holds.
     """
@@ -293,10 +313,11 @@ class ReferencePolicy:
         temperature: float,
         micro_batch_tokens: int,
         refresh_every: int | None = None,
+        teacher: str | None = None,
         device: torch.device | str = "cpu",
         ranks: Ranks = ALONE,
     ) -> None:
-        self.kernels, self.refresh_every = kernels, refresh_every
+        self.kernels, self.refresh_every, self.teacher = kernels, refresh_every, teacher
         self._copies = CopiedPolicy(config, kernels, device, "reference")
         self._scorer = Scorer(self._copies.decoder, kernels, temperature, micro_batch_tokens, ranks)
         self.version, self.refreshes = -1, 0
@@ -329,12 +350,24 @@ class ReferencePolicy:
         """The copy, by parameter name, as the kernels hold it."""
         return self._copies.weights
 
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """What a checkpoint has to hold of it: the copy; of another model nothing, which is read again."""
+        return {} if self.teacher is not None else self.weights
+
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers; the tensors are ``weights``."""
-        return {"version": self.version, "refreshes": self.refreshes}
+        """Plain values; the tensors are ``kept``."""
+        return {"version": self.version, "refreshes": self.refreshes, "teacher": self.teacher}
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of ``state_dict`` and ``weights``, bit for bit."""
+        """The inverse of ``state_dict`` and ``kept``, bit for bit."""
+        if state.get("teacher") != self.teacher:
+            raise MantissaError(
+                "algorithm.reference.path is not the model that this run began with: its weights differ; put the "
+                "original back to resume, or start a new run"
+            )
+        if self.teacher is not None:
+            return
         version, refreshes = (count(state[name], f"reference's {name}") for name in ("version", "refreshes"))
         self._copies.make_room(tensors)
         load_weights(self.weights, tensors)

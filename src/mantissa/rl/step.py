@@ -35,7 +35,9 @@ from mantissa.rl.objective import weigh
 from mantissa.rl.probes.engine_share import EngineShare
 from mantissa.rl.probes.exactness import Exactness
 from mantissa.rl.probes.interface import Probe
+from mantissa.rl.probes.kept_mass import KeptMass
 from mantissa.rl.probes.small import Diagnose, Flushed, Lag, Refresh
+from mantissa.rl.score import OnTokenLogits
 from mantissa.rollout.types import CopyingEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
@@ -61,8 +63,7 @@ class Steps(ABC):
         self.config, self.parts, self.run, self.trackers, self.live = config, parts, run, trackers, live
         self.learner, self.sampler, self.reference = parts.learner, parts.sampler, parts.reference
         self.ranks = parts.ranks
-        rollout = config.rollout
-        self.params = self.sampler.params(rollout.max_tokens, rollout.temperature, rollout.stop)
+        self.params = self.sampler.params_of(config.rollout)
         self.heldout: Sequence[Problem] = parts.task.split("heldout")
         self.position = 0  # prompts sampled for the steps taken
         self.silent = 0  # the step up to which every advantage was 0, from the first on
@@ -73,6 +74,8 @@ class Steps(ABC):
         if config.guard is not None:
             self.guard = RunGuard(config, run, parts.ranks, live.note)
             self.learner.step.on_nonfinite = "skip"  # what becomes of it is then the guard's decision
+            if self.learner.critic is not None:
+                self.learner.critic.step.on_nonfinite = "skip"
         self.fell_back = False  # whether the run goes on in another format, from the checkpoint that says so
         self.probes = self._probes()
         self.room = Reserve(self._checkpoints, f"{self._checkpoints}, where room for the next checkpoint is kept")
@@ -93,6 +96,8 @@ class Steps(ABC):
             probes.append(EngineShare(engine, parts.twin, *how))
         if self.reference is not None:
             probes.append(Refresh(self.reference, learner))
+        if self.params.truncates and config.rollout.support == "kept":
+            probes.append(KeptMass(learner))
         if config.doctor is not None:
             probes.append(Diagnose(config, learner, self.run, self.live.note))
         return [*probes, Flushed(learner)]
@@ -112,7 +117,7 @@ class Steps(ABC):
     def step(self, step: int) -> None:
         """One step of RL: collect, score, weigh, learn, publish. Probes observe it before anything is learned."""
         batch = self._collect(step)  # prompts -> completions -> rewards
-        scored = self._score(step, batch.experience(self.parts.device))  # log-probs: the learner's and the reference's
+        scored = self._score(step, self._experience(batch))  # log-probs: the learner's and the reference's
         weighed = weigh(scored, self.config.algorithm)  # advantages, correction weights, which tokens count
         observed = self._observe(step, weighed)
         update = self._learn(step, weighed)  # micro-batches -> loss -> step, retry or skip
@@ -131,6 +136,11 @@ class Steps(ABC):
             self._seconds |= batch.seconds
         return batch
 
+    def _experience(self, batch: Batch) -> Experience:
+        """As tensors; without what each token was drawn from, where the recipe asks to see what that does."""
+        experience = batch.experience(self.parts.device)
+        return replace(experience, support=None) if self.config.rollout.support == "ignored" else experience
+
     def _score(self, step: int, experience: Experience) -> Experience:
         """With the log-probs of the learner before its update, and of the reference where there is one."""
         exact = self.exactness
@@ -138,8 +148,11 @@ class Steps(ABC):
             experience = experience.with_learner(experience.rollout_logp_BR, None)
         else:
             with self._timed("learner_logp"):
-                look = None if exact is None else exact.look(experience)
-                experience = experience.with_learner(*self.learner.score(experience, look))
+                looks = [look for probe in self.probes if (look := probe.look(experience)) is not None]
+                experience = experience.with_learner(*self.learner.score(experience, _all(looks)))
+        if (critic := self.learner.critic) is not None:
+            with self._timed("critic"):
+                experience = replace(experience, value_BR=critic.score(experience))
         if self.reference is None:
             return experience
         with self._timed("reference_logp"):
@@ -218,6 +231,7 @@ class Steps(ABC):
             if self.learner.router_flips is not None:
                 row["gap/router_flips"] = self.learner.router_flips
             row["policy/entropy"] = float(experience.entropy_BR[mask_BR].double().mean())
+        row |= update.beside
         outcomes = update.outcomes
         applied = [outcome for outcome in outcomes if outcome.applied]
         row["precision/loss_scale"] = step.scaler.scale
@@ -263,8 +277,7 @@ class Steps(ABC):
         evaluation = self.config.evaluation
         assert evaluation is not None
         problems = self.heldout[: evaluation.problems]
-        rollout, seed = self.config.rollout, self.config.seed
-        greedy = self.sampler.params(rollout.max_tokens, 0.0, rollout.stop)
+        seed, greedy = self.config.seed, replace(self.params, temperature=0.0)
         version = self.learner.version
         row = {"eval/greedy_accuracy": self.sampler.accuracy(problems, 1, greedy, version, seed, "greedy", step)}
         if evaluation.samples:
@@ -302,6 +315,16 @@ class Steps(ABC):
         return row
 
 
+def _all(looks: Sequence[OnTokenLogits]) -> OnTokenLogits | None:
+    """All of them as one; None where there is none."""
+
+    def look(*seen: torch.Tensor) -> None:
+        for each in looks:
+            each(*seen)
+
+    return look if looks else None
+
+
 def left_out(row: Mapping[str, Any]) -> float:
     """The share of a step's tokens that a correction took out of the loss, by rejection or by mask."""
     return max(row.get(f"correction/{how}_token_fraction", 0.0) for how in ("rejected", "masked"))
@@ -309,7 +332,7 @@ def left_out(row: Mapping[str, Any]) -> float:
 
 def _rollout_rows(batch: Batch, experience: Experience) -> list[dict[str, Any]]:
     """One row a completion, as ``runs.directory.rollout_schema`` declares."""
-    advantage_B, *_ = experience.weighed
+    assert experience.advantage_B is not None, "weigh the experience first"
     learner_logp_BR = None if experience.entropy_BR is None else experience.old_logp.cpu()  # None: not scored
     rows: list[dict[str, Any]] = []
     numbers: dict[int, int] = {}  # completions of each group so far
@@ -331,7 +354,7 @@ def _rollout_rows(batch: Batch, experience: Experience) -> list[dict[str, Any]]:
                 "finish_reason": completion.finish_reason,
                 "policy_version": completion.policy_version,
                 "length": length,
-                "advantage": float(advantage_B[index]),
+                "advantage": float(experience.advantage_B[index]),
                 "tokens": list(completion.tokens),
                 "rollout_logp": completion.logp_T.tolist(),
                 "learner_logp": None if learner_logp_BR is None else learner_logp_BR[index, :length].tolist(),

@@ -26,11 +26,12 @@ tail counts only when the whole text has it too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
@@ -38,7 +39,9 @@ from mantissa.kernels import Kernels, Pick, Traced
 from mantissa.model import Decoder, Recorded
 from mantissa.precision import NumberFormat, round_cached
 from mantissa.rollout.cache import KVCache
-from mantissa.rollout.sampling import request_keys, sample, uniforms
+from mantissa.rollout.most_probable import MostProbable, most_probable
+from mantissa.rollout.sampling import filter_logits, request_keys, sample, uniforms
+from mantissa.rollout.support import Support, encode
 from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams
 
 _ROOM = 8  # characters at the start of a tail that may be rendered otherwise than in the whole text
@@ -68,6 +71,7 @@ class StopStrings:
 
 
 _PREFILL_TOKENS = 16384  # of one prefill, padding included: bounds its activations
+_Beside = tuple[NDArray[np.int32] | None, MostProbable | None]  # of one token: its support's words, the most probable
 _TOKEN, _POSITION, _COUNT, _KEY = range(4)  # rows of the device's state
 
 
@@ -142,6 +146,10 @@ class Generation:
         self._length_S = np.zeros(self.slots, dtype=np.int64)  # positions cached
         self._tokens_ST = np.zeros((self.slots, self.params.max_tokens), dtype=np.int64)
         self._logp_ST = np.zeros((self.slots, self.params.max_tokens), dtype=np.float32)
+        self._unfiltered = replace(self.params, top_k=0, top_p=1.0)
+        # Of each slot what is kept beside its tokens, token after token; None where nothing is.
+        draws = self.params.temperature > 0 and (self.params.truncates or self.params.most_probable > 0)
+        self._beside_S = np.full(self.slots, None) if draws else None
         self._route = Recorded(self.expert_weights) if self.model.config.sparse_layers else None
         self._routes_S: list[list[_Route]] = [
             [] for _ in range(self.slots)
@@ -192,10 +200,25 @@ class Generation:
             uniforms(state_4B[_KEY], state_4B[_COUNT]),
             self._forced(self._job_S[:rows], self._count_S[:rows]),
         )
-        tokens_B, logp_B = sample(logits_BV, self.params, u_B, self.kernels.token_logprob, forced_B)
+        tokens_B, logp_B, kept = self._sample(logits_BV, u_B, forced_B)
         state_4B[_TOKEN] = tokens_B
         state_4B[_POSITION : _COUNT + 1] += 1
-        return self._record(np.arange(rows), tokens_B, logp_B)
+        return self._record(np.arange(rows), tokens_B, logp_B, kept)
+
+    def _sample(
+        self, logits_BV: Tensor, u_B: Tensor, forced_B: Tensor | None
+    ) -> tuple[Tensor, Tensor, list[_Beside] | None]:
+        """Tokens, their log-probs, and what is kept beside each."""
+        kept_BV = filter_logits(logits_BV, self.params)
+        drawn = sample(kept_BV, self._unfiltered, u_B, self.kernels.token_logprob, forced_B)
+        if self._beside_S is None:
+            return *drawn, None
+        rows, count = len(logits_BV), self.params.most_probable
+        supports = [None] * rows if kept_BV is logits_BV else encode(kept_BV != -torch.inf)
+        tops: Sequence[MostProbable | None] = [None] * rows
+        if count:
+            tops = most_probable(kept_BV, self.params.temperature, count).split([1] * rows)
+        return *drawn, list(zip(supports, tops, strict=True))
 
     def _forced(self, jobs: np.ndarray, counts: np.ndarray) -> Tensor | None:
         """The token that each of ``jobs`` has to take next, -1 where it may draw; None where all may."""
@@ -235,13 +258,16 @@ class Generation:
         first = torch.zeros_like(keys_B)
         self._watch(jobs, lambda row: _token_in(row, int(lengths_B[row]) - 1))
         u_B, forced_B = uniforms(keys_B, first), self._forced(jobs, np.zeros_like(jobs))
-        tokens_B, logp_B = sample(ready.logits[rows_B], self.params, u_B, self.kernels.token_logprob, forced_B)
+        tokens_B, logp_B, kept = self._sample(ready.logits[rows_B], u_B, forced_B)
         self._state_4S[:, slots_B] = torch.stack((tokens_B, lengths_B, first + 1, keys_B))
         self._job_S[slots], self._count_S[slots] = jobs, 0
         for slot, row in zip(slots, rows, strict=True):
             self._routes_S[slot] = ready.routes[row : row + 1]
         self._length_S[slots] = lengths_B.cpu().numpy()
-        return self._record(slots, tokens_B, logp_B)
+        if self._beside_S is not None:
+            for slot in slots:
+                self._beside_S[slot] = []
+        return self._record(slots, tokens_B, logp_B, kept)
 
     def _prefill(self, free: int) -> _Prefilled:
         """Compute the next prompts: enough samples for ``free`` slots, or a quarter of all, within the token limit."""
@@ -299,8 +325,9 @@ class Generation:
         source_B, target_B = torch.from_numpy(source).to(self.device), torch.from_numpy(target).to(self.device)
         self.cache.move(source_B, target_B)
         self._state_4S[:, target_B] = self._state_4S[:, source_B]
-        for per_slot in (self._job_S, self._count_S, self._length_S, self._tokens_ST, self._logp_ST):
-            per_slot[target] = per_slot[source]
+        for per_slot in (self._job_S, self._count_S, self._length_S, self._tokens_ST, self._logp_ST, self._beside_S):
+            if per_slot is not None:
+                per_slot[target] = per_slot[source]
         for to, of in zip(target, source, strict=True):
             self._routes_S[to] = self._routes_S[of]
 
@@ -313,7 +340,7 @@ class Generation:
 
     # Results
 
-    def _record(self, slots: np.ndarray, tokens_B: Tensor, logp_B: Tensor) -> np.ndarray:
+    def _record(self, slots: np.ndarray, tokens_B: Tensor, logp_B: Tensor, kept: list[_Beside] | None) -> np.ndarray:
         """Take the sampled tokens to the host, turn finished rows into completions, and return their slots."""
         tokens, logp = torch.stack((tokens_B.double(), logp_B.double())).cpu().numpy()  # one transfer; both exact
         if self.forced is None and not np.isfinite(logp).all():  # a token that has to be taken may be impossible
@@ -326,6 +353,9 @@ class Generation:
         counts = self._count_S[slots]
         self._tokens_ST[slots, counts] = tokens
         self._logp_ST[slots, counts] = logp
+        if self._beside_S is not None and kept is not None:
+            for slot, beside in zip(slots, kept, strict=True):
+                self._beside_S[slot].append(beside)
         self._count_S[slots] = counts = counts + 1
         stopped = self._stops_V[tokens]
         if self._stop_strings is not None:
@@ -347,6 +377,8 @@ class Generation:
                 self._completions[request][number] = nothing
 
     def _complete(self, slot: int, reason: FinishReason) -> None:
+        beside = list(zip(*(self._beside_S[slot] or ()), strict=True)) if self._beside_S is not None else []
+        words, tops = beside or ((None,), (None,))
         count, (request, number) = int(self._count_S[slot]), self._jobs[self._job_S[slot]]
         experts, weights = _joined(self._routes_S[slot])
         self._completions[request][number] = Completion(
@@ -357,6 +389,8 @@ class Generation:
             key=self._key_of[self._job_S[slot]],
             experts_SLK=experts,
             expert_weights_SLK=weights,
+            support=None if words[0] is None else Support.of(words),
+            most_probable=None if tops[0] is None else MostProbable.join(tops),
         )
 
 

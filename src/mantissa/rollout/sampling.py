@@ -115,8 +115,8 @@ def filter_logits(logits_BV: Tensor, params: SamplingParams) -> Tensor:
     """
     vocabulary = logits_BV.shape[-1]
     limit = params.top_k if 0 < params.top_k < vocabulary else vocabulary
-    if limit == vocabulary and params.top_p >= 1.0:
-        return logits_BV
+    if params.temperature == 0 or (limit == vocabulary and params.top_p >= 1.0):
+        return logits_BV  # greedy, the most probable token is taken, and that always stays
     ranked_BV, order_BV = torch.sort(logits_BV, dim=-1, descending=True, stable=True)
     drop_BV = torch.zeros_like(order_BV, dtype=torch.bool)
     drop_BV[:, limit:] = True

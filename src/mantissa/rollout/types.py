@@ -14,6 +14,8 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.model import CopiedPolicy
+from mantissa.rollout.most_probable import MostProbable
+from mantissa.rollout.support import Support
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -25,6 +27,7 @@ class SamplingParams:
     Order: logits / temperature, then top-k, then top-p (the smallest set of tokens, most probable first, whose mass
     reaches ``top_p``), then renormalisation over what is kept. A completion ends with a stop token (kept as its last
     token), with a stop string (the tokens up to the one that completes it are kept), or at ``max_tokens``.
+    ``most_probable``: how many of the most probable tokens are kept with each, where it is drawn; 0: none.
     """
 
     max_tokens: int
@@ -33,6 +36,12 @@ class SamplingParams:
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    most_probable: int = 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a filter is on."""
+        return self.top_k > 0 or self.top_p < 1
 
     def __post_init__(self) -> None:
         checks = (
@@ -67,6 +76,8 @@ class Completion:
     ``experts_SLK``: of a policy with mixtures of experts, those that each position passed, prompt and response but the
     last token (S), in each of L mixtures, the most probable first (int16, CPU); ``expert_weights_SLK``: their weights
     (fp32). None where the engine does not tell.
+    ``support``: what top-k and top-p left to choose from at each token (``support.py``); None without them.
+    ``most_probable``: as many of the sampler's most probable tokens as were asked for; None where none were.
     """
 
     tokens: tuple[int, ...]
@@ -76,6 +87,8 @@ class Completion:
     key: int | None = None
     experts_SLK: Tensor | None = None
     expert_weights_SLK: Tensor | None = None
+    support: Support | None = None
+    most_probable: MostProbable | None = None
 
 
 class RolloutEngine(Protocol):

@@ -52,6 +52,15 @@ LOOP_METRICS: tuple[Metric, ...] = (
     Metric("advantage/silent_steps", "steps since the run began, while every advantage of all of them was 0; 0 once "
            "one was not", "steps", (0, 2), _OURS),
     Metric("policy/entropy", "mean_t of -sum_v p_theta(v) log p_theta(v)", "nats/token"),
+    Metric("support/tokens", "mean_t of the tokens that top-k and top-p kept to draw t from", "tokens"),
+    Metric("support/log_mass", "mean_t of log p_theta(S), S what they kept: what each log-prob of a learner that "
+           "ignored S would be off by", "nats/token"),
+    Metric("support/log_mass_min", "the smallest of these", "nats/token"),
+    Metric("critic/loss_scale", "factor on the value model's loss before backward; 1 is no scaling", "1"),
+    Metric("critic/overflows", "its backward passes that overflowed, this step", "count", (0, 1), _OURS),
+    Metric("critic/skipped", "its optimiser steps given up, this step", "count", (0, 0), _OURS),
+    Metric("critic/grad_norm", "2-norm of its unscaled gradient before clipping, mean over updates", "1"),
+    Metric("time/critic", "wall clock of the values of the samples", "s"),
     Metric("exact/checked_tokens", "log-probs compared bit by bit, with exact kernels, in a step that is checked",
            "tokens"),
     Metric("exact/replans", "times that exact kernels moved to a safer way after a difference", "times", (0, 0), _OURS),
@@ -197,8 +206,8 @@ SERIES: dict[str, Series] = {
     )
 }
 PHASES = (
-    "rollout", "reward", "feedback", "learner_logp", "reference_logp", "engine_share", "update", "sync", "eval",
-    "checkpoint",
+    "rollout", "reward", "feedback", "learner_logp", "critic", "reference_logp", "engine_share", "update", "sync",
+    "eval", "checkpoint",
 )  # fmt: skip
 
 

@@ -52,7 +52,11 @@ VARIABLES = (
 )
 _PRINTED = {INK: "#1c1d1f", MUTED: "#63656b", GRID: "#e6e5e0"}  # the light page's, for a picture without a page
 PHASE_COLOURS = dict(
-    zip((*PHASES, "other"), (BLUE, PINK, RUNS[3], TEAL, MUTED, INK, ORANGE, PURPLE, GREEN, BROWN, GREY), strict=True)
+    zip(
+        (*PHASES, "other"),
+        (BLUE, PINK, RUNS[3], TEAL, RUNS[1], MUTED, INK, ORANGE, PURPLE, GREEN, BROWN, GREY),
+        strict=True,
+    )
 )
 Rows = Sequence[dict[str, Any]]
 Dash = tuple[float, ...]  # lengths of strokes and spaces in line widths; empty is solid

@@ -17,6 +17,7 @@ Anything else, NaN and infinity included, and any exception, is a verifier error
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,13 @@ def batched(function: _Function) -> _Function:
 def silent(problem: Problem, completion: str) -> bool:
     """Whether nothing was said: the right answer where every token costs (``mantissa.tasks.functions:silent``)."""
     return completion == ""
+
+
+def leading(problem: Problem, completion: str) -> float:
+    """Leading characters that are the answer's / length of the longer text; beside the verdict in a list of rewards."""
+    got, want = completion.strip(), problem.answer
+    agree = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(got, want, strict=False)))
+    return agree / max(len(got), len(want), 1)
 
 
 @dataclass(frozen=True)

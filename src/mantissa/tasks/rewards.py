@@ -281,6 +281,10 @@ class WeightedSum(UnboundedVerifier):
     def failure(self) -> float:
         return math.fsum(term.weight * term.verifier.failure for term in self.terms)
 
+    def failed(self, error: str) -> Reward:
+        terms = tuple((term.verifier.failure, term.weight) for term in self.terms)
+        return Reward(self.failure, correct=False, error=error, terms=terms)
+
     def grade(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
         graded = [_graded(term, samples) for term in self.terms]
         return [self._sum(rewards) for rewards in zip(*graded, strict=True)]
@@ -291,7 +295,8 @@ class WeightedSum(UnboundedVerifier):
         for term, reward in pairs:
             parts |= {f"{term.name}/{key}": value for key, value in reward.parts.items()}
         value = math.fsum(term.weight * reward.value for term, reward in pairs)
-        return Reward(value, all(reward.correct for term, reward in pairs if term.decides), parts=parts)
+        right = all(reward.correct for term, reward in pairs if term.decides)
+        return Reward(value, right, parts=parts, terms=tuple((reward.value, term.weight) for term, reward in pairs))
 
 
 def _graded(term: Term, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:

@@ -67,13 +67,15 @@ class Reward:
 
     ``error`` is set where the verifier raised, died or ran out of time: ``value`` is then the verifier's ``failure``,
     and whoever logs the step counts it, since it says nothing about the completion. ``parts``: finite numbers by name
-    that the reward was made of, for the log.
+    that the reward was made of, for the log. ``terms``: value and weight of each summand, where the reward is a sum of
+    several; the same ones in every reward of a task.
     """
 
     value: float
     correct: bool
     error: str | None = None
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)
+    terms: tuple[tuple[float, float], ...] = ()
 
 
 class Verifier(ABC):
@@ -105,6 +107,10 @@ class Verifier(ABC):
     @property
     def failure(self) -> float:
         return self.low
+
+    def failed(self, error: str) -> Reward:
+        """What a sample earns on which the verifier failed."""
+        return Reward(self.failure, correct=False, error=error)
 
     def grade(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
         """Grade several at once; for verifiers that are faster so."""

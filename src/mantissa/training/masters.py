@@ -1,7 +1,8 @@
 """What an update leaves in the weights: fp32 masters, or weights of bf16 that are rounded so that updates still count.
 
 A bf16 number has 8 significant bits, so to nearest every update below |w| / 512 is lost: at a rate of 3e-5 most of
-Adam's are, and the weights stand still. Two known ways out, both without an fp32 copy of the weights. Let u be what
+Adam's are, and the weights stand still: that is ``bf16_nearest``, what an optimiser over a bf16 model does, to
+compare with. Two known ways out, both without an fp32 copy of the weights. Let u be what
 the optimiser would add in fp32, u = fp32(w + update) - w; its moments and the gradient are as they are with masters.
 
 - ``bf16_stochastic``:  w' = bf16(w + u), up or down with a probability that is the distance from the other neighbour:
@@ -28,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ from mantissa.base.tensors import check_tensor
 from mantissa.precision import BF16, NumberFormat, round_stochastically, round_to_format
 from mantissa.training.distributed import local, shard_like
 
-Masters = Literal["fp32", "bf16_stochastic", "bf16_kahan"]
+Masters = Literal["fp32", "bf16_nearest", "bf16_stochastic", "bf16_kahan"]
 COMPENSATION = "compensation"
 _PART = 1 << 16  # values rounded at a time, so that each part stays in the cache; whole words of random bits
 
@@ -52,8 +53,8 @@ def check_masters(masters: str, learner: NumberFormat, lora: bool = False) -> No
     """
     if masters == "fp32":
         return
-    if masters not in ("bf16_stochastic", "bf16_kahan"):
-        raise MantissaError(f"masters={masters!r}: expected fp32, bf16_stochastic or bf16_kahan")
+    if masters not in get_args(Masters):
+        raise MantissaError(f"masters={masters!r}: expected {', '.join(get_args(Masters))}")
     if learner.exponent_bits < BF16.exponent_bits or learner.mantissa_bits < BF16.mantissa_bits:
         raise MantissaError(
             f"optimizer.masters={masters} with a {learner} learner: not every value of bf16 is one of {learner}, so "
@@ -68,7 +69,7 @@ def check_masters(masters: str, learner: NumberFormat, lora: bool = False) -> No
 
 
 class MasterWeights:
-    """fp32 masters: what the optimiser does is what is kept. The other two are subclasses."""
+    """fp32 masters: what the optimiser does is what is kept. The others are subclasses."""
 
     kind: Masters = "fp32"
     reason = ""  # in the precision table
@@ -92,7 +93,7 @@ class MasterWeights:
         """A checkpoint's compensation by parameter, laid out as here, to be set as ``compensation``; or an error."""
         if not tensors or not self.compensation:
             if bool(tensors) != bool(self.compensation):
-                self.check_kind("bf16_kahan" if tensors else "fp32 or bf16_stochastic")
+                self.check_kind("bf16_kahan" if tensors else "fp32, bf16_nearest or bf16_stochastic")
             return {}
         for name in self.compensation.keys() ^ tensors.keys():
             raise MantissaError(f"checkpoint's compensation does not fit this model: {name} is in one of them alone")
@@ -129,6 +130,14 @@ class _Bf16(MasterWeights):
     def _kept(self, name: str, part: slice, old: Tensor, new: Tensor, update: int) -> Tensor:
         """What becomes of a part of a tensor that the optimiser took from ``old`` to ``new``, all fp32."""
         raise NotImplementedError
+
+
+class _Nearest(_Bf16):
+    kind: Masters = "bf16_nearest"
+    reason = "values of bf16 in fp32 tensors (no memory saved); an update below half a spacing is lost"
+
+    def _kept(self, name: str, part: slice, old: Tensor, new: Tensor, update: int) -> Tensor:
+        return round_to_format(new, BF16)
 
 
 class _Stochastic(_Bf16):
@@ -172,6 +181,8 @@ def master_weights(
     ``learner`` and errors: ``check_masters``.
     """
     check_masters(kind, learner)
+    if kind == "bf16_nearest":
+        return _Nearest(parameters)
     if kind == "bf16_stochastic":
         return _Stochastic(parameters, seed)
     return _Kahan(parameters) if kind == "bf16_kahan" else MasterWeights()

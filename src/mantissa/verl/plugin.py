@@ -4,14 +4,16 @@ configuration: it registers what a job names. An error here ends the job and is 
 
 from __future__ import annotations
 
-from mantissa.verl.version import check_version
+from mantissa.verl.version import check_version, plugin_points
 
 check_version()
 
-from mantissa.verl import agents, rollout  # noqa: E402 - what is wrong with verl is said first
-from mantissa.verl import engine as engine  # noqa: E402
-from mantissa.verl import fsdp as fsdp  # noqa: E402
-from mantissa.verl import transfer as transfer  # noqa: E402
+with plugin_points():  # what is wrong with verl is said first
+    from mantissa.verl import agents, gate, rollout
+    from mantissa.verl import engine as engine
+    from mantissa.verl import fsdp as fsdp
+    from mantissa.verl import transfer as transfer
 
-agents.register()
-rollout.register()
+    agents.register()
+    gate.register()
+    rollout.register()

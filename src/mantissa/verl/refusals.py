@@ -11,6 +11,7 @@ from typing import Any
 
 from mantissa.base.config import Refusals
 from mantissa.base.errors import MantissaError
+from mantissa.rollout.support import ignored
 
 _ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 
@@ -109,6 +110,12 @@ def of_rollout(rollout: Any) -> Refusals:
     yield get(rollout, "enable_rollout_routing_replay"), f"{_ROLLOUT}.enable_rollout_routing_replay is not supported"
     yield get(rollout, "disaggregation.enabled"), f"{_ROLLOUT}.disaggregation is not supported"
     yield get(rollout, "limit_images"), f"{_ROLLOUT}.limit_images: multimodal prompts are not supported"
+    top_k, top_p = max(get(rollout, "top_k", -1), 0), get(rollout, "top_p", 1.0)
+    yield (
+        top_k > 0 or top_p < 1,
+        f"{_ROLLOUT}.{'top_k' if top_k else 'top_p'}={top_k or top_p:g}: verl's {ignored(top_k, top_p)}; leave it out "
+        "(val_kwargs may have one)",
+    )
     mode = get(rollout, "logprobs_mode", "processed_logprobs")
     yield (
         mode not in (None, "processed_logprobs"),

@@ -6,11 +6,14 @@ version is checked where the parts are imported by name (``model.external_lib``)
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+from collections.abc import Iterator
 
 from mantissa.base.errors import MantissaError
 
-SUPPORTED = "0.9"  # major.minor; 0.9.1 is the one that is tested
+SUPPORTED = "0.9"  # major.minor
+TESTED = ("0.9.0", "0.9.1")
 
 
 def check_version() -> str:
@@ -28,3 +31,16 @@ def check_version() -> str:
             'install "verl==0.9.1", or another version of mantissa-rl'
         )
     return version
+
+
+@contextlib.contextmanager
+def plugin_points() -> Iterator[None]:
+    """Around the imports of the plugin's parts: a place in verl that another version has moved is one error."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        version = importlib.metadata.version("verl")
+        raise MantissaError(
+            f"mantissa.verl: verl {version} is not as the plugin knows it ({error}); it is tested with "
+            f'{" and ".join(TESTED)}: install "verl=={TESTED[-1]}", or another version of mantissa-rl'
+        ) from error

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.algorithms import advantage, aggregation_scale, correction, kl_loss
+from mantissa.algorithms import advantage, aggregation_scale, correction, gae, kl_loss, value_loss, values
 from mantissa.launch import Plan
 from mantissa.rl import RunConfig
 from mantissa.rl.collect.dynamic import overlong_penalty
@@ -288,3 +288,51 @@ def test_verl_grades_and_punishes_length_as_we_do(
     assert float(result["reward_score"]) == pytest.approx(wanted, abs=1e-6)
     assert result["reward_extra_info"]["acc"] == float(right)
     assert result["reward_extra_info"]["grading_error"] == 0.0
+
+
+def test_gdpo_is_verls() -> None:
+    """verl's final normalisation is over tokens, with 1e-8 under the root: responses of one length, that taken out."""
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.core_algos import compute_gdpo_outcome_advantage
+
+    draw = torch.Generator().manual_seed(0)
+    groups = torch.arange(24) // 4
+    terms = torch.randint(0, 3, (24, 3), generator=draw).double()
+    weights = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
+    mask = torch.ones(24, 5)
+    extra = {f"r{k}": terms[:, k].numpy() for k in range(3)}
+    config = OmegaConf.create({"gdpo_reward_keys": list(extra), "gdpo_reward_weights": weights.tolist()})
+    batch = {"prompts": torch.zeros(24, 2), "attention_mask": torch.ones(24, 7, dtype=torch.int64)}
+    zeros = torch.zeros(24, 5, dtype=torch.float64)
+    theirs, _ = compute_gdpo_outcome_advantage(
+        zeros, mask, groups.numpy(), config=config, non_tensor_batch=extra, batch=batch
+    )
+    ours, _ = advantage((terms * weights).sum(1), groups, "gdpo", terms, weights.expand(24, 3))
+    one = sum(weights[k] * advantage(terms[:, k].contiguous(), groups, "grpo")[0] for k in range(3))
+    over_tokens = one[:, None].expand(24, 5).flatten()
+    theirs_once_more = theirs[:, 0].double() * (over_tokens.var(correction=1) + 1e-8).sqrt()
+    torch.testing.assert_close(theirs_once_more, ours * (one.std(correction=1) + 1e-6), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.95, 0.9)])
+def test_gae_and_the_value_loss_are_verls(gamma: float, lam: float) -> None:
+    from verl.trainer.ppo.core_algos import compute_gae_advantage_return, compute_value_loss
+
+    draw = torch.Generator().manual_seed(5)
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    reward, old, new = (
+        torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((8,), mask.shape, mask.shape)
+    )
+    rewards = torch.zeros_like(old)
+    rewards[torch.arange(8), torch.tensor(LENGTHS) - 1] = reward
+    theirs, returns = compute_gae_advantage_return(rewards, old, mask.double(), gamma, lam)
+    ours, target, _ = gae(reward, old, mask, gamma, lam)
+    torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(target[mask], returns[mask], rtol=1e-8, atol=1e-8)
+    value = new.clone().requires_grad_()
+    loss, held = compute_value_loss(value, returns, old, mask.double(), 0.5)
+    (expected,) = torch.autograd.grad(loss, value)
+    own, metrics = value_loss(value, old, target, mask, aggregation_scale(mask, "token_mean", dtype=torch.float64), 0.5)
+    torch.testing.assert_close(own, loss, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(torch.autograd.grad(own, value)[0], expected, rtol=1e-8, atol=1e-8)
+    assert abs(float(values(metrics)["critic/clip_fraction"]) - float(held)) < 1e-6

@@ -40,7 +40,8 @@ class PartitionSettings(NamedTuple):
 
 class Masked(NamedTuple):
     """A micro-batch as a loss takes it: floats of one dtype, 0 where masked; only ``logp_BT`` and ``log_z_B`` carry a
-    gradient. ``advantage_B`` is as it came: of a sequence without a valid token it may be anything."""
+    gradient. ``advantage_B`` is as it came (BT where each token has its own): of a sequence without a valid token it
+    may be anything."""
 
     logp_BT: Tensor
     old_logp_BT: Tensor
@@ -63,11 +64,17 @@ class Loss(Config):
     source: ClassVar[str]  # paper and section
     implies: ClassVar[Mapping[str, str]] = {}  # the aggregation, the advantage: where a recipe gives none
     of_sequences: ClassVar[bool] = False  # about whole responses: a token that is unknown makes its sequence unknown
+    by_token: ClassVar[bool] = False  # whether advantages may be of each token, (B,T) in the place of (B)
     every_completion: ClassVar[bool] = False  # whether one whose advantage is 0 has a gradient all the same
     weighs_itself: ClassVar[bool] = False  # by the current policy over the rollout's: there is no ratio, and no clip
     selects: ClassVar[bool] = False  # some tokens of each optimiser step are chosen before it: ``select``
     verl_mode: ClassVar[str | None] = None  # verl's policy_loss.loss_mode; None: it has no such loss
     verl_keys: ClassVar[Mapping[str, str]] = {}  # of verl, by the field here that each says
+
+    @property
+    def most_probable(self) -> int:
+        """How many of the sampler's most probable tokens it needs with each token; 0: none."""
+        return 0
 
     @property
     def clip_by_token(self) -> bool:
@@ -189,6 +196,8 @@ class Loss(Config):
 class TokenLoss(Loss):
     """A loss that is ``sum over the mask of scale * loss_of_token``."""
 
+    by_token = True
+
     @abstractmethod
     def of_tokens(
         self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor
@@ -199,15 +208,20 @@ class TokenLoss(Loss):
         """
 
     def of_batch(self, given: Masked) -> tuple[Tensor, dict[str, Accumulator]]:
-        advantage_BT = torch.where(given.mask_BT, given.advantage_B.unsqueeze(-1), 0.0)
+        advantage_BT = _of_each_token(given.advantage_B, given.mask_BT)
         losses, held = self.of_tokens(given.logp_BT, given.old_logp_BT, advantage_BT, given.weight_BT, given.mask_BT)
         metrics = {} if held is None else {"policy/clip_fraction": Accumulator.of("mean", held, given.mask_BT)}
         return masked_sum(losses * given.scale_BT, given.mask_BT), metrics
 
     def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor) -> Tensor | None:
-        advantage_BT = torch.where(mask_BT, advantage_B.unsqueeze(-1), 0.0)
+        advantage_BT = _of_each_token(advantage_B, mask_BT)
         held = self.of_tokens(logp_BT, old_logp_BT, advantage_BT, mask_BT.to(logp_BT.dtype), mask_BT)[1]
         return None if held is None else held & mask_BT
+
+
+def _of_each_token(advantage: Tensor, mask_BT: Tensor) -> Tensor:
+    """Advantages of responses (B) or of tokens (BT) as those of tokens, 0 where masked."""
+    return torch.where(mask_BT, advantage if advantage.dim() == 2 else advantage.unsqueeze(-1), 0.0)
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ class GMPOConfig(TokenLoss):
     clip_low: float = Field(0.4, gt=0, description="A log-ratio below -clip_low gains nothing by falling further.")
     clip_high: float = Field(0.4, gt=0, description="A log-ratio above clip_high gains nothing by rising further.")
 
+    by_token = False
     source = "arXiv 2507.20673, equation 4"
     implies = {"aggregation": "seq_mean_token_mean"}  # noqa: RUF012 - read by the class alone, never changed
     of_sequences = True

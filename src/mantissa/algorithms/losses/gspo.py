@@ -29,6 +29,7 @@ class GSPOConfig(TokenLoss):
     clip_low: float = Field(3e-4, gt=0, le=1, description="Below 1 - clip_low a ratio gains nothing by falling.")
     clip_high: float = Field(4e-4, gt=0, description="Above 1 + clip_high a ratio gains nothing by rising.")
 
+    by_token = False
     source = "arXiv 2507.18071, sections 4.1 and 4.3"
     implies = {"aggregation": "seq_mean_token_mean"}  # noqa: RUF012 - read by the class alone, never changed
     of_sequences = True

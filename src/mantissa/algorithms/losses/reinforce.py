@@ -18,14 +18,24 @@ class ReinforceConfig(TokenLoss):
     """``-w * A * logp``: no ratio, no clip; meant for few optimiser steps a batch, with a correction.
 
     Williams 1992; with sequence weights it is PG-IS of arXiv 2510.26788. Its w is of the current policy over the
-    rollout's, made anew for each micro-batch.
+    rollout's, made anew for each micro-batch. ``centering`` takes the drift of such a gradient off it, score centering
+    of arXiv 2609.20807 (``algorithms/centering.py``): alone with ``correction: none``, or with token weights.
     """
 
     kind: Literal["reinforce"] = Field("reinforce", description="Policy gradient with detached importance weights.")
 
+    centering: int | None = Field(
+        None, ge=1, description="Most probable tokens of the sampler that the score is centred over, 128 for example "
+        "(8 bytes each a token); null: it is not."
+    )  # fmt: skip
+
     source = "Williams 1992; PG-IS of arXiv 2510.26788 with sequence w"
     weighs_itself = True
     verl_mode = "vanilla"
+
+    @property
+    def most_probable(self) -> int:
+        return self.centering or 0
 
     def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
         yield (
@@ -37,6 +47,12 @@ class ReinforceConfig(TokenLoss):
             algorithm.correction.normalize,
             "correction.normalize needs weights that are known before the update, and loss=reinforce weighs by the "
             "current policy, one micro-batch at a time; use ppo_clip, dapo, gspo or cispo, or normalize=false",
+        )
+
+        yield (
+            self.centering is not None and algorithm.correction.level == "sequence",
+            "loss.centering with correction.level=sequence: the drift that is taken off is of a token, by weights of "
+            "tokens; use level=token, or leave centering out",
         )
 
     def of_tokens(

@@ -25,6 +25,8 @@ from mantissa.rl.collect.sampler import Sample, Sampler, _packed, _unpacked, by_
 from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rl.experience import Experience
 from mantissa.rollout import SamplingParams
+from mantissa.rollout.most_probable import MostProbable
+from mantissa.rollout.support import Support
 from mantissa.runs.metrics import REWARD_PART
 from mantissa.tasks import Problem, Reward
 
@@ -57,6 +59,7 @@ class Batch:
             [numbers[sample.group] for sample in self.samples],
             [reward.value for reward in self.rewards],
             device,
+            [reward.terms for reward in self.rewards],
         )
 
 
@@ -147,8 +150,12 @@ def pack(batches: Iterable[Batch]) -> tuple[dict[str, Tensor], list[dict[str, An
     tensors: dict[str, Tensor] = {}
     plain = []
     for batch in batches:
-        tokens, lengths, logp, reasons, *_ = _packed([sample.completion for sample in batch.samples])
+        tokens, lengths, logp, reasons, _, _, _, support, top = _packed([sample.completion for sample in batch.samples])
         packed = {"tokens": tokens, "lengths": torch.tensor(lengths), "logp": logp} | _routes_packed(batch)
+        if support is not None:
+            packed |= {"support_words": support.words, "support_counts": support.counts}
+        if top is not None:
+            packed |= {"top_ids": top.ids_TK, "top_logp": top.logp_TK}
         tensors |= {f"ahead/{batch.step}/{name}": tensor for name, tensor in packed.items()}
         plain.append(
             {
@@ -157,7 +164,7 @@ def pack(batches: Iterable[Batch]) -> tuple[dict[str, Tensor], list[dict[str, An
                 "position": batch.position,
                 "indices": list(batch.indices),
                 "finish_reasons": reasons,
-                "rewards": [[r.value, r.correct, r.error, dict(r.parts)] for r in batch.rewards],
+                "rewards": [[r.value, r.correct, r.error, dict(r.parts), r.terms] for r in batch.rewards],
                 "metrics": dict(batch.metrics),
             }
         )
@@ -189,10 +196,18 @@ def _one_unpacked(
     step, version, position = (count(state[name], name) for name in ("step", "version", "position"))
     tokens, lengths, logp = (tensors[f"ahead/{step}/{name}"] for name in ("tokens", "lengths", "logp"))
     indices, reasons = state["indices"], state["finish_reasons"]
+    support = None
+    if f"ahead/{step}/support_counts" in tensors:
+        support = Support(*(tensors[f"ahead/{step}/support_{name}"] for name in ("words", "counts")))
+    top = None
+    if f"ahead/{step}/top_ids" in tensors:
+        top = MostProbable(*(tensors[f"ahead/{step}/top_{name}"] for name in ("ids", "logp")))
     checks = {
         "tokens": tokens.dtype == torch.int64 and bool(((tokens >= 0) & (tokens < embeddings)).all()),
         "lengths": lengths.dtype == torch.int64 and bool((lengths >= 1).all()) and int(lengths.sum()) == len(tokens),
         "logp": logp.dtype == torch.float32 and logp.shape == tokens.shape,
+        "support": support is None or support.fits(tokens.tolist(), embeddings),
+        "most probable tokens": top is None or top.fits(len(tokens), embeddings),
         "indices": all(number(index, 0, len(problems) - 1, whole=True) for index in indices),
         "groups": len(indices) > 0 and len(lengths) % len(indices) == 0,
         "finish_reasons": len(reasons) == len(lengths) and set(reasons) <= {"stop", "length"},
@@ -207,14 +222,20 @@ def _one_unpacked(
     prompts = [sampler.encode(problems[index]) for index in indices]
     positions = [len(prompts[place // size]) + length - 1 for place, length in enumerate(lengths.tolist())]
     routes = _routes_unpacked(tensors, step, positions)
-    completions = _unpacked((tokens, lengths.tolist(), logp, reasons, version, [None] * len(lengths), routes))
+    keys = [None] * len(lengths)
+    completions = _unpacked((tokens, lengths.tolist(), logp, reasons, version, keys, routes, support, top))
     samples = []
     for place, completion in enumerate(completions):
         group = place // size
         text = sampler.tokenizer.decode(completion.tokens)
         samples.append(Sample(problems[indices[group]], group, prompts[group], completion, text))
-    rewards = [Reward(*reward) for reward in state["rewards"]]
+    rewards = [_reward(*reward) for reward in state["rewards"]]
     return Batch(step, version, position, indices, samples, rewards, state["metrics"], {})
+
+
+def _reward(value: float, correct: bool, error: str | None, parts: dict[str, float], terms: Any = ()) -> Reward:
+    """A reward as a checkpoint holds it; those of earlier versions hold no terms."""
+    return Reward(value, correct, error, parts, tuple((float(term), float(weight)) for term, weight in terms))
 
 
 _ROUTES = {"experts": torch.int16, "expert_weights": torch.float32}  # as a checkpoint names them

@@ -38,7 +38,12 @@ def overlong_penalty(length: int, max_tokens: int, config: OverlongConfig | None
 
 
 def with_penalty(reward: Reward, penalty: float) -> Reward:
-    """``reward`` with the penalty in its value and the same verdict; the very same one where there is none."""
+    """``reward`` with the penalty in its value and the same verdict; the very same one where there is none.
+
+    Where the reward is a sum, the penalty is one more of its terms, 0 or not.
+    """
+    if reward.terms:
+        return replace(reward, value=reward.value + penalty, terms=(*reward.terms, (penalty, 1.0)))
     return replace(reward, value=reward.value + penalty) if penalty else reward
 
 

@@ -13,7 +13,10 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.seeds import derive_seed
 from mantissa.model import Tokenizer
+from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rollout import Completion, Request, RolloutEngine, SamplingParams
+from mantissa.rollout.most_probable import MostProbable
+from mantissa.rollout.support import Support
 from mantissa.tasks import Grader, Problem, Reward
 
 T = TypeVar("T")
@@ -50,9 +53,15 @@ class Sampler:
     def __init__(self, engine: RolloutEngine, tokenizer: Tokenizer, grader: Grader, ranks: Ranks = ALONE) -> None:
         self.engine, self.tokenizer, self.grader, self.ranks = engine, tokenizer, grader, ranks
 
-    def params(self, max_tokens: int, temperature: float, stop: tuple[str, ...] = ()) -> SamplingParams:
+    def params(
+        self, max_tokens: int, temperature: float, stop: tuple[str, ...] = (), top_k: int = 0, top_p: float = 1.0
+    ) -> SamplingParams:
         """Sampling parameters that end at the tokenizer's end tokens."""
-        return SamplingParams(max_tokens, temperature, stop_token_ids=tuple(self.tokenizer.eos_ids), stop=stop)
+        return SamplingParams(max_tokens, temperature, top_k, top_p, tuple(self.tokenizer.eos_ids), stop)
+
+    def params_of(self, rollout: RolloutConfig) -> SamplingParams:
+        """Those of a recipe."""
+        return self.params(rollout.max_tokens, rollout.temperature, rollout.stop, rollout.top_k, rollout.top_p)
 
     def sample(
         self,
@@ -116,19 +125,24 @@ class Sampler:
 
 
 def _packed(group: Sequence[Completion]) -> tuple[Any, ...]:
-    """A group as few objects, to travel: tokens, lengths, log-probs, finish reasons, version, keys, experts."""
+    """A group as few objects, to travel: tokens, lengths, log-probs, finish reasons, version, keys, what is beside."""
     tokens = torch.tensor([token for completion in group for token in completion.tokens], dtype=torch.int64)
     logp = torch.cat([completion.logp_T for completion in group])
     lengths = [len(completion.tokens) for completion in group]
     reasons, keys = [completion.finish_reason for completion in group], [completion.key for completion in group]
     routes = [(completion.experts_SLK, completion.expert_weights_SLK) for completion in group]
-    return tokens, lengths, logp, reasons, group[0].policy_version, keys, routes
+    supports = [completion.support for completion in group if completion.support is not None]
+    support = Support.join(supports) if len(supports) == len(group) else None
+    tops = [completion.most_probable for completion in group if completion.most_probable is not None]
+    top = MostProbable.join(tops) if len(tops) == len(group) else None
+    return tokens, lengths, logp, reasons, group[0].policy_version, keys, routes, support, top
 
 
 def _unpacked(packed: tuple[Any, ...]) -> list[Completion]:
-    tokens, lengths, logp, reasons, version, keys, routes = packed
-    parts = zip(tokens.split(lengths), logp.split(lengths), reasons, keys, routes, strict=True)
+    tokens, lengths, logp, reasons, version, keys, routes, *kept = packed
+    beside = [[None] * len(lengths) if each is None else each.split(lengths) for each in kept]
+    each = zip(tokens.split(lengths), logp.split(lengths), reasons, keys, routes, *beside, strict=True)
     return [
-        Completion(tuple(part.tolist()), logp_T.clone(), reason, version, key, *route)
-        for part, logp_T, reason, key, route in parts
+        Completion(tuple(part.tolist()), logp_T.clone(), reason, version, key, experts, weights, support, top)
+        for part, logp_T, reason, key, (experts, weights), support, top in each
     ]

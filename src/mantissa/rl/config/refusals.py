@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from mantissa.algorithms import ADVANTAGES
+from mantissa.algorithms import ADVANTAGES, AdvantageKind
 from mantissa.base.config import Refusals
 from mantissa.base.errors import MantissaError
 from mantissa.precision import DIAL, SCHEMES
 from mantissa.rl.config.waltz import waltz_refusals
 from mantissa.rollout import LEAST_TEMPERATURE
+from mantissa.rollout.support import ignored
 from mantissa.tasks import CodeConfig
 from mantissa.training.masters import check_masters
 
@@ -55,6 +56,17 @@ def _precision_refusals(config: RunConfig) -> Refusals:
         "that it has, and a scaled one is a choice of its own; set guard=null",
     )
     yield (
+        policy.kernels == "exact" and config.rollout.support == "ignored",
+        "precision.kernels=exact with rollout.support=ignored: the learner's log-probs are of another distribution "
+        "than the rollout's; set rollout.support=kept",
+    )
+    reference = config.algorithm.reference
+    yield (
+        policy.kernels == "exact" and reference is not None and reference.path is not None,
+        "precision.kernels=exact with algorithm.reference.path: exact kernels are planned for the policy's own shape; "
+        "set precision.kernels=fast",
+    )
+    yield (
         policy.kernels == "exact" and lag,
         f"precision.kernels=exact with rollout.max_policy_lag={lag}: completions of other weights have other "
         "log-probs, so there is nothing that must be equal; set rollout.max_policy_lag=0",
@@ -83,6 +95,15 @@ def _process_refusals(config: RunConfig) -> Refusals:
         "parallel=fsdp2 with optimizer.moments=8bit: blocks of a slice are not those of the whole, so another number "
         "of processes could not resume; use parallel=ddp, or optimizer.moments=fp32",
     )
+    critic = config.algorithm.critic is not None
+    yield (
+        critic and fsdp2,
+        "parallel=fsdp2 with algorithm.critic: every process holds the whole value model; use parallel=ddp",
+    )
+    yield (
+        critic and config.model.lora is not None,
+        "algorithm.critic with model.lora: the value model trains every weight of its own; leave model.lora out",
+    )
     yield (
         fsdp2 and config.model.lora is not None,
         "parallel=fsdp2 with model.lora: adapters are merged into whole matrices, and what would be divided, gradients "
@@ -99,10 +120,24 @@ def _rollout_refusals(config: RunConfig) -> Refusals:
         f"rollout.max_policy_lag={lag} does nothing with optimizer.updates_per_batch={updates}: a step makes {updates} "
         f"versions, so sampling one step ahead needs {updates} or more; raise it, or set it to 0",
     )
+    if config.algorithm.of_tokens:  # no completions are compared
+        return
+    estimator = ADVANTAGES[cast(AdvantageKind, kind)]
     yield (
-        not ADVANTAGES[kind].of_batch and rollout.samples < 2,
+        not estimator.of_batch and rollout.samples < 2,
         f"algorithm.advantage={kind} needs rollout.samples of 2 or more: it compares the completions of a prompt, and "
         "of one alone every advantage is 0; raise it, or use reinforce_pp, which compares the whole batch",
+    )
+    terms = getattr(config.task, "reward", None)
+    yield (
+        estimator.decoupled and not (isinstance(terms, (list, tuple)) and len(terms) > 1),
+        f"algorithm.advantage={kind} normalises several rewards apart, and task.reward is one; give task.reward a list "
+        "of terms, or use grpo",
+    )
+    yield (
+        estimator.decoupled and rollout.dynamic is not None,
+        f"algorithm.advantage={kind} with rollout.dynamic: that drops groups whose sums are equal, in which the "
+        "rewards apart may differ; leave one of them out",
     )
     yield (
         rollout.replay_routing is not None and config.precision.kernels == "exact",
@@ -121,6 +156,15 @@ def _vllm_refusals(config: RunConfig) -> Refusals:
             policy.kernels == "exact",
             "precision.kernels=exact: vLLM's kernels add in another order than the learner's, so their log-probs are "
             "not equal to the last bit; use kernels=fast and read the gap",
+        ),
+        (
+            config.algorithm.loss.most_probable > 0,
+            "algorithm.loss.centering: what vLLM thought of other tokens is not returned here; leave it out",
+        ),
+        (
+            rollout.top_k > 0 or rollout.top_p < 1,
+            f"{'rollout.top_k' if rollout.top_k else 'rollout.top_p'}={rollout.top_k or rollout.top_p:g}: which tokens "
+            f"vLLM kept is not returned here, and a {ignored(rollout.top_k, rollout.top_p)}; leave it out",
         ),
         (
             policy.kv_cache not in (None, base, "fp8"),

@@ -67,14 +67,22 @@ class VllmConfig(Config):
 class RolloutConfig(Config):
     """How each step samples. Log-probs are under softmax(logits / temperature), on both sides.
 
-    There is no top-k or top-p here: the learner cannot renormalise over a set that only the sampler knows, so its
-    log-probs would be of another distribution. ``mantissa sample`` and evaluation have no learner and may filter.
+    With ``top_k`` or ``top_p`` they are of the tokens that those kept, on both sides: what each token was chosen from
+    is kept with it, and the learner (and a reference) renormalise over that.
     """
 
     prompts: int = Field(64, ge=1, description="Prompts a step.")
     samples: int = Field(8, ge=1, description="Completions of each prompt: its group.")
     max_tokens: int = Field(ge=1, description="Longest response, the stop token included.")
     temperature: float = Field(1.0, gt=0, description="Divides the logits, for the rollout and the learner alike.")
+    top_k: int = Field(0, ge=0, description="Draws from the k most probable tokens; 0: off. The learner as well.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Draws from the fewest tokens of this probability; 1: off. The learner as well."
+    )
+    support: Literal["kept", "ignored"] = Field(
+        "kept",
+        description="ignored: the learner's log-probs are over all tokens, off by log of the kept mass; to compare.",
+    )
     stop: tuple[str, ...] = Field((), description="Strings that end a completion, besides the end token.")
     slots: int = Field(256, ge=1, description="Rows decoded together; a finished row is refilled from the queue.")
     engine: Literal["native", "vllm", "emulated"] = Field(
@@ -115,6 +123,8 @@ class RolloutConfig(Config):
                 f"overlong.buffer={self.overlong.buffer}: expected less than max_tokens={self.max_tokens}, or every "
                 "response would be too long"
             )
+        if self.support == "ignored" and not self.top_k and self.top_p == 1:
+            raise ValueError("support=ignored does nothing without top_k or top_p; leave it out")
         if self.engine != "vllm" and self.vllm != VllmConfig():
             raise ValueError(f"vllm does nothing with engine={self.engine}; leave it out, or set engine=vllm")
         if self.engine != "emulated" and self.emulate is not None:
@@ -179,7 +189,9 @@ class OptimizerConfig(Config):
     decay: Literal["none", "linear"] = Field("none", description="linear: the rate falls to zero at the last step.")
     betas: tuple[_Decay, _Decay] = Field((0.9, 0.999), description="Adam's decay rates, 0 or more and below 1.")
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon, in fp32 (1e-8 is 0 in fp16).")
-    masters: Masters = Field("fp32", description="bf16_stochastic, bf16_kahan: bf16 weights (docs/precision.md).")
+    masters: Masters = Field(
+        "fp32", description="bf16_nearest, bf16_stochastic, bf16_kahan: bf16 weights (docs/precision.md)."
+    )
     moments: Moments = Field("fp32", description="8bit: in blocks of 256, by torchao; small tensors stay fp32.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled decay of matrices; norms and biases have none.")
     max_grad_norm: float = Field(

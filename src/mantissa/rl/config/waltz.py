@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mantissa.rl.config.run import RunConfig  # which imports this
 
 OF_A_POLICY = ("model", "precision", "loss_scaling", "warm_start", "rollout", "algorithm", "optimizer")
-_OF_A_ROLLOUT = ("max_tokens", "temperature", "slots", "stop")
+_OF_A_ROLLOUT = ("max_tokens", "temperature", "top_k", "top_p", "slots", "stop")
 _WHOLE = ("model", "precision", "loss_scaling")  # replaced; of the others what is given is changed
 
 

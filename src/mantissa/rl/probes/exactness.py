@@ -20,7 +20,7 @@ sampled, so each log-prob it gives (of the completions that carry a gradient) is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,10 +31,10 @@ from mantissa.kernels import WAYS, ExactKernels, Way
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Experience
-from mantissa.rl.learner import OnTokenLogits
 from mantissa.rl.probes.interface import Metrics, Probe, SampleAgain
 from mantissa.rl.replay import Case, examine, unequal, write_case
-from mantissa.rollout import Call, NativeEngine, Request, SamplingParams
+from mantissa.rl.score import OnTokenLogits
+from mantissa.rollout import Call, NativeEngine, Request
 from mantissa.rollout.sampling import drawn_otherwise, uniforms
 from mantissa.runs.directory import RunDirectory
 
@@ -64,7 +64,9 @@ class Exactness(Probe):
 
     def __init__(self, config: RunConfig, parts: Parts, run: RunDirectory, note: Callable[[str], None]) -> None:
         assert isinstance(parts.sampler.engine, NativeEngine)
-        self.precision, self.steps, self.run, self.note = config.precision, config.steps, run, note
+        self.precision = config.precision.of_layers(parts.model.config.num_hidden_layers)
+        self.steps, self.run, self.note = config.steps, run, note
+        self.params = parts.sampler.params_of(config.rollout)
         self.learner, self.engine, self.replan = parts.learner, parts.sampler.engine, parts.replan
         others = [] if parts.reference is None else [parts.reference.kernels]
         every = (self.learner.kernels, self.engine.kernels, *others)
@@ -72,7 +74,7 @@ class Exactness(Probe):
         self.replans = 0
         self.unlike: int | None = None
         # A sum of gradients must not depend on whether its step was checked.
-        self.learner.reuse_scoring = (self.precision.check_every or 1) == 1
+        self.learner.reuse_scoring &= (self.precision.check_every or 1) == 1
         self.engine.keeps_calls, self.learner.verify = True, self.verify
 
     def due(self, step: int) -> bool:
@@ -119,7 +121,7 @@ class Exactness(Probe):
         """What watches the scoring of a batch for tokens that the learner's law does not draw with their uniforms."""
         key_B = experience.key_B
         assert key_B is not None, "a native engine draws"
-        params = SamplingParams(1, self.learner.temperature)
+        params = replace(self.params, max_tokens=1)
         self._misdrawn_BR = torch.zeros_like(experience.mask_BR, dtype=torch.int32)
 
         def look(row_N: Tensor, column_N: Tensor, logits_NV: Tensor) -> None:
@@ -224,7 +226,7 @@ class Exactness(Probe):
         prompt, response = tuple(tokens[:prompt_length]), tuple(tokens[prompt_length:])
         rows = experience.part_with(row, self.learner.config.micro_batch_tokens, self.learner.ranks)
         key = None if experience.key_B is None else int(experience.key_B[row])
-        params = SamplingParams(len(response), self.learner.temperature)
+        params = replace(self.params, max_tokens=len(response))
         call, job, found = Call((Request(prompt, 0),), params, (response,)), 0, None
         for known in self.engine.calls:
             for number, (other, answer) in enumerate(zip(known.keys, known.tokens, strict=True)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mantissa.rl.experience import Experience
+from mantissa.rl.score import OnTokenLogits
 
 Metrics = Mapping[str, float]
 
@@ -17,6 +18,10 @@ class Probe:
     def due(self, step: int) -> bool:
         """Whether ``step`` is observed."""
         return True
+
+    def look(self, experience: Experience) -> OnTokenLogits | None:
+        """What is shown the logits as a batch is scored, where this observes the scoring; None where it does not."""
+        return None
 
     def observe(self, step: int, experience: Experience) -> Metrics:
         """Of a weighed batch, before anything is learned from it."""

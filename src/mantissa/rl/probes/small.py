@@ -62,8 +62,14 @@ class Diagnose(Probe):
         self.every, self.steps = config.doctor.every, config.steps
         self.learner, self.run, self.note = learner, run, note
         precision = config.precision
+        rollout = config.rollout
         self.settings = Settings(
-            config.rollout.temperature, rollout_format=precision.rollout, learner_format=precision.train
+            rollout.temperature,
+            rollout.top_k,
+            rollout.top_p,
+            renormalised=True,
+            rollout_format=precision.rollout,
+            learner_format=precision.train,
         )
 
     def due(self, step: int) -> bool:

@@ -97,7 +97,7 @@ class Grader:
         self.close()
 
     def _reward(self, reply: Reward | str) -> Reward:
-        return reply if isinstance(reply, Reward) else Reward(self._verifier.failure, correct=False, error=reply)
+        return reply if isinstance(reply, Reward) else self._verifier.failed(reply)
 
     def _guarded(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
         if not self._closer.alive:

@@ -1,0 +1,154 @@
+"""The value model of PPO in a run: a policy's body and one output, trained by an optimiser step of its own.
+
+It is what the learner is: fp32 masters, the learner's kernels, the same packed forward, micro-batches and ranks, the
+same ``OptimizerStep`` behind a loss scaler of its own. It begins as a copy of the policy where RL begins, after any
+warm start, with an output of zeros: every value is 0 until it has learned. A value is of one hidden state, in fp32.
+
+Legend: B completions, R response tokens right-padded, N response tokens flat, E hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mantissa.algorithms import Accumulator, AlgorithmConfig, aggregation_scale, merge, value_loss, values
+from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import Ranks
+from mantissa.kernels import Kernels
+from mantissa.model import Decoder
+from mantissa.rl.experience import Experience, Sequences
+from mantissa.rl.score import Forward, Packed, scatter, score
+from mantissa.training import LossScaler, OptimizerStep, StepOutcome, load_weights
+
+
+class ValueModel(nn.Module):
+    """``body``: a decoder, whose output projection is not used. ``value``: one number of each final hidden state."""
+
+    def __init__(self, body: Decoder) -> None:
+        super().__init__()
+        self.body = body
+        self.value = nn.Linear(body.config.hidden_size, 1, device=body.head_weight.device)
+        nn.init.zeros_(self.value.weight)
+        nn.init.zeros_(self.value.bias)
+
+    def forward(self, sequences: Sequences, kernels: Kernels) -> Tensor:
+        """The value where each response token is predicted; N, fp32, differentiable."""
+        position_N, _ = sequences.response_tokens()
+        packed = Packed.of(sequences)
+        hidden_ME = packed.hidden(self.body, kernels)
+        hidden_NE = F.embedding(packed.packed_BT.flatten()[position_N], hidden_ME)
+        return F.linear(hidden_NE.float(), self.value.weight, self.value.bias).squeeze(-1)
+
+
+StepOf = Callable[[nn.Module, LossScaler, float], OptimizerStep]  # over a module, at a rate
+
+
+class Critic:
+    """Owns the value model's masters and everything that changes them. ``micro_batch_tokens``: as the learner's."""
+
+    def __init__(
+        self,
+        policy: Decoder,
+        kernels: Kernels,
+        algorithm: AlgorithmConfig,
+        scaler: LossScaler,
+        step_of: StepOf,
+        *,
+        aggregation_length: float | None,
+        micro_batch_tokens: int,
+        ranks: Ranks,
+    ) -> None:
+        assert algorithm.critic is not None
+        self.config, self.aggregation, self.length = algorithm.critic, algorithm.aggregation, aggregation_length
+        self.kernels, self.micro_batch_tokens, self.ranks = kernels, micro_batch_tokens, ranks
+        self.model = ValueModel(copy.deepcopy(policy))
+        if self.model.body.lm_head is not None:  # a head of its own has no part in a value
+            self.model.body.lm_head.requires_grad_(False)
+        self.step = step_of(self.model, scaler, self.config.lr)
+
+    def take(self, masters: Mapping[str, Tensor]) -> None:
+        """Become the policy with these masters, values 0; where RL begins."""
+        load_weights({name: parameter.detach() for name, parameter in self.model.body.named_parameters()}, masters)
+
+    def score(self, sequences: Sequences) -> Tensor:
+        """The value before each response token; B, R, fp32, 0 at padding."""
+        with torch.no_grad():
+            return score(
+                lambda part, _: Forward(self.model(part, self.kernels)),
+                sequences,
+                self.micro_batch_tokens,
+                self.ranks,
+            )[0]
+
+    def learn(self, experience: Experience, parts: list[Tensor]) -> dict[str, float]:
+        """One optimiser step on each of ``parts`` (rows) of a weighed batch; returns metrics."""
+        outcomes: list[StepOutcome] = []
+        tallies: list[dict[str, Accumulator]] = []
+        for rows in parts:
+            outcome, found = self._step(experience, rows)
+            outcomes.append(outcome)
+            tallies += found
+        merged = merge([each for found in self.ranks.gather(tallies) for each in found])
+        row = {name: float(value) for name, value in values(merged).items()}
+        applied = [outcome for outcome in outcomes if outcome.applied]
+        row["critic/loss_scale"] = self.step.scaler.scale
+        row["critic/overflows"] = sum(outcome.overflows for outcome in outcomes)
+        row["critic/skipped"] = sum(not outcome.applied for outcome in outcomes)
+        if applied:
+            row["critic/grad_norm"] = sum(outcome.grad_norm for outcome in applied) / len(applied)
+        return row
+
+    def _step(self, experience: Experience, rows: Tensor) -> tuple[StepOutcome, list[dict[str, Accumulator]]]:
+        tallies: list[dict[str, Accumulator]] = []
+        assert experience.value_BR is not None, "score the values first"
+        assert experience.target_BR is not None, "weigh the experience first"
+        scale_BR = torch.zeros_like(experience.value_BR)
+        scale_BR[rows] = aggregation_scale(experience.mask_BR[rows], self.aggregation, self.length)
+        known = replace(experience, scale_BR=scale_BR)
+
+        def backward(scale: float) -> Tensor:
+            tallies.clear()  # a repeated backward counts once
+            total = torch.zeros((), device=rows.device)
+            for micro in experience.micro_batches(rows, self.micro_batch_tokens, self.ranks):
+                if not len(micro):
+                    continue  # nothing is sharded here: who has no rows waits at the sum
+                batch = known.select(micro)
+                assert batch.value_BR is not None
+                assert batch.target_BR is not None
+                assert batch.scale_BR is not None
+                value_BR = scatter(self.model(batch, self.kernels), batch.mask_BR)
+                given = (batch.value_BR, batch.target_BR, batch.mask_BR, batch.scale_BR, self.config.clip)
+                loss, found = value_loss(value_BR, *given)
+                tallies.append({name: replace(each, parts=each.parts.cpu()) for name, each in found.items()})
+                total += loss.detach()
+                (loss * scale).backward()
+            self.ranks.sum_gradients(self.step.parameters.values())
+            return total
+
+        return self.step.run(backward), tallies
+
+    # saved with the policy
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The fp32 masters by name."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and scaler; the tensors are ``weights`` and the step's ``optimizer_tensors``."""
+        return self.step.state_dict()
+
+    def load(self, state: Any, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+        """The inverse of ``state_dict``, ``weights`` and the optimiser's tensors, bit for bit."""
+        if not isinstance(state, dict):
+            raise MantissaError("checkpoint has no critic; it is damaged, or of a run without one")
+        self.step.load_optimizer_tensors(optimizer)
+        self.step.load_state_dict(state)
+        load_weights(self.weights, weights)

@@ -1,0 +1,171 @@
+"""``+trainer.gate=stop``: the doctor inside verl's trainer, which compares the log-probs of rollout and learner.
+
+    actor_rollout_ref.model.external_lib=mantissa.verl.plugin  +trainer.gate=stop      # or warn; stop:10: each 10 steps
+
+Looked at are the batches of the first steps of a job, also of a resumed one (each comes after a sync of weights), and
+then of every 25th step: where verl has computed its ``old_log_prob``, whose batch lies in its TransferQueue with
+prompts, responses and both sides' log-probs. In ``bypass_mode`` verl takes the rollout's log-probs for the old ones;
+then the batches that are looked at are scored once more for the gate. A fault ends the job with its name and what to
+set (``warn`` only says it); each diagnosis is a line and a page, ``doctor/step-N/doctor.html`` in the checkpoints'
+folder, and ``mantissa/gate_fault`` (0 or 1) and the gap's size join verl's metrics.
+
+Not seen are validation, what the policy did not sample itself (tools' answers), and, of a trainer that runs ahead, what
+older weights sampled.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mantissa.base.errors import MantissaError
+from mantissa.doctor.diagnosis import Verdict
+from mantissa.doctor.gate import Gate
+from mantissa.verl.refusals import get
+
+KEY = "trainer.gate"
+FIRST = 5  # steps after a start or a resume whose every batch is looked at
+_FIELDS = ("prompts", "responses", "response_mask", "rollout_log_probs")
+_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def parse(asked: str) -> tuple[str, int]:
+    """``stop`` or ``warn``, and every how many steps: of ``stop``, ``warn:10``. ``MantissaError`` for anything else."""
+    on_fault, _, every = str(asked).partition(":")
+    if on_fault not in ("stop", "warn") or not (every or "25").isdecimal() or int(every or "25") < 1:
+        raise MantissaError(f"{KEY}={asked}: expected stop or warn, or one with a number of steps, such as stop:10")
+    return on_fault, int(every or "25")
+
+
+class TrainerGate:
+    """The gate of one trainer (``verl.trainer.ppo.v1``). ``config``: verl's, whole."""
+
+    def __init__(self, config: Any, asked: str) -> None:
+        on_fault, every = parse(asked)
+        self.rollout = config.actor_rollout_ref.rollout
+        if not self.rollout.calculate_log_probs:
+            raise MantissaError(
+                f"{KEY}={asked}: the rollout's log-probs are not kept; set "
+                "actor_rollout_ref.rollout.calculate_log_probs=True"
+            )
+        self.bypassed = bool(get(config, "algorithm.rollout_correction.bypass_mode", False))
+        self.ahead = get(config, "trainer.v1.trainer_mode", "sync") != "sync"
+        self.folder = Path(config.trainer.default_local_dir) / "doctor"
+        self.formats = _formats(config.actor_rollout_ref)
+        self.lines: list[str] = []
+        self.looked = 0
+        self.gate = Gate(every, "stop" if on_fault == "stop" else "warn", framework="verl", say=self._say)
+
+    def _say(self, line: str) -> None:
+        self.lines.append(line)
+        print(line, file=sys.stderr, flush=True)
+
+    def look(self, trainer: Any, batch: Any) -> dict[str, float]:
+        """Of a batch whose ``old_log_probs`` are there: metrics. ``MantissaError`` where a fault is to stop the job."""
+        step = int(trainer.global_steps)
+        if self.looked < FIRST:
+            self.gate.after_sync()
+        if not self.gate.due(step):
+            return {}
+        self.looked += 1
+        rows = self._rows(trainer, batch, step - 1)
+        if not rows:
+            return {}
+        try:
+            prompts, tables = self._read(trainer, batch, rows)
+        except (KeyError, ValueError, RuntimeError) as error:
+            self._say(f"mantissa doctor: the batch of step {step} cannot be read ({error}); the training goes on")
+            return {}
+        found = self.gate.check(
+            step,
+            prompts,
+            *tables,
+            temperature=float(self.rollout.temperature),
+            **self.formats,
+            rollout_version=[batch.tags[row].get("min_global_steps") for row in rows],
+            learner_version=step - 1,  # verl numbers weights by the step after which they were sent
+        )
+        if found is None:
+            return {}
+        page = self.gate.write_page(self.folder / f"step-{step}")
+        if found.verdict not in (Verdict.FAULT, Verdict.LARGE):  # those have been said
+            self._say(f"mantissa doctor: step {step}: {found.headline}")
+        if self.gate.stop:
+            raise MantissaError(f"{self.lines[-1]}. Page: {page}. {KEY}=warn goes on in spite of it")
+        return {
+            "mantissa/gate_fault": float(self.gate.wrong(found)),
+            "mantissa/gate_size_of_u": float(found.figures["u_rms"]),
+            "mantissa/gate_tokens": float(found.figures["tokens"]),
+        }
+
+    def _rows(self, trainer: Any, batch: Any, newest: int) -> list[int]:
+        """Which of the batch to compare. Of a trainer that runs ahead (``trainer.v1.trainer_mode``): those that the
+        newest weights sampled, for an older one's gap is what was learned since."""
+        rows = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+        if self.bypassed and trainer.__dict__.get("local_trigger_step"):
+            return []  # the learner has gone on from the weights of this batch
+        if self.ahead:
+            rows = [row for row in rows if batch.tags[row].get("min_global_steps") == newest]
+        return rows
+
+    def _read(self, trainer: Any, batch: Any, rows: list[int]) -> tuple[list[list[int]], list[Tensor]]:
+        """The prompts, and four tables: responses, mask, both sides' log-probs."""
+        import transfer_queue as tq
+
+        learner = "old_log_probs"
+        if self.bypassed:
+            batch.extra_info.update(calculate_entropy=False, compute_loss=False, temperature=self.rollout.temperature)
+            trainer.actor_rollout_wg.compute_log_prob(batch)
+            learner = "log_probs"
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*_FIELDS, learner])
+        if self.bypassed:
+            from verl.workers.utils.padding import response_from_nested
+
+            data[learner] = response_from_nested(data[learner], data["response_mask"])
+        prompts = data["prompts"].unbind()
+        padded = [data[name] for name in ("responses", "response_mask", "rollout_log_probs", learner)]
+        tables = [each.to_padded_tensor(0.0) if each.is_nested else each for each in padded]
+        return [prompts[row].tolist() for row in rows], [table[rows] for table in tables]
+
+
+def _formats(section: Any) -> dict[str, str]:
+    """The formats of both sides as verl's keys say them: by them a gap is judged."""
+    engine = section.actor.fsdp_config
+    mixed = get(engine, "mixed_precision") or {}
+    learner, rollout = get(mixed, "param_dtype") or get(engine, "dtype", "bfloat16"), section.rollout.dtype
+    if section.actor.strategy == "mantissa":
+        from mantissa.verl.engine_options import EngineOptions
+
+        policy = EngineOptions.of(mixed).policy(str(engine.dtype))
+        learner, rollout = policy.train, policy.rollout if section.rollout.name == "mantissa" else rollout
+    return {f"{side}_format": _NAMES.get(str(name), str(name)) for side, name in
+            (("learner", learner), ("rollout", rollout))}  # fmt: skip
+
+
+def register() -> None:
+    """Have each trainer of verl's look at its own ``trainer.gate``. In the process of a trainer, which is imported
+    there before any model's configuration is read; elsewhere there is nothing to do."""
+    module = sys.modules.get("verl.trainer.ppo.v1.trainer_base")
+    if module is None:
+        return
+    PPOTrainer: Any = module.PPOTrainer
+    score, fit = PPOTrainer._compute_old_log_prob, PPOTrainer.fit
+
+    @functools.wraps(fit)
+    def gated_fit(self: Any, *arguments: Any, **named: Any) -> Any:
+        asked = get(self.config, KEY)
+        self.mantissa_gate = None if asked is None else TrainerGate(self.config, asked)
+        return fit(self, *arguments, **named)
+
+    @functools.wraps(score)
+    def gated_score(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+        scored = score(self, batch, metrics)
+        if getattr(self, "mantissa_gate", None) is not None:
+            metrics.update(self.mantissa_gate.look(self, scored))
+        return scored
+
+    PPOTrainer.fit, PPOTrainer._compute_old_log_prob = gated_fit, gated_score

@@ -1,0 +1,132 @@
+"""``trainer.gate`` beside a trainer that has only what it asks for: no verl, which ``test_gate_jobs.py`` has."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mantissa.base.errors import MantissaError
+from mantissa.verl.gate import FIRST, TrainerGate, parse
+
+ROWS, LONG = 96, 16
+
+
+class Section(dict[str, Any]):
+    """omegaconf's: keys as attributes, and ``get``."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = self.get(name)
+        return Section(value) if isinstance(value, dict) else value
+
+
+def config(folder: Path, **changed: Any) -> Section:
+    rollout = {"name": "vllm", "dtype": "bfloat16", "temperature": 1.0, "calculate_log_probs": True}
+    actor = {"strategy": "fsdp2", "fsdp_config": {"dtype": "bfloat16"}}
+    return Section(
+        actor_rollout_ref={"rollout": rollout | changed.pop("rollout", {}), "actor": actor},
+        trainer={"default_local_dir": str(folder), "v1": {"trainer_mode": changed.pop("mode", "sync")}},
+        algorithm={"rollout_correction": {"bypass_mode": changed.pop("bypass", False)}},
+    )
+
+
+def nested(values: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(values, layout=torch.jagged)
+
+
+@pytest.fixture
+def batch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A batch in the transfer queue: ``size`` is of the learner's error, ``lag`` of the weights that sampled."""
+
+    def made(step: int, size: float = 0.01, lag: int = 0, padding: int = 0) -> Any:
+        draw = torch.Generator().manual_seed(step)
+        lengths = [8 + row % 8 for row in range(ROWS)]
+        rollout = [-3.0 - 3 * torch.rand(n, generator=draw) for n in lengths]
+        learner = [each + size * torch.randn(len(each), generator=draw) * (1 - each.exp()) for each in rollout]
+        fields = {
+            "prompts": nested([torch.tensor([1, row // 4]) for row in range(ROWS)]),
+            "responses": nested([torch.randint(0, 50, (n,), generator=draw) for n in lengths]),
+            "response_mask": nested([torch.ones(n, dtype=torch.int64) for n in lengths]),
+            "rollout_log_probs": nested(rollout),
+            "old_log_probs": nested(learner),
+        }
+
+        def get(keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, torch.Tensor]:
+            assert (len(keys), partition_id) == (ROWS, "train")
+            return {name: fields[name] for name in select_fields}
+
+        monkeypatch.setitem(sys.modules, "transfer_queue", SimpleNamespace(kv_batch_get=get))
+        tags = [{"min_global_steps": step - 1 - lag, "is_padding": row >= ROWS - padding} for row in range(ROWS)]
+        return SimpleNamespace(
+            keys=[str(n) for n in range(ROWS)], partition_id="train", tags=tags, extra_info={}, fields=fields
+        )
+
+    return made
+
+
+def trainer(step: int) -> Any:
+    return SimpleNamespace(global_steps=step)
+
+
+def test_it_looks_at_each_of_the_first_steps_and_then_now_and_then(tmp_path: Path, batch: Any) -> None:
+    gate = TrainerGate(config(tmp_path), "stop:10")
+    looked = [step for step in range(1, 32) if gate.look(trainer(step), batch(step))]
+    assert looked == [*range(1, FIRST + 1), 10, 20, 30]
+    assert sorted(int(each.name[5:]) for each in (tmp_path / "doctor").iterdir()) == looked
+    resumed = TrainerGate(config(tmp_path), "stop:10")
+    assert resumed.look(trainer(13), batch(13))["mantissa/gate_fault"] == 0
+
+
+def test_a_fault_stops_or_is_said(tmp_path: Path, batch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(MantissaError, match=r"step 1: not known: d of .* What helps: .* Page: .*step-1/doctor.html"):
+        TrainerGate(config(tmp_path), "stop").look(trainer(1), batch(1, size=0.6))
+    found = TrainerGate(config(tmp_path), "warn").look(trainer(1), batch(1, size=0.6))
+    assert found["mantissa/gate_fault"] == 1
+    assert found["mantissa/gate_size_of_u"] > 0.4
+    assert capsys.readouterr().err.count("mantissa doctor: step 1: ") == 2
+
+
+def test_stale_weights_have_their_name(tmp_path: Path, batch: Any) -> None:
+    gate = TrainerGate(config(tmp_path), "stop")
+    gate.look(trainer(1), batch(1))
+    with pytest.raises(MantissaError, match=r"step 2: a fault: stale weights .*parameter_sync_step=1"):
+        gate.look(trainer(2), batch(2, size=0.6, lag=1))
+
+
+def test_of_a_trainer_that_runs_ahead_only_fresh_responses_are_compared(tmp_path: Path, batch: Any) -> None:
+    gate = TrainerGate(config(tmp_path, mode="separate_async"), "stop")
+    assert gate.look(trainer(2), batch(2, size=0.6, lag=1)) == {}
+    assert gate.look(trainer(3), batch(3))["mantissa/gate_fault"] == 0
+
+
+def test_rows_that_only_fill_a_batch_are_left_out(tmp_path: Path, batch: Any) -> None:
+    found = TrainerGate(config(tmp_path), "warn").look(trainer(1), batch(1, padding=8))
+    whole = TrainerGate(config(tmp_path), "warn").look(trainer(1), batch(1))
+    assert found["mantissa/gate_tokens"] < whole["mantissa/gate_tokens"]
+
+
+def test_a_batch_that_cannot_be_read_is_said_and_the_training_goes_on(
+    tmp_path: Path, batch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lacking = batch(1)
+    del lacking.fields["rollout_log_probs"]
+    assert TrainerGate(config(tmp_path), "stop").look(trainer(1), lacking) == {}
+    assert "cannot be read ('rollout_log_probs'); the training goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", ["halt", "stop:0", "stop:x", "warn:-1", "stop:", True])
+def test_what_is_no_wish_is_refused(asked: Any) -> None:
+    if asked == "stop:":
+        assert parse(asked) == ("stop", 25)
+        return
+    with pytest.raises(MantissaError, match="expected stop or warn"):
+        parse(asked)
+
+
+def test_without_the_rollout_s_log_probs_it_says_which_key(tmp_path: Path) -> None:
+    with pytest.raises(MantissaError, match=r"rollout\.calculate_log_probs=True"):
+        TrainerGate(config(tmp_path, rollout={"calculate_log_probs": False}), "stop")

@@ -1,0 +1,80 @@
+"""The gate in real jobs of verl's trainer: a fault in the rollout stops the job by its name, or is said."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_job import ACTOR, ROLLOUT, Job, run_job
+
+pytestmark = [pytest.mark.verl, pytest.mark.slow]
+# 64 sequences of 16 prompts a step: each step's batch is one diagnosis
+ENOUGH = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16")
+
+
+def gated(folder: Path, asked: str, fault: str, *overrides: str, **more: Any) -> Job:
+    given = (f"+trainer.gate={asked}", *ENOUGH, f"{ROLLOUT}.temperature=0.7", *overrides)
+    return run_job(folder, *given, environment={"MANTISSA_TEST_FAULT": fault}, **more)
+
+
+def page_of(job: Job, step: int) -> tuple[str, dict[str, Any]]:
+    folder = job.folder / "checkpoints" / "doctor" / f"step-{step}"
+    return (folder / "doctor.html").read_text(), json.loads((folder / "doctor.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "name", "helps"),
+    [
+        pytest.param("unsynced", 1, "forward", "weights", marks=pytest.mark.variants),
+        pytest.param("temperature", 1, "temperature", "logprobs_mode", marks=pytest.mark.variants),
+        ("stale", 2, "stale", "sync"),
+    ],
+)
+def test_a_fault_stops_the_job_by_its_name(tmp_path: Path, fault: str, step: int, name: str, helps: str) -> None:
+    """At the step at which it shows, before anything is learned from that batch; with a page."""
+    job = gated(tmp_path, "stop", fault, steps=3, fails=True)
+    assert sorted(job.metrics) == list(range(1, step))
+    said = re.findall(r"MantissaError: (mantissa doctor: step .*)", job.log)
+    assert said, job.log[-3000:]
+    assert f"step {step}: " in said[0]
+    assert "What helps: " in said[0]
+    assert helps in said[0]
+    assert "trainer.gate=warn goes on in spite of it" in said[0]
+    html, row = page_of(job, step)
+    assert row["fault"] == name
+    assert row["headline"] in said[0]
+    assert "</html>" in html
+
+
+def test_a_healthy_job_goes_on_and_a_resumed_one_is_looked_at_again(tmp_path: Path) -> None:
+    """Each step at first, whatever the distance that was asked for; the figures are among verl's metrics."""
+    first = gated(tmp_path, "stop:100", "", steps=1)
+    assert first.metrics[1]["mantissa/gate_fault"] == 0
+    assert first.metrics[1]["mantissa/gate_size_of_u"] < 1e-4
+    assert first.metrics[1]["mantissa/gate_tokens"] > 300
+    wrong = gated(tmp_path, "warn:100", "temperature", steps=2)
+    assert list(wrong.metrics) == [2], "it goes on from the checkpoint, in spite of the fault"
+    assert wrong.metrics[2]["mantissa/gate_fault"] == 1
+    assert "mantissa doctor: step 2: " in wrong.log
+    _, row = page_of(wrong, 2)
+    assert row["fault"] == "temperature"
+    assert {each["name"]: each for each in row["findings"]}["stale"]["tested"] is False
+    groups = [line for line in row["unknown"] if "group" in line]
+    assert not groups, "prompts are known"
+
+
+@pytest.mark.variants
+def test_in_bypass_mode_the_gate_scores_for_itself_and_a_mistake_in_the_key_is_said(tmp_path: Path) -> None:
+    bypass = "algorithm.rollout_correction.bypass_mode=True"
+    job = gated(tmp_path, "stop", "temperature", bypass, fails=True)
+    assert "MantissaError: mantissa doctor: step 1: " in job.log
+    assert page_of(job, 1)[1]["fault"] == "temperature"
+    for asked, key, said in (
+        ("halt", f"{ROLLOUT}.n=4", "trainer.gate=halt: expected stop or warn"),
+        ("stop", f"{ROLLOUT}.calculate_log_probs=False", "set actor_rollout_ref.rollout.calculate_log_probs=True"),
+    ):
+        assert said in gated(tmp_path / asked, asked, "", key, fails=True).log
