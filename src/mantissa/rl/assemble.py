@@ -93,15 +93,11 @@ def assemble(
     device, vllm = choose_device(config.device), config.rollout.engine == "vllm"
     _check_bill(config)
     be_deterministic(device)
-<<<<<<< HEAD
-    precision = _precision(config, device, ranks, own)
-=======
->>>>>>> main
     given, task = task is not None, task or build_task(config.task, config.seed)
     model, tokenizer = load_policy(config.model, task, config.seed)
-    own = config.precision.of_layers(model.config.num_hidden_layers)
-    config = config.model_copy(update={"precision": own})
-    precision = _precision(config, device, ranks, own_bf16)
+    by_layer = config.precision.of_layers(model.config.num_hidden_layers)
+    config = config.model_copy(update={"precision": by_layer})
+    precision = _precision(config, device, ranks, own)
     _check_shape(config, model)
     model = place(model, device, ranks)
     longest = model.config.max_position_embeddings  # of a dialogue, which grows as it is played
@@ -155,9 +151,6 @@ def assemble(
     )
 
 
-<<<<<<< HEAD
-def _precision(config: RunConfig, device: torch.device, ranks: Ranks, own: frozenset[str] | None) -> ResolvedPrecision:
-=======
 def _teacher(path: str, model: Decoder, tokenizer: Tokenizer, longest: int) -> Decoder:
     """The model that ``algorithm.reference.path`` names; of the policy's vocabulary, or an error."""
     teacher, its = open_policy(policy_folder(path), None, 0)
@@ -175,8 +168,7 @@ def _teacher(path: str, model: Decoder, tokenizer: Tokenizer, longest: int) -> D
     return teacher
 
 
-def _precision(config: RunConfig, device: torch.device, ranks: Ranks, own_bf16: bool | None) -> ResolvedPrecision:
->>>>>>> main
+def _precision(config: RunConfig, device: torch.device, ranks: Ranks, own: frozenset[str] | None) -> ResolvedPrecision:
     """What each role uses here, the rollout's as the engine has it that samples; the same on all ranks."""
     rollout = config.rollout
     if own is None and device.type == "cpu":
