@@ -51,7 +51,7 @@ ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts sha
     "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap", "emulated",
     "doctor_confusion", "doctor_faults", "substitution", "tune", "waltz", "soak", "soak_job", "soak_load",
     "soak_report", "doctor_strangers", "doctor_held_out", "doctor_mistakes", "doctor_healthy", "start_pages",
-    "verl_jobs", "native_beside",
+    "verl_jobs", "verl_rehearsals", "native_beside",
 }  # fmt: skip
 
 
