@@ -36,7 +36,7 @@ def timed(name: str, command: list[str], folder: Path) -> dict[str, float]:
 def downloaded(python: str, what: list[str], folder: Path) -> int:
     """Bytes of everything that pip would fetch for it."""
     folder.mkdir()
-    timed("download", [python, "-m", "pip", "download", "--quiet", "--dest", str(folder), *what], folder.parent)
+    timed("download", [python, "-P", "-m", "pip", "download", "--quiet", "--dest", str(folder), *what], folder.parent)
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
@@ -49,9 +49,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         timed("clone", ["git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", "checkout"], folder)
-        timed("venv", [sys.executable, "-m", "venv", "mine"], folder)
+        timed("venv", [sys.executable, "-P", "-m", "venv", "mine"], folder)
         mine = folder / "mine" / "bin"
-        pip = [str(mine / "python"), "-m", "pip", "install", "--quiet"]
+        pip = [str(mine / "python"), "-P", "-m", "pip", "install", "--quiet"]
         row = {
             "benchmark": "first_use",
             "package_bytes": downloaded(str(mine / "python"), [*index, "./checkout"], folder / "packages"),

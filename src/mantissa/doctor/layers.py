@@ -152,7 +152,7 @@ class _Follower:
             def step(stream: _Stream | None, index: int = index, layer: Layer = layer) -> _Stream:
                 assert stream is not None
                 with self.scores.weights_of(how, f"model.layers.{index}."):
-                    found: _Stream = layer(*stream, cos, sin, index, attend, kernels)
+                    found: _Stream = layer(*stream, cos, sin, index, attend, None, kernels)
                     return found
 
             yield step
