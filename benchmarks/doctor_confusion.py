@@ -128,7 +128,7 @@ def trained(options: argparse.Namespace) -> list[str]:
         if not path.is_dir():
             settings = [f"seed={seed}", *filter(None, options.settings.split(","))]
             asked = ["train", "demo", *settings, "--out", str(path)]
-            subprocess.run([sys.executable, "-m", "mantissa", *asked], check=True)
+            subprocess.run([sys.executable, "-P", "-m", "mantissa", *asked], check=True)
         found.append(str(path))
     return found
 

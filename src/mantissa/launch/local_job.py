@@ -108,11 +108,11 @@ def _job(rehearsal: Rehearsal, log: Path, metrics: Path, isolated: bool) -> Iter
     """The job's first process; when this is left, all of them are ended."""
     tag, short = secrets.token_hex(16), tempfile.mkdtemp(prefix="mverl", dir="/tmp")  # sockets want a short path
     ray = {"_node_ip_address": _HOST, "_temp_dir": short}
-    command = [sys.executable, *rehearsal.plan.arguments[1:]]
+    command = [sys.executable, "-P", *rehearsal.plan.arguments[1:]]
     command += [f"+ray_kwargs.ray_init.{name}={value}" for name, value in ray.items()]
     command += [f"hydra.run.dir={hydra_value(str(rehearsal.folder / 'hydra'))}"]  # else it makes outputs/ here
     if isolated:
-        command = [sys.executable, loopback.__file__, *command]
+        command = [sys.executable, "-P", loopback.__file__, *command]
     variables = {one.name: one.value for one in rehearsal.plan.environment}
     try:
         with log.open("wb") as out:

@@ -290,6 +290,7 @@ def test_verl_grades_and_punishes_length_as_we_do(
     assert result["reward_extra_info"]["grading_error"] == 0.0
 
 
+@pytest.mark.usefixtures("verl_folder")
 def test_gdpo_is_verls() -> None:
     """verl's final normalisation is over tokens, with 1e-8 under the root: responses of one length, that taken out."""
     from omegaconf import OmegaConf
@@ -314,6 +315,7 @@ def test_gdpo_is_verls() -> None:
     torch.testing.assert_close(theirs_once_more, ours * (one.std(correction=1) + 1e-6), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.usefixtures("verl_folder")
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.95, 0.9)])
 def test_gae_and_the_value_loss_are_verls(gamma: float, lam: float) -> None:
     from verl.trainer.ppo.core_algos import compute_gae_advantage_return, compute_value_loss
