@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -98,12 +99,13 @@ def test_the_split_into_micro_batches_does_not_show(made: Callable[..., Parts], 
 @pytest.mark.parametrize("more", [(), ("rollout.top_p=0.9",), ("precision=fp16",)], ids=["bf16", "top-p", "fp16"])
 def test_a_student_comes_nearer_to_its_teacher(train: Train, teacher: Path, more: tuple[str, ...]) -> None:
     run = train(
-        "warm_start=null", "precision=bf16", "steps=30", "optimizer.lr=5e-3", "evaluation=null",
-        "checkpoint.every=30", "rollout.prompts=16", "rollout.samples=2",
+        "warm_start=null", "precision=bf16", "steps=60", "optimizer.lr=5e-3", "evaluation=null",
+        "checkpoint.every=60", "rollout.prompts=16", "rollout.samples=2",
         f"algorithm={{loss: ppo_clip, advantage: distillation, reference: {{path: {teacher}}}}}", *more,
     )  # fmt: skip
     distances = [row["reference/kl"] for row in run.read_metrics()]
-    assert sum(distances[-4:]) < 0.75 * sum(distances[:4]), distances
+    # A batch has some hundred tokens, so its mean is off by a tenth or more: ten batches' is not.
+    assert statistics.fmean(distances[-10:]) < 0.75 * statistics.fmean(distances[:4]), distances
     row = run.read_rollouts(1)[0]
     assert math.isfinite(row["advantage"])
 
