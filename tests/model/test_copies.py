@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import NativeKernels, SimulatedKernels, probe
+from mantissa.kernels import ExactKernels, ModelShapes, NativeKernels, SimulatedKernels, plan_exact, probe
 from mantissa.kernels.interface import Kernels
 from mantissa.model import CopiedPolicy, Decoder, ModelConfig
-from mantissa.precision import BF16, FP16, FP32, Quantized, cpu
+from mantissa.precision import BF16, FP16, FP32, PrecisionPolicy, Quantized, cpu, resolve
 
 WIDE = ModelConfig("qwen2", 64, 512, 384, 1, 4, 2, 128, qkv_bias=True, tie_word_embeddings=True)
 NORMED = dataclasses.replace(WIDE, family="qwen3", qkv_bias=False, qk_norm=True)
@@ -63,6 +63,21 @@ def test_joined_projections_hold_and_give_what_each_alone_does(config: ModelConf
     outs = [policy.decoder(tokens, kernels).float() for policy in (alone, joined)]
     assert outs[0].abs().max() > 0.2
     assert (outs[0] - outs[1]).abs().max() <= 16 * kernels.format.epsilon * outs[0].abs().max()
+
+
+@torch.no_grad()
+def test_exact_kernels_multiply_the_learners_shapes_and_no_joined_one() -> None:
+    """Only those were proven; of packed weights too, where the plan is of oneDNN's products."""
+    role = resolve(PrecisionPolicy.parse({"preset": "bf16", "kernels": "exact"}), "cpu").learner
+    weights = masters(NORMED)
+    plan = plan_exact(ModelShapes.of(weights, 4, 2, 128, 64, 64), role, "cpu")
+    laid = copy(NORMED, ExactKernels(BF16, plan, weights_on_grid=True), True)
+    laid.take(weights)
+    assert laid.decoder.model.layers[0].self_attn.joined is None
+    learner = Decoder(NORMED)
+    learner.load_state_dict(weights)
+    tokens_BT = torch.randint(0, 64, (2, 9))
+    assert torch.equal(laid.decoder(tokens_BT, laid.kernels), learner(tokens_BT, ExactKernels(BF16, plan)))
 
 
 @pytest.mark.parametrize("name", KERNELS)

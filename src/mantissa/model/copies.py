@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError, nearest
-from mantissa.kernels import Kernels
+from mantissa.kernels import ExactKernels, Kernels
 from mantissa.kernels.products import joinable, packed
 from mantissa.model.config import ModelConfig
 from mantissa.model.decoder import MLP, Attention, Decoder, Joined, Projection
@@ -105,7 +105,12 @@ class CopiedPolicy:
         return torch.stack((owner.weight.float().abs().amax(), owner.scales.amax()))
 
     def _joins(self, block: Attention | MLP) -> bool:
-        """Whether the projections of one input can be one product: on this device, and all in one format."""
+        """Whether the projections of one input can be one product: on this device, and all in one format.
+
+        Never with exact kernels: they multiply by the shapes that the learner has, which alone are proven.
+        """
+        if isinstance(self.kernels, ExactKernels):
+            return False
         fp8 = self.kernels.fp8
         same = fp8 is None or len({fp8.quantizes(part.name) for part in block.alike}) == 1
         return same and joinable([part.weight for part in block.alike])
