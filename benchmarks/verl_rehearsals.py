@@ -67,7 +67,8 @@ def command(kind: str, folder: Path, *more: str) -> list[str]:
     path = folder.with_name("plain.yaml") if recipe is None else RECIPES / recipe
     if recipe is None:
         path.write_text(PLAIN)
-    words = [sys.executable, "-P", "-m", "mantissa", "launch", str(path), "--on", "verl", "--local", f"run_dir={folder}"]
+    words = [sys.executable, "-P", "-m", "mantissa", "launch", str(path)]
+    words += ["--on", "verl", "--local", f"run_dir={folder}"]
     return [*words, *overrides, *([] if engine is None else ["--engine", engine]), *more]
 
 
