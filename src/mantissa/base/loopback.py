@@ -40,6 +40,7 @@ def alone() -> bool:
 
 
 def main() -> None:
+    """Become the command that the arguments name, alone with the loopback; exit with ``REFUSED`` where that fails."""
     parent = os.getppid()
     if not alone():
         sys.exit(REFUSED)

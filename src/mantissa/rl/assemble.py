@@ -111,7 +111,7 @@ def assemble(
     plan = planned()
     evidence = prove(precision, device, plan, vllm)
     twin = exact_twin(config, model, device, longest, rows, ranks) if vllm else None
-    scaling, section = config.loss_scaling or LossScalingConfig(), config.algorithm.reference
+    scaling = config.loss_scaling or LossScalingConfig()
     scaler = scaling.scaler(precision.learner.active)
     learner = new_learner(config, model, learner_kernels(precision, plan), scaler, ranks)
     kernels = (twin and twin.kernels) or rollout_kernels(precision, plan)
@@ -119,20 +119,10 @@ def assemble(
     if sampler.engine.evidence:
         evidence["rollout"] = sampler.engine.evidence
     reference = None
-    if section is not None:
-        teacher = None if section.path is None else _teacher(section.path, model, tokenizer, longest)
-        reference = ReferencePolicy(
-            (teacher or model).config,
-            reference_kernels(precision, plan),
-            temperature=config.rollout.temperature,
-            micro_batch_tokens=config.optimizer.micro_batch_tokens,
-            refresh_every=section.refresh_every,
-            teacher=None if teacher is None else base_digest(teacher),
-            device=device,
-            ranks=ranks,
-        )
-        if teacher is not None:
-            reference.take(policy_weights(teacher), 0)
+    if config.algorithm.reference is not None:
+        path = config.algorithm.reference.path
+        teacher = None if path is None else _teacher(path, model, tokenizer, longest)
+        reference = _reference(config, reference_kernels(precision, plan), model, teacher, device, ranks)
     return Parts(
         device=device,
         precision=precision,
@@ -149,6 +139,27 @@ def assemble(
         plan=plan,
         replan=planned if plan else None,
     )
+
+
+def _reference(
+    config: RunConfig, kernels: Kernels, model: Decoder, teacher: Decoder | None, device: torch.device, ranks: Ranks
+) -> ReferencePolicy:
+    """The frozen policy that the recipe asks for: the teacher, whose weights it takes here, or later the learner's."""
+    section = config.algorithm.reference
+    assert section is not None
+    reference = ReferencePolicy(
+        (teacher or model).config,
+        kernels,
+        temperature=config.rollout.temperature,
+        micro_batch_tokens=config.optimizer.micro_batch_tokens,
+        refresh_every=section.refresh_every,
+        teacher=None if teacher is None else base_digest(teacher),
+        device=device,
+        ranks=ranks,
+    )
+    if teacher is not None:
+        reference.take(policy_weights(teacher), 0)
+    return reference
 
 
 def _teacher(path: str, model: Decoder, tokenizer: Tokenizer, longest: int) -> Decoder:
