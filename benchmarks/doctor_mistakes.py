@@ -98,10 +98,11 @@ def noisier(strength: float) -> Callable[[str, Tensor], Tensor | None]:
 
 def _inner(name: str, w: Tensor) -> bool:
     """A matrix of a layer, and not a router's, the embedding or the head."""
-    return w.dim() >= 2 and "layers." in name and "gate.weight" not in name and "router" not in name
+    inner = "layers." in name or ".h." in name
+    return w.dim() >= 2 and inner and "gate.weight" not in name and "router" not in name
 
 
-def _adapter(scale: float) -> Callable[[str, Tensor], Tensor | None]:
+def adapter(scale: float) -> Callable[[str, Tensor], Tensor | None]:
     """What an adapter of rank 4 adds to every matrix of the layers."""
 
     def change(name: str, w: Tensor) -> Tensor | None:
@@ -115,8 +116,25 @@ def _adapter(scale: float) -> Callable[[str, Tensor], Tensor | None]:
 
 def _corrupt_experts(name: str, w: Tensor) -> Tensor | None:
     """One layer's products back into the stream are a hundred times too large."""
-    inward = ("down_proj", "w2", "dense_4h_to_h", "c_proj.weight", "experts")
-    return w * 100 if "layers.1." in name and any(part in name for part in inward) and w.dim() >= 2 else None
+    inward = ("down_proj", "w2", "dense_4h_to_h", "c_proj.weight", "experts", "fc2", "fc_out", "output_linear")
+    second = "layers.1." in name or ".h.1." in name
+    return w * 100 if second and any(part in name for part in inward) and w.dim() >= 2 else None
+
+
+def _of_one_rank(name: str, w: Tensor) -> Tensor | None:
+    """Every fourth expert of each layer is another matrix: what one rank of expert parallelism of four holds."""
+    if w.dim() != 3:
+        return None
+    made = w.clone()
+    made[1::4] += w.std() * _normal(name, w[1::4].shape)
+    return made
+
+
+def _has(family: Family, what: str) -> bool:
+    """Whether the model has ``experts`` (matrices by expert) or a ``rope`` table of frequencies."""
+    if what == "experts":
+        return any(w.dim() == 3 for w in family.model.parameters())
+    return any(name.endswith("inv_freq") for name, _ in family.model.named_buffers())
 
 
 def by_weights(family: Family, rolled: Rolled, change: Callable[[str, Tensor], Tensor | None]) -> list[Array]:
@@ -270,11 +288,15 @@ def _forwards(family: Family, rolled: Rolled, healthy: list[Array]) -> Iterator[
 
     yield "weights not synced", _WEIGHTS, weights(noisier(0.15))
     yield "stale by one update", ("stale", *_WEIGHTS), weights(lambda n, w: w + 1e-3 * _normal(n, w.shape).sign())
-    yield "adapter lost", _WEIGHTS, weights(_adapter(0.3))
+    yield "adapter lost", _WEIGHTS, weights(adapter(0.3))
     yield "adapter on the head missing", _WEIGHTS, lambda: dump(rolled, _head_adapter(family, rolled))
     yield "a head that is not the right one", _WEIGHTS, lambda: dump(rolled, _untied(family, rolled))
     yield "weights corrupt", _WEIGHTS, weights(noisier(1.0))
-    yield "rope theta 100 times", ("position", *_WEIGHTS, *_NOISE), lambda: dump(rolled, _rope(family, rolled, 100.0))
+    if _has(family, "experts"):
+        yield "one rank of four has other experts", ("experts", *_WEIGHTS), weights(_of_one_rank)
+    if _has(family, "rope"):
+        yield "rope theta 100 times", ("position", *_WEIGHTS, *_NOISE), lambda: dump(
+            rolled, _rope(family, rolled, 100.0))  # fmt: skip
     yield "responses' positions moved by 3", ("onset", *_PROMPT), lambda: dump(
         rolled, scores(family, rolled, {"": plain}, move=3)[""])  # fmt: skip
     yield "padding without a mask", ("padding", *_PROMPT), lambda: dump(
@@ -292,7 +314,7 @@ def _forwards(family: Family, rolled: Rolled, healthy: list[Array]) -> Iterator[
     yield "one rank in four of corrupt experts", ("some_sequences", "nonfinite"), mixed(
         lambda n: n % 4 == 1, _corrupt_experts)  # fmt: skip
     yield "one block of four has an old adapter", ("some_sequences",), mixed(
-        lambda n: n < len(healthy) // 4, _adapter(0.4))  # fmt: skip
+        lambda n: n < len(healthy) // 4, adapter(0.4))  # fmt: skip
     yield from _in_time(family, rolled, healthy)
 
 
@@ -310,7 +332,7 @@ def _in_time(family: Family, rolled: Rolled, healthy: list[Array]) -> Iterator[t
 
         return made
 
-    yield "adapter lost after a sync", ("after_sync",), after(_adapter(0.3), lambda bad: (int(bad), int(bad)))
+    yield "adapter lost after a sync", ("after_sync",), after(adapter(0.3), lambda bad: (int(bad), int(bad)))
     yield "weights corrupt after a sync", ("after_sync",), after(noisier(1.0), lambda bad: (int(bad), int(bad)))
     yield "half of the prompts stale by one update", ("stale",), after(
         lambda n, w: w + 3e-3 * _normal(n, w.shape).sign(), lambda bad: (5 - bad, 5))  # fmt: skip

@@ -50,7 +50,8 @@ ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts sha
     "demo_runs", "final_policy", "gpu", "gpu_sizes", "rl_step", "rl_step_vs_trl", "run_all", "tables", "trl_step",
     "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap", "emulated",
     "doctor_confusion", "doctor_faults", "substitution", "tune", "waltz", "soak", "soak_job", "soak_load",
-    "soak_report", "doctor_strangers", "doctor_held_out", "doctor_mistakes", "doctor_healthy", "start_pages",
+    "soak_report", "doctor_strangers", "doctor_held_out", "doctor_mistakes", "doctor_healthy", "doctor_many",
+    "doctor_partial", "start_pages",
     "verl_jobs", "verl_rehearsals", "native_beside",
 }  # fmt: skip
 

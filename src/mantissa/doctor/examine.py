@@ -13,14 +13,14 @@ from mantissa.doctor.diagnosis import Diagnosis, Finding, Verdict
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import Usual, coarser, facts, usual
-from mantissa.doctor.places import seen_in_a_quarter
+from mantissa.doctor.kinds import seen_in_a_quarter
 from mantissa.doctor.sample import FEWEST, Tokens
 from mantissa.doctor.signatures import EXACT, SHAPES, causes, findings
 
 _NOTHING = 1e-5  # nats: below it nothing is to be done, whatever the formats
 _BLIND = 10.0  # times what is usual: a sample that would not show so much says nothing
 _CURVE = 0.6  # of sum d^2 on a curve in the log-prob: a law is in it, and a shape may be the law's
-_BY_SIZE = ("experts", "half_logits")  # healthy where the whole gap is: remarks there
+_FEWEST = (2 * FEWEST, 200)  # sequences and tokens, for a verdict where nothing is found
 
 
 def examine(dump: Dump) -> Diagnosis:
@@ -33,8 +33,9 @@ def examine(dump: Dump) -> Diagnosis:
     large = [each for each in every if each.found and each.name == "too_large"]
     curve = max((each.share for each in every if each.name in ("temperature", "soft_cap") and each.tested), default=0.0)
     shapes = [each for each in every if each.found and each.name in SHAPES and curve < _CURVE]
-    beyond = bool(large) or figures["u_rms"] > expected.bound
-    named = causes(dump, [each for each in every if beyond or each.name not in _BY_SIZE], expected.bound)
+    # Healthy where the whole gap is: remarks there. Single tokens that fly must make it larger than by chance.
+    remarks = [] if large else ["experts", *(["half_logits"] if figures["u_rms"] <= expected.bound else [])]
+    named = causes(dump, [each for each in every if each.name not in remarks], expected.bound)
     if named and named[0].name == "some_sequences" and shapes and shapes[0].name == "prompt":
         named = [named[0].or_else("prompt"), *named[1:]]  # a prompt's fault is of another size in each prompt
     if shapes and not named:
@@ -45,16 +46,10 @@ def examine(dump: Dump) -> Diagnosis:
     elif large:
         fault, verdict = large[0], Verdict.LARGE
         headline = _not_known(figures, every, expected)
-    elif (
-        figures["sequences"] < 2 * FEWEST or not size.tested or (size.detectable or math.inf) > _BLIND * expected.bound
-    ):
-        few = f"{figures['tokens']:,} tokens of {figures['sequences']:,} sequences are too few to tell"
-        verdict, headline = Verdict.UNKNOWN, f"not known: {few}; {size.said}"
+    elif too_few := _too_few(evidence, figures, size, expected):
+        verdict, headline = Verdict.UNKNOWN, f"not known: {too_few}"
     else:
-        verdict, headline = (
-            Verdict.HEALTHY,
-            _healthy(figures, dump, expected, size, seen_in_a_quarter(evidence, len(every))),
-        )
+        verdict, headline = Verdict.HEALTHY, _healthy(figures, evidence, expected, size, len(every))
     causing = [*named, *(large[:1] if not named else ())]
     remedies = tuple(
         dict.fromkeys(r for each in causing for name in (each.name, *each.also) for r in table[name].remedies)
@@ -104,17 +99,55 @@ def _remarks(every: Sequence[Finding], causing: Sequence[Finding], large: bool) 
     )
 
 
-def _healthy(figures: dict[str, Any], dump: Dump, expected: Usual, size: Finding, quarter: float | None) -> str:
+def _too_few(e: Evidence, figures: dict[str, Any], size: Finding, expected: Usual) -> str:
+    """Why the sample is too small for "healthy", empty where it is not.
+
+    Where nearly every token is certain there is no size of u to test; then u of all tokens, certain ones taken for 99%
+    likely, must be within the usual.
+    """
+    counts = f"{figures['tokens']:,} tokens of {figures['sequences']:,} sequences are too few to tell"
+    if figures["sequences"] < _FEWEST[0] or figures["tokens"] < _FEWEST[1]:
+        return f"{counts}; {_FEWEST[0]} sequences and {_FEWEST[1]} tokens at least"
+    if not size.tested:
+        whole = float(np.sqrt(np.square(e.clean.u).mean()))
+        near = f"all but {len(e.clean.telling.u):,} of {figures['tokens']:,} tokens are certain"
+        return "" if whole <= expected.bound else f"{near}, and their differences are larger than rounding makes"
+    if figures["u_rms"] > expected.bound and not _by_single_tokens(e, expected.bound):
+        return f"{counts}: {size.said}, which may be chance in so few"
+    if (size.detectable or math.inf) > _BLIND * expected.bound:
+        return f"{counts}: so uneven that ten times the usual size might not be seen; {size.said}"
+    return ""
+
+
+def _by_single_tokens(e: Evidence, bound: float) -> bool:
+    """Whether few tokens here and there make a size beyond the usual, and the others do not."""
+    t = e.clean.telling
+    far = np.abs(t.u) > 4 * bound
+    inner = ((t.position > 0) & (t.left > 0))[far]
+    return bool(far.any() and far.mean() < 0.03 and t.where(~far).size <= bound and inner.mean() > 0.5)
+
+
+def _healthy(figures: dict[str, Any], e: Evidence, expected: Usual, size: Finding, tests: int) -> str:
     """The first line of a healthy gap: with the sizes of faults that this sample would have shown."""
-    formats = coarser(dump.settings)
+    formats = coarser(e.dump.settings)
     if figures["abs_d_max"] == 0:
         return "healthy noise: every log-prob is equal on both sides, to the last bit"
     if figures["d_rms"] < _NOTHING:
         return f"healthy noise: d is {figures['d_rms']:.1e} nats; nothing to do"
+    if not size.tested:
+        return (f"healthy noise: d is {figures['d_rms']:.1g} nats, and nearly every token is certain (p above 0.99): "
+                "only a fault that makes other tokens likely would have been seen")  # fmt: skip
     named = f"for {formats}" if formats else "for bf16 (the dump names no format)"
+    quarter = seen_in_a_quarter(e, tests)
     seen = f"{size.detectable:.2g} throughout" + (f" or {quarter:.2g} in a quarter of the sequences" if quarter else "")
     usually = f"up to {expected.bound:g} is usual {named}"
-    return f"healthy noise: size of u {figures['u_rms']:.2g}, {usually}; a fault of {seen} would have been seen"
+    what = f"size of u {figures['u_rms']:.2g}"
+    if figures["u_rms"] > expected.bound:
+        t = e.clean.telling
+        far = np.abs(t.u) > 4 * expected.bound
+        what = (f"size of u {t.where(~far).size:.2g} but for {int(far.sum())} of {len(far):,} tokens far beyond "
+                "(routers that chose otherwise, in a mixture of experts)")  # fmt: skip
+    return f"healthy noise: {what}, {usually}; a fault of {seen} would have been seen"
 
 
 def _figures(tokens: Tokens) -> dict[str, Any]:

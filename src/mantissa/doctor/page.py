@@ -99,7 +99,7 @@ def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequen
     ]  # fmt: skip
     blocks += [
         block("h2", "What was tested"),
-        block("note", "Units are whole sequences, or whole prompts where there are eight. A false alarm in a healthy "
+        block("note", "Units are whole sequences, or whole prompts where there are twelve. A false alarm in a healthy "
               "dump is held at 5% over all tests together (Bonferroni); what is found is named by what is below 5% by "
               "itself. Detectable: the effect that this sample shows with "
               "probability 0.95."),

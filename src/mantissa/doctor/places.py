@@ -16,15 +16,12 @@ from mantissa.doctor.sample import (
     LEVEL,
     POWER,
     Array,
-    Tokens,
     detectable_beyond,
     rms_ratio,
     sums_by,
     tested,
 )
 from mantissa.doctor.values import unscored
-
-_APART = float(np.log(1.8))  # between the sizes of two kinds of sequences
 
 
 def edge(name: str, place: str) -> Test:
@@ -201,117 +198,6 @@ def after_sync(e: Evidence, tests: int) -> Finding:
     everywhere = np.array(versions)[e.clean.sequence] >= best[1]
     return times_as("after_sync", found, e.too_large(t.where(after), tests), before.size, said,
                     before.size <= e.usual / 1.5, claimed(e, everywhere))  # fmt: skip
-
-
-def some_sequences(e: Evidence, tests: int) -> Finding:
-    """Sequences of two kinds: their sizes fall into two heaps, and those that are large in their even tokens are large
-    in their odd ones too.
-
-    A healthy sequence's size is lognormal, so two normals of one width are fitted to the logarithms, against one, by
-    BIC.
-    The smaller heap of sizes must be healthy; the larger need not be beyond the usual, 1.8 times the other is enough.
-    """
-    t = e.clean.telling
-    known, sizes = _sizes(e)
-    if len(known) < 4 * FEWEST:
-        return untested("some_sequences", f"{len(known)} sequences with four uncertain tokens or more; 32 at least")
-    cut, gain = _two_heaps(sizes)
-    bad = sizes > cut
-    share, apart = float(bad.mean()), float(sizes[bad].mean() - sizes[~bad].mean()) if 0 < bad.sum() < len(bad) else 0.0
-    rest = t.where(np.isin(t.sequence, known[~bad]))
-    lasting = _lasting(t, known, e.usual / 300)
-    said = (f"{int(bad.sum())} of {len(known)} sequences differ throughout, {np.exp(min(apart, 50)):.3g} times as "
-            f"much as the others, whose size of u is {rest.size:.2g}{_which(e, known, bad)}")  # fmt: skip
-    least = max(3, 0.03 * len(known))
-    holds = apart > _APART and least <= bad.sum() and share < 0.6 and rest.size <= e.usual / 1.5 and lasting > 0.5
-    p = float(np.exp(-max(gain, 0.0) / 2)) if holds else 1.0
-    return Finding("some_sequences", True, p, share, "of sequences", FEWEST / len(known), said,
-                   rest=claimed(e, np.isin(e.clean.sequence, known[bad])))  # fmt: skip
-
-
-def _sizes(e: Evidence) -> tuple[Array, Array]:
-    """Sequences with enough uncertain tokens, and the logarithm of each one's size of u."""
-    t = e.clean.telling
-    count = np.bincount(t.sequence, minlength=len(e.dump.sequences))
-    known = np.flatnonzero(count >= (8 if (count >= 8).sum() >= 4 * FEWEST else 4))
-    # (mean sqrt|u|)^2: of a mixture of experts, whose single tokens fly, it is half as uneven as a root mean square.
-    total = np.bincount(t.sequence, weights=np.sqrt(np.abs(t.u)), minlength=len(count))
-    return known, np.log((total[known] / count[known]) ** 2 + e.usual / 300)
-
-
-def seen_in_a_quarter(e: Evidence, tests: int) -> float | None:
-    """The size of u that a quarter of the sequences must have for ``some_sequences`` to find them in 19 of 20 draws.
-
-    By trying: a quarter of this dump's own sizes is multiplied by a factor. None where no factor up to 30 is enough.
-    """
-    known, sizes = _sizes(e)
-    if len(known) < 4 * FEWEST:
-        return None
-    draw = np.random.default_rng(0)
-    quarters = [draw.permutation(len(known)) < len(known) // 4 for _ in range(20)]
-
-    def found(factor: float) -> bool:
-        hits = 0
-        for quarter in quarters:
-            moved = sizes + np.log(factor) * quarter
-            cut, gain = _two_heaps(moved)
-            bad = moved > cut
-            apart = moved[bad].mean() - moved[~bad].mean() if 0 < bad.sum() < len(bad) else 0.0
-            hits += gain > -2 * np.log(LEVEL / tests) and apart > _APART and 0.03 < bad.mean() < 0.6
-        return hits >= 19
-
-    factor = next((f for f in (1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 30.0) if found(f)), None)
-    return None if factor is None else factor * e.clean.size
-
-
-def _two_heaps(values: Array) -> tuple[float, float]:
-    """(where two heaps part, by how much BIC prefers them to one): normals of one width, each value in the nearer."""
-    ordered, count = np.sort(values), len(values)
-    best = (float(ordered[-1]), -np.inf)
-    one = count * np.log(max(float(values.var()), 1e-6))
-    sums, squares, k = np.cumsum(ordered), np.cumsum(ordered**2), np.arange(1, count)
-    left = squares[:-1] - sums[:-1] ** 2 / k
-    right = (squares[-1] - squares[:-1]) - (sums[-1] - sums[:-1]) ** 2 / (count - k)
-    share = k / count
-    # each value's own heap has a probability of its share: without it, half a normal would be better than the whole
-    two = count * np.log(np.maximum((left + right) / count, 1e-6)) - 2 * count * (
-        share * np.log(share) + (1 - share) * np.log(1 - share)
-    )
-    at = int(np.argmin(two))
-    if one - two[at] > best[1]:
-        best = float((ordered[at] + ordered[at + 1]) / 2), float(one - two[at] - 2 * np.log(count))
-    return best
-
-
-def _lasting(t: Tokens, known: Array, floor: float) -> float:
-    """Correlation over sequences of the log of sizes between their even and their odd tokens."""
-    sizes = []
-    for part in (t.where(t.position % 2 == 0), t.where(t.position % 2 == 1)):
-        count = np.bincount(part.sequence, minlength=known.max() + 1)[known]
-        total = np.bincount(part.sequence, weights=np.sqrt(np.abs(part.u)), minlength=known.max() + 1)[known]
-        sizes.append(np.where(count > 0, np.log((total / np.maximum(count, 1)) ** 2 + floor), np.nan))
-    both = np.isfinite(sizes[0]) & np.isfinite(sizes[1])
-    one, other = sizes[0][both], sizes[1][both]
-    return float(np.corrcoef(one, other)[0, 1]) if len(one) > 2 and one.std() and other.std() else 0.0
-
-
-def _which(e: Evidence, known: Array, bad: Array) -> str:
-    """Which sequences these are, where their numbers, their prompts or their versions say it."""
-    hit = known[bad]
-    for ranks in (2, 3, 4, 8, 16):
-        for rank in range(ranks):
-            own = known % ranks == rank
-            if own.sum() >= 3 and bad[own].mean() > 0.85 and bad[~own].mean() < 0.1:
-                return f"; they are every {ranks}th, from number {rank} on: one rank or engine of {ranks}"
-    if len(hit) >= 4 and (hit[-1] - hit[0] + 1) * 0.9 <= len(hit) / max(1e-9, len(known) / len(e.dump.sequences)):
-        return f"; they are numbers {hit[0]} to {hit[-1]}: one engine's or rank's share"
-    groups = [e.dump.sequences[number].group for number in known]
-    if None not in groups:
-        ids = np.unique(np.array(groups), return_inverse=True)[1]
-        whole = np.bincount(ids, weights=bad) / np.bincount(ids)
-        if (np.bincount(ids) > 1).mean() > 0.5 and ((whole > 0.9) | (whole < 0.1)).mean() > 0.9:
-            return "; all samples of their prompts are among them: an engine that these prompts went to"
-    return ""
 
 
 def padding(e: Evidence, tests: int) -> Finding:

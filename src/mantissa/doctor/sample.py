@@ -7,7 +7,7 @@ bf16 its root mean square is 0.05 over four decades of 1 - p, while that of d go
 of u, over the tokens with 1 - p > 0.01: those near certainty say nothing but their own last bits.
 
 **The test.** A signature is an effect, a figure of sums over tokens, and a bound below which it does not matter. Tokens
-of one sequence share a context, so whole sequences are the units (whole prompts, where there are eight): the
+of one sequence share a context, so whole sequences are the units (whole prompts, where there are twelve): the
 jackknife leaves one out at a time (Tukey 1958) and Student's t does the rest. H0: the effect is at most its bound. What
 is detectable is what would be found with probability 0.95: bound + (t_(1-a) + t_0.95) standard errors.
 
@@ -27,6 +27,7 @@ from mantissa.doctor.dump import Dump
 FEWEST = 8  # units, for a test
 LEVEL = 0.05  # of a false alarm in a healthy dump, over all tests together
 POWER = 0.95
+_PROMPTS = 12  # from so many on they are the units: p is never below 2 ** -units, and 28 tests share the level
 CERTAIN = 0.01  # of 1 - p: below it a token says nothing
 _SMALL = 1 << 24  # the largest number of a unit that is counted by a table
 Array = np.ndarray
@@ -82,7 +83,7 @@ def tokens_of(dump: Dump) -> tuple[Tokens, Array, Array]:
     """All compared positions of a dump, non-finite ones too; and which of them are finite on each side (rollout,
     learner)."""
     groups = [each.group for each in dump.sequences]
-    whole = None not in groups and len(set(groups)) >= FEWEST
+    whole = None not in groups and len(set(groups)) >= _PROMPTS
     numbers = np.unique(np.array(groups if whole else range(len(groups))), return_inverse=True)[1]
     lengths = np.array([len(each.mask) for each in dump.sequences], dtype=np.int64)
     sequence = np.repeat(np.arange(len(lengths)), lengths)

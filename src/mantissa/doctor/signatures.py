@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mantissa.doctor import places, shape, values
+from mantissa.doctor import kinds, places, shape, values
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence, Test, untested
@@ -48,7 +48,7 @@ SIGNATURES: dict[str, Test] = {
     "onset": places.onset,
     "stale": places.stale,
     "after_sync": places.after_sync,
-    "some_sequences": places.some_sequences,
+    "some_sequences": kinds.some_sequences,
     "experts": places.experts,
     "coarse_logprobs": values.coarse,
     "half_logits": values.half_logits,
@@ -163,7 +163,7 @@ def _law_and_place(dump: Dump, usual: float) -> list[Finding]:
     medians = np.array([np.median(t.d[where == part]) if (where == part).any() else 0.0 for part in range(20)])
     flat = replace(whole, clean=replace(t, y=t.x + t.d - medians[where]))
     quiet = float(np.median(np.abs(flat.clean.telling.u)))
-    found = places.some_sequences(replace(flat, usual=max(usual, 4 * quiet)), len(SIGNATURES))
+    found = kinds.some_sequences(replace(flat, usual=max(usual, 4 * quiet)), len(SIGNATURES))
     if found.p > LEVEL / len(SIGNATURES) or found.rest is None:
         return []
     odd = set(np.unique(t.sequence[np.isnan(found.rest)]).tolist())
