@@ -257,8 +257,10 @@ def repetition(e: Evidence, tests: int) -> Finding:
 
 
 def position(e: Evidence, tests: int) -> Finding:
-    """|u| in the last third of the longest sequences against the first third, where the last is beyond the usual."""
+    """|u| in the last third of the longest sequences against the first third, where the last is beyond the usual; last
+    tokens aside, which may be scored otherwise."""
     t = e.clean.telling
+    t = t.where(t.left > 0)
     longest = t.position.max(initial=0) + 1
     if longest < 24:
         return untested("position", f"responses of at most {longest} tokens are too short to see growth; 24 at least")

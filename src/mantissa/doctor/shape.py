@@ -21,6 +21,7 @@ from mantissa.doctor.sample import FEWEST, LEVEL, Array, Tested, Tokens, detecta
 _LIKENESS = (0.03, 0.01)  # correlation of u over the same token: rounding has up to 0.02
 _FADE = (1.35, 1.2)  # early |u| over late: rounding and other weights have up to 1.25
 _PERHAPS = (0.85, 1.1)  # of early over late: below, it may be of positions; above, of the prompt
+_GROWN = 0.5  # of early over late: below, it is of no weights
 _BINS = 10  # of a side's log-prob
 _TAIL = 4.0  # root mean squares: |u| beyond counts as so much
 _QUIET = 0.05  # of the bound, where log-probs are as good as equal
@@ -48,10 +49,9 @@ def weights(e: Evidence, tests: int) -> Finding:
     alike = e.dump.settings.rollout_format == e.dump.settings.learner_format
     told = alike and e.dump.settings.rollout_format is not None
     # Two formats round the weights themselves, and one that is not named may be another: there size decides.
-    made = found_as(
-        "weights", found, "correlation", said, also=0.0 if told else beyond, holds=t.size > _QUIET * e.usual
-    )
     times = _faded(e, 0.0, tests)
+    holds = t.size > _QUIET * e.usual and (times is None or np.exp(times.value) > _GROWN)
+    made = found_as("weights", found, "correlation", said, also=0.0 if told else beyond, holds=holds)
     if times is None or _PERHAPS[0] < np.exp(times.value) < _PERHAPS[1]:
         return made
     return made.or_else("prompt" if times.value > 0 else "position")

@@ -155,7 +155,7 @@ def _law_and_place(dump: Dump, usual: float) -> list[Finding]:
     """
     whole = Evidence.of(dump, usual)
     t = whole.clean
-    if t.telling.units < 4 * FEWEST:
+    if len(dump.sequences) < 4 * FEWEST:
         return []
     m = (t.x + t.y) / 2
     cuts = np.quantile(m, np.linspace(0, 1, 21)[1:-1])
@@ -166,8 +166,10 @@ def _law_and_place(dump: Dump, usual: float) -> list[Finding]:
     found = kinds.some_sequences(replace(flat, usual=max(usual, 4 * quiet)), len(SIGNATURES))
     if found.p > LEVEL / len(SIGNATURES) or found.rest is None:
         return []
-    odd = set(np.unique(t.sequence[np.isnan(found.rest)]).tolist())
-    rest = replace(dump, sequences=[each for place, each in enumerate(dump.sequences) if place not in odd])
+    odd = np.unique(t.sequence[np.isnan(found.rest)])
+    short = np.bincount(t.telling.sequence, minlength=len(dump.sequences)) < FEWEST  # may be of either kind
+    rest = replace(dump, sequences=[
+        each for place, each in enumerate(dump.sequences) if place not in odd and not short[place]])  # fmt: skip
     law = cause_of(findings(rest, usual))
     return [law, replace(found, found=True, share=0.0)] if law is not None and law.name in _LAWS else []
 
