@@ -20,7 +20,8 @@ from mantissa.doctor.signatures import EXACT, SHAPES, causes, findings
 _NOTHING = 1e-5  # nats: below it nothing is to be done, whatever the formats
 _BLIND = 10.0  # times what is usual: a sample that would not show so much says nothing
 _CURVE = 0.6  # of sum d^2 on a curve in the log-prob: a law is in it, and a shape may be the law's
-_FEWEST = (2 * FEWEST, 200)  # sequences and tokens, for a verdict where nothing is found
+_BY_SIZE = {"experts": 2.0, "half_logits": 1.0}  # remarks up to so many times what is usual
+_FEWEST = (2 * FEWEST, 64)  # sequences and tokens, for a verdict where nothing is found
 
 
 def examine(dump: Dump) -> Diagnosis:
@@ -33,8 +34,8 @@ def examine(dump: Dump) -> Diagnosis:
     large = [each for each in every if each.found and each.name == "too_large"]
     curve = max((each.share for each in every if each.name in ("temperature", "soft_cap") and each.tested), default=0.0)
     shapes = [each for each in every if each.found and each.name in SHAPES and curve < _CURVE]
-    # Healthy where the whole gap is: remarks there. Single tokens that fly must make it larger than by chance.
-    remarks = [] if large else ["experts", *(["half_logits"] if figures["u_rms"] <= expected.bound else [])]
+    # Remarks, where the whole gap is healthy; a mixture's few tokens may make it somewhat larger.
+    remarks = [name for name, most in _BY_SIZE.items() if not large and figures["u_rms"] <= most * expected.bound]
     named = causes(dump, [each for each in every if each.name not in remarks], expected.bound)
     if named and named[0].name == "some_sequences" and shapes and shapes[0].name == "prompt":
         named = [named[0].or_else("prompt"), *named[1:]]  # a prompt's fault is of another size in each prompt
@@ -123,8 +124,11 @@ def _by_single_tokens(e: Evidence, bound: float) -> bool:
     """Whether few tokens here and there make a size beyond the usual, and the others do not."""
     t = e.clean.telling
     far = np.abs(t.u) > 4 * bound
+    if not far.any():
+        return False
     inner = ((t.position > 0) & (t.left > 0))[far]
-    return bool(far.any() and far.mean() < 0.03 and t.where(~far).size <= bound and inner.mean() > 0.5)
+    few = far.mean() < 0.03 and t.size <= 3 * bound
+    return bool(few and t.where(~far).size <= bound and inner.mean() > 0.5)
 
 
 def _healthy(figures: dict[str, Any], e: Evidence, expected: Usual, size: Finding, tests: int) -> str:
