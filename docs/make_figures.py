@@ -90,12 +90,13 @@ def _habits(fmt: str) -> str:
     return f"{shown(min(sizes), '#.2g')} to {shown(max(sizes), '#.2g')}"
 
 
-def held_out() -> list[dict[str, object]]:
-    """The second held-out run's first row of each dump: later ones may have been looked at."""
+def held_out(benchmark: str = "doctor_held_out") -> list[dict[str, object]]:
+    """The third held-out run's first row of each dump: later ones may have been looked at."""
     first: dict[tuple[object, ...], dict[str, object]] = {}
     for row in rows("doctor_held_out"):
-        if row["benchmark"] == "doctor_held_out" and row["run"] == "second" and row["held_out"]:
-            first.setdefault(tuple(row[key] for key in ("family", "format", "kind", "side")), row)
+        if row["benchmark"] == benchmark and row["run"] == "third" and row["held_out"]:
+            keys = ("family", "model", "format", "kind", "side", "seed")
+            first.setdefault(tuple(str(row.get(key)) for key in keys), row)
     return list(first.values())
 
 
@@ -146,8 +147,9 @@ def _named() -> str:
 
 def _healthy() -> str:
     """The held-out dumps without a fault, and how many are called so."""
-    healthy = [row["outcome"] for row in held_out() if not row["right"]]
-    return f"{healthy.count('right')} of {len(healthy)}"
+    healthy = [row["outcome"] == "right" for row in held_out() if not row["right"]]
+    healthy += [bool(row["right"]) for row in held_out("doctor_many")]
+    return f"{sum(healthy)} of {len(healthy)}"
 
 
 def _grows(fmt: str) -> str:

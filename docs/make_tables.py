@@ -667,12 +667,12 @@ def doctor_usual() -> str:
     return table(["format", "size of u", "too large beyond", "source"], rows)
 
 
-def _held_out() -> list[Row]:
-    """The second run's first row of each held-out family, format, kind and side: later ones may have been looked at."""
-    rows: dict[tuple[Any, ...], Row] = {}
+def _held_out(benchmark: str = "doctor_held_out") -> list[Row]:
+    """The third run's first row of each held-out dump: later ones may have been looked at."""
+    keys, rows = ("family", "model", "format", "kind", "side", "seed"), dict[tuple[Any, ...], Row]()
     for row in _rows("doctor_held_out"):
-        if row.get("run") == "second" and row["benchmark"] == "doctor_held_out" and row["held_out"]:
-            rows.setdefault((row["family"], row["format"], row["kind"], row["side"]), row)
+        if row.get("run") == "third" and row["benchmark"] == benchmark and row["held_out"]:
+            rows.setdefault(tuple(str(row.get(key)) for key in keys), row)
     return list(rows.values())
 
 
@@ -692,9 +692,11 @@ def doctor_summary() -> str:
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
     from doctor_held_out import summary
 
-    expected = {"named right": ">= 75%", "right or undecided": ">= 97%", "wrong": "<= 1%", "strictly wrong": "<= 6%",
+    expected = {"named right": ">= 75%", "right or undecided": ">= 95%", "wrong": "<= 1%", "strictly wrong": "<= 6%",
                 "healthy called healthy": ">= 99%"}  # fmt: skip
-    found = summary(_held_out())
+    many = [{"family": row["family"], "right": [], "outcome": "right" if row["right"] else "wrong"}
+            for row in _held_out("doctor_many")]  # fmt: skip
+    found = summary([*_held_out(), *many])
     lines = [[name, f"{value:.1%}", f"{low:.1%}..{high:.1%}", expected[name]]
              for name, (value, low, high) in found.items()]  # fmt: skip
     return table(["", "share", "over families", "expected"], lines)
@@ -702,12 +704,15 @@ def doctor_summary() -> str:
 
 def doctor_families() -> str:
     """By held-out family: what became of the mistakes and of the healthy dumps."""
-    rows = _held_out()
-    lines = []
-    for family in sorted({row["family"] for row in rows}):
+    rows, many, lines = _held_out(), _held_out("doctor_many"), []
+    for family in sorted({row["family"] for row in (*rows, *many)}):
         own = [row for row in rows if row["family"] == family]
-        lines.append([f"`{family}`", ", ".join(sorted({row["format"] for row in own})), *_outcomes(own)])
-    names = ["family", "formats", "right", "undecided, or half", "said", "wrong", "too small", "healthy called so"]
+        healthy = [row["right"] for row in many if row["family"] == family]
+        cells = _outcomes(own)[:-1] if own else [""] * 5
+        right = sum(row["outcome"] == "right" for row in own if not row["right"]) + sum(healthy)
+        count = sum(not row["right"] for row in own) + len(healthy)
+        lines.append([f"`{family}`", *cells, f"{right} of {count}"])
+    names = ["family", "right", "undecided, or half", "said", "wrong", "too small", "healthy called so"]
     return table(names, lines)
 
 
@@ -730,18 +735,31 @@ def doctor_held_out() -> str:
 
 
 def doctor_partial() -> str:
-    """How often a quarter of the sequences is found, by how much larger they are."""
-    rows: dict[tuple[Any, ...], Row] = {}
-    for row in _rows("doctor_held_out"):
-        if row["benchmark"] == "doctor_partial":
-            rows[row["family"], row["format"], row["asked"]] = row
-    factors = sorted({key[2] for key in rows})
+    """How often a quarter of the sequences is found, by how much larger they are; models with experts apart."""
+    cells: dict[tuple[str, int, int], dict[tuple[str, float], list[Row]]] = {}
+    for row in _held_out_power():
+        kind = "with experts" if "moe" in row["family"] else "without"
+        of = cells.setdefault((kind, row["sequences"], row["tokens"]), {})
+        of.setdefault((row["kind"], row["asked"]), []).append(row)
+    asked = [("", 1.0), ("noisier", 1.5), ("noisier", 2.0), ("adapter", 2.0), ("noisier", 3.0)]
     lines = []
-    for family, name in dict.fromkeys(key[:2] for key in rows):
-        own = [rows.get((family, name, factor)) for factor in factors]
-        cells = ["" if row is None else f"{row['found']} of {row['trials']} ({row['times']:.2g}x)" for row in own]
-        lines.append([f"`{family}`, {name}", *cells])
-    return table(["family", *(f"about {factor:g}x" for factor in factors)], lines)
+    for (experts, sequences, tokens), own in sorted(cells.items(), reverse=True):
+        line = [experts, f"{sequences} x {tokens}"]
+        for key in asked:
+            found = own.get(key, [])
+            line.append(f"{sum(r['found'] for r in found)} of {sum(r['trials'] for r in found)}" if found else "")
+        lines.append(line)
+    names = ["experts", "sequences x tokens", "not larger", "about 1.5x", "about 2x", "2x, an adapter", "about 3x"]
+    return table(names, lines)
+
+
+def _held_out_power() -> list[Row]:
+    """The third run's first row of each model, size and factor."""
+    keys, rows = ("model", "format", "kind", "asked", "sequences", "tokens"), dict[tuple[Any, ...], Row]()
+    for row in _rows("doctor_held_out"):
+        if row["benchmark"] == "doctor_power" and row["run"] == "third":
+            rows.setdefault(tuple(row[key] for key in keys), row)
+    return list(rows.values())
 
 
 def doctor_healthy() -> str:

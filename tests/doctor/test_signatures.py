@@ -67,8 +67,8 @@ def fading(logp: np.ndarray) -> np.ndarray:
 
 
 def flipped(s: Scored) -> tuple[np.ndarray, np.ndarray]:
-    hit = DRAW.random(len(s.mask)) < 0.006
-    return s.rollout_logp, moved(s.learner_logp, np.where(hit, DRAW.normal(0, 3, len(s.mask)), 0.0))
+    hit = DRAW.random(len(s.mask)) < 0.01
+    return s.rollout_logp, moved(s.learner_logp, np.where(hit, DRAW.normal(0, 5, len(s.mask)), 0.0))
 
 
 def shuffled() -> list[Scored]:

@@ -16,8 +16,10 @@ from mantissa.doctor.facts import Usual, coarser, facts, usual
 from mantissa.doctor.kinds import seen_in_a_quarter
 from mantissa.doctor.sample import FEWEST, Tokens
 from mantissa.doctor.signatures import EXACT, SHAPES, causes, findings
+from mantissa.doctor.words import titled
 
 _NOTHING = 1e-5  # nats: below it nothing is to be done, whatever the formats
+_WORTH = 0.001  # of sum d^2: beside a fault, a habit that explains less is no news
 _BLIND = 10.0  # times what is usual: a sample that would not show so much says nothing
 _CURVE = 0.6  # of sum d^2 on a curve in the log-prob: a law is in it, and a shape may be the law's
 _BY_SIZE = {"experts": 2.0, "half_logits": 1.0}  # remarks up to so many times what is usual
@@ -67,12 +69,11 @@ def examine(dump: Dump) -> Diagnosis:
 
 def _named(named: Sequence[Finding]) -> str:
     """The first line: what is wrong, how much of the gap it explains, and a second fault where there is one."""
-    table, parts = facts().faults, []
+    parts = []
     for each in named:
-        titles = " or ".join(table[name].title for name in (each.name, *each.also))
         valued = each.name not in (*EXACT, *SHAPES) and each.share > 0
         share = f", which explains {each.share:.0%} of the squared gap" if valued else ""
-        parts.append(f"{titles}{share} ({each.said})")
+        parts.append(f"{titled(each)}{share} ({each.said})")
     first = "two faults: " if len(parts) > 1 else "a fault: "
     return first + "; and ".join(parts)
 
@@ -95,6 +96,7 @@ def _remarks(every: Sequence[Finding], causing: Sequence[Finding], large: bool) 
     table, names = facts().faults, {each.name for each in causing}
     kept = [each for each in every if each.found and each.name not in names and each.name != "too_large"]
     habits = [each for each in kept if each.name in ("half_logits", "coarse_logprobs") or not large]
+    habits = [each for each in habits if not causing or each.share >= _WORTH]
     return tuple(
         f"{table[each.name].title}: {each.said}; it explains {each.share:.1%} of the squared gap" for each in habits
     )

@@ -144,7 +144,7 @@ def _second(evidence: Evidence, first: Finding, usual: float) -> tuple[Finding |
         return None, 0.0
     total = max(float(np.square(evidence.clean.d).sum()), 1e-30)
     part = second.share * float(np.square(left.clean.d).sum()) / total
-    return (second, part) if part > _SECOND else (None, 0.0)
+    return (replace(second, share=part), part) if part > _SECOND else (None, 0.0)
 
 
 def _law_and_place(dump: Dump, usual: float) -> list[Finding]:

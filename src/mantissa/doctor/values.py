@@ -367,7 +367,7 @@ def temperature(e: Evidence, tests: int) -> Finding:
     kind, share, ratio, words, rest = _scaled(e, tests)
     known, hint, off = e.dump.settings.temperature, "", np.log(max(ratio, 1e-3))
     if known not in (None, 0.0, 1.0) and min(abs(off - np.log(known)), abs(off + np.log(known))) < 0.15:
-        hint = f"; the temperature {known:g} left out on one side would be so"
+        hint = f"; the temperature {known:g} left out on one side, or applied twice on the other, would be so"
     said = f"the learner's log-probs are about {ratio:.3g} times the rollout's: {words}{hint}"
     noise = min(e.clean.telling.size, e.usual) / max(float((e.clean.telling.x).std()), 1e-9)
     made = found_as("temperature", share, "relative slope", said, effect=ratio - 1, detectable=max(0.02, 2 * noise),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from mantissa.doctor.diagnosis import Diagnosis, Finding, Verdict
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.facts import coarser, facts
@@ -15,18 +17,21 @@ def first_line(found: Diagnosis) -> str:
             "Healthy: the two sides differ by rounding alone." if f["abs_d_max"] else "Healthy: both sides are equal."
         )
     if found.verdict is Verdict.UNKNOWN:
-        return f"I cannot tell: {f['tokens']:,} tokens of {f['sequences']:,} sequences are too few."
+        why = re.split("[:;]", found.headline.removeprefix("not known: "))[0]
+        return f"I cannot tell: {why.removesuffix(' to tell')}."
     if found.verdict is Verdict.FAULT and found.fault is not None and found.second is not None:
-        return f"Two things are wrong: {_titled(found.fault)}; and {_titled(found.second)}."
+        return f"Two things are wrong: {titled(found.fault)}; and {titled(found.second)}."
     if found.verdict is Verdict.FAULT and found.fault is not None:
-        return f"Something is wrong: {_titled(found.fault)}."
+        return f"Something is wrong: {titled(found.fault)}."
     if found.verdict is Verdict.FAULT:
         return "Something is wrong: one cause makes most of the gap."
     return "Something is wrong, and these numbers do not say what: the gap is too large to be rounding."
 
 
-def _titled(finding: Finding) -> str:
-    return " or ".join(facts().faults[name].title for name in (finding.name, *finding.also))
+def titled(finding: Finding) -> str:
+    """Its title; "either A, or B" where the numbers cannot tell A from B."""
+    titles = [facts().faults[name].title for name in (finding.name, *finding.also)]
+    return titles[0] if len(titles) == 1 else f"either {', or '.join(titles)}"
 
 
 def inferred(dump: Dump, found: Diagnosis, asked: str | None) -> list[str]:
