@@ -155,7 +155,7 @@ def _law_and_place(dump: Dump, usual: float) -> list[Finding]:
     """
     whole = Evidence.of(dump, usual)
     t = whole.clean
-    if len(dump.sequences) < 4 * FEWEST or not len(t.x):
+    if len(dump.sequences) < 4 * FEWEST or not len(t.telling.x):
         return []
     m = (t.x + t.y) / 2
     cuts = np.quantile(m, np.linspace(0, 1, 21)[1:-1])
