@@ -24,6 +24,7 @@ from mantissa.doctor.sample import FEWEST, LEVEL, Array
 _FLYING = 0.3  # of sum (u / own sequence's size)^2 in a hundredth of the tokens: 0.09 to 0.18 without experts, 0.36 on
 _APART = (float(np.log(1.35)), float(np.log(4)))  # between the scales of two kinds; where single tokens fly
 _LEAST, _MOST = (0.08, 0.12), 0.6  # of the sequences: fewer are the tail of one kind
+_MATTERS = 0.1  # of the usual bound, the size of the larger kind: below, nothing but a rounding that fell otherwise
 _OWN = 0.1**2  # variance of a healthy scale beyond that of its tokens, at least
 _NARROW = 0.5  # of the variance that the tokens give: no kind is narrower
 _LARGEST = 1024  # sequences in a fit
@@ -63,7 +64,9 @@ def some_sequences(e: Evidence, tests: int) -> Finding:
     times = float(np.exp(np.clip(kinds.apart[0], 0, 50)))
     said = (f"{int(bad.sum())} of {len(bad)} sequences differ throughout, {times:.3g} times as much as the others, "
             f"whose size of u is {rest.size:.2g}{_which(e, scales.known, bad)}")  # fmt: skip
-    holds = bool(kinds.matter[0]) and bad.sum() >= 3 and throughout > 0.5 and rest.size <= e.usual
+    large = e.clean.telling.where(np.isin(e.clean.telling.sequence, scales.known[bad])).size
+    holds = bool(kinds.matter[0]) and bad.sum() >= 3 and throughout > 0.5
+    holds = holds and rest.size <= e.usual and large > _MATTERS * e.usual
     p = min(1.0, 2 * float(np.exp(-kinds.gain[0]))) if holds else 1.0
     return Finding("some_sequences", True, p, float(bad.mean()), "of sequences", FEWEST / len(bad), said,
                    rest=claimed(e, np.isin(e.clean.sequence, scales.known[bad])))  # fmt: skip
@@ -86,7 +89,7 @@ def seen_in_a_quarter(e: Evidence, tests: int) -> float | None:
         return int((kinds.matter & (2 * np.exp(-kinds.gain) < LEVEL / tests)).sum()) >= 19
 
     factor = next((each for each in _FACTORS if found(each)), None)
-    return None if factor is None else factor * e.clean.size
+    return None if factor is None else max(factor * e.clean.size, _MATTERS * e.usual)
 
 
 def _scales(e: Evidence) -> _Scales:
