@@ -413,10 +413,15 @@ def doctor_families() -> str:
 
 
 def doctor_held_out() -> str:
-    """Of the held-out families: the mistakes that were not named right each time, and what they were called."""
+    """Of the held-out families: kinds that were once called wrong or not right in two of three, and what they were
+    called."""
     rows, lines = _held_out(), []
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    odd = [kind for kind in kinds if any(row["outcome"] != "right" for row in rows if row["kind"] == kind)]
+    odd = []
+    for kind in kinds:
+        of = [row["outcome"] for row in rows if row["kind"] == kind]
+        if "wrong" in of or of.count("right") < 2 / 3 * len(of):
+            odd.append(kind)
     for kind in odd:
         own, called = [row for row in rows if row["kind"] == kind], dict[str, int]()
         for row in own:
@@ -425,15 +430,17 @@ def doctor_held_out() -> str:
             called[name] = called.get(name, 0) + 1
         told = ", ".join(f"{name} {count}" for name, count in sorted(called.items(), key=lambda item: -item[1]))
         lines.append([kind, told, str(sum(row["outcome"] == "wrong" for row in own))])
-    count = sum(row["kind"] not in odd for row in rows)
-    always = f"the {len(kinds) - len(odd)} other kinds, healthy ones among them"
-    return table(["put in", "called", "wrong"], [*lines, [always, f"by their names {count}", "0"]])
+    rest = [row["outcome"] for row in rows if row["kind"] not in odd]
+    others = f"the {len(kinds) - len(odd)} other kinds"
+    return table(["put in", "called", "wrong"], [*lines, [others, f"right {rest.count('right')} of {len(rest)}", "0"]])
 
 
 def doctor_partial() -> str:
     """How often a quarter of the sequences is found, by how much larger they are; models with experts apart."""
     cells: dict[tuple[str, int, int], dict[tuple[str, float], list[Row]]] = {}
     for row in _held_out_power():
+        if abs(row["times"] / row["asked"] - 1) > 0.25:
+            continue  # this model could not be made so much noisier and no more
         kind = "with experts" if "moe" in row["family"] else "without"
         of = cells.setdefault((kind, row["sequences"], row["tokens"]), {})
         of.setdefault((row["kind"], row["asked"]), []).append(row)
