@@ -69,6 +69,8 @@ def doctor(
     from mantissa.doctor.apart import Reading
 
     reading = Reading(source, framework)  # in a process of its own, while this one imports the rest
+    import scipy.special  # noqa: F401
+
     from mantissa.doctor.diagnosis import Verdict
     from mantissa.doctor.examine import examine
 
