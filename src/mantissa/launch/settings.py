@@ -203,7 +203,7 @@ def _value(key: str, given: Given, framework: Framework) -> str:
     settings = given.settings
     for _ in range(4):
         if key in settings:
-            return settings[key]
+            return _UNKNOWN if "${" in settings[key] else settings[key]
         below = [f"{each.removeprefix(key + '.')}={value}" for each, value in settings.items()
                  if each.startswith(key + ".")]  # fmt: skip
         if below:
