@@ -183,7 +183,7 @@ def _by_llama_cpp(engine: Any, group: int, prompt: list[int], draw: np.random.Ge
     return _row(group, prompt, tokens, logps)
 
 
-def score(folder: Path, trials: int, only: str) -> None:
+def score(folder: Path, trials: int, only: str, learners: Sequence[str]) -> None:
     """A row for each dump and format of the learner."""
     from doctor_strangers import DTYPES
     from rows import append
@@ -195,8 +195,8 @@ def score(folder: Path, trials: int, only: str) -> None:
         if "learner_logp" in rows[0]:
             scored = [np.array(row["learner_logp"]) for row in rows]
             append("doctor_healthy.jsonl", [_judged(folder, path, rows, scored, "its own", trials)], "cpu")
-    for learner, dtype in DTYPES.items():
-        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype).eval()
+    for learner in learners:
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=DTYPES[learner]).eval()
         for path, rows in dumps.items():
             if not all(row["prompt_length"] for row in rows):
                 continue  # verl's newer trainer hands over no prompts
@@ -268,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--logps", type=Path, help="with recorded: the folder that the trainer wrote")
     parser.add_argument("--version", default="", help="with recorded: of the program")
     parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--learners", nargs="+", default=["fp32", "bf16", "fp16"], help="with score: its formats")
     options = parser.parse_args(arguments)
     if options.do == "prepare":
         prepare(options.folder, options.model == "tiny")
@@ -276,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.do == "recorded":
         recorded(options.folder, options.program, options.format, options.logps, options.seeds[0], options.version)
     else:
-        score(options.folder, options.trials, options.program)
+        score(options.folder, options.trials, options.program, options.learners)
 
 
 if __name__ == "__main__":
