@@ -241,9 +241,14 @@ def _judged(
     def said(kept: Sequence[Scored]) -> Diagnosis:
         return examine(Dump("plain", path, kept, settings))
 
-    draw, groups = np.random.default_rng(0), sorted({each.group for each in sequences})
+    draw, units = (
+        np.random.default_rng(0),
+        [number if s.group is None else s.group for number, s in enumerate(sequences)],
+    )
+    groups = sorted(set(units))
     halves = [set(draw.choice(groups, len(groups) // 2, replace=False).tolist()) for _ in range(trials)]
-    whole, given = said(sequences), [said([s for s in sequences if s.group in half]) for half in halves]
+    parts = [[s for s, unit in zip(sequences, units, strict=True) if unit in half] for half in halves]
+    whole, given = said(sequences), [said(part) for part in parts]
     row = {
         **{name: first[name] for name in ("program", "version", "format", "seed")},
         **{name: whole.figures[name] for name in ("u_rms", "tokens", "sequences", "equal")},
