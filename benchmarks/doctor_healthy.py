@@ -81,7 +81,7 @@ def sample(folder: Path, program: str, name: str, seeds: Sequence[int]) -> None:
 def _write(folder: Path, program: str, name: str, seed: int, rows: Sequence[Row], version: str) -> None:
     more = {"program": program, "format": name, "seed": seed, "version": version}
     text = "".join(json.dumps(row | more) + "\n" for row in rows)
-    (folder / f"{program.replace(' ', '-')}-{name}-{seed}.jsonl").write_text(text)
+    (folder / f"{program.replace(', ', '-')}-{name}-{seed}.jsonl").write_text(text)
 
 
 def recorded(folder: Path, program: str, name: str, logps: Path, seed: int, version: str) -> None:
@@ -241,11 +241,8 @@ def _judged(
     def said(kept: Sequence[Scored]) -> Diagnosis:
         return examine(Dump("plain", path, kept, settings))
 
-    draw, units = (
-        np.random.default_rng(0),
-        [number if s.group is None else s.group for number, s in enumerate(sequences)],
-    )
-    groups = sorted(set(units))
+    units = [number if s.group is None else s.group for number, s in enumerate(sequences)]
+    draw, groups = np.random.default_rng(0), sorted(set(units))
     halves = [set(draw.choice(groups, len(groups) // 2, replace=False).tolist()) for _ in range(trials)]
     parts = [[s for s, unit in zip(sequences, units, strict=True) if unit in half] for half in halves]
     whole, given = said(sequences), [said(part) for part in parts]
