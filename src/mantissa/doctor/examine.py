@@ -14,7 +14,7 @@ from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import Usual, coarser, facts, usual
 from mantissa.doctor.kinds import seen_in_a_quarter
-from mantissa.doctor.sample import FEWEST, Tokens
+from mantissa.doctor.sample import FEWEST, Tokens, different
 from mantissa.doctor.signatures import EXACT, SHAPES, causes, findings
 from mantissa.doctor.words import titled
 
@@ -29,8 +29,8 @@ _FEWEST = (2 * FEWEST, 64)  # sequences and tokens, for a verdict where nothing 
 def examine(dump: Dump) -> Diagnosis:
     """Diagnose a dump from its numbers alone."""
     expected = usual(dump.settings)
-    every = findings(dump, expected.bound)
     evidence = Evidence.of(dump, expected.bound)
+    every = findings(evidence)
     figures = _figures(evidence.clean)
     size = next(finding for finding in every if finding.name == "too_large")
     large = [each for each in every if each.found and each.name == "too_large"]
@@ -38,7 +38,7 @@ def examine(dump: Dump) -> Diagnosis:
     shapes = [each for each in every if each.found and each.name in SHAPES and curve < _CURVE]
     # Remarks, where the whole gap is healthy; a mixture's few tokens may make it somewhat larger.
     remarks = [name for name, most in _BY_SIZE.items() if not large and figures["u_rms"] <= most * expected.bound]
-    named = causes(dump, [each for each in every if each.name not in remarks], expected.bound)
+    named = causes(evidence, [each for each in every if each.name not in remarks])
     if named and named[0].name == "some_sequences" and shapes and shapes[0].name == "prompt":
         named = [named[0].or_else("prompt"), *named[1:]]  # a prompt's fault is of another size in each prompt
     if shapes and not named:
@@ -164,7 +164,7 @@ def _figures(tokens: Tokens) -> dict[str, Any]:
     clamped = np.clip(d, -20, 20)
     return {
         "tokens": len(d),
-        "sequences": len(np.unique(tokens.sequence)),
+        "sequences": different(tokens.sequence),
         "d_rms": float(np.sqrt(np.square(d).mean())),
         "u_rms": tokens.size,
         "d_mean": float(d.mean()),
