@@ -378,7 +378,7 @@ def draw_doctor(data: Data) -> Figure:
     names = [f"{family} ({sum(counts.values())} dumps)" for family, counts in data.items()]
     axis.set_yticks(range(len(data)), names)
     axis.set(
-        xlim=(50, 100),
+        xlim=(40, 100),
         xlabel="% of dumps with a fault large enough to be seen",
         title="families held out from all thresholds",
     )
