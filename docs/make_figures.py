@@ -152,6 +152,16 @@ def _healthy() -> str:
     return f"{sum(healthy)} of {len(healthy)}"
 
 
+_EXPERTS = ("phimoe", "gpt-oss", "ernie-moe", "glm4-moe")
+
+
+def _mended(experts: bool) -> str:
+    """Healthy dumps of yet other families, asked about after the mending, and how many were called so."""
+    asked = [row for row in rows("doctor_held_out") if row["benchmark"] == "doctor_many" and row["run"] == "fourth"]
+    own = [bool(row["right"]) for row in asked if (row["family"] in _EXPERTS) == experts]
+    return f"{sum(own)} of {len(own)}"
+
+
 def _grows(fmt: str) -> str:
     """The power of length that the spread of the sequence log-ratio grows like from 16 to 256 tokens, over seeds."""
     from mantissa.runs.groups import over_seeds as interval
@@ -262,6 +272,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "doctor-right": lambda: _told("right", "undecided", "half"),
     "doctor-named": _named,
     "doctor-healthy": _healthy,
+    "doctor-mended-dense": lambda: _mended(False),
+    "doctor-mended-experts": lambda: _mended(True),
     "cut-fp32-bf16": lambda: _cut("fp32-bf16"),
     "grows-fp16-vllm": lambda: _grows("fp16-vllm"),
     "grows-bf16-vllm": lambda: _grows("bf16-vllm"),
