@@ -131,6 +131,10 @@ class Quantized(Fp8Policy):
     backward: Literal["high"] = "high"
 
     @property
+    def power_of_two(self) -> bool:
+        return self.scheme.startswith("mx")
+
+    @property
     def kind(self) -> str:
         return self.scheme
 
@@ -389,7 +393,7 @@ class ResolvedRole:
 class ResolvedPrecision:
     """A policy on a device. ``roles`` is the table that is printed and recorded with every result.
 
-    ``reference`` is None where nothing uses one.
+    ``reference`` is None where nothing uses one. ``products``: how a CPU multiplies; None: as measured on this machine.
     """
 
     policy: PrecisionPolicy
@@ -400,6 +404,7 @@ class ResolvedPrecision:
     logits: ResolvedRole
     kv_cache: ResolvedRole
     reference: ResolvedRole | None = None
+    products: cpu.CpuProducts | None = None
 
     @property
     def roles(self) -> tuple[ResolvedRole, ...]:
@@ -415,16 +420,20 @@ class ResolvedPrecision:
 
 
 def resolve(
-    policy: PrecisionPolicy, device: torch.device | str, *, reference: bool = False, own: frozenset[str] | None = None
+    policy: PrecisionPolicy,
+    device: torch.device | str,
+    *,
+    reference: bool = False,
+    products: cpu.CpuProducts | None = None,
 ) -> ResolvedPrecision:
     """Decide what each role will really use on ``device``. Raises ``MantissaError`` where the answer would differ.
 
     ``reference``: whether there will be a reference policy; a ``policy`` that names its format says so too.
-    ``own``: the formats that a CPU multiplies itself (bf16, int8); None: measured here (``cpu.py``).
+    ``products``: what a CPU multiplies itself, and how; None: as measured on this machine (``cpu.py``).
     """
     device = _existing(device)
-    learner = _resolve_role("learner", policy.train, policy, device, own)
-    rollout = _resolve_role("rollout", policy.rollout, policy, device, own)
+    learner = _resolve_role("learner", policy.train, policy, device, products)
+    rollout = _resolve_role("rollout", policy.rollout, policy, device, products)
     if policy.kernels == "exact" and (learner.active, learner.fp8) != (rollout.active, rollout.fp8):
         raise AssertionError("one request resolved to two formats")  # a fallback applies to both or to neither
     why = "weights and Adam moments: one step at lr 1e-6 is below half a bf16 or fp16 ulp"
@@ -434,19 +443,19 @@ def resolve(
     else:
         why = f"asked for: logits are rounded to {policy.logits} on both sides before the fp32 log-softmax"
     logits = ResolvedRole("logits", policy.logits, format_named(policy.logits), rollout.backend, why)
-    frozen = _resolve_reference(policy, learner, device, own) if reference or policy.reference else None
+    frozen = _resolve_reference(policy, learner, device, products) if reference or policy.reference else None
     cache = _resolve_kv_cache(policy, rollout)
-    return ResolvedPrecision(policy, str(device), learner, rollout, master, logits, cache, frozen)
+    return ResolvedPrecision(policy, str(device), learner, rollout, master, logits, cache, frozen, products)
 
 
 def _resolve_reference(
-    policy: PrecisionPolicy, learner: ResolvedRole, device: torch.device, own: frozenset[str] | None
+    policy: PrecisionPolicy, learner: ResolvedRole, device: torch.device, products: cpu.CpuProducts | None
 ) -> ResolvedRole:
     """The reference's role; where no format was asked for, the learner's own, fallback included."""
     if policy.reference is None:
         why = "as the learner: equal weights give equal log-probs, to the last bit"
         return dataclasses.replace(learner, role="reference", requested="as learner", reason=why)
-    role = _resolve_role("reference", policy.reference, policy, device, own)
+    role = _resolve_role("reference", policy.reference, policy, device, products)
     if (role.active, role.backend, role.fp8) == (learner.active, learner.backend, learner.fp8):
         return role
     why = f"asked for: beside a {learner.name} learner its log-probs differ by rounding, from the first step"
@@ -504,9 +513,9 @@ def _resolve_kv_cache(policy: PrecisionPolicy, rollout: ResolvedRole) -> Resolve
 
 
 def _resolve_role(
-    role: str, requested: str, policy: PrecisionPolicy, device: torch.device, own: frozenset[str] | None
+    role: str, requested: str, policy: PrecisionPolicy, device: torch.device, products: cpu.CpuProducts | None
 ) -> ResolvedRole:
-    resolved = _resolve_base(role, requested, policy, device, own)
+    resolved = _resolve_base(role, requested, policy, device, products)
     if policy.kernels == "fast":
         return resolved
     exact_on_cpu = resolved.backend == "simulated" or resolved.active is FP32  # fp32 is never simulated
@@ -524,12 +533,12 @@ def _resolve_role(
 
 
 def _resolve_base(
-    role: str, requested: str, policy: PrecisionPolicy, device: torch.device, own: frozenset[str] | None
+    role: str, requested: str, policy: PrecisionPolicy, device: torch.device, products: cpu.CpuProducts | None
 ) -> ResolvedRole:
     if requested == "fp8":
         return _resolve_fp8(role, policy, device)
     if requested in SCHEMES:
-        return _resolve_quantized(role, requested, policy, device, own)
+        return _resolve_quantized(role, requested, policy, device, products)
     fmt = role_format(requested)
     if requested in DIAL:
         if policy.backend == "native":
@@ -563,7 +572,7 @@ def _resolve_base(
         why = "asked for: the CPU's own half kernels, whose speed and sum order vary by CPU"
         return ResolvedRole(role, requested, fmt, "native", why)
     free = fmt is BF16 and policy.backend == "auto" and policy.kernels == "fast"
-    if free and "bf16" in (cpu.products().own if own is None else own):
+    if free and "bf16" in (cpu.products() if products is None else products).own:
         why = "this CPU multiplies bf16 itself, faster than fp32; fp32 sums, each result rounded once"
         return ResolvedRole(role, requested, fmt, "native", why)
     why = f"a CPU: values on the {fmt.name} grid in fp32, each result and gradient rounded, fp32 accumulation"
@@ -589,14 +598,14 @@ def _resolve_fp8(role: str, policy: PrecisionPolicy, device: torch.device) -> Re
 
 
 def _resolve_quantized(
-    role: str, requested: str, policy: PrecisionPolicy, device: torch.device, own: frozenset[str] | None
+    role: str, requested: str, policy: PrecisionPolicy, device: torch.device, products: cpu.CpuProducts | None
 ) -> ResolvedRole:
     """A role in a scaled format: values on their blocks' grids multiplied in fp32, but for int8 in a rollout on a CPU
     that multiplies it itself."""
     assert policy.quantized is not None  # the policy's own check
     quantized = policy.quantized.of(requested)
     if requested == "int8" and role == "rollout" and device.type == "cpu" and policy.backend != "simulated":
-        has = cpu.products().own if own is None else own
+        has = (cpu.products() if products is None else products).own
         if policy.kernels == "fast" and quantized.base == "bf16" and has >= {"bf16", "int8"}:
             why = "this CPU multiplies int8 itself, faster than fp32: exact integer sums, each result rounded once"
             return ResolvedRole(role, requested, BF16, "native", f"{why}; {quantized}", quantized)
