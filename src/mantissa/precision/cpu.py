@@ -90,6 +90,14 @@ class CpuProducts:
         """The way of a product of ``rows`` rows and a matrix of ``weight`` values: the class that is nearest."""
         return chosen(self.ways[f"{operands} {side}"], rows, weight)
 
+    def smallest(self, operands: Operands, side: Side) -> Iterator[tuple[str, str, tuple[int, int, int]]]:
+        """Each way but torch's own, what it is called, and the smallest class (rows, features in and out) it serves."""
+        found: dict[str, tuple[int, int, int]] = {}
+        for sizes, letters in zip(_WEIGHTS, self.ways[f"{operands} {side}"], strict=True):
+            for rows, way in zip(_CLASSES, letters, strict=True):
+                found.setdefault(way, (rows, *sizes))
+        yield from ((way, _NAMES[way], shape) for way, shape in found.items() if way != TORCH)
+
     def record(self) -> dict[str, Any]:
         """Plain values, of which ``of`` makes the same again."""
         ratios = {"bf16": self.ratio, "int8": self.int8_ratio}
@@ -121,26 +129,18 @@ class CpuProducts:
             raise MantissaError(f"a table of products has ratios {ratios}; expected positive numbers")
         return CpuProducts(ratios[0], ratios[1], ways, flushes)
 
-    def check(self) -> None:
-        """``MantissaError`` where this machine lacks a product that the table, of another machine, asks for."""
-        if self.ratio < math.inf and not _has_bf16():
-            raise MantissaError(
-                "this run's products were measured on a processor that multiplies bf16 itself (AVX512-BF16, AMX), and "
-                "this one does not, or ONEDNN_MAX_CPU_ISA holds it back; go on where it began, or start anew"
-            )
-
     def __str__(self) -> str:
         each = ", ".join(f"{name} {ratio:.2f}" for name, ratio in (("bf16", self.ratio), ("int8", self.int8_ratio)))
         return f"time of a product over fp32's ({_ROWS} x {_IN} x {_OUT}): {each}"
 
     def lines(self) -> list[str]:
         """Which way serves which shapes, for the screen: rows by way, a line for what operands hold and each side."""
-        said = []
+        said: dict[str, list[str]] = {}
         for key, classes in self.ways.items():
             parts = [f"{inner}x{outer} {_runs_of(row)}" for (inner, outer), row in zip(_WEIGHTS, classes, strict=True)]
-            alike = len(set(classes)) == 1
-            said.append(f"{key}: {_runs_of(classes[0]) if alike else '; '.join(parts)}")
-        return said
+            what = _runs_of(classes[0]) if len(set(classes)) == 1 else "; ".join(parts)
+            said.setdefault(what, []).append(key)
+        return [f"{', '.join(keys)}: {what}" for what, keys in said.items()]
 
 
 def chosen(ways: Sequence[str], rows: int, weight: int) -> str:
@@ -294,7 +294,7 @@ def _of_side(side: Side, generator: torch.Generator) -> tuple[tuple[str, ...], t
     largest = _LARGEST >> 5 if side == "heads" else _LARGEST
     timed = [
         [
-            _timed(side, _operands(side, rows, inner, outer, generator))
+            _timed(side, operands_of(side, rows, inner, outer, generator))
             for rows in _CLASSES
             if rows == 1 or rows * inner * outer <= largest
         ]
@@ -321,7 +321,7 @@ def _fitted(timed: list[dict[str, float]], ways: Sequence[str]) -> str:
     return letters.ljust(len(_CLASSES), letters[-1])
 
 
-def _operands(side: Side, rows: int, inner: int, outer: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def operands_of(side: Side, rows: int, inner: int, outer: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Integers of at most 8 bits whose sums of products fp32 holds, as the side's two operands."""
     terms = {"forward": inner, "input": outer, "weight": rows, "heads": inner}[side]
     limit = min(255, math.isqrt((1 << 24) // terms))
@@ -340,13 +340,13 @@ def _operands(side: Side, rows: int, inner: int, outer: int, generator: torch.Ge
 
 def _timed(side: Side, operands: tuple[Tensor, Tensor]) -> dict[str, float]:
     """Seconds of each way, inf where it is not right; torch's own is, as ``kernels/probe.py`` proves."""
-    call, ways = (_heads, (TORCH, BF16)) if side == "heads" else (multiply, (TORCH, ONEDNN, BF16))
+    call, ways = (heads, (TORCH, BF16)) if side == "heads" else (multiply, (TORCH, ONEDNN, BF16))
     exact = call(TORCH, *operands)
     right = [way for way in ways if torch.equal(call(way, *operands), exact)]
     return dict.fromkeys(_NAMES, math.inf) | _least({way: functools.partial(call, way, *operands) for way in right})
 
 
-def _heads(way: str, x_NMK: Tensor, y_NKS: Tensor) -> Tensor:
+def heads(way: str, x_NMK: Tensor, y_NKS: Tensor) -> Tensor:
     with switched(way == BF16):
         return torch.bmm(x_NMK, y_NKS)
 

@@ -572,8 +572,10 @@ def _resolve_base(
         why = "asked for: the CPU's own half kernels, whose speed and sum order vary by CPU"
         return ResolvedRole(role, requested, fmt, "native", why)
     free = fmt is BF16 and policy.backend == "auto" and policy.kernels == "fast"
-    if free and "bf16" in (cpu.products() if products is None else products).own:
+    own = (cpu.products() if products is None else products) if free else None
+    if own is not None and "bf16" in own.own:
         why = "this CPU multiplies bf16 itself, faster than fp32; fp32 sums, each result rounded once"
+        why += "; magnitudes below 2^-126 are 0" if own.flushes else ""
         return ResolvedRole(role, requested, fmt, "native", why)
     why = f"a CPU: values on the {fmt.name} grid in fp32, each result and gradient rounded, fp32 accumulation"
     return ResolvedRole(role, requested, fmt, "simulated", why)

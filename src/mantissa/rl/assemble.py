@@ -186,7 +186,6 @@ def _precision(
     rollout = config.rollout
     if device.type == "cpu":
         products = ranks.broadcast(products or cpu.products())  # a measurement: one for all
-        products.check()
     reference = config.algorithm.reference is not None
     precision = resolve(config.precision, device, reference=reference, products=products)
     if rollout.engine == "vllm":

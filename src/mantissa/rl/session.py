@@ -170,6 +170,8 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
                 device = f"{parts.device.type}, {ranks.world} processes ({ranks.kind})"
             other = "" if parts.feedback is None else f"   feedback policy {_parameters(parts.feedback)}"
             live.note(f"run {run.path}   device {device}   parameters {_parameters(parts)}{other}")
+            if parts.precision.products is not None:
+                live.note(f"products {parts.precision.products}; which library has which shape: environment.json")
             if parts.model.config.weights_note:
                 live.note(f"weights {parts.model.config.weights_note}")
             for line in parts.plan.lines() if parts.plan else ():
