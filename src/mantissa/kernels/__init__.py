@@ -59,7 +59,7 @@ def _kernels(role: ResolvedRole, precision: ResolvedPrecision, plan: ExactPlan |
     if role.exact:
         return ExactNativeKernels(fmt, logits, role.fp8, cache)
     if role.backend == "native":
-        return NativeKernels(fmt, logits, role.fp8, table)
+        return NativeKernels(fmt, logits, role.fp8, table, copies and not cuda)
     return SimulatedKernels(fmt, logits, copies, role.fp8, table)
 
 

@@ -30,7 +30,9 @@ from mantissa.kernels.simulated import (
     Product,
     RMSNorm,
     Rotate,
+    activation_values,
     cached_probabilities,
+    weight_values,
 )
 from mantissa.precision import (
     BF16,
@@ -49,8 +51,10 @@ from mantissa.precision.numerics import token_logprob
 class NativeKernels:
     """The operations in ``fmt``, on tensors of dtype ``fmt.dtype``. See ``Kernels`` for each one's contract.
 
-    ``fp8``: which products have fp8 operands (CUDA, Hopper and later), or int8 ones (a CPU, and copies alone: they have
-    no gradient); ``fmt`` is then their base. ``table``: which way a CPU multiplies; None: as measured on this machine.
+    ``fp8``: which products have fp8 operands (CUDA, Hopper and later), or on a CPU, and of copies alone, int8 ones, or
+    codes times powers of two, whose values are bf16's; ``fmt`` is then their base. ``table``: which way a CPU
+    multiplies; None: as measured on this machine. ``copies``: the weights given are those that ``copied`` made, and
+    have no gradient.
     """
 
     def __init__(
@@ -59,11 +63,13 @@ class NativeKernels:
         logits_format: NumberFormat = FP32,
         fp8: Fp8Policy | None = None,
         table: CpuProducts | None = None,
+        copies: bool = False,
     ) -> None:
         self.format = fmt
         self.dtype = fmt.dtype
         self.logits_format = logits_format
         self.fp8 = fp8
+        self.weights_on_grid = copies and fp8 is not None
         self.products = Products("bf16" if fmt is BF16 else "fp32", table)
         self._flash_attn = fmt is not FP32 and importlib.util.find_spec("flash_attn") is not None
 
@@ -78,8 +84,10 @@ class NativeKernels:
             return round_to_format(master.detach(), self.format)  # logits are an fp32 product: widened once, here
         if self.fp8 is None or not self._in_fp8(layer):
             return self.weight(master.detach())
-        if isinstance(self.fp8, Quantized):
+        if _is_int8(self.fp8):
             return BlockScaled(*int8_codes(master))
+        if master.device.type == "cpu":
+            return weight_values(master, self.fp8).to(self.dtype)  # codes times powers of two: exact in bf16
         from mantissa.kernels.triton.products import quantized_weight
 
         return quantized_weight(master, self.fp8)
@@ -97,7 +105,11 @@ class NativeKernels:
         self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
     ) -> Tensor:
         bias = None if bias_F is None else self.weight(bias_F)
-        if not self._in_fp8(layer):
+        quantized = self._in_fp8(layer)
+        if quantized and isinstance(weight_FE, Tensor) and not x_NE.is_cuda and not _is_int8(self.fp8):
+            assert self.fp8 is not None
+            x_NE, quantized = activation_values(x_NE.float(), self.fp8).to(self.dtype), False
+        if not quantized:
             assert isinstance(weight_FE, Tensor)  # only what the policy names is kept as codes
             weight = self.weight(weight_FE)
             if weight.is_mkldnn or (self._is_cpus_own(x_NE) and not torch.is_grad_enabled()):
@@ -105,7 +117,7 @@ class NativeKernels:
             if self._is_cpus_own(x_NE):
                 return Linear.apply(x_NE, weight, bias, FP32, FP32, self.products.forward, self.products)
             return F.linear(x_NE, weight, bias)
-        if isinstance(self.fp8, Quantized):
+        if _is_int8(self.fp8):
             codes = weight_FE if isinstance(weight_FE, BlockScaled) else BlockScaled(*int8_codes(weight_FE))
             wide = None if bias is None else bias.float()
             return products.int8(x_NE.detach(), codes, wide).to(self.dtype)
@@ -198,6 +210,10 @@ class NativeKernels:
         with self.products.heads(q_BHD, q_BHD.shape[1] // k_BKSD.shape[1], k_BKSD[0, 0].numel()):
             p_BKGS = cached_probabilities(q_BHD, k_BKSD, length_B).to(self.dtype)
         return (p_BKGS @ v_BKSD.to(self.dtype)).reshape(q_BHD.shape)  # a cache may be coarser than the rollout
+
+
+def _is_int8(fp8: Fp8Policy | None) -> bool:
+    return isinstance(fp8, Quantized) and fp8.scheme == "int8"
 
 
 class ProductOf(torch.autograd.Function):
