@@ -3,7 +3,7 @@
     python benchmarks/simulated_step.py [--threads 2] [--rounds 15]
 
 The ratio is taken within each round (the three run in turn), so that a busy machine slows both sides alike. Target: at
-most 1.3 times fp32. Appends rows to results/simulated_step.jsonl.
+most 1.2 times fp32. Appends rows to results/simulated_step.jsonl.
 """
 
 from __future__ import annotations
