@@ -77,7 +77,7 @@ class CpuProducts:
 
     ratio: float
     int8_ratio: float = math.inf
-    ways: Mapping[str, tuple[str, ...]] = field(default_factory=_unmeasured)
+    ways: Mapping[str, tuple[str, ...]] = field(default_factory=_unmeasured, hash=False)
     flushes: bool = False
 
     @property
@@ -113,17 +113,7 @@ class CpuProducts:
             flushes = record["flushes"]
         except (KeyError, TypeError, ValueError, AttributeError):
             raise MantissaError(f"{record!r:.60}: expected a table of products, as runs write it") from None
-        shape = [(len(_WEIGHTS), len(_CLASSES))] * len(ways)
-        letters = all(
-            isinstance(row, str) and set(row) <= ({TORCH, ONEDNN, BF16} if key.startswith("bf16") else {TORCH, ONEDNN})
-            for key, rows in ways.items()
-            for row in rows
-        )
-        if (
-            not letters
-            or [(len(rows), len(rows[0])) for rows in ways.values() if rows] != shape
-            or any(len(row) != len(_CLASSES) for rows in ways.values() for row in rows)
-        ):
+        if not all(_is_ways(rows, key.startswith("bf16")) for key, rows in ways.items()):
             raise MantissaError("a table of products has other ways or sizes than runs write; measure it anew")
         if not all(ratio > 0 for ratio in ratios) or not isinstance(flushes, bool):
             raise MantissaError(f"a table of products has ratios {ratios}; expected positive numbers")
@@ -143,6 +133,12 @@ class CpuProducts:
         return [f"{', '.join(keys)}: {what}" for what, keys in said.items()]
 
 
+def _is_ways(rows: tuple[Any, ...], switch: bool) -> bool:
+    known = {TORCH, ONEDNN, *([BF16] if switch else [])}
+    right = (isinstance(row, str) and len(row) == len(_CLASSES) and set(row) <= known for row in rows)
+    return len(rows) == len(_WEIGHTS) and all(right)
+
+
 def chosen(ways: Sequence[str], rows: int, weight: int) -> str:
     """The letter of ``ways`` for ``rows`` rows and a matrix of ``weight`` values."""
     of_weight = min(max(weight.bit_length() - 12, 0) // 3, len(_WEIGHTS) - 1)
@@ -150,7 +146,7 @@ def chosen(ways: Sequence[str], rows: int, weight: int) -> str:
 
 
 def _runs_of(row: str) -> str:
-    """``torch to 4 rows, then oneDNN`` of a class's letters."""
+    """``torch, oneDNN from 16 rows on``: a class's letters in words."""
     parts = [_NAMES[row[0]]]
     for at in range(1, len(row)):
         if row[at] != row[at - 1]:
@@ -347,6 +343,7 @@ def _timed(side: Side, operands: tuple[Tensor, Tensor]) -> dict[str, float]:
 
 
 def heads(way: str, x_NMK: Tensor, y_NKS: Tensor) -> Tensor:
+    """x @ y for each of N heads, with the switch or without."""
     with switched(way == BF16):
         return torch.bmm(x_NMK, y_NKS)
 
