@@ -75,6 +75,32 @@ def native_bf16() -> str:
     return table(["of fp32's time", "measured on", "bf16 simulated", "the processor's own bf16"], lines)
 
 
+def native_beside() -> str:
+    """Sampling beside transformers and vLLM: the newest row of each contender, rows and processor."""
+    newest: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in _rows("native_beside"):
+        place = f"{row['device']}, threads: {row['threads']}"
+        newest.setdefault((place, row["case"], row["contender"]), {})[row["metric"]] = row
+    lines = []
+    for (place, case, contender), by in newest.items():
+        step, prefill = (by[f"{what} processor_seconds"] for what in ("decode step", "prefill"))
+        ratio = by["decode step processor_seconds over ours, fp32"]
+        spread = f"{ratio['value']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
+        cells = (f"{step['value'] * 1e3:.1f}", spread, f"{prefill['value']:.2f}", f"{by['bytes']['value'] / 2**20:.0f}")
+        lines.append([case.partition(",")[0], contender, *cells, place, str(step["rounds"])])
+    header = (
+        "at a time",
+        "whose, format",
+        "decode step (ms)",
+        "of our fp32's",
+        "prefill (s)",
+        "MiB",
+        "measured on",
+        "rounds",
+    )
+    return table(header, lines)
+
+
 def gap_formats() -> str:
     """The gap of pairs of formats on SmolLM2, with intervals; newest row of each."""
     lines = []
@@ -513,7 +539,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "doctor_partial": doctor_partial,
         "doctor_healthy": doctor_healthy,
     },
-    "precision.md": {"native_bf16": native_bf16, "gap_formats": gap_formats},
+    "precision.md": {"native_bf16": native_bf16, "native_beside": native_beside, "gap_formats": gap_formats},
     "emulated.md": {"switches": switches},
     "soak.md": {"soak": soak_sizes},
     "usage.md": {"commands": commands},

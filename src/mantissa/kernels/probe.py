@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.kernels.interface import Kernels
+from mantissa.kernels.products import Products
 from mantissa.precision import (
     E4M3,
     FP16,
@@ -31,6 +32,7 @@ from mantissa.precision import (
     Fp8Policy,
     NumberFormat,
     Quantized,
+    cpu,
     format_named,
     round_to_format,
 )
@@ -206,6 +208,9 @@ def probe(kernels: Kernels, device: torch.device | str) -> str:
         return kernels.linear(x.to(kernels.dtype), weight)
 
     checks = product_checks(kernels.format, linear, device, torch.autograd.grad, of_weight=not on_grid)
+    used = getattr(kernels, "products", None)
+    if isinstance(used, Products) and torch.device(device).type == "cpu":
+        checks += way_checks(used)
     logits = kernels.logits(first_row([1.0, u / 4], device).to(kernels.dtype), first_row([1.0, 1.0], device))
     exact = torch.tensor(1 + u / 4, dtype=torch.float64)
     expected = round_to_format(exact, logits_format).item()
@@ -216,6 +221,26 @@ def probe(kernels: Kernels, device: torch.device | str) -> str:
     where = f"in the {type(kernels).__name__} on {device}"
     evidence = proved(checks, kernels.format.name, where)
     return evidence if fp8 is None else f"{evidence}; {proved(fp8_checks(kernels, fp8, device), fp8.kind, where)}"
+
+
+def way_checks(products: Products) -> list[Check]:
+    """What each library beside torch's own must show, in the smallest product that it has of each side: sums of
+    integers that fp32 holds are exact, and operands keep all the digits that they may have (24 bits, or bf16's 8)."""
+    checks: list[Check] = []
+    generator, table, operands = torch.Generator().manual_seed(0), products.table or cpu.products(), products.operands
+    digits = 1 + 2.0**-7 if operands == "bf16" else 1 + 2.0**-23
+    sides: tuple[cpu.Side, ...] = ("forward", "input", "weight", "heads")
+    for side in sides:
+        call = cpu.heads if side == "heads" else cpu.multiply
+        for way, name, (rows, inner, outer) in table.smallest(operands, side):
+            x, y = cpu.operands_of(side, rows, inner, outer, generator)
+            exact = x.double() @ (y if side == "heads" else y.t()).double()
+            one = torch.zeros_like(y)
+            one[..., 0, 0] = 1.0
+            kept = call(way, torch.full_like(x, digits), one)[..., 0]
+            wrong = (call(way, x, y).double() != exact).sum() + (kept != digits).sum()
+            checks.append((f"multiplies exactly by {name} ({side})", float(wrong), 0.0))
+    return checks
 
 
 def proved(checks: list[Check], name: str, where: str, also: str = "") -> str:

@@ -83,12 +83,12 @@ class Parts:
 
 
 def assemble(
-    config: RunConfig, ranks: Ranks = ALONE, task: Task | None = None, own: frozenset[str] | None = None
+    config: RunConfig, ranks: Ranks = ALONE, task: Task | None = None, products: cpu.CpuProducts | None = None
 ) -> Parts:
     """Build every part; nothing is written yet, so a mistake in the recipe leaves no folder behind.
 
-    ``task``: in the place of the recipe's own, of a policy that plays with another. ``own``: of a run that is gone
-    on with, the formats that its processor multiplied itself.
+    ``task``: in the place of the recipe's own, of a policy that plays with another. ``products``: of a run that is
+    gone on with, how its processor multiplies.
     """
     device, vllm = choose_device(config.device), config.rollout.engine == "vllm"
     _check_bill(config)
@@ -97,7 +97,7 @@ def assemble(
     model, tokenizer = load_policy(config.model, task, config.seed)
     named = config.precision.of_layers(model.config.num_hidden_layers)
     config = config.model_copy(update={"precision": named})
-    precision = _precision(config, device, ranks, own)
+    precision = _precision(config, device, ranks, products)
     _check_shape(config, model)
     model = place(model, device, ranks)
     longest = model.config.max_position_embeddings  # of a dialogue, which grows as it is played
@@ -179,13 +179,15 @@ def _teacher(path: str, model: Decoder, tokenizer: Tokenizer, longest: int) -> D
     return teacher
 
 
-def _precision(config: RunConfig, device: torch.device, ranks: Ranks, own: frozenset[str] | None) -> ResolvedPrecision:
+def _precision(
+    config: RunConfig, device: torch.device, ranks: Ranks, products: cpu.CpuProducts | None
+) -> ResolvedPrecision:
     """What each role uses here, the rollout's as the engine has it that samples; the same on all ranks."""
     rollout = config.rollout
-    if own is None and device.type == "cpu":
-        own = ranks.broadcast(cpu.products().own)  # a measurement: one for all
+    if device.type == "cpu":
+        products = ranks.broadcast(products or cpu.products())  # a measurement: one for all
     reference = config.algorithm.reference is not None
-    precision = resolve(config.precision, device, reference=reference, own=own)
+    precision = resolve(config.precision, device, reference=reference, products=products)
     if rollout.engine == "vllm":
         if rollout.vllm.server is None:
             require_vllm()
