@@ -154,6 +154,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("precision=fp8", "precision.fp8.base=fp16"), {"engine": "megatron"}, "precision.fp8.base: fp16"),
     (("precision=fp8", "precision.fp8.scale=power_of_two"), {"engine": "megatron"}, "fp8.scale: power_of_two"),
     (("precision=fp8", "precision.fp8.exclude=[down_proj]"), {"engine": "megatron"}, "down_proj: verl has no list"),
+    (("precision=fp8-experts",), {"engine": "megatron"}, "experts: verl has no list of layers"),
     (("precision=fp8",), {"engine": "megatron", "hardware": "b200"}, "fp32: Blackwell's fp8 products"),
     ((*KL, "precision=fp8", "precision.reference=bf16"), {"engine": "megatron"}, "takes the learner's override_trans"),
     (("precision=nvfp4",), {}, "precision.train: nvfp4: simulated by Mantissa, and none of verl's learners"),
