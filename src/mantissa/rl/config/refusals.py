@@ -95,15 +95,6 @@ def _process_refusals(config: RunConfig) -> Refusals:
         "parallel=fsdp2 with optimizer.moments=8bit: blocks of a slice are not those of the whole, so another number "
         "of processes could not resume; use parallel=ddp, or optimizer.moments=fp32",
     )
-    critic = config.algorithm.critic is not None
-    yield (
-        critic and fsdp2,
-        "parallel=fsdp2 with algorithm.critic: every process holds the whole value model; use parallel=ddp",
-    )
-    yield (
-        critic and config.model.lora is not None,
-        "algorithm.critic with model.lora: the value model trains every weight of its own; leave model.lora out",
-    )
     yield (
         fsdp2 and config.model.lora is not None,
         "parallel=fsdp2 with model.lora: adapters are merged into whole matrices, and what would be divided, gradients "
