@@ -32,6 +32,7 @@ KINDS = ("ddp", "fsdp2")
 OTHER = {"ddp": "fsdp2", "fsdp2": "ddp"}
 GRADIENT = ("precision=fp32", "warm_start=null", "optimizer.updates_per_batch=1", "model.fresh.initializer_range=0.2")
 FLOWRL = ("algorithm={loss: flowrl, reference: {}, correction: token_tis}", "optimizer.micro_batch_tokens=60")
+REVERSE_KL = "algorithm={loss: {kind: reverse_kl, support: 5}, reference: {path: TEACHER}}"
 FEW = ("algorithm.correction={reject_unit: sequence_max, reject_by: k1, reject_low: 0.5, reject_high: 1.7}",)
 # What makes a gradient: ranks have several micro-batches, unequal numbers of them, or none.
 GRADIENTS: dict[str, tuple[str, ...]] = {
@@ -39,6 +40,7 @@ GRADIENTS: dict[str, tuple[str, ...]] = {
     "few": (*GRADIENT, *FEW),
     "flowrl": (*GRADIENT, *FLOWRL),
     "fp16": (*GRADIENT, "precision=fp16"),
+    "reverse_kl": (*GRADIENT, REVERSE_KL, "optimizer.micro_batch_tokens=60"),
 }
 RUN = ("warm_start=null", "steps=4", "checkpoint.every=2", "optimizer.lr=2e-4", "task.aligned=true")
 RUN += ("task.reward=prefix", "optimizer.warmup=4")
@@ -95,7 +97,8 @@ class Setting:
     done: dict[str, dict[str, Any]]
 
     def recipe(self, overrides: tuple[str, ...]) -> dict[str, Any]:
-        recipe = small_run.recipe("trackers=[]", *overrides)
+        teacher = str(self.folder / "warm")
+        recipe = small_run.recipe("trackers=[]", *(each.replace("TEACHER", teacher) for each in overrides))
         if "task.aligned=true" in overrides:
             recipe["model"] = {"path": str(self.folder / "warm")} | {
                 key: value for key, value in recipe["model"].items() if key == "lora"

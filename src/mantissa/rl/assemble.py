@@ -123,6 +123,7 @@ def assemble(
         path = config.algorithm.reference.path
         teacher = None if path is None else _teacher(path, model, tokenizer, longest)
         reference = _reference(config, reference_kernels(precision, plan), model, teacher, device, ranks)
+        learner.teacher = reference
     return Parts(
         device=device,
         precision=precision,
