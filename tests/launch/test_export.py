@@ -138,6 +138,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("rollout.top_k=20",), {}, "top-k 20: verl's learner over the whole vocabulary would be off by the log"),
     (("algorithm.loss={kind: reinforce, centering: 8}",), {}, "centering: 8: verl's losses do not centre the score"),
     (("algorithm={advantage: distillation, reference: {path: x}}",), {}, "distillation: verl takes it from teachers"),
+    (("algorithm={loss: reverse_kl, reference: {path: x}}",), {}, "reverse_kl: verl has no such loss"),
     (("algorithm={kl: {coefficient: 0.1}, reference: {path: x}}",), {}, "reference.path: x: verl's reference is the"),
     (("algorithm={advantage: gae, critic: {lr: 1.0e-5}}",), {}, "gae: verl's critic is a worker group"),
     (("precision=fp8", "precision.fp8.first=1"), {"engine": "megatron"}, "fp8.first: 1, 0: verl has no list of layers"),

@@ -147,9 +147,8 @@ def test_on_average_the_sampled_token_has_the_same_gradient() -> None:
         ("algorithm.loss.support=3",),
         ("rollout.top_p=0.9",),
         ("precision=fp16",),
-        ("model.lora={rank: 4, alpha: 8}",),
     ],
-    ids=["whole", "support", "top-p", "fp16", "lora"],
+    ids=["whole", "support", "top-p", "fp16"],
 )
 def test_by_whole_distributions_it_comes_nearer_too(train: Train, teacher: Path, more: tuple[str, ...]) -> None:
     run = train(

@@ -58,8 +58,16 @@ MARGINS: dict[str, tuple[int, float]] = {
     "gdpo": (20, 0.12),
     "ppo": (30, 0.15),
     "distillation": (20, 0.10),
+    "reverse_kl": (20, 0.10),
     "code": (24, 0.04),
     "moe": (20, 0.10),
+    "moe-nvfp4": (20, 0.10),
+    "ppo-lora": (30, 0.10),
+}
+# Of these recipes with another key.
+VARIANTS = {
+    "moe-nvfp4": ("moe", "precision=nvfp4-experts"),
+    "ppo-lora": ("ppo", "model.lora={rank: 8, alpha: 16}", "optimizer.lr=2e-3"),
 }
 # What has no recipe of its own, on the demo's: its algorithm, and the rise that the mean of three seeds must reach.
 # Measured: gmpo 0.25, sapo 0.25, dppo-tv 0.26, dppo-kl 0.25, cispo-two-sided 0.25, reinforce-pp-baseline 0.26,
@@ -137,13 +145,14 @@ def learn(
     warm: Callable[[str, int], RunDirectory], recipe: str, seed: int, tmp_path: Path, *more: str
 ) -> tuple[Row, list[Row]]:
     """The evaluated step of the warm-started policy, and the rows of the recipe's run from there."""
+    name, (recipe, *more) = recipe, VARIANTS.get(recipe, (recipe, *more))
     before = warm(recipe if recipe in ("code", "moe") else "demo", seed)
-    if recipe == "distillation":  # from what the demo makes of the same policy
+    if recipe in ("distillation", "reverse_kl"):  # from what the demo makes of the same policy
         of_warm = ("model.fresh=null", f"model.path={before.path}", "warm_start=null")
         teacher = run("demo", tmp_path / f"teacher-{seed}", seed, 20, *of_warm)
         more = (f"algorithm.reference.path={teacher.path}", *more)
     given = ("model.fresh=null", f"model.path={before.path}", "warm_start=null")
-    after = run(recipe, tmp_path / f"{recipe}-{seed}", seed, MARGINS[recipe][0], *given, *more)
+    after = run(recipe, tmp_path / f"{name}-{seed}", seed, MARGINS[name][0], *given, *more)
     return before.read_metrics()[-1], after.read_metrics()
 
 
