@@ -212,8 +212,8 @@ def _check_shape(config: RunConfig, model: Decoder) -> None:
         raise MantissaError("rollout.replay_routing does nothing: this policy has no mixture of experts; leave it out")
     if mixtures is not None and config.rollout.engine == "vllm":
         raise MantissaError(
-            "rollout.engine=vllm: a policy with mixtures of experts is not sent to vLLM, whose layout of them cannot "
-            "be read back and compared here; set rollout.engine=native"
+            "rollout.engine=vllm: a policy with mixtures of experts is not sent to vLLM: it keeps experts fused, so "
+            "they cannot be read back and compared; 0.32 tells its routing on GPUs alone; set rollout.engine=native"
         )
 
 
