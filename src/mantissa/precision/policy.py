@@ -285,8 +285,9 @@ class PrecisionPolicy(Section):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
+        known = {} if self.preset is None else PRESETS | _OF_EXPERTS
         for role in {"train", "rollout"} - self.model_fields_set if self.preset is not None else ():
-            of_preset = getattr(PRESETS[self.preset], role) if self.preset in PRESETS else self.preset
+            of_preset = getattr(known[self.preset], role) if self.preset in known else self.preset
             object.__setattr__(self, role, of_preset)  # frozen, and not among the fields that were given
         roles = {self.train, self.rollout, self.reference or self.train}
         if "fp8" not in roles and self.fp8 is not None:
@@ -314,11 +315,11 @@ class PrecisionPolicy(Section):
 
     def _take_layers(self, name: str, default: Section) -> None:
         """Fill in a section that was not given, or not its layers where the preset chooses them."""
-        given, of_preset = getattr(self, name), getattr(PRESETS.get(self.preset or ""), name, None)
-        if given is None:
-            object.__setattr__(self, name, of_preset or default)
-        elif of_preset is not None and "only" not in given.model_fields_set:
-            object.__setattr__(self, name, given.model_copy(update={"only": of_preset.only}))
+        given: Section = getattr(self, name) or default
+        of_experts = self.preset in _OF_EXPERTS if self.preset is not None else False
+        if of_experts and "only" not in given.model_fields_set:
+            given = given.model_copy(update={"only": ("experts",)})
+        object.__setattr__(self, name, given)
 
     @model_serializer(mode="wrap")
     def _as_asked(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -363,8 +364,7 @@ def _experts(train: str, rollout: str) -> PrecisionPolicy:
     return PrecisionPolicy(train=train, rollout=rollout, **{"fp8" if rollout == "fp8" else "quantized": only})
 
 
-PRESETS: dict[str, PrecisionPolicy] = {}
-PRESETS |= {
+PRESETS: dict[str, PrecisionPolicy] = {
     "fp32": PrecisionPolicy(),
     "bf16": PrecisionPolicy(train="bf16", rollout="bf16"),
     "fp16": PrecisionPolicy(train="fp16", rollout="fp16"),
@@ -373,9 +373,11 @@ PRESETS |= {
     "fp8-rollout": PrecisionPolicy(train="bf16", rollout="fp8"),
     **{scheme: PrecisionPolicy(train=scheme, rollout=scheme) for scheme in SCHEMES},
     **{f"{scheme}-rollout": PrecisionPolicy(train="bf16", rollout=scheme) for scheme in SCHEMES},
-    **{f"{name}-experts": _experts(name, name) for name in ("fp8", *SCHEMES)},
-    **{f"{name}-experts-rollout": _experts("bf16", name) for name in ("fp8", *SCHEMES)},
 }
+# Of each of the scaled formats, in the routed experts of a mixture alone.
+_OF_EXPERTS: dict[str, PrecisionPolicy] = {}
+_OF_EXPERTS |= {f"{name}-experts": _experts(name, name) for name in ("fp8", *SCHEMES)}
+_OF_EXPERTS |= {f"{name}-experts-rollout": _experts("bf16", name) for name in ("fp8", *SCHEMES)}
 
 
 def preset_named(name: Any) -> str:
@@ -384,10 +386,10 @@ def preset_named(name: Any) -> str:
     A format of the dial is one too, for training and rollout.
     """
     canonical = ALIASES.get(name, name) if isinstance(name, str) else name
-    if isinstance(canonical, str) and (canonical in PRESETS or canonical in DIAL):
+    if isinstance(canonical, str) and (canonical in PRESETS or canonical in DIAL or canonical in _OF_EXPERTS):
         return canonical
-    hint = nearest(str(name), [*PRESETS, *ALIASES])
-    known = f"{', '.join(PRESETS)}, or a simulated e8m2 to e8m10 or e5m2 to e5m10"
+    hint = nearest(str(name), [*PRESETS, *_OF_EXPERTS, *ALIASES])
+    known = f"{', '.join(PRESETS)}, NAME-experts, NAME-experts-rollout, or a simulated e8m2 to e8m10 or e5m2 to e5m10"
     raise MantissaError(f"unknown precision preset {name!r}: expected one of {known}{hint}")
 
 
