@@ -70,8 +70,10 @@ def test_supports_are_what_the_native_engine_would_keep(
         picked = own.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
         assert float((sample.logp_T.double() - picked).abs().max()) < 3e-5
         top = sample.most_probable
-        assert torch.equal(top.ids_TK.long(), own.topk(3, -1).indices)
-        torch.testing.assert_close(top.logp_TK.double(), own.topk(3, -1).values, rtol=0, atol=3e-5)
+        best = own.topk(3, -1)
+        known = best.values > -torch.inf  # fewer than three may be left
+        assert torch.equal(top.ids_TK.long()[known], best.indices[known])
+        torch.testing.assert_close(top.logp_TK.double(), best.values, rtol=0, atol=3e-5)
     assert tokens > 100
     assert unlike <= tokens // 50
 
