@@ -32,11 +32,9 @@ from torch import Tensor, nn
 from mantissa.algorithms import (
     Accumulator,
     AlgorithmConfig,
-    ReverseKLConfig,
     aggregation_scale,
     centre,
     merge,
-    reverse_kl,
 )
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.seeds import derive_seed, generator
@@ -407,13 +405,11 @@ class Learner:
     def _divergence(self, batch: Experience) -> OfLogits:
         """Of a loss that is of a teacher's distributions: the policy's divergence from them; n,1."""
         assert self.teacher is not None, "give the learner its teacher first"
-        logits_of, temperature = self.teacher.logits(batch), self.temperature
-        loss = self.algorithm.loss
-        assert isinstance(loss, ReverseKLConfig)
+        logits_of = self.teacher.logits(batch)
 
         def divergence(start: int, logits_nV: Tensor) -> Tensor:
             taught_nV = logits_of(start, start + len(logits_nV))
-            return reverse_kl(logits_nV, taught_nV, temperature, loss.support).unsqueeze(-1)
+            return self.algorithm.loss.from_teacher(logits_nV, taught_nV, self.temperature).unsqueeze(-1)
 
         return divergence
 

@@ -98,6 +98,11 @@ class Loss(Config):
         """
         raise NotImplementedError
 
+    def from_teacher(self, logits_nV: Tensor, teacher_nV: Tensor, temperature: float) -> Tensor:
+        """Of a loss that is ``of_teacher``: its ``divergence_BT``, from the logits of the policy (with gradient) and of
+        the teacher after n prefixes; n."""
+        raise NotImplementedError
+
     def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
         """What this loss does not go with: whether it is so, and what to say then."""
         yield from ()

@@ -69,6 +69,9 @@ class ReverseKLConfig(Loss):
     every_completion = True
     of_teacher = True
 
+    def from_teacher(self, logits_nV: Tensor, teacher_nV: Tensor, temperature: float) -> Tensor:
+        return reverse_kl(logits_nV, teacher_nV, temperature, self.support)
+
     def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
         yield (
             algorithm.reference is None,
