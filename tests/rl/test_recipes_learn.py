@@ -42,7 +42,8 @@ POLICY = "{{hidden_size: 64, layers: 2, heads: 4, kv_heads: 2, head_dim: {}, int
 initializer_range: 0.08}}"
 # Steps, and the rise of held-out accuracy that the mean of three seeds must reach: half of what was measured, or less:
 # demo 0.25, reinforce 0.21, dapo 0.28, gspo 0.22, cispo 0.26, flowrl 0.21, lora 0.23, async 0.26, fp8 0.25, code 0.09;
-# of one seed (the demo's is 0.27) top_p 0.34, gdpo 0.29, ppo 0.33, distillation 0.23.
+# of one seed (the demo's is 0.27) top_p 0.34, gdpo 0.29, ppo 0.33, distillation 0.23; of another top_p 0.20, gdpo 0.18,
+# ppo 0.22, ppo-lora 0.22, distillation 0.15, reverse_kl 0.15, moe 0.16, moe-nvfp4 0.17.
 MARGINS: dict[str, tuple[int, float]] = {
     "demo": (20, 0.12),
     "reinforce": (20, 0.10),
